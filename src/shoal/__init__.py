@@ -161,7 +161,9 @@ def _named(task: Any, held_out: Any, correct: Any, overrides: Mapping[str, Any])
     for name, value in (("held_out", held_out), ("correct", correct)):
         if value is not None:
             raise ShoalError(f"{name} is for data of your own, task=rows; task is {task!r}")
-    return dict(overrides) if task is None else {**overrides, "task": task}
+    if task is None:
+        return dict(overrides)
+    return {**overrides, "task": task}
 
 
 def _task_of_data(
@@ -171,11 +173,9 @@ def _task_of_data(
     from shoal.job.task import task_of_data
     from shoal.tasks.examples import is_data
 
-    return (
-        task_of_data(task, held_out, correct, config.task, config.reward, functions)
-        if is_data(task)
-        else None
-    )
+    if not is_data(task):
+        return None
+    return task_of_data(task, held_out, correct, config.task, config.reward, functions)
 
 
 def _with_functions_named(config: Any, functions: Sequence[Callable]) -> Any:
@@ -186,7 +186,7 @@ def _with_functions_named(config: Any, functions: Sequence[Callable]) -> Any:
 
     if not functions:
         return config
-    names = tuple(f"{FROM_PYTHON}{one.name}" for one in name_functions(functions))
+    names = tuple(f"{FROM_PYTHON}{function.name}" for function in name_functions(functions))
     return replace(config, reward=replace(config.reward, functions=names))
 
 
@@ -196,14 +196,12 @@ def _with_environments_named(config: Any, task: Task | None) -> Any:
 
     if task is None or not (task.tools or task.environments) or config.turns:
         return config
-    return replace(
-        config,
-        environment=replace(
-            config.environment,
-            tools=tuple(map(register_object, task.tools)),
-            factory=register_object(task.environments, "environments") if task.environments else "",
-        ),
-    )
+    tools = tuple(register_object(tool) for tool in task.tools)
+    factory = ""
+    if task.environments:
+        factory = register_object(task.environments, "environments")
+    environment = replace(config.environment, tools=tools, factory=factory)
+    return replace(config, environment=environment)
 
 
 def _console(resolved: Any, console: Any = None) -> Any:

@@ -136,20 +136,17 @@ def planned(config: CompatConfig) -> dict[Path, str]:
     system."""
     folder = check_local(config.to, "to")
     check_place(folder, "to", within=True)
-    scripts = {
-        folder / path: SCRIPT.format(name=name)
-        for name, door in SHIMS.items()
-        for path in door.paths
-    }
+    scripts = {}
+    for name, shim in SHIMS.items():
+        for path in shim.paths:
+            scripts[folder / path] = SCRIPT.format(name=name)
     assets = resources.files("shoal").joinpath("assets", "doors")
-    copied = (*SHELL, *REQUIREMENTS)
-    scripts |= {
-        folder / path: assets.joinpath(Path(path).name).read_text(encoding="utf-8")
-        for path in copied
-    }
-    foreign = [
-        path for path in scripts if path.exists() and MARK not in path.read_text(errors="replace")
-    ]
+    for path in (*SHELL, *REQUIREMENTS):
+        scripts[folder / path] = assets.joinpath(Path(path).name).read_text(encoding="utf-8")
+    foreign = []
+    for path in scripts:
+        if path.exists() and MARK not in path.read_text(errors="replace"):
+            foreign.append(path)
     if foreign:
         raise ShoalError(
             f"to={config.to}: nothing was written, for {', '.join(map(str, foreign))} would be "
@@ -163,41 +160,49 @@ def shim_argv(name: str, words: Sequence[str]) -> list[str]:
     """The words of `shoal` that stand for those of a script: the user's file and words lie over its
     own.
 
-    >>> words_of_door("grpo_demo", ["--steps=4"])
+    >>> shim_argv("grpo_demo", ["--steps=4"])
     ['train', '--config-name', 'grpo_demo', '--steps=4']
     """
-    door, words = SHIMS[name], list(words)
-    first = [*(_torchrl_words() if door.configs else ()), *door.words]
-    if door.command == "train":
-        first += [f"{flag}={os.environ[flag]}" for flag in _ENVIRONMENT if os.environ.get(flag)]
-    if door.commands is not None:
-        known = door.commands.get(words.pop(0) if words else "")
-        if known is None:
-            raise ShoalError(
-                f"{name}: expected one of {', '.join(f'`{name} {one}`' for one in door.commands)}"
-            )
-        first += known
-    begins = int(bool(words) and is_file_word(words[0]))
-    given = any(is_file_word(word) or is_file_option(word) for word in words)
-    folder = next(
-        (
-            one
-            for one in door.configs
-            if Path(one).is_dir() and not any(map(is_folder_option, words))
-        ),
-        "",
-    )
-    named = ["--preset", door.preset] if given or folder else []
-    named += [] if given else ["--config-name", door.preset]
-    named += ["--config-dir", folder] if folder else []
-    return [door.command, *words[:begins], *named, *first, *words[begins:]]
+    shim = SHIMS[name]
+    words = list(words)
+    beneath = []  # words that stand before the user's, which lie over them
+    if shim.configs:
+        beneath += _torchrl_words()
+    beneath += shim.words
+    if shim.command == "train":
+        for flag in _ENVIRONMENT:
+            if os.environ.get(flag):
+                beneath.append(f"{flag}={os.environ[flag]}")
+    if shim.commands is not None:
+        command = words.pop(0) if words else ""
+        if command not in shim.commands:
+            known = ", ".join(f"`{name} {command}`" for command in shim.commands)
+            raise ShoalError(f"{name}: expected one of {known}")
+        beneath += shim.commands[command]
+    is_file_first = bool(words) and is_file_word(words[0])
+    names_file = any(is_file_word(word) or is_file_option(word) for word in words)
+    folder = ""  # of their YAML files, in the folder where this is typed
+    if not any(is_folder_option(word) for word in words):
+        for config_folder in shim.configs:
+            if Path(config_folder).is_dir():
+                folder = config_folder
+                break
+    line = [shim.command]
+    if is_file_first:
+        line.append(words.pop(0))
+    if names_file or folder:
+        line += ["--preset", shim.preset]
+    if not names_file:
+        line += ["--config-name", shim.preset]
+    if folder:
+        line += ["--config-dir", folder]
+    return line + beneath + words
 
 
 def _torchrl_words() -> list[str]:
     """What TorchRL's recipe writes: Hydra's files, `kl` for a forward pass a step where its weight
     is 0, and Weights & Biases where the package is installed."""
-    return [
-        "report.hydra=true",
-        "algorithm.kl_metric=true",
-        *["report.wandb.mode=auto"] * bool(find_spec("wandb")),
-    ]
+    words = ["report.hydra=true", "algorithm.kl_metric=true"]
+    if find_spec("wandb"):
+        words.append("report.wandb.mode=auto")
+    return words

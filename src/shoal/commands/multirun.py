@@ -134,16 +134,16 @@ def combine(config_type: type, words: Sequence[str]) -> Iterator[tuple[dict[str,
      ({'optimizer.lr': '1e-5'}, [...])]
     """
     line = joined(config_type, words)
-    choices: dict[str, list[str]] = {}
-    places: dict[str, int] = {}
-    for place, word in enumerate(line):
+    choices: dict[str, list[str]] = {}  # name -> its swept texts
+    positions: dict[str, int] = {}  # name -> the position of its word on the line
+    for position, word in enumerate(line):
         if "=" not in word or is_file_option(word) or is_file_word(word):
             continue
         name, text = read_word(config_type, word)
         texts = sweep_texts(text)
-        if name in choices or (name in places and len(texts) > 1):
+        if name in choices or (name in positions and len(texts) > 1):
             raise ShoalError(f"{name} is given more than once, and swept: write it once")
-        places[name] = place
+        positions[name] = position
         if len(texts) > 1:
             if name in FOLDER_KEYS:
                 raise ShoalError(
@@ -152,11 +152,13 @@ def combine(config_type: type, words: Sequence[str]) -> Iterator[tuple[dict[str,
                 )
             choices[name] = texts
         elif texts != [text]:
-            line[place] = f"{name}={texts[0]}"
+            line[position] = f"{name}={texts[0]}"
     for values in itertools.product(*choices.values()):
         chosen = dict(zip(choices, values, strict=True))
-        swept = {places[name]: f"{name}={text}" for name, text in chosen.items()}
-        yield chosen, [swept.get(place, word) for place, word in enumerate(line)]
+        combined = list(line)
+        for name, text in chosen.items():
+            combined[positions[name]] = f"{name}={text}"
+        yield chosen, combined
 
 
 _ITEM = re.compile(r"""(?:\[[^]]*\]|\([^)]*\)|\{[^}]*\}|"[^"]*"|'[^']*'|[^,])+""")
@@ -171,9 +173,13 @@ def sweep_texts(text: str) -> list[str]:
     >>> sweep_texts("1e-4,1e-5"), sweep_texts("[a,b]"), sweep_texts("range(1,4)")
     (['1e-4', '1e-5'], ['[a,b]'], ['1', '2', '3'])
     """
-    if match := _RANGE.fullmatch(text.replace(" ", "")):
-        start, stop, step = (int(number) if number else None for number in match.groups())
-        numbers = range(start or 0) if stop is None else range(start or 0, stop, step or 1)
+    match = _RANGE.fullmatch(text.replace(" ", ""))
+    if match:
+        first, stop, step = match.groups()
+        if stop is None:
+            numbers = range(int(first))
+        else:
+            numbers = range(int(first), int(stop), int(step or 1))
         if not numbers:
             raise ShoalError(
                 f"{text}: there is no number in this range; write range(stop) or "
@@ -183,10 +189,11 @@ def sweep_texts(text: str) -> list[str]:
     items = [item.strip() for item in _ITEM.findall(text)]
     if len(items) < 2 and text[:1] not in ("'", '"'):
         return [text]
-    return [
-        item[1:-1] if len(item) > 1 and item[0] == item[-1] and item[0] in "'\"" else item
-        for item in items
-    ]
+    texts = []
+    for item in items:
+        is_quoted = len(item) > 1 and item[0] == item[-1] and item[0] in "'\""
+        texts.append(item[1:-1] if is_quoted else item)
+    return texts
 
 
 # ---- folders and records
@@ -199,9 +206,8 @@ def root_of(config: Config, now: datetime | None = None) -> Path:
         return named_folder(base, config.run_name)
     if "base_output_directory" not in difference_from_defaults(config):
         base = MULTIRUN_FOLDER
-    return check_local(base, "base_output_directory", RUNS) / (now or datetime.now()).strftime(
-        "%Y-%m-%d/%H-%M-%S"
-    )
+    begun = now or datetime.now()
+    return check_local(base, "base_output_directory", RUNS) / begun.strftime("%Y-%m-%d/%H-%M-%S")
 
 
 def check_same_sweep(root: Path, runs: Sequence[SweptRun]) -> None:
@@ -211,9 +217,9 @@ def check_same_sweep(root: Path, runs: Sequence[SweptRun]) -> None:
         raise ShoalError(f"{root} is the folder of a run, not of a sweep: choose another run_name")
     if not (root / SUMMARY).is_file():
         return
-    known = {
-        entry["number"]: entry["values"] for entry in read_json(root / SUMMARY).get("runs", ())
-    }
+    known = {}
+    for record in read_json(root / SUMMARY).get("runs", ()):
+        known[record["number"]] = record["values"]
     for run in runs:
         if known.get(run.number, run.values) != run.values:
             raise ShoalError(
@@ -225,20 +231,20 @@ def check_same_sweep(root: Path, runs: Sequence[SweptRun]) -> None:
 def _read_figures(folder: Path) -> dict[str, Any]:
     """Accuracy before and after (the mean reward if the task defines none) and seconds, from the
     run's summary.json; empty without one."""
-    if (summary := read_summary(folder)) is None:
+    summary = read_summary(folder)
+    if summary is None:
         return {}
-    kind = "mean_reward" if summary.get("accuracy_after") is None else "accuracy"
-    return {
-        name: summary.get(name) for name in (f"{kind}_before", f"{kind}_after", "seconds_total")
-    }
+    figure = "accuracy"
+    if summary.get("accuracy_after") is None:
+        figure = "mean_reward"
+    names = (f"{figure}_before", f"{figure}_after", "seconds_total")
+    return {name: summary.get(name) for name in names}
 
 
 def _record(root: Path, runs: Sequence[SweptRun]) -> dict[str, Any]:
-    return {
-        "folder": address(root),
-        "keys": list(runs[0].values),
-        "num_failed": sum(run.state.startswith("failed") for run in runs),
-        "runs": [
+    records = []
+    for run in runs:
+        records.append(
             {
                 "number": run.number,
                 "values": run.values,
@@ -247,15 +253,18 @@ def _record(root: Path, runs: Sequence[SweptRun]) -> dict[str, Any]:
                 "exit_code": run.exit_code,
                 **run.figures,
             }
-            for run in runs
-        ],
+        )
+    return {
+        "folder": address(root),
+        "keys": list(runs[0].values),
+        "num_failed": sum(run.state.startswith("failed") for run in runs),
+        "runs": records,
     }
 
 
 def _write_record(root: Path, runs: Sequence[SweptRun]) -> None:
-    write_atomically(
-        root / SUMMARY, [json.dumps(json_ready(_record(root, runs)), indent=2, allow_nan=False)]
-    )
+    text = json.dumps(json_ready(_record(root, runs)), indent=2, allow_nan=False)
+    write_atomically(root / SUMMARY, [text])
     send(root / SUMMARY)
 
 
@@ -269,7 +278,11 @@ def run_process(words: Sequence[str]) -> tuple[int, bool]:
     The terminal sends Ctrl-C to the new process too; it saves and ends, and this process waits for
     it."""
     interrupts: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
+
+    def note_interrupt(number: int, frame: Any) -> None:
+        interrupts.append(number)
+
+    before = signal.signal(signal.SIGINT, note_interrupt)
     try:
         code = subprocess.call([sys.executable, "-m", "shoal", *words])
     finally:
@@ -280,46 +293,43 @@ def run_process(words: Sequence[str]) -> tuple[int, bool]:
 def cost_text(configs: Sequence[Config]) -> str:
     """`6 runs, one after the other: 480 steps, 122,880 completions to train on, and their
     evaluations`."""
-    steps = sum(one.steps for one in configs)
-    kinds = {
-        "": [one for one in configs if not one.batch.prompts_per_device],
-        " on each device": [one for one in configs if one.batch.prompts_per_device],
-    }
-    parts = [
-        count(sum(one.steps * step_sizes(one)[0] for one in some), "completion")
-        + on_each
-        + (f" ({count(len(some), 'run')})" if len(some) < len(configs) else "")
-        for on_each, some in kinds.items()
-        if some
-    ]
+    num_steps = sum(config.steps for config in configs)
+    by_step: list[Config] = []
+    by_device: list[Config] = []  # those whose step grows with the number of devices
+    for config in configs:
+        if config.batch.prompts_per_device:
+            by_device.append(config)
+        else:
+            by_step.append(config)
+    texts = []
+    for some, unit in ((by_step, ""), (by_device, " on each device")):
+        if not some:
+            continue
+        num_completions = 0
+        for config in some:
+            completions_of_step, _ = step_sizes(config)
+            num_completions += config.steps * completions_of_step
+        text = f"{count(num_completions, 'completion')}{unit}"
+        if len(some) < len(configs):
+            text += f" ({count(len(some), 'run')})"
+        texts.append(text)
     return (
-        f"{count(len(configs), 'run')}, one after the other: {count(steps, 'step')}, "
-        f"{' and '.join(parts)} to train on, and their evaluations"
+        f"{count(len(configs), 'run')}, one after the other: {count(num_steps, 'step')}, "
+        f"{' and '.join(texts)} to train on, and their evaluations"
     )
 
 
 def _table(runs: Sequence[SweptRun]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """The head and the rows of the table at the end."""
-
-    def row(run: SweptRun) -> tuple[str, ...]:
-        texts = {
-            name: "" if value is None else figure_text(name, value)
-            for name, value in run.figures.items()
-        }
-        before, after = (
-            texts.get(f"accuracy_{when}", texts.get(f"mean_reward_{when}", ""))
-            for when in ("before", "after")
-        )
-        return (
-            str(run.number),
-            *run.values.values(),
-            run.state,
-            before,
-            after,
-            texts.get("seconds_total", ""),
-            str(run.folder),
-        )
-
-    return ("run", *runs[0].values, "state", "before", "after", "time", "folder"), [
-        row(run) for run in runs
-    ]
+    rows = []
+    for run in runs:
+        texts = {}
+        for name, value in run.figures.items():
+            texts[name] = "" if value is None else figure_text(name, value)
+        before = texts.get("accuracy_before", texts.get("mean_reward_before", ""))
+        after = texts.get("accuracy_after", texts.get("mean_reward_after", ""))
+        seconds = texts.get("seconds_total", "")
+        values = tuple(run.values.values())
+        rows.append((str(run.number), *values, run.state, before, after, seconds, str(run.folder)))
+    names = tuple(runs[0].values)
+    return ("run", *names, "state", "before", "after", "time", "folder"), rows

@@ -58,11 +58,11 @@ def derived(rule: Rule, keys: str, meaning: str, *names: str, **more: Any) -> li
 
 def idle(meaning: str, *names: str, **more: Any) -> list[Flag]:
     """Flags that change nothing here; a text of several names stands for each of them."""
-    return [
-        Flag(name, meaning=meaning, idle=True, is_switch=True, **more)
-        for text in names
-        for name in text.split()
-    ]
+    rows = []
+    for text in names:
+        for name in text.split():
+            rows.append(Flag(name, meaning=meaning, idle=True, is_switch=True, **more))
+    return rows
 
 
 def refused(meaning: str, *names: str, accepts: tuple[str, ...] = ()) -> list[Flag]:
@@ -94,30 +94,58 @@ def only(meaning: str, *texts: str, names: str) -> list[Flag]:
 
 def each(*keys: str) -> Reader:
     """The same text for several keys."""
-    return lambda name, text: dict.fromkeys(keys, text)
+
+    def read(name: str, text: str) -> Values:
+        return dict.fromkeys(keys, text)
+
+    return read
 
 
 def optional(key: str, none: str = "0") -> Reader:
     """A number, or None for off."""
-    return lambda name, text: {key: none if text.lower() in NOTHING else text}
+
+    def read(name: str, text: str) -> Values:
+        if text.lower() in NOTHING:
+            return {key: none}
+        return {key: text}
+
+    return read
 
 
 def least_zero(key: str) -> Reader:
     """A number whose -1 is our 0."""
-    return lambda name, text: {key: "0" if text == "-1" else text}
+
+    def read(name: str, text: str) -> Values:
+        if text == "-1":
+            return {key: "0"}
+        return {key: text}
+
+    return read
 
 
 def if_true(values: Values, other: Values) -> Reader:
-    return lambda name, text: values if to_bool(name, text) else other
+    def read(name: str, text: str) -> Values:
+        if to_bool(name, text):
+            return values
+        return other
+
+    return read
 
 
 def listed(key: str) -> Reader:
-    return lambda name, text: {key: items_of(text)}
+    def read(name: str, text: str) -> Values:
+        return {key: items_of(text)}
+
+    return read
 
 
 def choice(options: Mapping[str, Values]) -> Reader:
     """A reader that knows these texts."""
-    return lambda name, text: chosen(name, text, options)
+
+    def read(name: str, text: str) -> Values:
+        return chosen(name, text, options)
+
+    return read
 
 
 def chosen(name: str, text: str, options: Mapping[str, Chosen]) -> Chosen:
@@ -132,12 +160,12 @@ def read_bounds(both: str, low: str, high: str) -> Group:
 
     def read_clip(given: Given) -> Values:
         named = last_part(given)
-        names = {"low": low if named.get(low) else both, "high": high if named.get(high) else both}
-        return {
-            f"algorithm.clip_{side}": str(to_float(name, named[name]))
-            for side, name in names.items()
-            if named.get(name)
-        }
+        values = {}
+        for key, own_name in (("algorithm.clip_low", low), ("algorithm.clip_high", high)):
+            name = own_name if named.get(own_name) else both
+            if named.get(name):
+                values[key] = str(to_float(name, named[name]))
+        return values
 
     return read_clip
 
@@ -171,11 +199,14 @@ KNOWN_TASKS = {
 def read_data_set(name: str, text: str) -> Values:
     """A task of ours, or a data set of the user's own: in MaxText's demo rows as GSM8K's. What a
     preset says of other data falls away."""
-    task = KNOWN_TASKS.get(text.lower())
-    own = Yielding("gsm8k") if name == "hf_path" else "custom"
+    task: str | Yielding | None = KNOWN_TASKS.get(text.lower())
+    path = ""
+    if not task:
+        task = Yielding("gsm8k") if name == "hf_path" else "custom"
+        path = text
     return {
-        "task.name": task or own,
-        "task.path": "" if task else text,
+        "task.name": task,
+        "task.path": path,
         "task.split": Yielding("train"),
         "task.files": Yielding([]),
         "task.subset": Yielding(""),
@@ -209,8 +240,14 @@ def to_float(name: str, text: str) -> float:
 
 def items_of(text: str) -> list[str]:
     """The items of `a,b` or `[a,b]`, with or without quotes."""
-    inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-    return [item.strip().strip("'\"") for item in inside.split(",") if item.strip()]
+    if text.startswith("[") and text.endswith("]"):
+        text = text[1:-1]
+    items = []
+    for item in text.split(","):
+        item = item.strip()
+        if item:
+            items.append(item.strip("'\""))
+    return items
 
 
 def last_part(given: Given) -> dict[str, str]:

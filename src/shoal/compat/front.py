@@ -52,13 +52,15 @@ SYSTEMS: Mapping[str, Sequence[Flag]] = {
 """Of a name that several systems have, the first row counts, unless a layer's other names are
 another system's."""
 
-_EXACT = {
-    system: {flag.name: flag for flag in flags if not flag.is_pattern}
-    for system, flags in SYSTEMS.items()
-}
-_PATTERNS = {
-    system: [flag for flag in flags if flag.is_pattern] for system, flags in SYSTEMS.items()
-}
+_EXACT: dict[str, dict[str, Flag]] = {}
+"""System -> name -> row."""
+
+_PATTERNS: dict[str, list[Flag]] = {}
+"""System -> rows whose names are patterns."""
+
+for _system, _flags in SYSTEMS.items():
+    _EXACT[_system] = {flag.name: flag for flag in _flags if not flag.is_pattern}
+    _PATTERNS[_system] = [flag for flag in _flags if flag.is_pattern]
 
 
 # ---- rows of the tables
@@ -128,10 +130,10 @@ def likely_system(names: Iterable[str]) -> tuple[str, bool]:
     count. Among fewer a recipe, as `recipe=verl`, says the system."""
     names = list(names)
     votes: Counter[str] = Counter()
-    for name in names:
-        votes.update(system for system, rows in _EXACT.items() if name in rows)
+    for system, rows in _EXACT.items():
+        votes[system] = sum(name in rows for name in names)
     likely = ""
-    if votes:
+    if any(votes.values()):
         likely = max(SYSTEMS, key=lambda system: votes[system])
     of_recipes = [system for system in SYSTEMS if f"recipe={system.lower()}" in names]
     if of_recipes and votes[likely] < ENOUGH:

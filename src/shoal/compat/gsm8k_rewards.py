@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from shoal.records import Messages
 from shoal.tasks.graders import arithmetic
 from shoal.tasks.graders.answer import extract_answer, last_boxed, reward_of
 from shoal.tasks.graders.numbers import (
@@ -40,20 +41,25 @@ _AFTER_HASHES = re.compile(r"#### (-?[0-9.,]+)")
 
 
 def has_reasoning_and_answer(text: str) -> bool:
-    """Whether there is `<reasoning>...</reasoning>` and later an `<answer>...</answer>` that is not
+    """True if there is `<reasoning>...</reasoning>` and later an `<answer>...</answer>` that is not
     empty."""
-    _, found = _after(text, 0, "<reasoning>", "</reasoning>", 0)
-    return found >= 0 and _after(text, found, "<answer>", "</answer>")[1] >= 0
+    _, end_of_reasoning = _after(text, 0, "<reasoning>", "</reasoning>", 0)
+    if end_of_reasoning < 0:
+        return False
+    _, end_of_answer = _after(text, end_of_reasoning, "<answer>", "</answer>")
+    return end_of_answer >= 0
 
 
 def tagged_or_boxed(text: str) -> str | None:
     """What stands in the last `<answer>`; where there is none, in the last box."""
     tagged = extract_answer(text)
-    return last_boxed(text) if tagged is None else tagged
+    if tagged is None:
+        return last_boxed(text)
+    return tagged
 
 
 def same_value(answer: str | None, gold: str) -> bool:
-    """Whether an answer is the gold text, or has its value: one number with units, or an expression
+    """True if an answer is the gold text, or has its value: one number with units, or an expression
     of numbers."""
     if answer is None:
         return False
@@ -79,7 +85,9 @@ def _after(text: str, start: int, opening: str, closing: str, least: int = 1) ->
         return -1, -1
     begin += len(opening)
     end = text.find(closing, begin + least)
-    return begin, -1 if end < 0 else end + len(closing)
+    if end < 0:
+        return begin, -1
+    return begin, end + len(closing)
 
 
 # ---- tunix: 9.5 points, 5 of them for the format
@@ -89,57 +97,85 @@ def exact_answer(text: str) -> str | None:
     """The answer of a text in Tunix's format, `<reasoning>...</reasoning>` and later `<answer>`:
     what stands up to `</answer>` or the end of its line, one character or more. None for another
     text."""
-    _, found = _after(text, 0, "<reasoning>", "</reasoning>")
-    opened = text.find("<answer>", found) + len("<answer>") if found >= 0 else 0
-    if opened < len("<answer>") or opened >= len(text):
+    _, end_of_reasoning = _after(text, 0, "<reasoning>", "</reasoning>")
+    if end_of_reasoning < 0:
         return None
-    ends = (text.find(end, opened + 1) for end in ("</answer>", "\n"))
-    return text[opened : min((end for end in ends if end >= 0), default=len(text))]
+    tag = text.find("<answer>", end_of_reasoning)
+    if tag < 0:
+        return None
+    begin = tag + len("<answer>")
+    if begin >= len(text):
+        return None
+    ends = [len(text)]
+    for mark in ("</answer>", "\n"):
+        end = text.find(mark, begin + 1)
+        if end >= 0:
+            ends.append(end)
+    return text[begin : min(ends)]
 
 
 def exact_or_tagged(text: str) -> str | None:
     """The answer of a text in the format, else what stands in the first `<answer>...</answer>`."""
     answer = exact_answer(text)
-    return _first_tagged(text) if answer is None else answer.strip()
+    if answer is None:
+        return _first_tagged(text)
+    return answer.strip()
 
 
 def tag_points(text: str) -> float:
     """0.5 for each of the four tags that occurs once, -0.5 for each that does not."""
     tags = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
-    return sum(0.5 if text.count(tag) == 1 else -0.5 for tag in tags)
+    points = 0.0
+    for tag in tags:
+        points += 0.5 if text.count(tag) == 1 else -0.5
+    return points
 
 
 def answer_points(text: str, gold: str) -> float:
     """For the answer of a text in the format, without commas and white space around: 3 where it is
     the gold number, by text or by value; by its ratio to the gold number 0.5 from 0.9 to 1.1, 0.25
     from 0.8 to 1.2, else -1; -0.5 where it is no number."""
-    answer, gold = exact_answer(text), gold.strip().replace(",", "")
+    answer = exact_answer(text)
     if answer is None:
         return 0.0
     answer = answer.strip().replace(",", "")
-    value, wanted = parse_float(answer), parse_float(gold)
+    gold = gold.strip().replace(",", "")
+    value = parse_float(answer)
+    wanted = parse_float(gold)
     if answer == gold or (value is not None and value == wanted):
         return 3.0
     if value is None or wanted is None:
         return -0.5
     ratio = value / wanted if wanted else 0.0
-    return 0.5 if 0.9 <= ratio <= 1.1 else 0.25 if 0.8 <= ratio <= 1.2 else -1.0
+    if 0.9 <= ratio <= 1.1:
+        return 0.5
+    if 0.8 <= ratio <= 1.2:
+        return 0.25
+    return -1.0
 
 
 def number_points(text: str, gold: str) -> float:
     """1.5 where the first digits after the first `<answer>` are the gold number; signs and commas
     of the answer are not read."""
-    opened = text.find("<answer>")
-    found = _DIGITS.search(text, opened) if opened >= 0 else None
-    value = parse_float(found[0]) if found else None
-    return 1.5 if value is not None and value == parse_float(gold.strip().replace(",", "")) else 0.0
+    tag = text.find("<answer>")
+    if tag < 0:
+        return 0.0
+    digits = _DIGITS.search(text, tag)
+    value = parse_float(digits[0]) if digits else None
+    if value is None or value != parse_float(gold.strip().replace(",", "")):
+        return 0.0
+    return 1.5
 
 
 def _first_tagged(text: str) -> str | None:
     """What stands in the first `<answer>...</answer>`, stripped."""
     begin = text.find("<answer>")
-    end = text.find("</answer>", begin) if begin >= 0 else -1
-    return text[begin + len("<answer>") : end].strip() if end >= 0 else None
+    if begin < 0:
+        return None
+    end = text.find("</answer>", begin)
+    if end < 0:
+        return None
+    return text[begin + len("<answer>") : end].strip()
 
 
 # ---- torchrl: 1.0 for the right answer, 0.1 for another one, 0 for none
@@ -148,11 +184,15 @@ def _first_tagged(text: str) -> str | None:
 def bare(answer: str) -> str:
     """An answer without commas, `$`, `%`, a final period and zeros behind a decimal point."""
     answer = answer.strip().replace(",", "").replace("$", "").replace("%", "").rstrip(".")
-    return answer.rstrip("0").rstrip(".") if "." in answer else answer
+    if "." not in answer:
+        return answer
+    return answer.rstrip("0").rstrip(".")
 
 
 def same_bare(answer: str | None, gold: str) -> bool:
-    return bool(answer) and bare(answer or "") == bare(gold)
+    if not answer:
+        return False
+    return bare(answer) == bare(gold)
 
 
 # ---- verl: 1 or 0
@@ -161,48 +201,105 @@ def same_bare(answer: str | None, gold: str) -> bool:
 def hash_answer(text: str) -> str | None:
     """The number behind the last `####` and one space in the last 300 characters, commas
     removed."""
-    found = _AFTER_HASHES.findall(text[-_TAIL_CHARS:])
-    return found[-1].replace(",", "") if found else None
+    numbers = _AFTER_HASHES.findall(text[-_TAIL_CHARS:])
+    if not numbers:
+        return None
+    return numbers[-1].replace(",", "")
 
 
 # ---- presets
 
+
+def _asked_in_user_turn(question: str) -> Messages:
+    return user_prompt(_REASONING, question)
+
+
+def _is_right_for_maxtext(text: str, gold: str) -> bool:
+    return same_value(tagged_or_boxed(text), gold)
+
+
 MAXTEXT = RewardPreset(
-    lambda question: user_prompt(_REASONING, question),
+    _asked_in_user_turn,
     (
-        reward_of("correct", lambda text, gold: same_value(tagged_or_boxed(text), gold)),
-        reward_of("format", lambda text, gold: has_reasoning_and_answer(text), 0.1),
+        reward_of("correct", _is_right_for_maxtext),
+        reward_of("format", has_reasoning_and_answer, 0.1, columns=()),
     ),
     tagged_or_boxed,
     has_reasoning_and_answer,
     same_value,
 )
+
+
+def _has_exact_answer(text: str) -> bool:
+    return exact_answer(text) is not None
+
+
+def _format_points(text: str) -> float:
+    return 3.0 if _has_exact_answer(text) else 0.0
+
+
 TUNIX = RewardPreset(
-    lambda question: user_prompt(_REASONING, question),
+    _asked_in_user_turn,
     (
-        reward_of("format", lambda text, gold: 3.0 * (exact_answer(text) is not None)),
+        reward_of("format", _format_points, columns=()),
         reward_of("tags", tag_points, columns=()),
         reward_of("answer", answer_points),
         reward_of("number", number_points),
     ),
     exact_or_tagged,
-    lambda text: exact_answer(text) is not None,
+    _has_exact_answer,
     same_number,
 )
+
+
+def _asked_with_system_turn(question: str) -> Messages:
+    return system_prompt(_THINK, question)
+
+
+def _is_right_for_torchrl(text: str, gold: str) -> bool:
+    return same_bare(_first_tagged(text), gold)
+
+
+def _is_answered(text: str) -> bool:
+    return bool(_first_tagged(text))
+
+
+def _answer_in_tags(text: str) -> str | None:
+    return _first_tagged(text) or None
+
+
 TORCHRL = RewardPreset(
-    lambda question: system_prompt(_THINK, question),
+    _asked_with_system_turn,
     (
-        reward_of("correct", lambda text, gold: same_bare(_first_tagged(text), gold), 0.9),
-        reward_of("answered", lambda text, gold: bool(_first_tagged(text)), 0.1),
+        reward_of("correct", _is_right_for_torchrl, 0.9),
+        reward_of("answered", _is_answered, 0.1, columns=()),
     ),
-    lambda text: _first_tagged(text) or None,
-    lambda text: bool(_first_tagged(text)),
+    _answer_in_tags,
+    _is_answered,
     same_bare,
 )
+
+
+def _asked_for_hashes(question: str) -> Messages:
+    return [{"role": "user", "content": f"{question} {_HASHES}"}]
+
+
+def _is_right_for_verl(text: str, gold: str) -> bool:
+    return hash_answer(text) == gold
+
+
+def _has_hash_answer(text: str) -> bool:
+    return hash_answer(text) is not None
+
+
+def _is_same_text(answer: str | None, gold: str) -> bool:
+    return answer == gold
+
+
 VERL = RewardPreset(
-    lambda question: [{"role": "user", "content": f"{question} {_HASHES}"}],
-    (reward_of("correct", lambda text, gold: hash_answer(text) == gold),),
+    _asked_for_hashes,
+    (reward_of("correct", _is_right_for_verl),),
     hash_answer,
-    lambda text: hash_answer(text) is not None,
-    lambda answer, gold: answer == gold,
+    _has_hash_answer,
+    _is_same_text,
 )

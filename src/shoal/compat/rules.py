@@ -26,39 +26,44 @@ from shoal.records import ShoalError
 from shoal.tasks.task import load_by_name
 from shoal.text import count, exact
 
+
+def last_of(given: Given) -> tuple[str, str]:
+    """The name and the text of the last flag: of several names of one thing it counts."""
+    return list(given.items())[-1]
+
+
 # ---- lengths and devices
 
 
 def lengths(given: Given, get: Get) -> tuple[Values, str]:
     """MaxText, Tunix: max_target_length counts prompt and completion together."""
     prompt = get("sampling.max_prompt_tokens")
-    *_, (name, text) = given.items()
+    name, text = last_of(given)
     completion = to_int(name, text) - prompt
     if completion < 1:
         raise ShoalError(
             f"{name}={text}: expected more than max_prefill_predict_length={prompt} "
             "(sampling.max_prompt_tokens), since it counts prompt and completion together"
         )
-    return {
-        "sampling.max_completion_tokens": str(completion)
-    }, f"prompt and completion together, less {prompt} for the prompt"
+    said = f"prompt and completion together, less {prompt} for the prompt"
+    return {"sampling.max_completion_tokens": str(completion)}, said
 
 
 def devices(given: Given, get: Get) -> tuple[Values, str]:
     """MaxText: shares of the devices, the trainer's the first, the sampler's the last, and so many
     samplers of so many devices each. Both shares 1.0 are the same devices; if fsdp is fixed, the
     trainer's number follows from it."""
-    shares = {
-        name.lower(): to_float(name, text)
-        for name, text in given.items()
-        if name.lower().endswith("fraction")
-    }
+    shares = {}
+    for name, text in given.items():
+        if name.lower().endswith("fraction"):
+            shares[name.lower()] = to_float(name, text)
     for name, share in shares.items():
         if not 0 < share <= 1:
             raise ShoalError(
                 f"{name}={exact(share)}: expected a number above 0, up to 1.0 for all devices"
             )
-    if len(shares) == 2 and sum(shares.values()) > 1 and set(shares.values()) != {1.0}:
+    are_all_devices = set(shares.values()) == {1.0}
+    if len(shares) == 2 and sum(shares.values()) > 1 and not are_all_devices:
         shown = " and ".join(f"{name}={exact(share)}" for name, share in shares.items())
         raise ShoalError(
             f"{shown} are more than all devices: expected 1.0 for both (the same devices), or a "
@@ -71,31 +76,29 @@ def devices(given: Given, get: Get) -> tuple[Values, str]:
     number = to_int("inference_replicas", given.get("inference_replicas", "1"))
     values["mesh.sampler_tensor"] = str(each)
     if "mesh.sampler" in values:
-        return (
-            values,
+        said = (
             f"each sampler over {count(each, 'device')}; how many there are follows from "
-            "sampler_devices_fraction",
+            "sampler_devices_fraction"
         )
+        return values, said
     if get("mesh.fsdp") != -1:
-        values.setdefault("mesh.trainer", str(math.prod(get(f"mesh.{axis}") for axis in AXES)))
-    return {
-        "mesh.sampler": str(each * number),
-        **values,
-    }, f"{count(number, 'sampler')}, each over {count(each, 'device')}"
+        trainer_devices = math.prod(get(f"mesh.{axis}") for axis in AXES)
+        values.setdefault("mesh.trainer", str(trainer_devices))
+    values["mesh.sampler"] = str(each * number)
+    return values, f"{count(number, 'sampler')}, each over {count(each, 'device')}"
 
 
 def pathways(given: Given, get: Get) -> tuple[Values, str]:
     """MaxText: with Pathways a sampler has four devices of its own by default; here roles share all
     devices."""
-    *_, (name, text) = given.items()
-    shares = to_bool(name, text) and not (get("mesh.trainer") or get("mesh.sampler"))
-    return (
-        {"mesh.pathways": text},
-        "all roles share all devices; inference_devices_per_replica=4 "
-        "inference_replicas=1, MaxText's defaults, give the sampler 4 of its own"
-        if shares
-        else "",
-    )
+    name, text = last_of(given)
+    said = ""
+    if to_bool(name, text) and not (get("mesh.trainer") or get("mesh.sampler")):
+        said = (
+            "all roles share all devices; inference_devices_per_replica=4 "
+            "inference_replicas=1, MaxText's defaults, give the sampler 4 of its own"
+        )
+    return {"mesh.pathways": text}, said
 
 
 AXES = ("data", "fsdp", "context", "tensor")
@@ -106,24 +109,21 @@ def sampler_tensor(given: Given, get: Get) -> tuple[Values, str]:
     """MaxText, TRL, verl: devices that share a sampler; -1 and 1 leave it open. Scripts name it for
     a machine of eight: it is dropped where the keys count the sampler's devices and it does not
     divide them, as on a mesh of one."""
-    *_, (name, text) = given.items()
-    if text in (
-        "-1",
-        "1",
-    ):  # scripts name the default: where a replica does not fit one device, it has more
+    name, text = last_of(given)
+    # Scripts name the default: where a replica does not fit one device, it has more.
+    if text in ("-1", "1"):
         return {"mesh.sampler_tensor": "0"}, ""
-    size, own = to_int(name, text), get("mesh.sampler")
+    size = to_int(name, text)
     if get("sampler.kind") == "vllm":
-        return {
-            "sampler.devices_per_worker": str(size)
-        }, f"each server over {count(size, 'device')}"
-    devices = _counted(own) if own else _trainer_devices(get)
+        said = f"each server over {count(size, 'device')}"
+        return {"sampler.devices_per_worker": str(size)}, said
+    devices = _sampler_devices(get)
     if devices and devices % size:
-        return (
-            {},
+        said = (
             f"it does not divide the sampler's {count(devices, 'device')}; mesh.fsdp=-1 takes all "
-            "devices",
+            "devices"
         )
+        return {}, said
     return {"mesh.sampler_tensor": str(size)}, f"each sampler over {count(size, 'device')}"
 
 
@@ -139,7 +139,7 @@ def sampler_memory(given: Given, get: Get) -> tuple[Values, str]:
 def torchrl_memory(given: Given, get: Get) -> tuple[Values, str]:
     """TorchRL: the share of a device that vLLM takes; its recipe gives the sampler devices of its
     own."""
-    *_, (name, text) = given.items()
+    name, text = last_of(given)
     is_served = get("sampler.kind") == "vllm"
     if text.lower() in NOTHING or (is_served and not get("vllm.python")):
         return {}, MEMORY
@@ -148,7 +148,8 @@ def torchrl_memory(given: Given, get: Get) -> tuple[Values, str]:
         raise ShoalError(
             f"{name}={text}: expected a share of a device's memory, above 0 and up to 1"
         )
-    return {"vllm.memory" if is_served else "sampling.memory_share": str(share)}, ""
+    key = "vllm.memory" if is_served else "sampling.memory_share"
+    return {key: str(share)}, ""
 
 
 def _trainer_devices(get: Get) -> int | None:
@@ -158,8 +159,21 @@ def _trainer_devices(get: Get) -> int | None:
     return math.prod(get(f"mesh.{axis}") for axis in (*AXES, "dcn_data", "dcn_fsdp"))
 
 
+def _sampler_devices(get: Get) -> int | None:
+    """The sampler's devices, its own or the trainer's, as far as the keys count them."""
+    own = get("mesh.sampler")
+    if own:
+        return _counted(own)
+    return _trainer_devices(get)
+
+
 def _counted(text: str) -> int | None:
-    return int(text) if text.isdigit() else len(text.split(",")) if text.startswith("[") else None
+    """The devices of `8` or `[0,1]`; None for a share, or none given."""
+    if text.isdigit():
+        return int(text)
+    if text.startswith("["):
+        return len(text.split(","))
+    return None
 
 
 # ---- sizes of a step, and how many there are
@@ -171,20 +185,20 @@ def turns_per_batch(given: Given, get: Get) -> tuple[Values, str]:
     num_envs says how many are sampled at once."""
     name = "train.dialog_turns_per_batch"
     if name not in given:
-        return {
-            "batch.prompts_per_step": given["env.num_envs"]
-        }, "prompts of a step, each with env.repeats completions"
+        said = "prompts of a step, each with env.repeats completions"
+        return {"batch.prompts_per_step": given["env.num_envs"]}, said
     text = given[name]
     size, group = to_int(name, text), get("batch.group_size")
     if size % group:
         raise ShoalError(f"{name}={text}: expected a multiple of batch.group_size={group}")
-    values: Values = {"batch.prompts_per_step": str(size // group)}
+    values = {"batch.prompts_per_step": str(size // group)}
     said = f"{count(size, 'completion')} a step, {group} a prompt"
     if "env.num_envs" not in given:
         return values, said
     at_once = to_int("env.num_envs", given["env.num_envs"])
     slots, said_slots = _slots(at_once, size, group, get)
-    return {**values, "sampling.slots_per_device": str(slots)}, f"{said}; {said_slots}"
+    values["sampling.slots_per_device"] = str(slots)
+    return values, f"{said}; {said_slots}"
 
 
 def _slots(at_once: int, step: int, group: int, get: Get) -> tuple[int, str]:
@@ -193,8 +207,7 @@ def _slots(at_once: int, step: int, group: int, get: Get) -> tuple[int, str]:
     completions of a prompt, and those of pass@k, are sampled together."""
     if at_once >= step:
         return 0, "all at once"
-    own = get("mesh.sampler")
-    devices = _counted(own) if own else _trainer_devices(get)
+    devices = _sampler_devices(get)
     samples = samples_for_pass_k(get("train.pass_k"), get("task.name"))
     slots = max(-(-at_once // (devices or 1)), group, samples)
     if not devices:
@@ -204,30 +217,35 @@ def _slots(at_once: int, step: int, group: int, get: Get) -> tuple[int, str]:
 
 def turns(given: Given, get: Get) -> tuple[Values, str]:
     """TorchRL: a run is so many completions."""
-    *_, (name, text) = given.items()
+    name, text = last_of(given)
     if get("batch.prompts_per_device"):
         raise ShoalError(
             f"{name}={text} needs env.num_envs (batch.prompts_per_step): the number of devices "
             "that batch.prompts_per_device is for is known only later; or give steps"
         )
-    total, step = to_int(name, text), get("batch.prompts_per_step") * get("batch.group_size")
-    rounded = ", rounded up" if total % step else ""
-    return {"steps": str(-(-total // step))}, f"{count(step, 'completion')} a step{rounded}"
+    total = to_int(name, text)
+    step = get("batch.prompts_per_step") * get("batch.group_size")
+    said = f"{count(step, 'completion')} a step"
+    if total % step:
+        said += ", rounded up"
+    return {"steps": str(-(-total // step))}, said
 
 
-def _micro(completions: int, get: Get) -> tuple[Values, str]:
+def _micro(completions: int, get: Get) -> tuple[dict[str, str], str]:
+    """The values and the sentence of so many completions at once on a device."""
     tokens = get("sampling.max_prompt_tokens") + get("sampling.max_completion_tokens")
-    return (
-        {"batch.micro_tokens": str(completions * tokens)},
+    said = (
         f"{count(completions, 'completion')} of {tokens} tokens at once on a device: "
-        "batch.micro_tokens decides memory, never the result",
+        "batch.micro_tokens decides memory, never the result"
     )
+    return {"batch.micro_tokens": str(completions * tokens)}, said
 
 
 def micro_batch(given: Given, get: Get) -> tuple[Values, str]:
     """TorchRL: completions of an update, and the parts that it is computed in. An update has whole
     groups here, so that a step has at most as many updates as prompts."""
-    named, prompts = last_part(given), get("batch.prompts_per_step")
+    named = last_part(given)
+    prompts = get("batch.prompts_per_step")
     parts = to_int(
         "train.gradient_accumulation_steps", named.get("gradient_accumulation_steps", "1")
     )
@@ -238,10 +256,11 @@ def micro_batch(given: Given, get: Get) -> tuple[Values, str]:
         return values, said
     theirs = max(1, step // size)
     updates = min(theirs, prompts)
-    shown = f"{count(updates, 'update')} a step" + f" of whole groups ({theirs} there)" * (
-        updates < theirs
-    )
-    return {"algorithm.num_minibatches": str(updates), **values}, f"{shown}; {said}"
+    shown = f"{count(updates, 'update')} a step"
+    if updates < theirs:
+        shown += f" of whole groups ({theirs} there)"
+    values["algorithm.num_minibatches"] = str(updates)
+    return values, f"{shown}; {said}"
 
 
 def micro_batch_per_gpu(given: Given, get: Get) -> tuple[Values, str]:
@@ -258,29 +277,34 @@ def mini_batches(given: Given, get: Get) -> tuple[Values, str]:
             f"async_training.require_batches={named['require_batches']} needs "
             "actor_rollout_ref.actor.ppo_mini_batch_size, the prompts of an update"
         )
-    name, text = "actor_rollout_ref.actor.ppo_mini_batch_size", named["ppo_mini_batch_size"]
-    size, values = to_int(name, text), {}
+    name = "actor_rollout_ref.actor.ppo_mini_batch_size"
+    text = named["ppo_mini_batch_size"]
+    size = to_int(name, text)
+    values = {}
     if "require_batches" in named:
         prompts = size * to_int("async_training.require_batches", named["require_batches"])
         values["batch.prompts_per_step"] = str(prompts)
-    elif not (prompts := get("batch.prompts_per_step")):
+    else:
+        prompts = get("batch.prompts_per_step")
+    if not prompts:
         raise ShoalError(
             "data.train_batch_size=0 needs async_training.require_batches, the updates of a step"
         )
     size = min(size, prompts)
     if prompts % size:
         raise ShoalError(f"{name}={text}: expected a divisor of batch.prompts_per_step={prompts}")
-    return {
-        "algorithm.num_minibatches": str(prompts // size),
-        **values,
-    }, f"{count(prompts, 'prompt')} a step, {size} an update"
+    values["algorithm.num_minibatches"] = str(prompts // size)
+    return values, f"{count(prompts, 'prompt')} a step, {size} an update"
 
 
 def verl_staleness(given: Given, get: Get) -> tuple[Values, str]:
     """verl's fully_async_policy: the share of the steps between two weight updates that is sampled
     before the first of them, and whether completions go on through it."""
-    name, partial = "async_training.staleness_threshold", "async_training.partial_rollout"
-    interval, values, reasons = get("train.weight_sync_interval"), {}, []
+    name = "async_training.staleness_threshold"
+    partial = "async_training.partial_rollout"
+    interval = get("train.weight_sync_interval")
+    values = {}
+    reasons = []
     if name in given:
         share = to_float(name, given[name])
         if share < 0:
@@ -295,9 +319,8 @@ def verl_staleness(given: Given, get: Get) -> tuple[Values, str]:
     if partial in given:
         wanted = to_bool(partial, given[partial])
         values["train.versions"] = "newest" if wanted and ahead > 0 else "fixed"
-        reasons += ["nothing is sampled ahead, so no completion is partial"] * (
-            wanted and ahead <= 0
-        )
+        if wanted and ahead <= 0:
+            reasons.append("nothing is sampled ahead, so no completion is partial")
     return values, "; ".join(reasons)
 
 
@@ -312,23 +335,26 @@ def verl_counts(given: Given, get: Get) -> tuple[Values, str]:
     """verl counts weight updates of the sampler, between which there may be several steps; -1 is
     our 0."""
     each = get("train.weight_sync_interval")
-    values = {
-        VERL_COUNTS[name]: str(max(0, to_int(name, text, -1)) * each)
-        for name, text in given.items()
-    }
-    return (
-        values,
-        f"counted in weight updates of the sampler there, one in {each} steps" if each > 1 else "",
-    )
+    values = {}
+    for name, text in given.items():
+        weight_updates = max(0, to_int(name, text, -1))
+        values[VERL_COUNTS[name]] = str(weight_updates * each)
+    if each == 1:
+        return values, ""
+    return values, f"counted in weight updates of the sampler there, one in {each} steps"
 
 
 def rollout_steps(given: Given, get: Get) -> tuple[Values, str]:
     """verl's fully_async_policy: a run is so many prompts."""
-    *_, (name, text) = given.items()
+    name, text = last_of(given)
     prompts = get("batch.prompts_per_step")
-    return {
-        "steps": str(max(1, to_int(name, text) // prompts))
-    }, f"{count(prompts, 'prompt')} a step"
+    steps = max(1, to_int(name, text) // prompts)
+    return {"steps": str(steps)}, f"{count(prompts, 'prompt')} a step"
+
+
+def _without_nothing(given: Given) -> Given:
+    """The flags that are not left at their default."""
+    return {name: text for name, text in given.items() if text.lower() not in NOTHING}
 
 
 def trl_batch(given: Given, get: Get) -> tuple[Values, str]:
@@ -336,7 +362,7 @@ def trl_batch(given: Given, get: Get) -> tuple[Values, str]:
     each device, and makes steps_per_generation / gradient_accumulation_steps updates of them.
     generation_batch_size is the number of completions on all devices, in place of
     steps_per_generation."""
-    given = {name: text for name, text in given.items() if text.lower() not in NOTHING}
+    given = _without_nothing(given)
     size = to_int("per_device_train_batch_size", given.get("per_device_train_batch_size", "8"))
     parts = to_int("gradient_accumulation_steps", given.get("gradient_accumulation_steps", "1"))
     batches = to_int("steps_per_generation", given.get("steps_per_generation", str(parts)))
@@ -348,27 +374,25 @@ def trl_batch(given: Given, get: Get) -> tuple[Values, str]:
             f"steps_per_generation={batches}: expected a multiple of "
             f"gradient_accumulation_steps={parts}, so that a step ends with an update"
         )
-    group, total, updates = get("batch.group_size"), whole or size * batches, batches // parts
+    group = get("batch.group_size")
+    total = whole or size * batches
+    updates = batches // parts
     if total % group:
-        shown = (
-            f"generation_batch_size={whole}"
-            if whole
-            else f"per_device_train_batch_size={size} x {batches} batches"
-        )
+        shown = f"per_device_train_batch_size={size} x {batches} batches"
+        if whole:
+            shown = f"generation_batch_size={whole}"
         raise ShoalError(f"{shown}: expected a multiple of num_generations={group}")
-    prompts, several = total // group, f" in {updates} updates" if updates > 1 else ""
     values, said = _micro(size, get)
+    values["algorithm.num_minibatches"] = str(updates)
     if whole:
-        return {
-            "batch.prompts_per_step": str(whole // group),
-            "algorithm.num_minibatches": str(updates),
-            **values,
-        }, f"{whole} completions a step, {group} a prompt{several}; {said}"
-    return {
-        "batch.prompts_per_device": str(prompts),
-        "algorithm.num_minibatches": str(updates),
-        **values,
-    }, f"{total} completions a device and step, {group} a prompt{several}; {said}"
+        values["batch.prompts_per_step"] = str(total // group)
+        completions = f"{total} completions a step, {group} a prompt"
+    else:
+        values["batch.prompts_per_device"] = str(total // group)
+        completions = f"{total} completions a device and step, {group} a prompt"
+    if updates > 1:
+        completions += f" in {updates} updates"
+    return values, f"{completions}; {said}"
 
 
 def _batches_of(whole: int, size: int, given: Given, get: Get) -> int:
@@ -411,8 +435,9 @@ def trl_counts(given: Given, get: Get) -> tuple[Values, str]:
     values = {}
     for name, text in given.items():
         share = to_float(name, text)
-        own = str(math.ceil(round(share * updates, 6))) if 0 < share < 1 else text
-        values[TRL_COUNTS[name]] = _steps_of(name, own, 0, get)
+        if 0 < share < 1:
+            text = str(math.ceil(round(share * updates, 6)))
+        values[TRL_COUNTS[name]] = _steps_of(name, text, 0, get)
     return values, _counted_in_updates(get)
 
 
@@ -431,23 +456,27 @@ def _steps_of(name: str, text: str, least: int, get: Get) -> str:
 
 
 def _counted_in_updates(get: Get) -> str:
+    """A sentence on the unit, where a step makes several updates."""
     each = _updates_of_a_step(get)
-    return f"counted in updates there, {each} to a step here" if each > 1 else ""
+    if each == 1:
+        return ""
+    return f"counted in updates there, {each} to a step here"
 
 
 def trl_staleness(given: Given, get: Get) -> tuple[Values, str]:
     """TRL's AsyncGRPOConfig: the age of samples, in weight updates of the sampler, each after
     weight_sync_steps updates of the trainer."""
-    each = get("algorithm.num_minibatches") * get("algorithm.num_epochs")
+    each = _updates_of_a_step(get)
     steps = -(-to_int("weight_sync_steps", given["weight_sync_steps"]) // each)
-    values, reasons = (
-        {"train.weight_sync_interval": str(steps)},
-        [f"{each} updates to a step here"] * (each > 1),
-    )
+    values = {"train.weight_sync_interval": str(steps)}
+    reasons = []
+    if each > 1:
+        reasons.append(f"{each} updates to a step here")
     if "max_staleness" in given:
         age = to_int("max_staleness", given["max_staleness"], 0)
         values["train.max_staleness"] = str((age + 1) * steps - 1)
-        reasons += [f"counted in steps here, {age + 1} x {steps} - 1"] * (steps > 1)
+        if steps > 1:
+            reasons.append(f"counted in steps here, {age + 1} x {steps} - 1")
     return values, "; ".join(reasons)
 
 
@@ -455,22 +484,21 @@ def epochs(given: Given, get: Get) -> tuple[Values, str]:
     """verl, TRL: a run is so many passes over the training rows, without those that it holds out.
     As there, the steps of an epoch are rounded up in supervised fine-tuning, and down in
     reinforcement learning. Rows are counted only where their files are."""
-    *_, (name, text) = given.items()
-    epochs, path, prompts = (
-        to_float(name, text),
-        Path(get("task.path")).expanduser(),
-        get("batch.prompts_per_step"),
-    )
-    each, devices = get("batch.prompts_per_device"), _trainer_devices(get)
+    name, text = last_of(given)
+    epochs = to_float(name, text)
+    path = Path(get("task.path")).expanduser()
+    prompts = get("batch.prompts_per_step")
+    each = get("batch.prompts_per_device")
+    devices = _trainer_devices(get)
     rounds_up = get("algorithm.name") == "sft"
     if not (get("task.path") and path.exists()):
         a_step = "prompts of a step" if each else str(prompts)
         steps_of_epoch = f"(rows / {a_step}, rounded up)" if rounds_up else f"rows // {a_step}"
-        return (
-            {},
+        said = (
             "a run's length is in steps, and those of an epoch are known only when the data is "
-            f"read; set steps to {exact(epochs)} x {steps_of_epoch}",
+            f"read; set steps to {exact(epochs)} x {steps_of_epoch}"
         )
+        return {}, said
     task = TaskSection(**{one.name: get(f"task.{one.name}") for one in fields(TaskSection)})
     rows = len(load_by_name(task, RewardSection()).train)
 
@@ -479,20 +507,23 @@ def epochs(given: Given, get: Get) -> tuple[Values, str]:
             return max(1, math.ceil(epochs * math.ceil(rows / prompts)))
         return max(1, int(rows // prompts * epochs))
 
-    said = f"{exact(epochs)} epoch{'s' * (epochs != 1)} of {rows:,} training rows in {path.name}"
+    noun = "epoch" if epochs == 1 else "epochs"
+    said = f"{exact(epochs)} {noun} of {rows:,} training rows in {path.name}"
     if each and not devices:
-        one, four, eight = (steps_of(each * number) for number in (1, 4, 8))
         raise ShoalError(
             f"{name}={text} needs the number of devices, which mesh.fsdp=-1 leaves open: set "
-            f"mesh.fsdp to it, or give steps in its place, {one} on 1 device, {four} on 4, {eight} "
-            f"on 8 ({said}, {count(each, 'prompt')} a device)"
+            f"mesh.fsdp to it, or give steps in its place, {steps_of(each)} on 1 device, "
+            f"{steps_of(each * 4)} on 4, {steps_of(each * 8)} on 8 ({said}, "
+            f"{count(each, 'prompt')} a device)"
         )
-    prompts = each * (devices or 1) or prompts
+    if each:
+        prompts = each * (devices or 1)
     steps = steps_of(prompts)
     said += f", {count(prompts, 'prompt')} a step"
     if each and devices != 1:
         said += f" ({each} a device x {devices})"
-    wanted, trained = round(epochs * rows), steps * prompts
+    wanted = round(epochs * rows)
+    trained = steps * prompts
     if trained < wanted:
         said += (
             f"; {trained:,} of {wanted:,} rows, as an epoch's last rows that fill no step are not "
@@ -521,23 +552,22 @@ TRL_SCHEDULES = {
 def trl_schedule(given: Given, get: Get) -> tuple[Values, str]:
     """TRL: warm-up is a number of updates, or below 1 a share of them, rounded up; `constant` has
     none."""
-    given = {name: text for name, text in given.items() if text.lower() not in NOTHING}
+    given = _without_nothing(given)
     values = {}
     kind = given.get("lr_scheduler_type", "")
     if kind:
         values["optimizer.schedule"] = chosen("lr_scheduler_type", kind, TRL_SCHEDULES)
     if kind == "constant":
-        return {**values, "optimizer.warmup_steps": "0"}, "constant has no warm-up"
+        values["optimizer.warmup_steps"] = "0"
+        return values, "constant has no warm-up"
     if "warmup_ratio" in given:
         share = _share("warmup_ratio", given["warmup_ratio"])
     else:
         share = to_float("warmup_steps", given.get("warmup_steps", "0"))
     if 0 < share < 1 or "warmup_ratio" in given:
         updates = _updates(get)
-        return {
-            **values,
-            "optimizer.warmup_steps": str(math.ceil(round(share * updates, 6))),
-        }, f"of {updates} updates"
+        values["optimizer.warmup_steps"] = str(math.ceil(round(share * updates, 6)))
+        return values, f"of {updates} updates"
     if "warmup_steps" in given:
         values["optimizer.warmup_steps"] = str(to_int("warmup_steps", given["warmup_steps"], 0))
     return values, ""
@@ -546,7 +576,8 @@ def trl_schedule(given: Given, get: Get) -> tuple[Values, str]:
 def verl_warmup(given: Given, get: Get) -> tuple[Values, str]:
     """verl: warm-up is a number of training steps, or a share of them, rounded down. All updates of
     a step have one rate there."""
-    named, each = last_part(given), _updates_of_a_step(get)
+    named = last_part(given)
+    each = _updates_of_a_step(get)
     steps = to_int("lr_warmup_steps", named.get("lr_warmup_steps", "-1"), -1)
     if steps <= 0:
         if "lr_warmup_steps_ratio" not in named:
@@ -554,25 +585,25 @@ def verl_warmup(given: Given, get: Get) -> tuple[Values, str]:
         share = _share("lr_warmup_steps_ratio", named["lr_warmup_steps_ratio"])
         steps = int(share * get("steps"))
     said = f"{count(steps, 'step')} of {get('steps')}"
-    return {
-        "optimizer.warmup_steps": str(steps * each)
-    }, f"{said}, each of {each} updates" if each > 1 else said
+    if each > 1:
+        said += f", each of {each} updates"
+    return {"optimizer.warmup_steps": str(steps * each)}, said
 
 
 def warmup(given: Given, get: Get) -> tuple[Values, str]:
     """MaxText: a share of all updates, rounded down."""
-    *_, (name, text) = given.items()
+    name, text = last_of(given)
     updates = _updates(get)
-    return {
-        "optimizer.warmup_steps": str(int(_share(name, text) * updates))
-    }, f"of {updates} updates"
+    steps = int(_share(name, text) * updates)
+    return {"optimizer.warmup_steps": str(steps)}, f"of {updates} updates"
 
 
 def schedule_length(given: Given, get: Get) -> tuple[Values, str]:
     """MaxText, Tunix: updates in which the learning rate warms up and falls; after them it is 0
     there. Here these are the updates of the run."""
-    *_, (name, text) = given.items()
-    length, updates = to_int(name, text, -1), _updates(get)
+    name, text = last_of(given)
+    length = to_int(name, text, -1)
+    updates = _updates(get)
     if length > 0 and length != updates and get("optimizer.schedule") != "constant":
         raise ShoalError(
             f"{name}={text}: expected {updates}, the updates of this run: the learning rate falls "
@@ -585,26 +616,33 @@ def train_rl(given: Given, get: Get) -> tuple[Values, str]:
     """MaxText's train_rl: batches of an epoch, the share of them that is trained on, epochs; where
     that share is all, none are left to evaluate on between steps."""
     share = to_float("train_fraction", given.get("train_fraction", "1.0"))
-    values, reasons = {}, []
+    values = {}
+    reasons = []
     if "num_batches" in given:
-        epochs, number = (
-            to_int("num_epoch", given.get("num_epoch", "1")),
-            to_int("num_batches", given["num_batches"]),
-        )
+        epochs = to_int("num_epoch", given.get("num_epoch", "1"))
+        number = to_int("num_batches", given["num_batches"])
         values["steps"] = str(int(number * share) * epochs)
         reasons.append(f"{number} batches x {exact(share)} x {epochs} epochs")
-    if every := given.get("eval_interval"):
-        is_off = "train_fraction" in given and share >= 1
-        values["train.evaluate_every"] = "0" if is_off or every == "-1" else every
-        reasons += ["train_fraction=1.0 leaves no rows to evaluate on between steps"] * is_off
+    every = given.get("eval_interval")
+    if every:
+        has_no_rows = "train_fraction" in given and share >= 1
+        if has_no_rows:
+            reasons.append("train_fraction=1.0 leaves no rows to evaluate on between steps")
+        if has_no_rows or every == "-1":
+            every = "0"
+        values["train.evaluate_every"] = every
     return values, "; ".join(reasons)
 
 
 def test_batches(given: Given, get: Get) -> tuple[Values, str]:
     """MaxText's train_rl: an evaluation is so many batches of questions."""
-    own, step = given.get("eval_batch_size", "-1"), get("batch.prompts_per_step")
-    step = get("batch.prompts_per_device") * (_trainer_devices(get) or 1) or step
-    size = step if own in ("-1", *NOTHING) else to_int("eval_batch_size", own)
+    own = given.get("eval_batch_size", "-1")
+    if own == "-1" or own in NOTHING:
+        size = get("batch.prompts_per_device") * (_trainer_devices(get) or 1)
+        if not size:
+            size = get("batch.prompts_per_step")
+    else:
+        size = to_int("eval_batch_size", own)
     number = to_int("num_test_batches", given["num_test_batches"])
     return {"task.num_eval_questions": str(number * size)}, f"{number} x {count(size, 'question')}"
 
@@ -615,7 +653,8 @@ def test_batches(given: Given, get: Get) -> tuple[Values, str]:
 def reward_model(given: Given, get: Get) -> tuple[Values, str]:
     """TRL's scripts: a classifier, which there comes before the functions of reward_funcs."""
     [(name, text)] = given.items()
-    if others := get("reward.functions"):
+    others = get("reward.functions")
+    if others:
         raise ShoalError(
             f"{name}={text} with other rewards: give all in one list, reward_funcs=[model:{text},"
             f"{','.join(others)}]"
@@ -626,11 +665,10 @@ def reward_model(given: Given, get: Get) -> tuple[Values, str]:
 def trl_delta(given: Given, get: Get) -> tuple[Values, str]:
     """TRL: an upper bound of the ratio. Below 1 + epsilon_high it would cut positive advantages
     too, which the dual clip here does not."""
-    text, high = given["delta"], get("algorithm.clip_high")
-    if text.lower() in NOTHING or get("algorithm.loss") in (
-        "cispo",
-        "sapo",
-    ):  # these do not read it
+    text = given["delta"]
+    high = get("algorithm.clip_high")
+    reads_delta = get("algorithm.loss") not in ("cispo", "sapo")
+    if text.lower() in NOTHING or not reads_delta:
         return {"algorithm.clip_dual": "0"}, ""
     bound = to_float("delta", text)
     if bound < 1 + high - 1e-9:
@@ -643,7 +681,8 @@ def trl_delta(given: Given, get: Get) -> tuple[Values, str]:
 
 def verl_dual_clip(given: Given, get: Get) -> tuple[Values, str]:
     """verl: of its losses only vanilla has the dual clip."""
-    [text], loss = given.values(), get("algorithm.loss")
+    [text] = given.values()
+    loss = get("algorithm.loss")
     if loss != "grpo":
         return {"algorithm.clip_dual": "0"}, f"algorithm.loss={loss} has no dual clip there"
     return {"algorithm.clip_dual": text}, ""

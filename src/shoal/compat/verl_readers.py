@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import PurePath
 from typing import Any
 
@@ -38,13 +39,15 @@ def lora(given: Given) -> Values:
     """A folder's adapter has its own rank, alpha and targets; without rank or folder there is
     none."""
     named = last_part(given)
-    if path := named.get("lora_adapter_path"):
+    path = named.get("lora_adapter_path")
+    if path:
         # Its reference is the actor with the adapter switched off, whatever the adapter has learned
         # already.
         return {"model.lora.path": path, "algorithm.reference": "base"}
     if named.get("lora_rank", "0") == "0":
         return {}
-    alpha, targets = named.get("lora_alpha", "16"), named.get("target_modules", "all-linear")
+    alpha = named.get("lora_alpha", "16")
+    targets = named.get("target_modules", "all-linear")
     return flags.lora_values(named["lora_rank"], alpha, targets)
 
 
@@ -54,14 +57,21 @@ def loss(given: Given) -> Values:
     dual clip (rules.verl_dual_clip)."""
     named = last_part(given)
     mode = named.get("loss_mode", "")
-    values = dict(chosen("loss_mode", mode, _MODES)) if mode else {}
-    if aggregation := named.get("loss_agg_mode", ""):
-        values["algorithm.aggregation"] = chosen(
-            "loss_agg_mode", aggregation, {one: one for one in _AGGREGATIONS}
-        )
+    values = {}
+    if mode:
+        values.update(chosen("loss_mode", mode, _MODES))
+    aggregation = named.get("loss_agg_mode", "")
+    if aggregation:
+        _check_known("loss_agg_mode", aggregation, _AGGREGATIONS)
+        values["algorithm.aggregation"] = aggregation
     if mode in _OWN_MEAN:
         values["algorithm.aggregation"] = "seq-mean-token-mean"
     return values
+
+
+def _check_known(name: str, text: str, known: Iterable[str]) -> None:
+    """Raises ShoalError for a text that is none of those known."""
+    chosen(name, text, dict.fromkeys(known))
 
 
 _PLAIN = {"algorithm.kl_clamp_input": "0", "algorithm.kl_clamp_value": "0"}
@@ -84,31 +94,31 @@ def divergence(given: Given) -> Values:
     """Two places for a divergence, each with its switch, coefficient and estimator; these count
     only there. Without either switch the coefficient is 0 where nothing else gives one."""
     named = last_part(given)
-    in_loss, in_reward = (
-        to_bool(name, named.get(name, "false")) for name in ("use_kl_loss", "use_kl_in_reward")
-    )
+    in_loss = to_bool("use_kl_loss", named.get("use_kl_loss", "false"))
+    in_reward = to_bool("use_kl_in_reward", named.get("use_kl_in_reward", "false"))
     if in_loss and in_reward:
         raise ShoalError(
             "use_kl_loss and use_kl_in_reward are both on, and there is one divergence at a time: "
             "switch one of them off"
         )
     if in_reward:
+        estimate = chosen("algorithm.kl_penalty", named.get("kl_penalty", "kl"), _ESTIMATES)
         return {
             "algorithm.kl_coef": given.get("algorithm.kl_ctrl.kl_coef", "0.001"),
             "algorithm.kl_placement": "reward",
-            **chosen("algorithm.kl_penalty", named.get("kl_penalty", "kl"), _ESTIMATES),
-        }
-    estimate = (
-        chosen("kl_loss_type", named["kl_loss_type"], _ESTIMATES) if "kl_loss_type" in named else {}
-    )
-    if in_loss:
-        return {
-            "algorithm.kl_coef": named.get("kl_loss_coef", "0.001"),
-            "algorithm.kl_placement": "loss",
             **estimate,
         }
-    is_off = "use_kl_loss" in named or "use_kl_in_reward" in named
-    return {"algorithm.kl_coef": "0" if is_off else Yielding("0", to_all=True), **estimate}
+    values: dict[str, Any] = {}
+    if in_loss:
+        values["algorithm.kl_coef"] = named.get("kl_loss_coef", "0.001")
+        values["algorithm.kl_placement"] = "loss"
+    elif "use_kl_loss" in named or "use_kl_in_reward" in named:
+        values["algorithm.kl_coef"] = "0"
+    else:
+        values["algorithm.kl_coef"] = Yielding("0", to_all=True)
+    if "kl_loss_type" in named:
+        values.update(chosen("kl_loss_type", named["kl_loss_type"], _ESTIMATES))
+    return values
 
 
 _ESTIMATORS = {
@@ -134,16 +144,16 @@ def estimator(given: Given) -> Values:
         )
     advantage = chosen(name, given.get(name, "grpo"), _ESTIMATORS)
     by_deviation = to_bool(flag, given.get(flag, "true"))
-    if advantage == "grpo":  # the vectorized form does not read the flag
-        is_read = given.get(name) != "grpo_vectorized"
-        value = "grpo" if by_deviation or not is_read else "dr_grpo"
-        return {
-            "algorithm.advantage": value
-            if name in given or not by_deviation
-            else Yielding(value, to_all=True)
-        }
-    values = {"algorithm.advantage": advantage}
-    return values if advantage == "rloo" else values | {"algorithm.whiten_over": "tokens"}
+    if advantage == "grpo":
+        reads_flag = given.get(name) != "grpo_vectorized"
+        if reads_flag and not by_deviation:
+            return {"algorithm.advantage": "dr_grpo"}
+        if name in given or not by_deviation:
+            return {"algorithm.advantage": "grpo"}
+        return {"algorithm.advantage": Yielding("grpo", to_all=True)}
+    if advantage == "rloo":
+        return {"algorithm.advantage": "rloo"}
+    return {"algorithm.advantage": advantage, "algorithm.whiten_over": "tokens"}
 
 
 def rollout_correction(given: Given) -> Values:
@@ -169,12 +179,10 @@ def rollout_correction(given: Given) -> Values:
         return {}
     level = named.get("rollout_is", "null")
     if level.lower() in flags.NOTHING:
-        return {
-            "algorithm.correction": "none"
-            if "rollout_is" in named
-            else Yielding("none", to_all=True)
-        }
-    chosen("algorithm.rollout_correction.rollout_is", level, {"token": "", "sequence": ""})
+        if "rollout_is" in named:
+            return {"algorithm.correction": "none"}
+        return {"algorithm.correction": Yielding("none", to_all=True)}
+    _check_known("algorithm.rollout_correction.rollout_is", level, ("token", "sequence"))
     low, _, high = named.get("rollout_is_threshold", "2.0").strip("'\"").rpartition("_")
     return {
         "algorithm.correction": "mis" if low else "tis",
@@ -188,26 +196,37 @@ def rejection(given: Given) -> Values:
     """One rule that removes tokens or completions from the loss. The bounds of k1 are of the
     sampler's probability over the trainer's: those of its inverse here."""
     head = "algorithm.rollout_correction.rollout_rs"
-    rule, text = given.get(head, "null"), given.get(f"{head}_threshold", "null").strip("'\"")
+    rule = given.get(head, "null")
+    text = given.get(f"{head}_threshold", "null").strip("'\"")
     if rule.lower() in flags.NOTHING:
-        return {"algorithm.rejection": "none" if head in given else Yielding("none", to_all=True)}
-    chosen(
-        head, rule, dict.fromkeys(one for one in REJECTIONS if one != "none")
-    )  # several at once: none of them
+        if head in given:
+            return {"algorithm.rejection": "none"}
+        return {"algorithm.rejection": Yielding("none", to_all=True)}
+    # Several rules at once are none of these.
+    _check_known(head, rule, [known for known in REJECTIONS if known != "none"])
+    is_k1 = rule.endswith("k1")
     low, _, high = text.rpartition("_")
-    if text.lower() in flags.NOTHING or (low and not rule.endswith("k1")):
+    if text.lower() in flags.NOTHING or (low and not is_k1):
         raise ShoalError(
             f"{head}={rule} needs {head}_threshold: a number, or low_high with k1 (given: {text})"
         )
-    bounds = [to_float(f"{head}_threshold", one) for one in (low, high) if one]
+    bounds = [to_float(f"{head}_threshold", bound) for bound in (low, high) if bound]
     if min(bounds) <= 0:
         raise ShoalError(f"{head}_threshold={text}: expected numbers above 0")
-    if rule.endswith("k1"):
-        bounds = [1 / one for one in (bounds[-1], bounds[0] if low else 1 / bounds[0])]
+    if not is_k1:
+        cap = bounds[-1]
+        floor = "-1"
+    elif low:
+        cap = 1 / bounds[0]
+        floor = repr(1 / bounds[-1])
+    else:
+        # Of one bound, the other is its inverse.
+        cap = 1 / (1 / bounds[0])
+        floor = repr(1 / bounds[0])
     return {
         "algorithm.rejection": rule,
-        "algorithm.rejection_cap": repr(bounds[-1]),
-        "algorithm.rejection_floor": repr(bounds[0]) if rule.endswith("k1") else "-1",
+        "algorithm.rejection_cap": repr(cap),
+        "algorithm.rejection_floor": floor,
     }
 
 
@@ -215,19 +234,18 @@ def long_prompts(given: Given) -> Values:
     """Prompts over the limit are filtered out first; what is left of them is an error, unless our
     own key is given."""
     name = "data.truncation"
-    chosen(name, given.get(name, "error").strip("'"), {"error": ""})
+    _check_known(name, given.get(name, "error").strip("'"), ["error"])
     name = "data.filter_overlong_prompts"
-    is_filtered = to_bool(name, given.get(name, "false"))
-    return {"sampling.long_prompts": "drop" if is_filtered else Yielding("error", to_all=True)}
+    if to_bool(name, given.get(name, "false")):
+        return {"sampling.long_prompts": "drop"}
+    return {"sampling.long_prompts": Yielding("error", to_all=True)}
 
 
 def _gpus(section: str, given: Given) -> str:
     """Nodes times devices of each, 8 where only the nodes are given."""
     named = last_part(given)
-    each, nodes = (
-        to_int(f"{section}.{name}", named.get(name, default))
-        for name, default in (("n_gpus_per_node", "8"), ("nnodes", "1"))
-    )
+    each = to_int(f"{section}.n_gpus_per_node", named.get("n_gpus_per_node", "8"))
+    nodes = to_int(f"{section}.nnodes", named.get("nnodes", "1"))
     return str(each * nodes)
 
 
@@ -243,7 +261,9 @@ def sampler_gpus(given: Given) -> Values:
 
 def batch(name: str, text: str) -> Values:
     """Prompts of a step; fully_async_policy wants a 0 here."""
-    return {"batch.prompts_per_step": Yielding("0") if text == "0" else text}
+    if text == "0":
+        return {"batch.prompts_per_step": Yielding("0")}
+    return {"batch.prompts_per_step": text}
 
 
 def reward_file(given: Given) -> Values:
@@ -263,7 +283,7 @@ def betas(name: str, text: str) -> Values:
     numbers = flags.items_of(text)
     if len(numbers) != 2:
         raise ShoalError(f"{name}={text}: expected two numbers")
-    return dict(zip(("optimizer.beta1", "optimizer.beta2"), numbers, strict=True))
+    return {"optimizer.beta1": numbers[0], "optimizer.beta2": numbers[1]}
 
 
 def train_files(name: str, text: str) -> Values:
@@ -275,10 +295,8 @@ def train_files(name: str, text: str) -> Values:
     values: dict[str, Any] = {"task.name": Yielding("custom", to_all=True), "task.path": files[0]}
     if len(files) > 1:
         folder = PurePath(os.path.commonpath([PurePath(file).parent for file in files]))
-        values |= {
-            "task.path": str(folder),
-            "task.files": [str(PurePath(file).relative_to(folder)) for file in files],
-        }
+        values["task.path"] = str(folder)
+        values["task.files"] = [str(PurePath(file).relative_to(folder)) for file in files]
     return values
 
 
@@ -288,17 +306,18 @@ def loggers(name: str, text: str) -> Values:
         "wandb": {"report.wandb.mode": "auto"},
         "tensorboard": {"report.tensorboard": "true"},
     }
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for item in flags.items_of(text):
         if item not in known:
             raise ShoalError(
                 f"{name}={text}: {item} is not supported; expected some of {', '.join(known)}"
             )
-        found |= known[item]
-    return found
+        values.update(known[item])
+    return values
 
 
 def rounds(name: str, text: str) -> Values:
     """Rounds in all, 0 without limit -> rounds beyond the first."""
     number = to_int(name, text, 0)
-    return {"algorithm.max_sampling_rounds": str(max(1, number - 1) if number else 1000)}
+    beyond_first = max(1, number - 1) if number else 1000
+    return {"algorithm.max_sampling_rounds": str(beyond_first)}

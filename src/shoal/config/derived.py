@@ -28,28 +28,30 @@ def for_devices(config: Config, devices: int, platform: str) -> Config:
     where `batch.prompts_per_device` is set, and `batch.micro_tokens`, where it is not; and
     `algorithm.correction`."""
     # Not with the configuration: devices are known only when JAX has started.
-    micro_tokens = config.batch.micro_tokens or (
-        CPU_MICRO_TOKENS if platform == "cpu" else MICRO_TOKENS
-    )
+    micro_tokens = config.batch.micro_tokens
+    if not micro_tokens:
+        micro_tokens = CPU_MICRO_TOKENS if platform == "cpu" else MICRO_TOKENS
     config = replace(
         config,
         batch=replace(config.batch, micro_tokens=micro_tokens),
         algorithm=replace(config.algorithm, correction=correction_of(config)),
     )
-    each, parts = config.batch.prompts_per_device, config.algorithm.num_minibatches
+    each = config.batch.prompts_per_device
     if not each:
         return config
-    if parts > each * devices:
+    num_prompts = each * devices
+    num_minibatches = config.algorithm.num_minibatches
+    if num_minibatches > num_prompts:
         raise ShoalError(
             f"batch.prompts_per_device={each} on {count(devices, 'device')} gives "
-            f"{count(each * devices, 'prompt')} a step, fewer than "
-            f"algorithm.num_minibatches={parts}: raise it or lower that"
+            f"{count(num_prompts, 'prompt')} a step, fewer than "
+            f"algorithm.num_minibatches={num_minibatches}: raise it or lower that"
         )
-    return replace(config, batch=replace(config.batch, prompts_per_step=each * devices))
+    return replace(config, batch=replace(config.batch, prompts_per_step=num_prompts))
 
 
 def oldest_samples(config: Config) -> int:
-    """How many versions old samples may be."""
+    """The age in versions that samples may reach."""
     return max(config.train.max_staleness, config.train.weight_sync_interval - 1)
 
 
@@ -65,7 +67,9 @@ def correction_of(config: Config) -> str:
     chosen = config.algorithm.correction
     if chosen != "auto":
         return chosen
-    return "none" if samples_are_the_trainers(config) else "tis"
+    if samples_are_the_trainers(config):
+        return "none"
+    return "tis"
 
 
 def staleness_text(config: Config, own_devices: bool) -> str:
@@ -74,10 +78,13 @@ def staleness_text(config: Config, own_devices: bool) -> str:
 
     up to 1 version old, corrected by importance weights (algorithm.correction=tis)
     """
-    oldest, correction = oldest_samples(config), correction_of(config)
-    how = {"none": "not corrected", "direct": "with the ratio to the sampler's log-probs"}.get(
-        correction, "corrected by importance weights"
-    )
+    oldest = oldest_samples(config)
+    correction = correction_of(config)
+    how = "corrected by importance weights"
+    if correction == "none":
+        how = "not corrected"
+    elif correction == "direct":
+        how = "with the ratio to the sampler's log-probs"
     text = f"up to {count(oldest, 'version')} old, {how} (algorithm.correction={correction})"
     if config.sampler.kind == "vllm":
         return (
@@ -90,17 +97,17 @@ def staleness_text(config: Config, own_devices: bool) -> str:
             return text
     if not oldest:
         return ""
+    takes_newest = config.train.versions == "newest"
+    if own_devices and takes_newest:
+        return f"{text}; the sampler takes new weights while completions go on"
     if own_devices:
-        return text + (
-            "; the sampler takes new weights while completions go on"
-            if config.train.versions == "newest"
-            else "; the sampler goes on while the trainer learns"
+        return f"{text}; the sampler goes on while the trainer learns"
+    if takes_newest:
+        return (
+            f"{text}; sampler and trainer share devices and take turns, so with "
+            "train.versions=newest none is"
         )
-    return text + (
-        "; sampler and trainer share devices and take turns, so with train.versions=newest none is"
-        if config.train.versions == "newest"
-        else ""
-    )
+    return text
 
 
 def num_updates(config: Config) -> int:
@@ -115,12 +122,11 @@ def longest_sequence(config: Config) -> int:
 
 def max_support(config: Config) -> int:
     """Token ids stored at each position for `match_sampling_support`; 0 for none."""
-    s = config.sampling
-    if config.algorithm.learns_from_data or not (
-        s.params.truncated and config.algorithm.match_sampling_support
-    ):
+    sampling = config.sampling
+    matches_support = sampling.params.truncated and config.algorithm.match_sampling_support
+    if config.algorithm.learns_from_data or not matches_support:
         return 0
-    return min(s.max_support, s.top_k or s.max_support)
+    return min(sampling.max_support, sampling.top_k or sampling.max_support)
 
 
 def step_text(config: Config) -> str:
@@ -132,13 +138,11 @@ def step_text(config: Config) -> str:
     batch, algorithm = config.batch, config.algorithm
     completions, updates = step_sizes(config)
     if batch.prompts_per_device:
-        m = config.mesh
-        devices = m.data * m.fsdp * m.tensor * m.context * m.dcn_data * m.dcn_fsdp
-        whole = (
-            f" x {count(devices, 'device')} = {devices * completions} completions"
-            if devices > 0
-            else ""
-        )
+        mesh = config.mesh
+        devices = mesh.data * mesh.fsdp * mesh.tensor * mesh.context * mesh.dcn_data * mesh.dcn_fsdp
+        whole = ""  # where mesh.fsdp=-1 leaves the number of devices open
+        if devices > 0:
+            whole = f" x {count(devices, 'device')} = {devices * completions} completions"
         return (
             f"this step = {count(batch.prompts_per_device, 'prompt')} a device x "
             f"{count(batch.group_size, 'completion')}{whole}, {count(updates, 'update')}; "
@@ -172,15 +176,16 @@ THEIR_SIZES = {
 def their_sizes(config: Config) -> str:
     """A run's sizes in the words of the system whose recipe it has, once its devices are known;
     empty without one."""
-    prompts, each = config.batch.prompts_per_step, config.algorithm.num_minibatches
+    prompts = config.batch.prompts_per_step
+    num_minibatches = config.algorithm.num_minibatches
     completions = prompts * config.batch.group_size
     return THEIR_SIZES.get(config.recipe, "").format(
         prompts=prompts,
         completions=completions,
         all=config.steps * completions,
         updates=num_updates(config),
-        part=prompts // each,
-        each=completions // each,
+        part=prompts // num_minibatches,
+        each=completions // num_minibatches,
         length=longest_sequence(config),
         tokens=completions * longest_sequence(config),
     )
@@ -188,11 +193,9 @@ def their_sizes(config: Config) -> str:
 
 def step_sizes(config: Config) -> tuple[int, int]:
     """Completions (of one device with batch.prompts_per_device) and updates of a step."""
-    return (
-        (config.batch.prompts_per_device or config.batch.prompts_per_step)
-        * config.batch.group_size,
-        config.algorithm.num_epochs * config.algorithm.num_minibatches,
-    )
+    prompts = config.batch.prompts_per_device or config.batch.prompts_per_step
+    updates = config.algorithm.num_epochs * config.algorithm.num_minibatches
+    return prompts * config.batch.group_size, updates
 
 
 def evaluation_completions(config: Config, sets: Mapping[str, int]) -> int:
@@ -200,5 +203,8 @@ def evaluation_completions(config: Config, sets: Mapping[str, int]) -> int:
     first."""
     quick = [min(size, config.quick_questions or size) for size in sets.values()]
     every = config.evaluate_every
-    between = max(0, -(-config.steps // every) - 1) if every > 0 else 0
-    return 2 * (sum(sets.values()) + sum(quick[:1]) * config.pass_k) + between * sum(quick)
+    between = 0  # evaluations between the first and the last
+    if every > 0:
+        between = max(0, -(-config.steps // every) - 1)
+    sampled = sum(quick[:1]) * config.pass_k  # of the main set, for pass@k
+    return 2 * (sum(sets.values()) + sampled) + between * sum(quick)

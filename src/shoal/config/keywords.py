@@ -44,10 +44,12 @@ def read_keywords(
                 value = register_object(value)
         if isinstance(value, tuple):
             value = list(value)
-        if key and key.is_list:
-            items = value if isinstance(value, list) else [value]
-            value = [text_given(item) for item in items]
-        if value is not None and not isinstance(value, list):
+        is_of_list = key is not None and key.is_list
+        if is_of_list and not isinstance(value, list):
+            value = [value]
+        if is_of_list:
+            value = [text_given(item) for item in value]
+        elif value is not None and not isinstance(value, list):
             value = text_given(value)
         origin = PYTHON
         if name not in names_of(config_type):
@@ -59,7 +61,9 @@ def read_keywords(
 def text_given(value: Any) -> str:
     """A value from Python as text. Of a kind of text, as an Enum's or NumPy's, plainly what it
     says: YAML has no other form of it."""
-    return str.__str__(value) if isinstance(value, str) else str(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    return str(value)
 
 
 def python_leaves(config_type: type, overrides: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -99,7 +103,9 @@ def nested_names(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _take_callables(value: Any) -> tuple[list[Any], tuple[Callable[..., Any], ...]]:
-    items = list(value) if isinstance(value, list | tuple) else [value]
+    items = [value]
+    if isinstance(value, list | tuple):
+        items = list(value)
     functions = tuple(item for item in items if callable(item))
     if functions and len(functions) < len(items):
         raise ShoalError(

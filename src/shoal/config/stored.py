@@ -17,16 +17,20 @@ from shoal.records import ShoalError
 
 def to_dict(config: Any) -> dict[str, Any]:
     """A configuration as nested plain values, for JSON and YAML; `convert` is the inverse."""
-    return nest({name: get_value(config, name) for name in keys_of(type(config))})
+    values = {}
+    for name in keys_of(type(config)):
+        values[name] = get_value(config, name)
+    return nest(values)
 
 
 def difference_from_defaults(config: Any) -> dict[str, Any]:
     """Dotted key -> value, of the keys that are not at their default."""
-    return {
-        name: get_value(config, name)
-        for name, key in keys_of(type(config)).items()
-        if get_value(config, name) != key.default
-    }
+    changed = {}
+    for name, key in keys_of(type(config)).items():
+        value = get_value(config, name)
+        if value != key.default:
+            changed[name] = value
+    return changed
 
 
 def to_yaml(config: Any) -> str:
@@ -36,19 +40,16 @@ def to_yaml(config: Any) -> str:
     class Dumper(yaml.SafeDumper):
         """Escapes `${`, which would refer to another key."""
 
-    # Unquoted, PyYAML writes the line end U+0085 as it is and reads a space.
-    Dumper.add_representer(
-        str,
-        lambda dumper, value: dumper.represent_scalar(
-            "tag:yaml.org,2002:str", escape(value), style='"' if "\x85" in value else None
-        ),
-    )
+    def represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+        # Unquoted, PyYAML writes the line end U+0085 as it is and reads a space.
+        style = '"' if "\x85" in value else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", escape(value), style=style)
+
+    Dumper.add_representer(str, represent_text)
     values = to_dict(config) if dataclasses.is_dataclass(config) else config
-    return (
-        yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1000)
-        if values
-        else ""
-    )
+    if not values:
+        return ""
+    return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,8 @@ def texts_of(requested: Any, decisions: Mapping[str, Decision] | None = None) ->
 
 
 def config_of(values: Mapping[str, Any]) -> Config:
-    """The configuration of a stored run, of its values by dotted key as `texts_of` wrote them. No
-    preset, recipe or word of another system is read. ShoalError for a key that there is none of."""
+    """The configuration of a stored run, from its values by dotted key as `texts_of` wrote
+    them. No preset, recipe or word of another system is read. ShoalError for an unknown key."""
     known = keys_of(Config)
     converted = {}
     for name, value in values.items():
@@ -82,7 +83,7 @@ def config_of(values: Mapping[str, Any]) -> Config:
 
 
 def decisions_of(stored: Mapping[str, Any]) -> dict[str, Decision]:
-    """The decisions of a run, of decided.yaml as nested values; ShoalError for another form."""
+    """The decisions of a run, from decided.yaml's values; ShoalError for another form."""
     known = keys_of(Config)
     decisions = {}
     for name, written in stored.items():
@@ -92,7 +93,8 @@ def decisions_of(stored: Mapping[str, Any]) -> dict[str, Decision]:
         if not isinstance(sources, Mapping):
             raise ShoalError(f"what {name} follows from is no mapping")
         value = convert_value(known[name], _unescaped(written["value"]))
-        decisions[name] = Decision(value, {key: _unescaped(sources[key]) for key in sources})
+        then = {source: _unescaped(sources[source]) for source in sources}
+        decisions[name] = Decision(value, then)
     return decisions
 
 
@@ -107,20 +109,30 @@ def _unescaped(value: Any) -> Any:
         return [_unescaped(item) for item in value]
     if not isinstance(value, str):
         return value
-    return re.sub(r"(\\*)\\\$\{", lambda match: match[1][: len(match[1]) // 2] + "${", value)
+
+    def halved(match: re.Match[str]) -> str:
+        backslashes = match[1]
+        return backslashes[: len(backslashes) // 2] + "${"
+
+    return re.sub(r"(\\*)\\\$\{", halved, value)
 
 
 def escape(text: str) -> str:
     """Text in which a file's `${` refers to nothing."""
-    return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + "\\${", text)
+
+    def doubled(match: re.Match[str]) -> str:
+        backslashes = match[1]
+        return backslashes * 2 + "\\${"
+
+    return re.sub(r"(\\*)\$\{", doubled, text)
 
 
 def require_given(config: Any, *keys: str) -> None:
     """Raises ShoalError for the first of these keys that is empty, with its help text."""
-    short = {alias.key: name for name, alias in aliases_of(type(config)).items()}
+    short_forms = {alias.key: name for name, alias in aliases_of(type(config)).items()}
     for key in keys:
         if not get_value(config, key):
-            name = short.get(key, key)
+            name = short_forms.get(key, key)
             raise ShoalError(
                 f"{name} is not given: write {name}=... ({meaning_of(type(config), key)})"
             )

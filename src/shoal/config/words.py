@@ -35,7 +35,9 @@ def switch_of(word: str) -> str:
     if not word.startswith("--"):
         return ""
     name = re.sub("[-_]", "", word.removesuffix("=true"))
-    return name if name in SWITCHES else ""
+    if name not in SWITCHES:
+        return ""
+    return name
 
 
 FILE_OPTIONS = ("config_name", "cn", "config_file", "config", "preset")
@@ -134,8 +136,11 @@ def read_arguments(command: str | type, argv: Sequence[str]) -> Arguments:
     words = _with_keys(config_type, words)
     read: list[Word] = []
     unknown: list[str] = []
-    among = [_plain(word.partition("=")[0]) for word in words]
-    among += [word.lstrip("-") for word in words if word.lstrip("-").startswith("recipe=")]
+    among = []  # the names on the line, which say whose flags they are
+    for word in words:
+        among.append(_plain(word.partition("=")[0]))
+        if word.lstrip("-").startswith("recipe="):
+            among.append(word.lstrip("-"))
     for word in words:
         try:
             name, text = read_word(config_type, word, among)
@@ -276,7 +281,9 @@ def _take_options(words: Sequence[str]) -> tuple[str, str, list[str]]:
             f"two presets were named, {files[0]} and {files[1]}: name one, a file may build on "
             "others by its `defaults` list"
         )
-    file = files[0] if files else ""
+    file = ""
+    if files:
+        file = files[0]
     return _in_folder(folder_option, folder, file), preset, rest
 
 
@@ -290,8 +297,12 @@ def _in_folder(option: str, folder: str, name: str) -> str:
     may_be_missing = _plain(option) in ("config_dir", "cd")
     if may_be_missing and not file.is_file():
         return name
-    if not (name and file.is_file()):
-        missing = file if name else "NAME"
+    missing: Path | str = ""
+    if not name:
+        missing = "NAME"
+    elif not file.is_file():
+        missing = file
+    if missing:
         raise ShoalError(
             f"{option}={folder}: expected --config-name NAME with it, a file in that folder; there "
             f"is no {missing}"
@@ -313,8 +324,13 @@ def _with_keys(config_type: type, words: Sequence[str]) -> list[str]:
             return False
         return not equals or Path(word).exists()  # a path may contain a `=`
 
-    bare = [word for word in words if is_bare(word)]
-    rest = [word for word in words if word not in bare]
+    bare = []
+    rest = []
+    for word in words:
+        if is_bare(word):
+            bare.append(word)
+        else:
+            rest.append(word)
     if bare and keys_of(config_type)[keys[0]].is_list:
         return [*rest, f"{keys[0]}={_list_text(bare)}"]
     if len(bare) > len(keys):
@@ -352,11 +368,15 @@ def read_word(config_type: type, word: str, among: Sequence[str] = ()) -> tuple[
         if meant or not re.match(r"[^\W\d]", name):
             hint = f"; did you mean {meant}?" if meant else ""
             raise ShoalError(f"{word!r}: expected key=value, without spaces{hint}")
-    key = None if flag else find_key(config_type, name)
-    name = key.name if key else name
+    key = None
+    if not flag:
+        key = find_key(config_type, name)
+        name = key.name
     if not equals and not _is_switch(key, flag):
-        type_text = f" ({key.type_text})" if key else ""
-        raise ShoalError(f"{word}: expected a value{type_text}: write {name}=VALUE")
+        wanted = "expected a value"
+        if key:
+            wanted += f" ({key.type_text})"
+        raise ShoalError(f"{word}: {wanted}: write {name}=VALUE")
     if not equals:
         value = "true"
     return name, value
@@ -396,13 +416,17 @@ _ITEM = re.compile(
 def split_list(key: Key, text: str) -> list[str]:
     """The items of a list's text: `[a,b]` with optional quotes, nothing, or one item unchanged."""
     is_list = text.startswith("[") and text.endswith("]") and len(text) > 1
-    inside = text[1:-1] if is_list else text
+    inside = text
+    if is_list:
+        inside = text[1:-1]
     has_quotes = is_list and re.search("[\"']", text)
     if inside and key.name in COMMA_LISTS and not has_quotes:
         # No comma within a call's parentheses parts items.
         return [item.strip() for item in re.split(r",(?![^(]*\))", inside)]
     if not is_list:
-        return [text] if text else []
+        if not text:
+            return []
+        return [text]
     items = []
     position = 0
     while position < len(inside):
@@ -413,7 +437,7 @@ def split_list(key: Key, text: str) -> list[str]:
                 "item that holds a comma or a quote in quotes"
             )
         double, single, plain, _ = match.groups()
-        quoted = double if double is not None else single
+        quoted = single if double is None else double
         if quoted is None:
             items.append(plain)
         else:

@@ -3,6 +3,7 @@ other names as in Hydra's files."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable
@@ -20,16 +21,19 @@ def read_files(
 ) -> list[tuple[Path, list[Word]]]:
     """A file's words, and those of the files in its `defaults`, lowest first."""
     if file in above:
-        through = f" through {above[-1]}" if above[-1] != file else ""
+        through = ""
+        if above[-1] != file:
+            through = f" through {above[-1]}"
         raise ShoalError(f"{file}: its `defaults` lead back to itself{through}; remove that name")
     own: list[Word] = []
     order = ["_self_"]
     for name, value, line in _leaves(file, is_key):
         origin = f"{file.name}:{line}"
         if name == "defaults":
-            items = value if isinstance(value, list) else [value]
-            texts = [item for item in items if isinstance(item, str)]
-            order = [item for item in texts if not item.startswith("override ")]
+            order = []
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, str) and not item.startswith("override "):
+                    order.append(item)
         else:
             own.append(make_word(name, value, origin))
     if "_self_" not in order:
@@ -39,10 +43,7 @@ def read_files(
         if item == "_self_":
             files.append((file, own))
             continue
-        candidates = [file.parent / f"{item}{ending}" for ending in ("", ".yaml", ".yml")]
-        lower = next((path for path in candidates if path.is_file()), None)
-        if lower is None:
-            lower = packaged(command, item)
+        lower = _file_beside(file, item) or packaged(command, item)
         if lower is None:
             presets = ", ".join(presets_of(command)) or "it has none"
             raise ShoalError(
@@ -51,6 +52,15 @@ def read_files(
             )
         files += read_files(command, lower, is_key, (*above, file))
     return files
+
+
+def _file_beside(file: Path, name: str) -> Path | None:
+    """The file of a name in `defaults`, with or without its ending, in the folder of a file."""
+    for ending in ("", ".yaml", ".yml"):
+        path = file.parent / f"{name}{ending}"
+        if path.is_file():
+            return path
+    return None
 
 
 def flat_values(file: Path) -> dict[str, Any]:
@@ -118,6 +128,7 @@ def _walk(
 # ---- `${...}`: the value of another name
 
 _REFERENCE = re.compile(r"(\\*)\$\{(?:([^${}]*)\})?")
+"""Backslashes, `${`, and what stands up to `}`; nothing for a `${` that is not closed."""
 
 
 def interpolate(name: str, value: Any, get: Callable[[str], Any]) -> Any:
@@ -130,30 +141,46 @@ def interpolate(name: str, value: Any, get: Callable[[str], Any]) -> Any:
         return value
     whole = _REFERENCE.fullmatch(value)
     if whole and not whole[1] and whole[2] is not None:
-        return _referred(name, whole[2], get)
+        return _referred(name, whole[2], get)  # in its own type
 
-    def one(match: re.Match[str]) -> str:
-        slashes, inside = "\\" * (len(match[1]) // 2), match[2]
-        if len(match[1]) % 2 or inside is None:
-            return slashes + "${" + ("" if inside is None else inside + "}")
-        return slashes + text_of(_referred(name, inside, get))
+    def text_of_reference(match: re.Match[str]) -> str:
+        backslashes, reference = match[1], match[2]
+        kept = "\\" * (len(backslashes) // 2)
+        if reference is None:
+            return kept + "${"
+        is_escaped = len(backslashes) % 2 == 1
+        if is_escaped:
+            return kept + "${" + reference + "}"
+        return kept + text_of(_referred(name, reference, get))
 
-    return _REFERENCE.sub(one, value)
+    return _REFERENCE.sub(text_of_reference, value)
 
 
 def _referred(name: str, reference: str, get: Callable[[str], Any]) -> Any:
-    resolver, colon, rest = reference.partition(":")
-    wanted, comma, default = (part.strip() for part in (rest if colon else resolver).partition(","))
-    if resolver == "oc.env" and colon:
-        found = os.environ.get(wanted, default if comma else None)
+    """The value that a reference in the value of `name` stands for."""
+    resolver, colon, arguments = reference.partition(":")
+    if not colon:
+        resolver, arguments = "", reference
+    wanted, comma, default = arguments.partition(",")
+    wanted = wanted.strip()
+    value: Any = None
+    if comma and resolver in ("oc.env", "oc.select"):
+        value = default.strip()
+    if resolver == "oc.env":
+        value = os.environ.get(wanted, value)
     else:
-        if wanted.startswith("."):
-            parts, up = name.split("."), len(wanted) - len(wanted.lstrip("."))
-            wanted = ".".join([*parts[:-up], wanted.lstrip(".")])
-        try:
-            found = get(wanted)
-        except KeyError:
-            found = default if resolver == "oc.select" and comma else None
-    if found is None:
+        with contextlib.suppress(KeyError):
+            value = get(_absolute(wanted, name))
+    if value is None:
         raise ShoalError(f"{name}: ${{{reference}}} refers to nothing that is set")
-    return found
+    return value
+
+
+def _absolute(wanted: str, name: str) -> str:
+    """The name that `.sibling` or `..other` means in the value of `name`."""
+    relative = wanted.lstrip(".")
+    num_dots = len(wanted) - len(relative)
+    if num_dots == 0:
+        return wanted
+    sections = name.split(".")[:-num_dots]
+    return ".".join([*sections, relative])

@@ -22,8 +22,13 @@ SECTIONS = ("task.", "reward.", "environment.", "sampling.")
 """Sections of a run's settings that decide what its model is asked, what it may call, and how that
 is scored."""
 REWARD = ("reward.functions", "reward.weights")
-PLAYS = tuple(f"environment.{name}" for name in ("tools", "factory", "rollout", "agent"))
-"""Of each of these the keys that are given replace all that the run has."""
+ENVIRONMENT = (
+    "environment.tools",
+    "environment.factory",
+    "environment.rollout",
+    "environment.agent",
+)
+"""Of REWARD and of ENVIRONMENT, keys that are given replace all that the run has."""
 
 
 def config_for_eval_of_run(
@@ -36,9 +41,11 @@ def config_for_eval_of_run(
     if config.responses:
         return config, resolved
     checkpoint = find_checkpoint(find_input(path, "model.path"))
-    if checkpoint is None or not is_run(checkpoint[0]):
+    if checkpoint is None:
         return config, resolved
-    run = checkpoint[0]
+    run, _ = checkpoint
+    if not is_run(run):
+        return config, resolved
     stored = read_requested(run)
     if "task.name" in resolved.origins and config.task.name != stored.task.name:
         return config, resolved
@@ -47,15 +54,15 @@ def config_for_eval_of_run(
     has_rewards = has_functions or "reward.functions" in resolved.origins
     if has_rewards:
         replaced.extend(REWARD)
-    if any(key in resolved.origins for key in PLAYS):
-        replaced.extend(PLAYS)
+    if any(key in resolved.origins for key in ENVIRONMENT):
+        replaced.extend(ENVIRONMENT)
     _require_from_python(path, stored, has_rewards)
     settings = {}
     for key, value in difference_from_defaults(stored).items():
         if key.startswith(SECTIONS) and key not in replaced:
             settings[key] = list(value) if isinstance(value, tuple) else value
     has_environment = False
-    for key in PLAYS:
+    for key in ENVIRONMENT:
         if key in settings:
             has_environment = True
             _require_objects(path, key, settings[key])
@@ -89,8 +96,7 @@ def _require_from_python(path: str, stored: Config, has_rewards: bool) -> None:
 
 def _require_objects(path: str, key: str, value: str | list[str]) -> None:
     """ShoalError where tools or an environment of the run came from Python and are not given."""
-    names = value if isinstance(value, list) else [value]
-    for name in names:
+    for name in value if isinstance(value, list) else [value]:
         if name.startswith(FROM_PYTHON) and name not in PYTHON_OBJECTS:
             argument = key.partition(".")[2].replace("factory", "environment")
             raise ShoalError(

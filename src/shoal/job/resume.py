@@ -72,8 +72,9 @@ def overrides_for_resume(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], 
         key = key_of(Config, name)
         # A name without a key is another system's flag, which may name the run.
         if key is None or key.name in RUN_NAMES:
-            text = value if value is None else str(value)
-            words.append(Word(name, text, PYTHON))
+            if value is not None:
+                value = str(value)
+            words.append(Word(name, value, PYTHON))
     config_name = str(overrides.get("config_name") or "")
     run = named_run(Config, Arguments(config_name, tuple(words)))
     overrides = dict(overrides)
@@ -179,7 +180,8 @@ def _check_steps(run: Path, stored: Config, config: Config, report: Console | Fi
     saved = versions(run)
     summary = read_summary(run) or {}
     ended = summary.get("steps", 0)
-    made = max([*saved, ended])
+    made = max(saved, default=0)
+    made = max(made, ended)
     if made > config.steps:
         raise ShoalError(
             f"steps={config.steps}: the run {run} has made {made} already; give as many or more"

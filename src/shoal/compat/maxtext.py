@@ -34,7 +34,13 @@ def read_profiler(name: str, text: str) -> Values:
 
 def parallelism(key: str) -> Callable[[str, str], Values]:
     """A reader of a number of devices or slices, of which -1 (auto) is 1."""
-    return lambda name, text: {key: "1" if text == "-1" else str(flags.to_int(name, text))}
+
+    def read(name: str, text: str) -> Values:
+        if text == "-1":
+            return {key: "1"}
+        return {key: str(flags.to_int(name, text))}
+
+    return read
 
 
 _THREE = ("q_proj", "k_proj", "v_proj")
@@ -61,56 +67,63 @@ _PRODUCTS: dict[str, tuple[str, ...]] = {
 def read_lora(given: Given) -> Values:
     """MaxText's adapter, which enable_lora switches on."""
     is_on = flags.to_bool("enable_lora", flags.last_part(given).get("enable_lora", "false"))
-    return read_adapter(given) if is_on else {}
+    if not is_on:
+        return {}
+    return read_adapter(given)
 
 
 def read_adapter(given: Given) -> Values:
     """Rank and alpha, which have no default; module_path is a regular expression over paths in
     their models."""
     named = {name.removeprefix("lora_"): text for name, text in flags.last_part(given).items()}
-    if missing := {"rank", "alpha"} - named.keys():
+    missing = {"rank", "alpha"} - named.keys()
+    if missing:
         raise ShoalError(
             f"{next(iter(given))} is given without {min(missing)}: expected rank and alpha"
         )
     pattern = named.get("module_path", ".*")
-    try:
-        found = [
-            name
-            for path, products in _PRODUCTS.items()
-            for name in products
-            if any(
-                re.fullmatch(pattern, head + path)
-                for head in ("layers/0/", "decoder/layers/", "decoder/layers/0/")
-            )
-        ]
-    except re.error:
-        found = []
-    if not found:
+    targets: list[str] = []
+    for path, products in _PRODUCTS.items():
+        if _is_matched(pattern, path):
+            targets += products
+    if not targets:
         raise ShoalError(
             f"module_path={pattern}: expected a regular expression for some products; in their "
             "place set model.lora.targets, such as [q_proj,v_proj]"
         )
-    return flags.lora_values(
-        named["rank"],
-        named["alpha"],
-        "all-linear" if pattern == ".*" else ",".join(dict.fromkeys(found)),
-    )
+    if pattern == ".*":
+        return flags.lora_values(named["rank"], named["alpha"], "all-linear")
+    return flags.lora_values(named["rank"], named["alpha"], ",".join(dict.fromkeys(targets)))
+
+
+def _is_matched(pattern: str, path: str) -> bool:
+    """True for the end of a path that a regular expression has, below one of their layers; False
+    for what is no expression."""
+    for head in ("layers/0/", "decoder/layers/", "decoder/layers/0/"):
+        try:
+            if re.fullmatch(pattern, head + path):
+                return True
+        except re.error:
+            return False
+    return False
 
 
 def read_mesh(given: Given) -> Values:
     """Tunix's meshes of fsdp and tp, one for all roles here; model_config's is for roles without
     their own."""
-    own = {
-        text.strip("()[]").replace(" ", "")
-        for name, text in given.items()
-        if not name.startswith("model_")
-    }
-    [shape, *others] = own or {text.strip("()[]").replace(" ", "") for text in given.values()}
-    sizes = shape.split(",")
-    if others or len(sizes) != 2:
+    shapes: dict[str, None] = {}  # as texts, each once
+    shapes_of_roles: dict[str, None] = {}
+    for name, text in given.items():
+        shape = text.strip("()[]").replace(" ", "")
+        shapes[shape] = None
+        if not name.startswith("model_"):
+            shapes_of_roles[shape] = None
+    wanted = list(shapes_of_roles or shapes)
+    sizes = wanted[0].split(",")
+    if len(wanted) > 1 or len(sizes) != 2:
         raise ShoalError(
             f"{', '.join(given)}: expected (FSDP,TENSOR), the same for all roles; got "
-            f"{(shape, *others)}"
+            f"{tuple(wanted)}"
         )
     return {"mesh.fsdp": sizes[0], "mesh.tensor": sizes[1]}
 

@@ -11,16 +11,17 @@ def read_divergence(given: Given) -> Values:
     """use_kl_to_ref=false switches the divergence off; kl_coef_in_loss says where it is."""
     named = flags.last_part(given)
     values = {}
-    if coefficients := [
-        text for name, text in named.items() if name in ("kl_to_ref_coeff", "kl_coef")
-    ]:
-        values["algorithm.kl_coef"] = coefficients[-1]
+    for name, text in named.items():
+        if name in ("kl_to_ref_coeff", "kl_coef"):
+            values["algorithm.kl_coef"] = text
     if not flags.to_bool("train.use_kl_to_ref", named.get("use_kl_to_ref", "true")):
         values["algorithm.kl_coef"] = "0"
     if "kl_coef_in_loss" in named:
-        in_loss = flags.to_bool("train.kl_coef_in_loss", named["kl_coef_in_loss"])
-        values |= {"algorithm.kl_placement": "loss" if in_loss else "reward"}
-        values |= {} if in_loss else {"algorithm.kl": "k1"}
+        if flags.to_bool("train.kl_coef_in_loss", named["kl_coef_in_loss"]):
+            values["algorithm.kl_placement"] = "loss"
+        else:
+            values["algorithm.kl_placement"] = "reward"
+            values["algorithm.kl"] = "k1"
     return values
 
 

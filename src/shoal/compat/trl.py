@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 from shoal.compat import flags, rules
 from shoal.compat.flags import (
@@ -75,24 +76,20 @@ def read_advantage(given: Given) -> Values:
     name = "multi_objective_aggregation"
     if chosen(name, given.get(name, "sum_then_normalize"), order):
         return {"algorithm.advantage": "gdpo"}
-    return {
-        "algorithm.advantage": chosen(
-            "scale_rewards", given.get("scale_rewards", "group").lower(), _SCALES
-        )
-    }
+    scale = given.get("scale_rewards", "group").lower()
+    return {"algorithm.advantage": chosen("scale_rewards", scale, _SCALES)}
 
 
 def read_dtype(given: Given) -> Values:
-    half = {name: to_bool(name, text) for name, text in given.items()}
-    if all(half.get(name) for name in ("bf16", "fp16")):
+    bf16 = to_bool("bf16", given.get("bf16", "false"))
+    fp16 = to_bool("fp16", given.get("fp16", "false"))
+    if bf16 and fp16:
         raise ShoalError("bf16=true fp16=true: expected one of them, the type of the computation")
-    return {
-        "model.dtype": "float16"
-        if half.get("fp16")
-        else "bfloat16"
-        if half.get("bf16")
-        else "float32"
-    }
+    if fp16:
+        return {"model.dtype": "float16"}
+    if bf16:
+        return {"model.dtype": "bfloat16"}
+    return {"model.dtype": "float32"}
 
 
 _HEAD = "vllm_importance_sampling_"
@@ -117,12 +114,12 @@ def read_correction(given: Given) -> Values:
             f"{_HEAD}clip_max=None with {_HEAD}mode={mode}: clip_min or clip_max must be a number, "
             "nothing would be truncated"
         )
-    values = {
+    return {
         "algorithm.correction": "mis" if kind == "mask" else "tis",
         "algorithm.correction_level": level,
         "algorithm.correction_cap": "inf" if cap in flags.NOTHING else cap,
+        "algorithm.correction_floor": "0" if floor in flags.NOTHING else floor,
     }
-    return values | {"algorithm.correction_floor": "0" if floor in flags.NOTHING else floor}
 
 
 def read_vllm(given: Given) -> Values:
@@ -135,11 +132,11 @@ def read_vllm(given: Given) -> Values:
             "samples; leave it out, or give vllm_mode=server and the address, or sampler.kind=vllm "
             "and vllm.python"
         )
-    host = given.get("vllm_server_host", "127.0.0.1").replace("0.0.0.0", "127.0.0.1")
-    url = (
-        given.get("vllm_server_base_url")
-        or f"http://{host}:{given.get('vllm_server_port', '8000')}"
-    )
+    url = given.get("vllm_server_base_url")
+    if not url:
+        host = given.get("vllm_server_host", "127.0.0.1").replace("0.0.0.0", "127.0.0.1")
+        port = given.get("vllm_server_port", "8000")
+        url = f"http://{host}:{port}"
     return {"sampler.kind": "vllm", "vllm.urls": [url]}
 
 
@@ -148,20 +145,20 @@ def read_reward(item: str) -> str:
     names stay."""
     if item.endswith(".py") or not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", item):
         return item
-    *modules, name = item.split(".")
-    found = importlib.util.find_spec(modules[0])  # of the first alone: it imports nothing
-    for folder in (
-        Path(),
-        *(Path(place).parent for place in (found and found.submodule_search_locations) or ()),
-    ):
-        for file in (
-            folder.joinpath(*modules).with_suffix(".py"),
-            folder.joinpath(*modules, "__init__.py"),
-        ):
+    modules = item.split(".")
+    name = modules.pop()
+    spec = importlib.util.find_spec(modules[0])  # of the first alone: it imports nothing
+    folders = [Path()]
+    if spec and spec.submodule_search_locations:
+        for location in spec.submodule_search_locations:
+            folders.append(Path(location).parent)
+    for folder in folders:
+        module = folder.joinpath(*modules)
+        for file in (module.with_suffix(".py"), module / "__init__.py"):
             if file.is_file():
                 return f"{file}:{name}"
-    if found and found.origin and len(modules) == 1:
-        return f"{found.origin}:{name}"
+    if spec and spec.origin and len(modules) == 1:
+        return f"{spec.origin}:{name}"
     raise ShoalError(
         f"reward_funcs={item}: there is no module {'.'.join(modules)} in {Path.cwd()} or among the "
         "installed ones; give FILE.py:FUNCTION"
@@ -184,14 +181,17 @@ def read_lora(given: Given) -> Values:
             raise ShoalError(
                 f"{name}={given[name]} is not supported: {reason}; leave it out, or set it to 0"
             )
-    defaults = flags.lora_values(
-        "16", "32", "q_proj,v_proj"
-    )  # PEFT's targets for the families that are computed here
+    # PEFT's targets for the families that are computed here.
+    defaults = flags.lora_values("16", "32", "q_proj,v_proj")
     own = flags.lora_values(
-        *(given.get(f"lora_{name}", "") for name in ("r", "alpha", "target_modules"))
+        given.get("lora_r", ""), given.get("lora_alpha", ""), given.get("lora_target_modules", "")
     )
-    rslora = {"model.lora.rslora": given["use_rslora"]} if "use_rslora" in given else {}
-    return {key: own[key] or flags.Yielding(value) for key, value in defaults.items()} | rslora
+    values: dict[str, Any] = {}
+    for key, default in defaults.items():
+        values[key] = own[key] or flags.Yielding(default)
+    if "use_rslora" in given:
+        values["model.lora.rslora"] = given["use_rslora"]
+    return values
 
 
 def read_trackers(name: str, text: str) -> Values:
@@ -208,16 +208,24 @@ def read_trackers(name: str, text: str) -> Values:
 def read_resume(name: str, text: str) -> Values:
     """The run started last under the output folder, or the run that a path is of, or that a
     checkpoint is in."""
-    if text.lower() in (*flags.OFF, "true"):
-        return {} if text.lower() in flags.OFF else {"resume": flags.Yielding(LAST)}
+    if text.lower() in flags.OFF:
+        return {}
+    if text.lower() == "true":
+        return {"resume": flags.Yielding(LAST)}
     path = Path(text).expanduser()
-    run = next((one for one in (path, *path.parents[:2]) if is_run(one)), path)
-    if run != path and (step := re.search(r"\d+$", path.name)):
+    run = path
+    for folder in (path, *path.parents[:2]):
+        if is_run(folder):
+            run = folder
+            break
+    step = re.search(r"\d+$", path.name)
+    if run != path and step:
         from shoal.weights.checkpoints import versions
 
         saved = versions(run)
         if int(step[0]) not in saved[-1:]:
-            own = f"{run}/checkpoints/{step[0] if int(step[0]) in saved else 'STEP'}"
+            checkpoint = step[0] if int(step[0]) in saved else "STEP"
+            own = f"{run}/checkpoints/{checkpoint}"
             raise ShoalError(
                 f"{name}={text}: {run} has checkpoints of steps "
                 f"{', '.join(map(str, saved)) or '(none)'}, and a run is resumed from its newest "

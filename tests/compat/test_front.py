@@ -1,0 +1,91 @@
+"""The front end alone: from layers of words as typed to layers of words of our keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.compat.front import translate
+from shoal.config.merge import Merged, compose
+from shoal.config.train import Config
+from shoal.config.words import NO_VALUE, Layer, Word
+from shoal.records import ShoalError
+
+
+def layer(*words: str, file: Path | None = None) -> Layer:
+    typed = []
+    for word in words:
+        name, _, value = word.partition("=")
+        typed.append(Word(name, value, f"--{name}"))
+    return Layer(typed, file=file)
+
+
+def words_of(layer: Layer) -> list[tuple[str, str, object]]:
+    return [(word.name, word.key, word.value) for word in layer.words]
+
+
+def test_a_flag_is_replaced_where_it_stands():
+    typed = layer("steps=3", "grpo_epsilon=0.1", "seed=1")
+    [translated] = translate(Config, [typed]).layers
+    assert words_of(translated) == [
+        ("steps", "", "3"),
+        ("grpo_epsilon", "algorithm.clip_low", "0.1"),
+        ("grpo_epsilon", "algorithm.clip_high", "0.1"),
+        ("seed", "", "1"),
+    ]
+    assert translated.typed == typed.words
+
+
+def test_only_the_highest_use_of_a_flag_is_replaced():
+    file, line = translate(
+        Config, [layer("num_generations=2"), layer("num_generations=4", "beta=0.1")]
+    ).layers
+    assert words_of(file) == []
+    assert words_of(line) == [
+        ("num_generations", "batch.group_size", "4"),
+        ("beta", "algorithm.kl_coef", "0.1"),
+    ]
+
+
+def test_a_rules_words_stand_at_their_flags_and_have_the_values_of_what_lies_beneath():
+    file = layer("sampling.max_prompt_tokens=100")
+    line = layer("max_target_length=300")
+    _, translated = translate(Config, [file, line]).layers
+    assert words_of(translated) == [("max_target_length", "sampling.max_completion_tokens", "200")]
+    assert translated.words[0].of_rule
+
+
+def test_a_rule_without_a_value_still_names_its_keys():
+    [translated] = translate(Config, [layer("vllm_gpu_memory_utilization=0.5")]).layers
+    assert {word.value for word in translated.words} == {NO_VALUE}
+    merged = Merged(Config, [translated])
+    assert merged.top == {} and merged.values() == ({}, [])
+
+
+def test_words_that_yield_to_all_else_are_a_layer_beneath_all():
+    beneath, preset, line = translate(
+        Config, [layer("task.name=gsm8k"), layer("data.train_files=a.parquet")]
+    ).layers
+    assert words_of(beneath) == [("data.train_files", "task.name", "custom")]
+    assert Merged(Config, [beneath, preset, line]).get("task.name") == "gsm8k"
+
+
+def test_errors_of_flags_and_of_our_own_keys_come_together():
+    translation = translate(Config, [layer("grpo_epsilon=x", "stepz=3")])
+    assert [error.partition(":")[0] for error in translation.errors] == [
+        "grpo_epsilon=x",
+        "stepz",
+    ]
+    assert translation.became == []
+
+
+def test_meshes_of_several_shapes_are_named_in_the_order_given(tmp_path):
+    file = tmp_path / "tunix.yml"
+    file.write_text(
+        "actor_model_config: {mesh: {shape: '(2,2)'}}\n"
+        "rollout_model_config: {mesh: {shape: '(4,1)'}}\n"
+        "reference_model_config: {mesh: {shape: '(8,1)'}}\n"
+    )
+    with pytest.raises(ShoalError, match=r"got \('2,2', '4,1', '8,1'\)"):
+        compose("train", [str(file)])

@@ -204,8 +204,8 @@ def translate(config_type: type, layers: Sequence[Layer]) -> Translation:
     by_rule: dict[Rule, list[FlagUse]] = {}
     for use in draft.uses:
         flag = use.flag
-        stays = flag.keeps_nothing or flag.idle or flag.refused
-        if use.text.lower() in NOTHING and not stays:
+        has_default = not (flag.keeps_nothing or flag.idle or flag.refused)
+        if has_default and use.text.lower() in NOTHING:
             effect = draft.add_effect([use], meaning="it stays at its default")
             effect.flags = {use.name: use.text or "empty"}
         elif flag.group:
@@ -224,6 +224,7 @@ def translate(config_type: type, layers: Sequence[Layer]) -> Translation:
             draft.errors.append(f"{uses[-1].where}{error}")
     effects = [draft.add_rule(rule, by_rule[rule]) for rule in RULES if rule in by_rule]
 
+    # A rule reads final values: each is applied to what those before it made.
     merged = Merged(config_type, draft.layers())
     errors = [*draft.errors, *merged.errors]
     for effect in effects:

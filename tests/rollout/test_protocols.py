@@ -9,8 +9,9 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -23,20 +24,29 @@ from shoal.job import job as job_module
 from shoal.job import training as job_training
 from shoal.model.transformer import Model
 from shoal.protocols import GroupRequest
-from shoal.records import Completion, Example, Purpose, RewardFunction, SamplingParams, StopReason
+from shoal.records import (
+    Completion,
+    Example,
+    NoiseKey,
+    Purpose,
+    RewardFunction,
+    SamplingParams,
+    StopReason,
+)
 from shoal.report.console import Console
 from shoal.rewards.pool import RewardPool
-from shoal.rollout import fleet, host, host_health
+from shoal.rollout import fleet, host_health
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.ledger import GroupRewards
 from shoal.rollout.multi_process import MultiProcessSource
 from shoal.rollout.ray_host import RayHost
 from shoal.runs import mirror
+from shoal.sampler.engine import Engine
 from shoal.tasks.task import Task
 from shoal.trainer import evaluation, loop, update
 from shoal.trainer.scorers import ModelScorer, ParameterScorer
-from shoal.weights import source, store
+from shoal.weights import source
 from shoal.weights.folder_store import FolderVersion
 from shoal.weights.ray_store import RayVersion
 from shoal.weights.store import FileVersion, MemoryStore, MemoryVersion, StoredVersion
@@ -90,9 +100,13 @@ if TYPE_CHECKING:
     HOSTS: tuple[protocols.Host, protocols.Host, protocols.Host, protocols.Host] = cast(
         tuple[EngineHost, ThreadHost, RayHost, Elsewhere], None
     )
-    VERSIONS: tuple[protocols.Version, protocols.Version, protocols.Version, protocols.Version] = (
-        cast(tuple[MemoryVersion, FileVersion, RayVersion, FolderVersion], None)
-    )
+    VERSIONS: tuple[
+        protocols.Version,
+        protocols.Version,
+        protocols.Version,
+        protocols.Version,
+        protocols.Version,
+    ] = cast(tuple[MemoryVersion, FileVersion, RayVersion, FolderVersion, RecordingVersion], None)
     SOURCES: tuple[protocols.RolloutSource, protocols.RolloutSource] = cast(
         tuple[Fleet, MultiProcessSource], None
     )
@@ -143,7 +157,6 @@ def test_an_implementation_has_the_members_of_its_protocol(protocol, implementat
     ("protocol", "name", "users"),
     [
         (protocols.Host, "host", (fleet, host_health)),
-        (protocols.Version, r"(?:manifest|one|_reading\[0\]|replaced)", (host, fleet, store)),
         (
             protocols.RolloutSource,
             "source",
@@ -161,24 +174,106 @@ def test_every_member_of_a_protocol_is_used(protocol, name, users):
     assert members_of(protocol) <= used
 
 
-def test_a_host_needs_no_more_than_the_protocol():
-    """Groups, their order, versions, rewards and figures come from a host that knows the protocol
-    alone."""
+class RecordingVersion:
+    """A `Version` of given weights that notes which of its members are used."""
+
+    def __init__(self, version: int, params: Any) -> None:
+        self._version, self._params = version, params
+        self.used: list[str] = []
+
+    @property
+    def version(self) -> int:
+        self.used.append("version")
+        return self._version
+
+    @property
+    def exists(self) -> bool:
+        self.used.append("exists")
+        return True
+
+    def read(self, model: Any, frozen: Any = None) -> Future[Callable[[], Any]]:
+        self.used.append("read")
+        reading: Future[Callable[[], Any]] = Future()
+        reading.set_result(lambda: self._params)
+        return reading
+
+    def parameters(self, model: Any) -> Any:
+        self.used.append("parameters")
+        return self._params
+
+    def remove(self) -> None:
+        self.used.append("remove")
+
+
+class RecordingStore(MemoryStore):
+    """Keeps all versions that were written, also those that were dropped."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self.written: list[RecordingVersion] = []
+
+    def write(self, version: int, params: Any) -> protocols.Version:
+        self.written.append(RecordingVersion(version, params))
+        return self.written[-1]
+
+
+def test_a_host_reads_a_version_once_when_a_request_needs_it():
+    """With the fleet, which drops versions, it uses every member of the protocol."""
+    model = Model(PLAINEST, roles().sampler)
+    engine = Engine(
+        model,
+        slots=2,
+        group_size=2,
+        max_prompt_tokens=4,
+        max_completion_tokens=4,
+        eos_ids=(),
+    )
+    unneeded = RecordingVersion(0, random_parameters(PLAINEST))
+    needed = RecordingVersion(1, random_parameters(PLAINEST))
+    host = EngineHost(lambda purpose, size: engine)
+    host.handle(protocols.Load(unneeded))
+    host.handle(protocols.Load(needed))
+    assert needed.used.count("read") == 0
+    request = protocols.SampleRequest(
+        0, np.array([1, 2]), 2, NoiseKey(0, "t", 0, 0), SamplingParams(max_tokens=4), version=1
+    )
+    host.handle(protocols.Submit([request]))
+    while not host.idle:
+        host.poll()
+    assert engine.version == 1 and needed.used.count("read") == 1
+    assert set(unneeded.used) == {"version", "exists"}
+
+    store = RecordingStore(model)
+    with closing(Fleet(store, {"far": Elsewhere()}, group_rewards(), seed=0)) as source:
+        source.publish(0, random_parameters(PLAINEST))
+        source.published()
+        source.publish(1, random_parameters(PLAINEST))
+    assert [version.used.count("remove") for version in store.written] == [1, 1]
+    of_the_fleet = set(store.written[0].used)
+    assert of_the_fleet | set(needed.used) | set(unneeded.used) == members_of(protocols.Version)
+
+
+def group_rewards() -> GroupRewards:
+    """The reward of a completion is the sum of its tokens."""
     task = Task(
         "t",
         (),
         {},
         (RewardFunction("sum", lambda completions, **_: [float(text) for text in completions]),),
     )
-    rewards = GroupRewards(
-        task, RewardPool(task.rewards, RewardSection(workers=0)), lambda ids: str(sum(ids))
-    )
+    pool = RewardPool(task.rewards, RewardSection(workers=0))
+    return GroupRewards(task, pool, lambda ids: str(sum(ids)))
+
+
+def test_a_host_needs_no_more_than_the_protocol():
+    """Groups, their order, versions, rewards and figures come from a host that knows the protocol
+    alone."""
     shown: list[tuple[str, int, int]] = []
     model, elsewhere = Model(PLAINEST, roles().sampler), Elsewhere()
     source = Fleet(
         MemoryStore(model),
         {"far": elsewhere},
-        rewards,
+        group_rewards(),
         seed=0,
         on_progress=lambda *now: shown.append(now),
     )

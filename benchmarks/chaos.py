@@ -182,7 +182,7 @@ def play(
             stats = [*trainer.stats[read:], fleet.read_stats(Purpose.TRAIN)]
             if (
                 spare := sum(
-                    one.host_tokens - one.tokens - one.fleet["tokens_lost"] for one in stats
+                    one.counters["tokens"] - one.tokens - one.fleet["tokens_lost"] for one in stats
                 )
                 - fleet.read_stats(Purpose.EVALUATE).tokens
             ):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -105,8 +105,7 @@ class SleepingEngine:
     model: Any = None
     version: int = -1
     parameters: Any = None
-    tokens: int = 0  # sampled so far
-    preempted: int = 0
+    counters: Counter[str] = field(default_factory=Counter)  # as those of `Engine`
     starting: bool = False
     stuck: bool = False  # none of its completions has turns
     sampled: list[tuple[float, float]] = field(
@@ -117,7 +116,6 @@ class SleepingEngine:
         self._waiting: deque[tuple[SampleRequest, int]] = deque()
         self._in_progress: list[InProgress] = []
         self._open: dict[int, list[Completion]] = {}
-        self._counted = (0, 0)
         self._time: float | None = (
             None  # at which the last token was sampled, by a clock that no core's noise delays
         )
@@ -137,10 +135,6 @@ class SleepingEngine:
 
     def release_memory(self) -> None: ...
 
-    def read_slots(self) -> tuple[int, int]:
-        counted, self._counted = self._counted, (0, 0)
-        return counted
-
     def step(self) -> dict[int, list[Completion]]:
         now = self._time or time.perf_counter()
         while self._waiting and len(self._in_progress) < self.places:
@@ -159,8 +153,9 @@ class SleepingEngine:
                 if len(self._open[one.request.id]) == one.request.num_completions:
                     done = self._open.pop(one.request.id)
                     finished[one.request.id] = sorted(done, key=lambda completion: completion.index)
-        self.tokens += len(self._in_progress)
-        self._counted = (self._counted[0] + len(self._in_progress), self._counted[1] + self.places)
+        self.counters["tokens"] += len(self._in_progress)
+        self.counters["active_slots"] += len(self._in_progress)
+        self.counters["total_slots"] += self.places
         self._in_progress = [one for one in self._in_progress if len(one.versions) < one.length]
         self._time = None if self.idle else now
         return finished

@@ -66,13 +66,14 @@ def measure(
         for row in range(len(lengths))
     ]
     started, used = time.perf_counter(), time.process_time()
+    engine.counters.clear()
     engine.submit(requests)
     found = []
     while engine.scheduler.waiting:
         found += [one for completions in engine.step().values() for one in completions]
     seconds, used = time.perf_counter() - started, time.process_time() - used
     assert all(len(one) == lengths[one.request_id, one.index] for one in found)
-    drawing, places = engine.read_slots()
+    drawing, places = engine.counters["active_slots"], engine.counters["total_slots"]
     for id in list(engine.progress):
         engine.cancel(id)
     drain(engine)

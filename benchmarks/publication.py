@@ -159,12 +159,13 @@ class Reader:
         host.handle(Submit([request]))
         for number in range(BEFORE + AFTER):
             if number == BEFORE:
-                tokens = engine.tokens
+                tokens = engine.counters["tokens"]
                 host.handle(Load(second))
             seconds.append(timed(host.poll))
         assert engine.version == 1, "the next version was not loaded"
         usual = statistics.median(seconds[2:BEFORE])
-        return usual, sum(seconds[BEFORE:]) - usual * (engine.tokens - tokens) / (4 * CHUNK)
+        tokens = engine.counters["tokens"] - tokens
+        return usual, sum(seconds[BEFORE:]) - usual * tokens / (4 * CHUNK)
 
 
 def serve(layers: int, link: Any) -> None:

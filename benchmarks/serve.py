@@ -157,7 +157,7 @@ async def client(port: int, requests: int, tokens: int) -> None:
 def measure(size: str, requests: int, tokens: int, repeats: int) -> None:
     words = ["--requests", str(requests), "--tokens", str(tokens)]
     with closing(make_sampler(SIZES[size], tokens)) as sampler, Serving(sampler) as port:
-        state, rates = sampler.host.host.state, []
+        rates = []
         for number in range(repeats + 1):  # the first compiles
             with subprocess.Popen(
                 [sys.executable, __file__, "--client", str(port), *words],
@@ -171,13 +171,11 @@ def measure(size: str, requests: int, tokens: int, repeats: int) -> None:
                     lambda: directly(sampler.engine, requests, tokens),
                 ):
                     started, cpu = time.perf_counter(), time.process_time()
-                    drawing, places = state.active_slots, state.total_slots
+                    before = sampler.engine.counters.copy()
                     run()
                     made = requests * tokens
-                    own = sampler.engine.read_slots()
-                    full = (state.active_slots - drawing + own[0]) / (
-                        state.total_slots - places + own[1]
-                    )
+                    counted = sampler.engine.counters - before
+                    full = counted["active_slots"] / counted["total_slots"]
                     pair.append(
                         (
                             made / (time.perf_counter() - started),

@@ -184,7 +184,8 @@ def main() -> None:
             last, ended = host.progress(), time.monotonic()
             time.sleep(0.05)
         groups = fleet.take(Purpose.TRAIN, 0)
-    drawn, places = last.active_slots - first.active_slots, last.total_slots - first.total_slots
+    drawn = last.counters["active_slots"] - first.counters["active_slots"]
+    places = last.counters["total_slots"] - first.counters["total_slots"]
     busy = (last.busy_seconds - first.busy_seconds) / (ended - began)
     tokens = sum(one.num_sampled for group in groups for one in group.completions)
     turns = np.mean([len(one.messages) / 2 for group in groups for one in group.completions])

@@ -3,6 +3,7 @@ weights; and the requests and messages that pass between them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -91,8 +92,8 @@ class RolloutStats:
     )
     tokens: int = 0  # of the groups that were taken
     busy_seconds: float = 0.0  # in which hosts sampled, in the mean over them
-    active_slots: int = 0  # slots of the sampler that drew a token, of
-    total_slots: int = 0  # all, summed over the tokens of decoding
+    # what the hosts' engines counted, whatever became of the completions: `HostProgress.counters`
+    counters: Counter[str] = field(default_factory=Counter)
     logged: dict[str, list[float]] = field(
         default_factory=dict
     )  # what rewards logged with log_metric
@@ -108,8 +109,6 @@ class RolloutStats:
         default_factory=dict
     )  # groups that wait, run, or are sampled and not handed over
     fleet: dict[str, int] = field(default_factory=dict)  # the metrics fleet/*
-    host_tokens: int = 0  # that hosts sampled, whatever became of them
-    preempted: int = 0  # rows of completions that gave way to others, for want of pages
 
 
 class Printer(Protocol):
@@ -165,11 +164,11 @@ class HostProgress:
     capacity: int = (
         0  # completions that it wants to have at once, those that wait included; 0: all there are
     )
-    tokens: int = 0  # sampled, those of completions under way too
+    # What its engines counted, by name. `tokens`: sampled, those of completions under way too;
+    # `active_slots`: slots that sampled a token, of `total_slots`, summed over the tokens of
+    # decoding. Any other name is the metric sampler/NAME.
+    counters: Counter[str] = field(default_factory=Counter)
     dispatches: int = 0  # compiled steps whose tokens have arrived
-    preempted: int = 0  # rows of completions that gave way to others, for want of pages
-    active_slots: int = 0  # slots that drew a token, of
-    total_slots: int = 0  # all, summed over the tokens of decoding
     pause_seconds: float = (
         0.0  # in which it loaded weights; those compiled steps that are under way are waited for
     )

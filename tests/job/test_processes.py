@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -358,12 +359,9 @@ class FakeSource:
             2.0,
             5,
             0.5,
-            3,
-            4,
+            Counter(active_slots=3, total_slots=4, tokens=6, preempted_rows=2, new_counter=1),
             {"seen": [1.0]},
             [Failure("own", 1, 1, "raised", "it raised")],
-            host_tokens=6,
-            preempted=2,
         )
 
 
@@ -432,12 +430,13 @@ def test_dealt_groups_are_those_of_one_player_in_every_process(count: int):
                     and a.logprobs.tobytes() == b.logprobs.tobytes()
                 )
         assert (stats.sample_seconds, stats.tokens, stats.logged) == (1.0, 15, {"seen": [1.0] * 3})
-        assert (stats.active_slots, stats.total_slots, stats.host_tokens, stats.preempted) == (
-            9,
-            12,
-            18,
-            6,
-        )
+        assert stats.counters == {
+            "active_slots": 9,
+            "total_slots": 12,
+            "tokens": 18,
+            "preempted_rows": 6,
+            "new_counter": 3,
+        }
         assert stats.failures[0].text == "it raised" and len(stats.failures) == 3
 
 

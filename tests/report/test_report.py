@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import re
+from collections import Counter
 from datetime import datetime
 from fractions import Fraction
 from pathlib import Path
@@ -599,7 +600,7 @@ def test_groups_of_an_evaluation_lie_beside_those_of_the_step(tmp_path):
 
 def test_the_end_of_a_run_says_what_became_of_its_tokens_and_what_to_do_next(tmp_path):
     """Groups of equal rewards enter no update: their tokens were counted as trained on."""
-    stream, stats = io.StringIO(), RolloutStats(tokens=8, host_tokens=8)
+    stream, stats = io.StringIO(), RolloutStats(tokens=8, counters=Counter(tokens=8))
     right = make_group(rewards=np.ones(2), valid=np.ones(2, bool), correct=np.ones(2, bool))
     with RunWriter.create(tmp_path, "first") as folder:
         recorder = Recorder(folder, Console(stream), 1, True, lambda _: stats, lambda: 0, lambda: 0)
@@ -609,7 +610,7 @@ def test_the_end_of_a_run_says_what_became_of_its_tokens_and_what_to_do_next(tmp
             )
             recorder.begin_evaluation(version, 1)
             recorder.evaluation(version, {"held_out": {"accuracy": 1.0}}, [asked], 1, 1.0)
-            stats = RolloutStats(tokens=8, host_tokens=8)
+            stats = RolloutStats(tokens=8, counters=Counter(tokens=8))
             if version == 0:
                 metrics = MetricSet()
                 for name in (

@@ -9,6 +9,7 @@ import json
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
@@ -139,7 +140,7 @@ class FakeHost:
         return HostProgress(
             max(self.versions, default=-1),
             capacity=self.capacity,
-            tokens=self.tokens,
+            counters=Counter(tokens=self.tokens),
             dispatches=self.answered,
             preparing=self.preparing,
             differs=self.differs,
@@ -200,7 +201,7 @@ def test_groups_come_in_the_order_asked_from_hosts_that_answer_in_any():
         )
         assert not source.ledger.entries
         stats = source.read_stats(Purpose.TRAIN)
-        assert stats.tokens == stats.host_tokens == 30 * TOKENS and stats.fleet == NOTHING
+        assert stats.tokens == stats.counters["tokens"] == 30 * TOKENS and stats.fleet == NOTHING
         assert stats.queue == {"waiting": 0, "running": 0, "sampled": 0}
     assert all(host.closed for host in hosts.values())
 
@@ -272,7 +273,7 @@ def test_the_groups_of_a_lost_host_are_asked_again_elsewhere_and_it_is_made_anew
         assert rows_of(source, 1) == list(range(5))
     assert first.closed and len(made) == 1 and made[0].versions == [0]
     assert stats.fleet["lost"] == 1 and stats.fleet["asked_again"] >= 1
-    assert (stats.fleet["tokens_lost"], stats.host_tokens, stats.tokens) == (
+    assert (stats.fleet["tokens_lost"], stats.counters["tokens"], stats.tokens) == (
         5,
         40 * TOKENS + 5,
         40 * TOKENS,
@@ -388,9 +389,9 @@ def test_the_account_of_tokens_is_closed_whatever_hosts_do(script):
             working = [one.host for one in source.members.values()]
     lost = sum(host.tokens - host.used for host in made if host not in working)
     unended = sum(host.tokens - host.used for host in made if host in working)
-    assert stats.host_tokens == sum(host.tokens for host in made)
+    assert stats.counters["tokens"] == sum(host.tokens for host in made)
     assert (stats.tokens, stats.fleet["tokens_lost"]) == (6 * TOKENS, lost)
-    assert stats.host_tokens == stats.tokens + lost + untaken + unended
+    assert stats.counters["tokens"] == stats.tokens + lost + untaken + unended
 
 
 def test_a_host_that_draws_otherwise_is_not_made_anew():
@@ -1009,6 +1010,29 @@ def test_a_message_that_hosts_do_not_know_reaches_the_engine():
         wait_for(lambda: [type(message) for message in received] == [Unknown])
 
 
+def test_what_an_engine_counts_is_passed_on_by_its_name():
+    """A new counter needs no edit between the engine and the table of metrics."""
+
+    def step() -> dict[int, list[Completion]]:
+        engine.counters["new_counter"] += 3
+        return {}
+
+    engine: Any = SimpleNamespace(
+        idle=False, stuck=False, starting=False, version=0, counters=Counter(), step=step
+    )
+    host = EngineHost(lambda purpose, size: engine)
+    host._engine = engine
+    seen = HostHealth("a", host)
+    host.poll()
+    seen.look(0.0)
+    first = host.progress()
+    host.poll()
+    seen.look(1.0)
+    assert first.counters == {"new_counter": 3}  # a copy: another thread may read it meanwhile
+    assert host.progress().counters == {"new_counter": 6}
+    assert seen.total.counters == {"new_counter": 6, "tokens": 0}
+
+
 @pytest.fixture(scope="module")
 def of_the_caller() -> tuple[list[SampleRequest], dict[int, list[Completion]]]:
     """Six requests, and what a host gives that the caller itself drives."""
@@ -1033,7 +1057,7 @@ def test_a_host_in_a_thread_gives_the_same_bits_and_raises_what_goes_wrong(of_th
         while len(found) < 6 and time.monotonic() < deadline:
             found |= host.poll()
             time.sleep(0.005)
-        assert woken and host.progress().tokens == sum(
+        assert woken and host.progress().counters["tokens"] == sum(
             len(one) for group in found.values() for one in group
         )
         assert host.progress().capacity == 16

@@ -214,7 +214,7 @@ def test_groups_have_the_version_that_was_asked_for_and_every_completion_a_seed_
     )
     assert (
         stats.tokens
-        == stats.host_tokens
+        == stats.counters["tokens"]
         == sum(len(one) for group in groups for one in group.completions)
     )
     assert server.calls.count("/collective_rpc") == server.calls.count("/reset_prefix_cache") == 3

@@ -142,7 +142,9 @@ def base() -> dict:
     engine = make(eos_ids=())
     assert pool_of(engine).table.shape == (4, 2, 3) and len(pool_of(engine).free[0]) == 24
     played = play(engine, [long(row) for row in range(7)])
-    assert engine.preempted == 0 and not {"save", "restore"} & {name for name, _ in engine._started}
+    assert engine.counters["preempted_rows"] == 0 and not {"save", "restore"} & {
+        name for name, _ in engine._started
+    }
     return played
 
 
@@ -155,9 +157,11 @@ def test_rows_that_give_way_have_the_same_bits(base, pages):
     prompts as well."""
     engine = make(pages, eos_ids=())
     for ids in (0, 100):
-        before = engine.preempted
+        before = engine.counters["preempted_rows"]
         same(play(engine, [long(row, id=ids + row) for row in range(7)]), base)
-        assert engine.preempted > before + 1 and len(pool_of(engine).free[0]) == pages
+        assert (
+            engine.counters["preempted_rows"] > before + 1 and len(pool_of(engine).free[0]) == pages
+        )
         assert (
             not engine.parked._saved
             and not engine.parked._arriving
@@ -194,7 +198,9 @@ def test_each_replica_has_pages_of_its_own(base):
     engine = make(8, roles(2), eos_ids=())
     assert engine.scheduler.replicas == 2 and engine.state_shapes().caches[0].own_k.shape[0] == 16
     found = play(engine, [long(row) for row in range(7)])
-    assert engine.preempted > 1 and [len(free) for free in pool_of(engine).free] == [8, 8]
+    assert engine.counters["preempted_rows"] > 1 and [
+        len(free) for free in pool_of(engine).free
+    ] == [8, 8]
     # Of replicas with half of the rows: another program, with other last bits.
     whole = play(make(0, roles(2), eos_ids=()), [long(row) for row in range(7)])
     same(found, whole)
@@ -269,4 +275,4 @@ def test_random_requests_in_few_pages():
             {key: one for key, one in found.items() if one.stop_reason is not StopReason.CANCELLED},
             whole,
         )
-    assert engine.preempted > 3
+    assert engine.counters["preempted_rows"] > 3

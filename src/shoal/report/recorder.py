@@ -154,9 +154,7 @@ class Recorder:
         for name, value in stats.publish.items():
             metrics.add(f"publish/{name}", value)
         metrics.add("tokens/sampled", stats.tokens)
-        metrics.add("sampler/places_drawing", stats.active_slots, stats.total_slots)
-        if stats.preempted:
-            metrics.add("sampler/preempted_rows", stats.preempted)
+        self._add_counters(metrics, stats)
         metrics.add("time/sample_seconds", stats.sample_seconds)
         metrics.add("time/reward_seconds", stats.reward_seconds)
         metrics.add("throughput/sample_tokens_per_second", stats.tokens, stats.busy_seconds)
@@ -191,9 +189,19 @@ class Recorder:
         self._warn(self.watch.step(number, result, record.groups))
         return result
 
+    def _add_counters(self, metrics: MetricSet, stats: RolloutStats) -> None:
+        """What engines counted. A counter that is 0 has no metric."""
+        counters = stats.counters.copy()
+        del counters["tokens"]  # `_add_tokens`
+        active_slots = counters.pop("active_slots", 0)
+        metrics.add("sampler/places_drawing", active_slots, counters.pop("total_slots", 0))
+        for name, value in counters.items():
+            if value:
+                metrics.add(f"sampler/{name}", value)
+
     def _add_tokens(self, stats: RolloutStats, **taken: int) -> None:
         lost = stats.fleet.get("tokens_lost", 0)
-        self.account.update(sampled=stats.host_tokens, lost=lost, **taken)
+        self.account.update(sampled=stats.counters["tokens"], lost=lost, **taken)
 
     def _add_rewards(self, metrics: MetricSet, stats: RolloutStats) -> None:
         """What reward functions logged, and the completions that they failed on."""

@@ -264,10 +264,7 @@ class Fleet:
         self._read_at = now
         for member in self.members.values():
             self._look(member, now)
-            stats.active_slots += member.total.active_slots
-            stats.total_slots += member.total.total_slots
-            stats.host_tokens += member.total.tokens
-            stats.preempted += member.total.preempted
+            stats.counters.update(member.total.counters)
             stats.busy_seconds += member.total.busy_seconds / len(self.members)
             stats.publish["pause_seconds"] += member.total.pause_seconds / len(self.members)
             member.total = HostProgress()
@@ -277,8 +274,8 @@ class Fleet:
             return
         busy_share = min(1.0, stats.busy_seconds / max(elapsed, 1e-9))
         active_share = 1.0
-        if stats.total_slots:
-            active_share = stats.active_slots / stats.total_slots
+        if stats.counters["total_slots"]:
+            active_share = stats.counters["active_slots"] / stats.counters["total_slots"]
         stats.sampler_idle = 1.0 - busy_share * active_share
         stats.queue = {name: self.ledger.count(*stages) for name, stages in QUEUES.items()}
         members = self.members.values()

@@ -102,6 +102,7 @@ class EngineHost:
     def progress(self) -> HostProgress:
         return replace(
             self.state,
+            counters=self.state.counters.copy(),
             capacity=self.capacity,
             version=self._engine.version if self._engine else -1,
             preparing=self.preparing,
@@ -134,21 +135,17 @@ class EngineHost:
             return {}
         if not self._exact:
             self._load_newest(engine)
-        state, before, preempted = self.state, engine.tokens, engine.preempted
+        counted_before = engine.counters.copy()
         answers = engine.step()
-        active, total = engine.read_slots()
-        state.tokens += engine.tokens - before
-        state.preempted += engine.preempted - preempted
+        for name, value in engine.counters.items():
+            self.state.counters[name] += value - counted_before[name]
         self.stuck = engine.stuck
-        state.dispatches += bool(answers or not self.stuck)
-        state.active_slots, state.total_slots = (
-            state.active_slots + active,
-            state.total_slots + total,
-        )
+        if answers or not self.stuck:
+            self.state.dispatches += 1
         if engine.idle and self.shares_memory and not self._queue:
             # before rewards are waited for: the update that follows needs the memory
             engine.release_memory()
-        state.busy_seconds += time.perf_counter() - started
+        self.state.busy_seconds += time.perf_counter() - started
         return answers
 
     def _feed(self) -> None:

@@ -112,21 +112,17 @@ class HostHealth:
     def look(self, now: float) -> None:
         """Notes what the host has done since it was last looked at."""
         assert self.host is not None
-        before, told = self.progress, self.host.progress()
-        self.progress = replace(
-            told, tokens=max(told.tokens, self.answered)
-        )  # a host need not count them
-        for name in (
-            "tokens",
-            "preempted",
-            "active_slots",
-            "total_slots",
-            "pause_seconds",
-            "busy_seconds",
-        ):
-            grown = getattr(self.progress, name) - getattr(before, name)
-            setattr(self.total, name, getattr(self.total, name) + grown)
-        self.timeline.add(self.name, "sample", self.progress.busy_seconds - before.busy_seconds)
+        before = self.progress
+        self.progress = self.host.progress()
+        counters = self.progress.counters.copy()
+        counters["tokens"] = max(counters["tokens"], self.answered)  # a host need not count them
+        self.progress = replace(self.progress, counters=counters)
+        for name, value in counters.items():
+            self.total.counters[name] += value - before.counters[name]
+        self.total.pause_seconds += self.progress.pause_seconds - before.pause_seconds
+        busy_seconds = self.progress.busy_seconds - before.busy_seconds
+        self.total.busy_seconds += busy_seconds
+        self.timeline.add(self.name, "sample", busy_seconds)
         if self.progress.reports > before.reports:
             self._heard_at = now
         if steps := self.progress.dispatches - before.dispatches:
@@ -141,11 +137,9 @@ class HostHealth:
     def answers(self, tokens: int) -> None:
         """Counts the tokens of an answer, of which the host may not have told yet."""
         self.answered += tokens
-        untold = max(0, self.answered - self.progress.tokens)
-        self.progress.tokens, self.total.tokens = (
-            self.progress.tokens + untold,
-            self.total.tokens + untold,
-        )
+        uncounted = max(0, self.answered - self.progress.counters["tokens"])
+        self.progress.counters["tokens"] += uncounted
+        self.total.counters["tokens"] += uncounted
 
     def stalled_seconds(self, now: float) -> float:
         """How long the host has made no progress, where that is too long; else 0. While it compiles
@@ -181,7 +175,7 @@ class HostHealth:
         """Takes the host out; how many tokens it sampled in vain, by what it told last. Its name is
         free for another after a pause, which doubles from loss to loss."""
         assert self.restarts is not None
-        tokens = self.progress.tokens - self.answered
+        tokens = self.progress.counters["tokens"] - self.answered
         self.host, self.given, self.progress, self.answered = None, {}, HostProgress(), 0
         self.versions.clear()
         self._healthy_steps = self._answered_before = 0

@@ -74,7 +74,9 @@ class MultiProcessSource:
         groups, ended = self._take_mine(
             purpose, step, any(holder == self.world.index for _, holder in wanted)
         )
-        head = {**ended, "stats": asdict(self.source.read_stats(purpose))}
+        stats = self.source.read_stats(purpose)
+        failures = [asdict(failure) for failure in stats.failures]
+        head = {**ended, "stats": {**vars(stats), "failures": failures}}
         what = f"groups of {purpose} step {step}, {wanted[0][0].subset}"
         parts = [part.partition(b"\n") for part in self.world.exchange(what, _joined(head, groups))]
         heads = [json.loads(line) for line, *_ in parts]
@@ -149,8 +151,8 @@ class MultiProcessSource:
         read, else sums."""
         for name in ("sample_seconds", "reward_seconds", "busy_seconds", "unchanged"):
             setattr(total, name, max(getattr(total, name), stats[name]))
-        for name in ("tokens", "host_tokens", "preempted", "active_slots", "total_slots"):
-            setattr(total, name, getattr(total, name) + stats[name])
+        total.tokens += stats["tokens"]
+        total.counters.update(stats["counters"])
         total.publish = _largest(total.publish, stats["publish"])
         total.failures += [Failure(**failure) for failure in stats["failures"]]
         for name, values in stats["logged"].items():

@@ -90,7 +90,7 @@ class VllmEngine:
 
     One thread calls it; those that wait for an answer leave it in `_inbox` and call `wake`."""
 
-    model, starting, preempted = None, False, 0  # its weights have no devices of this process
+    model, starting = None, False  # its weights have no devices of this process
 
     def __init__(
         self,
@@ -99,7 +99,9 @@ class VllmEngine:
         wake: Callable[[], None],
     ) -> None:
         self._open_server, self.settings, self._wake = open_server, settings, wake
-        self.version, self.tokens, self.busy_seconds, self.reports = -1, 0, 0.0, 0
+        self.version, self.busy_seconds, self.reports = -1, 0.0, 0
+        # Of tokens alone: how many slots a server has is its own affair.
+        self.counters = Counter[str]()
         self.parameters: FolderVersion | None = None
         self.progress: dict[int, Progress] = {}
         self._server: Server | None = None
@@ -200,9 +202,6 @@ class VllmEngine:
         self.busy_seconds += (now - self._counted_at) * (self._going.total() > 0)
         self._going[version], self._counted_at = self._going[version] + change, now
 
-    def read_slots(self) -> tuple[int, int]:
-        return 0, 0  # how many of them a server has is its own affair
-
     def _body(self, id: int, number: int) -> dict[str, Any]:
         request, one = self.progress[id].request, self.progress[id].partials[number]
         p, tokens = request.params, one.tokens
@@ -286,7 +285,7 @@ class VllmEngine:
         one.tokens += ids
         one.logprobs += logprobs
         one.is_sampled += [True] * len(ids)
-        self.tokens += len(ids)
+        self.counters["tokens"] += len(ids)
         if reason is None:
             self._count_empty_abort(id, number, len(ids))
             self._queue.appendleft((id, number))

@@ -181,7 +181,6 @@ def fingerprint_of(
     )
     ((_, completions),) = run_until_idle(engine)
     engine.release_memory()
-    engine.read_slots()
     return WorkerFingerprint(
         facts,
         np.concatenate([one.token_ids for one in completions]),

@@ -18,7 +18,7 @@ just started, and gathers the tokens of one while the next runs.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -151,10 +151,11 @@ class Engine:
         self.progress: dict[int, Progress] = {}
         self.in_flight: deque[InFlightStep] = deque()
         self.finished: dict[int, list[Completion]] = {}
-        self.tokens = 0  # sampled so far, of completions that were cancelled too
-        # Slots that sampled a token in decoding, and all slots, summed over its tokens.
-        self.slot_counts = np.zeros(2, np.int64)
-        self.preempted = 0  # rows so far that gave way, though their completions went on
+        # So far. `tokens`: sampled, of completions that were cancelled too; `active_slots`: slots
+        # that sampled a token in decoding, of `total_slots`, summed over its tokens;
+        # `preempted_rows`: that gave way, though their completions went on. Of each other name a
+        # step has the metric sampler/NAME.
+        self.counters = Counter[str]()
         self._ended = np.ones((self.num_rows, self.siblings), bool)
         self._sizes = (
             self.num_rows,
@@ -282,13 +283,6 @@ class Engine:
                 return partial, part, row, slot
         return partial, part, None, slot
 
-    def read_slots(self) -> tuple[int, int]:
-        """Slots that sampled a token, and all slots, summed over the tokens of decoding since they
-        were last read."""
-        active, total = self.slot_counts.tolist()
-        self.slot_counts = np.zeros_like(self.slot_counts)
-        return active, total
-
     @property
     def idle(self) -> bool:
         """True if nothing is queued, in progress or left to hand over."""
@@ -415,7 +409,7 @@ class Engine:
             for pages in table:
                 pages[position] = self.pool.table[row] if self.pool else NO_PAGE
             if not self._ended[row].all():
-                self.preempted += 1
+                self.counters["preempted_rows"] += 1
                 # The last that gives way was in before the others.
                 returning = {(id, part): self._pages_back(id, part, row)}
                 returning.update(self.scheduler.returning)
@@ -653,7 +647,7 @@ class Engine:
                 continue
             if step.live is not None and not step.live[position, slot]:
                 continue
-            self.tokens += partial.add(
+            self.counters["tokens"] += partial.add(
                 host, position, slot, step.version, request, self.decode_text
             )
             ended[slot] = partial.reason is not None
@@ -703,7 +697,8 @@ class Engine:
         # A replica decodes until its last slot has ended, which then has sampled a token each time.
         by_replica = count.reshape(self.scheduler.replicas, -1)
         num_decoded = by_replica.max(1).sum() * by_replica.shape[1]
-        self.slot_counts += np.array([count.sum(), num_decoded])
+        self.counters["active_slots"] += int(count.sum())
+        self.counters["total_slots"] += int(num_decoded)
 
     def _finish(self, progress: Progress) -> None:
         self.scheduler.finish(progress.request.id)

@@ -49,10 +49,11 @@ from shoal.records import (
     StopReason,
 )
 from shoal.rewards.pool import RewardPool
-from shoal.rollout import host_health, vllm
+from shoal.rollout import host_health, http_engine
 from shoal.rollout.fleet import Fleet
+from shoal.rollout.http_engine import HttpHost, Server, Settings
 from shoal.rollout.ledger import GroupRewards
-from shoal.rollout.vllm import Server, Settings, VllmHost, read_support
+from shoal.rollout.vllm import VllmEngine, read_support
 from shoal.runs.reader import read_config
 from shoal.tasks.task import Task
 from shoal.weights import huggingface, peft
@@ -108,8 +109,8 @@ def fleet(
 
     woken = threading.Event()
 
-    def start(name: str) -> VllmHost:
-        return VllmHost(name, lambda version: open_server(name), settings, woken.set)
+    def start(name: str) -> HttpHost:
+        return HttpHost(name, VllmEngine, lambda version: open_server(name), settings, woken.set)
 
     with closing(
         Fleet(
@@ -180,7 +181,7 @@ def notes(server: ScriptedServer) -> CuringNotes:
 @pytest.fixture(autouse=True)
 def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_health, "MOST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(vllm, "NEWS_SECONDS", 0.1)
+    monkeypatch.setattr(http_engine, "NEWS_SECONDS", 0.1)
 
 
 def test_groups_have_the_version_that_was_asked_for_and_every_completion_a_seed_of_its_own(
@@ -281,12 +282,12 @@ def test_a_server_that_takes_a_completion_back_for_ever_is_lost(
     tmp_path: Path, server: ScriptedServer
 ):
     notes: list[str] = []
-    server.fault, server.times = "aborts", 12 * vllm.EMPTY_ABORTS
+    server.fault, server.times = "aborts", 12 * http_engine.EMPTY_ABORTS
     with fleet(tmp_path, server.url, on_note=notes.append) as source:
         ask(source, 0, 0)
         assert len(source.take(Purpose.TRAIN, 0)) == 4
     assert notes and all(
-        f"{vllm.EMPTY_ABORTS} times in a row with finish_reason abort and no token" in one
+        f"{http_engine.EMPTY_ABORTS} times in a row with finish_reason abort and no token" in one
         for one in notes
     )
 
@@ -295,7 +296,7 @@ def test_a_server_that_takes_a_completion_back_for_ever_is_lost(
 def test_an_answer_that_trickles_ends_at_its_deadline(
     tmp_path: Path, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, notes: CuringNotes
 ):
-    monkeypatch.setattr(vllm, "REQUEST_SECONDS", 1.0)
+    monkeypatch.setattr(http_engine, "REQUEST_SECONDS", 1.0)
     server.fault = "trickle"
     with fleet(tmp_path, server.url, on_note=notes) as source:
         ask(source, 0, 0, rows=[0])
@@ -638,7 +639,10 @@ def test_newer_weights_are_loaded_in_mid_completion_and_every_token_has_its_vers
 def test_a_turn_that_is_extended_is_a_new_request_with_all_tokens_so_far(
     tmp_path: Path, server: ScriptedServer
 ):
-    host, found = VllmHost("one", lambda version: Server(server.url), SETTINGS, lambda: None), []
+    host, found = (
+        HttpHost("one", VllmEngine, lambda version: Server(server.url), SETTINGS, lambda: None),
+        [],
+    )
     request = SampleRequest(
         5,
         np.array([1, 2]),
@@ -677,7 +681,7 @@ def test_a_server_is_asked_for_no_more_than_the_limit_of_a_turn(
 ):
     """What it then ends by length is a turn; what the completion's own limit ends is over."""
     settings = SETTINGS._replace(eos_ids=[])
-    host = VllmHost("one", lambda version: Server(server.url), settings, lambda: None)
+    host = HttpHost("one", VllmEngine, lambda version: Server(server.url), settings, lambda: None)
     request = SampleRequest(
         5,
         np.array([1, 2]),
@@ -785,8 +789,8 @@ def test_a_server_that_is_stopped_while_it_loads_is_lost_in_a_minute(
 ):
     """Without `sampler.stall_seconds`: a first compilation may be silent for ten minutes, a server
     may not."""
-    assert vllm.SILENCE_SECONDS == 60.0
-    monkeypatch.setattr(vllm, "SILENCE_SECONDS", 1.0)
+    assert http_engine.SILENCE_SECONDS == 60.0
+    monkeypatch.setattr(http_engine, "SILENCE_SECONDS", 1.0)
     processes, notes = list[Server](), []
 
     def start(name: str) -> Server:

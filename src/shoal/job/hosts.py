@@ -38,7 +38,7 @@ from shoal.model.architecture import Architecture
 from shoal.model.transformer import Model
 from shoal.records import HostLost, Params, Purpose, SamplingParams, ShoalError
 from shoal.report.console import Console
-from shoal.rollout import vllm
+from shoal.rollout import http_engine, vllm
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.ledger import GroupRewards
@@ -358,7 +358,7 @@ def vllm_fleet(
     )
     sleeps = config.shares_gpu and model.role.platform != "cpu"
     default_tolerance = 1e-3 if model.dtype == np.float32 else 0.1
-    settings = vllm.Settings(
+    settings = http_engine.Settings(
         ids,
         config.vllm.tolerance or default_tolerance,
         spec.tokenizer.eos_ids,
@@ -370,9 +370,9 @@ def vllm_fleet(
         config.sampling.params,
     )
 
-    def open_server(name: str, version: FolderVersion) -> vllm.Server:
+    def open_server(name: str, version: FolderVersion) -> http_engine.Server:
         if config.vllm.urls:
-            return vllm.Server(name)
+            return vllm.server_at(name)
         variables = {
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
@@ -381,10 +381,12 @@ def vllm_fleet(
             **store.watcher.environment,
         }
         log = Path(tempfile.gettempdir()) / f"shoal-{os.getpid()}-{name}.log"  # it outlives the run
-        return vllm.Server.start(server_words(config, model, version), variables, log)
+        words = server_words(config, model, version)
+        return http_engine.Server.start(words, variables, log, vllm.api_key())
 
-    def start(name: str) -> vllm.VllmHost:
-        return vllm.VllmHost(name, functools.partial(open_server, name), settings, woken.set)
+    def start(name: str) -> http_engine.HttpHost:
+        open_named = functools.partial(open_server, name)
+        return http_engine.HttpHost(name, vllm.VllmEngine, open_named, settings, woken.set)
 
     # Truncation that the trainer does not repeat makes a difference of its own.
     is_compared = not config.sampling.params.truncated or config.algorithm.match_sampling_support
@@ -414,12 +416,12 @@ def vllm_fleet(
 def check_servers(section: VllmSection) -> None:
     """ShoalError unless each server that is given answers, and the program that starts others is
     there."""
-    deadline = time.monotonic() + vllm.CONNECT_SECONDS
+    deadline = time.monotonic() + http_engine.CONNECT_SECONDS
     faults = []
     for url in section.urls:
         remaining = max(1.0, deadline - time.monotonic())
         try:
-            vllm.Server(url).wait_until_ready(remaining)
+            vllm.server_at(url).wait_until_ready(remaining)
         except HostLost as error:
             faults.append(str(error))
     if faults:
@@ -444,7 +446,7 @@ def sends_adapters(section: VllmSection, model: Model) -> bool:
     if adapter is None:
         return False
     if section.urls:
-        return all(vllm.Server(url).takes_adapters() for url in section.urls)
+        return all(vllm.takes_adapters(vllm.server_at(url)) for url in section.urls)
     # vLLM's kernels for adapters take no float32 on a GPU.
     has_kernel = model.dtype != np.float32 or model.role.platform == "cpu"
     return adapter.rank <= LORA_RANKS[-1] and has_kernel

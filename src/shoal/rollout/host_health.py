@@ -1,5 +1,5 @@
-"""A host as its fleet sees it: what it has, whether it makes progress, when it is made anew; and
-what is no answer."""
+"""A host as its fleet sees it: its groups, its progress, its restarts; and what makes an answer
+unusable."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from shoal.records import Completion, Purpose
 from shoal.report.timeline import Timeline
 
 FIRST_SECONDS = 600.0
-"""How long a host that reads weights or compiles may not be heard of, and how long its first
-compiled step may take."""
+"""How long a host that reads weights or compiles may be silent, and how long its first compiled
+step may take."""
 LEAST_SECONDS = 30.0
 """How long a host may always go without progress."""
 MEDIANS = 20
 """As many medians of the time of a compiled step a host may go without progress."""
 FEWEST_STEPS = 5
-"""Compiled steps whose time says how fast a host is."""
+"""Compiled steps from which the speed of a host is known."""
 MOST_PAUSE_SECONDS = 60.0
+"""The longest pause between a loss and the restart."""
 HEALTHY_STEPS = 20
-"""Steps of training with answers of a host after which it may be made anew once more, up to what it
-began with."""
+"""Steps of training with answers of a host after which it may be restarted once more, up to the
+number that it began with."""
 EVALUATION_SHARE = 0.25
 """Of the completions that a host has, those of an evaluation while training waits for others: about
 as many as it samples at once, since it has four times as many."""
@@ -37,14 +38,14 @@ ROUNDING = 1e-3
 
 @dataclass
 class HostHealth:
-    """One host. `restarts`: how often it may yet be made anew; with None it is this process's own,
-    and a fault in it is one of the program."""
+    """Health of one host, and the groups that it has. `restarts`: how often it may still be
+    restarted; with None it is this process's own, and a fault in it is one of the program."""
 
     name: str
     host: Host | None  # None between a loss and the restart
     restarts: int | None = None
     stall_seconds: float = 0.0  # 0 for auto: MEDIANS, at least LEAST_SECONDS
-    given: dict[int, GroupRequest] = field(default_factory=dict)  # id -> the groups that it has
+    given: dict[int, GroupRequest] = field(default_factory=dict)  # the groups that it has, by id
     acting: int = 0  # completions of these that wait for tools
     versions: set[int] = field(default_factory=set)  # whose manifests it was given
     retry_at: float = 0.0
@@ -53,9 +54,8 @@ class HostHealth:
     losses: int = 0  # that are not forgotten
     all_losses: int = 0
     refused: bool = False
-    total: HostProgress = field(
-        default_factory=HostProgress
-    )  # of it and those before it, since it was last taken
+    # counters and seconds of it and of the hosts before it, since the fleet last took them
+    total: HostProgress = field(default_factory=HostProgress)
     timeline: Timeline = field(default_factory=Timeline)
     _most_restarts: int = field(init=False)
     _healthy_steps: int = 0
@@ -69,15 +69,17 @@ class HostHealth:
 
     def may_start(self, request: GroupRequest) -> bool:
         """True if it was given the weights that the request may start on."""
-        return (
-            request.version in self.versions
-            if request.exact
-            else max(self.versions, default=-1) >= request.version
-        )
+        if request.exact:
+            return request.version in self.versions
+        return max(self.versions, default=-1) >= request.version
 
     def completions(self, *purposes: Purpose) -> int:
-        """Completions of some purposes that it has."""
-        return sum(one.num_completions for one in self.given.values() if one.purpose in purposes)
+        """How many completions of some purposes it has."""
+        total = 0
+        for request in self.given.values():
+            if request.purpose in purposes:
+                total += request.num_completions
+        return total
 
     @property
     def samples(self) -> bool:
@@ -85,32 +87,39 @@ class HostHealth:
         return self.completions(*Purpose) > self.acting
 
     def has_room(self, size: int, is_training: bool, is_shared: bool) -> bool:
-        """True if it could take on a group of training, or of other purposes. Where both want it,
-        training has all but EVALUATION_SHARE of it, and a larger group than such a share is taken
-        on as the only one of its kind."""
+        """True if it could get a group of `size` completions, of training or of other purposes.
+        Where both want it (`is_shared`), training has all but EVALUATION_SHARE of it, and a group
+        larger than that share is taken as the only one of its purpose."""
         capacity = self.progress.capacity
         if self.host is None or capacity < 0:
             return False
         if not capacity:
             return True
-        free = capacity - self.completions(*Purpose)
+        num_free = capacity - self.completions(*Purpose)
         if not is_shared:
-            return free > 0
-        own = self.completions(*(one for one in Purpose if (one is Purpose.TRAIN) == is_training))
-        if not own and len(self.given) <= 1:
-            # else, where one group fills the host, the other kind would wait for as long as more
-            # come
+            return num_free > 0
+        num_training = self.completions(Purpose.TRAIN)
+        num_own = num_training
+        if not is_training:
+            num_own = self.completions(*Purpose) - num_training
+        if not num_own and len(self.given) <= 1:
+            # Else, where one group fills the host, the other purpose would wait for as long as more
+            # come.
             return True
-        share = max(1, int(EVALUATION_SHARE * capacity))
-        most = capacity - share if is_training else share
-        return min(most - own, free) >= min(size, most)
+        evaluation_limit = max(1, int(EVALUATION_SHARE * capacity))
+        limit = evaluation_limit
+        if is_training:
+            limit = capacity - evaluation_limit
+        return min(limit - num_own, num_free) >= min(size, limit)
 
     def step_seconds(self) -> float:
-        """The time of a compiled step in the median; 0 where too few were seen."""
-        return median(self._seconds) if len(self._seconds) >= FEWEST_STEPS else 0.0
+        """The median time of a compiled step; 0 where too few were seen."""
+        if len(self._seconds) < FEWEST_STEPS:
+            return 0.0
+        return median(self._seconds)
 
     def look(self, now: float) -> None:
-        """Notes what the host has done since it was last looked at."""
+        """Notes what the host has done since the last call."""
         assert self.host is not None
         before = self.progress
         self.progress = self.host.progress()
@@ -123,45 +132,53 @@ class HostHealth:
         busy_seconds = self.progress.busy_seconds - before.busy_seconds
         self.total.busy_seconds += busy_seconds
         self.timeline.add(self.name, "sample", busy_seconds)
-        if self.progress.reports > before.reports:
+        has_reported = self.progress.reports > before.reports
+        if has_reported:
             self._heard_at = now
-        if steps := self.progress.dispatches - before.dispatches:
+        num_steps = self.progress.dispatches - before.dispatches
+        if num_steps:
             if before.dispatches:
-                self._seconds.append((now - self._moved_at) / steps)
+                self._seconds.append((now - self._moved_at) / num_steps)
             self._moved_at = now
-        elif before.preparing != self.progress.preparing or (
-            self.progress.reports > before.reports if self.progress.preparing else not self.samples
-        ):
+        elif before.preparing != self.progress.preparing:
+            self._moved_at = now
+        elif self.progress.preparing:
+            if has_reported:
+                self._moved_at = now
+        elif not self.samples:
             self._moved_at = now
 
     def answers(self, tokens: int) -> None:
-        """Counts the tokens of an answer, of which the host may not have told yet."""
+        """Counts the tokens of an answer, some of which may be missing in the host's counters."""
         self.answered += tokens
         uncounted = max(0, self.answered - self.progress.counters["tokens"])
         self.progress.counters["tokens"] += uncounted
         self.total.counters["tokens"] += uncounted
 
     def stalled_seconds(self, now: float) -> float:
-        """How long the host has made no progress, where that is too long; else 0. While it compiles
-        or reads weights, which may take any time, progress is that it is heard of; with
-        `silence_seconds` it must be until it samples."""
+        """For how long the host has made no progress, where that is too long; else 0. While it
+        compiles or reads weights, which may take any time, a report is progress; with
+        `silence_seconds` it must report until it samples."""
         if not self.samples and not self.progress.preparing:
             return 0.0
-        usual = max(LEAST_SECONDS, MEDIANS * median(self._seconds or [0.0]))
+        idle = now - self._moved_at
+        if self.stall_seconds:
+            return idle if idle > self.stall_seconds else 0.0
         prepares = self.progress.preparing or not self.progress.dispatches
-        limit, idle = (
-            self.stall_seconds or (FIRST_SECONDS if prepares else usual),
-            now - self._moved_at,
-        )
-        if prepares and self.progress.silence_seconds and not self.stall_seconds:
-            silent = now - max(self._heard_at, self._moved_at)
-            limit, idle = (limit, idle) if idle > limit else (self.progress.silence_seconds, silent)
-        return idle if idle > limit else 0.0
+        if not prepares:
+            limit = max(LEAST_SECONDS, MEDIANS * median(self._seconds or [0.0]))
+            return idle if idle > limit else 0.0
+        if idle > FIRST_SECONDS:
+            return idle
+        silence = now - max(self._heard_at, self._moved_at)
+        if self.progress.silence_seconds and silence > self.progress.silence_seconds:
+            return silence
+        return 0.0
 
     def count_step(self) -> None:
         """Counts a step of training. After HEALTHY_STEPS with answers of this host a loss is
-        forgotten: over weeks machines are taken away more often than `restarts` allows, and each
-        time for another reason."""
+        forgotten: over weeks machines are taken away more often than `restarts` allows, each time
+        for another reason."""
         if self.host is None or self.restarts is None or self.answered <= self._answered_before:
             return
         self._answered_before = self.answered
@@ -172,13 +189,17 @@ class HostHealth:
             self._healthy_steps = 0
 
     def lose(self, now: float, refused: bool = False) -> int:
-        """Takes the host out; how many tokens it sampled in vain, by what it told last. Its name is
-        free for another after a pause, which doubles from loss to loss."""
+        """Takes the host out. Returns how many tokens it sampled in vain, by its last progress. The
+        fleet may restart it after a pause, which doubles from loss to loss."""
         assert self.restarts is not None
         tokens = self.progress.counters["tokens"] - self.answered
-        self.host, self.given, self.progress, self.answered = None, {}, HostProgress(), 0
+        self.host = None
+        self.given = {}
+        self.progress = HostProgress()
+        self.answered = 0
         self.versions.clear()
-        self._healthy_steps = self._answered_before = 0
+        self._healthy_steps = 0
+        self._answered_before = 0
         self.losses += 1
         self.all_losses += 1
         self.restarts -= 1
@@ -188,15 +209,17 @@ class HostHealth:
 
     def begin(self, host: Host, now: float) -> None:
         """Puts a new host in."""
-        self.host, self._moved_at, self._heard_at = host, now, now
+        self.host = host
+        self._moved_at = now
+        self._heard_at = now
         self._seconds.clear()
 
     @property
     def is_gone(self) -> bool:
-        """True if the host was lost and no other comes."""
-        return self.refused or (
-            self.host is None and self.restarts is not None and self.restarts < 0
-        )
+        """True if the host was lost and is not restarted any more."""
+        if self.refused:
+            return True
+        return self.host is None and self.restarts is not None and self.restarts < 0
 
 
 def wrong_answer(
@@ -204,33 +227,38 @@ def wrong_answer(
 ) -> str:
     """What makes an answer unusable, as a host that is out of order gives it; "" if nothing does.
     `newest`: the newest version that was published."""
-    indices = [one.index for one in completions]
-    if not set(indices) <= set(range(request.num_completions)) or (
-        not request.has_turns and indices != list(range(request.num_completions))
-    ):
+    expected = list(range(request.num_completions))
+    indices = [completion.index for completion in completions]
+    is_complete = indices == expected
+    if request.has_turns:  # completions come by themselves
+        is_complete = set(indices) <= set(expected)
+    if not is_complete:
         return f"{len(completions)} completions in place of {request.num_completions}"
-    for one in completions:
-        size = len(one.token_ids)
-        if not len(one.logprobs) == len(one.loss_mask) == len(one.versions) == size:
-            return "arrays of different lengths"
+    for completion in completions:
+        size = len(completion.token_ids)
+        for array in (completion.logprobs, completion.loss_mask, completion.versions):
+            if len(array) != size:
+                return "arrays of different lengths"
         if not 1 <= size <= request.params.max_tokens:
             return f"a completion of {size} tokens, expected 1 to {request.params.max_tokens}"
-        if one.token_ids.min() < 0 or one.token_ids.max() >= vocab_size:
+        if completion.token_ids.min() < 0 or completion.token_ids.max() >= vocab_size:
             return f"a token that is not in the vocabulary of {vocab_size}"
-        if not np.all(np.isfinite(one.logprobs) & (one.logprobs <= ROUNDING)):
+        is_logprob = np.isfinite(completion.logprobs) & (completion.logprobs <= ROUNDING)
+        if not np.all(is_logprob):
             return "a log-prob that is not a finite number of at most 0"
     return wrong_versions(request, completions, newest)
 
 
 def wrong_versions(request: SampleRequest, completions: Sequence[Completion], newest: int) -> str:
     """How tokens break the bound on their age; "" if none does."""
-    for one in filter(len, completions):
-        oldest, latest = int(one.versions.min()), int(one.versions.max())
+    for completion in completions:
+        if not len(completion):
+            continue
+        oldest = int(completion.versions.min())
+        latest = int(completion.versions.max())
         if request.exact and not oldest == latest == request.version:
-            return (
-                f"tokens of version {oldest if oldest != request.version else latest}, not "
-                f"{request.version}"
-            )
+            wrong_version = oldest if oldest != request.version else latest
+            return f"tokens of version {wrong_version}, not {request.version}"
         if oldest < request.version or latest > newest:
             return (
                 f"tokens of versions {oldest} to {latest}, expected {request.version} to {newest}"

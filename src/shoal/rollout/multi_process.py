@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,23 @@ from shoal.stop import StopRequested, StopSignal
 
 NOWHERE = Example(0, "")
 """In place of an exchanged group's example: every process has the request, which holds it."""
+
+
+class DealtRequest(NamedTuple):
+    """A request, and the index of the process that samples it."""
+
+    request: GroupRequest
+    process: int
+
+
+class Share(NamedTuple):
+    """What a process gives to an exchange: its groups, its figures, and what ended it, if anything
+    did."""
+
+    groups: Sequence[Group]
+    stats: Mapping[str, Any] = {}  # the fields of a RolloutStats
+    is_stopped: bool = False  # its process was asked to stop
+    error: str | None = None
 
 
 @dataclass
@@ -46,71 +63,77 @@ class MultiProcessSource:
     world: World
     stop: StopSignal
     stats: dict[Purpose, RolloutStats] = field(default_factory=lambda: defaultdict(RolloutStats))
-    requested: list[tuple[GroupRequest, int]] = field(
-        default_factory=list
-    )  # each with the process that samples it
-    dealt: dict[tuple[Purpose, int], int] = field(
-        default_factory=dict
-    )  # by purpose and step: requests so far
+    requested: list[DealtRequest] = field(default_factory=list)
+    # by purpose and step: requests so far
+    num_dealt: dict[tuple[Purpose, int], int] = field(default_factory=dict)
 
     def request(self, requests: Sequence[GroupRequest]) -> None:
         # Every step begins at process 0, so a resumed run deals alike.
-        mine = []
-        for one in requests:
-            number = self.dealt.get((one.purpose, one.step), 0)
-            self.dealt[one.purpose, one.step] = number + 1
-            self.requested.append((one, number % self.world.count))
-            if number % self.world.count == self.world.index:
-                mine.append(one)
-        if mine:
-            self.source.request(mine)
+        own_requests = []
+        for request in requests:
+            number = self.num_dealt.get((request.purpose, request.step), 0)
+            self.num_dealt[request.purpose, request.step] = number + 1
+            process = number % self.world.count
+            self.requested.append(DealtRequest(request, process))
+            if process == self.world.index:
+                own_requests.append(request)
+        if own_requests:
+            self.source.request(own_requests)
 
     def take(self, purpose: Purpose, step: int) -> list[Group]:
-        wanted = [
-            pair for pair in self.requested if (pair[0].purpose, pair[0].step) == (purpose, step)
-        ]
+        wanted: list[DealtRequest] = []
+        others: list[DealtRequest] = []
+        for dealt in self.requested:
+            if dealt.request.purpose == purpose and dealt.request.step == step:
+                wanted.append(dealt)
+            else:
+                others.append(dealt)
         if not wanted:
             raise ValueError(f"{purpose} at step {step} has requested no groups")
-        groups, ended = self._take_mine(
-            purpose, step, any(holder == self.world.index for _, holder in wanted)
-        )
-        stats = self.source.read_stats(purpose)
-        failures = [asdict(failure) for failure in stats.failures]
-        head = {**ended, "stats": {**vars(stats), "failures": failures}}
-        what = f"groups of {purpose} step {step}, {wanted[0][0].subset}"
-        parts = [part.partition(b"\n") for part in self.world.exchange(what, _joined(head, groups))]
-        heads = [json.loads(line) for line, *_ in parts]
-        for head in heads:
-            self._add(self.stats[purpose], head["stats"])
-        if any("stop" in head for head in heads):
+        has_share = any(dealt.process == self.world.index for dealt in wanted)
+        own_share = self._take_own(purpose, step, has_share)
+        name = f"groups of {purpose} step {step}, {wanted[0].request.subset}"
+        shares = [_unpacked(data) for data in self.world.exchange(name, _packed(own_share))]
+        for share in shares:
+            self._add(self.stats[purpose], share.stats)
+        # Every process sees all shares, so all of them raise the same.
+        if any(share.is_stopped for share in shares):
             raise StopRequested
-        if errors := [head["error"] for head in heads if "error" in head]:
-            raise ShoalError(errors[0])
-        taken = {id(request) for request, _ in wanted}
-        self.requested = [pair for pair in self.requested if id(pair[0]) not in taken]
-        self.dealt = {asked: number for asked, number in self.dealt.items() if asked[1] >= step}
-        played = [iter(_groups(table)) for *_, table in parts]
-        return [
-            replace(
-                next(played[holder]),
+        for share in shares:
+            if share.error is not None:
+                raise ShoalError(share.error)
+        self.requested = others
+        for dealt_purpose, dealt_step in list(self.num_dealt):
+            if dealt_step < step:
+                del self.num_dealt[dealt_purpose, dealt_step]
+        # A process samples its requests in their order.
+        groups_left = [iter(share.groups) for share in shares]
+        groups = []
+        for request, process in wanted:
+            group = next(groups_left[process])
+            group = replace(
+                group,
                 example=request.example,
                 prompt_ids=request.prompt_ids,
                 step=request.step,
             )
-            for request, holder in wanted
-        ]
+            groups.append(group)
+        return groups
 
-    def _take_mine(
-        self, purpose: Purpose, step: int, has_share: bool
-    ) -> tuple[list[Group], dict[str, Any]]:
-        """This process's groups, and what ended it."""
+    def _take_own(self, purpose: Purpose, step: int, has_share: bool) -> Share:
+        """This process's groups and figures, and what ended it."""
+        groups: Sequence[Group] = []
+        is_stopped = False
+        error = None
         try:
             self.stop.check()  # a process without a share is asked to stop, too
-            return self.source.take(purpose, step) if has_share else [], {}
+            if has_share:
+                groups = self.source.take(purpose, step)
         except StopRequested:
-            return [], {"stop": True}
-        except ShoalError as error:
-            return [], {"error": str(error)}
+            is_stopped = True
+        except ShoalError as raised:
+            error = str(raised)
+        return Share(groups, vars(self.source.read_stats(purpose)), is_stopped, error)
 
     def check_logprobs(
         self, groups: Sequence[Group], logprobs: Mapping[tuple[int, int], np.ndarray], version: int
@@ -121,24 +144,23 @@ class MultiProcessSource:
         return True  # groups are exchanged when they are taken
 
     def publish_frozen(self, params: Params) -> None:
-        self._everywhere(
-            "publication of frozen weights", partial(self.source.publish_frozen, params)
-        )
+        publish = partial(self.source.publish_frozen, params)
+        self._in_all_processes("publication of frozen weights", publish)
 
     def publish(self, version: int, params: Params, keep_from: int | None = None) -> None:
-        self._everywhere(
-            f"publication of version {version}",
-            partial(self.source.publish, version, params, keep_from),
-        )
+        publish = partial(self.source.publish, version, params, keep_from)
+        self._in_all_processes(f"publication of version {version}", publish)
 
-    def _everywhere(self, name: str, publish: Callable[[], None]) -> None:
-        error = ""
+    def _in_all_processes(self, name: str, publish: Callable[[], None]) -> None:
+        """Publishes; the first process's error is raised in all of them."""
+        own_error = ""
         try:
             publish()
-        except ShoalError as failed:  # a disk of one process's machine is full
-            error = str(failed)
-        if errors := [one for one in self.world.exchange_json(name, error) if one]:
-            raise ShoalError(errors[0])
+        except ShoalError as raised:  # a disk of one process's machine is full
+            own_error = str(raised)
+        for error in self.world.exchange_json(name, own_error):
+            if error:
+                raise ShoalError(error)
 
     def published_shapes(self) -> Params:
         return self.source.published_shapes()
@@ -146,21 +168,24 @@ class MultiProcessSource:
     def published(self) -> Mapping[int, Params]:
         return self.source.published()
 
-    def _add(self, total: RolloutStats, stats: dict) -> None:
+    def _add(self, total: RolloutStats, stats: Mapping[str, Any]) -> None:
         """Adds a process's figures: the seconds of the one that took longest since they were last
         read, else sums."""
-        for name in ("sample_seconds", "reward_seconds", "busy_seconds", "unchanged"):
-            setattr(total, name, max(getattr(total, name), stats[name]))
+        total.sample_seconds = max(total.sample_seconds, stats["sample_seconds"])
+        total.reward_seconds = max(total.reward_seconds, stats["reward_seconds"])
+        total.busy_seconds = max(total.busy_seconds, stats["busy_seconds"])
+        total.unchanged = max(total.unchanged, stats["unchanged"])
+        total.publish = _largest(total.publish, stats["publish"])
         total.tokens += stats["tokens"]
         total.counters.update(stats["counters"])
-        total.publish = _largest(total.publish, stats["publish"])
-        total.failures += [Failure(**failure) for failure in stats["failures"]]
+        total.failures += stats["failures"]
         for name, values in stats["logged"].items():
             total.logged.setdefault(name, []).extend(values)
 
     def read_stats(self, purpose: Purpose) -> RolloutStats:
         """The figures of all processes since the last call."""
-        stats, own = self.stats.pop(purpose, RolloutStats()), self.source.read_stats(purpose)
+        stats = self.stats.pop(purpose, RolloutStats())
+        own = self.source.read_stats(purpose)
         stats.unchanged = max(stats.unchanged, own.unchanged)
         stats.publish = _largest(stats.publish, own.publish)
         return stats
@@ -169,28 +194,38 @@ class MultiProcessSource:
         self.source.close()
 
 
-def _largest(figures: dict[str, float], others: dict[str, float]) -> dict[str, float]:
+def _largest(figures: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
     return {name: max(value, others[name]) for name, value in figures.items()}
 
 
-def _joined(head: dict, groups: Sequence[Group]) -> bytes:
+def _packed(share: Share) -> bytes:
+    """A line of JSON with all but the groups, and their table, which is absent without groups."""
     import pyarrow as pa
 
+    failures = [asdict(failure) for failure in share.stats["failures"]]
+    head = {
+        "stats": {**share.stats, "failures": failures},
+        "is_stopped": share.is_stopped,
+        "error": share.error,
+    }
     line = json.dumps(head).encode() + b"\n"
-    if not groups:
+    if not share.groups:
         return line
-    table, sink = (
-        to_table([replace(group, example=NOWHERE) for group in groups]),
-        pa.BufferOutputStream(),
-    )
+    table = to_table([replace(group, example=NOWHERE) for group in share.groups])
+    sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
     return line + sink.getvalue().to_pybytes()
 
 
-def _groups(data: bytes) -> Iterator[Group]:
+def _unpacked(data: bytes) -> Share:
     import pyarrow as pa
 
-    return (
-        stored.group for stored in (from_table(pa.ipc.open_stream(data).read_all()) if data else ())
-    )
+    line, _, table = data.partition(b"\n")
+    head = json.loads(line)
+    failures = [Failure(**failure) for failure in head["stats"]["failures"]]
+    groups: list[Group] = []
+    if table:
+        stored_groups = from_table(pa.ipc.open_stream(table).read_all())
+        groups = [stored.group for stored in stored_groups]
+    return Share(groups, {**head["stats"], "failures": failures}, head["is_stopped"], head["error"])

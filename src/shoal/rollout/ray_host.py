@@ -27,10 +27,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
-from ray._private import (
-    state as _ray_state,
-)  # there is no public name for what is free on each node,
-from ray._private import worker as _ray_worker  # nor for the folder of logs
+from ray._private import state as _ray_state  # what is free on each node has no public name,
+from ray._private import worker as _ray_worker  # nor has the folder of logs
 from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -94,12 +92,10 @@ class Worker:
         return Place(ray.get_runtime_context().get_node_id(), os.getpid())
 
     async def join(self) -> Joined:
-        _ray_worker.blocking_get_inside_async_warned = (
-            True  # untrue of other threads, and it would be the last line
-        )
-        host, proof = await asyncio.to_thread(
-            self._make
-        )  # compiles for minutes, where a model is large
+        # Ray's warning is untrue of other threads, and it would be the last line.
+        _ray_worker.blocking_get_inside_async_warned = True
+        # Compiles for minutes, where a model is large.
+        host, proof = await asyncio.to_thread(self._make)
         self._host = ThreadHost(host, self._wake, self._name)
         return Joined(proof, host.capacity)
 
@@ -144,19 +140,20 @@ class RayHost:
     No call waits for the worker: what it has said since is taken up by the next `poll`."""
 
     def __init__(self, name: str, cluster: Cluster) -> None:
-        self.name, self._cluster, self.started = name, cluster, time.monotonic()
+        self.name = name
+        self.started = time.monotonic()
+        self._cluster = cluster
         self._worker = cluster.make_actor(name)
         self._place: Place | None = None
-        self._placing, self._joining = self._call(self._worker.place), self._call(self._worker.join)
+        self._placing = self._call(self._worker.place)
+        self._joining = self._call(self._worker.join)
         self._news: Future | None = None
         self._sent: list[Future] = []
         self._num_sent = 0
         self._manifests: dict[int, Version] = {}
-        self._progress, self._capacity, self._differs = (
-            HostProgress(),
-            -1,
-            False,
-        )  # no room until it is taken in
+        self._progress = HostProgress()
+        self._capacity = -1  # no room until it has joined
+        self._differs = False
 
     def handle(self, message: Message) -> None:
         if isinstance(message, Load):
@@ -177,9 +174,10 @@ class RayHost:
             return {}
         if self._capacity < 0 and self._joining.done():
             self._join()
-        for one in [one for one in self._sent if one.done()]:
-            self._result(one)
-            self._sent.remove(one)
+        for sent in list(self._sent):
+            if sent.done():
+                self._result(sent)
+                self._sent.remove(sent)
         answers = {}
         if self._news is not None and self._news.done():
             reports = self._progress.reports
@@ -199,19 +197,23 @@ class RayHost:
         if not self._placing.done():
             self._cluster.check_late(self)
             return False
-        self._place, self._progress.preparing = self._result(self._placing), True
+        self._place = self._result(self._placing)
+        self._progress.preparing = True
         self._cluster.alive.add(self.name)
         return True
 
     def _join(self) -> None:
         """Takes the worker in once it is ready to sample and its numbers are found right."""
         try:
-            self._cluster.measure.proofs[self.name], capacity = self._result(self._joining)
+            joined: Joined = self._result(self._joining)
         except (HostLost, ShoalError) as error:
             raise HostLost(f"it could not start: {error}") from error
-        if (differs := self._cluster.measure.judge(self.name, self._cluster.alive)) is None:
+        self._cluster.measure.proofs[self.name] = joined.proof
+        differs = self._cluster.measure.judge(self.name, self._cluster.alive)
+        if differs is None:
             return
-        self._differs, self._capacity = differs, capacity
+        self._differs = differs
+        self._capacity = joined.capacity
         for manifest in self._manifests.values():
             if manifest.exists:
                 self._send(Load(manifest))
@@ -221,13 +223,19 @@ class RayHost:
         self._cluster.measure.proofs.pop(self.name, None)
         with contextlib.suppress(RayError):
             ray.kill(self._worker)
+        is_here = (
+            self._place is not None and self._place.node == ray.get_runtime_context().get_node_id()
+        )
+        if self._place is None or not is_here:
+            return
         # A process that is stopped (SIGSTOP) does not end itself as Ray asks it to.
-        if self._place is not None and self._place.node == ray.get_runtime_context().get_node_id():
-            process = Path(f"/proc/{self._place.pid}")
-            with contextlib.suppress(OSError):
-                is_stopped = (process / "stat").read_text().rpartition(")")[2].split()[0] == "T"
-                if is_stopped and b"ray::" in (process / "cmdline").read_bytes():
-                    os.kill(self._place.pid, signal.SIGKILL)
+        process = Path(f"/proc/{self._place.pid}")
+        with contextlib.suppress(OSError):
+            fields_after_name = (process / "stat").read_text().rpartition(")")[2].split()
+            is_stopped = fields_after_name[0] == "T"
+            # Another process may have its number by now.
+            if is_stopped and b"ray::" in (process / "cmdline").read_bytes():
+                os.kill(self._place.pid, signal.SIGKILL)
 
     def _send(self, message: Message) -> None:
         versions = list(self._manifests)
@@ -274,9 +282,7 @@ class Cluster:
     measure: WorkerParity
     say: Callable[[str], None]
     wake: Callable[[], None] = lambda: None
-    make: Callable[[], tuple[EngineHost, WorkerFingerprint]] | None = (
-        None  # what a worker is made by
-    )
+    make: Callable[[], tuple[EngineHost, WorkerFingerprint]] | None = None  # of a worker
     alive: set[str] = field(default_factory=set)  # hosts that have a process
     trainer_devices: int = 0  # that are held for the trainer; 0 where it has those that it finds
     _late: bool = False
@@ -298,33 +304,33 @@ class Cluster:
             "num_gpus": resources.pop("GPU", 0),
             "resources": resources,
         }
-        return (
-            ray.remote(Worker)
-            .options(
-                **options,
-                max_restarts=0,
-                max_task_retries=0,
-                runtime_env={"env_vars": dict(self.environment)},
-            )
-            .remote(name, self.make)
+        actor_class = ray.remote(Worker).options(
+            **options,
+            max_restarts=0,
+            max_task_retries=0,
+            runtime_env={"env_vars": dict(self.environment)},
         )
+        return actor_class.remote(name, self.make)
 
     def check_late(self, host: RayHost) -> None:
         """Says that a host still has no place; ShoalError where none has."""
-        if time.monotonic() - host.started < self.wait_seconds or (self.alive and self._late):
+        has_said = self._late and self.alive
+        if has_said or time.monotonic() - host.started < self.wait_seconds:
             return
         wanted = f"{_resources_text(self.resources)} each"
-        there = ray.cluster_resources()
+        cluster_resources = ray.cluster_resources()
         text = (
             f"of sampler.workers={self.workers}, which ask for {wanted}, {len(self.alive)} started "
             f"in ray.wait_seconds={exact(self.wait_seconds)}; the cluster has "
-            f"{_resources_text(there)}"
+            f"{_resources_text(cluster_resources)}"
         )
         if not self.alive:
-            has_room = all(there.get(name, 0) >= size for name, size in self.resources.items())
             cure = (
                 "lower sampler.workers, sampler.devices_per_worker or sampler.resources, or add "
                 "nodes"
+            )
+            has_room = all(
+                cluster_resources.get(name, 0) >= size for name, size in self.resources.items()
             )
             if has_room:
                 cure = f"raise ray.wait_seconds if they start slowly; else {cure}"
@@ -340,41 +346,43 @@ class Cluster:
         if "creation task" in text:  # the traceback of what it raised
             return f"it could not start: {text.splitlines()[-1]}"
         if isinstance(error, OutOfMemoryError):
-            used = re.search(r"[\d.]+GB used / [\d.]+GB limit", text)
+            match = re.search(r"[\d.]+GB used / [\d.]+GB limit", text)
+            used = "no figures"
+            if match is not None:
+                used = match[0]
             return (
-                "Ray has killed it, as the memory of its machine ran out "
-                f"({used[0] if used else 'no figures'}): lower sampling.slots_per_device, or give "
-                "each worker more of a machine by sampler.resources"
+                f"Ray has killed it, as the memory of its machine ran out ({used}): lower "
+                "sampling.slots_per_device, or give each worker more of a machine by "
+                "sampler.resources"
             )
-        if found := re.search(r"pid[:=] ?(\d+)", text):
-            node: Any = _ray_worker.global_worker.node
-            folder = Path(node.get_logs_dir_path())
-            lines = [
-                line
-                for ending in ("out", "err")
-                for file in folder.glob(f"worker-*-{found[1]}.{ending}")
-                for line in file.read_text(errors="replace").splitlines()
-                if not line.startswith(":")
-            ]
+        pid = re.search(r"pid[:=] ?(\d+)", text)
+        if pid is not None:
+            lines = _output_lines(pid[1])
             if lines:
                 return f"its process has ended; it said last: {' | '.join(lines[-LAST_LINES:])}"
-        said = _own_reason(text)
+        rays_reason = _own_reason(text)
         if "node has died" in text or "unreachable" in text:
-            return f"Ray does not reach its machine any more{said}"
-        return f"its process has ended{said}" if "died" in text else f"it cannot be reached{said}"
+            return f"Ray does not reach its machine any more{rays_reason}"
+        if "died" in text:
+            return f"its process has ended{rays_reason}"
+        return f"it cannot be reached{rays_reason}"
 
     def say_room(self) -> None:
-        """Says how many of the workers the cluster has no room for now: the others wait, and
-        nothing else tells."""
-        free = _ray_state.available_resources_per_node().values()
-        room = sum(_times(self.resources, one) for one in free)
-        if room >= self.workers:
+        """Says how many of the workers the cluster has room for now, if not for all: the others
+        wait, and nothing else shows that."""
+        num_placed = 0
+        for free in _ray_state.available_resources_per_node().values():
+            num_placed += _times(self.resources, free)
+        if num_placed >= self.workers:
             return
-        then = f"sampling begins with {room}, the others join" if room else "they start"
+        consequence = "they start"
+        if num_placed:
+            consequence = f"sampling begins with {num_placed}, the others join"
         self.say(
             f"of sampler.workers={self.workers}, which ask for {_resources_text(self.resources)} "
-            f"each, the cluster has room for {room} now "
-            f"({_resources_text(ray.available_resources())} are free): {then} when there is room"
+            f"each, the cluster has room for {num_placed} now "
+            f"({_resources_text(ray.available_resources())} are free): {consequence} when there is "
+            "room"
         )
 
     def close(self) -> None:
@@ -393,26 +401,31 @@ def connect(address: str, local_cpus: int) -> Connection:
     address = check_address(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else a line of advice
-    os.environ.setdefault(
-        "RAY_worker_niceness", "0"
-    )  # else 15: on the trainer's cores they get what it leaves
-    # Ray ends its workers with this process, but not its own agents where this process is killed.
-    watcher = None if address else Watcher()
-    token = "" if address else _private_token()
-    marked = {} if watcher is None else watcher.environment
-    if token:
-        marked = {**marked, TOKEN: token}
+    # else 15: on the trainer's cores they get what it leaves
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    watcher = None
+    token = ""
+    num_cpus = None
+    variables: dict[str, str] = {}  # that Ray's own processes inherit
+    if not address:
+        # Ray ends its workers with this process, but not its own agents where this process is
+        # killed.
+        watcher = Watcher()
+        variables.update(watcher.environment)
+        token = _private_token()
+        if token:
+            variables[TOKEN] = token
+        num_cpus = max(os.cpu_count() or 1, local_cpus)
     try:
-        os.environ |= marked
+        os.environ |= variables
         started: Any = ray.init(
             address or "local",
             log_to_driver=False,
             logging_level="ERROR",  # type: ignore[arg-type]
-            num_cpus=None if address else max(os.cpu_count() or 1, local_cpus),
+            num_cpus=num_cpus,
         )
-    except (
-        Exception
-    ) as error:  # Ray raises anything, bare Exception included, as on a machine that is overloaded
+    except Exception as error:
+        # Ray raises anything, bare Exception included, as on a machine that is overloaded.
         if watcher is not None:
             watcher.close()
             _forget_token(token)
@@ -422,11 +435,10 @@ def connect(address: str, local_cpus: int) -> Connection:
             "version of Ray (ray start --head), or leave ray.address out to start it here"
         ) from error
     finally:
-        for name in marked:
+        for name in variables:
             del os.environ[name]
-    _ray_worker._worker_logs_enabled = (
-        False  # of each process that ends Ray prints a paragraph; the run says why
-    )
+    # Of each process that ends Ray would print a paragraph; the run says why.
+    _ray_worker._worker_logs_enabled = False
     return Connection(
         str(ray.get_runtime_context().gcs_address),
         started.dashboard_url or "",
@@ -440,10 +452,10 @@ def _private_token() -> str:
     """A secret for a cluster that is started here; empty where the user has chosen one, or none.
     Without it Ray would write one to ~/.ray/auth_token, with which nobody then joins a cluster that
     was started without."""
-    chosen = any(name in os.environ for name in (TOKEN, f"{TOKEN}_PATH", TOKEN_MODE))
-    return (
-        "" if chosen or Path("~/.ray/auth_token").expanduser().exists() else secrets.token_hex(32)
-    )
+    is_chosen = any(name in os.environ for name in (TOKEN, f"{TOKEN}_PATH", TOKEN_MODE))
+    if is_chosen or Path("~/.ray/auth_token").expanduser().exists():
+        return ""
+    return secrets.token_hex(32)
 
 
 def _forget_token(token: str) -> None:
@@ -457,28 +469,43 @@ def _forget_token(token: str) -> None:
         raylet.Config.initialize("")
 
 
+def _output_lines(pid: str) -> list[str]:
+    """What a worker's process wrote, where that is on this machine."""
+    node: Any = _ray_worker.global_worker.node
+    folder = Path(node.get_logs_dir_path())
+    lines = []
+    for ending in ("out", "err"):
+        for file in folder.glob(f"worker-*-{pid}.{ending}"):
+            for line in file.read_text(errors="replace").splitlines():
+                if not line.startswith(":"):  # Ray's own
+                    lines.append(line)
+    return lines
+
+
 def _own_reason(text: str) -> str:
     """What Ray says of the end of an actor, in short and in parentheses; empty where it says
     nothing."""
-    lines = [line.strip() for line in text.splitlines()]
-    said = next(
-        (
-            line
-            for line in lines
-            if line.startswith(("The actor is dead because", "The actor's node"))
-        ),
-        "",
-    )
-    if not said:
-        said = next((line for line in lines if "unavailable:" in line or "uthenticat" in line), "")
-    return f" (Ray: {said[:LONGEST_REASON]})" if said else ""
+    about_actor: list[str] = []
+    about_connection: list[str] = []
+    for line in text.splitlines():
+        line = line.strip()
+        if line.startswith(("The actor is dead because", "The actor's node")):
+            about_actor.append(line)
+        elif "unavailable:" in line or "uthenticat" in line:
+            about_connection.append(line)
+    reasons = about_actor + about_connection
+    if not reasons:
+        return ""
+    return f" (Ray: {reasons[0][:LONGEST_REASON]})"
 
 
 def _times(wanted: Mapping[str, float], free: Mapping[str, float]) -> int:
-    """How often some resources are there."""
-    return min(
-        (int(free.get(name, 0) // value) for name, value in wanted.items() if value), default=0
-    )
+    """How often the free resources have the wanted ones; 0 where none are wanted."""
+    counts = []
+    for name, size in wanted.items():
+        if size:
+            counts.append(int(free.get(name, 0) // size))
+    return min(counts, default=0)
 
 
 def check_address(address: str) -> str:
@@ -500,10 +527,9 @@ def _check_answers(address: str, host: str, port: str) -> None:
     """ShoalError unless something listens there: Ray itself waits for minutes."""
     deadline = time.monotonic() + CONNECT_SECONDS
     while True:
+        seconds = max(0.1, deadline - time.monotonic())
         try:
-            with socket.create_connection(
-                (host, int(port)), timeout=max(0.1, deadline - time.monotonic())
-            ):
+            with socket.create_connection((host, int(port)), timeout=seconds):
                 return
         except (OSError, ValueError) as error:
             if isinstance(error, ValueError) or time.monotonic() > deadline - 1:
@@ -519,7 +545,11 @@ def accelerator() -> str:
     to be used."""
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return "CPU"
-    return next((name for name in ("TPU", "GPU") if ray.cluster_resources().get(name)), "CPU")
+    resources = ray.cluster_resources()
+    for name in ("TPU", "GPU"):
+        if resources.get(name):
+            return name
+    return "CPU"
 
 
 class _Holder:
@@ -531,46 +561,50 @@ class _Holder:
 
 def hold_accelerators(kind: str, trainer: str, wanted: float, seconds: float) -> tuple[Any, int]:
     """An actor that holds the trainer's accelerators of this machine until it is forgotten, and how
-    many; this process sees no others. `trainer`: mesh.trainer; empty for those that the `wanted`
-    ones of the workers leave, which take those of other machines first. None and 0 where the
+    many; this process sees no others. `trainer`: mesh.trainer; empty for those that the workers
+    leave of the `wanted` ones, which take those of other machines first. None and 0 where the
     machine has none of this kind, or Ray chose those of this process already."""
-    node, nodes = (
-        ray.get_runtime_context().get_node_id(),
-        [one for one in ray.nodes() if one["Alive"]],
-    )
-    here = next(int(one["Resources"].get(kind, 0)) for one in nodes if one["NodeID"] == node)
+    own_node = ray.get_runtime_context().get_node_id()
+    here = 0
+    elsewhere = 0.0
+    for node in ray.nodes():
+        if not node["Alive"]:
+            continue
+        if node["NodeID"] == own_node:
+            here = int(node["Resources"].get(kind, 0))
+        else:
+            elsewhere += node["Resources"].get(kind, 0)
     if kind not in VISIBLE or not here or _has_chosen(kind):
         return None, 0
-    elsewhere = sum(one["Resources"].get(kind, 0) for one in nodes if one["NodeID"] != node)
-    asked = (
-        devices_asked("mesh.trainer", trainer, here)
-        if trainer
-        else here - math.ceil(min(here, max(0, wanted - elsewhere)))
-    )
-    if not (count := len(asked) if isinstance(asked, list) else asked):
+    if trainer:
+        devices = devices_asked("mesh.trainer", trainer, here)
+        count = len(devices) if isinstance(devices, list) else devices
+    else:
+        wanted_here = min(here, max(0, wanted - elsewhere))
+        count = here - math.ceil(wanted_here)
+    if not count:
         raise ShoalError(
             f"the workers ask for {wanted:g} {kind}, which are all {here} of this machine: the "
             "trainer would have none; lower sampler.workers or sampler.devices_per_worker, or set "
             "mesh.trainer"
         )
-    needs: dict[str, Any] = {"num_gpus": count} if kind == "GPU" else {"resources": {kind: count}}
-    holder: Any = (
-        ray.remote(_Holder)
-        .options(
-            **needs,
-            num_cpus=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        )
-        .remote()
+    resources: dict[str, Any] = {"resources": {kind: count}}
+    if kind == "GPU":
+        resources = {"num_gpus": count}
+    holder_class = ray.remote(_Holder).options(
+        **resources,
+        num_cpus=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(own_node, soft=False),
     )
+    holder: Any = holder_class.remote()
     try:
-        found = ray.get(holder.ids.remote(kind), timeout=seconds)
+        ids = ray.get(holder.ids.remote(kind), timeout=seconds)
     except RayError as error:
         raise ShoalError(
             f"the trainer asks for {count} {kind} of this machine, which has {here}, and others of "
             "the cluster hold some: lower mesh.trainer, or wait for them"
         ) from error
-    os.environ[VISIBLE[kind]] = ",".join(found)
+    os.environ[VISIBLE[kind]] = ",".join(ids)
     return holder, count
 
 
@@ -589,7 +623,9 @@ def _has_chosen(kind: str) -> bool:
 
 
 def _resources_text(resources: Mapping[str, float]) -> str:
-    names = {
-        name: value for name, value in resources.items() if ":" not in name and "memory" not in name
-    }
-    return ", ".join(f"{value:g} {name}" for name, value in names.items()) or "nothing"
+    texts = []
+    for name, size in resources.items():
+        # Ray has memory, and nodes by their address, among its resources.
+        if ":" not in name and "memory" not in name:
+            texts.append(f"{size:g} {name}")
+    return ", ".join(texts) or "nothing"

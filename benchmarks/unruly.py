@@ -99,27 +99,27 @@ class Plan:
 class TornVersion:
     """Weights whose reader dies half way."""
 
-    manifest: Version
+    inner: Version
     host: UnrulyHost
 
     @property
     def version(self) -> int:
-        return self.manifest.version
+        return self.inner.version
 
     @property
     def exists(self) -> bool:
-        return self.manifest.exists
+        return self.inner.exists
 
     def read(self, model: Any, frozen: Any = None) -> Any:
         if self.host.plan.interrupts(self.host.torn):
             self.host.dead = "killed while it read weights"
-        return self.manifest.read(model, frozen)
+        return self.inner.read(model, frozen)
 
     def parameters(self, model: Any) -> Any:
-        return self.manifest.parameters(model)
+        return self.inner.parameters(model)
 
     def remove(self) -> None:
-        self.manifest.remove()
+        self.inner.remove()
 
 
 class UnrulyHost:
@@ -134,9 +134,9 @@ class UnrulyHost:
 
     def handle(self, message: Message) -> None:
         self._check()
-        if isinstance(message, Load) and message.manifest.version in self.plan.interrupted:
-            self.torn = message.manifest.version
-            message = Load(TornVersion(message.manifest, self))
+        if isinstance(message, Load) and message.version.version in self.plan.interrupted:
+            self.torn = message.version.version
+            message = Load(TornVersion(message.version, self))
         self.inner.handle(message)
 
     def progress(self) -> HostProgress:

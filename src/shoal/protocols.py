@@ -187,7 +187,7 @@ class Load:
     """A version of the weights was published. A host fetches it when a request needs it, or, for
     requests that may start on newer weights, between two compiled steps."""
 
-    manifest: Version
+    version: Version
 
 
 @dataclass(frozen=True)

@@ -421,8 +421,8 @@ def test_a_worker_without_a_place_is_given_no_versions_and_one_that_gets_ready_i
     monkeypatch.setattr(ray_host.ray, "cluster_resources", lambda: {"CPU": 8.0})
     host = ray_host.RayHost("worker 0", made)
     for version in range(3):
-        manifest = ray_store.RayVersion(version, {"w": None} if version != 1 else {}, {})
-        host.handle(Load(manifest))
+        stored = ray_store.RayVersion(version, {"w": None} if version != 1 else {}, {})
+        host.handle(Load(stored))
     assert not host.poll() and [name for name, *_ in actor.calls] == ["place", "join"]
     host.started -= 400
     with pytest.raises(
@@ -440,7 +440,7 @@ def test_a_worker_without_a_place_is_given_no_versions_and_one_that_gets_ready_i
     host.poll()
     assert host.progress().capacity == 8
     sent = [args for name, args, _ in actor.calls if name == "handle"]
-    assert [(number, message.manifest.version, kept) for number, message, kept in sent] == [
+    assert [(number, message.version.version, kept) for number, message, kept in sent] == [
         (0, 0, [0, 2]),
         (1, 2, [0, 2]),
     ]
@@ -486,7 +486,7 @@ def test_what_ray_begins_in_another_order_is_done_in_the_order_sent(monkeypatch)
 
         asyncio.run(play())
         assert [type(message) for message in done] == [Load, Submit, Extend, End] * 2
-        assert [one.manifest.version for one in done if isinstance(one, Load)] == [0, 1]
+        assert [one.version.version for one in done if isinstance(one, Load)] == [0, 1]
         assert [one.requests for one in done if isinstance(one, Submit)] == [[0], [1]]
 
 

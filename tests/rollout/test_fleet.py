@@ -107,16 +107,16 @@ class FakeHost:
 
     def handle(self, message: Message) -> None:
         match message:
-            case Load(manifest):
-                self.load(manifest)
+            case Load(version):
+                self.load(version)
             case Submit(requests):
                 self.submit(requests)
             case _:
                 raise AssertionError(f"not of groups without turns: {message}")
 
-    def load(self, manifest: Version) -> None:
-        assert manifest.exists
-        self.versions.append(manifest.version)
+    def load(self, version: Version) -> None:
+        assert version.exists
+        self.versions.append(version.version)
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         assert all(one.version in self.versions for one in requests)
@@ -608,18 +608,18 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_no_group_starts_on_a_version_before_its_host_was_given_it():
-    """A version is published, and its manifest has not reached the hosts."""
+    """A version is published, and has not reached the hosts."""
     host = FakeHost()
     with fleet({"a": host}) as source:
         publish, waiting = source.store.put, []
 
         def slow(version: int, params: Any) -> Any:
-            manifest = publish(version, params)
+            published = publish(version, params)
             for _ in range(5):
                 source.woken.set()
                 time.sleep(0.02)
             waiting.append(source.ledger.count(Stage.WAITING))
-            return manifest
+            return published
 
         source.store.put = slow
         source.request(requests([0, 1], version=1))
@@ -793,7 +793,7 @@ def engine_host(**options: Any) -> EngineHost:
 
 
 class Weights:
-    """A manifest of given weights."""
+    """A version of given weights."""
 
     def __init__(self, version: int, params: Any) -> None:
         self.version, self.params, self.exists, self.reads = version, params, True, 0

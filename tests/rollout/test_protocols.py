@@ -60,8 +60,8 @@ class Elsewhere:
 
     def handle(self, message: protocols.Message) -> None:
         match message:
-            case protocols.Load(manifest):
-                self.weights[manifest.version] = manifest
+            case protocols.Load(version):
+                self.weights[version.version] = version
             case protocols.Submit(requests):
                 self.queued.extend(requests)
             case _:
@@ -69,8 +69,8 @@ class Elsewhere:
 
     def poll(self) -> dict[int, list[Completion]]:
         request = self.queued.pop()  # the last first: the fleet puts groups in order
-        manifest = self.weights[request.version]
-        assert manifest.exists and manifest.read(Model(PLAINEST, roles().sampler)).result()()
+        version = self.weights[request.version]
+        assert version.exists and version.read(Model(PLAINEST, roles().sampler)).result()()
         size = request.params.max_tokens
         return {
             request.id: [

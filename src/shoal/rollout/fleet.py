@@ -41,8 +41,8 @@ from shoal.rollout.ledger import (
     Ledger,
     PendingGroup,
     Stage,
+    describe_stages,
     sample_request,
-    whereabouts,
 )
 from shoal.rollout.turn_driver import GroupMessage, TurnDriver
 from shoal.runs.summary import version_text
@@ -150,7 +150,7 @@ class Fleet:
             self._release()
         started = time.perf_counter()
         # without the lock: hosts go on meanwhile
-        manifest = self.store.put(version, params)
+        stored_version = self.store.put(version, params)
         seconds = time.perf_counter() - started
         smallest_array = min(jax.tree.leaves(params), key=operator.attrgetter("nbytes"))
         with self._changed:
@@ -163,7 +163,7 @@ class Fleet:
             stats.publish["seconds"] += seconds
             stats.publish["bytes"] += self.store.num_bytes
             for member in self.members.values():
-                self._give_version(member, manifest)
+                self._give_version(member, stored_version)
         self.woken.set()
 
     def take(self, purpose: Purpose, step: int) -> list[Group]:
@@ -294,10 +294,10 @@ class Fleet:
 
     def published(self) -> Mapping[int, Params]:
         with self._changed:
-            return {
-                version: manifest.parameters(self.store.model)
-                for version, manifest in self.store.versions.items()
-            }
+            published: dict[int, Params] = {}
+            for number, version in self.store.versions.items():
+                published[number] = version.parameters(self.store.model)
+            return published
 
     def close(self) -> None:
         self._closed = True
@@ -351,9 +351,8 @@ class Fleet:
         else:
             what = f"the evaluation {version_text(request.version)}"
         since = time.strftime("%H:%M:%S", time.localtime(began))
-        self.on_note(
-            f"waiting for {what} since {since}, {seconds:.0f} s: {whereabouts(entries, host_texts)}"
-        )
+        stages = describe_stages(entries, host_texts)
+        self.on_note(f"waiting for {what} since {since}, {seconds:.0f} s: {stages}")
 
     def _run(self) -> None:
         """The fleet's thread."""
@@ -573,10 +572,10 @@ class Fleet:
             for version in sorted(self.store.versions):
                 self._give_version(member, self.store.versions[version])
 
-    def _give_version(self, member: HostHealth, manifest: Version) -> None:
-        self._send(member, Load(manifest))
+    def _give_version(self, member: HostHealth, version: Version) -> None:
+        self._send(member, Load(version))
         if member.host is not None:
-            member.versions.add(manifest.version)
+            member.versions.add(version.version)
 
     def _look(self, member: HostHealth, now: float) -> None:
         """Notes a host's progress; a host that cannot be asked for it is lost."""

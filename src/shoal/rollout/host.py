@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal.protocols import (
     Cancel,
@@ -28,43 +28,45 @@ from shoal.records import Completion, Params, Purpose
 from shoal.sampler.engine import Engine
 
 
+class Reading(NamedTuple):
+    """A version whose weights are being read."""
+
+    version: Version
+    weights: Future[Callable[[], Params]]
+
+
 @dataclass
 class EngineHost:
     """The engines of one mesh, one at work at a time; requests enter in the order submitted.
 
-    A request of an exact version waits until what samples from another has ended; those that may
-    start on newer weights take the newest, and new ones are loaded while they go on. `make_engine`
-    is asked for the engine of each purpose and group size, and may give one for several.
+    A request of an exact version waits until requests of another version have ended. Requests that
+    may start on newer weights take the newest, and newer ones are loaded while they are sampled.
+    `make_engine` returns the engine of a purpose and a group size, perhaps one for several.
     """
 
     make_engine: Callable[[Purpose, int], Engine]
-    capacity: int = (
-        0  # completions that it wants to have at once, those that wait included; 0: all there are
-    )
-    shares_memory: bool = (
-        True  # with the trainer: caches are freed as soon as nothing is left to sample
-    )
+    # completions that it wants to have at once, those that wait included; 0: all there are
+    capacity: int = 0
+    # with the trainer: caches are freed as soon as nothing is left to sample
+    shares_memory: bool = True
     state: HostProgress = field(default_factory=HostProgress)
-    _queue: deque[SampleRequest] = field(default_factory=deque)
-    _manifests: dict[int, Version] = field(default_factory=dict)
-    _newest: int = -1  # of the versions that `Load` messages have named
-    _reading: tuple[Version, Future[Callable[[], Params]]] | None = (
-        None  # the version that is being read
-    )
     # since the last poll: nothing can be sampled before weights are loaded, or a turn goes on
     stuck: bool = False
     paused: bool = False  # nothing is sampled, and what has begun stays where it is
+    _queue: deque[SampleRequest] = field(default_factory=deque)
+    _versions: dict[int, Version] = field(default_factory=dict)  # that can be fetched
+    _newest: int = -1  # of the versions that `Load` messages have named
+    _reading: Reading | None = None
     _engine: Engine | None = None
     _exact: bool = True  # whether what the engine samples is of exactly its version
     _loading: bool = False
-    _frozen: dict[str, Any] = field(
-        default_factory=dict
-    )  # what was read once: no version changes it
+    # what was read once, as no version changes it
+    _frozen: dict[str, Any] = field(default_factory=dict)
 
     def handle(self, message: Message) -> None:
         match message:
-            case Load(manifest):
-                self._add_version(manifest)
+            case Load(version):
+                self._add_version(version)
             case Submit(requests):
                 self._queue_requests(requests)
             case Cancel():
@@ -76,14 +78,14 @@ class EngineHost:
                 assert self._engine is not None
                 self._engine.handle(message)
 
-    def _add_version(self, manifest: Version) -> None:
+    def _add_version(self, version: Version) -> None:
         available = {}
-        for version, older_manifest in self._manifests.items():
-            if older_manifest.exists:
-                available[version] = older_manifest
-        available[manifest.version] = manifest
-        self._manifests = available
-        self._newest = max(self._newest, manifest.version)
+        for number, older_version in self._versions.items():
+            if older_version.exists:
+                available[number] = older_version
+        available[version.version] = version
+        self._versions = available
+        self._newest = max(self._newest, version.version)
 
     def _queue_requests(self, requests: Sequence[SampleRequest]) -> None:
         for request in requests:
@@ -100,11 +102,14 @@ class EngineHost:
         self._queue = deque(request for request in self._queue if request.id != message.request_id)
 
     def progress(self) -> HostProgress:
+        version = -1
+        if self._engine is not None:
+            version = self._engine.version
         return replace(
             self.state,
             counters=self.state.counters.copy(),
             capacity=self.capacity,
-            version=self._engine.version if self._engine else -1,
+            version=version,
             preparing=self.preparing,
         )
 
@@ -115,7 +120,7 @@ class EngineHost:
 
     def close(self) -> None:
         self._queue.clear()
-        self._manifests.clear()
+        self._versions.clear()
         self._frozen.clear()
         self._engine = None
 
@@ -165,64 +170,70 @@ class EngineHost:
             engine.submit([self._queue.popleft()])
 
     def _is_ready(self, engine: Engine, request: SampleRequest) -> bool:
-        """Whether the engine has the weights that a request may start on; it loads them where it
+        """True if the engine has the weights that a request may start on; it loads them where it
         can."""
         if not engine.idle and (self._exact or request.exact):
             return self._exact and request.exact and engine.version == request.version
-        if (
-            request.version not in self._manifests
-            if request.exact
-            else request.version > self._newest
-        ):
+        if request.exact:
+            is_published = request.version in self._versions
+        else:
+            is_published = request.version <= self._newest
+        if not is_published:
             # A fault of the schedule: sampling from another version would break the bound on
             # staleness unseen.
             raise RuntimeError(
-                f"version {request.version} is requested, but only {sorted(self._manifests)} are "
+                f"version {request.version} is requested, but only {sorted(self._versions)} are "
                 "published"
             )
         self._exact = request.exact
         if not request.exact:
             return self._load_newest(engine) >= request.version
         if engine.parameters is None or engine.version != request.version:
-            self._load(engine, self._manifests[request.version])
+            self._load(engine, self._versions[request.version])
         return True
 
     def _load_newest(self, engine: Engine) -> int:
-        """Loads the newest version that can be fetched, if it is newer, or goes on reading it in
-        the background; which one the engine then has, -1 for none."""
-        manifest = self._manifests[max(self._manifests)] if self._manifests else None
-        if (
-            self._reading is not None
-            and not engine.idle
-            and self._reading[0].version > engine.version
-        ):
-            manifest = self._reading[
-                0
-            ]  # with newer ones always preferred a slow host would never end reading
-        if manifest is not None and (
-            engine.parameters is None or engine.version < manifest.version
-        ):
+        """Loads the newest version that can be fetched, if it is newer than the engine's, or goes
+        on reading it in the background. Returns the version that the engine then has, -1 for
+        none."""
+        while True:
+            newest = None
+            if self._versions:
+                newest = self._versions[max(self._versions)]
+            reading = self._reading
+            if reading is not None and not engine.idle:
+                # If newer ones were always preferred, a slow host would never end reading.
+                if reading.version.version > engine.version:
+                    newest = reading.version
+            if newest is None:
+                break
+            if engine.parameters is not None and engine.version >= newest.version:
+                break
             try:
-                self._load(engine, manifest)
+                self._load(engine, newest)
+                break
             except LookupError:
-                if manifest.exists:
+                if newest.exists:
                     raise
-                self._manifests.pop(
-                    manifest.version, None
-                )  # the trainer releases a version before it copies the next
-                return self._load_newest(engine)
-        return -1 if engine.parameters is None else engine.version
+                # The trainer releases a version before it copies the next.
+                self._versions.pop(newest.version, None)
+        if engine.parameters is None:
+            return -1
+        return engine.version
 
-    def _load(self, engine: Engine, manifest: Version) -> None:
+    def _load(self, engine: Engine, version: Version) -> None:
         """Gives the engine a version's weights; later, where it samples and they are not read
         yet."""
-        started, self._loading = time.perf_counter(), True
+        started = time.perf_counter()
+        self._loading = True
         try:
-            if self._reading is None or self._reading[0] is not manifest:
-                self._reading = manifest, manifest.read(engine.model, self._frozen)
-            if engine.idle or self._reading[1].done():
-                (_, reading), self._reading = self._reading, None
-                engine.load(manifest.version, reading.result()())
+            if self._reading is None or self._reading.version is not version:
+                self._reading = Reading(version, version.read(engine.model, self._frozen))
+            weights = self._reading.weights
+            if engine.idle or weights.done():
+                self._reading = None
+                take_weights = weights.result()
+                engine.load(version.version, take_weights())
         finally:
             self._loading = False
             self.state.pause_seconds += time.perf_counter() - started
@@ -282,9 +293,8 @@ class ThreadHost:
                         for id, completions in answers.items():
                             self._answers.setdefault(id, []).extend(completions)
                     self._wake()
-        except (
-            BaseException
-        ) as error:  # raised by the next poll: whoever waits for this host must learn of it
+        except BaseException as error:
+            # raised by the next poll: whoever waits for this host must learn of it
             with self._changed:
                 self._failure = error
             self._wake()

@@ -47,7 +47,7 @@ class HostHealth:
     stall_seconds: float = 0.0  # 0 for auto: MEDIANS, at least LEAST_SECONDS
     given: dict[int, GroupRequest] = field(default_factory=dict)  # the groups that it has, by id
     acting: int = 0  # completions of these that wait for tools
-    versions: set[int] = field(default_factory=set)  # whose manifests it was given
+    versions: set[int] = field(default_factory=set)  # that it was given
     retry_at: float = 0.0
     progress: HostProgress = field(default_factory=HostProgress)  # when it was last seen
     answered: int = 0  # tokens of its answers

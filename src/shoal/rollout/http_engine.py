@@ -558,7 +558,7 @@ class HttpHost(ThreadHost):
     def handle(self, message: Message) -> None:
         super().handle(message)
         if isinstance(message, Load):
-            self.engine.begin_opening(message.manifest)
+            self.engine.begin_opening(message.version)
 
     def progress(self) -> HostProgress:
         if not self.engine.reports:

@@ -1,5 +1,4 @@
-"""A group on its way, from what was asked for to what is handed over; the ledger has an entry for
-each.
+"""Ledger of a fleet: an entry for each group, from its request until it is handed over.
 
     waiting -> running -> sampled -> rewarded -> handed over
        ^          |
@@ -15,7 +14,7 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -56,12 +55,10 @@ class PendingGroup:
     stage: Stage = Stage.WAITING
     attempt: int = 0  # how often it was given to a host
     host: str = ""  # that has it
-    rollouts: list[Rollout] = field(
-        default_factory=list
-    )  # its completions while they go, where these have turns
-    rollout_states: Counter[RolloutState] = field(
-        default_factory=Counter
-    )  # how many of them are in each
+    # its completions while they are under way, where these have turns
+    rollouts: list[Rollout] = field(default_factory=list)
+    # how many of them are in each state
+    rollout_states: Counter[RolloutState] = field(default_factory=Counter)
     completions: Sequence[Completion] = ()
     texts: Sequence[str] = ()
     group: Group | None = None
@@ -88,9 +85,8 @@ class Ledger:
 
     entries: dict[int, PendingGroup] = field(default_factory=dict)  # in the order asked
     next_id: int = 0
-    parts: dict[int, int] = field(
-        default_factory=dict
-    )  # id of a request for a part of a group -> the group's
+    # id of a request for a part of a group -> the group's
+    parts: dict[int, int] = field(default_factory=dict)
     duplicates: int = 0  # answers to groups that had been answered
     asked_again: int = 0  # groups whose host was lost
 
@@ -108,11 +104,11 @@ class Ledger:
 
     def of(self, purpose: Purpose, step: int) -> list[PendingGroup]:
         """What a step asked for, in that order."""
-        return [
-            entry
-            for entry in self.entries.values()
-            if entry.request.purpose == purpose and entry.request.step == step
-        ]
+        entries = []
+        for entry in self.entries.values():
+            if entry.request.purpose == purpose and entry.request.step == step:
+                entries.append(entry)
+        return entries
 
     def at(self, stage: Stage) -> list[PendingGroup]:
         """The groups of a stage, the oldest first."""
@@ -151,15 +147,18 @@ class Ledger:
             groups.append(entry.group)
             del self.entries[entry.id]
         if len(entries):
-            self.parts = {part: id for part, id in self.parts.items() if id in self.entries}
+            for part, id in list(self.parts.items()):
+                if id not in self.entries:
+                    del self.parts[part]
         return groups
 
     def count(self, *stages: Stage) -> int:
         return sum(entry.stage in stages for entry in self.entries.values())
 
 
-def whereabouts(entries: Sequence[PendingGroup], hosts: Mapping[str, str]) -> str:
-    """Where groups are that somebody waits for. `hosts`: what to say of each host that has some."""
+def describe_stages(entries: Sequence[PendingGroup], hosts: Mapping[str, str]) -> str:
+    """How many groups of these are in each stage, and at which host. `hosts`: the text for each
+    host."""
     num_rewarded = 0
     counts = Counter[str]()
     for entry in entries:
@@ -170,8 +169,8 @@ def whereabouts(entries: Sequence[PendingGroup], hosts: Mapping[str, str]) -> st
         else:
             counts[str(entry.stage)] += 1
     parts = [f"{num_rewarded} of {len(entries)} groups are there"]
-    for where, number in counts.items():
-        parts.append(f"{number} {where}")
+    for stage_text, number in counts.items():
+        parts.append(f"{number} {stage_text}")
     parts.append(f"attempt {max(entry.attempt for entry in entries)}")
     return ", ".join(parts)
 
@@ -211,8 +210,9 @@ def rollout_requests(
     request = replace(request, has_turns=True)
     if all(np.array_equal(ids, prompts[0]) for ids in prompts):
         return [replace(request, prompt_ids=prompts[0], turn_limits=tuple(turn_limits))]
-    return [
-        replace(
+    requests = []
+    for index, (ids, turn_limit) in enumerate(zip(prompts, turn_limits, strict=True)):
+        own_request = replace(
             request,
             id=new_id(),
             prompt_ids=ids,
@@ -220,8 +220,8 @@ def rollout_requests(
             first=index,
             turn_limits=(turn_limit,),
         )
-        for index, (ids, turn_limit) in enumerate(zip(prompts, turn_limits, strict=True))
-    ]
+        requests.append(own_request)
+    return requests
 
 
 def branch_request(
@@ -279,9 +279,9 @@ def make_group(
         valid=scores.valid[position],
         subset=request.subset,
         extra={name: column[position] for name, column in scores.extra.items()},
-        reward_weights={one.name: one.weight for one in task.rewards},
+        reward_weights={reward.name: reward.weight for reward in task.rewards},
     )
-    # Judged apart from rewards: a weighted sum, or a reward of the user's own, says nothing about
+    # Judged without the rewards: a weighted sum, or a reward of the user's own, says nothing about
     # accuracy.
     if task.correct_by in scores.components:
         return replace(group, correct=scores.components[task.correct_by][position] == 1)
@@ -299,25 +299,27 @@ class GroupRewards:
     task: Task
     pool: RewardPool
     decode: Callable[[Sequence[int]], str]
-    on_error: Policy = (
-        "error"  # of an environment that failed: zero or skip, else the run has ended
-    )
+    # of an environment that failed: zero or skip; with error the run has ended before
+    on_error: Policy = "error"
 
     def submit(self, entry: PendingGroup) -> None:
         """Submits a sampled group to the pool; functions that are called in this process are called
         here."""
-        entry.texts = [self.decode(one.token_ids.tolist()) for one in entry.completions]
-        sampled_ids, turns = (
-            [one.token_ids[one.loss_mask].tolist() for one in entry.completions],
-            {},
-        )
+        texts = []
+        sampled_ids = []
+        for completion in entry.completions:
+            texts.append(self.decode(completion.token_ids.tolist()))
+            sampled_ids.append(completion.token_ids[completion.loss_mask].tolist())
+        entry.texts = texts
+        turns: dict[str, Any] = {}
         if entry.rollouts:
-            turns = {
-                "messages": [[one.messages for one in entry.rollouts]]
-                if entry.rollouts[0].messages
-                else (),
-                "environments": [[one.environment for one in entry.rollouts if one.environment]],
-            }
+            messages = [rollout.messages for rollout in entry.rollouts]
+            turns["messages"] = [messages] if messages[0] else ()
+            environments = []
+            for rollout in entry.rollouts:
+                if rollout.environment:
+                    environments.append(rollout.environment)
+            turns["environments"] = [environments]
         self.pool.submit(
             entry.id,
             [entry.request.example],
@@ -327,9 +329,9 @@ class GroupRewards:
             **turns,
         )
 
-    def enter(self, found: Sequence[tuple[Hashable, Scores]], ledger: Ledger) -> None:
+    def enter(self, scored: Sequence[tuple[Hashable, Scores]], ledger: Ledger) -> None:
         """Makes groups of the scores that the pool has given."""
-        for ticket, scores in found:
+        for ticket, scores in scored:
             assert isinstance(ticket, int)
             entry = ledger.entries[ticket]
             entry.move(Stage.REWARDED)

@@ -74,7 +74,7 @@ class Worker:
         self._name, self._make = name, make
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news = asyncio.Event()
-        self._manifests: dict[int, Version] = {}
+        self._versions: dict[int, Version] = {}
         self._host: ThreadHost | None = None
         # By number: messages that came before one of a lower number, and the versions that the
         # trainer had when it sent them.
@@ -99,23 +99,23 @@ class Worker:
         self._host = ThreadHost(host, self._wake, self._name)
         return Joined(proof, host.capacity)
 
-    async def handle(self, number: int, message: Message, versions: Sequence[int]) -> None:
+    async def handle(self, number: int, message: Message, available: Sequence[int]) -> None:
         """Passes on the messages that `RayHost` has sent, in the order of their numbers: 0, 1, ...
-        `versions`: those that the trainer has not released."""
-        self._early[number] = message, versions
+        `available`: the versions that the trainer has not released."""
+        self._early[number] = message, available
         while self._next in self._early:
-            message, versions = self._early.pop(self._next)
+            message, available = self._early.pop(self._next)
             self._next += 1
-            self._release_others(versions)
+            self._release_others(available)
             if isinstance(message, Load):
                 # Ray has made a copy of it, so this process has to release it as well.
-                self._manifests[message.manifest.version] = message.manifest
+                self._versions[message.version.version] = message.version
             assert self._host is not None
             self._host.handle(message)
 
-    def _release_others(self, versions: Sequence[int]) -> None:
-        for version in self._manifests.keys() - versions:
-            self._manifests.pop(version).remove()
+    def _release_others(self, available: Sequence[int]) -> None:
+        for version in self._versions.keys() - available:
+            self._versions.pop(version).remove()
 
     async def news(self, seconds: float) -> tuple[dict[int, list[Completion]], HostProgress]:
         """Answers as soon as there are some, else none after so many seconds; and what the host has
@@ -150,7 +150,7 @@ class RayHost:
         self._news: Future | None = None
         self._sent: list[Future] = []
         self._num_sent = 0
-        self._manifests: dict[int, Version] = {}
+        self._versions: dict[int, Version] = {}
         self._progress = HostProgress()
         self._capacity = -1  # no room until it has joined
         self._differs = False
@@ -158,11 +158,11 @@ class RayHost:
     def handle(self, message: Message) -> None:
         if isinstance(message, Load):
             available = {}
-            for version, older_manifest in self._manifests.items():
-                if older_manifest.exists:
-                    available[version] = older_manifest
-            available[message.manifest.version] = message.manifest
-            self._manifests = available
+            for number, older_version in self._versions.items():
+                if older_version.exists:
+                    available[number] = older_version
+            available[message.version.version] = message.version
+            self._versions = available
             if self._capacity < 0:
                 # `_join` sends it: calls that wait for a worker which the cluster has no room for
                 # would keep every version that they name.
@@ -214,9 +214,9 @@ class RayHost:
             return
         self._differs = differs
         self._capacity = joined.capacity
-        for manifest in self._manifests.values():
-            if manifest.exists:
-                self._send(Load(manifest))
+        for version in self._versions.values():
+            if version.exists:
+                self._send(Load(version))
 
     def close(self) -> None:
         self._cluster.alive.discard(self.name)
@@ -238,8 +238,8 @@ class RayHost:
                 os.kill(self._place.pid, signal.SIGKILL)
 
     def _send(self, message: Message) -> None:
-        versions = list(self._manifests)
-        sent = self._call(self._worker.handle, self._num_sent, message, versions)
+        available = list(self._versions)
+        sent = self._call(self._worker.handle, self._num_sent, message, available)
         self._sent.append(sent)
         self._num_sent += 1
 

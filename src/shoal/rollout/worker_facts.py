@@ -46,35 +46,41 @@ class WorkerFingerprint:
 
     def other_facts(self, wanted: Mapping[str, str]) -> str:
         """Which facts are not as wanted; empty where all are."""
-        return ", ".join(
-            f"{name} is {self.facts.get(name) or 'not set'}, not {value or 'not set'}"
-            for name, value in wanted.items()
-            if self.facts.get(name) != value
-        )
+        texts = []
+        for name, value in wanted.items():
+            own_value = self.facts.get(name)
+            if own_value != value:
+                texts.append(f"{name} is {own_value or 'not set'}, not {value or 'not set'}")
+        return ", ".join(texts)
 
     def difference(self, other: WorkerFingerprint) -> str:
         """How another host's numbers differ, and what may be why; empty where they do not."""
-        facts = [text] if (text := other.other_facts(self.facts)) else []
+        differences = []
+        facts_text = other.other_facts(self.facts)
+        if facts_text:
+            differences.append(facts_text)
         if not np.array_equal(self.tokens, other.tokens):
-            facts.append("it draws other tokens")
+            differences.append("it draws other tokens")
         elif not np.array_equal(self.logprobs.view(np.uint32), other.logprobs.view(np.uint32)):
             largest = np.abs(self.logprobs - other.logprobs).max()
-            facts.append(f"it draws with other log-probs (by up to {largest:.2g})")
-        return ", ".join(facts)
+            differences.append(f"it draws with other log-probs (by up to {largest:.2g})")
+        return ", ".join(differences)
 
     def write(self, file: Path) -> None:
-        arrays = {"tokens": self.tokens.tolist(), "logprobs": self.logprobs.tolist()}
-        write_atomically(file, [json.dumps({"facts": dict(self.facts), **arrays})])
+        stored = {
+            "facts": dict(self.facts),
+            "tokens": self.tokens.tolist(),
+            "logprobs": self.logprobs.tolist(),
+        }
+        write_atomically(file, [json.dumps(stored)])
 
     @classmethod
     def read(cls, file: Path) -> WorkerFingerprint:
         """A proof from a file; ShoalError where that is damaged."""
         try:
             stored = json.loads(file.read_text(encoding="utf-8"))
-            tokens, logprobs = (
-                np.array(stored["tokens"], np.int32),
-                np.array(stored["logprobs"], np.float32),
-            )
+            tokens = np.array(stored["tokens"], np.int32)
+            logprobs = np.array(stored["logprobs"], np.float32)
             if len(tokens) != len(logprobs):
                 raise ValueError("tokens and log-probs are not as many")
             return cls(dict(stored["facts"]), tokens, logprobs)
@@ -88,30 +94,26 @@ class WorkerFingerprint:
 
 @dataclass
 class WorkerParity:
-    """What the numbers of a run's workers must be; with `strict`, which is for versions that are
-    fixed, a worker that differs is refused.
+    """The numbers that a run's workers must have; with `strict`, which is for fixed versions, a
+    worker that differs is refused.
 
-    They should be the trainer's, or those of the run's earlier workers, where one of the workers
-    has such devices and these had the settings of now; else the first worker's. It is decided once
-    all have proved themselves, or FIRST_SECONDS after the first."""
+    They are the trainer's, or those of the run's earlier workers, where a worker has the same
+    devices and settings as these; else the first worker's. That is decided once all workers are
+    ready, or FIRST_SECONDS after the first."""
 
     strict: bool
     say: Callable[[str], None]
-    facts: Mapping[str, str] = field(
-        default_factory=dict
-    )  # of the trainer, those that a worker must share
-    wanted: dict[str, WorkerFingerprint] = field(
-        default_factory=dict
-    )  # by whose they are, the first that fits is taken
-    proofs: dict[str, WorkerFingerprint] = field(
-        default_factory=dict
-    )  # of the workers that are ready
+    # of the trainer, those that a worker must share
+    facts: Mapping[str, str] = field(default_factory=dict)
+    # by whose they are; the first that fits is taken
+    wanted: dict[str, WorkerFingerprint] = field(default_factory=dict)
+    # of the workers that are ready
+    proofs: dict[str, WorkerFingerprint] = field(default_factory=dict)
     different: set[str] = field(default_factory=set)  # workers that sample otherwise
     file: Path | None = None  # that a worker's proof is written to where it is the measure
     _chosen: tuple[str, WorkerFingerprint] | None = None
-    _undecided_at: float = (
-        0.0  # since when a worker that is ready waits for the proofs of others; 0: none does
-    )
+    # since when a worker that is ready waits for others; 0: none does
+    _undecided_at: float = 0.0
 
     def keep(self, folder: Path) -> None:
         """Keeps the measure in a run's folder, where the trainer is not: a resumed run's workers
@@ -125,14 +127,17 @@ class WorkerParity:
         decided, as of those that are `alive` some have not proved themselves. HostRefused where
         they must not differ."""
         proof = self.proofs[name]
-        who, difference = "the trainer", proof.other_facts(self.facts)
+        owner = "the trainer"
+        difference = proof.other_facts(self.facts)
         if not difference:
-            if (chosen := self._chosen or self._choose(name, alive)) is None:
+            if self._chosen is None:
+                self._chosen = self._choose(name, alive)
+            if self._chosen is None:
                 return None
-            self._chosen = who, measure = chosen
+            owner, measure = self._chosen
             difference = measure.difference(proof)
         if difference:
-            text = f"{name} differs from {who}: {difference}"
+            text = f"{name} differs from {owner}: {difference}"
             if self.strict:
                 raise HostRefused(
                     f"{text}; refused, as train.versions=fixed promises the same tokens from every "
@@ -144,12 +149,18 @@ class WorkerParity:
         return bool(difference)
 
     def _choose(self, name: str, alive: Set[str]) -> tuple[str, WorkerFingerprint] | None:
-        for who, wanted in self.wanted.items():
-            if any(not one.other_facts(wanted.facts) for one in self.proofs.values()):
-                return who, wanted
-        if self.wanted and (others := sorted(alive - self.proofs.keys())):
-            self._undecided_at = self._undecided_at or time.monotonic()
-            if (seconds := time.monotonic() - self._undecided_at) < FIRST_SECONDS:
+        """Whose numbers the workers must have, and what these are; None while others prepare that
+        may have the same devices as those wanted."""
+        for owner, wanted in self.wanted.items():
+            for proof in self.proofs.values():
+                if not proof.other_facts(wanted.facts):
+                    return owner, wanted
+        others = sorted(alive - self.proofs.keys())
+        if self.wanted and others:
+            if not self._undecided_at:
+                self._undecided_at = time.monotonic()
+            seconds = time.monotonic() - self._undecided_at
+            if seconds < FIRST_SECONDS:
                 return None
             self.say(
                 "no worker that is ready has the devices and settings of "
@@ -168,39 +179,32 @@ def fingerprint_of(
     limit = min(TOKENS, params.max_tokens)
     size = min(PROMPT_TOKENS, engine.max_prompt_tokens, engine.model.architecture.vocab_size)
     engine.load(KNOWN_VERSION, known_parameters(engine.model))
-    engine.submit(
-        [
-            SampleRequest(
-                0,
-                np.arange(size, dtype=np.int32),
-                num_completions,
-                NoiseKey(0, "proof", 0, 0),
-                replace(params, max_tokens=limit, stop=()),
-            )
-        ]
+    request = SampleRequest(
+        0,
+        np.arange(size, dtype=np.int32),
+        num_completions,
+        NoiseKey(0, "proof", 0, 0),
+        replace(params, max_tokens=limit, stop=()),
     )
+    engine.submit([request])
     ((_, completions),) = run_until_idle(engine)
     engine.release_memory()
-    return WorkerFingerprint(
-        facts,
-        np.concatenate([one.token_ids for one in completions]),
-        np.concatenate([one.logprobs for one in completions]),
-    )
+    tokens = np.concatenate([completion.token_ids for completion in completions])
+    logprobs = np.concatenate([completion.logprobs for completion in completions])
+    return WorkerFingerprint(facts, tokens, logprobs)
 
 
 def known_parameters(model: Model) -> Params:
     """Weights of a model's shapes that are a function of their positions: the same bits on every
     device."""
     specs, structure = jax.tree.flatten(param_specs(model.architecture))
+    leaves = []
+    for number, spec in enumerate(specs):
+        make_leaf = _known(model.role, spec, published_dtype(model, spec))
+        leaves.append(make_leaf(np.uint32(number)))
     return publish_to(
         model,
-        jax.tree.unflatten(
-            structure,
-            [
-                _known(model.role, spec, published_dtype(model, spec))(np.uint32(number))
-                for number, spec in enumerate(specs)
-            ],
-        ),
+        jax.tree.unflatten(structure, leaves),
         delete_source=True,
     )
 
@@ -210,9 +214,8 @@ def _known(role: Role, spec: ParamSpec, dtype: np.dtype) -> Program:
     """The program of one parameter by its number."""
 
     def make(number: jax.Array) -> jax.Array:
-        if (
-            spec.init == "ones" or not spec.weight_decay
-        ):  # an adapter's B, which begins at zero, is to be seen
+        # Not where `init` is zeros: an adapter's B, which begins at zero, is to be seen.
+        if spec.init == "ones" or not spec.weight_decay:
             return jnp.full(spec.shape, spec.init == "ones", dtype)
         position = jnp.full(spec.shape, number, jnp.uint32)
         for axis, size in enumerate(spec.shape):

@@ -39,26 +39,24 @@ class AgentSampler:
     eos_ids = ()
 
     def __init__(self, sampler: RolloutSampler, section: SamplingSection, model: str) -> None:
-        self.params, self.max_prompt_tokens, self.name = (
-            section.params,
-            section.max_prompt_tokens,
-            model,
-        )
+        self.name = model
+        self.params = section.params
+        self.max_prompt_tokens = section.max_prompt_tokens
         self._longest = section.max_prompt_tokens + section.max_completion_tokens
-        self._sampler, self._lock = sampler, threading.Lock()
+        self._sampler = sampler
+        self._lock = threading.Lock()
         self.reward: float | None = None  # that was posted
-        self.is_over, self.when_over = False, lambda: None
-        self.when_dropped = lambda: None  # before it learns of it, and complains
+        self.is_over = False
+        self.when_over: Callable[[], object] = _do_nothing
+        self.when_dropped: Callable[[], object] = (
+            _do_nothing  # before it learns of it, and complains
+        )
 
     async def sample(self, call: Call) -> Sampled:
-        own, given = self.params, call.params
         for name in ("temperature", "top_k", "top_p", "min_p", "stop"):
-            require(
-                getattr(given, name) == getattr(own, name),
-                name,
-                getattr(given, name),
-                f"the run's, {getattr(own, name)}; leave it out",
-            )
+            requested = getattr(call.params, name)
+            own = getattr(self.params, name)
+            require(requested == own, name, requested, f"the run's, {own}; leave it out")
         require(
             call.num_completions == 1,
             "n",
@@ -72,21 +70,18 @@ class AgentSampler:
             self._longest,
             "sampling.max_prompt_tokens and max_completion_tokens",
         )
-        return Sampled(
-            **await asyncio.to_thread(
-                self._ask,
-                {
-                    "prompt": call.prompt,
-                    "tools": list(call.tools),
-                    "named": call.logprobs,
-                    "max_tokens": given.max_tokens,
-                },
-            )
-        )
+        request = {
+            "prompt": call.prompt,
+            "tools": list(call.tools),
+            "named": call.logprobs,
+            "max_tokens": call.params.max_tokens,
+        }
+        answer = await asyncio.to_thread(self._ask, request)
+        return Sampled(answer["prompt_ids"], answer["choices"])
 
-    def _ask(self, call: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
-            found = self._sampler.ask("call", call)
+            answer = self._sampler.ask("call", request)
         except RolloutEnded as error:
             with self._lock:
                 if isinstance(error, RolloutDropped):
@@ -97,12 +92,13 @@ class AgentSampler:
             raise ShoalError(f"the rollout is over: {error}") from None
         except ValueError as error:
             raise ShoalError(str(error)) from None
-        self._sampler.sampled += found["choices"][0]["ids"]
-        return found
+        self._sampler.sampled += answer["choices"][0]["ids"]
+        return answer
 
     def take_reward(self, body: dict[str, Any]) -> None:
-        require(type(value := body.get("reward")) in (int, float), "reward", value, "a number")
-        self.reward = value
+        reward = body.get("reward")
+        require(type(reward) in (int, float), "reward", reward, "a number")
+        self.reward = reward
 
     def check(self) -> None:
         """It can be asked as long as it is there."""
@@ -126,20 +122,27 @@ class AgentProgram:
     ) -> dict[str, Any]:
         from shoal.serve.app import Api
 
-        played, key = AgentSampler(sampler, self.sampling, self.model), secrets.token_urlsafe(24)
+        played = AgentSampler(sampler, self.sampling, self.model)
+        key = secrets.token_urlsafe(24)
         api = Api(played, key, seconds=1e9, posts={"/v1/reward": played.take_reward})
         with served(api.app()) as address:
             url = f"{address}/v1"
-            said = (
-                _run(self.agent, rows[0], url, key, played)
-                if isinstance(self.agent, str)
-                else self.agent(rows[0], url, key)
-            )
+            if isinstance(self.agent, str):
+                own_reward = _run(self.agent, rows[0], url, key, played)
+            else:
+                own_reward = self.agent(rows[0], url, key)
         if not sampler.sampled:
             raise RuntimeError(
                 "the agent ended without a request to OPENAI_BASE_URL that was answered"
             )
-        return {"agent_reward": [said if played.reward is None else played.reward]}
+        reward = played.reward
+        if reward is None:
+            reward = own_reward
+        return {"agent_reward": [reward]}
+
+
+def _do_nothing() -> None:
+    return None
 
 
 def _give(to: IO[str], text: str) -> None:
@@ -158,7 +161,8 @@ def _run(
     command: str, row: Mapping[str, Any], url: str, key: str, played: AgentSampler
 ) -> float | None:
     """The number that a program printed last, if it is one."""
-    last, variables = "", {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
+    last_line = ""
+    variables = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
     with subprocess.Popen(
         shlex.split(command),
         stdin=subprocess.PIPE,
@@ -171,20 +175,21 @@ def _run(
         assert process.stdin and process.stdout
         # All of it: what a shell, or `uv run`, started would go on, and hold its output open.
         timer = threading.Timer(GRACE, os.killpg, (process.pid, signal.SIGKILL))
-        timer.daemon, played.when_over = True, timer.start
+        timer.daemon = True
+        played.when_over = timer.start
         played.when_dropped = functools.partial(_kill, process)
         # In a thread: one that reads its row late, or never, may print before, and ends when it
         # likes.
-        giver = threading.Thread(
-            target=_give, args=(process.stdin, json.dumps(row, default=str)), daemon=True
-        )
+        row_text = json.dumps(row, default=str)
+        giver = threading.Thread(target=_give, args=(process.stdin, row_text), daemon=True)
         giver.start()
         for line in process.stdout:
-            last = line.strip() or last
+            if line.strip():
+                last_line = line.strip()
         giver.join()
     timer.cancel()
     if process.returncode and not played.is_over:
         raise RuntimeError(f"the agent ended with exit code {process.returncode}")
     with contextlib.suppress(ValueError):
-        return float(last)
+        return float(last_line)
     return None

@@ -3,7 +3,6 @@ form. What is unknown or has no effect is refused by name."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 import uuid
@@ -24,42 +23,36 @@ class Within(NamedTuple):
 
 MOST_DEPTH = 200
 """Of lists and objects inside one another in a body."""
-
-
 MOST = 128
 """Completions of a call, tools and stop strings."""
-
-
 MESSAGE = {
     "role": ("system", "developer", "user", "assistant", "tool"),
     "content?": (str, [{"type": ("text",), "text": str}]),
     "tool_calls?": [{"function": {"name": str, "arguments?": (str, dict)}}],
 }
-
-
 TOOL = {"function": {"name": str, "parameters?": {"properties?": {"*": dict}}}}
-
-
 ONLY_AT = {
-    **dict.fromkeys(
-        ("frequency_penalty", "presence_penalty", "min_tokens", "prompt_logprobs", "top_logprobs"),
-        Within(0.0, 0.0),
-    ),
+    "frequency_penalty": Within(0.0, 0.0),
+    "presence_penalty": Within(0.0, 0.0),
     "repetition_penalty": Within(1.0, 1.0),
+    "min_tokens": Within(0.0, 0.0),
+    "prompt_logprobs": Within(0.0, 0.0),
+    "top_logprobs": Within(0.0, 0.0),
     "best_of": Within(1, 1),
-    **dict.fromkeys(
-        ("echo", "store", "ignore_eos", "continue_final_message", "include_stop_str_in_output"),
-        (False,),
-    ),
-    **dict.fromkeys(("detokenize", "add_generation_prompt", "parallel_tool_calls"), (True,)),
+    "echo": (False,),
+    "store": (False,),
+    "ignore_eos": (False,),
+    "continue_final_message": (False,),
+    "include_stop_str_in_output": (False,),
+    "detokenize": (True,),
+    "add_generation_prompt": (True,),
+    "parallel_tool_calls": (True,),
     "response_format": {"type": ("text",)},
     "tool_choice": ("auto", "none"),
     "logit_bias": {"*": ()},
     "chat_template_kwargs": {"*": ()},
 }
 """Settings of which one value is supported, and is what it would be without them."""
-
-
 FREE = (
     "model",
     "user",
@@ -75,28 +68,19 @@ FREE = (
     "output_kind",
 )
 """Settings that do not change what is sampled: accepted, and read by nobody."""
-
-
 SAMPLING = {
     "temperature": Within(0.0, 100.0),
     "top_p": Within(1e-6, 1.0),
     "min_p": Within(0.0, 1.0),
     "top_k": Within(-1, 2**30),
 }
-
-
 PROMPTS = {
     "chat": ("messages", [MESSAGE]),
     "text": ("prompt", (str, [int])),
     "tokens": ("token_ids", [int]),
 }
 """Kind of a call -> the name and the shape of its prompt."""
-
-
-SHAPES = {
-    **ONLY_AT,
-    **SAMPLING,
-    **dict.fromkeys(FREE, object),
+SHAPES: dict[str, Any] = {
     "n": Within(1, MOST),
     "stream": bool,
     "tools": [TOOL],
@@ -106,8 +90,9 @@ SHAPES = {
     "return_token_ids": bool,
     "logprobs": (False, True, 0, 1),
     "stop_token_ids": [int],
-    **dict(PROMPTS.values()),
 }
+"""Setting of a call -> its shape; `max_tokens` depends on the sampler."""
+SHAPES |= ONLY_AT | SAMPLING | dict.fromkeys(FREE, object) | dict(PROMPTS.values())
 
 
 @dataclass(frozen=True)
@@ -176,9 +161,11 @@ def _check_depth(body: dict[str, Any]) -> None:
     level: list[Any] = [body]
     for _ in range(MOST_DEPTH):
         below: list[Any] = []
-        for one in level:
-            inner = one.values() if isinstance(one, dict) else one
-            below += [value for value in inner if isinstance(value, dict | list)]
+        for container in level:
+            items = container.values() if isinstance(container, dict) else container
+            for item in items:
+                if isinstance(item, dict | list):
+                    below.append(item)
         if not below:
             return
         level = below
@@ -190,64 +177,83 @@ def _check_depth(body: dict[str, Any]) -> None:
 def read_call(kind: str, body: dict[str, Any], sampler: Sampler) -> Call:
     """The call of a body. ShoalError names the setting that is wrong."""
     if kind == "tokens":  # everything but the prompt is in there
-        require(
-            fits(given := body.pop("sampling_params", {}), dict),
-            "sampling_params",
-            given,
-            "an object",
-        )
-        body = {"logprobs": 1, "return_token_ids": True, **body, **given}
-    body = {name: value for name, value in body.items() if value is not None}
-    prompt = PROMPTS[kind][0]
-    if kind == "text" and fits(body.get("prompt"), [(str, list)]) and len(body["prompt"]) == 1:
-        [body["prompt"]] = body["prompt"]
-    limits = ("max_tokens", "max_completion_tokens") if kind == "chat" else ("max_tokens",)
-    shapes = {**SHAPES, **dict.fromkeys(limits, Within(1, sampler.max_tokens))}
-    others = {name for name, _ in PROMPTS.values()} - {prompt}
-    for name, value in {prompt: None, **body}.items():
-        require(
-            name in shapes and name not in others,
-            name,
-            value,
-            "nothing: this address has no such setting",
-        )
-        require(fits(value, shapes[name]), name, value, expected(shapes[name]))
-    ids = body[prompt] if fits(body[prompt], [int]) else []
+        nested = body.pop("sampling_params", {})
+        require(fits(nested, dict), "sampling_params", nested, "an object")
+        body = {"logprobs": 1, "return_token_ids": True} | body | nested
+    settings = {name: value for name, value in body.items() if value is not None}
+    prompt_name, _ = PROMPTS[kind]
+    if kind == "text" and fits(settings.get("prompt"), [(str, list)]):
+        if len(settings["prompt"]) == 1:
+            settings["prompt"] = settings["prompt"][0]
+    _check_shapes(kind, settings, sampler)
+    prompt = settings[prompt_name]
+    ids = prompt if fits(prompt, [int]) else []
+    are_ids = all(0 <= id < sampler.vocab_size for id in ids)
     require(
-        bool(body[prompt]) and all(0 <= id < sampler.vocab_size for id in ids),
-        prompt,
-        body[prompt],
-        f"some, of ids below {sampler.vocab_size}",
+        bool(prompt) and are_ids, prompt_name, prompt, f"some, of ids below {sampler.vocab_size}"
     )
-    ends, own, stop = body.get("stop_token_ids", []), sampler.params, body.get("stop", [])
+    eos_ids = settings.get("stop_token_ids", [])
     require(
-        {*ends} <= {*sampler.eos_ids},
+        set(eos_ids) <= set(sampler.eos_ids),
         "stop_token_ids",
-        ends,
+        eos_ids,
         f"of the model's own, {sampler.eos_ids}",
     )
-    stop = [stop] if isinstance(stop, str) else stop
+    stop = settings.get("stop", [])
+    if isinstance(stop, str):
+        stop = [stop]
     require(all(stop) and len(stop) <= MOST, "stop", stop, f"at most {MOST}, none of them empty")
-    numbers = {name: body[name] for name in SAMPLING if name in body}
-    # Both may be given: OpenAI's newer name counts, as in vLLM.
-    max_tokens = body.get("max_completion_tokens", body.get("max_tokens", own.max_tokens))
-    params = replace(own, **numbers, max_tokens=max_tokens, stop=tuple(stop) or own.stop)
-    for tool in (tools := body.get("tools", [])):
+    params = _read_params(settings, stop, sampler.params)
+    tools = settings.get("tools", [])
+    for tool in tools:
         require(bool(tool["function"]["name"]), "tools", tool, "a name of each")
         tool["function"].setdefault("parameters", {}).setdefault("properties", {})
-    logprobs = body.get("logprobs", False)
+    if settings.get("tool_choice") == "none":
+        tools = ()
+    logprobs = settings.get("logprobs", False)
+    has_logprobs = logprobs is not False
+    if kind == "chat":  # 0 as well is none: there it is a yes or a no
+        has_logprobs = bool(logprobs)
+        prompt = [_message(message) for message in prompt]
     return Call(
         kind,
-        [*map(_message, body[prompt])] if kind == "chat" else body[prompt],
+        prompt,
         replace(params, top_k=max(0, params.top_k)),
-        body.get("n", 1),
-        body.get("seed"),
-        tools if body.get("tool_choice") != "none" else (),
-        body.get("stream", False),
-        body.get("stream_options", {}).get("include_usage") is True,
-        bool(logprobs) if kind == "chat" else logprobs is not False,
-        body.get("return_token_ids", False),
+        settings.get("n", 1),
+        settings.get("seed"),
+        tools,
+        stream=settings.get("stream", False),
+        usage=settings.get("stream_options", {}).get("include_usage") is True,
+        logprobs=has_logprobs,
+        ids=settings.get("return_token_ids", False),
     )
+
+
+def _check_shapes(kind: str, settings: dict[str, Any], sampler: Sampler) -> None:
+    """ShoalError for a setting that the address does not have, for one of another shape, and where
+    the prompt is missing."""
+    prompt_name, _ = PROMPTS[kind]
+    max_tokens = Within(1, sampler.max_tokens)
+    shapes = SHAPES | {"max_tokens": max_tokens}
+    if kind == "chat":
+        shapes["max_completion_tokens"] = max_tokens
+    for other_name, _ in PROMPTS.values():
+        if other_name != prompt_name:
+            del shapes[other_name]
+    for name, value in ({prompt_name: None} | settings).items():
+        require(name in shapes, name, value, "nothing: this address has no such setting")
+        require(fits(value, shapes[name]), name, value, expected(shapes[name]))
+
+
+def _read_params(
+    settings: dict[str, Any], stop: Sequence[str], default: SamplingParams
+) -> SamplingParams:
+    numbers = {name: settings[name] for name in SAMPLING if name in settings}
+    # Both may be given: OpenAI's newer name counts, as in vLLM.
+    max_tokens = settings.get("max_tokens", default.max_tokens)
+    max_tokens = settings.get("max_completion_tokens", max_tokens)
+    stop_strings = tuple(stop) or default.stop
+    return replace(default, **numbers, max_tokens=max_tokens, stop=stop_strings)
 
 
 def _message(given: dict[str, Any]) -> dict[str, Any]:
@@ -255,57 +261,63 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
     objects."""
     message = {name: value for name, value in given.items() if value is not None}
     content = message.get("content", "")
-    message["content"] = (
-        content if isinstance(content, str) else "".join(part["text"] for part in content)
-    )
+    if not isinstance(content, str):
+        content = "".join(part["text"] for part in content)
+    message["content"] = content
     message["role"] = message["role"].replace("developer", "system")
     for call in message.get("tool_calls", ()):
         arguments = call["function"].get("arguments") or "{}"
-        call["function"]["arguments"] = (
-            parse(arguments.encode()) if isinstance(arguments, str) else arguments
-        )
+        if isinstance(arguments, str):
+            arguments = parse(arguments.encode())
+        call["function"]["arguments"] = arguments
     return message
 
 
 def fits(value: Any, shape: Any) -> bool:
-    """Whether JSON has a shape: a type, a number `Within`, (values or shapes to choose from), [of
+    """True if JSON has a shape: a type, a number `Within`, (values or shapes to choose from), [of
     all items], {of names, some with a ?; * for all}."""
     if isinstance(shape, Within):
         return type(value) in (int, type(shape.low)) and shape.low <= value <= shape.high
     if isinstance(shape, tuple):
-        return any(
-            fits(value, one)
-            if isinstance(one, type | list | dict)
-            else value is one or (type(value) is type(one) and value == one)
-            for one in shape
-        )
+        return any(_is_choice(value, choice) for choice in shape)
     if isinstance(shape, list):
-        if isinstance(value, list) and isinstance(shape[0], type) and shape[0] is not object:
-            return {*map(type, value)} <= {*shape}  # of a prompt, thousands of ids
-        return isinstance(value, list) and all(fits(one, shape[0]) for one in value)
+        (item_shape,) = shape
+        if not isinstance(value, list):
+            return False
+        if isinstance(item_shape, type) and item_shape is not object:
+            # Of a prompt these may be thousands of ids.
+            return {type(item) for item in value} <= {item_shape}
+        return all(fits(item, item_shape) for item in value)
     if not isinstance(shape, dict) or not isinstance(value, dict):
         return shape is object or type(value) is shape
     if "*" in shape:
-        return all(fits(one, shape["*"]) for one in value.values())
-    given = {name: value.get(name.rstrip("?")) for name in shape}
-    return all(
-        (one is None and name.endswith("?")) or fits(one, shape[name])
-        for name, one in given.items()
-    )
+        return all(fits(item, shape["*"]) for item in value.values())
+    for name, item_shape in shape.items():
+        item = value.get(name.rstrip("?"))
+        if item is None and name.endswith("?"):
+            continue
+        if not fits(item, item_shape):
+            return False
+    return True
+
+
+def _is_choice(value: Any, choice: Any) -> bool:
+    """True if a value is one of those that a shape lists, or has a shape that it lists."""
+    if isinstance(choice, type | list | dict):
+        return fits(value, choice)
+    return value is choice or (type(value) is type(choice) and value == choice)
 
 
 def expected(shape: Any) -> str:
     """A setting's shape in words."""
     if isinstance(shape, Within):
-        return (
-            f"{'an integer' if isinstance(shape.low, int) else 'a number'} from {exact(shape.low)} "
-            f"to {shape.high}"
-        )
-    values = (
-        [json.dumps(one) for one in shape if isinstance(one, str | int)]
-        if isinstance(shape, tuple)
-        else []
-    )
+        number = "an integer" if isinstance(shape.low, int) else "a number"
+        return f"{number} from {exact(shape.low)} to {shape.high}"
+    values = []
+    if isinstance(shape, tuple):
+        for choice in shape:
+            if isinstance(choice, str | int):
+                values.append(json.dumps(choice))
     return " or ".join(values) or "what OpenAI's API has there, of texts alone"
 
 
@@ -321,115 +333,140 @@ FINISHED = {StopReason.LENGTH: "length", StopReason.CANCELLED: "abort"}
 
 def reply(call: Call, sampled: Sampled, model: str) -> dict[str, Any]:
     """The record of a call's completions."""
-    sizes = len(sampled.prompt_ids), sum(len(one["ids"]) for one in sampled.choices)
-    prompt = {"prompt_token_ids": sampled.prompt_ids} if call.ids else {}
-    choices = [
-        {"index": number, **_choice(call, one), **(prompt if call.kind == "text" else {})}
-        for number, one in enumerate(sampled.choices)
-    ]
-    return {
-        "id": (name := f"cmpl-{uuid.uuid4().hex}"),
-        "request_id": name,
+    num_prompt = len(sampled.prompt_ids)
+    num_sampled = sum(len(described["ids"]) for described in sampled.choices)
+    prompt: dict[str, Any] = {}
+    if call.ids:
+        prompt["prompt_token_ids"] = sampled.prompt_ids
+    choices = []
+    for index, described in enumerate(sampled.choices):
+        choice = {"index": index} | _choice(call, described)
+        if call.kind == "text":
+            choice |= prompt
+        choices.append(choice)
+    id = f"cmpl-{uuid.uuid4().hex}"
+    record = {
+        "id": id,
+        "request_id": id,
         "created": int(time.time()),
         "model": model,
         "object": "chat.completion" if call.kind == "chat" else "text_completion",
         "choices": choices,
-        **prompt,
-        "usage": {
-            "prompt_tokens": sizes[0],
-            "completion_tokens": sizes[1],
-            "total_tokens": sum(sizes),
-        },
     }
+    usage = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt + num_sampled,
+    }
+    return record | prompt | {"usage": usage}
 
 
-def _choice(call: Call, one: dict[str, Any]) -> dict[str, Any]:
+def _choice(call: Call, described: dict[str, Any]) -> dict[str, Any]:
+    """A completion in the form of the API, but for its index."""
     choice: dict[str, Any] = {
-        "finish_reason": FINISHED.get(one["stop_reason"], "stop"),
+        "finish_reason": FINISHED.get(described["stop_reason"], "stop"),
         "stop_reason": None,
-        "logprobs": _logprobs(call.kind, one) if call.logprobs else None,
+        "logprobs": None,
     }
-    text, message = one["text"], dict(one["message"])
-    if one["stop_reason"] == StopReason.STOP:  # which the text does not have
-        at, choice["stop_reason"] = min(
-            (text.find(stop), stop) for stop in call.params.stop if stop in text
-        )
-        text, message = text[:at], {"role": "assistant", "content": text[:at]}
+    if call.logprobs:
+        choice["logprobs"] = _logprobs(call.kind, described)
+    text = described["text"]
+    message = dict(described["message"])
+    if described["stop_reason"] == StopReason.STOP:  # which the text does not have
+        ends = [(text.find(stop), stop) for stop in call.params.stop if stop in text]
+        length, choice["stop_reason"] = min(ends)
+        text = text[:length]
+        message = {"role": "assistant", "content": text}
     if call.kind == "text":
         choice["text"] = text
     elif call.kind == "chat":
-        if calls := message.get("tool_calls"):
-            message["tool_calls"] = [
-                {
-                    "id": f"call_{uuid.uuid4().hex}",
-                    "type": "function",
-                    "function": {
-                        **made["function"],
-                        "arguments": json.dumps(made["function"]["arguments"], ensure_ascii=False),
-                    },
-                }
-                for made in calls
-            ]
+        tool_calls = message.get("tool_calls")
+        if tool_calls:
+            message["tool_calls"] = [_tool_call(tool_call) for tool_call in tool_calls]
             choice["finish_reason"] = choice["finish_reason"].replace("stop", "tool_calls")
         choice["message"] = message
     if call.ids:
-        ends = itertools.accumulate(
-            len([*tokens]) for _, tokens in itertools.groupby(one["versions"])
-        )
-        labels = [label for label, _ in itertools.groupby(one["versions"])]
-        spans = itertools.pairwise([0, *ends])
-        choice |= {
-            "token_ids": one["ids"],
-            "weight_versions": [
-                {"version": label, "start": start, "end": end}
-                for label, (start, end) in zip(labels, spans, strict=True)
-            ],
-        }
+        choice["token_ids"] = described["ids"]
+        choice["weight_versions"] = _version_spans(described["versions"])
     return choice
 
 
-def _logprobs(kind: str, one: dict[str, Any]) -> dict[str, Any]:
+def _tool_call(tool_call: dict[str, Any]) -> dict[str, Any]:
+    function = dict(tool_call["function"])
+    function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+
+
+def _version_spans(versions: Sequence[str]) -> list[dict[str, Any]]:
+    """Runs of tokens of the same version.
+
+    >>> _version_spans(["a", "a", "b"])
+    [{'version': 'a', 'start': 0, 'end': 2}, {'version': 'b', 'start': 2, 'end': 3}]
+    """
+    spans: list[dict[str, Any]] = []
+    for position, version in enumerate(versions):
+        if not spans or spans[-1]["version"] != version:
+            spans.append({"version": version, "start": position, "end": position})
+        spans[-1]["end"] = position + 1
+    return spans
+
+
+def _logprobs(kind: str, described: dict[str, Any]) -> dict[str, Any]:
+    tokens = described["tokens"]
     if kind == "text":
-        offsets = [0, *itertools.accumulate(map(len, one["tokens"]))][:-1]
+        offsets = []
+        length = 0
+        for token in tokens:
+            offsets.append(length)
+            length += len(token)
         return {
-            "tokens": one["tokens"],
-            "token_logprobs": one["logprobs"],
+            "tokens": tokens,
+            "token_logprobs": described["logprobs"],
             "text_offset": offsets,
             "top_logprobs": [None] * len(offsets),
         }
-    # An id under both names: of vLLM's server, and of clients that were written for it before.
-    names = (
-        [{"token": token, "bytes": list(token.encode())} for token in one["tokens"]]
-        if kind == "chat"
-        else [{"token": f"token_id:{id}", "token_id": id} for id in one["ids"]]
-    )
-    return {
-        "content": [
-            {**name, "logprob": value, "top_logprobs": []}
-            for name, value in zip(names, one["logprobs"], strict=True)
-        ]
-    }
+    names: list[dict[str, Any]] = []
+    if kind == "chat":
+        for token in tokens:
+            names.append({"token": token, "bytes": list(token.encode())})
+    else:
+        # An id under both names: of vLLM's server, and of clients that were written for it before.
+        for id in described["ids"]:
+            names.append({"token": f"token_id:{id}", "token_id": id})
+    content = []
+    for name, logprob in zip(names, described["logprobs"], strict=True):
+        content.append(name | {"logprob": logprob, "top_logprobs": []})
+    return {"content": content}
 
 
 def events(call: Call, whole: dict[str, Any]) -> Iterator[str]:
     """The events of a stream: each choice in one piece, then its end."""
-    usage, choices = whole.pop("usage"), whole.pop("choices")
+    usage = whole.pop("usage")
+    choices = whole.pop("choices")
     whole["object"] = whole["object"].replace("chat.completion", "chat.completion.chunk")
-    records = []
+    records: list[dict[str, Any]] = []
     for choice in choices:
-        end = {
+        last: dict[str, Any] = {
+            "index": choice["index"],
+            "logprobs": None,
+            "text": "",
             "finish_reason": choice.pop("finish_reason"),
             "stop_reason": choice.pop("stop_reason"),
         }
-        last: dict[str, Any] = {"index": choice["index"], "logprobs": None, "text": "", **end}
-        if message := choice.pop("message", None):
-            calls = [
-                {"index": number, **made}
-                for number, made in enumerate(message.pop("tool_calls", ()))
-            ]
-            choice["delta"] = message | ({"tool_calls": calls} if calls else {})
+        message = choice.pop("message", None)
+        if message:
+            tool_calls = message.pop("tool_calls", ())
+            if tool_calls:
+                message["tool_calls"] = [
+                    {"index": index} | tool_call for index, tool_call in enumerate(tool_calls)
+                ]
+            choice["delta"] = message
             last["delta"] = {}
-        records += [{"choices": [piece]} for piece in ({**choice, "finish_reason": None}, last)]
-    for record in [*records, *([{"choices": [], "usage": usage}] if call.usage else [])]:
+        choice["finish_reason"] = None
+        records.append({"choices": [choice]})
+        records.append({"choices": [last]})
+    if call.usage:
+        records.append({"choices": [], "usage": usage})
+    for record in records:
         yield f"data: {json.dumps(whole | record, ensure_ascii=False)}\n\n"
     yield "data: [DONE]\n\n"

@@ -23,14 +23,16 @@ from starlette.routing import Route
 
 from shoal.chat.turns import TOKEN_CHARACTERS
 from shoal.records import HostLost, ShoalError
-from shoal.serve.api import Sampler, events, fits, parse, read_call, reply, require
+from shoal.serve.api import Call, Sampler, events, fits, parse, read_call, reply, require
 from shoal.serve.server import foreign
 from shoal.text import exact
 
-MAX_BODY, MAX_CALLS = 16 * 2**20, 1024
-SETTINGS_BYTES, CHARACTER_BYTES = 2**20, 6
-"""Of a body: what its settings may take beside the prompt, and a character of that, as
-`\\u00e9`."""
+MAX_BODY = 16 * 2**20
+MAX_CALLS = 1024
+SETTINGS_BYTES = 2**20
+"""Bytes of a body that its settings may take, without the prompt."""
+CHARACTER_BYTES = 6
+"""Bytes of a body that a character of the prompt may take, as `\\u00e9`."""
 KINDS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text",
@@ -39,7 +41,6 @@ KINDS = {
 WEIGHTS = (
     "pause",
     "resume",
-    "is_paused",
     "collective_rpc",
     "update_weight_version",
     "reset_prefix_cache",
@@ -61,20 +62,18 @@ class Api:
 
     def app(self) -> Starlette:
         """All of it, for a server."""
-        routes = [Route(path, self._guarded, methods=["POST"]) for path in (*KINDS, *self.posts)]
-        routes += [Route(path, self._guarded) for path in ("/v1/models", "/health", "/is_paused")]
-        routes += [
-            Route(f"/{name}", self._guarded, methods=["POST"])
-            for name in WEIGHTS
-            if name != "is_paused"
-        ]
+        posts = list(KINDS) + list(self.posts) + [f"/{name}" for name in WEIGHTS]
+        routes = [Route(path, self._guarded, methods=["POST"]) for path in posts]
+        for path in ("/v1/models", "/health", "/is_paused"):
+            routes.append(Route(path, self._guarded))
         return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
 
     async def _guarded(self, request: Request) -> Response:
         """Answers those who may ask, within the seconds, with errors as records."""
         _, _, key = request.headers.get("authorization", "").partition(" ")
-        if refused := foreign(request.headers, bool(self.key)):
-            return error_reply(403, refused)
+        refusal = foreign(request.headers, bool(self.key))
+        if refusal:
+            return error_reply(403, refusal)
         if self.key and not hmac.compare_digest(key.encode(), self.key.encode()):
             return error_reply(401, "Authorization: Bearer KEY: the key is none of this address")
         if len(self.going) >= MAX_CALLS:
@@ -83,10 +82,10 @@ class Api:
         try:
             async with asyncio.timeout(self.seconds):
                 return await self._answer(request.url.path, request)
-        except (ShoalError, HostLost) as error:
-            return error_reply(
-                400 if isinstance(error, ShoalError) else 503, str(error), getattr(error, "key", "")
-            )
+        except ShoalError as error:
+            return error_reply(400, str(error), error.key)
+        except HostLost as error:
+            return error_reply(503, str(error))
         except (ClientDisconnect, TimeoutError):
             return error_reply(
                 408, f"the client went away, or it took longer than {exact(self.seconds)} seconds"
@@ -98,35 +97,28 @@ class Api:
         sampler = self.sampler
         if path in KINDS:
             tokens = sampler.max_prompt_tokens + sampler.params.max_tokens
-            body = await _body(
-                request, SETTINGS_BYTES + CHARACTER_BYTES * TOKEN_CHARACTERS * tokens
-            )
+            prompt_bytes = CHARACTER_BYTES * TOKEN_CHARACTERS * tokens
+            body = await _body(request, SETTINGS_BYTES + prompt_bytes)
             # In a thread, as encoding: others are answered while a long body is read.
-            call = await asyncio.to_thread(lambda: read_call(KINDS[path], parse(body), sampler))
-            whole = reply(call, await _unless_gone(request, sampler.sample(call)), sampler.name)
-            return (
-                Response("".join(events(call, whole)), media_type="text/event-stream")
-                if call.stream
-                else JSONResponse(whole)
-            )
+            call = await asyncio.to_thread(_parse_call, KINDS[path], body, sampler)
+            sampled = await _unless_gone(request, sampler.sample(call))
+            whole = reply(call, sampled, sampler.name)
+            if call.stream:
+                return Response("".join(events(call, whole)), media_type="text/event-stream")
+            return JSONResponse(whole)
         if path in self.posts:
-            return JSONResponse(self.posts[path](parse(await _body(request))) or {})
+            body = parse(await _body(request))
+            return JSONResponse(self.posts[path](body) or {})
         if path in ("/health", "/v1/models"):
             sampler.check()
-            return JSONResponse(
-                {
-                    "object": "list",
-                    "data": [
-                        {
-                            "id": sampler.name,
-                            "object": "model",
-                            "created": 0,
-                            "owned_by": "shoal",
-                            "max_model_len": sampler.max_prompt_tokens + sampler.params.max_tokens,
-                        }
-                    ],
-                }
-            )
+            model = {
+                "id": sampler.name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "shoal",
+                "max_model_len": sampler.max_prompt_tokens + sampler.params.max_tokens,
+            }
+            return JSONResponse({"object": "list", "data": [model]})
         if self.weights is None:
             raise HTTPException(
                 404, "the weights cannot be replaced: start `shoal serve` with publication=true"
@@ -155,25 +147,32 @@ class Api:
             require(fits(body, {"new_version": str}), "new_version", body, "a text")
             weights.name_version(body["new_version"])
         elif name == "weight_checker":
+            actions = ({"action": ("checksum",)}, {"action": ("compare",), "baseline": dict})
             require(
-                fits(body, ({"action": ("checksum",)}, {"action": ("compare",), "baseline": dict})),
+                fits(body, actions),
                 "action",
                 body,
                 "the action checksum, or compare with a baseline",
             )
-            found, baseline = await weights.checksums(), body.get("baseline")
+            checksums = await weights.checksums()
+            baseline = body.get("baseline")
             if baseline is None:
-                return {"checksums": found}
-            wrong = sorted(
-                name for name in {*found, *baseline} if found.get(name) != baseline.get(name)
-            )
-            return {"match": not wrong, "mismatches": wrong}
+                return {"checksums": checksums}
+            mismatches = []
+            for name in sorted(checksums.keys() | baseline.keys()):
+                if checksums.get(name) != baseline.get(name):
+                    mismatches.append(name)
+            return {"match": not mismatches, "mismatches": mismatches}
         # There is no prefix cache: a prompt's keys live as long as its call.
         return {
             "success": True,
             "is_paused": weights.is_paused,
             "status": "paused" if weights.is_paused else "resumed",
         }
+
+
+def _parse_call(kind: str, body: bytes, sampler: Sampler) -> Call:
+    return read_call(kind, parse(body), sampler)
 
 
 def error_reply(status: int, message: str, param: str = "") -> Response:
@@ -201,16 +200,16 @@ async def _body(request: Request, most: int = MAX_BODY) -> bytes:
 
 async def _unless_gone(request: Request, answer: Awaitable[Any]) -> Any:
     """What is awaited; given up with ClientDisconnect where the client goes away first."""
-    tasks = (
-        asyncio.ensure_future(answer),
-        asyncio.ensure_future(request.receive()),
-    )  # the body has been read
+    answering = asyncio.ensure_future(answer)
+    # The body has been read: what is still received is that the client goes away.
+    disconnecting = asyncio.ensure_future(request.receive())
     try:
+        tasks = (answering, disconnecting)
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[0] not in done:
+        if answering not in done:
             raise ClientDisconnect
-        return tasks[0].result()
+        return answering.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        answering.cancel()
+        disconnecting.cancel()
+        await asyncio.gather(answering, disconnecting, return_exceptions=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 from shoal.chat.tokenizer import Tokenizer
 from shoal.chat.turns import described, encode
@@ -54,28 +55,26 @@ class HostSampler:
         weights: Params,
         seed: int = 0,
     ) -> None:
-        self.name, self.tokenizer, self.params, self.max_tokens = (
-            name,
-            tokenizer,
-            params,
-            params.max_tokens,
-        )
+        self.name = name
+        self.tokenizer = tokenizer
+        self.params = params
+        self.max_tokens = params.max_tokens
         self.engine, self.store, self.seed = make_engine(Purpose.GENERATE, 1), store, seed
         self.vocab_size, self.eos_ids = store.model.architecture.vocab_size, tokenizer.eos_ids
         self.max_prompt_tokens = self.engine.max_prompt_tokens
-        self.waiting: dict[
-            int, asyncio.Future[list[Completion]]
-        ] = {}  # calls under way, by their request's id
+        # calls under way, by their request's id
+        self.waiting: dict[int, asyncio.Future[list[Completion]]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._gathered, self._timer, self._answered = list[SampleRequest](), None, 0
-        self._ids, self._version, self._labels, self._fault = (
-            itertools.count(),
-            0,
-            {0: "default"},
-            "",
-        )
-        self._open, self._loading = asyncio.Event(), asyncio.Lock()
+        self._gathered: list[SampleRequest] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._num_answered = 0  # of the requests that were answered together last
+        self._ids = itertools.count()
+        self._version = 0
+        self._labels = {0: "default"}  # the trainer's name of versions, from each on
+        self._fault = ""  # why nothing can be sampled any more
+        self._open = asyncio.Event()  # not set while paused
         self._open.set()
+        self._loading = asyncio.Lock()
         self.host = ThreadHost(EngineHost(make_engine, shares_memory=False), self._wake, "sampler")
         self.host.handle(Load(store.put(0, weights)))
         self.close = self.host.close
@@ -92,46 +91,54 @@ class HostSampler:
             "no truncation",
         )
         await self._open.wait()
-        self._loop, id = asyncio.get_running_loop(), next(self._ids)
-        # A seed's purpose is its own: no other request's noise is theirs.
-        address = (
-            NoiseKey(self.seed, Purpose.GENERATE, 1, id)
-            if call.seed is None
-            else NoiseKey(call.seed, "serve", 0, 0)
-        )
-        answer = self.waiting[id] = self._loop.create_future()
+        self._loop = asyncio.get_running_loop()
+        id = next(self._ids)
+        noise_key = NoiseKey(self.seed, Purpose.GENERATE, 1, id)
+        if call.seed is not None:
+            # A seed's purpose is its own: no other request's noise is theirs.
+            noise_key = NoiseKey(call.seed, "serve", 0, 0)
+        request = SampleRequest(id, ids, call.num_completions, noise_key, call.params, exact=False)
+        answer = self._loop.create_future()
+        self.waiting[id] = answer
+        choices: list[dict[str, Any]] = []
         try:
-            self._submit(
-                SampleRequest(id, ids, call.num_completions, address, call.params, exact=False),
-                self._loop,
-            )
-            choices = [
-                described(one, call.tools, self.tokenizer, call.logprobs) for one in await answer
-            ]
+            self._submit(request, self._loop)
+            for completion in await answer:
+                choice = described(completion, call.tools, self.tokenizer, call.logprobs)
+                choices.append(choice)
         finally:
             if not answer.done() or answer.cancelled():
                 self.host.handle(Cancel(id))
             self.waiting.pop(id, None)
-        for one in choices:
-            labels = {
-                version: self._labels[max(known for known in self._labels if known <= version)]
-                for version in {*one["versions"]}
-            }
-            one["versions"] = [labels[version] for version in one["versions"]]
+        for choice in choices:
+            labels = {version: self._label_of(version) for version in set(choice["versions"])}
+            choice["versions"] = [labels[version] for version in choice["versions"]]
         return Sampled(ids.tolist(), choices)
 
+    def _label_of(self, version: int) -> str:
+        """The name of the newest named version that is not newer."""
+        newest = max(named for named in self._labels if named <= version)
+        return self._labels[newest]
+
     def _submit(self, request: SampleRequest, loop: asyncio.AbstractEventLoop) -> None:
+        """Sends a request to the host, with those that come soon after it where the host is
+        idle."""
         self._gathered.append(request)
         if self._timer is not None:
             self._timer.cancel()
-        came = len(self._gathered)
-        is_idle = came == len(self.waiting) < self.engine.num_rows
-        self._timer = loop.call_later(
-            GATHERED * is_idle * (5 if came < self._answered else 1), self._send
-        )
+        num_gathered = len(self._gathered)
+        is_idle = num_gathered == len(self.waiting) < self.engine.num_rows
+        seconds = 0.0
+        if is_idle:
+            seconds = GATHERED
+            if num_gathered < self._num_answered:
+                seconds *= 5
+        self._timer = loop.call_later(seconds, self._send)
 
     def _send(self) -> None:
-        self._timer, requests, self._gathered = None, self._gathered, []
+        requests = self._gathered
+        self._timer = None
+        self._gathered = []
         awaited = [request for request in requests if request.id in self.waiting]
         self.host.handle(Submit(awaited))
         self._collect()
@@ -147,11 +154,15 @@ class HostSampler:
             self._loop.call_soon_threadsafe(self._collect)
 
     def _collect(self) -> None:
-        try:
-            answers = {} if self._fault else self.host.poll()
-        except Exception as error:  # of its thread, which has ended: whoever waits must learn of it
-            self._fault, answers = describe_error(error), {}
-        self._answered = len(answers) or self._answered
+        answers: dict[int, list[Completion]] = {}
+        if not self._fault:
+            try:
+                answers = self.host.poll()
+            except Exception as error:
+                # Of its thread, which has ended: whoever waits must learn of it.
+                self._fault = describe_error(error)
+        if answers:
+            self._num_answered = len(answers)
         for id, answer in self.waiting.items():
             if self._fault and not answer.done():
                 answer.set_exception(HostLost(f"the sampler has ended: {self._fault}"))
@@ -165,14 +176,19 @@ class HostSampler:
         return not self._open.is_set()
 
     async def pause(self, mode: str) -> None:
+        """Lets no further call begin. `mode`: calls under way stop where they are (keep), are
+        awaited (wait), or end with what has been sampled (abort)."""
         self._open.clear()
         self.host.handle(Pause(mode == "keep"))
-        if mode != "keep" and self._gathered:
+        if mode == "keep":
+            return
+        if self._gathered:
             self._send()
-        for id in [*self.waiting] if mode == "abort" else ():
-            self.host.handle(Cancel(id))
-        while mode != "keep" and self.waiting:
-            await asyncio.wait([*self.waiting.values()])
+        if mode == "abort":
+            for id in self.waiting:
+                self.host.handle(Cancel(id))
+        while self.waiting:
+            await asyncio.wait(list(self.waiting.values()))
             await asyncio.sleep(0)  # those who wait for them take them out
 
     def resume(self) -> None:

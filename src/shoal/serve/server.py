@@ -16,24 +16,24 @@ _HOST = re.compile(r"(?:\[(?P<six>[^\[\]]+)\]|(?P<name>[^:\[\]]+))(?::\d{0,5})?"
 
 
 def host_name(host: str) -> str:
-    """The name in a Host header, without its port; empty for what is none."""
-    found = _HOST.fullmatch(host)
-    return (found["six"] or found["name"]).lower() if found else ""
+    """The name in a Host header, without its port; empty where it is malformed."""
+    match = _HOST.fullmatch(host)
+    if match is None:
+        return ""
+    return (match["six"] or match["name"]).lower()
 
 
 def foreign(headers: Mapping[str, str], has_token: bool) -> str:
-    """Why a request comes from elsewhere; empty if it does not.
+    """Why a request is refused as another site's; empty if it is not.
 
     A page of another site that had its name resolve to 127.0.0.1 sends its own Host, and any page
     its Origin."""
-    host, origin = headers.get("host", ""), headers.get("origin")
+    host = headers.get("host", "")
     if not has_token and host_name(host) not in LOOPBACK:
         return "this is served to 127.0.0.1 and localhost; for another host start it with token="
-    return (
-        ""
-        if origin in (None, f"http://{host}", f"https://{host}")
-        else "this answers no other site"
-    )
+    if headers.get("origin") not in (None, f"http://{host}", f"https://{host}"):
+        return "this answers no other site"
+    return ""
 
 
 def require_packages(extra: str, *packages: str) -> None:
@@ -59,30 +59,37 @@ def check_host(host: str, token: str, what: str, port: int) -> None:
 
 def base_url(host: str, listening: socket.socket) -> str:
     """`http://127.0.0.1:8700`, with the name of this machine where it listens everywhere."""
-    name = (
-        socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    )
-    return f"http://{name}:{listening.getsockname()[1]}"
+    port = listening.getsockname()[1]
+    name = host
+    if host in ("0.0.0.0", "::"):
+        name = socket.gethostname()
+    elif ":" in host:
+        name = f"[{host}]"
+    return f"http://{name}:{port}"
 
 
 def listen(host: str, port: int, first: int = 8700) -> socket.socket:
     """A socket at a port; with port 0 at `first`, or the next free one. ShoalError if it is in
     use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    fault: OSError | None = None
-    for number in [port] if port else [*range(first, first + 20), 0]:
-        found = socket.socket(family)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    ports = [port]
+    if not port:
+        ports = list(range(first, first + 20))
+        ports.append(0)  # any that is free
+    fault = ""
+    for candidate in ports:
+        listening = socket.socket(family)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            found.bind((host, number))
-            found.listen(1024)
-            return found
+            listening.bind((host, candidate))
+            listening.listen(1024)
+            return listening
         except OSError as error:
-            found.close()
-            fault = error
+            listening.close()
+            fault = error.strerror or ""
     raise ShoalError(
-        f"port={port}: cannot listen on {host}:{port} ({fault.strerror if fault else ''}): choose "
-        "another port, or leave port= out for a free one",
+        f"port={port}: cannot listen on {host}:{port} ({fault}): choose another port, or leave "
+        "port= out for a free one",
         "port",
     )
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -96,6 +96,14 @@ class SampledTokens:
     support_ids: Any = None
 
 
+class TokenChoice(NamedTuple):
+    """How tokens are chosen, as far as programs are compiled for it."""
+
+    eos_ids: tuple[int, ...]
+    truncated: bool  # with top-k, top-p and min-p
+    max_support: int  # K, the most tokens that truncation keeps; 0: none are recorded
+
+
 @lru_cache(PROGRAMS_KEPT)
 def make_programs(
     model: Model,
@@ -111,7 +119,7 @@ def make_programs(
     get_sharding = attrgetter("sharding")
     layout = jax.tree.map(get_sharding, state_shapes(model, rows, siblings, prefix, own, pages))
     saved = jax.tree.map(get_sharding, state_shapes(model, rows, siblings, prefix, own))
-    static = {"eos_ids": eos_ids, "truncated": truncated, "max_support": max_support}
+    choice = TokenChoice(eos_ids, truncated, max_support)
     by_row = PartitionSpec(model.role.row_axes)
     tokens = _tokens_by_row(model.role, max_support)
     # With the same sharding as before: where the compiler chose another, the next call would
@@ -143,13 +151,13 @@ def make_programs(
     restore = partial(_on_rows, role, _restore)
     programs = {
         "make_state": model.role.jit(make_state, out_shardings=layout),
-        "join": jit(partial(_join, **static), specs, shardings),
-        "decode": jit(partial(_decode, **static), specs, shardings, decoding),
+        "join": jit(partial(_join, choice=choice), specs, shardings),
+        "decode": jit(partial(_decode, choice=choice), specs, shardings, decoding),
         "save": role.jit(partial(_on_rows, role, _save), out_shardings=saved),
         "restore": role.jit(restore, donate_argnums=0, out_shardings=layout),
     }
     if not model.ffn_chunks:
-        prefill = partial(_prefill, piece=piece, **static)
+        prefill = partial(_prefill, piece=piece, choice=choice)
         programs["prefill"] = jit(prefill, specs, shardings)
         programs["feed"] = jit(_feed, (by_row, None), (layout, None))
         return programs
@@ -164,7 +172,7 @@ def make_programs(
     programs["prefill"] = jit_layer(partial(_prefill_layers, piece=piece))
     programs["feed"] = jit_layer(_feed_layers)
     enter_shardings = (replace(layout, caches=()), sampled)
-    programs["enter"] = jit(partial(_enter_prompts, **static), specs, enter_shardings)
+    programs["enter"] = jit(partial(_enter_prompts, choice=choice), specs, enter_shardings)
     return programs
 
 
@@ -239,8 +247,10 @@ def _slices(x: jax.Array, *index: jax.Array) -> jax.Array:
     rest = x.shape[len(index) :]
     sizes = (1,) * len(index) + rest
     zeros = (0,) * len(rest)
-    slices = [jax.lax.dynamic_slice(x, at + zeros, sizes) for at in zip(*index, strict=True)]
-    return jnp.concatenate(slices).reshape(-1, *rest)
+    slices = []
+    for position in zip(*index, strict=True):
+        slices.append(jax.lax.dynamic_slice(x, position + zeros, sizes))
+    return jnp.concatenate(slices).reshape((-1, *rest))
 
 
 def _restore(
@@ -323,8 +333,7 @@ def _next_tokens(
     hidden: jax.Array,
     sampling: SamplingArrays,
     noise: jax.Array,
-    truncated: bool,
-    max_support: int,
+    choice: TokenChoice,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Samples a token of each completion from hidden[N, W, D] with uniforms noise[N, W]: (token,
     log-prob, support ids)."""
@@ -339,10 +348,16 @@ def _next_tokens(
     split_over = model.role if model.vocab_axis else None
     vocab_block = TPU_BLOCK if is_tpu else BLOCK
     token, logprob, support_ids = sample_tokens(
-        scores, flat, noise.reshape(-1), truncated, max_support, split_over, vocab_block
+        scores,
+        flat,
+        noise.reshape(-1),
+        choice.truncated,
+        choice.max_support,
+        split_over,
+        vocab_block,
     )
     if support_ids is not None:
-        support_ids = support_ids.reshape(*shape, max_support)
+        support_ids = support_ids.reshape(*shape, choice.max_support)
     return token.reshape(shape), logprob.reshape(shape), support_ids
 
 
@@ -420,19 +435,41 @@ def _prefill(
     tokens: jax.Array,
     length: jax.Array,
     rows: jax.Array,
+    limit: jax.Array,
+    keys: jax.Array,
+    sampling: SamplingArrays,
     model: Model,
     piece: int,
-    **entering: Any,
+    choice: TokenChoice,
 ) -> tuple[DecodeState, SampledTokens]:
     """Prompts tokens[R, T] of length[R] enter rows[R] of their replica, each with its first
     siblings."""
-    where: dict[str, Any] = {"length": length, "rows": rows, "model": model}
-    x, layer_inputs, _ = _embed(parameters.embed_tokens, tokens=tokens, piece=piece, **where)
-    x, caches = _prefill_layers(
-        parameters.blocks, x=x, caches=state.caches, piece=piece, **layer_inputs, **where
+    x, layer_inputs, _ = _embed(
+        parameters.embed_tokens, tokens=tokens, model=model, piece=piece, length=length, rows=rows
     )
-    state = replace(state, caches=caches)
-    return _enter_prompts(parameters, state=state, x=x, **where, **entering)
+    x, caches = _prefill_layers(
+        parameters.blocks,
+        x=x,
+        rope=layer_inputs["rope"],
+        reads=layer_inputs["reads"],
+        caches=state.caches,
+        length=length,
+        rows=rows,
+        model=model,
+        piece=piece,
+    )
+    return _enter_prompts(
+        parameters,
+        state=replace(state, caches=caches),
+        x=x,
+        rows=rows,
+        length=length,
+        limit=limit,
+        keys=keys,
+        sampling=sampling,
+        model=model,
+        choice=choice,
+    )
 
 
 def _embed(
@@ -491,13 +528,18 @@ def _enter_prompts(
     x: jax.Array,
     rows: jax.Array,
     length: jax.Array,
+    limit: jax.Array,
+    keys: jax.Array,
+    sampling: SamplingArrays,
     model: Model,
-    **entering: Any,
+    choice: TokenChoice,
 ) -> tuple[DecodeState, SampledTokens]:
+    """Prompts whose tokens left the last layer as x[R, T, D] enter rows[R], each with its first
+    siblings."""
     # Only the prompt's last state goes through the head: [R, V] logits, not [R, T, V].
     last = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)[:, 0]  # [R, D]
     last = rms_norm(last, parameters.final_norm, model.architecture.norm_eps)
-    return _enter(parameters, state, rows, length, last, model=model, **entering)
+    return _enter(parameters, state, rows, length, last, limit, keys, sampling, model, choice)
 
 
 def piece_size(model: Model, longest: int) -> int:
@@ -563,7 +605,7 @@ def _join(
     keys: jax.Array,
     sampling: SamplingArrays,
     model: Model,
-    **static: Any,
+    choice: TokenChoice,
 ) -> tuple[DecodeState, SampledTokens]:
     """Further siblings enter rows[M] of their replica, their prompts are in its sources[M]."""
     length = state.prefix_len[sources]
@@ -571,7 +613,7 @@ def _join(
     # A copy once for each row that is filled: read through pointers, a token's attention would
     # gather rows of keys, which XLA for TPU makes a loop over them.
     state = replace(state, caches=kv_caches.copy_prefixes(state.caches, sources, rows))
-    return _enter(parameters, state, rows, length, last, limit, keys, sampling, model, **static)
+    return _enter(parameters, state, rows, length, last, limit, keys, sampling, model, choice)
 
 
 def _enter(
@@ -584,9 +626,7 @@ def _enter(
     keys: jax.Array,
     sampling: SamplingArrays,
     model: Model,
-    eos_ids: tuple[int, ...],
-    truncated: bool,
-    max_support: int,
+    choice: TokenChoice,
 ) -> tuple[DecodeState, SampledTokens]:
     """Siblings enter rows[R] and sample their first token from last[R, D]: those whose limit[R, W]
     is not 0."""
@@ -594,10 +634,10 @@ def _enter(
     hidden = jnp.broadcast_to(last[:, None], (*limit.shape, last.shape[-1]))
     first = jnp.zeros(limit.shape, jnp.int32)
     token, logprob, support_ids = _next_tokens(
-        model, parameters, hidden, spread, uniform(keys, first), truncated, max_support
+        model, parameters, hidden, spread, uniform(keys, first), choice
     )
     used = limit > 0
-    eos = used & _is_eos(token, eos_ids)
+    eos = used & _is_eos(token, choice.eos_ids)
     done = eos | (limit <= 1)
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -621,15 +661,37 @@ def _enter(
 
 
 def _feed(
-    parameters: Params, *, state: DecodeState, tokens: jax.Array, model: Model, **where: Any
+    parameters: Params,
+    *,
+    state: DecodeState,
+    tokens: jax.Array,
+    rows: jax.Array,
+    slots: jax.Array,
+    start: jax.Array,
+    model: Model,
+    pages: jax.Array | None = None,
 ) -> tuple[DecodeState, None]:
     """Writes the keys of tokens[M, C], after start[M] tokens of their own, of completions at
     rows[M], slots[M]; a row past the end is dropped."""
     x, layer_inputs, _ = _embed(
-        parameters.embed_tokens, tokens=tokens, model=model, prefix_len=state.prefix_len, **where
+        parameters.embed_tokens,
+        tokens=tokens,
+        model=model,
+        prefix_len=state.prefix_len,
+        rows=rows,
+        start=start,
     )
     _, caches = _feed_layers(
-        parameters.blocks, x=x, caches=state.caches, model=model, **layer_inputs, **where
+        parameters.blocks,
+        x=x,
+        rope=layer_inputs["rope"],
+        caches=state.caches,
+        rows=rows,
+        slots=slots,
+        start=start,
+        prefix_len=layer_inputs["prefix_len"],
+        model=model,
+        pages=pages,
     )
     return replace(state, caches=caches), None
 
@@ -734,9 +796,7 @@ def _decode(
     num_forced: jax.Array,
     forced: jax.Array,
     model: Model,
-    eos_ids: tuple[int, ...],
-    truncated: bool,
-    max_support: int,
+    choice: TokenChoice,
     pages: Any = None,
 ) -> tuple[DecodeState, SampledTokens]:
     """Up to CHUNK tokens for every slot that is neither done nor `stopped`[N, W] by the host; fewer
@@ -764,8 +824,8 @@ def _decode(
         start.done,
         jnp.zeros(shape, bool),
     )
-    if max_support:
-        support_ids = jnp.zeros((CHUNK, *shape, max_support), jnp.int32)
+    if choice.max_support:
+        support_ids = jnp.zeros((CHUNK, *shape, choice.max_support), jnp.int32)
         empty = replace(empty, support_ids=support_ids)
     num_prefix = jnp.max(jnp.where(start.done.all(-1), 1, state.prefix_len))
     # Of all tokens at once: a live slot's length grows by one at each. Threefry on CPU is a loop of
@@ -793,7 +853,7 @@ def _decode(
         positions = s.prefix_len[:, None] + position
         hidden, caches = forward(model, parameters, s.token, positions, attention, s.caches)
         token, logprob, support_ids = _next_tokens(
-            model, parameters, hidden, s.sampling, noise[step], truncated, max_support
+            model, parameters, hidden, s.sampling, noise[step], choice
         )
         live = ~s.done
         is_forced = step < num_forced  # a live slot has been so in each step before
@@ -803,7 +863,7 @@ def _decode(
         # where nobody reads.
         token = jnp.where(live, token, s.token)
         length = s.length + live
-        eos = live & ~is_forced & _is_eos(token, eos_ids)
+        eos = live & ~is_forced & _is_eos(token, choice.eos_ids)
         done = s.done | eos | (length >= s.limit)
         out = replace(
             out,

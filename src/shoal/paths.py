@@ -20,11 +20,14 @@ def path_within(folder: Path, name: Any, named_by: str) -> Path:
     >>> path_within(Path("/cache/run"), "checkpoints/2/array", "s3://bucket/run")
     PosixPath('/cache/run/checkpoints/2/array')
     """
-    parts = name.split("/") if isinstance(name, str) else []
-    is_plain = bool(parts) and all(part not in ("", ".", "..") for part in parts)
-    if not is_plain or "\\" in name or "\0" in name:
+    is_plain = isinstance(name, str)
+    if is_plain:
+        for part in name.split("/"):
+            if part in ("", ".", "..") or "\\" in part or "\0" in part:
+                is_plain = False
+    if not is_plain:
         raise ShoalError(
             f"{named_by} names the file {name!r}, which is refused: expected a relative path "
             "without '..', '//' or a backslash; remove or rename it there"
         )
-    return folder.joinpath(*parts)
+    return folder / name

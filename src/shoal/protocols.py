@@ -45,18 +45,18 @@ class SampleRequest:
     version: int = 0
     exact: bool = True
     first: int = 0  # the index of the first completion
-    has_turns: bool = (
-        False  # a completion whose turn ends keeps its place until it is extended or ended
-    )
+    # a completion whose turn ends keeps its place until it is extended or ended
+    has_turns: bool = False
     branch: int = 0  # of a rollout that has begun: it goes ahead of what was asked for before
-    turn_limits: tuple[
-        int, ...
-    ] = ()  # tokens by completion after which its first turn is cut; 0, or (): no such limit
+    # tokens by completion after which its first turn is cut; 0, or (): no such limit
+    turn_limits: tuple[int, ...] = ()
 
     def turn_limit_of(self, number: int) -> int:
-        """After how many tokens the first turn of a completion is cut, by its number here, from 0;
-        0: only where the completion is."""
-        return self.turn_limits[number] if self.turn_limits else 0
+        """After how many tokens the first turn of a completion is cut, 0 for none; `number`: of the
+        completion within this request, from 0."""
+        if not self.turn_limits:
+            return 0
+        return self.turn_limits[number]
 
     @property
     def is_read_first(self) -> bool:
@@ -87,27 +87,23 @@ class RolloutStats:
     """Seconds, tokens and reward failures of a `RolloutSource` since they were last read."""
 
     sample_seconds: float = 0.0
-    reward_seconds: float = (
-        0.0  # waited for rewards after sampling ended, not the time that they took
-    )
+    # waited for rewards after sampling ended, not the time that they took
+    reward_seconds: float = 0.0
     tokens: int = 0  # of the groups that were taken
     busy_seconds: float = 0.0  # in which hosts sampled, in the mean over them
     # what the hosts' engines counted, whatever became of the completions: `HostProgress.counters`
     counters: Counter[str] = field(default_factory=Counter)
-    logged: dict[str, list[float]] = field(
-        default_factory=dict
-    )  # what rewards logged with log_metric
+    # what rewards logged with log_metric
+    logged: dict[str, list[float]] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     unchanged: int = 0  # publications of the weights of the publication before
     publish: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("seconds", "bytes", "pause_seconds"), 0.0)
     )
-    sampler_idle: float | None = (
-        None  # share of the slots, over the time since, that drew nothing; None: not counted
-    )
-    queue: dict[str, int] = field(
-        default_factory=dict
-    )  # groups that wait, run, or are sampled and not handed over
+    # share of the slots, over the time since, that drew nothing; None: not counted
+    sampler_idle: float | None = None
+    # groups that wait, run, or are sampled and not handed over
+    queue: dict[str, int] = field(default_factory=dict)
     fleet: dict[str, int] = field(default_factory=dict)  # the metrics fleet/*
 
 
@@ -161,25 +157,21 @@ class HostProgress:
 
     version: int = -1  # of the weights that it samples from; -1: none yet
     preparing: bool = False  # it reads weights or compiles: no token may arrive for minutes
-    capacity: int = (
-        0  # completions that it wants to have at once, those that wait included; 0: all there are
-    )
+    # completions that it wants to have at once, those that wait included; 0: all there are
+    capacity: int = 0
     # What its engines counted, by name. `tokens`: sampled, those of completions under way too;
     # `active_slots`: slots that sampled a token, of `total_slots`, summed over the tokens of
     # decoding. Any other name is the metric sampler/NAME.
     counters: Counter[str] = field(default_factory=Counter)
     dispatches: int = 0  # compiled steps whose tokens have arrived
-    pause_seconds: float = (
-        0.0  # in which it loaded weights; those compiled steps that are under way are waited for
-    )
+    # in which it loaded weights; those compiled steps that are under way are waited for
+    pause_seconds: float = 0.0
     busy_seconds: float = 0.0  # in which it had completions to sample
-    differs: bool = (
-        False  # its numbers differ from what they should be, and it samples nevertheless
-    )
+    # its numbers differ from what they should be, and it samples nevertheless
+    differs: bool = False
     reports: int = 0  # how often a process elsewhere was heard of: proof of life while it prepares
-    silence_seconds: float = (
-        0.0  # how long it may not be heard of until it samples; 0: as long as compiling takes
-    )
+    # how long it may not be heard of until it samples; 0: as long as compiling takes
+    silence_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

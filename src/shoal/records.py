@@ -177,9 +177,8 @@ class Example:
     row: int
     prompt: Prompt
     columns: Mapping[str, Any] = field(default_factory=dict)
-    place: str = field(
-        default="", compare=False
-    )  # file and line, for errors; empty where it has none
+    # file and line, for errors; empty where it has none
+    place: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -190,9 +189,8 @@ class RewardFunction:
     name: str
     function: Callable[..., Any]
     weight: float = 1.0
-    runs_in_process: bool = (
-        False  # fast and pure, as those of tasks: called in this process, without limits
-    )
+    # fast and pure, as those of tasks: called in this process, without limits
+    runs_in_process: bool = False
 
     @functools.cached_property
     def per_completion(self) -> bool:
@@ -244,16 +242,13 @@ class Completion:
     loss_mask: np.ndarray  # bool[T]
     versions: np.ndarray  # int32[T]
     stop_reason: StopReason
-    extra: Mapping[str, np.ndarray] = field(
-        default_factory=dict
-    )  # further arrays by token, as support_ids int32[T, K]
-    waits: bool = (
-        False  # a turn has ended, and its host holds its place until it is extended or ended
-    )
+    # further arrays by token, as support_ids int32[T, K]
+    extra: Mapping[str, np.ndarray] = field(default_factory=dict)
+    # a turn has ended, and its host holds its place until it is extended or ended
+    waits: bool = False
     messages: tuple[Mapping[str, Any], ...] = ()  # what followed the prompt, where there are turns
-    prompt_ids: np.ndarray | None = (
-        None  # int32[Tp] of its own, where an environment's first words differ by rollout
-    )
+    # int32[Tp] of its own, where an environment's first words differ by rollout
+    prompt_ids: np.ndarray | None = None
     branches: tuple[Branch, ...] = ()  # in order of their start, beyond the first prompt
 
     def __len__(self) -> int:

@@ -288,7 +288,7 @@ def _idle_state(
         length=jnp.ones(shape, jnp.int32),
         done=jnp.ones(shape, bool),
         limit=zeros(jnp.int32),
-        keys=jnp.zeros((*shape, 2), jnp.uint32),
+        keys=jnp.zeros((rows, siblings, 2), jnp.uint32),
         sampling=SamplingArrays(
             zeros(jnp.float32), zeros(jnp.int32), zeros(jnp.float32), zeros(jnp.float32)
         ),
@@ -357,7 +357,8 @@ def _next_tokens(
         vocab_block,
     )
     if support_ids is not None:
-        support_ids = support_ids.reshape(*shape, choice.max_support)
+        rows, siblings = shape
+        support_ids = support_ids.reshape(rows, siblings, choice.max_support)
     return token.reshape(shape), logprob.reshape(shape), support_ids
 
 
@@ -631,7 +632,8 @@ def _enter(
     """Siblings enter rows[R] and sample their first token from last[R, D]: those whose limit[R, W]
     is not 0."""
     spread = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], limit.shape), sampling)
-    hidden = jnp.broadcast_to(last[:, None], (*limit.shape, last.shape[-1]))
+    num_rows, siblings = limit.shape
+    hidden = jnp.broadcast_to(last[:, None], (num_rows, siblings, last.shape[-1]))
     first = jnp.zeros(limit.shape, jnp.int32)
     token, logprob, support_ids = _next_tokens(
         model, parameters, hidden, spread, uniform(keys, first), choice
@@ -766,7 +768,7 @@ def no_context(rows: int, siblings: int) -> dict[str, Any]:
         "resumed": np.zeros(shape, np.int32),
         "last": np.zeros(shape, np.int32),
         "num_forced": np.zeros(shape, np.int32),
-        "forced": np.zeros((*shape, CHUNK), np.int32),
+        "forced": np.zeros((rows, siblings, CHUNK), np.int32),
     }
 
 
@@ -817,21 +819,23 @@ def _decode(
         token=jnp.where(goes_on, last, state.token),
         length=jnp.where(goes_on, resumed, state.length),
     )
+    rows, siblings = shape
+    by_step = (CHUNK, rows, siblings)
     empty = SampledTokens(
-        jnp.zeros((CHUNK, *shape), jnp.int32),
-        jnp.zeros((CHUNK, *shape), jnp.float32),
+        jnp.zeros(by_step, jnp.int32),
+        jnp.zeros(by_step, jnp.float32),
         jnp.zeros(shape, jnp.int32),
         start.done,
         jnp.zeros(shape, bool),
     )
     if choice.max_support:
-        support_ids = jnp.zeros((CHUNK, *shape, choice.max_support), jnp.int32)
+        support_ids = jnp.zeros((CHUNK, rows, siblings, choice.max_support), jnp.int32)
         empty = replace(empty, support_ids=support_ids)
     num_prefix = jnp.max(jnp.where(start.done.all(-1), 1, state.prefix_len))
     # Of all tokens at once: a live slot's length grows by one at each. Threefry on CPU is a loop of
     # small operations.
     lengths = start.length + jnp.arange(CHUNK)[:, None, None]
-    noise = uniform(jnp.broadcast_to(state.keys, (*lengths.shape, 2)), lengths)
+    noise = uniform(jnp.broadcast_to(state.keys, (CHUNK, rows, siblings, 2)), lengths)
 
     def num_ended(done: jax.Array) -> jax.Array:
         """Rows and slots."""

@@ -704,7 +704,7 @@ def test_of_training_and_evaluation_none_starves_on_a_host(capacity, sizes, ends
             del host.given[id]
             assign(True)
         assert oldest(train) is not None and oldest(evaluation) is not None
-        assert host.completions(*Purpose) <= max(capacity, *sizes) + max(sizes)
+        assert host.completions() <= max(capacity, *sizes) + max(sizes)
 
 
 def test_with_newest_weights_hosts_go_on_while_others_are_copied():

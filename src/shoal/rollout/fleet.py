@@ -517,9 +517,7 @@ class Fleet:
         fastest = min(filter(None, step_seconds.values()), default=1.0)
         batches: dict[str, list[PendingGroup]] = {}
         for is_training in (True, False):
-            num_running = {
-                name: member.completions(*Purpose) for name, member in self.members.items()
-            }
+            num_running = {name: member.completions() for name, member in self.members.items()}
             for entry in waiting:
                 request = entry.request
                 size = request.num_completions

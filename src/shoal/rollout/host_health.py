@@ -73,18 +73,18 @@ class HostHealth:
             return request.version in self.versions
         return max(self.versions, default=-1) >= request.version
 
-    def completions(self, *purposes: Purpose) -> int:
-        """How many completions of some purposes it has."""
+    def completions(self, purpose: Purpose | None = None) -> int:
+        """How many completions it has, of a purpose or of all."""
         total = 0
         for request in self.given.values():
-            if request.purpose in purposes:
+            if purpose is None or request.purpose == purpose:
                 total += request.num_completions
         return total
 
     @property
     def samples(self) -> bool:
         """True if it has completions that do not wait for tools."""
-        return self.completions(*Purpose) > self.acting
+        return self.completions() > self.acting
 
     def has_room(self, size: int, is_training: bool, is_shared: bool) -> bool:
         """True if it could get a group of `size` completions, of training or of other purposes.
@@ -95,13 +95,13 @@ class HostHealth:
             return False
         if not capacity:
             return True
-        num_free = capacity - self.completions(*Purpose)
+        num_free = capacity - self.completions()
         if not is_shared:
             return num_free > 0
         num_training = self.completions(Purpose.TRAIN)
         num_own = num_training
         if not is_training:
-            num_own = self.completions(*Purpose) - num_training
+            num_own = self.completions() - num_training
         if not num_own and len(self.given) <= 1:
             # Else, where one group fills the host, the other purpose would wait for as long as more
             # come.

@@ -96,9 +96,13 @@ class Rollout:
         assert (
             self.completion is not None and self.reason is not None and self.prompt_ids is not None
         )
-        branches = [*self.ended, (self.prompt_ids, self.completion)]
-        prompts = [prompt_ids for prompt_ids, _ in branches]
-        completions = [completion for _, completion in branches]
+        prompts = []
+        completions = []
+        for prompt_ids, completion in self.ended:
+            prompts.append(prompt_ids)
+            completions.append(completion)
+        prompts.append(self.prompt_ids)
+        completions.append(self.completion)
         own_prompt_ids = None
         if not np.array_equal(prompts[0], self.entry.request.prompt_ids):
             own_prompt_ids = prompts[0]
@@ -168,8 +172,9 @@ def with_words(prompt: Prompt, words: str) -> Prompt:
     for index in reversed(range(len(prompt))):
         message = prompt[index]
         if message.get("role") == "user":
-            extended = {**message, "content": f"{message.get('content') or ''}{words}"}
-            return [*prompt[:index], extended, *prompt[index + 1 :]]
+            messages = list(prompt)
+            messages[index] = {**message, "content": f"{message.get('content') or ''}{words}"}
+            return messages
     return [*prompt, {"role": "user", "content": words}]
 
 
@@ -299,7 +304,7 @@ class TurnDriver:
             return self._end(rollout, StopReason.FAILED, rollout.failure)
         if kind and kind.asks:
             rollout.state = RolloutState.ACTING
-            self._tell(rollout, value=self._sampled(rollout, before))
+            self._respond(rollout, {"value": self._sampled(rollout, before)})
             return []
         if not completion.waits or not (calls or (kind and kind.responds)):
             return self._end(rollout, completion.stop_reason)
@@ -486,7 +491,8 @@ class TurnDriver:
         try:
             what = requested["what"]
             if what not in ("sample", "call"):
-                self._tell(rollout, value=self._encoded(**requested))
+                value = self._encoded(requested["what"], requested["value"])
+                self._respond(rollout, {"value": value})
                 return []
             max_tokens = rollout.entry.request.params.max_tokens
             turn_limit = _turn_limit(requested["value"]["max_tokens"], max_tokens)
@@ -509,15 +515,15 @@ class TurnDriver:
                 if rollout.num_tokens < max_tokens:
                     self._check_length(ids)
             rollout.is_over = True
-            self._tell(
-                rollout,
-                over="no token is left (sampling.max_completion_tokens), or the prompt is too long "
-                "(sampling.max_prompt_tokens)",
+            over = (
+                "no token is left (sampling.max_completion_tokens), or the prompt is too long "
+                "(sampling.max_prompt_tokens)"
             )
+            self._respond(rollout, {"over": over})
         except (ShoalError, TypeError, ValueError, OverflowError) as error:
             rollout.asked = asked_before
             rollout.said = said_before
-            self._tell(rollout, error=str(error))
+            self._respond(rollout, {"error": str(error)})
         return []
 
     def _called(self, rollout: Rollout, requested: dict[str, Any]) -> np.ndarray:
@@ -582,7 +588,8 @@ class TurnDriver:
         prompt_ids = rollout.prompt_ids.tolist() + rollout.tokens[:before]
         return {"prompt_ids": prompt_ids, "choices": [choice]}
 
-    def _tell(self, rollout: Rollout, **answer: Any) -> None:
+    def _respond(self, rollout: Rollout, answer: Mapping[str, Any]) -> None:
+        """Answers a rollout function with its `value`, an `error`, or why the rollout is `over`."""
         self.sessions.respond(rollout.key, json.dumps(answer))
 
     def _check_length(self, ids: np.ndarray) -> None:

@@ -1,5 +1,5 @@
-"""The one `RolloutSource`: asks hosts for groups by address, has them rewarded, hands them over in
-the order asked.
+"""Fleet of hosts, the `RolloutSource` of a process: requests groups from hosts, has them rewarded,
+and hands them over in the order of the requests.
 
     request -> ledger -> a host with room -> completions -> rewards -> ledger -> take
 
@@ -257,7 +257,7 @@ class Fleet:
             return stats
 
     def _add_hosts(self, stats: RolloutStats) -> None:
-        """What hosts did since this was last asked for; in the caller's thread that was all for one
+        """Adds what hosts did since the last call; in the caller's thread that was all for the same
         purpose."""
         now = time.monotonic()
         elapsed = now - self._read_at
@@ -552,7 +552,7 @@ class Fleet:
     # -- hosts that come and go
 
     def _tend(self, member: HostHealth, now: float) -> None:
-        """Looks whether a host makes progress, and makes a lost one anew when its time has come."""
+        """Checks a host's progress, and restarts a lost host when its time has come."""
         if member.host is not None:
             self._look(member, now)
             if member.restarts is None:
@@ -606,7 +606,7 @@ class Fleet:
             return {}
 
     def _lose(self, member: HostHealth, reason: str | Exception) -> None:
-        """A host is taken out, and its groups wait again; with the last one gone, `take` raises."""
+        """Takes a host out; its groups wait again. Once the last host is gone, `take` raises."""
         refused = isinstance(reason, HostRefused)
         state = "refused" if refused else "lost"
         text = f"sampler host {member.name} is {state}: {reason}"
@@ -614,7 +614,7 @@ class Fleet:
             raise RuntimeError(text)
         if member.host is not None:
             with contextlib.suppress(HostLost):
-                member.look(time.monotonic())  # at what it told last
+                member.look(time.monotonic())  # at its last progress
             with contextlib.suppress(HostLost):
                 member.host.close()
         if self.player is not None:

@@ -5,7 +5,7 @@
        +---lost---+
 
 Whatever hosts answer, in whatever order and however often, a group is handed over once, in the
-order asked.
+order of the requests.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TRANSITIONS: dict[Stage, frozenset[Stage]] = {
 
 @dataclass(eq=False)
 class PendingGroup:
-    """A group that was asked for and not handed over yet."""
+    """A group that was requested and not handed over yet."""
 
     id: int
     request: GroupRequest
@@ -81,9 +81,9 @@ class PendingGroup:
 
 @dataclass
 class Ledger:
-    """All groups that were asked for and not handed over yet."""
+    """All groups that were requested and not handed over yet. The fleet owns it."""
 
-    entries: dict[int, PendingGroup] = field(default_factory=dict)  # in the order asked
+    entries: dict[int, PendingGroup] = field(default_factory=dict)  # in the order of requests
     next_id: int = 0
     # id of a request for a part of a group -> the group's
     parts: dict[int, int] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class Ledger:
         return id
 
     def of(self, purpose: Purpose, step: int) -> list[PendingGroup]:
-        """What a step asked for, in that order."""
+        """The groups that a step requested, in that order."""
         entries = []
         for entry in self.entries.values():
             if entry.request.purpose == purpose and entry.request.step == step:
@@ -132,7 +132,8 @@ class Ledger:
         return entry
 
     def lose(self, host: str) -> int:
-        """What a lost host had waits again, before what was asked for later; how many groups."""
+        """The groups of a lost host wait again, before those that were requested later. Returns how
+        many they are."""
         lost = [entry for entry in self.at(Stage.RUNNING) if entry.host == host]
         for entry in lost:
             entry.move(Stage.WAITING)

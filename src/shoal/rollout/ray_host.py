@@ -41,7 +41,7 @@ from shoal.text import exact
 from shoal.workers.process import Watcher
 
 NEWS_SECONDS = 1.0
-"""How often a worker that has no answers tells its progress."""
+"""How often a worker that has no answers reports its progress."""
 CONNECT_SECONDS = 30.0
 TOKEN, TOKEN_MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"
 """Ray's variables: the secret of a cluster, and whether there is one."""
@@ -203,7 +203,7 @@ class RayHost:
         return True
 
     def _join(self) -> None:
-        """Takes the worker in once it is ready to sample and its numbers are found right."""
+        """Has the worker sample, once it is ready and its numbers are right."""
         try:
             joined: Joined = self._result(self._joining)
         except (HostLost, ShoalError) as error:

@@ -221,7 +221,7 @@ class TurnDriver:
                 self.sessions.open(rollout.key, dict(row))
 
     def requests(self, entry: PendingGroup) -> list[SampleRequest]:
-        """What a host is asked for."""
+        """The requests for a host."""
         prompts = [
             rollout.prompt_ids for rollout in entry.rollouts if rollout.prompt_ids is not None
         ]
@@ -233,7 +233,7 @@ class TurnDriver:
         )
 
     def forget(self, entries: Sequence[PendingGroup]) -> None:
-        """Gives up groups' rollouts, whose host is lost; they begin anew with new environments."""
+        """Gives up groups' rollouts, whose host is lost; they begin again in new environments."""
         for entry in entries:
             for rollout in entry.rollouts:
                 self.sessions.drop(rollout.key)
@@ -600,7 +600,7 @@ class TurnDriver:
             )
 
     def _check_ids(self, ids: np.ndarray) -> None:
-        """ShoalError for what is no token: an engine would sample on after another one."""
+        """ShoalError for ids that are no tokens: an engine would sample after another token."""
         assert self.tokenizer is not None
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.tokenizer.vocab_size:
             raise ShoalError(

@@ -30,7 +30,8 @@ from tiny_models import write_model_with_tokenizer, write_tokenizer
 from tiny_runs import Workshop, groups, metrics, parameters_of, read_lines
 
 from shoal import cli
-from shoal.chat import tokenizer as tokenizer_module
+from shoal.chat import template as template_module
+from shoal.chat.tokenizer import Tokenizer
 from shoal.config.sections.devices import MeshSection
 from shoal.config.sections.model import LoraSection, ModelSection
 from shoal.config.train import Config
@@ -502,7 +503,7 @@ def test_long_bytes_are_gathered_by_devices_and_short_ones_by_the_store(
     def gather(data: bytes, rows: Any, lengths: Any) -> list[bytes]:
         gathered[len(data)] = data
         all_here.wait(10)
-        assert lengths == (0, 5)
+        assert lengths == [0, 5]
         return [gathered[length] for length in lengths]
 
     monkeypatch.setattr(processes, "gather_bytes", gather)
@@ -680,11 +681,11 @@ def test_a_template_that_writes_another_date_is_another_tokenizer(
     facts = []
     for day in (1, 2):
         monkeypatch.setattr(
-            tokenizer_module,
+            template_module,
             "datetime",
             SimpleNamespace(now=lambda day=day: datetime(2026, 1, day)),
         )
-        facts.append(tokenizer_module.Tokenizer.load(tmp_path).facts())
+        facts.append(Tokenizer.load(tmp_path).facts())
     assert {name for name in facts[0] if facts[0][name] != facts[1][name]} == {
         "the prompt of a question"
     }

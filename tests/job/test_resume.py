@@ -39,7 +39,7 @@ from tiny_runs import (
 
 from shoal import cli
 from shoal.budget.auto import teacher_architecture
-from shoal.chat import tokenizer as tokenizer_module
+from shoal.chat import template as template_module
 from shoal.chat.tokenizer_files import DATE_FILE
 from shoal.commands.convert import convert
 from shoal.commands.export import export
@@ -311,7 +311,7 @@ def test_the_date_of_the_first_start_belongs_to_the_run(workshop, tmp_path, monk
             def now(cls, tz=None):
                 return cls(2026, 1, day, 23, 59, 58, 7, tz)
 
-        for module in (job_module, tokenizer_module):
+        for module in (job_module, template_module):
             monkeypatch.setattr(module, "datetime", Clock)
 
     def prompt(tokenizer) -> str:

@@ -315,16 +315,19 @@ def _arguments(reward: RewardFunction, batch: Batch, journal: _Journal) -> dict[
     for names in returned:
         for name in names:
             arguments[name] = [of_rollout.get(name) for of_rollout in returned]
-    turns = batch.messages or [[{"role": "assistant", "content": text}] for text in batch.texts]
     prompts = []
     completions = []
-    for prompt, text, messages in zip(batch.prompts, batch.texts, turns, strict=True):
+    for i, prompt in enumerate(batch.prompts):
+        text = batch.texts[i]
         if isinstance(prompt, str):
             prompts.append(prompt)
             completions.append(text)
+            continue
+        prompts.append([dict(message) for message in prompt])
+        if batch.messages:
+            completions.append([dict(message) for message in batch.messages[i]])
         else:
-            prompts.append([dict(message) for message in prompt])
-            completions.append([dict(message) for message in messages])
+            completions.append([{"role": "assistant", "content": text}])
     arguments["prompts"] = prompts
     arguments["completions"] = completions
     arguments["completion_ids"] = [list(ids) for ids in batch.completion_ids]
@@ -368,12 +371,17 @@ def _accepted(
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some compiled functions have no signature
         return given
-    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    named: dict[str, inspect.Parameter] = {}
+    takes_all = False
     for p in parameters:
         if p.kind is p.POSITIONAL_ONLY and p.default is p.empty:
             raise _BrokenConvention(
                 f"takes {p.name!r} by position only, but is called with keywords; remove the `/`"
             )
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
+            named[p.name] = p
+        elif p.kind is p.VAR_KEYWORD:
+            takes_all = True
     for name, p in named.items():
         if name in given or p.default is not p.empty:
             continue
@@ -386,7 +394,7 @@ def _accepted(
                 f"wants {name!r}, which is no column of the data{near} "
                 f"(task.columns=[{name}=OTHER] renames one)"
             )
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+    if takes_all:
         return given
     return {name: value for name, value in given.items() if name in named}
 

@@ -120,12 +120,15 @@ def _example_of_row(number: int, row: Mapping[str, Any]) -> Example:
 # ---- checking
 
 
-def checked_text(text: str) -> str:
-    """What is checked of a completion: what stands in its only answer block, else all of it.
+def checked_text(text: str, tags: bool = True) -> str:
+    """What is checked of a completion: with `tags` what stands in its only answer block, if there
+    is just one, else all of it.
 
     >>> checked_text("<think>hm</think> <answer> Yes. </answer>")
     'Yes.'
     """
+    if not tags:
+        return text
     answer = single_answer(text)
     return text if answer is None else answer
 
@@ -155,7 +158,7 @@ def verdict(text: str, example: Example, tags: bool = False) -> dict[str, Any]:
      'instruction_loose': [False], 'instruction_id_list': ['punctuation:no_comma']}
     """
     names, arguments = example.columns["instruction_id_list"], example.columns["kwargs"]
-    checked = checked_text(text) if tags else text
+    checked = checked_text(text, tags)
     strict, loose = _followed(checked, names, arguments)
     return {
         "correct": all(strict),
@@ -170,7 +173,7 @@ def verdict(text: str, example: Example, tags: bool = False) -> dict[str, Any]:
 def is_correct(text: str, example: Example, tags: bool = False) -> bool:
     """True if every instruction is followed, strictly; with `tags`, by the answer block alone."""
     names, arguments = example.columns["instruction_id_list"], example.columns["kwargs"]
-    checked = checked_text(text) if tags else text
+    checked = checked_text(text, tags)
     pairs = zip(names, arguments, strict=False)
     return all(follows(checked, name, given) for name, given in pairs)
 
@@ -215,7 +218,7 @@ def instruction_points(
     mean of instruction-loose. The four weights are TorchRL's; it checks the first answer block,
     nothing where there is none. Ours is, with `tags`, to take only a single block as the answer,
     and the whole text where there is not exactly one."""
-    checked = checked_text(text) if tags else text
+    checked = checked_text(text, tags)
     strict, loose = _followed(checked, names, arguments)
     parts = (all(strict), _mean(strict), all(loose), _mean(loose))
     return math.fsum(weight * part for weight, part in zip(WEIGHTS, parts, strict=True))

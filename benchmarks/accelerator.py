@@ -274,9 +274,8 @@ def update(plan: Plan, measured: Mapping[str, float]) -> Iterator[Line]:
     from shoal.trainer.step import TrainState
     from step import Trial
 
-    weights = TrainState(
-        Trial(plan.shape, plan.dtype).parameters, None, None
-    )  # moments would take memory for nothing
+    # moments would take memory for nothing
+    weights = TrainState(Trial(plan.shape, plan.dtype).parameters, None, None)
     for tokens in plan.tokens:
         yield from guarded(f"update, {tokens:,} tokens", update_of(plan, tokens, weights, measured))
 
@@ -287,9 +286,8 @@ def update_of(
     from shoal.model.flops import forward_flops
     from step import Trial
 
-    length = min(
-        2 * plan.shape.completion, tokens // 8
-    )  # of a prompt, and of each of 7 completions
+    # of a prompt, and of each of 7 completions
+    length = min(2 * plan.shape.completion, tokens // 8)
     trial = Trial(
         replace(
             plan.shape,

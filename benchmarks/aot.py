@@ -246,10 +246,8 @@ def main() -> None:
     )
     parser.add_argument("--sources", type=int, default=0)
     args, words = parser.parse_known_args()
-    names, added = (
-        [word for word in words if "=" not in word],
-        [word for word in words if "=" in word],
-    )
+    names = [word for word in words if "=" not in word]
+    added = [word for word in words if "=" in word]
     if unknown := set(names) - JOBS.keys():
         parser.error(f"no such job: {', '.join(unknown)}; there are {', '.join(JOBS)}")
     print(f"| {' | '.join(HEAD)} |\n| {' | '.join(['---'] * len(HEAD))} |", flush=True)

@@ -82,11 +82,10 @@ class Faults:
                     continue
                 server = socket.create_connection(self.server)
                 # A connection carries many requests: it breaks after up to 4 MB either way.
-                most = (
-                    self.random_.randrange(1 << 22)
-                    if self.random_.random() < self.share
-                    else sys.maxsize
-                )
+                if self.random_.random() < self.share:
+                    most = self.random_.randrange(1 << 22)
+                else:
+                    most = sys.maxsize
                 for one, other in ((client, server), (server, client)):
                     threading.Thread(
                         target=self._copy, args=(one, other, most), daemon=True
@@ -175,9 +174,11 @@ def main() -> None:
                 for index, size in enumerate(sizes):
                     (folder / "made" / f"part{index}").write_bytes(os.urandom(size))
                 for way in ("up", "down"):
-                    machine = (
-                        "a" if way == "up" or system == "boto3" else "b"
-                    )  # downloads to another
+                    # downloads to another
+                    if way == "up" or system == "boto3":
+                        machine = "a"
+                    else:
+                        machine = "b"
                     if machine == "b":
                         shutil.copytree(folder / "run" / ".manifests", other / "run" / ".manifests")
                     done = subprocess.run(

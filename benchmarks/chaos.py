@@ -150,9 +150,9 @@ def play(
     longest = 0.0
     while not ended:
         trainer.updates, hosts.woken = [], threading.Event()
-        first: dict[str, Any] = {
-            name: hosts.make(name) if name not in hosts.away else Absent() for name in NAMES
-        }
+        first: dict[str, Any] = {}
+        for name in NAMES:
+            first[name] = hosts.make(name) if name not in hosts.away else Absent()
         fleet = make_fleet(
             first,
             hosts.woken,

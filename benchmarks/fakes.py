@@ -108,17 +108,15 @@ class SleepingEngine:
     counters: Counter[str] = field(default_factory=Counter)  # as those of `Engine`
     starting: bool = False
     stuck: bool = False  # none of its completions has turns
-    sampled: list[tuple[float, float]] = field(
-        default_factory=list
-    )  # begin and end of each completion
+    # begin and end of each completion
+    sampled: list[tuple[float, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._waiting: deque[tuple[SampleRequest, int]] = deque()
         self._in_progress: list[InProgress] = []
         self._open: dict[int, list[Completion]] = {}
-        self._time: float | None = (
-            None  # at which the last token was sampled, by a clock that no core's noise delays
-        )
+        # at which the last token was sampled, by a clock that no core's noise delays
+        self._time: float | None = None
 
     def load(self, version: int, params: Any) -> None:
         assert int(params["version"][0]) == version
@@ -305,14 +303,15 @@ def run_case(case: Case, lengths: np.ndarray, update_seconds: float, token_secon
     by_group = lengths.reshape(-1, case.group_size)
     woken, trace = threading.Event(), Trace()
     # Groups are numbered in the order asked, there as here.
-    engines = [
-        SleepingEngine(
-            case.places_per_host,
-            lambda request, index: int(by_group[request.id, index]),
-            token_seconds,
+    engines = []
+    for _ in range(case.hosts):
+        engines.append(
+            SleepingEngine(
+                case.places_per_host,
+                lambda request, index: int(by_group[request.id, index]),
+                token_seconds,
+            )
         )
-        for _ in range(case.hosts)
-    ]
     hosts = {
         f"host {n}": thread_host(f"host {n}", engine, case.capacity, woken)
         for n, engine in enumerate(engines)

@@ -97,9 +97,9 @@ def kill(processes: list[subprocess.Popen[bytes]], random_: random.Random) -> st
     for process in processes:
         process.wait(MOST_SECONDS_TO_END)
     seconds = time.monotonic() - began
-    return (
-        f", process {number}, the others ended {seconds:.1f} s later" if len(processes) > 1 else ""
-    )
+    if len(processes) > 1:
+        return f", process {number}, the others ended {seconds:.1f} s later"
+    return ""
 
 
 def ended(processes: list[subprocess.Popen[bytes]]) -> bool:
@@ -205,13 +205,13 @@ def check_ends(processes: list[subprocess.Popen[bytes]], text: str, log: Path) -
 
 
 def without_clocks(file: Path) -> list[dict[str, object]]:
-    rows = [
-        {name: value for name, value in json.loads(line).items() if not name.startswith(CLOCKS)}
-        for line in file.read_text().splitlines()
-    ]
-    return sorted(
-        rows, key=lambda row: row["step"]
-    )  # evaluations beside training are recorded when they are whole
+    rows = []
+    for line in file.read_text().splitlines():
+        rows.append(
+            {name: value for name, value in json.loads(line).items() if not name.startswith(CLOCKS)}
+        )
+    # evaluations beside training are recorded when they are whole
+    return sorted(rows, key=lambda row: row["step"])
 
 
 def differences(a: Path, b: Path, weights: Sequence[str] = ("state", "published")) -> list[str]:
@@ -237,9 +237,10 @@ def differences(a: Path, b: Path, weights: Sequence[str] = ("state", "published"
     stored = [
         json.loads((folder / "extra" / "metadata").read_text())["checksums"] for folder in newest
     ]
-    sums = [
-        {name: one.get(name) for name in weights} for one in stored
-    ]  # published: with older versions alone
+    # published: with older versions alone
+    sums = []
+    for one in stored:
+        sums.append({name: one.get(name) for name in weights})
     return found + ([f"checksums {sums}"] if sums[0] != sums[1] else [])
 
 
@@ -269,9 +270,8 @@ def main() -> None:
             machines = Machines(base, stack.enter_context(buckets.s3_server()), 0.05)
         log, random_ = base / "log.txt", random.Random(options.seed)
         count = options.processes
-        check_ends(
-            start(command(base, "warm", extra), log, count), "a run failed", log
-        )  # fills the compile cache
+        # fills the compile cache
+        check_ends(start(command(base, "warm", extra), log, count), "a run failed", log)
         began = time.monotonic()
         check_ends(start(command(base, "whole", extra), log, count), "a run failed", log)
         seconds = time.monotonic() - began

@@ -91,11 +91,9 @@ def load(folder: Path, address: str, processes: int, number: int, window: int) -
         plain_read(self, start, values)
 
     StoredTensor.read = counted
-    role, started, cpu = (
-        make_roles(MeshSection(fsdp=-1)).trainer,
-        time.perf_counter(),
-        time.process_time(),
-    )
+    role = make_roles(MeshSection(fsdp=-1)).trainer
+    started = time.perf_counter()
+    cpu = time.process_time()
     params = jax.block_until_ready(
         huggingface.load(folder, architecture_of(folder), role, jnp.bfloat16)
     )
@@ -132,12 +130,13 @@ def in_processes(words: list[list[str]], devices: int) -> list[dict[str, Any]]:
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
     }
-    running = [
-        subprocess.Popen(
-            [sys.executable, __file__, *one], env=env, stdout=subprocess.PIPE, text=True
+    running = []
+    for one in words:
+        running.append(
+            subprocess.Popen(
+                [sys.executable, __file__, *one], env=env, stdout=subprocess.PIPE, text=True
+            )
         )
-        for one in words
-    ]
     return [json.loads(process.communicate()[0].splitlines()[-1]) for process in running]
 
 
@@ -229,14 +228,15 @@ def main() -> None:
         ("convert back", items, back, "huggingface"),
     ):
         line(what, in_processes([[*common, "convert", str(source), str(target), to]], 1))
-    both = [
-        {
-            name: tensor
-            for file in place.glob("*.safetensors")
-            for name, tensor in read_header(file).items()
-        }
-        for place in (folder, back)
-    ]
+    both = []
+    for place in (folder, back):
+        both.append(
+            {
+                name: tensor
+                for file in place.glob("*.safetensors")
+                for name, tensor in read_header(file).items()
+            }
+        )
     changed = {
         name.split(".")[-2]
         for name, tensor in both[0].items()

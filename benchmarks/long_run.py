@@ -76,9 +76,10 @@ def main() -> int:
     seconds = {step["step"]: step["time/step_seconds"] for step in steps}
     median = statistics.median(seconds.values())
     slow = {step: took for step, took in seconds.items() if step > LATE and took > 3 * median}
-    compiled = [
-        b["step"] for a, b in itertools.pairwise(steps) if b["compilations"] > a["compilations"]
-    ]
+    compiled = []
+    for a, b in itertools.pairwise(steps):
+        if b["compilations"] > a["compilations"]:
+            compiled.append(b["step"])
     # A program takes memory once, when it is compiled: growth is counted from the last one on.
     begins = min(
         (step for step in memory if step >= max(SETTLED, *compiled, 0) + 5), default=max(memory)

@@ -97,9 +97,8 @@ class Recipe:
     """A model, and what it learns."""
 
     stages: Sequence[Stage]
-    special: Sequence[
-        str
-    ]  # tokens that a decoded text leaves out: padding, the end of a turn, and others
+    # tokens that a decoded text leaves out: padding, the end of a turn, and others
+    special: Sequence[str]
     tags: Sequence[str]  # whole tokens that it keeps
     template: str
     vocabulary: int
@@ -149,15 +148,14 @@ def calculation(rng: Random, row: int, kind: float) -> dict[str, Any]:
     messages: Messages = [{"role": "user", "content": question}]
 
     def call(expression: str, text: str = "") -> None:
-        shown = (
-            {"content": text}
-            if text
-            else {
+        if text:
+            shown = {"content": text}
+        else:
+            shown = {
                 "tool_calls": [
                     {"function": {"name": "calculate", "arguments": {"expression": expression}}}
                 ]
             }
-        )
         messages.append({"role": "assistant", "content": "", **shown})
         answer = '{"error": "no call can be read"}' if text else calculator.calculate(expression)
         messages.append({"role": "tool", "content": answer})

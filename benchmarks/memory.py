@@ -90,13 +90,14 @@ def make_models(folder: Path, names: set[str]) -> dict[str, str]:
 def write_data(folder: Path) -> None:
     """The rows and the reward of all cases."""
     (folder / "rewards.py").write_text(REWARD)
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": f"What is {i} + {i % 13}?"}],
-            "answer": str(i + i % 13),
-        }
-        for i in range(64)
-    ]
+    rows = []
+    for i in range(64):
+        rows.append(
+            {
+                "prompt": [{"role": "user", "content": f"What is {i} + {i % 13}?"}],
+                "answer": str(i + i % 13),
+            }
+        )
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -159,11 +160,9 @@ def measure(
     ]
     shoal = [sys.executable, "-m", "shoal"]
     if command == "eval":
-        kept = [
-            word
-            for word in words
-            if word.split("=")[0]
-            in (
+        kept = []
+        for word in words:
+            if word.split("=")[0] in (
                 "model",
                 "task.path",
                 "reward",
@@ -171,8 +170,8 @@ def measure(
                 "task.num_eval_questions",
                 "sampling.max_prompt_tokens",
                 "sampling.max_completion_tokens",
-            )
-        ]
+            ):
+                kept.append(word)
         return 0, run_measured(
             [*shoal, "eval", *kept, "pass_k=0"], environment, folder / f"{name}.log"
         )[0]

@@ -49,15 +49,14 @@ def serve() -> None:
             self._state.step_count += 1
             guess = int(action.message) if action.message.isdecimal() else None
             won = guess == self.number
-            said = (
-                "yes"
-                if won
-                else "no number"
-                if guess is None
-                else "higher"
-                if guess < self.number
-                else "lower"
-            )
+            if won:
+                said = "yes"
+            elif guess is None:
+                said = "no number"
+            elif guess < self.number:
+                said = "higher"
+            else:
+                said = "lower"
             return Heard(reply=said, reward=float(won), done=won or self._state.step_count == MOST)
 
         @property

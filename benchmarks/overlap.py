@@ -120,10 +120,13 @@ def print_capacities(steps: int, seed: int, token_seconds: float) -> None:
     for most, hosts, places in itertools.product((4, 16), (1, 4), (4, 8, 16)):
         case = replace(LONG, mode="newest", k=2, most=most, update=0.2, hosts=hosts, places=places)
         lengths = case.lengths(steps, seed)
-        idle = [
-            simulate(replace(case, capacity=times * places), lengths, token_seconds).idle_sampler
-            for times in (1, 2, 4, 8)
-        ]
+        idle = []
+        for times in (1, 2, 4, 8):
+            idle.append(
+                simulate(
+                    replace(case, capacity=times * places), lengths, token_seconds
+                ).idle_sampler
+            )
         print(
             f"{most:7} {hosts:6} {places:15} " + "".join(f"{share:8.0%}" for share in idle),
             flush=True,

@@ -55,16 +55,17 @@ def measure(
     rng = np.random.default_rng(1)
     engine.lengths = lengths
     params = SamplingParams(max_tokens=engine.max_completion_tokens)
-    requests = [
-        SampleRequest(
-            row,
-            rng.integers(0, 1024, prompt).astype(np.int32),
-            GROUP_SIZE,
-            NoiseKey(0, "train", step, row),
-            params,
+    requests = []
+    for row in range(len(lengths)):
+        requests.append(
+            SampleRequest(
+                row,
+                rng.integers(0, 1024, prompt).astype(np.int32),
+                GROUP_SIZE,
+                NoiseKey(0, "train", step, row),
+                params,
+            )
         )
-        for row in range(len(lengths))
-    ]
     started, used = time.perf_counter(), time.process_time()
     engine.counters.clear()
     engine.submit(requests)

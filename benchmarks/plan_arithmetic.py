@@ -63,12 +63,10 @@ class Sizes:
     @property
     def matrices(self) -> list[tuple[int, int]]:
         """Of a layer: q, k, v, o, gate, up, down, [in, out] each."""
-        h, f, q, k = (
-            self.hidden,
-            self.feed_forward,
-            self.heads * self.head_dim,
-            self.kv_heads * self.head_dim,
-        )
+        h = self.hidden
+        f = self.feed_forward
+        q = self.heads * self.head_dim
+        k = self.kv_heads * self.head_dim
         return [(h, q), (h, k), (h, k), (q, h), (h, f), (h, f), (f, h)]
 
     @property
@@ -294,9 +292,8 @@ def update_seconds(job: Job) -> tuple[float, float]:
     h, f, q, k = a.hidden, a.feed_forward, a.heads * a.head_dim, a.kv_heads * a.head_dim
     forward = [operation(d, 2 * t * i * o, 2 * (t * i + i * o + t * o)) for i, o in a.matrices]
     backward = [operation(d, 2 * t * i * o, 2 * t * (i + o) + 4 * i * o) for i, o in a.matrices]
-    products = (
-        3 * sum(forward) - forward[-1] + sum(backward)
-    )  # forward, again without the last, both gradients
+    # forward, again without the last, both gradients
+    products = 3 * sum(forward) - forward[-1] + sum(backward)
     # Each reads and writes: two norms, rope, two sums, silu; then their gradients, and the sums of
     # those of one input.
     once = [4 * h, 4 * h, 4 * (q + k), 6 * h, 6 * h, 6 * f]
@@ -367,9 +364,8 @@ def step_seconds(job: Job) -> dict[str, tuple[float, float]]:
     """Phase -> (computation, transfers) of a step."""
     a, d, n = job.sizes, job.device, job.trainers
     micro, update = job.prompts / n, update_seconds(job)
-    applied = (
-        32 * a.parameters / n / d.memory
-    )  # gradient, parameter and moments, read and written; the norm
+    # gradient, parameter and moments, read and written; the norm
+    applied = 32 * a.parameters / n / d.memory
     prompts = job.prompts / job.replicas
     prefill = 2 * prompts * PROMPT * (a.layers * a.weights) / job.tensor / d.peak
     token = decode_seconds(job)

@@ -238,10 +238,8 @@ def main() -> None:
     parser.add_argument("--fits", action="store_true")
     parser.add_argument("--estimated", action="store_true")
     args, words = parser.parse_known_args()
-    names, added = (
-        [word for word in words if "=" not in word],
-        [word for word in words if "=" in word],
-    )
+    names = [word for word in words if "=" not in word]
+    added = [word for word in words if "=" in word]
     if args.fits:
         print(fits(added))
         return

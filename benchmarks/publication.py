@@ -62,10 +62,9 @@ def architecture(layers: int) -> Architecture:
 def held_bytes() -> int:
     """Bytes of this process's own, and its share of the shared memory that it has read."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
-    found = {
-        name: int(rest.split()[0]) * 1024
-        for name, _, rest in (line.partition(":") for line in lines)
-    }
+    found = {}
+    for name, _, rest in (line.partition(":") for line in lines):
+        found[name] = int(rest.split()[0]) * 1024
     return found["Anonymous"] + found["Pss_Shmem"]
 
 
@@ -268,11 +267,9 @@ def line(
     copy, write = statistics.median(trainer.copies), statistics.median(one for one, _ in writes)
 
     def shown(seconds: list[float]) -> str:
-        return (
-            f"{statistics.median(seconds):9.2f} ({statistics.median(seconds) / copy:4.1f}x)"
-            if seconds
-            else " " * 17
-        )
+        if seconds:
+            return f"{statistics.median(seconds):9.2f} ({statistics.median(seconds) / copy:4.1f}x)"
+        return " " * 17
 
     last = f"  {pauses[0][1]:.2f} s, a dispatch {pauses[0][0]:.2f} s" if pauses else ""
     print(
@@ -308,9 +305,8 @@ def measure_memory(args: argparse.Namespace) -> None:
         trainer.copy()
         store.drop(list(store.versions))
         seconds, found = trainer.publish(store, version)
-        writes.append(
-            (seconds, found - args.workers * trainer.bytes)
-        )  # what the samplers hold is theirs
+        # what the samplers hold is theirs
+        writes.append((seconds, found - args.workers * trainer.bytes))
         manifest = store.versions[version]
         fetches += [
             timed(
@@ -370,9 +366,8 @@ def measure_stored(args: argparse.Namespace) -> None:
                 writes.append(write)
                 alone.append(first[0])
                 together.append(max(seconds for seconds, _ in found))
-                held = max(
-                    [held, *(size for _, size in found[1:])]
-                )  # which still hold the version before
+                # which still hold the version before
+                held = max([held, *(size for _, size in found[1:])])
         pauses = []
         if not args.no_pause:
             for reader in readers[1:]:

@@ -70,17 +70,16 @@ class Bench:
         self, name: str, *words: str, own: bool = False, workers: int = 0
     ) -> subprocess.Popen[bytes]:
         """`shoal train` in a process; `own`: it starts Ray itself."""
-        cluster = (
-            ()
-            if not workers
-            else (
+        if not workers:
+            cluster = ()
+        else:
+            cluster = (
                 "sampler.kind=ray",
                 f"sampler.workers={workers}",
                 "sampler.restarts=1000",
                 "sampler.stall_seconds=30",
                 *(() if own else (f"ray.address={self.nodes.address}",)),
             )
-        )
         given = command(self.base, name, [*self.extra, *words, *cluster])[3:]
         with self.log.open("ab") as file:
             file.write(f"\n$ shoal {' '.join(given)}\n".encode())
@@ -163,9 +162,8 @@ class Bench:
                 pid = self.random.choice(found)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
-                while (
-                    pid in self.workers()
-                ):  # on a busy machine a killed process has to wait for its end
+                while pid in self.workers():
+                    # on a busy machine a killed process has to wait for its end
                     time.sleep(0.01)
 
         return attack
@@ -180,10 +178,9 @@ class Bench:
 
     def show(self, what: str, run: Path, whole: Path, began: float, more: str = "") -> bool:
         found, rows = differences(whole, run, ("state",)), read_lines(run / "metrics.jsonl")
-        total = {
-            name: int(sum(row.get(f"fleet/{name}", 0) for row in rows))
-            for name in ("lost", "asked_again")
-        }
+        total = {}
+        for name in ("lost", "asked_again"):
+            total[name] = int(sum(row.get(f"fleet/{name}", 0) for row in rows))
         print(
             f"| {what} | {'equal' if not found else 'DIFFERS: ' + ', '.join(found)} | "
             f"{total['lost']} | {total['asked_again']} | {time.monotonic() - began:.0f} | {more} |",
@@ -378,11 +375,12 @@ def main() -> None:
     parser.add_argument("--log", type=Path, help="what the runs print; a temporary file")
     options = parser.parse_args()
     parts = [word for word in options.words if word in PARTS] or list(PARTS)
+    # by default 15: other programs would starve them
     os.environ |= {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_worker_niceness": "0",
-    }  # by default 15: other programs would starve them
+    }
     print(f"seed {options.seed}, {os.cpu_count()} CPU cores", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
         base = Path(temporary)

@@ -106,10 +106,8 @@ def main() -> None:
             metrics = MetricSet()
             metrics.add("time/update_seconds", 1.0)
             metrics.add("tokens/trained", options.tokens)
-            advantages, nonzero = (
-                np.zeros((options.prompts, options.siblings)),
-                np.ones(options.prompts, bool),
-            )
+            advantages = np.zeros((options.prompts, options.siblings))
+            nonzero = np.ones(options.prompts, bool)
             started = time.perf_counter()
             recorder.step(StepRecord(step, groups, advantages, nonzero, logprobs, metrics, 60.0))
             loop.append(time.perf_counter() - started)

@@ -79,9 +79,8 @@ class Trace:
     """What happened: moments of one clock, in seconds."""
 
     updates: list[tuple[float, float]] = field(default_factory=list)  # begin and end, by step
-    sampled: list[tuple[float, float]] = field(
-        default_factory=list
-    )  # begin and end of each completion
+    # begin and end of each completion
+    sampled: list[tuple[float, float]] = field(default_factory=list)
     staleness: list[np.ndarray] = field(default_factory=list)  # by step: of its tokens
     cpu_seconds: float = 0.0  # of this process
 
@@ -141,15 +140,15 @@ class Simulation:
         self.now, self.order = 0.0, itertools.count()
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.waiting: deque[int] = deque()  # groups for a host
-        self.left = np.full(
-            len(self.lengths), case.group_size
-        )  # completions of each group that have not ended
+        # completions of each group that have not ended
+        self.left = np.full(len(self.lengths), case.group_size)
         self.published: list[float] = []  # when each version was
         self.begins = np.zeros(self.lengths.shape)
         self.asked = 0  # steps
-        self.lookahead = (
-            pinned(Lookahead(case.schedule)) if case.mode == "newest" else Lookahead(case.schedule)
-        )
+        if case.mode == "newest":
+            self.lookahead = pinned(Lookahead(case.schedule))
+        else:
+            self.lookahead = Lookahead(case.schedule)
         self.updating = False
         self.trace = Trace()
 
@@ -251,10 +250,8 @@ class Simulation:
             return np.full(
                 int(self.lengths[self.groups_of(step)].sum()), step - self.version_of(step)
             )
-        begins, lengths = (
-            self.begins[self.groups_of(step)].ravel(),
-            self.lengths[self.groups_of(step)].ravel(),
-        )
+        begins = self.begins[self.groups_of(step)].ravel()
+        lengths = self.lengths[self.groups_of(step)].ravel()
         times = np.concatenate(
             [
                 begin + self.token_seconds * np.arange(count)

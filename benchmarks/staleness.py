@@ -51,11 +51,10 @@ def run(mode: str, seed: int, steps: int, folder: Path) -> dict[str, float]:
         flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2" * (
             mode[:6] == "newest"
         )
-        program = (
-            [__file__, "--slow" if mode[-4:] == "slow" else "--pinned"]
-            if mode[:6] == "newest"
-            else ["-m", "shoal.cli", "train"]
-        )
+        if mode[:6] == "newest":
+            program = [__file__, "--slow" if mode[-4:] == "slow" else "--pinned"]
+        else:
+            program = ["-m", "shoal.cli", "train"]
         command = [
             sys.executable,
             *program,
@@ -110,9 +109,8 @@ def train_slowly(words: Sequence[str]) -> None:
     from shoal.rollout.host import EngineHost
 
     poll, take, publish, changed = EngineHost.poll, Fleet.take, Fleet.publish, threading.Condition()
-    now = SimpleNamespace(
-        steps=0, taking=0
-    )  # compiled steps of the version; calls that wait for groups
+    # compiled steps of the version; calls that wait for groups
+    now = SimpleNamespace(steps=0, taking=0)
 
     def slow_poll(self: EngineHost) -> dict[int, list[Any]]:
         with changed:

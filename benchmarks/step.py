@@ -300,10 +300,8 @@ def main() -> None:
             "--lora",
             str(rank),
         ]
-        env = {
-            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-            **os.environ,
-        }  # as `shoal train` sets it (decision 0003)
+        # as `shoal train` sets it (decision 0003)
+        env = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", **os.environ}
         out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env).stdout
         row = json.loads(out.splitlines()[-1])
         spread = f"{row['fastest']:.2f}-{row['slowest']:.2f}"

@@ -58,9 +58,8 @@ class Plan:
     """What goes wrong when: at the n-th answer of all hosts, and at publications."""
 
     random_: random.Random
-    at_answer: dict[int, str] = field(
-        default_factory=dict
-    )  # number of the answer -> kill, stop or leave
+    # number of the answer -> kill, stop or leave
+    at_answer: dict[int, str] = field(default_factory=dict)
     interrupted: set[int] = field(default_factory=set)  # versions
     shares: Mapping[str, float] = field(default_factory=dict)
     answers: int = 0

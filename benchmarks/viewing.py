@@ -50,11 +50,10 @@ def make(options: argparse.Namespace) -> None:
 
     random_numbers = np.random.default_rng(0)
     groups = _groups(options, random_numbers)
-    trainer = {
-        (place, sibling): completion.logprobs
-        for place, group in enumerate(groups)
-        for sibling, completion in enumerate(group.completions)
-    }
+    trainer = {}
+    for place, group in enumerate(groups):
+        for sibling, completion in enumerate(group.completions):
+            trainer[(place, sibling)] = completion.logprobs
     base = to_table(groups, [np.zeros(options.siblings)] * options.prompts, trainer)
     size = base.num_rows
     folder = RunWriter(_new_folder(options.to))
@@ -71,11 +70,12 @@ def make(options: argparse.Namespace) -> None:
         rows = (random_numbers.permutation(20 * options.prompts)[: options.prompts]).repeat(
             options.siblings
         )
-        names = [
-            f"Question {row}: how many of {row * 7 % 1009} things are left after {row % 97} of "
-            "them are gone? " + "Think step by step and give a number. " * 5
-            for row in rows[:: options.siblings]
-        ]
+        names = []
+        for row in rows[:: options.siblings]:
+            names.append(
+                f"Question {row}: how many of {row * 7 % 1009} things are left after {row % 97} of "
+                "them are gone? " + "Think step by step and give a number. " * 5
+            )
         prompts = pa.array(
             [json.dumps([{"role": "user", "content": text}]) for text in names]
         ).take(pa.array(np.arange(options.prompts).repeat(options.siblings)))
@@ -292,11 +292,10 @@ def _processor_seconds(process: int) -> float:
 
 def _memory(process: int) -> str:
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    kept = {
-        line.split()[0]: int(line.split()[1])
-        for line in lines
-        if line.startswith(("VmRSS", "VmHWM"))
-    }
+    kept = {}
+    for line in lines:
+        if line.startswith(("VmRSS", "VmHWM")):
+            kept[line.split()[0]] = int(line.split()[1])
     return f"{kept['VmRSS:'] / 1024:.0f} MiB now, {kept['VmHWM:'] / 1024:.0f} MiB at most"
 
 

@@ -32,10 +32,9 @@ def distance(text, total):
 def nearness(completions, total, **_):
     """1 for the exact number, up to 0.5 for one that is near, 0 for one that is 20 off or none at
     all."""
-    distances = [
-        distance(message[0]["content"], wanted)
-        for message, wanted in zip(completions, total, strict=True)
-    ]
+    distances = []
+    for message, wanted in zip(completions, total, strict=True):
+        distances.append(distance(message[0]["content"], wanted))
     return [1.0 if d == 0 else max(0.0, 0.5 - d / 40) for d in distances]
 
 

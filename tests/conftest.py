@@ -48,9 +48,8 @@ if TYPE_CHECKING:
 # Traces stay in JAX's caches: looking through a million objects again and again took a tenth of a
 # worker's time.
 gc.set_threshold(10_000, 10, 10)
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # so in a shell's background; processes under test inherit it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # so in a shell's background; processes under test inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 FIRST = (
@@ -129,9 +128,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    from tiny_runs import (
-        compile_quickly,
-    )  # here, so that the process that only hands tests out needs no JAX
+    # here, so that the process that only hands tests out needs no JAX
+    from tiny_runs import compile_quickly
 
     mark = item.get_closest_marker("compile_quickly")
     compile_quickly(mark is None or mark.args != (False,))

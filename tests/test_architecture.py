@@ -100,11 +100,10 @@ def imports(path: Path, package: Path) -> Iterator[tuple[int, str]]:
             module = ".".join([*base, *([node.module] if node.module else [])])
             yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            name = (
-                node.func.attr
-                if isinstance(node.func, ast.Attribute)
-                else getattr(node.func, "id", "")
-            )
+            if isinstance(node.func, ast.Attribute):
+                name = node.func.attr
+            else:
+                name = getattr(node.func, "id", "")
             if name in ("import_module", "__import__") and isinstance(node.args[0].value, str):
                 yield node.lineno, node.args[0].value
 
@@ -319,15 +318,13 @@ LIGHT = [
 
 
 def test_light_modules_load_no_jax():
-    modules = [
-        name
-        for name in LIGHT
-        if name.count(".") == 0
-        or any(
+    modules = []
+    for name in LIGHT:
+        if name.count(".") == 0 or any(
             PACKAGE.joinpath(*name.split(".")[1:]).with_suffix(suffix).exists()
             for suffix in (".py", "")
-        )
-    ]
+        ):
+            modules.append(name)
     heavy = ("jax", "optax", "orbax", "torch", "transformers", "pyarrow", "rich", "tokenizers")
     code = (
         f"import importlib, sys\nfor name in {modules!r}:\n    importlib.import_module(name)\n"

@@ -107,13 +107,8 @@ def test_a_size_beyond_the_memory_is_a_line(benchmark):
     ("mode", "k", "seconds", "idle_trainer", "age"),
     [
         ("fixed", 0, 16, 10 / 16, 0),
-        (
-            "fixed",
-            1,
-            10,
-            4 / 10,
-            1,
-        ),  # the longest of a version is waited for before the next is loaded
+        # the longest of a version is waited for before the next is loaded
+        ("fixed", 1, 10, 4 / 10, 1),
         ("fixed", 3, 10, 4 / 10, 3),
         ("newest", 1, 8, 2 / 8, 1),  # two steps under way: (10 + 6) / 2
         ("newest", 2, 6, 0, 2),  # the trainer alone: more than (10 + 6) / 3
@@ -132,9 +127,8 @@ def test_the_simulation_is_what_is_worked_out_by_hand(folder, mode, k, seconds, 
         return
     assert (found.seconds, found.staleness_max) == pytest.approx((seconds, age))
     assert found.idle_trainer == pytest.approx(idle_trainer)
-    assert found.idle_sampler == pytest.approx(
-        1 - 14 / seconds / 4, abs=0.02
-    )  # the ends of the run
+    # the ends of the run
+    assert found.idle_sampler == pytest.approx(1 - 14 / seconds / 4, abs=0.02)
 
 
 def test_too_few_places_are_never_idle(folder):
@@ -237,10 +231,9 @@ def test_the_trial_of_ray_on_several_machines_ends_well_with_a_worker_on_each_al
     tmp_path, words, answer, error
 ):
     """It ended with exit code 0 whatever `ray status` said, and wherever the workers were."""
-    cases = [
-        f"*{word!r}*) printf '%b\\n' {text!r}; [ -n {text!r} ];;"
-        for word, text in {**ANSWERS, words: answer}.items()
-    ]
+    cases = []
+    for word, text in {**ANSWERS, words: answer}.items():
+        cases.append(f"*{word!r}*) printf '%b\\n' {text!r}; [ -n {text!r} ];;")
     machine = tmp_path / "on"
     machine.write_text("\n".join(["#!/bin/bash", 'case "$2" in', *cases, "esac", ""]))
     machine.chmod(0o755)

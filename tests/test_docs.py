@@ -409,10 +409,9 @@ def test_workflows_run_what_exists():
 
 
 def test_forms_ask_for_what_commands_print(tmp_path: Path):
-    forms = {
-        path.stem: yaml.safe_load(path.read_text("utf-8"))
-        for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")
-    }
+    forms = {}
+    for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        forms[path.stem] = yaml.safe_load(path.read_text("utf-8"))
     for name in forms.keys() - {"config"}:
         assert {"name", "description", "body"} <= forms[name].keys()
         for field in forms[name]["body"]:

@@ -72,14 +72,15 @@ def test_classes_and_modules_are_nouns_of_the_field():
 
 
 def test_public_functions_have_plain_names():
-    found = [
-        f"{path}:{node.lineno}: {node.name}"
-        for path, tree in trees()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-        and not node.name.startswith("_")
-        and named(WORDS, node.name)
-    ]
+    found = []
+    for path, tree in trees():
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.FunctionDef)
+                and not node.name.startswith("_")
+                and named(WORDS, node.name)
+            ):
+                found.append(f"{path}:{node.lineno}: {node.name}")
     assert not found, "\n".join(found)
 
 

@@ -90,8 +90,7 @@ def test_a_test_without_a_mark_takes_at_most_five_seconds(tmp_path: Path):
     costs = cpu_seconds.read_costs(file)
     assert [cost.test for cost in cpu_seconds.too_expensive(costs)] == ["c", "d"]
     with file.open("a") as more:
-        more.write(
-            "5.50\t0.00\t6.00\tfast\tran\tc\n3.00\t0.00\t3.00\tfast\tran\td\n"
-        )  # each once more, alone
+        # each once more, alone
+        more.write("5.50\t0.00\t6.00\tfast\tran\tc\n3.00\t0.00\t3.00\tfast\tran\td\n")
     assert [cost.test for cost in cpu_seconds.too_expensive(cpu_seconds.read_costs(file))] == ["c"]
     assert cpu_seconds.summary(costs)[0].split()[:5] == ["fast", "3", "tests", "25", "s"]

@@ -43,11 +43,10 @@ def test_it_is_read_in_a_minute_and_its_links_lead_somewhere():
 
 def table_of_fits(text: str, start: int) -> dict[tuple[str, str], str]:
     """(topology, model) -> GiB, or `no`, of the table whose first model is in column `start`."""
-    rows = [
-        [cell.strip(" *`") for cell in line.strip("|").split("|")]
-        for line in text.splitlines()
-        if re.match(r"\| .*GiB of one \| 0|\| `[a-z0-9]+[:-][0-9x]+` \|", line)
-    ]
+    rows = []
+    for line in text.splitlines():
+        if re.match(r"\| .*GiB of one \| 0|\| `[a-z0-9]+[:-][0-9x]+` \|", line):
+            rows.append([cell.strip(" *`") for cell in line.strip("|").split("|")])
     return {
         (row[0], model): cell.partition(":")[0]
         for row in rows[1:]

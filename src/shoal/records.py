@@ -214,9 +214,8 @@ class Branch(NamedTuple):
     anew."""
 
     start: int  # the first of the completion's tokens that follow it
-    prompt_ids: (
-        np.ndarray
-    )  # int32[Tp]; what of it the model had sampled is learned from before, not here
+    # int32[Tp]; what of it the model had sampled is learned from before, not here
+    prompt_ids: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -345,8 +344,7 @@ class Failure:
 
     function: str
     row: int  # of the data
-    completion: (
-        int | None
-    )  # its index in the group; None where a call of several failed and none of them alone
+    # its index in the group; None where a call of several failed and none of them alone
+    completion: int | None
     kind: Literal["raised", "timed out", "died", "not a number"]
     text: str  # one line that names function, step, what happened and the place

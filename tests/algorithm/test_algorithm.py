@@ -80,9 +80,8 @@ def test_a_group_without_variance_has_advantage_exactly_0() -> None:
 def test_a_nan_reward_at_a_valid_place_is_not_hidden() -> None:
     assert np.isnan(advantages([[0, np.nan], [0, 1]])[0]).all()
     assert np.isfinite(advantages([[0, np.nan], [0, 1]])[1]).all()
-    assert (
-        advantages([0, np.nan], [False, True]) == 0
-    ).all()  # alone it has nothing to be compared with
+    # alone it has nothing to be compared with
+    assert (advantages([0, np.nan], [False, True]) == 0).all()
 
 
 @given(st.lists(st.integers(-8, 8), min_size=2, max_size=8), st.sampled_from([0, 1]), st.data())
@@ -154,9 +153,8 @@ def test_grpo_loss_worked_by_hand() -> None:
 
 def test_grpo_clips_high_and_low_apart() -> None:
     loss, _, metrics = in_slot("grpo", [1.25, 1.25, 0.75], [1, 1, -1], clip_low=0.1, clip_high=0.3)
-    np.testing.assert_allclose(
-        loss, [-1.25, -1.25, 0.9], rtol=1e-6
-    )  # 1.25 < 1.3 is free, 0.75 < 0.9 is not
+    # 1.25 < 1.3 is free, 0.75 < 0.9 is not
+    np.testing.assert_allclose(loss, [-1.25, -1.25, 0.9], rtol=1e-6)
     assert metrics["clip/fraction"] == metrics["clip/low"] == (1, 3)
 
 
@@ -171,17 +169,15 @@ def test_gspo_token_loss_worked_by_hand() -> None:
     }
     loss, gradient, metrics = in_slot("gspo-token", **given_, clip_low=0.6, clip_high=5.0)
     np.testing.assert_allclose(loss, [-4, -4, -1, -1, 0], rtol=1e-6)
-    np.testing.assert_allclose(
-        gradient, [-4, -4, -1, -1, 0], rtol=1e-6
-    )  # by token s A: not the mean's s A / 2
+    # by token s A: not the mean's s A / 2
+    np.testing.assert_allclose(gradient, [-4, -4, -1, -1, 0], rtol=1e-6)
     assert metrics["clip/fraction"] == (0, 4) and metrics["ratio/mean"] == (
         pytest.approx(4 + 4 + 0.5 + 0.5),
         4,
     )
     loss, gradient, metrics = in_slot("gspo-token", **given_, clip_low=0.2, clip_high=0.2)
-    np.testing.assert_allclose(
-        loss, [-1.2, -1.2, -1, -1, 0], rtol=1e-6
-    )  # A > 0: s = 4 is clipped, s = 1/2 is not
+    # A > 0: s = 4 is clipped, s = 1/2 is not
+    np.testing.assert_allclose(loss, [-1.2, -1.2, -1, -1, 0], rtol=1e-6)
     np.testing.assert_allclose(gradient, [0, 0, -1, -1, 0], rtol=1e-6)
     assert metrics["clip/high"] == metrics["clip/fraction"] == (2, 4)
 
@@ -195,9 +191,8 @@ def test_segment_mean_worked_by_hand() -> None:
     )
     want = [[2, 2, 2, 6, 6, 0], [3, 3, 7, 7, 0, 0]]
     np.testing.assert_array_equal(segment_mean(x, segment, mask), want)
-    np.testing.assert_array_equal(
-        segment_mean(x[0], segment[0], mask[0]), want[0]
-    )  # any leading dims
+    # any leading dims
+    np.testing.assert_array_equal(segment_mean(x[0], segment[0], mask[0]), want[0])
     # As many segments as tokens: none is lost.
     np.testing.assert_array_equal(segment_mean(x[1], jnp.arange(1, 7), jnp.ones(6, bool)), x[1])
 

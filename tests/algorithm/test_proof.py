@@ -195,9 +195,8 @@ def assert_metrics_equal_oracle(got: UpdateResult, s: Settings) -> None:
         sum(int(c.loss_mask.sum()) for c in those)
         for those in (everything, [c for c, _ in trained()])
     )
-    unweighted = replace(
-        s, weighted=False
-    )  # the metric is the estimate, not its product with the ratio
+    # the metric is the estimate, not its product with the ratio
+    unweighted = replace(s, weighted=False)
     low, high = np.sum([oracle.clipped_tokens(s, c) for c, _ in trained()], axis=0)
     weights = np.concatenate([oracle.corrections(s, c)[c.loss_mask] for c, _ in trained()])
     log_ratio = np.concatenate(
@@ -413,9 +412,8 @@ def with_context(whole: Update) -> tuple[Update, dict[Key, np.ndarray]]:
     )
     for p, g in whole.keys:
         c = whole.completions[p][g]
-        before = rng.integers(
-            0, 4, len(c.lp) + 1
-        )  # tokens of context before each token, and at the end
+        # tokens of context before each token, and at the end
+        before = rng.integers(0, 4, len(c.lp) + 1)
         kept[p, g] = np.arange(len(c.lp)) + np.cumsum(before)[:-1]
 
         def spread(
@@ -446,9 +444,8 @@ def test_context_between_turns_is_as_if_it_were_not_there(name: str):
         entropy_coef=0.02,
     )
     told, kept = with_context(update())
-    assert (
-        np.mean([len(one) / (one[-1] + 1) for one in kept.values()]) < 0.5
-    )  # most of a rollout is context
+    # most of a rollout is context
+    assert np.mean([len(one) / (one[-1] + 1) for one in kept.values()]) < 0.5
     first, other = (by_shoal(layout(one, garbage=np.nan), objective(s)) for one in (update(), told))
     for aggregation in AGGREGATIONS:
         weights = told.weights(aggregation, CONSTANT)
@@ -483,10 +480,9 @@ def test_micro_batches_add_up_to_the_whole(name: str):
     s = replace(with_kl(LOSSES[name], "k2, weighted"), correction="mis", level="sequence")
     keys = update().keys
     whole = by_shoal(layout(update()), objective(s))
-    pieces = [
-        by_shoal(layout(part(update(), keys[a:b])), objective(s))
-        for a, b in ((0, 1), (1, 6), (6, len(keys)))
-    ]
+    pieces = []
+    for a, b in ((0, 1), (1, 6), (6, len(keys))):
+        pieces.append(by_shoal(layout(part(update(), keys[a:b])), objective(s)))
     for metric, (value, count) in whole.sums.items():
         assert sum(piece.sums[metric][0] for piece in pieces) == pytest.approx(value, rel=1e-12)
         assert sum(piece.sums[metric][1] for piece in pieces) == count
@@ -528,10 +524,8 @@ def test_before_the_first_step_every_loss_is_the_policy_gradient(name: str):
 def test_the_registries_are_proven_in_full():
     assert {s.loss for s in LOSSES.values()} == set(POLICY_LOSSES)
     assert {s["kl"] for s in KLS.values() if s} == set(KL_ESTIMATORS)
-    assert {correction for correction, _ in CORRECTED} == set(CORRECTIONS) - {
-        "auto",
-        "direct",
-    }  # direct: see below
+    # direct: see below
+    assert {correction for correction, _ in CORRECTED} == set(CORRECTIONS) - {"auto", "direct"}
 
 
 # ---- worked by hand
@@ -554,10 +548,8 @@ def in_slot(
         ]
 
     size, old_logprobs = len(ratio), jnp.full((1, 1, 8), -1.5)
-    lp, a = (
-        old_logprobs + np.log(fill([*map(float, ratio)], 1.0)),
-        jnp.asarray(fill([*map(float, advantage)], 1.0)),
-    )
+    lp = old_logprobs + np.log(fill([*map(float, ratio)], 1.0))
+    a = jnp.asarray(fill([*map(float, advantage)], 1.0))
     segments = jnp.asarray(fill(segment or [1] * size, 0))
 
     def run(lp: jax.Array) -> jax.Array:
@@ -688,10 +680,8 @@ def test_divergence_worked_by_hand(
     ("mode", "want"),
     [
         ("token-mean", [[1 / 6, 1 / 6], [1 / 6, 0]]),
-        (
-            "seq-mean-token-mean",
-            [[1 / 4, 1 / 12], [1 / 8, 0]],
-        ),  # four completions, one of them without a token
+        # four completions, one of them without a token
+        ("seq-mean-token-mean", [[1 / 4, 1 / 12], [1 / 8, 0]]),
         ("seq-mean-token-sum", [[1 / 4, 1 / 4], [1 / 4, 0]]),
         ("seq-mean-token-sum-norm", [[1 / 40, 1 / 40], [1 / 40, 0]]),  # a constant length of 10
         ("prompt-mean", [[1 / 8, 1 / 8], [1 / 4, 0]]),  # two prompts, of 4 and of 2 tokens
@@ -699,9 +689,8 @@ def test_divergence_worked_by_hand(
 )
 def test_aggregation_worked_by_hand(mode: str, want: list[list[float]]):
     lengths, every = np.array([[1, 3], [2, 0], [5, 5]]), np.ones((3, 2), bool)
-    first_two = np.array(
-        [[True] * 2, [True] * 2, [False] * 2]
-    )  # a third prompt that does not count, or is not there
+    # a third prompt that does not count, or is not there
+    first_two = np.array([[True] * 2, [True] * 2, [False] * 2])
     for valid, counts in ((every, first_two), (first_two, every)):
         got = token_weights(AGGREGATIONS[mode].load(), lengths, valid, counts, 10)
         np.testing.assert_allclose(got, [*want, [0, 0]], rtol=1e-15)

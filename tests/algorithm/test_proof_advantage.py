@@ -110,11 +110,8 @@ REWARDS = [[0, 2], [4, 6]]
             # -3/2, 3/2, 1/2 twice, -1/2 four times: mean -1/8, squares (9/4 x 2 + 6/4) / 8 = 3/4.
             (np.array([[-1.5, 1.5], [0.5, -0.5]]) + 0.125) / (0.75 - 1 / 64) ** 0.5,
         ),
-        (
-            "grpo",
-            {"ddof": 0, "lengths": [[1, 3], [2, 2]]},
-            [[-1, 1]] * 2,
-        ),  # no form within groups reads lengths
+        # no form within groups reads lengths
+        ("grpo", {"ddof": 0, "lengths": [[1, 3], [2, 2]]}, [[-1, 1]] * 2),
         ("none", {}, [[0, 0]] * 2),
         ("sft", {}, [[1, 1]] * 2),
     ],
@@ -157,11 +154,10 @@ def test_against_the_oracle(name: str, eps: float, eps_mode: str):
     could not judge."""
     rng = np.random.default_rng(5)
     for ddof, draw in itertools.product((0, 1), range(8)):
-        parts = (
-            4 + rng.standard_normal((3, 4, 5))
-            if draw % 2
-            else rng.integers(0, 2, (3, 4, 5)).astype(float)
-        )
+        if draw % 2:
+            parts = 4 + rng.standard_normal((3, 4, 5))
+        else:
+            parts = rng.integers(0, 2, (3, 4, 5)).astype(float)
         if draw > 5:
             parts[:, 0] -= 4 if draw == 6 else 0.5  # rewards below 0 too
         parts[:, 1] = 1.0  # a group without variance

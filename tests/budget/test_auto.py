@@ -42,27 +42,15 @@ def config(kl_coef: float = 0.0, teacher: str = "", max_staleness: int = -1, **m
 @pytest.mark.parametrize(
     ("model", "devices", "settings", "tensor"),
     [
-        (
-            "llama3.1-8b",
-            V5P,
-            {"fsdp": 4},
-            1,
-        ),  # 24 GB of masters and moments a device, 16 GB of weights
+        # 24 GB of masters and moments a device, 16 GB of weights
+        ("llama3.1-8b", V5P, {"fsdp": 4}, 1),
         ("llama3.1-8b", V6E, {"fsdp": 8}, 2),  # 12 GB and 16 GB of 33.6
         ("llama3.1-8b", V6E, {}, 1),  # the mesh is one device
-        (
-            "llama3.1-8b",
-            V6E,
-            {"fsdp": 4, "data": 2},
-            8,
-        ),  # 24 GB: each of two copies is of four devices
+        # 24 GB: each of two copies is of four devices
+        ("llama3.1-8b", V6E, {"fsdp": 4, "data": 2}, 8),
         ("llama3.1-8b", V6E, {**OWN, "kl_coef": 0.1}, 1),  # 16 GB and 8 of the reference
-        (
-            "llama3.1-8b",
-            V6E,
-            {**OWN, "kl_coef": 0.1, "teacher": "Qwen/Qwen2.5-7B-Instruct"},
-            2,
-        ),  # and 8 of the teacher
+        # and 8 of the teacher
+        ("llama3.1-8b", V6E, {**OWN, "kl_coef": 0.1, "teacher": "Qwen/Qwen2.5-7B-Instruct"}, 2),
         (
             "llama3.1-8b",
             V6E,
@@ -134,22 +122,12 @@ PODS = {"trainer": "64", "sampler": "64", "fsdp": 64, "sampler_tensor": 8}
     ("model", "devices", "mesh", "micro_tokens", "remat"),
     [
         ("llama3.1-70b", tpu("v5p", 4, 4, 8), PODS, 2048, "dots"),
-        (
-            "llama3.1-70b",
-            tpu("v5p", 4, 4, 8),
-            PODS,
-            4352,
-            "attention",
-        ),  # all products would take 60 of 54 GiB
+        # all products would take 60 of 54 GiB
+        ("llama3.1-70b", tpu("v5p", 4, 4, 8), PODS, 4352, "attention"),
         ("llama3.1-70b", tpu("v5p", 2, 4, 4), {"fsdp": 32}, 16384, "full"),
         ("llama3.1-8b", tpu("v5p", 2, 2), {"fsdp": 4}, 4352, "dots"),
-        (
-            "llama3.1-8b",
-            tpu("v6e", 2, 4),
-            {"fsdp": 8, "sampler_tensor": 8},
-            2048,
-            "full",
-        ),  # as fast, whatever fits
+        # as fast, whatever fits
+        ("llama3.1-8b", tpu("v6e", 2, 4), {"fsdp": 8, "sampler_tensor": 8}, 2048, "full"),
         ("qwen2.5-1.5b", gpu("h200", 1, 1), {}, 32768, "dots"),
         ("qwen2.5-1.5b", gpu("h200", 1, 1), {}, 131072, "attention"),
         ("qwen2.5-1.5b", jax.devices(), {}, 512, "dots"),  # a CPU: by 2 GiB alone
@@ -167,31 +145,15 @@ def test_as_much_is_kept_as_there_is_memory_for(
 @pytest.mark.parametrize(
     ("model", "devices", "settings", "micro_tokens"),
     [
-        (
-            "qwen2.5-1.5b",
-            gpu("h200", 1, 1),
-            {},
-            17408,
-        ),  # four groups; of eight 34,816 are more than are asked for
+        # four groups; of eight 34,816 are more than are asked for
+        ("qwen2.5-1.5b", gpu("h200", 1, 1), {}, 17408),
         ("qwen2.5-1.5b", gpu("l4", 1, 1), {}, 4096),  # 18 of 24 GB are held
-        (
-            "llama3.1-8b",
-            tpu("v6e", 2, 4),
-            {"mesh": MeshSection(fsdp=8)},
-            4096,
-        ),  # 24 of 33.5 GB are held
-        (
-            "llama3.1-8b",
-            tpu("v5p", 2, 2),
-            {"mesh": MeshSection(fsdp=4)},
-            4352,
-        ),  # two would be three quarters of it
-        (
-            "llama3.1-70b",
-            tpu("v5p", 4, 4, 8),
-            {"mesh": MeshSection(**PODS)},
-            4352,
-        ),  # of which as much is kept as of 4,096
+        # 24 of 33.5 GB are held
+        ("llama3.1-8b", tpu("v6e", 2, 4), {"mesh": MeshSection(fsdp=8)}, 4096),
+        # two would be three quarters of it
+        ("llama3.1-8b", tpu("v5p", 2, 2), {"mesh": MeshSection(fsdp=4)}, 4352),
+        # of which as much is kept as of 4,096
+        ("llama3.1-70b", tpu("v5p", 4, 4, 8), {"mesh": MeshSection(**PODS)}, 4352),
         (
             "qwen2.5-1.5b",
             gpu("h200", 1, 1),
@@ -237,10 +199,8 @@ def test_rows_of_a_cpu_hold_a_number_of_the_longest_completions(
 
 
 def test_logits_of_few_tokens_take_no_more_than_they_are():
-    a, role = (
-        replace(model_named("qwen2.5-1.5b").architecture, vocab_size=1000),
-        make_roles(MeshSection()).trainer,
-    )
+    a = replace(model_named("qwen2.5-1.5b").architecture, vocab_size=1000)
+    role = make_roles(MeshSection()).trainer
     few, more = (
         update_bytes(a, role, "float32", tokens) - input_bytes(a, tokens, "float32")
         for tokens in (512, 1024)
@@ -265,9 +225,8 @@ def test_a_device_holds_what_all_of_its_roles_do_and_rays_samplers_have_their_ow
         "trainer", "sampling"
     )
     assert ("parameters" in budget.held("sampler")) == (kind == "local")
-    assert (
-        budget.held("trainer")["parameters"] == 4 * 2_007_565_312
-    )  # a quarter of 8,030,261,248, in float32
+    # a quarter of 8,030,261,248, in float32
+    assert budget.held("trainer")["parameters"] == 4 * 2_007_565_312
 
 
 @pytest.mark.parametrize(("staleness", "versions"), [(-1, 1), (1, 2)])

@@ -79,10 +79,8 @@ def test_places_are_as_many_as_the_caches_hold(tokens, places):
 
 def test_caches_are_divided_by_replica():
     where = make_roles(MeshSection(2, 2, 2)).sampler  # 8 devices, 4 replicas of 2
-    assert plan_slots(sampling(), Model(PLAINEST, where), 64, 8, 512, 4800)[:2] == (
-        8,
-        1,
-    )  # 576 a row
+    # 576 a row
+    assert plan_slots(sampling(), Model(PLAINEST, where), 64, 8, 512, 4800)[:2] == (8, 1)
     assert plan_slots(sampling(), Model(PLAINEST, where), 64, 8, 512, 2304)[:2] == (4, 1)
 
 
@@ -120,10 +118,8 @@ def test_the_shapes_of_engines_are_known_without_them(num_kv_heads):
     """Also where two devices share a key/value head: of 300 and 100 tokens each caches a half, in
     blocks of 64."""
     config = Config(sampling=sampling(300, 100), batch=BatchSection(4, 6))
-    made, a = (
-        make_roles(MeshSection(fsdp=4, tensor=2)),
-        replace(PLAINEST, num_kv_heads=num_kv_heads),
-    )
+    made = make_roles(MeshSection(fsdp=4, tensor=2))
+    a = replace(PLAINEST, num_kv_heads=num_kv_heads)
     model = Model(a, made.trainer)
     states = dict(engine_states(config, model, made, a))
     engines = dict(run_engines(config, model, made, TOKENIZER))
@@ -273,10 +269,8 @@ def test_slots_have_room_for_the_longest_prompt_of_own_data(tmp_path):
     "words",
     [
         ("sampling.max_prompt_tokens=64",),  # no longer than that, and longer ones are dropped
-        (
-            "model=tiny-tools",
-            "environment.tools=[tools.py:add]",
-        ),  # what a turn adds is not known before
+        # what a turn adds is not known before
+        ("model=tiny-tools", "environment.tools=[tools.py:add]"),
     ],
 )
 def test_slots_have_room_for_all_that_is_allowed_where_the_longest_prompt_is_not_less(

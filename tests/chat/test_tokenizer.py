@@ -212,9 +212,8 @@ def test_tool_calls_equal_transformers(pairs):
     ours, theirs = pairs["qwen2.5"]
     messages = [*user("a"), {"role": "assistant", "tool_calls": CALL}, *user("b")]
     assert ours.encode_prompt(messages).tolist() == their_ids(theirs, messages)
-    assert '{"a": 1, "text": "é <b> \\"q\\""}' in ours.render(
-        messages
-    )  # neither escaped for HTML nor to ASCII
+    # neither escaped for HTML nor to ASCII
+    assert '{"a": 1, "text": "é <b> \\"q\\""}' in ours.render(messages)
 
 
 @settings(max_examples=40, deadline=None)
@@ -224,9 +223,9 @@ def test_tool_calls_equal_transformers(pairs):
 )
 def test_any_text_equals_transformers(pairs, texts, template):
     ours, theirs = pairs[template]
-    messages = [
-        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)
-    ]
+    messages = []
+    for i, text in enumerate(texts):
+        messages.append({"role": ("user", "assistant")[i % 2], "content": text})
     assert ours.encode_prompt(messages).tolist() == their_ids(theirs, messages)
     assert ours.encode_prompt(texts[0]).tolist() == theirs(texts[0])["input_ids"]
 
@@ -242,9 +241,8 @@ def test_what_the_templates_give(tmp_path):
         "<|start_header_id|>assistant<|end_header_id|>\n\n"
     )
     ids = tokenizer.encode_prompt(user("1")).tolist()
-    assert (
-        ids[0] == tokenizer.bos_id and ids.count(tokenizer.bos_id) == 1
-    )  # the template's, not another
+    # the template's, not another
+    assert ids[0] == tokenizer.bos_id and ids.count(tokenizer.bos_id) == 1
     given = Tokenizer.load(tmp_path, GENERATION)
     turns = [{"role": "system", "content": "x"}, *user('"'), {"role": "assistant", "content": "b"}]
     assert given.render(turns) == '"\\""\nb'  # an answer that is begun is continued
@@ -287,10 +285,8 @@ def test_data_from_parquet_renders_like_plain_data(tmp_path):
 def test_a_text_is_encoded_as_it_stands(transformers, tmp_path):
     for style in SPECIAL:
         write_tokenizer(tmp_path / style, style)
-        ours, theirs = (
-            Tokenizer.load(tmp_path / style),
-            transformers.AutoTokenizer.from_pretrained(tmp_path / style),
-        )
+        ours = Tokenizer.load(tmp_path / style)
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / style)
         assert (
             ours.encode_prompt("the user in 10").tolist() == theirs("the user in 10")["input_ids"]
         )
@@ -316,10 +312,8 @@ def test_without_a_template_messages_are_written_plainly(tmp_path):
     tokenizer = Tokenizer.load(tmp_path)
     assert not tokenizer.has_template
     assert "no chat template" in tokenizer.notes[0] and "model.template" in tokenizer.notes[0]
-    rules, answer = (
-        {"role": "system", "content": "Be brief."},
-        {"role": "assistant", "content": "yes"},
-    )
+    rules = {"role": "system", "content": "Be brief."}
+    answer = {"role": "assistant", "content": "yes"}
     turns = [rules, *user("hi"), answer, *user("?")]
     text = "Be brief.\nUser: hi\nAssistant: yes\nUser: ?\nAssistant:"
     assert tokenizer.render(turns) == text and tokenizer.render(turns[:3]) == text[:33]
@@ -469,10 +463,9 @@ def test_with_tools_prompts_are_rendered_by_the_template_for_tools_as_in_transfo
 )
 def test_a_broken_template_of_tools_is_refused_where_there_are_tools(tmp_path, text, said):
     write_tokenizer(tmp_path)
-    named = [
-        {"name": name, "template": one}
-        for name, one in {**NAMED, "tool_use": text, "rag": "{% if %}"}.items()
-    ]
+    named = []
+    for name, one in {**NAMED, "tool_use": text, "rag": "{% if %}"}.items():
+        named.append({"name": name, "template": one})
     change(tmp_path / "tokenizer_config.json", chat_template=named)
     tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer.render(user("a")) == "[user]a"
@@ -574,9 +567,10 @@ def test_an_end_of_turn_that_ends_no_completion_is_warned_of(tmp_path, end, eos,
     template = "{% for m in messages %}<|im_start|>{{ m.content }}" + end + "{% endfor %}"
     tokenizer = Tokenizer.load(tmp_path, template)
     end_id = backend.token_to_id("<|im_end|>")
-    notes = [
-        note for note in tokenizer.notes if f"ends a turn with <|im_end|> (id {end_id})" in note
-    ]
+    notes = []
+    for note in tokenizer.notes:
+        if f"ends a turn with <|im_end|> (id {end_id})" in note:
+            notes.append(note)
     assert bool(notes) == noted
     # What the note says cures it.
     both = [backend.token_to_id(eos), end_id]

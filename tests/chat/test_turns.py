@@ -195,10 +195,11 @@ def test_what_grows_equals_the_conversation_rendered_once(formats, ours, theirs,
 @given(data=st.lists(texts, min_size=1, max_size=3))
 def test_an_environment_that_answers_in_words(ours, theirs, family, data):
     format = TurnFormat(ours[family], [])
-    rounds = [
-        ({"role": "assistant", "content": "Is it 10?"}, [{"role": "user", "content": text}])
-        for text in data
-    ]
+    rounds = []
+    for text in data:
+        rounds.append(
+            ({"role": "assistant", "content": "Is it 10?"}, [{"role": "user", "content": text}])
+        )
     grown, whole = grow(format, ours[family], theirs[family], rounds, None)
     assert grown == whole
     assert not format.notes
@@ -208,9 +209,8 @@ def test_a_template_that_rewrites_history_is_said_at_the_start(formats, ours):
     """Qwen3 leaves out the thoughts of turns before the last user message; a rollout keeps them."""
     assert ["user message" in note for note in formats["qwen3"].notes] == [True]
     assert ["user message" in note for note in formats["qwen3_5"].notes] == [True]
-    assert ["tool message" in note for note in formats["gemma4"].notes] == [
-        True
-    ]  # moves what is said
+    # moves what is said
+    assert ["tool message" in note for note in formats["gemma4"].notes] == [True]
     assert not formats["qwen2_5"].notes and not formats["llama3_1"].notes
     format, tokenizer = formats["qwen3"], ours["qwen3"]
     said = "<think>\nWhy?\n</think>\n\n5"
@@ -254,9 +254,8 @@ def test_names_and_answers_that_a_model_or_tool_makes_up(formats, ours):
         answers("5", "6"), [ToolCall("add", {}), ToolCall("look", {})]
     )
     text = ours["llama3_1"].decode(context, False)
-    assert (
-        '"5"<|eot_id|>' in text and '"6"<|eot_id|>' in text
-    )  # its template refuses two calls in one message
+    # its template refuses two calls in one message
+    assert '"5"<|eot_id|>' in text and '"6"<|eot_id|>' in text
 
 
 # The package renderers, written by hand for each family
@@ -283,11 +282,10 @@ def test_equal_to_renderers(formats, ours, theirs, family):
         "tool_calls": in_message(("add", {"a": 2, "b": 3.5})),
     }
     ids = sampled(tokenizer, theirs[family], [USER], turn, SCHEMAS)
-    parsed = (
-        renderer.parse_response(ids, tools=SCHEMAS)
-        if family != "llama3_1"
-        else renderer.parse_response(ids)
-    )
+    if family != "llama3_1":
+        parsed = renderer.parse_response(ids, tools=SCHEMAS)
+    else:
+        parsed = renderer.parse_response(ids)
     message, calls = format.read(ids)
     assert [(call.name, call.arguments) for call in parsed.tool_calls] == [
         (c.name, c.arguments) for c in calls
@@ -863,19 +861,17 @@ def test_words_of_tools_stay_plain_text_where_special_tokens_are_off(ours, famil
     for special in (True, False):
         form = TurnFormat(tokenizer, schemas, special=special)
         for content in ("xy", spelt):
-            message = (
-                {"role": "tool", "name": "add", "content": content}
-                if schemas
-                else {**USER, "content": content}
-            )
+            if schemas:
+                message = {"role": "tool", "name": "add", "content": content}
+            else:
+                message = {**USER, "content": content}
             ids = form.encode_context([message])
-            prompt = (
-                form.encode_prompt(
+            if schemas:
+                prompt = form.encode_prompt(
                     [USER, {"role": "assistant", "content": "So."}, message]
                 ).tolist()
-                if schemas
-                else []
-            )
+            else:
+                prompt = []
             counts[special, content] = [
                 Counter(id for id in one if id in added) for one in (ids, prompt)
             ]

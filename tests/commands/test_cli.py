@@ -203,9 +203,8 @@ def test_flags_beside_resume_are_judged_by_the_run(calls, capsys, run, command):
         said.startswith("max_target_length=150 became sampling.max_completion_tokens=50")
         and "preset" not in said
     )
-    assert cli.main([*words, "--dry-run"]) == (
-        2 if command == "train" else 0
-    )  # the run refuses the task
+    # the run refuses the task
+    assert cli.main([*words, "--dry-run"]) == (2 if command == "train" else 0)
     assert ("task.name was 'words' and cannot become 'gsm8k'" in capsys.readouterr().err) == (
         command == "train"
     )
@@ -413,11 +412,9 @@ def test_running_out_of_memory_is_explained(capsys, calls, monkeypatch, error):
 
     def explain(found, config):
         assert found is error
-        return (
-            ShoalError(f"lower batch.group_size={config.batch.group_size}")
-            if config.steps
-            else None
-        )
+        if config.steps:
+            return ShoalError(f"lower batch.group_size={config.batch.group_size}")
+        return None
 
     monkeypatch.setattr(sys.modules["shoal.commands.train"], "train", out_of_memory)
     monkeypatch.setattr(sys.modules["shoal.job.out_of_memory"], "explain_out_of_memory", explain)
@@ -683,11 +680,10 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(capsys, tmp_path, words, pa
     data = tmp_path / "rows.jsonl"
     data.write_text('{"question": "1 + 1", "answer": "2"}\n' * 4)
     words = [word.format(folder=tmp_path, data=data) for word in words]
-    words += (
-        []
-        if any(word.startswith("base") for word in words)
-        else [f"base_output_directory={tmp_path / 'runs'}"]
-    )
+    if any(word.startswith("base") for word in words):
+        words += []
+    else:
+        words += [f"base_output_directory={tmp_path / 'runs'}"]
     assert cli.main(["train", *words, "--dry-run"]) == 2
     assert part in capsys.readouterr().err
     if "reward=f.py:g" not in words:  # the run reads the functions' file before the data
@@ -773,9 +769,8 @@ assert [main(words) for words in {commands!r}] == [2] * 12""",
         done.stderr
     )
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    found = [
-        line for line in done.stdout.splitlines() if line.startswith("WRONG devices: ")
-    ]  # doctor goes on
+    # doctor goes on
+    found = [line for line in done.stdout.splitlines() if line.startswith("WRONG devices: ")]
     assert (len(errors), len(found)) == (22, 2) and "(cpu, cuda, tpu)" not in done.stderr
     for platform, lines in (("cuda", [*errors[:11], found[0]]), ("kpu", [*errors[11:], found[1]])):
         for line in lines:

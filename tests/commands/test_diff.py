@@ -157,10 +157,8 @@ def test_another_seed_gives_other_prompts(first, tmp_path):
 
 def test_another_temperature_gives_other_tokens(first, tmp_path, capsys):
     def other_token(stored: list[StoredGroup]) -> list[StoredGroup]:
-        ids, rewards = (
-            stored[0].group.completions[2].token_ids.copy(),
-            stored[1].group.rewards.copy(),
-        )
+        ids = stored[0].group.completions[2].token_ids.copy()
+        rewards = stored[1].group.rewards.copy()
         ids[5] += 1
         rewards[0] = 7.0
         rewarded = dataclasses.replace(
@@ -184,10 +182,11 @@ def test_a_limit_that_is_first_felt_later_is_no_difference_of_weights(first, tmp
     def shorter(stored: list[StoredGroup]) -> list[StoredGroup]:
         completions = stored[0].group.completions
         longest = max(completions, key=len)
-        arrays = [
-            {name: values[:-1] for name, values in one.items()} if i == longest.index else one
-            for i, one in enumerate(stored[0].token_arrays)
-        ]
+        arrays = []
+        for i, one in enumerate(stored[0].token_arrays):
+            arrays.append(
+                {name: values[:-1] for name, values in one.items()} if i == longest.index else one
+            )
         names = ("token_ids", "logprobs", "loss_mask", "versions")
         changed = with_completion(
             stored[0], longest.index, **{name: getattr(longest, name)[:-1] for name in names}
@@ -357,9 +356,8 @@ OTHER = np.array([-1, -2, np.nextafter(np.float32(-3), np.float32(0))], np.float
     ],
 )
 def test_the_first_place_of_a_step_is_found_by_stage(changes, wanted):
-    late = stored(
-        rewards=np.array([3.0, np.nan])
-    )  # group 1: rewards come after sampling, whatever the group
+    # group 1: rewards come after sampling, whatever the group
+    late = stored(rewards=np.array([3.0, np.nan]))
     found = step_difference(4, [stored(), stored(**changes)], [stored(), stored()])
     assert found is not None
     assert (found.step, found.group, found.stage, found.what, found.completion, found.token) == (
@@ -428,10 +426,8 @@ def test_likely_keys_are_those_of_the_stage_the_likeliest_first():
     limit = "sampling.max_prompt_tokens"
     assert acting_keys(["seed", limit], [0, None, math.nan]) == ["seed"]
     assert acting_keys(["seed", limit], [0, 2]) == ["seed", limit]
-    assert acting_keys(["run_name", limit], [0]) == [
-        "run_name",
-        limit,
-    ]  # nothing else can be the cause
+    # nothing else can be the cause
+    assert acting_keys(["run_name", limit], [0]) == ["run_name", limit]
     assert likely_keys(["evaluation"], ["task.num_eval_questions"]) == ["task.num_eval_questions"]
     # Rows of one file that are held out are not trained on: the last that is thought of.
     assert likely_keys(["data"], ["task.num_eval_questions", "task.path"]) == [
@@ -448,10 +444,8 @@ INERT_BUT_KEPT = {"recipe", "algorithm.name"}
 def test_each_key_that_alone_differs_is_named_in_the_stages_that_it_acts_on(name):
     """`stages=` of every field says which; none is forgotten, and those without a stage are so on
     purpose."""
-    key, values = (
-        keys_of(Config)[name],
-        {one: known.default for one, known in keys_of(Config).items()},
-    )
+    key = keys_of(Config)[name]
+    values = {one: known.default for one, known in keys_of(Config).items()}
     assert key.stages is not None, f"declare {name} by `key(default, stages=...)`"
     differing = settings_difference(
         [
@@ -558,11 +552,8 @@ def test_a_reward_can_be_the_cause_of_other_prompts_where_it_chooses_them():
         ({}, {"reward.on_error": "zero"}, 4),
         ({"reward.functions": ["a.py:f"]}, {"reward.functions": ["a.py:g"]}, 4),
         ({}, {"environment.tools": ["t.py:f"]}, 4),
-        (
-            {},
-            {"reward.judge.score_range": [0.0, 10.0]},
-            0,
-        ),  # the default, in a file of another version
+        # the default, in a file of another version
+        ({}, {"reward.judge.score_range": [0.0, 10.0]}, 0),
         ({}, {"reward.timeout_seconds": 5.0}, 0),
         ({}, {"reward.workers": 8, "optimizer.lr": 1.0}, 0),
     ],

@@ -693,11 +693,10 @@ def test_known_answers_are_tried_as_completions_come(
 ) -> None:
     tried = tried_through(tokenizer_with(tmp_path, tags, opens, special), tagged, columns)
     assert (lost in tried.lost) if lost else not tried.lost
-    named = [
-        one.text
-        for one in reward_findings(tried)
-        if one.level == "warning" and one.text == tried.lost
-    ]
+    named = []
+    for one in reward_findings(tried):
+        if one.level == "warning" and one.text == tried.lost:
+            named.append(one.text)
     assert len(named) == bool(lost)
     if "answer" in columns:
         assert tried.total("right") == (0.1 if lost else 1.0)
@@ -817,10 +816,9 @@ def test_a_reward_that_fails_at_all_right_answers_ends_the_run_before_it_begins(
 
 
 def test_a_reward_that_reads_what_tools_answer_is_not_called_wrong():
-    rows = {
-        kind: {"total": 0.0, "used": 0.0}
-        for kind in ("right", "wrong", "empty", "repeated", "many at once")
-    }
+    rows = {}
+    for kind in ("right", "wrong", "empty", "repeated", "many at once"):
+        rows[kind] = {"total": 0.0, "used": 0.0}
     tried = Probe("####", rows, {})
     assert [finding.level for finding in reward_findings(tried)] == ["wrong"]
     [finding] = reward_findings(tried, has_calls=True)
@@ -831,10 +829,9 @@ def test_a_reward_that_reads_what_tools_answer_is_not_called_wrong():
 
 
 def test_answers_without_a_score_are_not_said_to_score_the_same():
-    rows = {
-        kind: {"total": 0.0 if kind == "repeated" else math.nan}
-        for kind in ("right", "wrong", "empty", "repeated", "many at once")
-    }
+    rows = {}
+    for kind in ("right", "wrong", "empty", "repeated", "many at once"):
+        rows[kind] = {"total": 0.0 if kind == "repeated" else math.nan}
     [finding] = reward_findings(Probe("####", rows, {}))
     assert finding.level == "wrong" and finding.text.startswith(
         "of the answers tried only repeated score 0: if the model"

@@ -89,15 +89,16 @@ def test_standard_error():
 )
 def test_right_answers_without_the_tags_are_counted_too(texts, tagged, any_form):
     gsm8k = blank(TaskSection(name="gsm8k"))
-    groups = [
-        replace(
-            group("a", "a"),
-            texts=(text,),
-            example=Example(row, "?", {"answer": "5"}),
-            correct=np.array([gsm8k.correct(text, Example(row, "?", {"answer": "5"}))]),
+    groups = []
+    for row, text in enumerate(texts):
+        groups.append(
+            replace(
+                group("a", "a"),
+                texts=(text,),
+                example=Example(row, "?", {"answer": "5"}),
+                correct=np.array([gsm8k.correct(text, Example(row, "?", {"answer": "5"}))]),
+            )
         )
-        for row, text in enumerate(texts)
-    ]
     answers = Answers(groups, [])
     figures = score_greedy(groups, gsm8k) | read_in_any_form(answers, gsm8k)
     assert figures["accuracy"] == tagged / 3 and figures["accuracy_any_form"] == any_form / 3
@@ -156,9 +157,8 @@ def test_samples_by_hand():
     )
     assert figures["pass@4"] == 3 / 4  # 2, 1, 2 and 0 of 4 are right
     assert figures["pass@1"] == figures["sampled_accuracy"] == 5 / 16
-    assert figures["pass@2"] == pytest.approx(
-        (5 / 6 + 1 / 2 + 5 / 6 + 0) / 4
-    )  # 1 - C(4-c, 2) / C(4, 2)
+    # 1 - C(4-c, 2) / C(4, 2)
+    assert figures["pass@2"] == pytest.approx((5 / 6 + 1 / 2 + 5 / 6 + 0) / 4)
     assert figures["pass@2_error"] == pytest.approx(
         np.array([5 / 6, 1 / 2, 5 / 6, 0]).std(ddof=1) / 2
     )
@@ -383,10 +383,9 @@ def words(workshop: Workshop, model: object, *changes: str) -> list[str]:
 def test_rewards_that_would_not_see_a_tag_that_the_prompt_opens_are_warned_of(
     opens: str, tmp_path: Path
 ):
-    rows = [
-        {"prompt": [{"role": "user", "content": f"{i} + 1 = ?"}], "answer": str(i + 1)}
-        for i in range(3)
-    ]
+    rows = []
+    for i in range(3):
+        rows.append({"prompt": [{"role": "user", "content": f"{i} + 1 = ?"}], "answer": str(i + 1)})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tiny = Path(cli.__file__).parent / "assets" / "tiny"
     config, _ = compose(
@@ -534,13 +533,13 @@ def test_failures_are_counted_by_set_and_the_first_is_shown(workshop, capsys):
         reward__on_error="zero",
         reward__workers=0,
     )
-    assert (
-        figures["held_out"]["failed"] == figures["held_out"]["failed/fails"] == 3 + 6
-    )  # greedy and sampled
+    # greedy and sampled
+    assert figures["held_out"]["failed"] == figures["held_out"]["failed/fails"] == 3 + 6
     assert figures["unseen_templates"]["failed"] == 3 and figures["held_out"]["rewards/fails"] == 0
-    warnings = [
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: reward")
-    ]
+    warnings = []
+    for line in capsys.readouterr().out.splitlines():
+        if line.startswith("warning: reward"):
+            warnings.append(line)
     assert len(warnings) == 2 and "raised KeyError" in warnings[0]
     assert warnings[1] == "warning: reward function fails: raised for 12 completions"
 

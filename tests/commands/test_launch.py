@@ -140,10 +140,11 @@ def test_a_job_of_samplers_in_ray_is_a_ray_job(launched):
     )
     cluster = found["spec"]["rayClusterSpec"]
     [group] = cluster["workerGroupSpecs"]
-    limits = [
-        part["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
-        for part in (cluster["headGroupSpec"], group)
-    ]
+    limits = []
+    for part in (cluster["headGroupSpec"], group):
+        limits.append(
+            part["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+        )
     assert (limits, group["replicas"]) == (["1", "2"], 4)
     assert found["spec"]["entrypoint"].startswith("shoal train sampler.kind=ray ")
 
@@ -578,9 +579,8 @@ class TakenAway:
             "checkpoint.every=100",
         )
         put_program(folder / "bin", "shoal", f'exec {sys.executable} -m shoal "$@"')
-        put_program(
-            folder / "bin", "srun", 'shift; exec "$@"'
-        )  # its one option; Slurm's hands signals on, too
+        # its one option; Slurm's hands signals on, too
+        put_program(folder / "bin", "srun", 'shift; exec "$@"')
         put_program(folder / "bin", "scontrol", f'echo "$*" >>{folder}/scontrol')
         self.environment = {
             **os.environ,

@@ -56,11 +56,9 @@ def maxtext_tree(folder: Path, pairs: bool, scan_layers: bool) -> dict[str, Any]
     reshape_kernel, adjust_rope, scale_query_layer of checkpoint_conversion/utils/param_mapping.py,
     layers stacked on axis 1. Llama and Qwen."""
     config = json.loads((folder / "config.json").read_text())
-    d, heads, keys = (
-        config["hidden_size"],
-        config["num_attention_heads"],
-        config["num_key_value_heads"],
-    )
+    d = config["hidden_size"]
+    heads = config["num_attention_heads"]
+    keys = config["num_key_value_heads"]
     head_dim = config.get("head_dim") or d // heads
     weights = load_file(folder / "model.safetensors")
 
@@ -168,11 +166,9 @@ def maxtext_logits(
     scales = config.get("rope_theta", 10000.0) ** exponents
     if stretched := config.get("rope_scaling"):
         old, factor = stretched["original_max_position_embeddings"], stretched["factor"]
-        low, high, waves = (
-            stretched["low_freq_factor"],
-            stretched["high_freq_factor"],
-            2 * np.pi * scales,
-        )
+        low = stretched["low_freq_factor"]
+        high = stretched["high_freq_factor"]
+        waves = 2 * np.pi * scales
         smooth = (old / waves - low) / (high - low)
         middle = 1 / ((1 - smooth) / scales / factor + smooth / scales)
         scales = np.where(
@@ -247,9 +243,8 @@ def test_a_tree_laid_out_as_maxtext_does_has_the_logits_of_its_model(
     theirs = maxtext_logits(maxtext_tree(folder, pairs, True), config, pairs, TOKENS)
     np.testing.assert_allclose(read, theirs, atol=1e-4)
     wrong = maxtext_logits(maxtext_tree(folder, not pairs, True), config, pairs, TOKENS)
-    assert (
-        np.abs(read - wrong).max() > 0.1
-    )  # the order of rotary dimensions matters to these logits
+    # the order of rotary dimensions matters to these logits
+    assert np.abs(read - wrong).max() > 0.1
 
 
 @pytest.mark.slow
@@ -302,9 +297,9 @@ def test_a_type_is_read_as_it_is_wanted(tmp_path):
 
 
 def run_convert(**keys: Any) -> dict[str, Any]:
-    texts: dict[str, Any] = {
-        key: value if isinstance(value, bool) else str(value) for key, value in keys.items()
-    }
+    texts: dict[str, Any] = {}
+    for key, value in keys.items():
+        texts[key] = value if isinstance(value, bool) else str(value)
     return convert(ConvertConfig(**texts), Console())
 
 
@@ -462,10 +457,8 @@ def test_what_is_large_is_written_a_piece_at_a_time(tmp_path, monkeypatch):
     assert len([name for name, _ in asked if name == "embed_tokens"]) > 4
     assert sum(sizes) == sum(array.nbytes for array in arrays.values())
     assert max(sizes) <= 7000
-    found, wanted = (
-        arrays_of(tmp_path / "m" / "0" / "items"),
-        flat(maxtext_tree(folder, True, True)),
-    )
+    found = arrays_of(tmp_path / "m" / "0" / "items")
+    wanted = flat(maxtext_tree(folder, True, True))
     assert found.keys() == wanted.keys()
     assert all(np.array_equal(found[name], leaf) for name, leaf in wanted.items())
 
@@ -575,10 +568,8 @@ def test_a_name_that_is_not_the_models_is_refused(tmp_path, family, name, parts)
 
 
 def test_a_name_whose_frequencies_differ_is_refused(tmp_path, monkeypatch):
-    folder, other = (
-        folder_of(tmp_path / "hf", "llama3"),
-        folder_of(tmp_path / "other", "llama3", rope_scaling=None),
-    )
+    folder = folder_of(tmp_path / "hf", "llama3")
+    other = folder_of(tmp_path / "other", "llama3", rope_scaling=None)
     small_model_called(monkeypatch, "llama3-8b", other)
     with pytest.raises(ShoalError, match=r"llama3-8b is not the model at .*leave"):
         run_convert(source=folder, to=tmp_path / "m", model_name="llama3-8b")

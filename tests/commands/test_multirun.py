@@ -48,9 +48,8 @@ def combinations(*words: str) -> list[dict[str, str]]:
 def test_values_between_commas_are_a_sweep(word, texts):
     found = combinations(word)
     assert [list(values.values()) for values in found] == [[text] for text in texts]
-    assert {"." in key or key == "seed" for values in found for key in values} == {
-        True
-    }  # dotted keys, no short forms
+    # dotted keys, no short forms
+    assert {"." in key or key == "seed" for values in found for key in values} == {True}
 
 
 @pytest.mark.parametrize(

@@ -92,9 +92,8 @@ def test_groups_of_every_step_are_sampled_again_bit_for_bit(
         result["weights"]["updates_retrained"] == retrained
         and result["weights"]["diverged_at"] is None
     )
-    assert result["weights"]["verified"] is (
-        True if retrained else None
-    )  # by the log-probs of the step's own update
+    # by the log-probs of the step's own update
+    assert result["weights"]["verified"] is (True if retrained else None)
     assert result["weights"]["source"].startswith(
         f"checkpoint {start}" if start else "first weights"
     )
@@ -352,10 +351,8 @@ def test_another_mesh_may_be_asked_for(run):
 
 
 def test_the_first_difference_of_two_samples(run):
-    stored, tokenizer = (
-        StoredRun(run).group(1, 0).group.completions[1],
-        Tokenizer.load(run / MODEL_FOLDER),
-    )
+    stored = StoredRun(run).group(1, 0).group.completions[1]
+    tokenizer = Tokenizer.load(run / MODEL_FOLDER)
 
     def difference(**changes):
         return (

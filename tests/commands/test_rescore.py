@@ -99,10 +99,11 @@ def run(tmp_path) -> Path:
         )
         for step, rows in STORED.items():
             groups = [stored_group(step, 10 * step + n, rewards) for n, rewards in enumerate(rows)]
-            advantages = [
-                grpo(group.rewards[None], group.valid[None], std_ddof=0, std_eps=1e-4)[0]
-                for group in groups
-            ]
+            advantages = []
+            for group in groups:
+                advantages.append(
+                    grpo(group.rewards[None], group.valid[None], std_ddof=0, std_eps=1e-4)[0]
+                )
             folder.write_groups(step, groups, advantages)
     return tmp_path / "run"
 
@@ -120,9 +121,8 @@ def test_the_same_reward_changes_nothing(run):
     result = under(run, "same")
     c = result["comparison"]
     assert c["advantages_flipped"] == 0 and c["completions_compared"] == 15
-    assert c["reward_mean"] == pytest.approx(
-        [7 / 15 + 1 / 15] * 2
-    )  # 8 over the 15 that could be scored
+    # 8 over the 15 that could be scored
+    assert c["reward_mean"] == pytest.approx([7 / 15 + 1 / 15] * 2)
     assert c["nonzero_std_groups"] == [3, 3]
     assert (
         result["steps"] == [1, 2]
@@ -207,9 +207,8 @@ def test_old_advantages_are_the_stored_ones(run, capsys):
     assert result["groups"][0]["advantages"] == by_settings.tolist()
     (run / "config_0.yaml").write_text(before)
     (run / "config_1.yaml").write_text(config.read_text())
-    assert (
-        under(run, "same", step=1)["groups"][0]["advantages"] == stored.tolist()
-    )  # step 1 was the first segment's
+    # step 1 was the first segment's
+    assert under(run, "same", step=1)["groups"][0]["advantages"] == stored.tolist()
     file = run / "groups" / "step_000002.parquet"
     write_file(file, [entry.group for entry in read_file(file)])
     assert under(run, "same", step=2)["advantages_not_stored"] == 2

@@ -75,10 +75,9 @@ def loads(monkeypatch) -> list[TaskSection]:
 
     def load(section: TaskSection, *_: Any) -> Task:
         asked.append(section)
-        rows = [
-            of_row(i, {"question": question, "answer": answer})
-            for i, (question, answer) in enumerate(zip(QUESTIONS, GOLD, strict=True))
-        ]
+        rows = []
+        for i, (question, answer) in enumerate(zip(QUESTIONS, GOLD, strict=True)):
+            rows.append(of_row(i, {"question": question, "answer": answer}))
         whole = blank(section)
         return Task(
             "sums",
@@ -317,10 +316,9 @@ def test_gold_of_gsm8k_in_every_form(tmp_path, answer):
     data = write(
         tmp_path, [{"question": "What is 9 * 2?", "answer": "It is so.\n#### 18"}], "data.jsonl"
     )
-    rows = [
-        {"question": "What is 9 * 2?", "answer": answer, "response": text}
-        for text in ("It is 18.", "It is 3.")
-    ]
+    rows = []
+    for text in ("It is 18.", "It is 3."):
+        rows.append({"question": "What is 9 * 2?", "answer": answer, "response": text})
     figures = shoal.evaluate(
         task={"name": "gsm8k", "path": str(data)}, responses=str(write(tmp_path, rows))
     )
@@ -329,9 +327,9 @@ def test_gold_of_gsm8k_in_every_form(tmp_path, answer):
 
 def test_ifeval_scores_the_whole_text_of_a_question(tmp_path):
     row = {"question": "Hi?", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
-    rows = [
-        {**row, "response": text} for text in ("Well, <answer>hi</answer>", "<answer>hi</answer>")
-    ]
+    rows = []
+    for text in ("Well, <answer>hi</answer>", "<answer>hi</answer>"):
+        rows.append({**row, "response": text})
     result = shoal.evaluate(task="ifeval", responses=str(write(tmp_path, rows)))
     assert result["prompt_strict"] == 0.5
 
@@ -368,10 +366,9 @@ def test_words_are_scored_too(tmp_path, capsys):
 
     example = load_task(TaskSection(num_eval_questions=3)).evaluations["held_out"][1]
     answer = f"<reasoning>so</reasoning><answer>{example.columns['answer']}</answer>"
-    rows = [
-        {"question": question_text(example, "question"), "response": text}
-        for text in (answer, "nothing")
-    ]
+    rows = []
+    for text in (answer, "nothing"):
+        rows.append({"question": question_text(example, "question"), "response": text})
     file = write(tmp_path, rows)
     figures = shoal.evaluate(task="words", responses=str(file), model="elsewhere")
     assert (figures["accuracy"], figures["num_responses"], figures["num_questions"]) == (0.5, 2, 1)
@@ -450,9 +447,10 @@ def test_failures_are_counted_and_the_first_is_shown(loads, tmp_path, capsys, po
         "mean_reward"
     ] == pytest.approx(mean)
     assert json.loads((tmp_path / "out.json").read_text())["failed"] == 3
-    warnings = [
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: reward")
-    ]
+    warnings = []
+    for line in capsys.readouterr().out.splitlines():
+        if line.startswith("warning: reward"):
+            warnings.append(line)
     assert (
         len(warnings) == 2
         and "raised ZeroDivisionError" in warnings[0]
@@ -466,10 +464,9 @@ def test_failures_are_counted_and_the_first_is_shown(loads, tmp_path, capsys, po
 
 
 def turns(*contents: str, system: str = "") -> list[dict[str, str]]:
-    messages = [
-        {"role": ("user", "assistant")[i % 2], "content": content}
-        for i, content in enumerate(contents)
-    ]
+    messages = []
+    for i, content in enumerate(contents):
+        messages.append({"role": ("user", "assistant")[i % 2], "content": content})
     return [*([{"role": "system", "content": system}] if system else []), *messages]
 
 
@@ -492,10 +489,8 @@ def test_conversations_are_distinguished_by_all_their_messages(tmp_path, capsys)
         {"prompt": turns("I have  6.", "Well.", "And 1 more?"), "response": "7"},
         {"prompt": turns("I have 2.", "Well.", "And 1 more?"), "response": "3"},
         {"prompt": turns("Yes?", system="Say no."), "response": "no"},
-        {
-            "prompt": turns("5?", "6?", "7?", system="Elsewhere."),
-            "response": "7",
-        },  # examples before the question
+        # examples before the question
+        {"prompt": turns("5?", "6?", "7?", system="Elsewhere."), "response": "7"},
         {"prompt": turns("8?", system="Elsewhere."), "response": "8"},
         {"prompt": "9?", "response": "9"},
     ]
@@ -578,12 +573,10 @@ def test_rows_from_python_are_answered(tmp_path):
 
 def test_own_data_is_scored_by_rewards_alone(tmp_path):
     data = [{"prompt": f"{i} + 1 = ?", "answer": str(i + 1)} for i in range(20)]
-    source, file = (
-        write(tmp_path, data, "data.jsonl"),
-        write(
-            tmp_path,
-            [{"prompt": "3 + 1 = ?", "response": "4!"}, {"prompt": "19 + 1 = ?", "response": ""}],
-        ),
+    source = write(tmp_path, data, "data.jsonl")
+    file = write(
+        tmp_path,
+        [{"prompt": "3 + 1 = ?", "response": "4!"}, {"prompt": "19 + 1 = ?", "response": ""}],
     )
     settings = {"task": {"name": "custom", "path": str(source)}, "responses": str(file)}
     figures = shoal.evaluate(**settings, reward=plain, reward__workers=0)

@@ -157,10 +157,9 @@ def test_rows_are_sorted_by_any_column_and_page_by_page(viewer):
     assert steps == sorted(steps, reverse=True)
     lengths = [row["length"] for row in rows(viewer, sort="length")]
     assert lengths == sorted(lengths)
-    pages = [
-        viewer.answer("groups", {"run": "first", "limit": "30", "offset": str(at)})
-        for at in (0, 30, 60)
-    ]
+    pages = []
+    for at in (0, 30, 60):
+        pages.append(viewer.answer("groups", {"run": "first", "limit": "30", "offset": str(at)}))
     assert [len(page["rows"]) for page in pages] == [30, 30, 24] and pages[0]["total"] == 84
     assert len({(row["file"], row["group"]) for page in pages for row in page["rows"]}) == 84
 
@@ -241,9 +240,8 @@ def test_rollouts_with_turns(tmp_path, capsys):
     assert (found[2, 0]["turns"], found[2, 0]["calls"]) == (1.25, 0.25) and found[1, 0][
         "turns"
     ] is None
-    assert (
-        found[2, 0]["length"] == found[1, 0]["length"] - 2 / 4
-    )  # tokens of context are not the model's
+    # tokens of context are not the model's
+    assert found[2, 0]["length"] == found[1, 0]["length"] - 2 / 4
     assert [row["group"] for row in rows(viewer, "turns", filter="calls>0")] == [0]
     where = {"run": "turns", "file": "step_000002", "group": "0"}
     one, other = viewer.answer("group", where)["completions"][:2]
@@ -317,12 +315,8 @@ def test_the_weights_of_rewards_are_known_before_the_groups_are_read(run, tmp_pa
 def test_the_overview_answers_how_it_goes(viewer):
     found = viewer.answer("overview", {"run": "first"})
     assert found["progress"]["state"] == "finished" and found["progress"]["step"] == 40
-    assert found["table"][0][1:] == [
-        "50.0%",
-        "100.0%",
-        "+50.0 points",
-        0,
-    ]  # of two questions: noise
+    # of two questions: noise
+    assert found["table"][0][1:] == ["50.0%", "100.0%", "+50.0 points", 0]
     driver = found["drivers"][1]
     assert driver["function"] == "correct" and driver["adds"] == pytest.approx(0.4375, abs=0.01)
     spike = next(event for event in found["events"] if event["level"] == "spike")
@@ -364,9 +358,8 @@ def test_a_run_under_way_has_its_progress_and_is_read_as_it_grows(tmp_path):
         viewer.read_all()
         assert viewer.answer("overview", {"run": "live"})["progress"]["step"] == 5
         assert not rows(viewer, "live", filter="row=99")
-        append_step(
-            path, 6, [stored_group(5, 98, [0.1, 1.1])]
-        )  # another content under the same name
+        # another content under the same name
+        append_step(path, 6, [stored_group(5, 98, [0.1, 1.1])])
         viewer.read_all()
         assert [row["row"] for row in rows(viewer, "live", filter="step=6 set=train")] == [98]
     finally:
@@ -406,10 +399,9 @@ def test_warnings_and_resumptions_stand_at_their_steps(tmp_path):
 
 
 def test_the_time_of_a_step_is_that_of_steps_which_compile_nothing(tmp_path):
-    rows = [
-        {"step": step, "time/step_seconds": seconds, "compilations": number}
-        for step, seconds, number in ((1, 365.0, 19), (2, 60.0, 21), (3, 4.0, 21), (4, 5.0, 21))
-    ]
+    rows = []
+    for step, seconds, number in ((1, 365.0, 19), (2, 60.0, 21), (3, 4.0, 21), (4, 5.0, 21)):
+        rows.append({"step": step, "time/step_seconds": seconds, "compilations": number})
     for count, expected in ((2, None), (3, 4.0), (4, 4.5)):
         write_lines(tmp_path / "metrics.jsonl", rows[:count])
         curves = Curves(StoredRun(tmp_path, "young", lenient=True))
@@ -445,9 +437,8 @@ def test_spikes_are_found_where_they_are(tmp_path):
 def test_the_seconds_of_a_step_that_compiled_or_began_a_process_are_no_spike(tmp_path):
     seconds = np.random.default_rng(0).normal(1, 0.05, 200)
     seconds[[61, 101, 151]] = 30
-    compiled = np.repeat(
-        [9, 11, 3], [61, 40, 99]
-    )  # two programs in step 62, another process from step 102 on
+    # two programs in step 62, another process from step 102 on
+    compiled = np.repeat([9, 11, 3], [61, 40, 99])
     write_lines(
         tmp_path / "metrics.jsonl",
         [
@@ -476,10 +467,8 @@ def test_steps_after_a_collapse_are_compared_with_those_before_them(tmp_path):
 
 
 def test_a_collapse_names_what_moved_first(tmp_path):
-    entropy, reward = (
-        np.r_[np.full(40, 0.6), np.full(8, 0.05)],
-        np.r_[np.full(42, 0.5), np.full(6, 0.1)],
-    )
+    entropy = np.r_[np.full(40, 0.6), np.full(8, 0.05)]
+    reward = np.r_[np.full(42, 0.5), np.full(6, 0.1)]
     write_lines(
         tmp_path / "metrics.jsonl",
         [
@@ -501,9 +490,8 @@ def test_a_run_that_was_killed_is_stopped_at_once(tmp_path):
     path = write_run(tmp_path / "killed", steps=3, finished=False, settings=["steps=60"])
     viewer = opened(path)
     try:
-        assert (
-            viewer.answer("runs", {})["runs"][0]["progress"]["state"] == "running"
-        )  # this process holds the lock
+        # this process holds the lock
+        assert viewer.answer("runs", {})["runs"][0]["progress"]["state"] == "running"
         child = subprocess.Popen([sys.executable, "-c", ""])
         child.wait()
         (path / ".lock").write_text(f"process {child.pid} on {socket.gethostname()}\n")
@@ -513,10 +501,11 @@ def test_a_run_that_was_killed_is_stopped_at_once(tmp_path):
         before = (path / "events.jsonl").read_text()
 
         def progress_after(*events: tuple[str, str]) -> dict[str, Any]:
-            lines = [
-                {"time": 1.0, "step": 3, "phase": "training", "level": level, "text": text}
-                for level, text in events
-            ]
+            lines = []
+            for level, text in events:
+                lines.append(
+                    {"time": 1.0, "step": 3, "phase": "training", "level": level, "text": text}
+                )
             write_lines(path / "new.jsonl", lines)
             (path / "events.jsonl").write_text(before + (path / "new.jsonl").read_text())
             return viewer.answer("runs", {})["runs"][0]["progress"]
@@ -547,9 +536,8 @@ def test_a_run_that_was_killed_is_stopped_at_once(tmp_path):
             ("1", "stopped"),
             ("", "running"),
         ):
-            (path / ".lock").write_text(
-                f"{mine}\n{started}\n"
-            )  # a killed run's id may be another process's now
+            # a killed run's id may be another process's now
+            (path / ".lock").write_text(f"{mine}\n{started}\n")
             assert viewer.answer("runs", {})["runs"][0]["progress"]["state"] == state
     finally:
         viewer.close()
@@ -567,9 +555,8 @@ def test_values_that_a_run_chose_are_no_settings_that_differ(tmp_path):
         "optimizer.lr",
         "unknown.key",
     ]
-    assert {
-        row["key"] for row in settings_rows(chosen) if row["differs"]
-    } == chosen.keys()  # a user's, all of them
+    # a user's, all of them
+    assert {row["key"] for row in settings_rows(chosen) if row["differs"]} == chosen.keys()
     other = chosen | {
         "batch.micro_tokens": 4096,
         "train.max_staleness": 1,
@@ -654,9 +641,8 @@ def test_where_two_runs_first_differ(tmp_path):
         write_run(tmp_path / name, 3, groups, spike=0 if name == "a" else 2, settings=settings)
     viewer = Viewer([str(tmp_path / name) for name in "abc"])
     for name in "abc":
-        viewer.answer(
-            "overview", {"run": name}
-        )  # a run's groups are read once somebody has opened it
+        # a run's groups are read once somebody has opened it
+        viewer.answer("overview", {"run": name})
     viewer.read_all()
     found = first("a", "b")
     assert (found["step"], found["stage"], found["file"], found["group"], found["completion"]) == (
@@ -849,9 +835,8 @@ def test_lint_and_search_pass_over_what_is_null(tmp_path):
         assert answer["done"] and answer["read"] == 3
         levels = {one["kind"]: one for one in answer["findings"]}
         assert levels["empty"]["title"].endswith("of completions are empty (8)")
-        assert (
-            found(viewer, "nulls", "answer") == 6
-        )  # two groups of step 3, four of evaluations; step 2 has no numbers
+        # two groups of step 3, four of evaluations; step 2 has no numbers
+        assert found(viewer, "nulls", "answer") == 6
     finally:
         viewer.close()
 
@@ -908,9 +893,8 @@ def test_links_out_of_a_run_are_not_followed(tmp_path, run):
     ):
         (path / name).unlink(missing_ok=True)
         (path / name).symlink_to(target)
-    (path / "groups" / "step_000008.parquet").symlink_to(
-        path / "groups" / "step_000008.parquet"
-    )  # a cycle
+    # a cycle
+    (path / "groups" / "step_000008.parquet").symlink_to(path / "groups" / "step_000008.parquet")
     (path / "groups" / "loop").symlink_to(path)
     viewer = opened(path)
     try:
@@ -1050,9 +1034,8 @@ def test_runs_are_found_by_folder_and_named_apart(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     assert open_runs([str(tmp_path / "empty")]) == []
     timed = [write_run(tmp_path / "2026-07-30" / time, 1) for time in ("19-29-57", "19-29-57-1")]
-    assert [run.name for run in open_runs([str(timed[0])])] == [
-        "2026-07-30/19-29-57"
-    ]  # a time says of no day
+    # a time says of no day
+    assert [run.name for run in open_runs([str(timed[0])])] == ["2026-07-30/19-29-57"]
     assert [run.name for run in open_runs([str(timed[0].parent)])] == [
         f"2026-07-30/{run.name}" for run in timed
     ]

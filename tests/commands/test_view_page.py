@@ -71,9 +71,8 @@ def odd_groups(step: int) -> list[Any]:
     )
     many = stored_group(step, 9, [0, 1])
     alike = stored_group(step, 10, [0, 0.1], correct=[False, False])  # told apart by no function
-    equal = stored_group(
-        step, 11, [0.1] * 8, list("abcdefgh"), correct=[False] * 8
-    )  # whose mean is below 0.1
+    # whose mean is below 0.1
+    equal = stored_group(step, 11, [0.1] * 8, list("abcdefgh"), correct=[False] * 8)
     return [
         folded,
         long,
@@ -380,9 +379,8 @@ def test_runs_named_one_by_one_are_laid_over_each_other(page, runs):
 def test_curves_are_found_pinned_explained_and_drawn_by_time(page, address):
     page.goto(address + "#/run?run=first")
     settle(page, "driven by correct; accuracy 50% → 100% is too few questions to say")
-    assert (
-        page.locator(".verdict.good, .verdict.bad").count() == 0
-    )  # two questions say nothing of accuracy
+    # two questions say nothing of accuracy
+    assert page.locator(".verdict.good, .verdict.bad").count() == 0
     large = page.locator(".charts.main .chart .name").all_inner_texts()
     assert large == ["reward/mean", "evaluate/held_out/accuracy"]
     page.get_by_role("button", name="what is entropy?").click()
@@ -397,9 +395,8 @@ def test_curves_are_found_pinned_explained_and_drawn_by_time(page, address):
     page.locator("#x").select_option("time")
     page.wait_for_function("() => location.hash.includes('x=time')")
     assert page.locator("[aria-label^='reward/mean by time']").count() == 1
-    assert (
-        page.locator("td .gain.faint").first.inner_text() == "▲ +50.0 points"
-    )  # of two questions: no gain
+    # of two questions: no gain
+    assert page.locator("td .gain.faint").first.inner_text() == "▲ +50.0 points"
     assert page.locator("td .gain.up").all_inner_texts() == ["▲ +0.438"]
 
 
@@ -547,10 +544,8 @@ def test_colours_are_fitted_to_the_completion(page, address):
             page.locator(".legend .t").all_inner_texts(),
         )
 
-    assert colours(0) == (
-        ["-1", "-4"],
-        ["−1.5", "−0.844", "−0.375", "−0.0938", "0"],
-    )  # advantage -0.5, log-prob -3
+    # advantage -0.5, log-prob -3
+    assert colours(0) == (["-1", "-4"], ["−1.5", "−0.844", "−0.375", "−0.0938", "0"])
     assert colours(1)[0] == ["1", "4"] and page.get_by_label("Colour").input_value() == "push"
     assert colours(1, colour="logprob") == (["-1", "-4"], ["−3", "−1.69", "−0.75", "−0.188", "0"])
     page.goto(address + "#/tokens?run=first&file=step_000002&group=1")  # a group without variance
@@ -578,11 +573,8 @@ def test_a_group_has_its_answer_order_and_differences(page, odd):
     )
     assert page.locator(".completion.selected h3 a").inner_text() == "Completion 1"
     marks = page.locator(".completion mark")
-    assert marks.all_inner_texts() == [
-        "thus ",
-        "six",
-        "two",
-    ]  # completion 0 has too little in common
+    # completion 0 has too little in common
+    assert marks.all_inner_texts() == ["thus ", "six", "two"]
     page.get_by_label("Differences to").select_option("none")
     page.wait_for_function("() => !document.querySelector('.completion mark')")
     page.get_by_label("Sorted by").select_option("interest")

@@ -37,10 +37,9 @@ class Columns:
         **functions: tuple[float, float],
     ):
         random = np.random.default_rng(0)
-        columns = {
-            f"rewards/{name}": np.linspace(*ends, steps) + random.normal(0, noise, steps)
-            for name, ends in functions.items()
-        }
+        columns = {}
+        for name, ends in functions.items():
+            columns[f"rewards/{name}"] = np.linspace(*ends, steps) + random.normal(0, noise, steps)
         self.columns = {
             **columns,
             "reward/mean": sum(columns.values()),

@@ -147,9 +147,8 @@ def becomes(out: str) -> str:
     )
 
 
-if (
-    __name__ == "__main__"
-):  # with the stand-ins' folder: the dry runs of all lines, as JSON, or written into the files
+if __name__ == "__main__":
+    # with the stand-ins' folder: the dry runs of all lines, as JSON, or written into the files
     place = Path(sys.argv[1])
     found = {one.name: dry_run(one, place) for one in LINES.values() if one.is_ours}
     if "--write" in sys.argv:

@@ -102,10 +102,8 @@ def test_the_asynchronous_script_lets_samples_be_a_version_old(monkeypatch):
         "steps=1",
     ]
     config, _ = compose("train", words("grpo-async", [])[1:])
-    assert (config.train.max_staleness, config.algorithm.correction) == (
-        1,
-        "direct",
-    )  # TorchRL's own ratio
+    # TorchRL's own ratio
+    assert (config.train.max_staleness, config.algorithm.correction) == (1, "direct")
 
 
 # ---- the token
@@ -515,11 +513,10 @@ def test_a_systems_page_has_one_job_in_two_forms(system):
     job = load("docs/reference.py").SAME_JOBS[system]
     by_flags, by_keys = (compose("train", line.split()[2:])[0] for line in (job.flags, job.keys))
     assert by_flags == by_keys and by_flags != Config()
-    flags = [
-        word
-        for word in job.flags.split()[2:]
-        if not word.startswith(("recipe=", "--config-name", "grpo"))
-    ]
+    flags = []
+    for word in job.flags.split()[2:]:
+        if not word.startswith(("recipe=", "--config-name", "grpo")):
+            flags.append(word)
     assert set(flags) <= set(job.theirs.split())
 
 

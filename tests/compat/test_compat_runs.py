@@ -82,9 +82,9 @@ def test_conversion_lines_lead_there_and_back(world):
 @pytest.mark.slow
 def test_a_sweep_over_their_names_ends_with_a_table(world, monkeypatch):
     monkeypatch.setattr(multirun, "run_process", lambda words: (cli.main(words), False))
-    words = [
-        word.replace("1e-4,1e-5", "1e-4") for word in short("23-grpo-sweep-of-two", world, "sweep")
-    ]
+    words = []
+    for word in short("23-grpo-sweep-of-two", world, "sweep"):
+        words.append(word.replace("1e-4,1e-5", "1e-4"))
     with among(world, 1):
         code, out, err = run([*words, "steps=0"])
     assert code == 0, err
@@ -92,10 +92,11 @@ def test_a_sweep_over_their_names_ends_with_a_table(world, monkeypatch):
     table = [row.split() for row in out[out.index("== runs") :].splitlines()[1:4]]
     assert table[0][:3] == ["run", "policy.kl_coef", "state"]
     assert [row[:3] for row in table[1:]] == [["0", "0.01", "done"], ["1", "0.1", "done"]]
-    configs = [
-        yaml.safe_load((world / "runs" / "sweep" / str(n) / "config.yaml").read_text())
-        for n in (0, 1)
-    ]
+    configs = []
+    for n in (0, 1):
+        configs.append(
+            yaml.safe_load((world / "runs" / "sweep" / str(n) / "config.yaml").read_text())
+        )
     assert [config["algorithm"]["kl_coef"] for config in configs] == [0.01, 0.1]
 
 

@@ -30,10 +30,8 @@ SYSTEMS = {
 }
 
 WITHOUT_COUNTERPART: dict[str, set[str]] = {
-    "trl_sft": {
-        "shuffle_dataset",
-        "assistant_only_loss",
-    },  # false there: rows in order, the prompt learned too
+    # false there: rows in order, the prompt learned too
+    "trl_sft": {"shuffle_dataset", "assistant_only_loss"},
 }
 """Defaults that matter and that nothing here computes: refused with a sentence, and left out by the
 user."""

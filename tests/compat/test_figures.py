@@ -41,10 +41,8 @@ BASE = {
     "maxtext": ["grpo_beta=0.04"],  # grpo.yml's; the recipe is the demo's
     "torchrl": ["train.entropy_coeff=0.0", "train.kl_to_inference_coeff=0.0"],
     "trl": [],
-    "tunix": [
-        "grpo_config.beta=0.04",
-        "rollout_config.total_generation_steps=8",
-    ],  # GRPOConfig's, not the file's
+    # GRPOConfig's, not the file's
+    "tunix": ["grpo_config.beta=0.04", "rollout_config.total_generation_steps=8"],
     "verl": [],
 }
 """The settings under which a system's figures were taken, over its recipe."""
@@ -225,12 +223,13 @@ def by_flags(system: str, case: dict[str, Any]) -> Ours:
     ]
     entropies = [[entropy[p, g, :n] for g, n in enumerate(lengths[p])] for p in range(P)]
     update = Update(rows, entropies, valid, np.ones((P, G), bool), cut & a.mask_truncated)
+    # only then, or for several updates, TRL keeps old log-probs
     use_old = (
         make_objective(a).use_old
         or "old" in case
         or system == "verl"
         or (uses_vllm(case) and a.correction != "none")
-    )  # only then, or for several updates, TRL keeps old log-probs
+    )
     got = by_shoal(
         layout(update, dtype=np.float32, grid=(16, 6)), replace(make_objective(a), use_old=use_old)
     )
@@ -243,18 +242,16 @@ def differences(system: str, case: dict[str, Any]) -> list[str]:
     mask = np.array(inputs(case["inputs"])["mask"], bool)
     if "advantages" in case:
         theirs, own = np.array(tables[case["advantages"]], float), ours.advantages
-        own = (
-            own.reshape(theirs.shape)
-            if theirs.size == own.size
-            else np.repeat(own.ravel(), mask.sum(-1).ravel())
-        )
+        if theirs.size == own.size:
+            own = own.reshape(theirs.shape)
+        else:
+            own = np.repeat(own.ravel(), mask.sum(-1).ravel())
         if "kept" in case:  # what is rejected has advantage 0 there
             own = np.repeat(own.ravel(), mask.sum(-1).ravel()) if own.size < mask.sum() else own
-            theirs = (
-                np.repeat(theirs.ravel(), mask.sum(-1).ravel())
-                if theirs.size < mask.sum()
-                else theirs
-            )
+            if theirs.size < mask.sum():
+                theirs = np.repeat(theirs.ravel(), mask.sum(-1).ravel())
+            else:
+                theirs = theirs
             own, theirs = (one * np.array(tables[case["kept"]]) for one in (own, theirs))
         found += [] if np.allclose(own, theirs, rtol=1e-5, atol=2e-6) else ["advantages"]
     for update in case.get("updates", [case]):
@@ -409,10 +406,8 @@ ALLOWED = {
 def test_updates_of_a_generation_are_as_many_as_trls(name):
     case = named("trl", name)
     theirs = case["schedule"]
-    generations, updates = (
-        theirs["generation_before_update"],
-        len(theirs["micro_batches_per_update"]),
-    )
+    generations = theirs["generation_before_update"]
+    updates = len(theirs["micro_batches_per_update"])
     if name in ("schedule-steps-2-accumulate-4", "schedule-steps-3-accumulate-2"):
         with pytest.raises(ShoalError, match="steps_per_generation"):
             compose("train", words_of("trl", case))

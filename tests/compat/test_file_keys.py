@@ -86,11 +86,9 @@ def others(name: str, value: Any) -> list[Any]:
         return [OTHER[name]]
     if isinstance(value, bool):
         return [not value]
-    return (
-        [2 * value or 1, value / 2 or 0.5]
-        if isinstance(value, int | float)
-        else ["something/else", "64"]
-    )
+    if isinstance(value, int | float):
+        return [2 * value or 1, value / 2 or 0.5]
+    return ["something/else", "64"]
 
 
 def outcome(file: Path, values: dict[str, Any]) -> Any:

@@ -164,11 +164,10 @@ def test_a_line_runs_in_a_shell_as_it_is_typed_and_opens_no_socket(name, world, 
     site = world / "site" / "sitecustomize.py"
     (tmp_path / "sitecustomize.py").write_text(site.read_text() + GUARD)
     environment["PYTHONPATH"] = f"{tmp_path}:{environment['PYTHONPATH']}"
-    one_device = (
-        ""
-        if "to_maxtext" in text
-        else "mesh.trainer= mesh.sampler= mesh.fsdp=1 report.wandb.mode=off"
-    )
+    if "to_maxtext" in text:
+        one_device = ""
+    else:
+        one_device = "mesh.trainer= mesh.sampler= mesh.fsdp=1 report.wandb.mode=off"
     done = subprocess.run(
         ["bash", "-c", f"{stand_ins.with_places(text, world)} {one_device} --dry-run"],
         cwd=world / "here",
@@ -394,11 +393,8 @@ def test_torchrls_share_of_memory_is_always_the_samplers():
         ("env.num_envs=32 train.dialog_turns_per_batch=64 mesh.fsdp=1", 16, 32),
         ("env.num_envs=32 train.dialog_turns_per_batch=64 inference_model.num_devices=2", 16, 16),
         ("env.num_envs=20 train.dialog_turns_per_batch=64 inference_model.devices=[4,5]", 16, 10),
-        (
-            "env.num_envs=32 train.dialog_turns_per_batch=64 mesh.fsdp=-1",
-            16,
-            32,
-        ),  # the number of devices is open
+        # the number of devices is open
+        ("env.num_envs=32 train.dialog_turns_per_batch=64 mesh.fsdp=-1", 16, 32),
         # All of a step; never fewer than the completions of a prompt, or of pass@k (8).
         ("env.num_envs=64 train.dialog_turns_per_batch=64", 16, 0),
         ("env.num_envs=99 train.dialog_turns_per_batch=64", 16, 0),

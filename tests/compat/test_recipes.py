@@ -187,18 +187,19 @@ def by_recipe(a: AlgorithmSection, b: Batch, use_old: bool = True) -> tuple[floa
     """Shoal's loss and its gradient, [B, T], with a recipe's settings, in float32. `use_old`: as if
     several updates were made; else as the settings say."""
     advantages = step_advantages(a, b.grouped, np.ones((P, G), bool), b.mask.sum(1).reshape(P, G))
-    rows = [
-        oracle.Completion(
-            b.lp[i][b.mask[i]],
-            b.old_logprobs[i][b.mask[i]],
-            b.ref_logprobs[i][b.mask[i]],
-            b.mask[i][b.mask[i]],
-            advantages[i // G, i % G],
-            b.sampler[i][b.mask[i]],
-            i // G,
+    rows = []
+    for i in range(P * G):
+        rows.append(
+            oracle.Completion(
+                b.lp[i][b.mask[i]],
+                b.old_logprobs[i][b.mask[i]],
+                b.ref_logprobs[i][b.mask[i]],
+                b.mask[i][b.mask[i]],
+                advantages[i // G, i % G],
+                b.sampler[i][b.mask[i]],
+                i // G,
+            )
         )
-        for i in range(P * G)
-    ]
     grouped = [rows[p * G : (p + 1) * G] for p in range(P)]
     entropies = [[b.entropy[p * G + g][b.mask[p * G + g]] for g in range(G)] for p in range(P)]
     every = np.ones((P, G), bool)
@@ -415,11 +416,10 @@ def test_each_algorithm_sets_what_its_paper_does():
             assert {*values} == {"task", "sampling", "train"}
             continue
         # DAPO, section 4.1: a cache of 4,096 tokens after 16,384, a fifth of all 20,480.
-        penalty = (
-            {"reward": {"overlong_buffer_tokens": -1, "overlong_penalty": 1.0}}
-            if name == "dapo"
-            else {}
-        )
+        if name == "dapo":
+            penalty = {"reward": {"overlong_buffer_tokens": -1, "overlong_penalty": 1.0}}
+        else:
+            penalty = {}
         assert values == penalty, name
         settings = compose("train", [f"algorithm={name}"])[0].algorithm
         assert {key: getattr(settings, key) for key in paper} == paper
@@ -481,6 +481,7 @@ DEFAULTS_OF: dict[str, tuple[Any, ...]] = {
         1,
         1,
     ),
+    # 1,024 prompts in mini-batches of 256
     "verl": (
         "grpo",
         1,
@@ -501,7 +502,7 @@ DEFAULTS_OF: dict[str, tuple[Any, ...]] = {
         "token-mean",
         *ALONE,
         4,
-    ),  # 1,024 prompts in mini-batches of 256
+    ),
     "maxtext": (
         "grpo",
         0,

@@ -425,9 +425,11 @@ def test_require_given():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_preset_composes_and_matters(command):
     for name in {*presets_of(command)} - ({"base"} if command == "convert" else set()):
-        own = (
-            ["algorithm.adv_estimator=grpo"] if name == "verl" else []
-        )  # its default needs a critic, and is refused
+        # its default needs a critic, and is refused
+        if name == "verl":
+            own = ["algorithm.adv_estimator=grpo"]
+        else:
+            own = []
         assert difference(command, "--config-name", name, *own)
 
 
@@ -546,9 +548,8 @@ def test_a_stored_configuration_takes_ones_own_keys_over_it(tmp_path):
         "gsm8k",
     )
     assert resolved.arguments is given.arguments
-    _, given = compose(
-        "train", ["gsm8k.yml", "task=gsm8k"]
-    )  # their preset lies under the stored keys, and is in them
+    # their preset lies under the stored keys, and is in them
+    _, given = compose("train", ["gsm8k.yml", "task=gsm8k"])
     assert load(Config, given.arguments, stored)[0] == compose("train", [str(stored)])[0]
 
 
@@ -853,13 +854,12 @@ def test_a_number_that_is_shown_is_the_number(value):
 
 
 def test_no_message_rounds_the_value_of_a_key():
-    rounded = [
-        f"{file.name}: {found[0]}"
-        for file in sorted(PACKAGE.rglob("*.py"))
+    rounded = []
+    for file in sorted(PACKAGE.rglob("*.py")):
         for found in re.finditer(
             r"[a-z_]=\{[^{}\n]*:[.\d]*[gef]\}", file.read_text(encoding="utf-8")
-        )
-    ]
+        ):
+            rounded.append(f"{file.name}: {found[0]}")
     assert not rounded, "text.exact says the value itself"
 
 
@@ -974,14 +974,8 @@ def test_nearest():
         "steps",
     ]
     assert nearest("modle", ["report.wandb.mode", "model"]) == "model"
-    for word in (
-        "",
-        "lr",
-        "setps",
-        "OPTIMIZER.LR",
-        "max_tokens.prompt",
-        "İx",
-    ):  # no name is passed over unseen
+    for word in ("", "lr", "setps", "OPTIMIZER.LR", "max_tokens.prompt", "İx"):
+        # no name is passed over unseen
         assert all(
             _at_most(word, name) >= likeness(word, name) for name in (*names, "", "SETPS", "x")
         )

@@ -683,9 +683,8 @@ def test_a_recipe_on_the_line_names_the_settings_of_the_file_that_it_replaces(tm
     assert {"per_device_train_batch_size=4", "beta=0.04", "num_generations=4"} <= {
         *re.split("[,;]? ", line)
     }
-    assert (
-        "learning_rate" not in line and "steps=7" not in line
-    )  # the recipe's own, or none of its keys
+    # the recipe's own, or none of its keys
+    assert "learning_rate" not in line and "steps=7" not in line
     assert "beta" not in str(with_file(tmp_path, text, "recipe=trl", "beta=0.1")[1].notes)
     assert "replaces there" not in str(with_file(tmp_path, f"recipe: trl\n{text}")[1].notes)
 
@@ -731,9 +730,8 @@ def test_a_recipe_keeps_the_systems_rules_where_other_keys_change():
 
 def test_epochs_of_a_local_file_are_steps(tmp_path):
     data = tmp_path / "rows.jsonl"
-    data.write_text(
-        "".join(f'{{"prompt": "{row}"}}\n' for row in range(119))
-    )  # the last 11 are held out
+    # the last 11 are held out
+    data.write_text("".join(f'{{"prompt": "{row}"}}\n' for row in range(119)))
     words = [
         "reward=f.py:g",
         f"data.train_files={data}",

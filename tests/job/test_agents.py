@@ -248,9 +248,8 @@ def test_what_a_program_started_ends_with_it_once_no_tokens_are_left(
     before = descendants()
 
     class Played(SimpleNamespace):
-        def __setattr__(
-            self, name: str, value: Any
-        ) -> None:  # over as soon as it is known what to do then
+        def __setattr__(self, name: str, value: Any) -> None:
+            # over as soon as it is known what to do then
             super().__setattr__(name, value)
             if name == "when_over":
                 value()
@@ -291,11 +290,10 @@ def test_an_agent_that_fails_leaves_its_group(
     agents: TurnWorkshop, agent: str, capsys: Any
 ) -> None:
     before = descendants()
-    command = (
-        f"{sys.executable} {agents.folder / 'program.py'} dies"
-        if agent == "dies"
-        else f"{agents.folder / 'agents.py'}:silent"
-    )
+    if agent == "dies":
+        command = f"{sys.executable} {agents.folder / 'program.py'} dies"
+    else:
+        command = f"{agents.folder / 'agents.py'}:silent"
     given = words(agents, command, "environment.on_error=skip")
     run = agents.train(f"fails_{agent}", *given)
     assert "without a request" in capsys.readouterr().out or agent == "dies"

@@ -483,10 +483,8 @@ def test_other_commands(workshop, capsys, tmp_path, words, parts):
         "model": str(workshop.model),
     }
     for name, value in names.items():
-        words, parts = (
-            words.replace(f"{{{name}}}", value),
-            [part.replace(f"{{{name}}}", value) for part in parts],
-        )
+        words = words.replace(f"{{{name}}}", value)
+        parts = [part.replace(f"{{{name}}}", value) for part in parts]
     refused(capsys, tmp_path, words.split(), *parts)
 
 

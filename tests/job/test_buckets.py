@@ -593,11 +593,10 @@ def test_cut_after_any_operation_the_bucket_holds_a_run(memory, machine, dead, c
     memory.failing = lambda name, path: False
     machine("second")
     resumed = Work()
-    found = (
-        sorted(int(name) for name in os.listdir(resumed.folder / "checkpoints"))
-        if (resumed.folder / "checkpoints").is_dir()
-        else []
-    )
+    if (resumed.folder / "checkpoints").is_dir():
+        found = sorted(int(name) for name in os.listdir(resumed.folder / "checkpoints"))
+    else:
+        found = []
     assert set(found) <= set(saved)
     for version in found:
         complete(resumed.folder / "checkpoints" / str(version))
@@ -832,9 +831,8 @@ def test_models_data_and_other_trees_are_read_from_buckets(s3, workshop, capsys,
         "task.path=s3://bucket/in/data/gsm8k_train.jsonl",
     )
     assert cli.main([*words, "--dry-run"]) == 0 and cli.main(words) == 0
-    assert (
-        "evaluation: 4 held_out" in capsys.readouterr().out
-    )  # of the file beside the one that was named
+    # of the file beside the one that was named
+    assert "evaluation: 4 held_out" in capsys.readouterr().out
     for files in ("s3://bucket/in/data/*train.jsonl", "s3://bucket/in/data/gsm8k_train.jsonl"):
         words = workshop.words("from_files", "task.path=", f"task.files=[{files}]")
         assert cli.main([*words, "--dry-run"]) == 0
@@ -1076,9 +1074,10 @@ def test_gs_is_read_and_written_as_well(monkeypatch, machine, tmp_path):
     server = create_server("localhost", 0, in_memory=True)
     server.start()
     try:
-        port = (
-            server._api._httpd.server_port if hasattr(server, "_api") else server._httpd.server_port
-        )
+        if hasattr(server, "_api"):
+            port = server._api._httpd.server_port
+        else:
+            port = server._httpd.server_port
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://localhost:{port}")
         buckets.connect("gs://there/x")[0].mkdir("there")
         work = Work("gs://there/my run")

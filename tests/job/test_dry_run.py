@@ -125,10 +125,8 @@ def test_sequences_beyond_a_models_positions_are_refused_before_weights_are_read
     """Of the policy, and so of its reference, by every command; and of a teacher. Once in the run,
     once in its dry run."""
     monkeypatch.setattr(Job, "load_weights", lambda *_: pytest.fail("weights were read"))
-    model, lengths = (
-        f"model={workshop.model}",
-        ["sampling.max_prompt_tokens=64", "sampling.max_completion_tokens=2000"],
-    )
+    model = f"model={workshop.model}"
+    lengths = ["sampling.max_prompt_tokens=64", "sampling.max_completion_tokens=2000"]
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "2 + 3 = ?", "completion": "5"}) + "\n")
     commands = [

@@ -282,10 +282,9 @@ def test_an_environment_may_be_the_only_reward(
     file: Path, tmp_path: Path, environment: str, fault: str
 ) -> None:
     file.write_text(TOOLS + "\n\nRewardless = type('Rewardless', (), {'reset': Game.reset})\n")
-    rows = [
-        {"prompt": [{"role": "user", "content": f"Number {i}?"}], "answer": str(i)}
-        for i in range(300)
-    ]
+    rows = []
+    for i in range(300):
+        rows.append({"prompt": [{"role": "user", "content": f"Number {i}?"}], "answer": str(i)})
     (data := tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = ["task=custom", f"task.path={data}", f"environment={file}:{environment}"]
     with Job(compose("train", words)[0], Console(io.StringIO())) as made:
@@ -372,10 +371,8 @@ def test_in_the_sandbox_there_is_no_network_nothing_to_write_and_no_variables(
     (file := tmp_path / "prying.py").write_text(PRYING)
     monkeypatch.setenv("SECRET", "key")
     monkeypatch.chdir(tmp_path)
-    keys, before = (
-        {"environment.sandbox": "bwrap", "environment.timeout_seconds": "30"},
-        set(descendants()),
-    )
+    keys = {"environment.sandbox": "bwrap", "environment.timeout_seconds": "30"}
+    before = set(descendants())
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         job(tools=f"{file}:write,connect,look,leave", environment=f"{file}:Game", **keys) as made,

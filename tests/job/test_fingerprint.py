@@ -32,9 +32,8 @@ def test_modules_beside_a_reward_belong_to_it(tmp_path: Path) -> None:
     file, helper = tmp_path / "rewards.py", tmp_path / "grading" / "values.py"
     file.write_text(SOURCE)
     alone = digest(file)
-    assert (
-        alone == hashlib.blake2b(SOURCE.encode(), digest_size=8).hexdigest()
-    )  # what is installed has no part in it
+    # what is installed has no part in it
+    assert alone == hashlib.blake2b(SOURCE.encode(), digest_size=8).hexdigest()
     helper.parent.mkdir()
     (helper.parent / "__init__.py").touch()
     (helper.parent / "rules.py").write_text(

@@ -222,9 +222,8 @@ def test_a_damaged_checkpoint_is_passed_over_by_both_and_a_killed_process_named_
     (run / "summary.json").unlink()
     (run / GROUPS).unlink()
     for part in (run / "checkpoints" / "2" / "state" / "ocdbt.process_1" / "d").iterdir():
-        part.write_bytes(
-            part.read_bytes()[:1]
-        )  # of half a file what is missing may be an index that nothing reads
+        # of half a file what is missing may be an index that nothing reads
+        part.write_bytes(part.read_bytes()[:1])
     two.hold.touch()
     started = two.start("again", "steps=3")
     deadline = time.monotonic() + 200
@@ -240,9 +239,8 @@ def test_a_damaged_checkpoint_is_passed_over_by_both_and_a_killed_process_named_
     sums = [json.loads((folder / METADATA).read_text())["checksums"] for folder in (run, whole)]
     assert sums[0] == sums[1]
     assert (run / GROUPS).read_bytes() == (whole / GROUPS).read_bytes()
-    started[0].send_signal(
-        signal.SIGKILL
-    )  # JAX's service is this process's, and its clients would abort
+    # JAX's service is this process's, and its clients would abort
+    started[0].send_signal(signal.SIGKILL)
     began = time.monotonic()
     _, (code, _, err) = ends(started)
     assert code == 2 and time.monotonic() - began < 60
@@ -386,10 +384,8 @@ def test_processes_have_the_same_kernels(tmp_path: Path):
     write_tokenizer(tmp_path)
 
     def call(world: World) -> None:
-        config, where = (
-            Config(base_output_directory=str(tmp_path), run_name="none"),
-            make_roles(MeshSection()),
-        )
+        config = Config(base_output_directory=str(tmp_path), run_name="none")
+        where = make_roles(MeshSection())
         job = Job(
             config,
             Console(io.StringIO()),
@@ -662,10 +658,13 @@ def test_hosts_with_other_checkpoints_of_a_run_or_of_maxtext_are_refused(tmp_pat
 
 def test_a_file_that_one_host_cannot_read_is_named_by_all(tmp_path: Path):
     """Alone it would end, and the others wait for it."""
-    specs = [
-        resolve_model(ModelSection(path=str(write_model_with_tokenizer(tmp_path / str(number)))))
-        for number in range(2)
-    ]
+    specs = []
+    for number in range(2):
+        specs.append(
+            resolve_model(
+                ModelSection(path=str(write_model_with_tokenizer(tmp_path / str(number))))
+            )
+        )
     (tmp_path / "1" / "model.safetensors").unlink()
     for error in together(
         2, lambda world: check_same_model(world, "the model", "model.path", specs[world.index])

@@ -344,9 +344,8 @@ def test_a_table_of_metrics():
     ):
         table["reward/meen"]
     assert repr(table).splitlines()[2].split() == ["2", "0.75", "0.1"] and "2 rows" in repr(table)
-    assert (
-        len(repr(Table([{"step": i} for i in range(1000)])).splitlines()) == 23
-    )  # both ends, and how many there are
+    # both ends, and how many there are
+    assert len(repr(Table([{"step": i} for i in range(1000)])).splitlines()) == 23
     assert len(Table([])) == 0 and "no columns" in repr(Table([]))
     with pytest.raises(shoal.ShoalError, match="the table is empty"):
         Table([])["step"]
@@ -482,9 +481,10 @@ def test_keys_beside_resume_are_judged_by_the_run(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_rows_are_evaluated_as_the_run_evaluates_them(result, workshop):
-    chosen = {
-        key: value for key, value in settings(workshop).items() if key in ("model", "sampling")
-    }
+    chosen = {}
+    for key, value in settings(workshop).items():
+        if key in ("model", "sampling"):
+            chosen[key] = value
     figures = shoal.evaluate(task=rows(40)[-3:], reward=closure(0.5), **chosen, batch=3, pass_k=0)
     assert figures["held_out"]["mean_reward"] == result.before["held_out"]["mean_reward"]
     assert figures["held_out"]["num_questions"] == 3 and "accuracy" not in figures["held_out"]
@@ -492,9 +492,9 @@ def test_rows_are_evaluated_as_the_run_evaluates_them(result, workshop):
 
 def reproducible(run: Path) -> tuple[Any, ...]:
     """What two equal runs have bit for bit: metrics, groups and weights."""
-    rows = [
-        {name: value for name, value in row.items() if not is_clock(name)} for row in metrics(run)
-    ]
+    rows = []
+    for row in metrics(run):
+        rows.append({name: value for name, value in row.items() if not is_clock(name)})
     stored = {file.name: file.read_bytes() for file in (run / "groups").iterdir()}
     return rows, stored, {name: value.tobytes() for name, value in parameters_of(run, 2).items()}
 
@@ -525,9 +525,8 @@ def vowels(completions, **kwargs):
         train={"evaluate_every": -1},
         algorithm={"name": "gspo-token", "num_minibatches": 3, "kl_coef": 0.1},
     )
-    assert (
-        len(os.listdir("/proc/self/task")) > threading.active_count()
-    )  # XLA's threads are not Python's
+    # XLA's threads are not Python's
+    assert len(os.listdir("/proc/self/task")) > threading.active_count()
     between = shoal.train(**keys, run_name="between")
     assert {int(line) for line in calls.read_text().split()}.isdisjoint({os.getpid()})
     code = f"""import jax, shoal

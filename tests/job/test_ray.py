@@ -61,11 +61,12 @@ LAGGING = ("steps=4", "train.max_staleness=1", "train.evaluate_every=-1")
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
+    # else 15: a machine that has other work starves them
     os.environ |= {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_worker_niceness": "0",
-    }  # else 15: a machine that has other work starves them
+    }
     made = Nodes(
         initialize_head=True,
         head_node_args={
@@ -145,9 +146,8 @@ def attacking(monkeypatch, attacks: Sequence[signal.Signals]) -> set[int]:
 def test_files_give_the_bits_of_arrays(workshop, here, tmp_path):
     words = (*LAGGING, "publish.channel=files", f"publish.folder={tmp_path}")
     workshop.train("files", *words, "steps=2")
-    assert_same_run(
-        here, workshop.train("files", *words)
-    )  # resumed: older weights are in the checkpoint
+    # resumed: older weights are in the checkpoint
+    assert_same_run(here, workshop.train("files", *words))
     assert not list(tmp_path.iterdir()), "published files stay behind"
 
 
@@ -176,9 +176,8 @@ def test_one_worker_that_reads_files_gives_the_bits_of_the_callers_thread(
 def test_three_workers_killed_and_stopped_give_the_bits_of_the_callers_thread(
     workshop, here, words, nodes, monkeypatch
 ):
-    hit = attacking(
-        monkeypatch, [signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL, signal.SIGKILL]
-    )  # one a newcomer
+    # one a newcomer
+    hit = attacking(monkeypatch, [signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL, signal.SIGKILL])
     monkeypatch.setattr(host_health, "MOST_PAUSE_SECONDS", 0.1)
     assert_same_run(
         here,
@@ -413,10 +412,8 @@ class Actor:
 def test_a_worker_without_a_place_is_given_no_versions_and_one_that_gets_ready_is_not_late(
     monkeypatch,
 ):
-    actor, made = (
-        Actor(),
-        ray_host.Cluster(ray_host.Connection(""), 1, {"CPU": 9}, 300.0, {}, NO_MEASURE, print),
-    )
+    actor = Actor()
+    made = ray_host.Cluster(ray_host.Connection(""), 1, {"CPU": 9}, 300.0, {}, NO_MEASURE, print)
     monkeypatch.setattr(ray_host.Cluster, "make_actor", lambda self, name: actor)
     monkeypatch.setattr(ray_host.ray, "cluster_resources", lambda: {"CPU": 8.0})
     host = ray_host.RayHost("worker 0", made)
@@ -459,10 +456,8 @@ class Recorder:
 def test_what_ray_begins_in_another_order_is_done_in_the_order_sent(monkeypatch):
     """An actor with coroutines begins calls in any order: a group of a version came before that
     version."""
-    actor, made = (
-        Actor(),
-        ray_host.Cluster(ray_host.Connection(""), 1, {"CPU": 1}, 300.0, {}, NO_MEASURE, print),
-    )
+    actor = Actor()
+    made = ray_host.Cluster(ray_host.Connection(""), 1, {"CPU": 1}, 300.0, {}, NO_MEASURE, print)
     monkeypatch.setattr(ray_host.Cluster, "make_actor", lambda self, name: actor)
     host = ray_host.RayHost("worker 0", made)
     host._capacity = 8
@@ -813,10 +808,8 @@ def test_a_worker_that_hangs_before_its_proof_does_not_stop_the_others(monkeypat
 def test_a_host_that_draws_otherwise_is_refused_or_counted():
     said: list[str] = []
     for strict in (True, False):
-        made, other = (
-            judging(strict, said=said.append),
-            proof({"device": "gpu"}, logprob=-1.0000001),
-        )
+        made = judging(strict, said=said.append)
+        other = proof({"device": "gpu"}, logprob=-1.0000001)
         assert joined(made, "worker 0", proof()) is joined(made, "worker 1", proof()) is False
         assert not said
         if strict:
@@ -827,9 +820,8 @@ def test_a_host_that_draws_otherwise_is_refused_or_counted():
             ):
                 joined(made, "worker 2", other)
         else:
-            assert (
-                joined(made, "worker 2", other) is joined(made, "worker 2", other) is True
-            )  # started again
+            # started again
+            assert joined(made, "worker 2", other) is joined(made, "worker 2", other) is True
             assert made.different == {"worker 2"} and len(said) == 1
     with pytest.raises(
         HostRefused, match=r"worker 0 differs from the trainer: python is 3\.11, not 3\.12"
@@ -853,10 +845,9 @@ def machine_of(
             asked.update(options)
             return SimpleNamespace(remote=lambda: self)
 
-    machines = [
-        {"NodeID": name, "Alive": True, "Resources": {"GPU": float(count)}}
-        for name, count in (("here", here), ("far", elsewhere))
-    ]
+    machines = []
+    for name, count in (("here", here), ("far", elsewhere)):
+        machines.append({"NodeID": name, "Alive": True, "Resources": {"GPU": float(count)}})
     context = SimpleNamespace(
         get_node_id=lambda: "here", get_accelerator_ids=lambda: {"GPU": list(own)}
     )

@@ -391,9 +391,8 @@ def test_an_adapter_is_published_and_saved_alone(workshop, monkeypatch):
     adapter = 4 * sum(array.size for array in adapter_of(unbroken, 6).values())
     for folder in (unbroken, run):
         sent = {row["publish/bytes"] for row in metrics(folder)}
-        assert all(
-            count % adapter == 0 and count <= 4 * adapter for count in sent
-        )  # after a resume, of 4 versions
+        # after a resume, of 4 versions
+        assert all(count % adapter == 0 and count <= 4 * adapter for count in sent)
     before, after = adapter_of(unbroken, 4), adapter_of(unbroken, 6)
     assert all(not np.array_equal(before[name], after[name]) for name in after)
     file = workshop.model / "model.safetensors"
@@ -447,9 +446,8 @@ def test_an_adapter_goes_on_without_the_one_it_began_with_and_keeps_its_base(
     merged = load_file(tmp_path / "merged" / "model.safetensors")[
         "model.layers.0.mlp.up_proj.weight"
     ]
-    assert len(np.unique(merged[0])) > 0.9 * len(
-        merged[0]
-    )  # merged into the weights as they were before 8 bits
+    # merged into the weights as they were before 8 bits
+    assert len(np.unique(merged[0])) > 0.9 * len(merged[0])
     export(ExportConfig(source=str(begun), to=str(tmp_path / "adapter")))
     assert "PEFT wants base_model_name_or_path to be a folder or hub id" in " ".join(
         capsys.readouterr().out.split()
@@ -711,9 +709,8 @@ def test_no_checkpoint_goes_before_a_newer_one_is_whole(tmp_path):
 
 @pytest.mark.slow
 def test_an_evaluation_that_was_not_filed_whole_is_made_again(workshop, whole, monkeypatch):
-    run = cut(
-        workshop, "half_filed", monkeypatch, RunWriter, "write_groups", 6, *WORDS
-    )  # that of version 3
+    # that of version 3
+    run = cut(workshop, "half_filed", monkeypatch, RunWriter, "write_groups", 6, *WORDS)
 
     def fails(self, *args, **kwargs):
         raise ShoalError("disk full")
@@ -769,19 +766,17 @@ def test_training_ends_where_everything_is_learnt(workshop, capsys):
     )
     text = " ".join(capsys.readouterr().out.split())
     assert "are retired (train.retire_above=0.9), fewer than 5 are left; training ends here" in text
-    assert (
-        cli.main(workshop.words("learnt", *words, f"reward={rewards}:always")) == 0
-    )  # it has ended
+    # it has ended
+    assert cli.main(workshop.words("learnt", *words, f"reward={rewards}:always")) == 0
     assert len(metrics(run)) == 4
 
 
 @pytest.mark.slow
 def test_parts_with_other_settings_keep_theirs(workshop, stopped):
     assert cli.main(["train", f"resume={stopped}", "algorithm.std_ddof=0"]) == 0
-    ddof = {
-        name: compose("train", [str(stopped / f"{name}.yaml")])[0].algorithm.std_ddof
-        for name in ("config_0", "config_2", "config")
-    }
+    ddof = {}
+    for name in ("config_0", "config_2", "config"):
+        ddof[name] = compose("train", [str(stopped / f"{name}.yaml")])[0].algorithm.std_ddof
     assert ddof == {"config_0": 1, "config_2": 0, "config": 0}
     assert saved(stopped, 6)["config"]["algorithm"]["std_ddof"] == 0
 
@@ -1176,9 +1171,8 @@ def test_a_new_run_says_where_an_unfinished_one_of_its_settings_is(
     left = Path(shutil.copytree(stopped, tmp_path / "left"))
     (tmp_path / "last").write_text("left")
     config = replace(read_config(left), run_name="", base_output_directory=str(tmp_path))
-    config = replace(
-        config, batch=replace(config.batch, micro_tokens=0)
-    )  # as a command that leaves it to the run
+    # as a command that leaves it to the run
+    config = replace(config, batch=replace(config.batch, micro_tokens=0))
     assert unfinished(config) is None  # this process holds it
     (left / ".lock").write_text(f"process 999999999 on {socket.gethostname()}\n")
     assert unfinished(config) == left and unfinished(replace(config, seed=5)) is None
@@ -1671,10 +1665,8 @@ def test_a_stop_takes_seconds_wherever_the_run_is(
 def test_a_stop_takes_seconds_where_hosts_run_by_themselves(workshop, hanging, capfd):
     """Rewards hang in this process, in the fleet's thread."""
     reached, words, unbroken = hanging
-    run, words = (
-        workshop.runs / "stopped_fleet",
-        (*words, "reward.workers=0", "mesh.trainer=1", "mesh.sampler=1"),
-    )
+    run = workshop.runs / "stopped_fleet"
+    words = (*words, "reward.workers=0", "mesh.trainer=1", "mesh.sampler=1")
     reached.with_name("hang_at").write_text("3")
     reached.unlink(missing_ok=True)
     asked_at = []
@@ -1700,9 +1692,8 @@ def test_a_stop_takes_seconds_where_hosts_run_by_themselves(workshop, hanging, c
 
 
 def test_a_second_signal_ends_at_once(capfd):
-    before = signal.getsignal(
-        signal.SIGTERM
-    )  # Ray, tested in the same process, may have set its own
+    # Ray, tested in the same process, may have set its own
+    before = signal.getsignal(signal.SIGTERM)
     with stop_on_signals() as stop:
         stop.check()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -1767,9 +1758,8 @@ def test_several_updates_a_step_end_within_the_patience_or_go_back(workshop, sev
 @pytest.mark.slow
 def test_a_full_disk_loses_nothing(workshop, whole, stopped, capsys):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (20_000, limits[1])
-    )  # no file may grow above it; a checkpoint's would
+    # no file may grow above it; a checkpoint's would
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
         error = failed(capsys, workshop.words(stopped.name, *WORDS))
     finally:
@@ -1787,9 +1777,9 @@ def test_too_little_room_for_a_checkpoint_is_met_before_anything_is_made(
     before = files(stopped)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-        errors = [
-            failed(capsys, workshop.words(name, *WORDS)) for name in (stopped.name, "no_room")
-        ]
+        errors = []
+        for name in (stopped.name, "no_room"):
+            errors.append(failed(capsys, workshop.words(name, *WORDS)))
     for error in errors:
         assert "the disk has 0.0 MiB free: make room" in error and error.count("\n") == 1
     assert files(stopped) == before and not (workshop.runs / "no_room").exists()

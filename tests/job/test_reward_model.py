@@ -96,10 +96,11 @@ def test_scores_equal_transformers(tmp_path: Path, family: str, pad: bool) -> No
             )
             for text in ANSWERS
         ]
+        # ends with the pad token: the one before it counts
         plain = [
             float(model(**tokenizer(f"2 + 3 = {text}", return_tensors="pt")).logits[0, 0])
             for text in ("5", "5<|endoftext|>")
-        ]  # ends with the pad token: the one before it counts
+        ]
     scorer = RewardModel(str(tmp_path / "m"))
     assert scorer([QUESTION] * 4, messages(ANSWERS)) == pytest.approx(wanted, abs=1e-4)
     assert scorer(["2 + 3 = "] * 2, ["5", "5<|endoftext|>"]) == pytest.approx(plain, abs=1e-4)

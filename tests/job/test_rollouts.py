@@ -175,20 +175,18 @@ def even(completions, lengths, answer, **columns):
 @pytest.mark.parametrize("kind", ["template", "function"])
 def test_branches_are_trained_on_stored_and_sampled_again(turns: TurnWorkshop, kind) -> None:
     (file := turns.folder / "function.py").write_text(FUNCTION)
-    words = (
-        ["environment.history=template"]
-        if kind == "template"
-        else ["environment=", f"rollout={file}:play", f"reward={file}:even"]
-    )
+    if kind == "template":
+        words = ["environment.history=template"]
+    else:
+        words = ["environment=", f"rollout={file}:play", f"reward={file}:even"]
     run = turns.train(f"branches_{kind}", *words, "train.max_staleness=0", "steps=2")
     assert sum(row["turns/branches"] for row in metrics(run)) > 0
     compared = 0
     for step in (1, 2):
         for number, stored in enumerate(read_file(run / "groups" / f"step_{step:06d}.parquet")):
             for one, arrays in zip(stored.group.completions, stored.token_arrays, strict=True):
-                if (
-                    arrays
-                ):  # with weights of the same version the trainer finds what the sampler found
+                if arrays:
+                    # with weights of the same version the trainer finds what the sampler found
                     gap = np.abs(arrays["trainer_logprobs"] - one.logprobs)[one.loss_mask]
                     assert gap.max() < 2e-5, (step, number, one.branches)
                     compared += len(one.branches)
@@ -236,11 +234,10 @@ class Owner:
 @pytest.mark.slow
 def test_an_environment_from_python_that_owns_its_data(turns: TurnWorkshop) -> None:
     words = (word.partition("=") for word in turns.words("owner")[1:])
-    given: dict[str, Any] = {
-        name: value
-        for name, _, value in words
-        if not name.startswith(("task", "environment", "reward"))
-    }
+    given: dict[str, Any] = {}
+    for name, _, value in words:
+        if not name.startswith(("task", "environment", "reward")):
+            given[name] = value
     run = turns.runs / "owner"
     given["steps"] = 1
     result = shoal.train(**given, task="environment", environment=Owner, task__num_eval_questions=4)
@@ -326,6 +323,7 @@ def test_a_run_ends_whatever_environments_do_and_everything_is_counted(
 ) -> None:
     (file := turns.folder / "chaos.py").write_text(CHAOS)
     before = descendants()
+    # as for two prompts: the programs of `here`
     run = turns.train(
         "chaos",
         f"environment={file}:Chaos",
@@ -335,28 +333,22 @@ def test_a_run_ends_whatever_environments_do_and_everything_is_counted(
         "environment.result_bytes=40",
         "batch.prompts_per_step=6",
         "sampling.slots_per_device=8",
-    )  # as for two prompts: the programs of `here`
-    assert all(gone(pid) for pid in descendants() - before)
-    rows, stored = (
-        metrics(run),
-        [
-            one
-            for step in (1, 2, 3)
-            for one in read_file(run / "groups" / f"step_{step:06d}.parquet")
-        ],
     )
-    rollouts = [
-        both
-        for entry in stored
-        for both in zip(entry.group.completions, entry.group.valid, strict=True)
+    assert all(gone(pid) for pid in descendants() - before)
+    rows = metrics(run)
+    stored = [
+        one for step in (1, 2, 3) for one in read_file(run / "groups" / f"step_{step:06d}.parquet")
     ]
+    rollouts = []
+    for entry in stored:
+        for both in zip(entry.group.completions, entry.group.valid, strict=True):
+            rollouts.append(both)
     failed = sum(one.stop_reason is StopReason.FAILED for one, _ in rollouts)
     assert failed > 0 and sum(
         24 * row["completions/ended_by_failed"] for row in rows
     ) == pytest.approx(failed)
-    unscored = sum(
-        not valid for _, valid in rollouts
-    )  # of some get_reward has failed, after the rollout had ended
+    # of some get_reward has failed, after the rollout had ended
+    unscored = sum(not valid for _, valid in rollouts)
     assert sum(row["rewards/failed/environment"] for row in rows) == unscored > failed
     said = capsys.readouterr().out
     for text in (
@@ -368,9 +360,8 @@ def test_a_run_ends_whatever_environments_do_and_everything_is_counted(
     assert sum(row["tools/truncated_bytes"] for row in rows) >= 10**6 - 40
     assert sum(row["tools/failure_frequency"] for row in rows) > 0
     assert not any(valid for one, valid in rollouts if one.stop_reason is StopReason.FAILED)
-    assert (
-        sum(row["groups/unscorable"] for row in rows) > 0
-    )  # reset fails for all of a row's rollouts
+    # reset fails for all of a row's rollouts
+    assert sum(row["groups/unscorable"] for row in rows) > 0
 
 
 HANGING = (
@@ -419,7 +410,6 @@ def test_a_stop_does_not_wait_for_an_environment_that_hangs(
     code = cli.main(turns.words(name, *words, "steps=2"))
     asking.join()
     error = capfd.readouterr().err
-    assert code == 130 and "stopped after step 1 of 2, which is saved" in error, (
-        error
-    )  # else the call is waited for
+    # else the call is waited for
+    assert code == 130 and "stopped after step 1 of 2, which is saved" in error, error
     assert all(gone(pid) for pid in descendants() - before)

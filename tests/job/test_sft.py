@@ -75,11 +75,10 @@ def test_the_first_loss_is_torchs_cross_entropy_of_the_assistants_tokens(tmp_pat
         text, labels = "", []
         for message in row["messages"]:  # the packaged template, by hand
             mine = message["role"] == "assistant"
-            piece = (
-                message["content"] + "<|end|>"
-                if mine
-                else f"<|user|>{message['content']}<|assistant|>"
-            )
+            if mine:
+                piece = message["content"] + "<|end|>"
+            else:
+                piece = f"<|user|>{message['content']}<|assistant|>"
             ids = tokenizer.encode_spans(piece, [])[0].tolist()
             labels += ids if mine else [-100] * len(ids)
             text += piece

@@ -260,10 +260,8 @@ def test_sampled_log_probs_are_those_of_one_device(section, alone, monkeypatch):
     feed-forward matrices in pieces."""
     monkeypatch.setattr(Model, "ffn_chunks", section.get("pieces", 0))
     section = {key: value for key, value in section.items() if key != "pieces"}
-    where, siblings = (
-        make_roles(MeshSection(**section)),
-        1 if section.get("data") or "sampler" in section else 2,
-    )
+    where = make_roles(MeshSection(**section))
+    siblings = 1 if section.get("data") or "sampler" in section else 2
     split = jax.device_put(weights(), shardings(SMALL, where.trainer))
     model = Model(SMALL, where.sampler)
     parameters = publish_to(model, split)
@@ -279,9 +277,9 @@ def test_sampled_log_probs_are_those_of_one_device(section, alone, monkeypatch):
     assert engine.num_groups == 8 and engine.num_groups % where.sampler.row_shards == 0
     engine.load(0, parameters)
     rng = np.random.default_rng(0)
-    prompts = [
-        rng.integers(0, SMALL.vocab_size, n).astype(np.int32) for n in (16, 1, 5, 9, 3, 7, 12, 2, 4)
-    ]
+    prompts = []
+    for n in (16, 1, 5, 9, 3, 7, 12, 2, 4):
+        prompts.append(rng.integers(0, SMALL.vocab_size, n).astype(np.int32))
     engine.submit(
         [
             SampleRequest(row, ids, 2, NoiseKey(0, "train", 0, row), SamplingParams(max_tokens=16))
@@ -375,9 +373,8 @@ def test_with_keys_split_by_position_tokens_are_those_of_one_device(
     for key, one in long_rows.items():
         assert one.token_ids.tolist() == ours[key].token_ids.tolist()
         assert np.abs(one.logprobs - ours[key].logprobs).max() < 2e-5
-    for key, one in sampled(
-        engine, (65,)
-    ).items():  # without companions, where others left their keys
+    for key, one in sampled(engine, (65,)).items():
+        # without companions, where others left their keys
         assert one.logprobs.tobytes() == ours[key].logprobs.tobytes()
 
 
@@ -388,9 +385,8 @@ def test_a_reference_on_other_devices_scores_split_rows_too(alone):
     model = Model(SMALL, where.reference)
     one = ModelScorer(model, jax.device_put(weights(), shardings(SMALL, model.role)))
     (batch,) = batches(random_groups(SMALL, 12, 3, 16, 16), SHAPE)
-    odd = jax.tree.map(
-        lambda x: x[:15] if x.ndim else x, batch
-    )  # rows that its devices do not divide
+    # rows that its devices do not divide
+    odd = jax.tree.map(lambda x: x[:15] if x.ndim else x, batch)
     assert np.abs(np.asarray(one.score(odd)) - alone.logprobs[:15]).max() < 2e-5
 
 
@@ -529,9 +525,8 @@ def test_checksum_sees_every_bit_and_every_exchange():
     for other in (swapped, tree["a"][::-1], tree["a"][:, ::-1], negated, -tree["a"]):
         assert int(checksum({**tree, "a": other})) != whole
     assert int(checksum({"a": tree["b"], "b": tree["a"]})) != whole
-    signs = {
-        k: np.ones_like(v) for k, v in tree.items()
-    }  # differ in their sign alone: exchanging them shows
+    # differ in their sign alone: exchanging them shows
+    signs = {k: np.ones_like(v) for k, v in tree.items()}
     signs["a"][0, 1] = -1
     moved = {**signs, "a": np.ones((6, 8), np.float32)}
     moved["a"][0, 3] = -1

@@ -301,9 +301,10 @@ def test_a_sampler_of_its_own_may_span_slices():
     for mesh, shape in ((made.sampler.mesh, (6, 4)), (made.reference.mesh, (3, 8, 1, 1))):
         assert mesh.devices.shape == shape
         assert all(len({device.slice_index for device in copy.flat}) == 1 for copy in mesh.devices)
+    # one of them over both
     assert make_roles(
         MeshSection(trainer="8", sampler="24", fsdp=8, sampler_tensor=3), tpu("v6e", 4, 4, slices=2)
-    ).sampler.mesh.devices.shape == (8, 3)  # one of them over both
+    ).sampler.mesh.devices.shape == (8, 3)
 
 
 def test_a_reference_has_copies_where_its_devices_do_not_divide_the_model():

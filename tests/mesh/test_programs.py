@@ -76,9 +76,8 @@ def test_what_another_thread_donates_during_the_wait_is_not_waited_for(name):
 
         setattr(output, name, fails)
         program._in_flight.extend([output, Output([], "second")])
-        with (
-            contextlib.nullcontext() if deleted else pytest.raises(RuntimeError)
-        ):  # any other fault is raised
+        with contextlib.nullcontext() if deleted else pytest.raises(RuntimeError):
+            # any other fault is raised
             program(jnp.zeros(2))
         program._in_flight.clear()
 
@@ -90,11 +89,8 @@ def test_an_unknown_compiler_option_is_dropped_with_a_warning(monkeypatch):
     with pytest.warns(UserWarning, match="no option xla_no_such_option"):
         assert program(jnp.ones(3)).tolist() == [2, 2, 2]
     assert made_as_early(jnp.ones(3)).tolist() == [4, 4, 4]
-    assert role.jit(lambda x: x * 3)(jnp.ones(3)).tolist() == [
-        3,
-        3,
-        3,
-    ]  # now known: no second warning
+    # now known: no second warning
+    assert role.jit(lambda x: x * 3)(jnp.ones(3)).tolist() == [3, 3, 3]
 
 
 def test_options_of_some_programs_yield_to_the_users():

@@ -33,26 +33,26 @@ def largest_gap(dtype) -> tuple[float, float]:
     assert {leaf.dtype for leaf in jax.tree.leaves(engine.parameters)} == {jnp.dtype(dtype)}
     requests = [request(row, size, max_tokens=48) for row, size in enumerate((20, 1, 64, 33))]
     played = play(engine, requests)
-    groups = [
-        Group(
-            Purpose.TRAIN,
-            0,
-            0,
-            Example(r.id, ""),
-            r.prompt_ids,
-            tuple(played[r.id, i] for i in range(4)),
-            ("",) * 4,
-            np.zeros(4),
-            {},
-            np.ones(4, bool),
+    groups = []
+    for r in requests:
+        groups.append(
+            Group(
+                Purpose.TRAIN,
+                0,
+                0,
+                Example(r.id, ""),
+                r.prompt_ids,
+                tuple(played[r.id, i] for i in range(4)),
+                ("",) * 4,
+                np.zeros(4),
+                {},
+                np.ones(4, bool),
+            )
         )
-        for r in requests
-    ]
     zeros = np.zeros((4, 4))
     (batch,) = pack(groups, range(4), zeros, zeros, [whole(groups)], 1.0)
-    lps, _ = jax.jit(lambda p, b: batch_logprobs(model, p, b, 2**25))(
-        parameters, batch.arrays
-    )  # float32 masters
+    # float32 masters
+    lps, _ = jax.jit(lambda p, b: batch_logprobs(model, p, b, 2**25))(parameters, batch.arrays)
     assert lps.dtype == jnp.float32
     gaps = np.concatenate(
         [
@@ -98,9 +98,8 @@ def test_an_update_moves_float32_masters_by_less_than_bfloat16_can_hold():
         moved += int((new != old).sum())
         kept += int((new.astype(jnp.bfloat16) == old.astype(jnp.bfloat16)).sum())
         count += new.size
-    assert (
-        moved > 0.9 * count and kept > 0.95 * count
-    )  # in bfloat16 most of this update would have been lost
+    # in bfloat16 most of this update would have been lost
+    assert moved > 0.9 * count and kept > 0.95 * count
 
 
 @pytest.mark.slow

@@ -111,10 +111,9 @@ def test_a_slots_bits_are_its_own(programs):
     """Whatever its neighbours hold, and whatever lies beyond its own keys and its prompt's."""
     base, other = drawn(3, 32), drawn(3, 32, seed=1)
     row, slot = 1, 1
-    beyond = [
-        np.arange(128) >= n
-        for n in (PREFIX_LEN[row], PREFIX_LEN[row], POSITION[row, slot], POSITION[row, slot])
-    ]
+    beyond = []
+    for n in (PREFIX_LEN[row], PREFIX_LEN[row], POSITION[row, slot], POSITION[row, slot]):
+        beyond.append(np.arange(128) >= n)
 
     def mixed(
         own: jax.Array, strange: jax.Array, at: tuple[int, ...], where: Any = False

@@ -167,12 +167,12 @@ def test_models_that_transformers_saved(transformers, tmp_path, family):
         for name, tensor in model.named_parameters():
             noise = torch.randn(tensor.shape, generator=generator)
             norm = "norm" in name
-            scale = (
-                0.3
-                if norm or tensor.ndim == 1
-                else (2.0 if "embed" in name or "lm_head" in name else 1.2)
-                * (tensor.shape[-1] ** -0.5)
-            )
+            if norm or tensor.ndim == 1:
+                scale = 0.3
+            else:
+                scale = (2.0 if "embed" in name or "lm_head" in name else 1.2) * (
+                    tensor.shape[-1] ** -0.5
+                )
             tensor.copy_(noise * scale + (1.0 if norm else 0.0))
     model.save_pretrained(tmp_path / "saved")
     tokens = random_tokens(5)

@@ -419,9 +419,8 @@ dimensions={{0}}
 }}"""
     costs = Module(text).costs()
     assert sum(costs.bytes.values()) == 4096 + 1024
-    assert (
-        costs.operations == []
-    )  # its time is the transfer's: on a GPU it was counted as an operation, too
+    # its time is the transfer's: on a GPU it was counted as an operation, too
+    assert costs.operations == []
 
 
 @pytest.mark.parametrize(

@@ -189,10 +189,8 @@ def test_a_plan_for_the_devices_here(model, tmp_path, capsys):
     assert cli.main(words) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] and list(found["programs"]) == ["prefill", "decode", "accumulate", "apply"]
-    memory, needed = (
-        found["programs"]["accumulate"]["memory"],
-        found["memory"]["programs"]["accumulate"],
-    )
+    memory = found["programs"]["accumulate"]["memory"]
+    needed = found["memory"]["programs"]["accumulate"]
     by_compiler = memory["arguments"] + memory["temp"] + memory["output"] - memory["alias"]
     assert sum(needed.values()) - needed["Adam's moments"] == pytest.approx(by_compiler, rel=0.15)
     assert found["verdict"].startswith("fits: ") and found["seconds"] == {}
@@ -280,9 +278,8 @@ def test_a_dry_run_estimates_jobs_that_do_not_fit_devices_without_a_compiler(cap
 @pytest.mark.slow
 def test_where_layers_are_apart_a_prefill_is_a_call_for_each(model, planned, monkeypatch):
     monkeypatch.setattr(Model, "ffn_chunks", 1)
-    sampling = replace(
-        SAMPLING, max_prompt_tokens=320
-    )  # else programs of another test would be taken
+    # else programs of another test would be taken
+    sampling = replace(SAMPLING, max_prompt_tokens=320)
     job = planned(
         Config(model=model, sampling=sampling, batch=BATCH, mesh=MeshSection(trainer="1"))
     )
@@ -421,11 +418,8 @@ def test_a_plan_says_how_a_job_of_several_hosts_runs(refusal, pathways, text):
         (-1, 1, 28.0),  # sampling takes 10 s, training 18
         (1, 1, 18.0),
         (2, 1, 18.0),
-        (
-            -1,
-            2,
-            (10 + 18 + 18) / 2,
-        ),  # the second of two steps is sampled while the first is learnt from
+        # the second of two steps is sampled while the first is learnt from
+        (-1, 2, (10 + 18 + 18) / 2),
     ],
 )
 def test_a_step_takes_as_long_as_the_longer_of_what_overlaps(max_staleness, interval, step):
@@ -488,18 +482,15 @@ def reckoned(tokens: int) -> int:
     one of 8 devices besides what roles hold: the weights, a layer of them whole with its gradient,
     each layer's input, three arrays of logits in float32, and what the backward pass finds
     stored."""
-    whole, layer, layers, hidden, heads, inner, vocabulary = (
-        256,
-        196_928,
-        4,
-        128,
-        (4 + 2 * 2) * 32,
-        384,
-        685,
-    )
-    weights = 2 * (
-        (875_520 - whole) // 8 + whole
-    )  # the norms of queries and keys, 32 of each a layer, are whole
+    whole = 256
+    layer = 196_928
+    layers = 4
+    hidden = 128
+    heads = (4 + 2 * 2) * 32
+    inner = 384
+    vocabulary = 685
+    # the norms of queries and keys, 32 of each a layer, are whole
+    weights = 2 * ((875_520 - whole) // 8 + whole)
     return (
         weights
         + layer * (2 * 2 + 4)
@@ -917,26 +908,27 @@ def test_micro_batches_are_counted_in_the_shapes_that_the_run_packs_them_in(
     )
     job = planned(config)
     ids, ones = np.ones(128, np.int32), np.ones(128)
-    groups = [
-        Group(
-            Purpose.TRAIN,
-            0,
-            0,
-            Example(row, "q"),
-            ids[:64],
-            tuple(
-                Completion(
-                    row, index, ids, ones.astype(np.float32), ones > 0, 0 * ids, StopReason.EOS
-                )
-                for index in range(8)
-            ),
-            ("",) * 8,
-            np.ones(8),
-            {},
-            np.ones(8, bool),
+    groups = []
+    for row in range(32):
+        groups.append(
+            Group(
+                Purpose.TRAIN,
+                0,
+                0,
+                Example(row, "q"),
+                ids[:64],
+                tuple(
+                    Completion(
+                        row, index, ids, ones.astype(np.float32), ones > 0, 0 * ids, StopReason.EOS
+                    )
+                    for index in range(8)
+                ),
+                ("",) * 8,
+                np.ones(8),
+                {},
+                np.ones(8, bool),
+            )
         )
-        for row in range(32)
-    ]
     updater = job.job.make_updater(None, None)
     run = sum(
         batch.arrays.tokens.size

@@ -620,12 +620,10 @@ def test_the_end_of_a_run_says_what_became_of_its_tokens_and_what_to_do_next(tmp
                     "time/update_seconds",
                 ):
                     metrics.add(name, 0)
-                logprobs = {
-                    (0, 0): np.zeros(3, np.float32)
-                }  # of two groups one completion was trained on
-                logprobs[1, 0] = np.zeros(
-                    3, np.float32
-                )  # and one was in the loss without an advantage, as for a KL
+                # of two groups one completion was trained on
+                logprobs = {(0, 0): np.zeros(3, np.float32)}
+                # and one was in the loss without an advantage, as for a KL
+                logprobs[1, 0] = np.zeros(3, np.float32)
                 advantages = np.array([[1.0, -1.0], [0.0, 0.0]])
                 recorder.step(
                     StepRecord(0, [right, right], advantages, np.zeros(2), logprobs, metrics, 1.0)
@@ -788,9 +786,8 @@ def test_an_evaluation_states_its_size_and_protocol():
     assert evaluation_text({"mean_reward": 0.5, "num_questions": 3, "protocol": "greedy"}) == (
         "mean reward 0.5 (greedy, 3 questions)"
     )
-    assert "rewards/short_reward 0.5" in evaluation_text(
-        {"rewards/short_reward": 0.5}
-    )  # the metric's name
+    # the metric's name
+    assert "rewards/short_reward 0.5" in evaluation_text({"rewards/short_reward": 0.5})
     assert evaluation_text({}) == ""
     assert evaluation_text({"accuracy": None, "num_questions": 3}) == "accuracy - (3 questions)"
     assert "not a number" in evaluation_text({"accuracy": math.nan, "num_questions": 3})
@@ -915,9 +912,8 @@ def test_the_curve_of_a_run_is_one_line():
         curve(0, 20, 40) == f"held_out accuracy by step (100 questions, 500 at both ends){values}"
     )
     assert curve(40, 0, 20, between=500) == f"held_out accuracy by step{values}"
-    assert (
-        curve(0, 40) == "" and curve_text({0: {}, 20: {}, 40: {}}) == ""
-    )  # the table says it; nothing was asked
+    # the table says it; nothing was asked
+    assert curve(0, 40) == "" and curve_text({0: {}, 20: {}, 40: {}}) == ""
     many = curve(*range(0, 1001, 10)).split(": ", 1)[1].split(", ")
     assert len(many) == 13 and (many[0], many[-1]) == ("0: 0.0%", "1000: 100.0%")
     rewards = {step: {"rows": {"mean_reward": step / 10, "num_questions": 4}} for step in range(3)}
@@ -926,10 +922,9 @@ def test_the_curve_of_a_run_is_one_line():
 
 def test_only_evaluations_of_the_same_questions_are_compared():
     def scores(figure: str, *numbers: int) -> dict[int, float]:
-        evaluations = {
-            step: {"main": {figure: step / 10, "num_questions": n}}
-            for step, n in enumerate(numbers)
-        }
+        evaluations = {}
+        for step, n in enumerate(numbers):
+            evaluations[step] = {"main": {figure: step / 10, "num_questions": n}}
         return Recorder.scores(SimpleNamespace(evaluations=evaluations))  # type: ignore[arg-type]
 
     assert scores("accuracy", 500, 100, 500) == {0: 0.0, 2: 0.2}
@@ -997,9 +992,8 @@ def test_on_a_terminal_the_bar_shows_the_figures_and_is_taken_down(monkeypatch):
     shown = stream.getvalue()
     assert "2/4  0:02 elapsed, 0:04 left  reward 0.625  mixed groups 72%" in shown
     assert "step 2/4  0:02 elapsed" in shown  # the line that stays
-    assert (
-        shown.count("\x1b[?25l") == 1 and "\x1b[?25h" not in shown
-    )  # the cursor is hidden while the bar stands
+    # the cursor is hidden while the bar stands
+    assert shown.count("\x1b[?25l") == 1 and "\x1b[?25h" not in shown
     console.close()
     assert stream.getvalue().count("\x1b[?25h") == 1
 

@@ -105,9 +105,8 @@ def test_tensorboard_shows_each_step_once_after_a_kill(tmp_path, torn):
     if torn:  # the kill came in the middle of a record
         file = next(tmp_path.iterdir())
         file.write_bytes(file.read_bytes()[:-7])
-    resumed = TensorboardSink(
-        tmp_path, resumed_at=2
-    )  # within the same second: its file is read after the other
+    # within the same second: its file is read after the other
+    resumed = TensorboardSink(tmp_path, resumed_at=2)
     for step in range(3, 5):
         resumed.write(step, {"reward/mean": 10 * step})
     resumed.close()
@@ -250,10 +249,9 @@ def offline_rows(folder: Path) -> list[tuple[str, dict[str, str]]]:
     for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         for record in records(file):
             if record.HasField("history"):
-                items = {
-                    item.key or "/".join(item.nested_key): item.value_json
-                    for item in record.history.item
-                }
+                items = {}
+                for item in record.history.item:
+                    items[item.key or "/".join(item.nested_key)] = item.value_json
                 rows.append(
                     (
                         file.stem.removeprefix("run-"),
@@ -353,9 +351,8 @@ def test_a_resumed_run_is_the_same_run_at_wandb(alone):
         for step in steps:
             sink.write(step, {"lr": step})
         sink.close()
-        assert (
-            "WANDB_ERROR_REPORTING" not in os.environ
-        )  # the next run in this process finds what it found alone
+        # the next run in this process finds what it found alone
+        assert "WANDB_ERROR_REPORTING" not in os.environ
     until = time.monotonic() + 60  # its own process writes, which on a busy machine ends later
     while len(rows := offline_rows(alone)) < 4 and time.monotonic() < until:
         time.sleep(0.2)

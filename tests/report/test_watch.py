@@ -86,13 +86,11 @@ def test_a_warning_on_a_metric_of_a_step_is_one_row(monkeypatch):
 
 def test_a_good_run_is_not_warned_of():
     watch = Watch()
-    assert not any(
-        steps(watch, 9, update__skipped=1, update__overflows=1, update__count=0)
-    )  # float16 finds its scale
+    # float16 finds its scale
+    assert not any(steps(watch, 9, update__skipped=1, update__overflows=1, update__count=0))
     assert not any(steps(watch, 30))
-    assert not any(
-        steps(watch, 1, version__unchanged=1, update__count=0)
-    )  # no update, no other weights
+    # no update, no other weights
+    assert not any(steps(watch, 1, version__unchanged=1, update__count=0))
     found = steps(watch, 9, update__skipped=1, update__count=1)  # skipped now and then
     assert [finding.level for step in found for finding in step] == ["warning"]
     assert not watch.evaluation(
@@ -107,9 +105,8 @@ def test_a_reward_function_that_never_varies_is_named():
     assert "length" in finding.text and "0.25" in finding.text and "correct" not in finding.text
     assert sum(map(len, found)) == 1
     assert not any(steps(Watch(), 12, [group(rare=[1] * 15 + [0])]))
-    assert not any(
-        steps(Watch(), 12, [group(rare=[np.nan] * 16)])
-    )  # nothing scored is another fault
+    # nothing scored is another fault
+    assert not any(steps(Watch(), 12, [group(rare=[np.nan] * 16)]))
     assert not any(steps(Watch(), 12, [group(few=[1, 1])]))  # too few completions to judge by
 
 
@@ -130,11 +127,10 @@ def test_a_reward_function_that_is_nearly_always_0_is_named_after_many_completio
 
 def test_each_way_in_which_a_function_fails_is_warned_of_once():
     watch = Watch()
-    failures = [
-        Failure("checker", 17, 2, kind, f"{kind} {n}")
-        for kind in ("raised", "died")
-        for n in range(2)
-    ]
+    failures = []
+    for kind in ("raised", "died"):
+        for n in range(2):
+            failures.append(Failure("checker", 17, 2, kind, f"{kind} {n}"))
     assert [finding.text for finding in watch.failures(failures)] == ["raised 0", "died 0"]
     assert not watch.failures(failures)
 
@@ -185,11 +181,8 @@ def test_an_accuracy_below_the_interval_of_before_training_is_warned_of():
 
 def test_of_fewer_questions_the_whole_interval_must_be_below():
     before = {"accuracy": 0.37, "accuracy_interval": [0.33, 0.41], "num_questions": 500}
-    quick = {
-        "accuracy": 0.3,
-        "accuracy_interval": [0.22, 0.4],
-        "num_questions": 100,
-    }  # these may be harder ones
+    # these may be harder ones
+    quick = {"accuracy": 0.3, "accuracy_interval": [0.22, 0.4], "num_questions": 100}
     assert not Watch().evaluation(20, before, quick)
     assert Watch().evaluation(20, before, quick | {"num_questions": 500})
     assert Watch().evaluation(

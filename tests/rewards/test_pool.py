@@ -249,9 +249,8 @@ def test_a_function_that_hangs_on_everything_costs_one_limit_a_completion() -> N
         seconds = time.monotonic() - started
     assert [len(scores.failures) for scores in found.values()] == [3, 3, 3]
     assert not any(scores.valid.any() for scores in found.values())
-    assert (
-        seconds < 8
-    )  # 0.5 * (1 + 9 / 4) and the forks; a limit after the other would be 6 for the calls alone
+    # 0.5 * (1 + 9 / 4) and the forks; a limit after the other would be 6 for the calls alone
+    assert seconds < 8
 
 
 def test_a_batch_that_fails_though_no_part_does() -> None:
@@ -800,9 +799,8 @@ def test_a_pool_that_is_closed_judges_nothing_by_halves() -> None:
 def test_a_supervisor_whose_trainer_gave_up_ends_without_a_word(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        logging.getLogger(), "handlers", []
-    )  # those of pytest would hide what asyncio says
+    # those of pytest would hide what asyncio says
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
     pool = RewardPool(name_functions([at_bad(hang)]), section(workers=2))
     for ticket in range(40):
         pool.submit(ticket, *lone("bad"))
@@ -1091,9 +1089,8 @@ def test_a_function_that_fails_for_everything_ends_the_run(
                 pool.submit(ticket, *lone("bad"))
             for _ in range(500):
                 pool.collect(wait=True)
-    assert (
-        time.monotonic() - started < 15
-    )  # all of them would take 500 * 0.1 / 8 s and as many forks
+    # all of them would take 500 * 0.1 / 8 s and as many forks
+    assert time.monotonic() - started < 15
 
 
 @pytest.mark.slow

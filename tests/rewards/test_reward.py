@@ -239,9 +239,10 @@ def test_the_weighted_sum_is_what_a_loop_would_sum(
         *(lambda i=i, **kwargs: [pair[i] for pair in values] for i in range(2)), weights=weights
     )
     for (p, g), pair in zip(np.ndindex(2, 3), values, strict=True):
-        known = [
-            weight * value for weight, value in zip(weights, pair, strict=True) if value is not None
-        ]
+        known = []
+        for weight, value in zip(weights, pair, strict=True):
+            if value is not None:
+                known.append(weight * value)
         assert scores.valid[p, g] == bool(known)
         assert (
             scores.rewards[p, g] == pytest.approx(sum(known), abs=1e-12)
@@ -434,9 +435,8 @@ def test_only_the_named_functions_of_a_file_count(file: Path) -> None:
     functions = load_functions([f"{file}:judge", f"{file}:brief"])
     scores = run(*functions, examples=[Example(0, "p")], texts=[["a", "long"]], ids=[[[1], [2]]])
     np.testing.assert_array_equal(scores.components["Judge"], [[1, 0]])
-    np.testing.assert_array_equal(
-        scores.components["brief"], [[1, 1]]
-    )  # the file was run once: `calls` is shared
+    # the file was run once: `calls` is shared
+    np.testing.assert_array_equal(scores.components["brief"], [[1, 1]])
     assert pickle.loads(pickle.dumps(functions[0])) == functions[0]
 
 
@@ -610,10 +610,8 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     [
         ("x = 1\ny = x / 0\n", "ZeroDivisionError: division by zero at line 2"),
         ("def f(:\n", "SyntaxError"),
-        (
-            "def f(x: nothing): pass\n",
-            "NameError",
-        ),  # annotations are as the file has them, not as in ours
+        # annotations are as the file has them, not as in ours
+        ("def f(x: nothing): pass\n", "NameError"),
         ("import shoal_not_there\n", "ModuleNotFoundError"),
         ("raise SystemExit(2)\n", "SystemExit: 2"),
     ],

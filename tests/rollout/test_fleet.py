@@ -539,15 +539,13 @@ def test_health_is_progress_and_not_life():
     host = FakeHost()
     one = HostHealth("a", host, restarts=1, given={1: requests([0])[0]})  # type: ignore[arg-type]
     start = time.monotonic()
-    assert not one.stalled_seconds(start + 500) and one.stalled_seconds(
-        start + 700
-    )  # the first step compiles
+    # the first step compiles
+    assert not one.stalled_seconds(start + 500) and one.stalled_seconds(start + 700)
     for number in range(5):
         host.answered += 1
         one.look(start + 3.0 * number)
-    assert not one.stalled_seconds(start + 12 + 59) and one.stalled_seconds(
-        start + 12 + 61
-    )  # 20 medians of 3 s
+    # 20 medians of 3 s
+    assert not one.stalled_seconds(start + 12 + 59) and one.stalled_seconds(start + 12 + 61)
     one.given.clear()
     assert not one.stalled_seconds(start + 1e6)
     one.look(start + 1e6)
@@ -572,10 +570,8 @@ def test_a_host_that_compiles_or_reads_weights_has_not_stalled_while_it_is_heard
     tells = HostProgress(preparing=True)
     host: Any = SimpleNamespace(progress=lambda: replace(tells))
     for groups in ({}, {1: requests([0])[0]}):
-        one, now = (
-            HostHealth("a", host, restarts=1, stall_seconds=stall_seconds, given=groups),
-            time.monotonic(),
-        )
+        one = HostHealth("a", host, restarts=1, stall_seconds=stall_seconds, given=groups)
+        now = time.monotonic()
         for _ in range(1000):
             now, tells.reports = now + 3.0, tells.reports + 1
             one.look(now)
@@ -595,9 +591,8 @@ def test_a_host_that_says_how_long_it_may_be_silent_is_lost_then_before_its_firs
     assert not one.stalled_seconds(start + 499 + 59) and one.stalled_seconds(start + 499 + 61)
     progress.reports += 1
     one.look(start + 599)
-    assert not one.stalled_seconds(start + 599) and one.stalled_seconds(
-        start + 601
-    )  # it answers, and samples nothing
+    # it answers, and samples nothing
+    assert not one.stalled_seconds(start + 599) and one.stalled_seconds(start + 601)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -871,10 +866,8 @@ def versions(completions: list[Completion]) -> set[int]:
 
 @pytest.mark.slow
 def test_an_exact_version_waits_until_others_are_drawn_and_newest_weights_are_taken_on_the_way():
-    host, weights = (
-        engine_host(),
-        [Weights(seed, random_parameters(PLAINEST, seed=seed)) for seed in range(3)],
-    )
+    host = engine_host()
+    weights = [Weights(seed, random_parameters(PLAINEST, seed=seed)) for seed in range(3)]
     host.handle(Load(weights[0]))
     host.handle(
         Submit(
@@ -953,10 +946,8 @@ def test_newest_weights_are_read_while_completions_go_on():
             if number > one.version + 1 and one.reads and not one.reading.done():
                 one.reading.set_result(one.give)
 
-    host, slow = (
-        engine_host(),
-        [Slow(seed, random_parameters(PLAINEST, seed=seed)) for seed in (1, 2)],
-    )
+    host = engine_host()
+    slow = [Slow(seed, random_parameters(PLAINEST, seed=seed)) for seed in (1, 2)]
     host.handle(Load(Weights(0, random_parameters(PLAINEST))))
     host.handle(Submit([sample(number, 0, exact=False) for number in range(6)]))
     found = run(host, before_poll)
@@ -1147,9 +1138,8 @@ def test_devices_of_their_own_and_more_hosts_change_no_bit(workshop, together):
     rows = metrics(apart)
     assert {row["fleet/hosts"] for row in rows} == {2} and "fleet/hosts" not in metrics(together)[0]
     assert all(row["publish/bytes"] > 0 and row["publish/seconds"] > 0 for row in rows)
-    assert {row["publish/bytes"] for row in metrics(together)} == {
-        0
-    }  # the trainer's arrays themselves
+    # the trainer's arrays themselves
+    assert {row["publish/bytes"] for row in metrics(together)} == {0}
     assert all(0 <= row["idle/trainer"] <= 1 and 0 <= row["idle/sampler"] <= 1 for row in rows)
     assert_equal(apart, together)
 
@@ -1207,16 +1197,13 @@ def test_a_run_that_was_cut_resumes_on_other_hosts_to_the_same_end(workshop, tog
             raise Killed
         return update(*args)
 
-    words, before = (
-        workshop.words("cut", *LAGGING, "mesh.sampler=[1,2]"),
-        set(threading.enumerate()),
-    )
+    words = workshop.words("cut", *LAGGING, "mesh.sampler=[1,2]")
+    before = set(threading.enumerate())
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(Updater, "update", dies)
         cli.main(words)
-    left = (
-        set(threading.enumerate()) - before
-    )  # another test may have left one that hangs in a reward
+    # another test may have left one that hangs in a reward
+    left = set(threading.enumerate()) - before
     assert not [thread.name for thread in left if thread.name.startswith(("sampler", "fleet"))]
     cut = workshop.runs / "cut"
     assert checkpoints(cut)[-1] == 3
@@ -1251,9 +1238,8 @@ def test_newest_weights_stay_within_the_bound(workshop):
     for row in rows:
         assert all(0 < row[name] <= 1 + 1e-6 for name in row if name.startswith("age/ess/"))
         assert all(row[name] > 0 for name in row if name.startswith("age/weight_max/"))
-    for number in range(
-        2
-    ):  # what was sampled before the weights changed is sampled again to the bit
+    for number in range(2):
+        # what was sampled before the weights changed is sampled again to the bit
         assert replay(ReplayConfig(run=str(run), step=4, group=number))["identical"]
 
 

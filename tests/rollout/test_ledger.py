@@ -116,9 +116,8 @@ class Account:
             step = ready[number % len(ready)]
             groups = self.ledger.hand_over(self.ledger.of(Purpose.TRAIN, step))
             ids = [int(group.completions[0].token_ids[0]) for group in groups]
-            assert ids == self.asked.pop(
-                step
-            )  # all of them, in the order asked, each with its own answer
+            # all of them, in the order asked, each with its own answer
+            assert ids == self.asked.pop(step)
             self.given += ids
 
     def open(self) -> set[int]:

@@ -305,9 +305,8 @@ def test_a_host_needs_no_more_than_the_protocol():
         assert shown == [("train, sampled", 1, 2), ("train, sampled", 2, 2)]
         tokens = [source.read_stats(purpose).tokens for purpose in (*requests, *requests)]
         assert tokens == [2 * 4 * 3, 2 * 3, 0, 0]
-        source.request(
-            requests[Purpose.TRAIN]
-        )  # a further round of dynamic sampling, of the same weights
+        # a further round of dynamic sampling, of the same weights
+        source.request(requests[Purpose.TRAIN])
         source.take(Purpose.TRAIN, 7)
     assert not elsewhere.weights
 

@@ -221,11 +221,10 @@ def check_turns(group: Group) -> None:
             one.messages, lambda message: message["role"] == "assistant"
         ):
             told = list(messages)
-            ids = (
-                [int(word) for message in told for word in message["content"].split()]
-                if is_own
-                else Format().encode_context(told, last=EOS[0])
-            )
+            if is_own:
+                ids = [int(word) for message in told for word in message["content"].split()]
+            else:
+                ids = Format().encode_context(told, last=EOS[0])
             expected += ids
             mask += [is_own] * len(ids)
         assert one.token_ids.tolist() == expected and one.loss_mask.tolist() == mask
@@ -345,11 +344,10 @@ class Retold(Format):
             prompt[1:], lambda message: message["role"] == "assistant"
         ):
             said = [*messages]
-            told = (
-                [*map(int, said[0]["content"].split())]
-                if is_own
-                else self.encode_context(said, last=EOS[0])
-            )
+            if is_own:
+                told = [*map(int, said[0]["content"].split())]
+            else:
+                told = self.encode_context(said, last=EOS[0])
             ids += told[-1:] if is_own and not self.keeps else told
         return np.array(ids, np.int32)
 
@@ -385,10 +383,9 @@ def test_history_that_is_told_anew_is_the_prompt_of_a_branch(retold):
                 )
             ]
             assert len(one) <= LIMIT and one.token_ids[one.loss_mask].tolist() == said
-            told = [
-                Retold().encode_prompt([first, *one.messages[:n]]).tolist()
-                for n in range(len(one.messages))
-            ]
+            told = []
+            for n in range(len(one.messages)):
+                told.append(Retold().encode_prompt([first, *one.messages[:n]]).tolist())
             for prompt, tokens in group.branches_of(number):
                 assert prompt.tolist() in told and one.loss_mask[tokens.start]
             # A turn of one word is told as it was said, and goes on where it is.
@@ -556,9 +553,8 @@ def test_a_limit_of_a_turn_ends_that_turn_and_the_rollout_goes_on(cut):
                 turn[-1] not in EOS and len(turn) == limit
                 for turn, limit in zip(turns[:-1], limits, strict=False)
             )
-            if len(turns) == len(
-                TURN_LIMITS
-            ):  # the last turn says whether the rollout was truncated
+            if len(turns) == len(TURN_LIMITS):
+                # the last turn says whether the rollout was truncated
                 is_cut = turns[-1][-1] not in EOS
                 assert one.stop_reason is (StopReason.LENGTH if is_cut else StopReason.EOS)
                 truncated += is_cut
@@ -721,9 +717,8 @@ def test_the_example_of_a_rollout_function():
         source.request(requests(range(3), as_messages=True, answer="#### 5"))
         groups = source.take(Purpose.TRAIN, 0)
     assert any(one.branches for group in groups for one in group.completions)
-    assert all(
-        group.valid.all() and not group.rewards.any() for group in groups
-    )  # no number is said
+    # no number is said
+    assert all(group.valid.all() and not group.rewards.any() for group in groups)
 
 
 def returns_others(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
@@ -800,9 +795,10 @@ def test_the_reward_of_a_turn_stands_in_its_message():
     for one in group.completions:
         rewards = [message["reward"] for message in one.messages if "reward" in message]
         assert rewards == [0.1, 0.2, 0.3][: len(rewards)]
-        asked = [
-            before for before, after in itertools.pairwise(one.messages) if after["role"] == "user"
-        ]
+        asked = []
+        for before, after in itertools.pairwise(one.messages):
+            if after["role"] == "user":
+                asked.append(before)
         assert len(rewards) >= len(asked) and all("reward" in message for message in asked)
 
 
@@ -913,12 +909,11 @@ def flood(numbers: list[int]) -> str:
 def test_what_is_cut_of_an_answer_stands_in_its_message():
     flood.__name__ = "add"
     (group,) = play(Sessions([flood], {}, EnvironmentSection(result_bytes=1)), requests([0]))
-    answers = [
-        message
-        for one in group.completions
-        for message in one.messages
-        if message["role"] == "tool"
-    ]
+    answers = []
+    for one in group.completions:
+        for message in one.messages:
+            if message["role"] == "tool":
+                answers.append(message)
     assert {"role": "tool", "name": "add", "content": "7", "truncated_bytes": 999} in answers
 
 
@@ -968,10 +963,8 @@ def test_an_evaluation_does_not_hold_up_training_nor_training_an_evaluation():
         source.ledger.add([dataclasses.replace(one, purpose=Purpose.EVALUATE) for one in asked[:4]])
         source.ledger.add(asked[4:])
         entries = list(source.ledger.entries.values())
-        for before, begun in (
-            (8, [0, 4, 5]),
-            (4, [0, 1, 4]),
-        ):  # asked at once; the evaluation was there before
+        for before, begun in ((8, [0, 4, 5]), (4, [0, 1, 4])):
+            # asked at once; the evaluation was there before
             player.open(entries[:before])
             player.open(entries)
             assert [number for number, one in enumerate(entries) if one.rollouts] == begun
@@ -979,10 +972,9 @@ def test_an_evaluation_does_not_hold_up_training_nor_training_an_evaluation():
 
 
 def test_words_are_appended_to_the_last_users_message():
-    prompt = [
-        {"role": role, "content": content}
-        for role, content in (("system", "s"), ("user", "a"), ("assistant", "b"))
-    ]
+    prompt = []
+    for role, content in (("system", "s"), ("user", "a"), ("assistant", "b")):
+        prompt.append({"role": role, "content": content})
     assert (
         with_words(prompt, "!")[1] == {"role": "user", "content": "a!"}
         and prompt[1]["content"] == "a"

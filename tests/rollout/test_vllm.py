@@ -346,9 +346,8 @@ def test_weights_that_a_server_does_not_see_are_named_with_their_folder(
 def test_a_server_gets_no_group_before_it_has_answered(tmp_path: Path, server: ScriptedServer):
     notes: list[str] = []
     with socket.socket() as taken:
-        taken.bind(
-            ("127.0.0.1", 0)
-        )  # never listens: who connects is refused, as behind a cut cable
+        # never listens: who connects is refused, as behind a cut cable
+        taken.bind(("127.0.0.1", 0))
         away = f"http://127.0.0.1:{taken.getsockname()[1]}"
         with fleet(tmp_path, away, server.url, on_note=notes.append) as source:
             ask(source, 0, 0, rows=range(8))
@@ -366,11 +365,8 @@ def test_log_probs_are_compared_at_a_step_that_earns_a_restart_back(
     with fleet(tmp_path, server.url, on_note=notes.append, logprob_tolerance=3e-3) as source:
         member = next(iter(source.members.values()))
         assert member.restarts is not None
-        member.restarts, member.losses, member.all_losses = (
-            member.restarts - 1,
-            1,
-            1,
-        )  # one loss before
+        # one loss before
+        member.restarts, member.losses, member.all_losses = (member.restarts - 1, 1, 1)
         ask(source, 0, 0)
         groups = source.take(Purpose.TRAIN, 0)
         assert member.losses == 0
@@ -399,11 +395,10 @@ def test_a_server_is_lost_whose_tokens_have_other_log_probs(
     with fleet(tmp_path, server.url, on_note=notes.append, logprob_tolerance=3e-3) as source:
         ask(source, 0, 0)
         groups = source.take(Purpose.TRAIN, 0)
-        trained = {
-            (number, index): change(completion.logprobs)
-            for number, group in enumerate(groups)
-            for index, completion in enumerate(group.completions)
-        }
+        trained = {}
+        for number, group in enumerate(groups):
+            for index, completion in enumerate(group.completions):
+                trained[(number, index)] = change(completion.logprobs)
         source.check_logprobs(groups, trained, version=1)
         assert not notes  # tokens of another version than the trainer's say nothing
         source.check_logprobs(groups, trained, version=0)
@@ -496,9 +491,10 @@ def test_completions_under_way_keep_their_adapter_and_it_is_unloaded_after_them(
         while len(server.bodies) < 8 and time.monotonic() < deadline:
             time.sleep(0.01)
         source.publish(1, {"w": np.ones(1)}, keep_from=0)
-        versions = [
-            {*one.versions} for group in source.take(Purpose.TRAIN, 0) for one in group.completions
-        ]
+        versions = []
+        for group in source.take(Purpose.TRAIN, 0):
+            for one in group.completions:
+                versions.append({*one.versions})
         assert versions.count({0}) == 8 and versions.count({1}) == 4 and len(server.adapters) == 2
         source.publish(2, {"w": np.full(1, 2)})
         ask(source, 1, 2)
@@ -569,9 +565,8 @@ def test_a_server_on_the_trainers_gpu_sleeps_between_its_completions(
             source.take(Purpose.TRAIN, step)
             assert server.is_asleep  # before the trainer has the groups
         ask(source, 3, 1, rows=[0])
-        assert source.is_ready(
-            Purpose.TRAIN, 3
-        )  # the caller waits for an evaluation before it learns
+        # the caller waits for an evaluation before it learns
+        assert source.is_ready(Purpose.TRAIN, 3)
         source.take(Purpose.TRAIN, 3)
         assert source.read_stats(Purpose.TRAIN).fleet["lost"] == 0
     calls = [call for call in server.calls if call.startswith(changes)]
@@ -639,10 +634,8 @@ def test_newer_weights_are_loaded_in_mid_completion_and_every_token_has_its_vers
 def test_a_turn_that_is_extended_is_a_new_request_with_all_tokens_so_far(
     tmp_path: Path, server: ScriptedServer
 ):
-    host, found = (
-        HttpHost("one", VllmEngine, lambda version: Server(server.url), SETTINGS, lambda: None),
-        [],
-    )
+    host = HttpHost("one", VllmEngine, lambda version: Server(server.url), SETTINGS, lambda: None)
+    found = []
     request = SampleRequest(
         5,
         np.array([1, 2]),
@@ -906,9 +899,8 @@ def test_an_adapter_alone_is_a_folder_of_pefts_on_a_base_that_is_written_once(tm
             model,
             version,
         )
-        assert (
-            f"--model={made.base}" in words and "--enable-sleep-mode" not in words
-        )  # which a CPU has not
+        # which a CPU has not
+        assert f"--model={made.base}" in words and "--enable-sleep-mode" not in words
         assert {
             "--enable-lora",
             "--max-lora-rank=8",
@@ -958,10 +950,8 @@ def test_one_shoal_samples_for_another(versions: str, words: list[str], workshop
     trainer's."""
     sizes = ("sampling.max_prompt_tokens=64", "sampling.max_completion_tokens=12")
     with serving(f"model={workshop.model}", f"model.template={PLAIN}", *sizes, "batch=8") as served:
-        for steps in (
-            2,
-            3,
-        ):  # the second time the weights of an older version are read from the checkpoint
+        for steps in (2, 3):
+            # the second time the weights of an older version are read from the checkpoint
             run = workshop.train(
                 f"served-{versions}",
                 "sampler.kind=vllm",

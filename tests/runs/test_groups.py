@@ -113,9 +113,11 @@ def assert_same(a: Group, b: Group) -> None:
 
 def assert_same_bits(a: np.ndarray, b: np.ndarray) -> None:
     assert a.dtype == b.dtype and a.shape == b.shape
-    known = (
-        ~np.isnan(a) if a.dtype.kind == "f" else np.ones(a.shape, bool)
-    )  # NaN has no one pattern of bits
+    # NaN has no one pattern of bits
+    if a.dtype.kind == "f":
+        known = ~np.isnan(a)
+    else:
+        known = np.ones(a.shape, bool)
     assert a[known].tobytes() == b[known].tobytes() and np.array_equal(
         np.isnan(b.astype(float)), ~known
     )

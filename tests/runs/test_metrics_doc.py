@@ -206,9 +206,8 @@ def counted(a: Architecture, prompt: int, completions: list[int]) -> int:
     product."""
     leaves = jax.tree.leaves(param_specs(a))
     blocks = sum(int(np.prod(leaf.shape)) for leaf in leaves if len(leaf.shape) == 3)
-    pair = (
-        2 * 2 * a.num_layers * a.num_heads * a.head_dim
-    )  # a query with a key, a weight with a value
+    # a query with a key, a weight with a value
+    pair = 2 * 2 * a.num_layers * a.num_heads * a.head_dim
     total = sum(2 * blocks + pair * (i + 1) for i in range(prompt))
     for length in completions:
         total += sum(
@@ -238,9 +237,8 @@ def test_a_step_is_sampling_and_three_passes_an_epoch_and_scorings():
 
 
 def test_training_a_large_model_on_short_text_is_six_operations_a_weight_and_token():
-    llama = Architecture(
-        128256, 4096, 14336, 32, 32, 8, 128
-    )  # 8.03e9 weights, 0.53e9 of them the embedding
+    # 8.03e9 weights, 0.53e9 of them the embedding
+    llama = Architecture(128256, 4096, 14336, 32, 32, 8, 128)
     flops = model_flops(llama, [], [(1, [100])])
     assert flops / (6 * (8.03e9 - 0.53e9) * 100) == pytest.approx(1, rel=0.02)
 

@@ -100,9 +100,8 @@ def check_structure(hlo: Module, a: Architecture, tensor: int, slots: int) -> No
     """A loop over tokens alone; no copy of a weight or a cache; no logits whole on a device."""
     (tokens,) = loops(hlo, hlo.entry)
     assert not loops(hlo, tokens)
-    cache = {
-        slots * 512 * a.num_kv_heads * a.head_dim // tensor * beside for beside in (1, 2)
-    }  # values beside keys
+    # values beside keys
+    cache = {slots * 512 * a.num_kv_heads * a.head_dim // tensor * beside for beside in (1, 2)}
     copies = [
         one
         for some in sequences(hlo).values()
@@ -269,9 +268,8 @@ def test_weights_of_8_bits_are_widened_when_they_are_needed(topology):
         for some in (hlo.computations[hlo.entry], body)
     )
     assert len(weights & carried) >= 3 and not before
-    last = {
-        name: number for number, one in enumerate(body) for name in one.operands
-    }  # in the order of execution
+    # in the order of execution
+    last = {name: number for number, one in enumerate(body) for name in one.operands}
     first = {one.name: number for number, one in enumerate(body)}
     live = [
         sum(size for name, size in widened.items() if first[name] <= number <= last[name])
@@ -318,11 +316,8 @@ def test_replicas_exchange_nothing(mesh, program, truncated):
     tensor, found = where.mesh.shape["tensor"], collectives(hlo)
     assert bool(found) == (tensor > 1 and program not in ("save", "restore"))
     assert not [one for one in found if one.op.startswith("collective-permute")]
-    if program == "decode" and mesh == (
-        2,
-        2,
-        2,
-    ):  # a device writes the keys of its own heads: none are gathered
+    if program == "decode" and mesh == (2, 2, 2):
+        # a device writes the keys of its own heads: none are gathered
         assert not [
             one
             for one in found

@@ -67,9 +67,8 @@ def test_a_window_finds_what_the_whole_text_has(text, cuts, stop, news, skipped)
     for number, id in enumerate(range(1, len(pieces) + 1)):  # tokens without text among the others
         tokens += [id, *[0] * (skipped * (number % 5 == 0))]
     length, turn = 0, 0
-    while length < len(
-        tokens
-    ):  # as decoding does: some new tokens, until one of them completes a stop string
+    while length < len(tokens):
+        # as decoding does: some new tokens, until one of them completes a stop string
         new = min(news[turn % len(news)], len(tokens) - length)
         length, turn = length + new, turn + 1
         found = stop_length(vocabulary.decode, stop, tokens[:length], new)

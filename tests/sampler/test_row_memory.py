@@ -248,10 +248,11 @@ def test_turns_in_few_pages(siblings):
 @pytest.mark.compile_quickly(False)
 def test_random_requests_in_few_pages():
     """Groups of any size, cancelled at any time; whoever is left has the bits of a whole pool."""
-    requests = [
-        request(row, count=1 + row % 5, max_tokens=(1, 40, 130, 384, 260, 129, 128)[row])
-        for row in range(7)
-    ]
+    requests = []
+    for row in range(7):
+        requests.append(
+            request(row, count=1 + row % 5, max_tokens=(1, 40, 130, 384, 260, 129, 128)[row])
+        )
     whole = play(make(eos_ids=()), requests)
     engine = make(9, eos_ids=())
     for seed in range(5):

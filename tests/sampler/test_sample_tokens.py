@@ -25,17 +25,12 @@ from shoal.sampler.sample_tokens import (
 )
 
 ADDRESS = NoiseKey(seed=0, purpose="train", step=3, row=17)
-GOLDEN = [
-    0.6257759928703308,
-    0.013721287250518799,
-    0.18219202756881714,
-]  # of ADDRESS, completion 2, positions 0, 1, 2
+# of ADDRESS, completion 2, positions 0, 1, 2
+GOLDEN = [0.6257759928703308, 0.013721287250518799, 0.18219202756881714]
 
-_inverse, _choose, _kept = (
-    jax.jit(inverse),
-    jax.jit(sample_tokens, static_argnums=3),
-    jax.jit(sampling_support),
-)
+_inverse = jax.jit(inverse)
+_choose = jax.jit(sample_tokens, static_argnums=3)
+_kept = jax.jit(sampling_support)
 ROWS = 64  # of every call of `drawn`: few programs are compiled
 
 
@@ -64,10 +59,8 @@ def drawn(masses: np.ndarray, u) -> np.ndarray:
     u = np.asarray(u, np.float32)
     masses = np.broadcast_to(np.asarray(masses, np.float32), (len(u), np.shape(masses)[-1]))
     padding = -len(u) % ROWS
-    masses, u = (
-        np.pad(masses, ((0, padding), (0, 0)), constant_values=1),
-        np.pad(u, (0, padding), constant_values=0.5),
-    )
+    masses = np.pad(masses, ((0, padding), (0, 0)), constant_values=1)
+    u = np.pad(u, (0, padding), constant_values=0.5)
     parts = [_inverse(masses[at : at + ROWS], u[at : at + ROWS]) for at in range(0, len(u), ROWS)]
     return np.concatenate(parts)[: len(u) - padding]
 
@@ -142,13 +135,10 @@ def test_uniforms_are_uniform_and_unrelated():
     assert abs(u.mean() - 0.5) < 5 * (1 / 12 / u.size) ** 0.5
     assert abs(u.var() - 1 / 12) < 0.002
     counts = np.histogram(u, 20, (0, 1))[0]
-    assert (
-        (counts - u.size / 20) ** 2 / (u.size / 20)
-    ).sum() < 50  # chi-square, 19 degrees of freedom
-    along, across = (
-        np.corrcoef(u[:, :-1].ravel(), u[:, 1:].ravel()),
-        np.corrcoef(u[:-1].ravel(), u[1:].ravel()),
-    )
+    # chi-square, 19 degrees of freedom
+    assert ((counts - u.size / 20) ** 2 / (u.size / 20)).sum() < 50
+    along = np.corrcoef(u[:, :-1].ravel(), u[:, 1:].ravel())
+    across = np.corrcoef(u[:-1].ravel(), u[1:].ravel())
     assert abs(along[0, 1]) < 0.025 and abs(across[0, 1]) < 0.025
 
 
@@ -186,9 +176,8 @@ def test_inverse_follows_the_distribution(size):
     count = 4096
     tokens = drawn(masses, grid(count))
     expected = count * masses.astype(np.float64) / masses.sum(dtype=np.float64)
-    assert (
-        np.abs(np.bincount(tokens, minlength=size) - expected).max() < 1.01
-    )  # a grid point more or less
+    # a grid point more or less
+    assert np.abs(np.bincount(tokens, minlength=size) - expected).max() < 1.01
 
 
 @pytest.mark.slow
@@ -196,9 +185,8 @@ def test_a_split_vocabulary_is_searched_by_part():
     """12,000 tokens on eight devices: 1,500 on each, so that its last block is not full. Blocks are
     as on TPUs."""
     role, size = roles(tensor=8).sampler, 12_000
-    masses = (
-        np.random.default_rng(1).integers(0, 3, (64, size)).astype(np.float32)
-    )  # whole: their sums are exact
+    # whole: their sums are exact
+    masses = np.random.default_rng(1).integers(0, 3, (64, size)).astype(np.float32)
     u = jnp.asarray(grid(64))
     split = jax.device_put(masses, role.sharding((None, "vocab"), masses.shape))
     found = role.jit(lambda masses, u: inverse(masses, u, role, TPU_BLOCK))(split, u)
@@ -211,9 +199,8 @@ def test_a_split_vocabulary_is_searched_by_part():
 )
 def test_truncation_of_a_split_vocabulary_moves_no_logits(cut):
     role, (rows, size) = roles(tensor=8).sampler, (ROWS, 4096)
-    logits = (
-        np.random.default_rng(6).integers(-20, 20, (rows, size)).astype(np.float32) / 4
-    )  # with many ties
+    # with many ties
+    logits = np.random.default_rng(6).integers(-20, 20, (rows, size)).astype(np.float32) / 4
     logits[:, ::3] += (
         np.random.default_rng(7).normal(0, 3, (rows, -(-size // 3))).astype(np.float32)
     )
@@ -244,9 +231,8 @@ def test_drawing_by_address_follows_the_distribution():
     u = uniforms([NoiseKey(0, "train", 0, row).key(0) for row in range(80)], range(50)).ravel()
     tokens, *_ = _choose(np.tile(np.log(p).astype(np.float32), (len(u), 1)), how(len(u)), u, False)
     counts = np.bincount(np.asarray(tokens), minlength=len(p))
-    assert (
-        (counts - len(u) * p) ** 2 / (len(u) * p)
-    ).sum() < 25  # chi-square, 6 degrees of freedom
+    # chi-square, 6 degrees of freedom
+    assert ((counts - len(u) * p) ** 2 / (len(u) * p)).sum() < 25
 
 
 @settings(deadline=None, max_examples=25)
@@ -279,10 +265,8 @@ def test_never_a_token_without_mass_where_a_parallel_sum_steps_up_by_rounding():
     rng = np.random.default_rng(0)
     masses = rng.exponential(1, (1000, 512)).astype(np.float32)
     masses[rng.random(masses.shape) < 0.5] = 0
-    sums, total = (
-        np.asarray(jax.jit(lambda x: jnp.cumsum(x, -1))(masses)),
-        np.asarray(jnp.asarray(masses).sum(-1)),
-    )
+    sums = np.asarray(jax.jit(lambda x: jnp.cumsum(x, -1))(masses))
+    total = np.asarray(jnp.asarray(masses).sum(-1))
     row, place = np.nonzero((masses[:, 1:] == 0) & (sums[:, 1:] > sums[:, :-1]))
     assert len(row) > 100  # the sum does step up where nothing is added
     for nudge in range(-2, 3):  # aims at the gap
@@ -306,10 +290,9 @@ def test_log_probs_are_those_of_the_temperature():
     logits = np.random.default_rng(1).normal(0, 3, (ROWS, 600)).astype(np.float32)
     for temperature in (1.0, 0.7, 1.6):
         token, logprob, _ = _choose(logits, how(ROWS, temperature), grid(ROWS), False)
-        expected = [
-            np.log(truncated_probabilities(x, temperature)[t])
-            for x, t in zip(logits, np.asarray(token), strict=True)
-        ]
+        expected = []
+        for x, t in zip(logits, np.asarray(token), strict=True):
+            expected.append(np.log(truncated_probabilities(x, temperature)[t]))
         assert np.abs(np.asarray(logprob) - expected).max() < 1e-5
 
 
@@ -361,9 +344,8 @@ def test_truncation_equals_an_independent_one(cut, temperature):
     )
     for row in range(rows):
         p = truncated_probabilities(logits[row], temperature, **cut)
-        assert (
-            np.abs(logprob[row] - np.log(p[token[row]])).max() < 1e-5
-        )  # -inf where a token should not be drawn
+        # -inf where a token should not be drawn
+        assert np.abs(logprob[row] - np.log(p[token[row]])).max() < 1e-5
         assert np.abs(np.bincount(token[row], minlength=90) - points * p).max() < 1.01
 
 
@@ -406,11 +388,10 @@ def test_support_equals_that_of_sorted_masses(seed, top_k, top_p, distinct):
     smallest = ordered[:, min(top_k or 25, 25) - 1, None]
     ordered = np.where(ordered >= smallest, ordered, 0)
     inside = np.cumsum(ordered, -1) - ordered < np.float32(top_p) * ordered.sum(-1, keepdims=True)
-    nucleus = (
-        np.where(inside & (ordered > 0), ordered, np.inf).min(-1, keepdims=True)
-        if np.float32(top_p) < 1
-        else 0
-    )
+    if np.float32(top_p) < 1:
+        nucleus = np.where(inside & (ordered > 0), ordered, np.inf).min(-1, keepdims=True)
+    else:
+        nucleus = 0
     keep = np.asarray(_kept(masses, how(16, 1.0, top_k, top_p)))
     assert (keep == ((masses >= smallest) & (masses >= nucleus))).all()
 
@@ -427,16 +408,14 @@ def test_the_likeliest_always_stays(seed, top_k, top_p, min_p):
     masses = np.exp(logits - logits.max(-1, keepdims=True))
     keep = np.asarray(_kept(masses, how(16, 1.0, top_k, top_p, min_p)))
     assert keep[np.arange(16), logits.argmax(-1)].all()
-    for row, stays in zip(
-        masses, keep, strict=True
-    ):  # what stays is at least as likely as what goes
+    for row, stays in zip(masses, keep, strict=True):
+        # what stays is at least as likely as what goes
         assert row[stays].min() >= row[~stays].max(initial=0)
 
 
 def test_truncation_that_is_off_changes_no_bit():
-    logits = (
-        np.random.default_rng(5).normal(0, 9, (ROWS, 600)).astype(np.float32)
-    )  # most masses are below any rounding
+    # most masses are below any rounding
+    logits = np.random.default_rng(5).normal(0, 9, (ROWS, 600)).astype(np.float32)
     plain, open_ = (
         _choose(logits, how(ROWS), grid(ROWS), truncated) for truncated in (False, True)
     )

@@ -72,9 +72,8 @@ def test_an_accelerators_programs_draw_the_same_tokens(monkeypatch, base, platfo
     too."""
     monkeypatch.setattr(Role, "platform", platform)
     if by_kernel:
-        monkeypatch.setattr(
-            selector, "kernel_refusal", lambda model: ""
-        )  # SMALL's heads are for no tensor core
+        # SMALL's heads are for no tensor core
+        monkeypatch.setattr(selector, "kernel_refusal", lambda model: "")
         for module, kernel in (
             (decode_gpu, decode_gpu.attend_slots),
             (decode_tpu, decode_tpu.attend_pages),
@@ -120,10 +119,9 @@ def test_log_probs_are_the_trainers(a):
     assert a.num_layers == 4
     engine = make(a, max_completion_tokens=256, eos_ids=())
     limits = (256, 33, 1, 97, 256, 150)
-    requests = [
-        request(row, size, temperature=(1.0, 0.7)[row % 2], max_tokens=limit)
-        for row, (size, limit) in enumerate(zip((100, 1, 30, 64, 65, 7), limits, strict=True))
-    ]
+    requests = []
+    for row, (size, limit) in enumerate(zip((100, 1, 30, 64, 65, 7), limits, strict=True)):
+        requests.append(request(row, size, temperature=(1.0, 0.7)[row % 2], max_tokens=limit))
     assert {prompt_bucket(len(r.prompt_ids)) for r in requests} == {64, 128}
     played = play(engine, requests)
     reference = jax.jit(lambda p, b: batch_logprobs(engine.model, p, b, 2**25))
@@ -246,9 +244,8 @@ def test_after_parking_and_by_another_engine(engine, base):
     assert engine.parameters is None  # parked, it holds neither caches nor weights
     engine.load(engine.version, weights)
     same(play(engine, [request(3), request(0)]), base)
-    same(
-        play(make(), [request(row) for row in (5, 1)]), base
-    )  # of one bucket, so one prefill is compiled
+    # of one bucket, so one prefill is compiled
+    same(play(make(), [request(row) for row in (5, 1)]), base)
 
 
 def test_fewer_siblings_than_a_group_holds(engine, base):
@@ -587,9 +584,8 @@ def test_each_token_has_the_version_that_sampled_it_and_weights_change_on_the_wa
         new, counter = weights(SMALL, seed=1), CompilationCounter()
         others = swapped(new)
         assert counter.read() == 0
-        assert all(
-            others[at].token_ids[0] == base[at].token_ids[0] for at in others
-        )  # the first is of the prefill
+        # the first is of the prefill
+        assert all(others[at].token_ids[0] == base[at].token_ids[0] for at in others)
         assert any(
             others[at].token_ids[:8].tolist() != base[at].token_ids[:8].tolist() for at in others
         )
@@ -719,8 +715,9 @@ def test_truncated_log_probs_are_those_of_the_kept_set():
     for (row, _), completion in play(engine, requests).items():
         p = requests[row].params
         scores = full_logits(engine, requests[row].prompt_ids, completion)
-        expected = [
-            np.log(truncated_probabilities(x, p.temperature, p.top_k, p.top_p, p.min_p)[token])
-            for x, token in zip(scores, completion.token_ids, strict=True)
-        ]
+        expected = []
+        for x, token in zip(scores, completion.token_ids, strict=True):
+            expected.append(
+                np.log(truncated_probabilities(x, p.temperature, p.top_k, p.top_p, p.min_p)[token])
+            )
         assert np.abs(completion.logprobs - np.asarray(expected)).max() < TOLERANCE

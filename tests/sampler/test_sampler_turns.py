@@ -192,9 +192,8 @@ def test_more_rollouts_than_places(base, monkeypatch):
         assert not engine.parked._saved and not engine.parked._arriving
     assert calls["prefill"] == 2 * 6 and calls["join"] == 2 * 18
     assert calls["save"] >= calls["restore"] > 2 * 6
-    assert (
-        min(kept) < MAX_TOKENS / 8 and max(kept) <= MAX_TOKENS
-    )  # keys that are there, not room for all
+    # keys that are there, not room for all
+    assert min(kept) < MAX_TOKENS / 8 and max(kept) <= MAX_TOKENS
 
 
 @pytest.mark.parametrize("slots", [1, 8, 32, 256])
@@ -253,10 +252,11 @@ def test_turns_by_pages(monkeypatch):
             siblings_per_row=1,
             eos_ids=EOS + tuple(range(40, 44)),
         )
-        requests = [
-            replace(in_turns(row, 2), params=replace(in_turns(row).params, max_tokens=600))
-            for row in (0, 2)
-        ]
+        requests = []
+        for row in (0, 2):
+            requests.append(
+                replace(in_turns(row, 2), params=replace(in_turns(row).params, max_tokens=600))
+            )
         done, _ = play(engine, requests, tool=long_answer, limit=600)
         assert {"feed", "save", "restore"} <= {name for name, _ in engine._started}
         return done
@@ -322,9 +322,8 @@ def test_a_turn_is_cut_at_a_limit_of_its_own_and_the_rollout_goes_on(engine, bas
         limits = [own_limit(*key, turn) for turn in range(1, turns[key] + 1)]
         assert len(sizes) == turns[key] and len(one) <= MAX_TOKENS
         assert all(size <= limit for size, limit in zip(sizes, limits, strict=True) if limit)
-        first = min(
-            sizes[0], turn_sizes(base[0][key])[0]
-        )  # the same tokens as without a limit, as far as it lets
+        # the same tokens as without a limit, as far as it lets
+        first = min(sizes[0], turn_sizes(base[0][key])[0])
         assert one.token_ids[:first].tolist() == base[0][key].token_ids[:first].tolist()
         ends = np.flatnonzero(np.diff(one.loss_mask.astype(int)) == -1)  # of each turn but the last
         is_cut = [id not in engine.eos_ids for id in one.token_ids[ends].tolist()]

@@ -83,9 +83,8 @@ class Machine(RuleBasedStateMachine):
     def admit(self):
         admission = self.scheduler.admit()
         if admission is None:
-            assert self.running or not (
-                self.waiting or self.parts
-            )  # alone and waiting, one must get in
+            # alone and waiting, one must get in
+            assert self.running or not (self.waiting or self.parts)
             return
         rows = [entry.row for entry in admission.entries]
         assert not set(rows) & set(self.running) and len(set(rows)) == len(rows)
@@ -98,17 +97,14 @@ class Machine(RuleBasedStateMachine):
                 if id in {e.id for e in admission.entries}
             }
             self.waiting = [one for one in self.waiting if one[0] not in self.parts]
-        own, each = (
-            self.rows // self.scheduler.replicas,
-            self.scheduler.join_rows // self.scheduler.replicas,
-        )
+        own = self.rows // self.scheduler.replicas
+        each = self.scheduler.join_rows // self.scheduler.replicas
         for entry in admission.entries:
             assert entry.part == self.entered.get(entry.id, 0)
             self.entered[entry.id] = entry.part + 1
             if not admission.bucket:
-                assert (
-                    self.keys[entry.source] == entry.id
-                )  # the prompt is still there, on the same replica
+                # the prompt is still there, on the same replica
+                assert self.keys[entry.source] == entry.id
                 assert entry.source // own == entry.row // own == entry.position // each
             self.running[entry.row] = entry.id, entry.part
         self.keys |= {entry.row: entry.id for entry in admission.entries}

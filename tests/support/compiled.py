@@ -270,9 +270,11 @@ def collectives(text: str) -> list[Collective]:
             if kind in ("all-gather", "all-reduce", "reduce-scatter"):
                 start = one if kind == one.op else by_name[one.operands[0]]
                 parts = len(replica_groups(start)[0]) if kind == "reduce-scatter" else 1
-                kind = (
-                    "reduce-scatter" if name.startswith("all-reduce-scatter") else kind
-                )  # TPU: a part of it is kept
+                # TPU: a part of it is kept
+                if name.startswith("all-reduce-scatter"):
+                    kind = "reduce-scatter"
+                else:
+                    kind = kind
                 for dtype, elements in arrays(one.shape):
                     yield Collective(kind, dtype, elements * parts, times)
             elif one.op == "while":

@@ -27,9 +27,8 @@ class Completion:
     lp: np.ndarray  # float64[T]
     old_logprobs: np.ndarray  # float64[T]
     ref_logprobs: np.ndarray  # float64[T]
-    loss_mask: (
-        np.ndarray
-    )  # bool[T]; nowhere True: masked out of the loss, still one of the completions
+    # bool[T]; nowhere True: masked out of the loss, still one of the completions
+    loss_mask: np.ndarray
     advantage: float | np.ndarray  # of all tokens, or of each
     sampler_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0))  # float64[T]
     prompt: int = 0
@@ -63,10 +62,8 @@ class Settings:
     cap: float = 2.0
     floor: float = 0.5
     rejection: str = "none"
-    rejection_bounds: tuple[float, float] = (
-        0.5,
-        2.0,
-    )  # of the ratio with k1; else the second is of the estimate
+    # of the ratio with k1; else the second is of the estimate
+    rejection_bounds: tuple[float, float] = (0.5, 2.0)
 
 
 # ---- token losses
@@ -85,10 +82,9 @@ def ratios(s: Settings, c: Completion, lp: np.ndarray) -> np.ndarray:
         fixed = geometric_mean((np.exp(c.lp) / np.exp(c.old_logprobs))[c.loss_mask])
         return fixed * np.exp(lp) / np.exp(c.lp)
     if s.loss == "gmpo":
-        clipped = [
-            bounded(r, a, math.exp(-s.low), math.exp(s.high))
-            for r, a in zip(own, c.advantages, strict=True)
-        ]
+        clipped = []
+        for r, a in zip(own, c.advantages, strict=True):
+            clipped.append(bounded(r, a, math.exp(-s.low), math.exp(s.high)))
         return np.full(len(lp), geometric_mean(np.array(clipped)[c.loss_mask]))
     return own
 
@@ -264,9 +260,8 @@ def loss(
     lps = [c.lp for c in completions] if lps is None else lps
     per_token = []
     for i, (c, lp) in enumerate(zip(completions, lps, strict=True)):
-        kept = remaining(
-            s, c
-        )  # the weights are of the whole completion, and so are all denominators
+        # the weights are of the whole completion, and so are all denominators
+        kept = remaining(s, c)
         value = corrections(s, c) * token_losses(s, kept, lp)
         if s.kl_coef:
             value = value + s.kl_coef * token_kls(s, kept, lp)

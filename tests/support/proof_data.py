@@ -125,12 +125,10 @@ def layout(
     keys = update.keys if order is None else [update.keys[i] for i in order]
     names = ("lp", "old_logprobs", "ref_logprobs", "sampler_logprobs", "advantage", "entropy")
     values = {name: np.full(grid, garbage, dtype) for name in names}
-    segment, loss_mask, weight, places = (
-        np.zeros(grid, np.int32),
-        np.zeros(grid, bool),
-        np.zeros(grid),
-        {},
-    )
+    segment = np.zeros(grid, np.int32)
+    loss_mask = np.zeros(grid, bool)
+    weight = np.zeros(grid)
+    places = {}
     for number, (p, g) in enumerate(keys):
         row, at = divmod(number, per_row)
         start = int((segment[row] > 0).sum())
@@ -204,9 +202,9 @@ def loss_by_name(
     others default."""
     row = POLICY_LOSSES[name]
     log_ratio = policy_log_ratio(row.ratio, lp, old_logprobs, mask, segment)
-    read = {
-        key: settings.get(key, default) for key, default in row.settings(AlgorithmSection()).items()
-    }
+    read = {}
+    for key, default in row.settings(AlgorithmSection()).items():
+        read[key] = settings.get(key, default)
     return policy_loss(row.load(), log_ratio, lp, advantage, mask, segment, **read)
 
 

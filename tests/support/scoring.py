@@ -24,9 +24,9 @@ def score(
     on_error: Policy = "error",
 ) -> Scores:
     """The scores of texts[P][G], the completions of P prompts."""
-    asked = [
-        replace(example, prompt=prompt) for example, prompt in zip(examples, prompts, strict=True)
-    ]
+    asked = []
+    for example, prompt in zip(examples, prompts, strict=True):
+        asked.append(replace(example, prompt=prompt))
     with closing(
         RewardPool(functions, RewardSection(workers=0, on_error=on_error), max_steps)
     ) as pool:

@@ -188,10 +188,8 @@ class ScriptedServer:
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         """Tokens by the seed, one every `seconds`; an end-of-sequence token (0) ends them."""
-        params, ids = (
-            body.get("sampling_params", body),
-            body.get("token_ids") or body.get("prompt") or [],
-        )
+        params = body.get("sampling_params", body)
+        ids = body.get("token_ids") or body.get("prompt") or []
         if "seed" not in params:
             while self.paused:
                 time.sleep(0.005)

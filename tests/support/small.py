@@ -115,10 +115,9 @@ def random_groups(
 
 def whole(groups: list[Group], rows: int = 1) -> Shape:
     """The shape of one batch with all completions of these groups."""
-    sizes = {
-        n: (len(group.prompt_ids), {i: len(c) for i, c in enumerate(group.completions)})
-        for n, group in enumerate(groups)
-    }
+    sizes = {}
+    for n, group in enumerate(groups):
+        sizes[n] = (len(group.prompt_ids), {i: len(c) for i, c in enumerate(group.completions)})
     longest = max(prompt + max(members.values()) for prompt, members in sizes.values())
     length = -(-longest // 16) * 16
     while len(fill_rows(sizes, length)) > rows:
@@ -133,10 +132,8 @@ def batches(
     size = groups[0].size
     shape = shape or whole(groups, shards)
     rng = np.random.default_rng(7)
-    advantages, weights = (
-        rng.standard_normal((len(groups), size)),
-        rng.uniform(0.1, 1.0, (len(groups), size)) / 100,
-    )
+    advantages = rng.standard_normal((len(groups), size))
+    weights = rng.uniform(0.1, 1.0, (len(groups), size)) / 100
     return [
         m.arrays
         for m in pack(groups, range(len(groups)), advantages, weights, [shape], temperature)

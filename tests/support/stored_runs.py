@@ -104,10 +104,9 @@ def in_turns(group: Group) -> Group:
         prompt_ids=np.arange(7, dtype=np.int32),
         stop_reason=StopReason.MAX_TURNS,
     )
-    rest = [
-        replace(one, messages=({"role": "assistant", "content": text},))
-        for one, text in zip(group.completions[1:], group.texts[1:], strict=True)
-    ]
+    rest = []
+    for one, text in zip(group.completions[1:], group.texts[1:], strict=True):
+        rest.append(replace(one, messages=({"role": "assistant", "content": text},)))
     return replace(group, completions=(first, *rest))
 
 
@@ -132,10 +131,9 @@ def write_run(
     with RunWriter(_made(path)) as folder:
         folder.write_config(*texts_of(config))
         for version, right in ((0, (False, True)), (steps, (True, True))):
-            asked = [
-                stored_group(version, row, [1.1 if one else 0.1], subset="held_out")
-                for row, one in enumerate(right)
-            ]
+            asked = []
+            for row, one in enumerate(right):
+                asked.append(stored_group(version, row, [1.1 if one else 0.1], subset="held_out"))
             folder.write_groups(version, asked)
             folder.write_evaluation(
                 version,

@@ -350,12 +350,10 @@ def write_hub(folder: Path, readme: str = README) -> Path:
     return folder
 
 
-MAIN, EXAM, MORE, MORE_TEST = (
-    ["q0?", "q1?", "q10?", "q11?"],
-    ["q20?", "q21?"],
-    ["q30?", "q31?"],
-    ["q40?", "q41?"],
-)
+MAIN = ["q0?", "q1?", "q10?", "q11?"]
+EXAM = ["q20?", "q21?"]
+MORE = ["q30?", "q31?"]
+MORE_TEST = ["q40?", "q41?"]
 SAID = (
     "custom: task.split=main names a subset of the data set, so it is the subset, and the split is "
     "train"
@@ -408,16 +406,13 @@ def test_subsets_that_a_readme_declares(
         assert task.notes == notes
     assert fetched[0] == "README.md"
     if keys.get("subset") == "main" and "files" not in keys:
-        assert set(fetched[1:]) == {
-            "main/fit-*",
-            "main/exam.parquet",
-        }  # nothing of the other subsets
+        # nothing of the other subsets
+        assert set(fetched[1:]) == {"main/fit-*", "main/exam.parquet"}
 
 
 def test_a_default_subset_and_a_list_of_files_without_splits(tmp_path: Path) -> None:
-    assert (
-        prompts(load(write_hub(tmp_path), subset="flat").train) == MORE_TEST + MORE[:1]
-    )  # one row in ten held out
+    # one row in ten held out
+    assert prompts(load(write_hub(tmp_path), subset="flat").train) == MORE_TEST + MORE[:1]
     write_hub(tmp_path, README.replace("config_name: other", "config_name: other\n  default: true"))
     assert prompts(load(tmp_path).train) == MORE
     (tmp_path / "README.md").write_text("---\nconfigs: [broken\n---\n")
@@ -700,10 +695,9 @@ def test_a_run_on_trls_rows(workshop: Workshop) -> None:
         "    return [float(len(c[0]['content']) + len(s)) for c, s in zip(completions, solution, "
         "strict=True)]\n"
     )
-    rows = [
-        {"prompt": asked(f"{10 + i} + 17 = ?")[0], "solution": str(i), "level": "L"}
-        for i in range(8)
-    ]
+    rows = []
+    for i in range(8):
+        rows.append({"prompt": asked(f"{10 + i} + 17 = ?")[0], "solution": str(i), "level": "L"})
     write(workshop.folder / "trl/data/train-00000-of-00001.parquet", rows)
     found = train(
         workshop, workshop.folder / "trl", "trl", f"reward={workshop.folder}/trl.py:right"

@@ -391,10 +391,8 @@ def test_rows_that_are_held_out_too_are_left_out_and_counted(tmp_path: Path) -> 
 
 def test_training_rows_are_evaluated_on_where_that_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines(GOOD[0]))
-    from_file, from_python = (
-        load(tmp_path / "a.jsonl", eval_split="train"),
-        rows_task(GOOD[:1], "train"),
-    )
+    from_file = load(tmp_path / "a.jsonl", eval_split="train")
+    from_python = rows_task(GOOD[:1], "train")
     for task, key in ((from_file, "task.eval_split=train"), (from_python, "held_out='train'")):
         assert list(task.train) == list(task.evaluations["held_out"]) and len(task.train) == 1
         assert key in task.notes[0] and "evaluated on the rows that are trained on" in task.notes[0]
@@ -446,15 +444,12 @@ def test_evaluate_asks_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_role_that_is_none_is_named_with_its_first_row(tmp_path: Path) -> None:
-    rows = [
-        {"prompt": [{"role": role, "content": "2 + 3 = ?"}], "answer": "5"}
-        for role in ("user", "usr", "usr", "human", "tool")
-    ]
+    rows = []
+    for role in ("user", "usr", "usr", "human", "tool"):
+        rows.append({"prompt": [{"role": role, "content": "2 + 3 = ?"}], "answer": "5"})
     (tmp_path / "a.jsonl").write_bytes(lines(*rows))
-    from_file, from_python = (
-        load(tmp_path / "a.jsonl", eval_split="train"),
-        rows_task(rows, "train"),
-    )
+    from_file = load(tmp_path / "a.jsonl", eval_split="train")
+    from_python = rows_task(rows, "train")
     for task, place in ((from_file, "a.jsonl, line 2"), (from_python, "task")):
         notes = [note for note in task.notes if "role" in note]
         assert len(notes) == 2 and "2 prompts have a message of the role 'usr' (first" in notes[0]

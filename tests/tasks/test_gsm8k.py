@@ -120,9 +120,8 @@ def test_a_folder_without_the_split_to_evaluate_on_holds_out_rows_too(tmp_path: 
     task = load(tmp_path)
     assert (len(task.train), questions(task.evaluations["held_out"])) == (18, ["q18?", "q19?"])
     assert "its last 2 of 20 rows are held out" in task.notes[0]
-    task = load(
-        tmp_path, eval_split="train"
-    )  # an experiment on purpose: can it learn these rows at all?
+    # an experiment on purpose: can it learn these rows at all?
+    task = load(tmp_path, eval_split="train")
     assert questions(task.train) == questions(task.evaluations["held_out"]) == names("q", range(20))
     assert task.notes == (
         "gsm8k: task.eval_split=train: evaluated on the rows that are trained on",

@@ -77,21 +77,15 @@ def test_shoal(text: str, gold: str, points: list[float]) -> None:
     ("text", "gold", "points"),
     [
         (GOOD, "42", [1, 1, 1.1]),
-        (
-            "Well: <reasoning>r</reasoning> so <answer> 42 </answer> done",
-            "42",
-            [1, 1, 1.1],
-        ),  # anything around
+        # anything around
+        ("Well: <reasoning>r</reasoning> so <answer> 42 </answer> done", "42", [1, 1, 1.1]),
         ("<answer>42</answer>", "42", [1, 0, 1.0]),
         ("<answer>42</answer><reasoning>r</reasoning>", "42", [1, 0, 1.0]),  # the wrong way round
         ("<reasoning></reasoning><answer>42</answer>", "42", [1, 1, 1.1]),  # nothing was reasoned
         ("so \\boxed{42}", "42", [1, 0, 1.0]),  # no tag: the last box
         ("<answer>41</answer> or \\boxed{42}", "42", [0, 0, 0]),
-        (
-            "<reasoning>r</reasoning><answer>7</answer><answer>42</answer>",
-            "42",
-            [1, 1, 1.1],
-        ),  # the last one counts
+        # the last one counts
+        ("<reasoning>r</reasoning><answer>7</answer><answer>42</answer>", "42", [1, 1, 1.1]),
         ("<reasoning>r</reasoning><answer>42 apples</answer>", "42", [1, 1, 1.1]),
         ("<reasoning>r</reasoning><answer>$1,200.00</answer>", "1200", [1, 1, 1.1]),
         ("<reasoning>r</reasoning><answer>\\boxed{\\frac{84}{2}}</answer>", "42", [1, 1, 1.1]),
@@ -124,26 +118,17 @@ def test_maxtext(text: str, gold: str, points: list[float]) -> None:
         ("<reasoning>r</reasoning><answer>110</answer>", "100", [3, 2, 0.5, 0, 5.5]),  # 1.1 itself
         ("<reasoning>r</reasoning><answer>80</answer>", "100", [3, 2, 0.25, 0, 5.25]),  # 0.8 itself
         ("<reasoning>r</reasoning><answer>42 apples</answer>", "42", [3, 2, -0.5, 1.5, 6.0]),
-        (
-            "<reasoning>r</reasoning><answer>1,200</answer>",
-            "1200",
-            [3, 2, 3, 0, 8.0],
-        ),  # the number ends at the comma
+        # the number ends at the comma
+        ("<reasoning>r</reasoning><answer>1,200</answer>", "1200", [3, 2, 3, 0, 8.0]),
         ("<reasoning>r</reasoning><answer>5</answer>", "0", [3, 2, -1, 0, 4.0]),  # no ratio to 0
         ("<reasoning>r</reasoning><answer>0</answer>", "0", [3, 2, 3, 1.5, 9.5]),
         ("<answer>42</answer>", "42", [0, 0, 0, 1.5, 1.5]),  # two tags of four
-        (
-            "so <reasoning>r</reasoning><answer>42</answer>",
-            "42",
-            [3, 2, 3, 1.5, 9.5],
-        ),  # anything around
+        # anything around
+        ("so <reasoning>r</reasoning><answer>42</answer>", "42", [3, 2, 3, 1.5, 9.5]),
         ("<reasoning>r</reasoning><answer>42", "42", [3, 1, 3, 1.5, 8.5]),  # up to the line's end
         ("<reasoning>r</reasoning><answer>42\nof them</answer>", "42", [3, 2, 3, 1.5, 9.5]),
-        (
-            "<reasoning></reasoning><answer>42</answer>",
-            "42",
-            [0, 2, 0, 1.5, 3.5],
-        ),  # nothing was reasoned
+        # nothing was reasoned
+        ("<reasoning></reasoning><answer>42</answer>", "42", [0, 2, 0, 1.5, 3.5]),
         ("so\n<reasoning>r</reasoning><answer>42</answer>", "42", [3, 2, 3, 1.5, 9.5]),
         ("<reasoning>r</reasoning><answer>42</answer> done", "42", [3, 2, 3, 1.5, 9.5]),
         (
@@ -151,11 +136,8 @@ def test_maxtext(text: str, gold: str, points: list[float]) -> None:
             "42",
             [3, 1 - 1, 3, 1.5, 7.5],
         ),
-        (
-            "<answer>\u0664\u0662 apples</answer>",
-            "42",
-            [0, 0, 0, 1.5, 1.5],
-        ),  # digits of any script are numbers there
+        # digits of any script are numbers there
+        ("<answer>\u0664\u0662 apples</answer>", "42", [0, 0, 0, 1.5, 1.5]),
         ("<answer>\uff14\uff12</answer>", "42", [0, 0, 0, 1.5, 1.5]),
         ("<answer>4\u00b2</answer>", "4", [0, 0, 0, 1.5, 1.5]),  # but not what is raised
         ("42", "42", [0, -2, 0, 0, -2]),
@@ -350,9 +332,8 @@ def test_a_preset_is_chosen_by_key(
     assert task.correct and task.extract and task.well_formed and task.verdict and task.of_row
     assert [task.correct(answer, one) for answer in (right, wrong)] == [True, False]
     assert task.extract(wrong) is None
-    assert (
-        task.verdict(wrong, one)["correct"] and task.verdict(right, one)["correct"]
-    )  # of whatever form
+    # of whatever form
+    assert task.verdict(wrong, one)["correct"] and task.verdict(right, one)["correct"]
     assert task.of_row(1, rows[1]) == one
     assert task.question == "question"
 

@@ -588,9 +588,8 @@ def test_evaluation_alone_takes_all_rows_with_their_bare_prompts(published: Path
     assert task.evaluations["held_out"][3].prompt == [
         {"role": "user", "content": "Question 3, please."}
     ]
-    assert task.well_formed is None and [one.name for one in task.rewards] == [
-        "instructions"
-    ]  # no tags were asked for
+    # no tags were asked for
+    assert task.well_formed is None and [one.name for one in task.rewards] == ["instructions"]
     text, one = "Well, <answer>no comma</answer>", example(("punctuation:no_comma", {}))
     assert task.verdict and task.correct
     assert not task.verdict(text, one)["correct"] and not task.correct(text, one)

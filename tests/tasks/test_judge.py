@@ -322,17 +322,14 @@ OPENAI_REFUSALS = {
 def test_a_request_is_adapted_to_what_the_address_refuses(server: Server, tmp_path: Path) -> None:
     def refuse(body: dict[str, Any]) -> str:
         found = [name for name in OPENAI_REFUSALS if name in body]
-        return (
-            json.dumps({"error": {"message": OPENAI_REFUSALS[found[0]], "param": found[0]}})
-            if found
-            else ""
-        )
+        if found:
+            return json.dumps({"error": {"message": OPENAI_REFUSALS[found[0]], "param": found[0]}})
+        return ""
 
     server.refuse = refuse
     judge = JudgeFunction(server.url, section(tmp_path, retries=0))
-    assert (
-        asyncio.run(judge(["2 + 3"] * 3, ["a", "b", "c"], answer=["5"] * 3)) == [0.5] * 3
-    )  # three at once
+    # three at once
+    assert asyncio.run(judge(["2 + 3"] * 3, ["a", "b", "c"], answer=["5"] * 3)) == [0.5] * 3
     asked = len(server.asked)
     assert (
         asyncio.run(judge(["2 + 3"], ["d"], answer=["5"])) == [0.5]
@@ -407,9 +404,8 @@ def test_a_fault_is_asked_again_and_then_a_failure(
     (found,), logged = ask(server.url, section(tmp_path), "a")
     assert score in found if isinstance(score, str) else found == score
     assert len(server.asked) == logged["judge_requests"][0] == requests
-    scores = pooled(
-        server.url, section(tmp_path, retries=0), "a"
-    )  # in a worker; what failed is not cached
+    # in a worker; what failed is not cached
+    scores = pooled(server.url, section(tmp_path, retries=0), "a")
     assert bool(scores.failures) == isinstance(score, str) and scores.valid[0, 0] == (
         not scores.failures
     )
@@ -473,9 +469,8 @@ def test_at_most_so_many_requests_are_under_way(server: Server, tmp_path: Path) 
 def test_a_run_and_its_resumption_have_the_same_rewards_and_count_the_cost(
     server: Server, workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server.reply = lambda text, number: str(
-        number % 11
-    )  # no two runs would agree without the cache
+    # no two runs would agree without the cache
+    server.reply = lambda text, number: str(number % 11)
     words = [
         f"reward=judge:{server.url},{workshop.rewards}:letters",
         "reward.weights=1,0",

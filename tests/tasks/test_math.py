@@ -650,9 +650,8 @@ def test_rewards_and_verdicts(tmp_path: Path) -> None:
     scores = score(task.rewards, [one], [one.prompt], [texts], [[[1]] * 6])
     np.testing.assert_array_equal(scores.components["correct"], [[1, 1, 1, 0, 0, 0]])
     np.testing.assert_allclose(scores.rewards, [[1.1, 1, 1, 0.1, 0, 0]], rtol=1e-12)
-    assert scores.metrics == {
-        "unchecked": [0, 0, 0, 0, 0, 0]
-    }  # of the last, too little is left to look at
+    # of the last, too little is left to look at
+    assert scores.metrics == {"unchecked": [0, 0, 0, 0, 0, 0]}
     assert task.correct and task.extract and task.verdict and task.figures
     assert [task.correct(text, one) for text in texts] == [True, True, True, False, False, False]
     assert task.extract(texts[0]) == task.extract("\\boxed{\\frac{3}{7}}") == "\\frac{3}{7}"

@@ -94,9 +94,9 @@ def test_dialogues_with_the_tool():
 
     def of_a_part(messages: list[dict[str, Any]]) -> dict[str, Any]:
         turn = well(messages)
-        return (
-            turn if "call" not in turn else {**turn, "call": ("calculate", {"expression": "1 +"})}
-        )
+        if "call" not in turn:
+            return turn
+        return {**turn, "call": ("calculate", {"expression": "1 +"})}
 
     for example in CALCULATOR.evaluations["held_out"][:20]:
         text = play(example, well)

@@ -117,9 +117,8 @@ def test_problems_are_short_and_varied(task: Task) -> None:
     lengths = [len(problem.question.split()) for problem in problems]
     assert 28 < np.mean(lengths) < 40
     assert max(lengths) < 50
-    assert (
-        len({(numeric_form(problem), *template_ids(problem)) for problem in problems}) > 1990
-    )  # but for names
+    # but for names
+    assert len({(numeric_form(problem), *template_ids(problem)) for problem in problems}) > 1990
     used = {part for problem in problems for part in template_ids(problem)}
     assert used == {
         f"seen:{part}:{i}" for part, templates in SEEN.items() for i in range(len(templates))

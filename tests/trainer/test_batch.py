@@ -196,24 +196,20 @@ def test_shapes_follow_from_settings():
         Shape(1, 32),
     )
     assert row_shapes(320, 10**6, 2048, 8, 1) == (Shape(8, 2048),)  # tokens are counted a device
-    assert (
-        row_shapes(5000, 10**6, 2048, 1, 2)[0].length >= 5000
-    )  # never less than a prompt with its completion
-    assert row_shapes(70, 700, 10**9, 1, 1)[0].length in range(
-        700, 764
-    )  # what an update can have, in one
+    # never less than a prompt with its completion
+    assert row_shapes(5000, 10**6, 2048, 1, 2)[0].length >= 5000
+    # what an update can have, in one
+    assert row_shapes(70, 700, 10**9, 1, 1)[0].length in range(700, 764)
     assert row_shapes(768, 64 * 4352, 16384, 64, 1) == (Shape(64, 4352),)  # a group for each device
-    assert row_shapes(768, 64 * 4352, 4351, 64, 1) == (
-        Shape(64, 4096),
-    )  # never more than micro_tokens
+    # never more than micro_tokens
+    assert row_shapes(768, 64 * 4352, 4351, 64, 1) == (Shape(64, 4096),)
     assert row_shapes(320, 10**9, 139264, 2, 1) == (Shape(2, 139264),)
     # Two rows of eight devices, four of them a row: no device has more tokens than without.
     assert row_shapes(65536, 10**9, 16384, 8, 4, context=4) == tuple(
         Shape(2, length) for length in (65536, 16384, 4096, 1024)
     )
-    assert row_shapes(70, 10**6, 16, 2, 1, context=2) == (
-        Shape(1, 96),
-    )  # each part a multiple of 16
+    # each part a multiple of 16
+    assert row_shapes(70, 10**6, 16, 2, 1, context=2) == (Shape(1, 96),)
     assert row_shapes(10, 40, 1, 1, 4) == (Shape(1, 16),)
 
 
@@ -249,10 +245,8 @@ def rows_by_definition(sizes: dict, length: int) -> list[tuple[int, list]]:
 
     rows: list[list] = []  # free tokens, parts
     for number in sorted(sizes, key=lambda n: (-sizes[n][0] - sum(sizes[n][1].values()), n)):
-        prompt, rest = (
-            sizes[number][0],
-            dict(sorted(sizes[number][1].items(), key=lambda entry: (-entry[1], entry[0]))),
-        )
+        prompt = sizes[number][0]
+        rest = dict(sorted(sizes[number][1].items(), key=lambda entry: (-entry[1], entry[0])))
         while rest:
             row = min(
                 (row for row in rows if row[0] >= prompt + sum(rest.values())),
@@ -292,10 +286,12 @@ def test_rows_are_filled_as_defined(groups, length):
 def test_rows_of_many_completions_take_less_than_a_second(lengths):
     """1,024 groups of 16 in short rows, most of which cannot take another piece."""
     rng = np.random.default_rng(0)
-    sizes = {
-        n: (int(rng.integers(64, 257)), {i: int(np.clip(lengths(rng), 1, 1024)) for i in range(16)})
-        for n in range(1024)
-    }
+    sizes = {}
+    for n in range(1024):
+        sizes[n] = (
+            int(rng.integers(64, 257)),
+            {i: int(np.clip(lengths(rng), 1, 1024)) for i in range(16)},
+        )
     started = time.process_time()
     assert len(fill_rows(sizes, 2048)) > 2000
     assert time.process_time() - started < 1
@@ -333,10 +329,8 @@ def test_what_is_left_over_takes_a_shorter_shape_where_that_saves_much():
         ]
 
     assert lengths(1) == [128, 128]  # for 140 tokens
-    assert lengths(4) == [
-        512,
-        128,
-    ]  # a fourth group is divided: 60 tokens beside three others, 100 left over
+    # a fourth group is divided: 60 tokens beside three others, 100 left over
+    assert lengths(4) == [512, 128]
     assert set(lengths(41)) == {512}  # a program of its own would save little
     with pytest.raises(
         ValueError, match="a prompt of 20 tokens with a completion of 40 does not fit rows of 48"

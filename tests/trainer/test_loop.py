@@ -155,9 +155,8 @@ class Diary:
         return {"held_out": {"accuracy": version / 10}}, [f"answer {version}"]
 
     def check_logprobs(self, groups, logprobs, version):
-        assert {group.step for group in groups} == {
-            version
-        }  # the weights that the step's update began with
+        # the weights that the step's update began with
+        assert {group.step for group in groups} == {version}
 
     def is_ready(self, purpose, step) -> bool:
         return True
@@ -719,23 +718,17 @@ def unmoved(workshop):
 @pytest.mark.slow
 def test_a_lag_of_one_trains_on_older_samples(workshop, unmoved):
     run, held = train_with(workshop, "lagging", Schedule(lag=1))
-    assert held == [
-        [0, 1],
-        [1, 2],
-        [2, 3],
-        [3, 4],
-    ]  # each as long as a step may ask for it, were there more
+    # each as long as a step may ask for it, were there more
+    assert held == [[0, 1], [1, 2], [2, 3], [3, 4]]
     rows = metrics(run)
     assert [row["staleness"] for row in rows] == [0, 1, 1, 1]
     for step, row in enumerate(rows, 1):
         for group in groups(run, step):
             assert group["version"] == max(0, step - 2)
-            assert all(
-                "versions" not in completion for completion in group["completions"]
-            )  # those asked for
-        assert (row["sampler_gap/logprob_max"] < 2e-5) == (
-            step == 1
-        )  # the weights have moved on since
+            # those asked for
+            assert all("versions" not in completion for completion in group["completions"])
+        # the weights have moved on since
+        assert (row["sampler_gap/logprob_max"] < 2e-5) == (step == 1)
     assert [tokens(run, step) == tokens(unmoved, step) for step in (1, 2, 3)] == [True, True, False]
     assert checkpoints(run) == [4]
 
@@ -744,13 +737,8 @@ def test_publication_every_second_update(workshop, unmoved):
     run, held = train_with(
         workshop, "sparse", Schedule(weight_sync_interval=2), "steps=5", "train.evaluate_every=3"
     )
-    assert held == [
-        [0],
-        [2],
-        [2, 3],
-        [4],
-        [4, 5],
-    ]  # the evaluated 3 does not drive out 2, which step 3 needs
+    # the evaluated 3 does not drive out 2, which step 3 needs
+    assert held == [[0], [2], [2, 3], [4], [4, 5]]
     assert [row["staleness"] for row in metrics(run)] == [0, 1, 0, 1, 0]
     assert [tokens(run, step) == tokens(unmoved, step) for step in (1, 2, 3)] == [True, True, False]
 

@@ -192,21 +192,17 @@ def test_the_gradients_are_the_oracles(a):
         random_parameters(one, scale=2.0),
         param_specs(one),
     )
-    groups, exact = (
-        random_groups(one, 3, 2, 8, 8),
-        jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), parameters),
-    )
-    rows = [
-        (np.concatenate([group.prompt_ids, c.token_ids]), len(group.prompt_ids))
-        for group in groups
-        for c in group.completions
-    ]
+    groups = random_groups(one, 3, 2, 8, 8)
+    exact = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), parameters)
+    rows = []
+    for group in groups:
+        for c in group.completions:
+            rows.append((np.concatenate([group.prompt_ids, c.token_ids]), len(group.prompt_ids)))
     advantages = np.random.default_rng(5).standard_normal((3, 2))
     lps = [float64_logprobs(one, exact, *row) for row in rows]
-    completions = [
-        oracle.Completion(lp, lp, lp, np.ones(len(lp), bool), advantage)
-        for lp, advantage in zip(lps, advantages.ravel(), strict=True)
-    ]
+    completions = []
+    for lp, advantage in zip(lps, advantages.ravel(), strict=True):
+        completions.append(oracle.Completion(lp, lp, lp, np.ones(len(lp), bool), advantage))
     slopes, count = oracle.gradients(oracle.Settings(), completions), sum(map(len, lps))
     (batch,) = pack(groups, range(3), advantages, np.full((3, 2), 1 / count), [whole(groups)], 1.0)
     trainer = learner(one)
@@ -411,7 +407,8 @@ def test_peft_reads_what_is_written_and_writes_what_is_read(tmp_path, family, rs
     for section in (
         ModelSection(path=str(folder), lora=LoraSection(path=str(tmp_path / "again"))),
         ModelSection(path=str(tmp_path / "again")),
-    ):  # on the base that is given, or that it names
+    ):
+        # on the base that is given, or that it names
         spec = resolve_model(section)
         assert spec.architecture == a
         assert same_bits(by_path(spec.load(ROLE, np.float32)), by_path(parameters))
@@ -467,11 +464,10 @@ def test_targets_have_pefts_names_and_patterns(base, targets, names):
 def test_targets_may_name_the_product_of_each_layer_in_full(base):
     """PEFT writes them so below 20 products."""
     a = architecture_of(base)
-    full = [
-        f"model.layers.{layer}.self_attn.{name}"
-        for layer in range(a.num_layers)
-        for name in ("q_proj", "v_proj")
-    ]
+    full = []
+    for layer in range(a.num_layers):
+        for name in ("q_proj", "v_proj"):
+            full.append(f"model.layers.{layer}.self_attn.{name}")
     assert adapters.make_adapter(a, 2, 4.0, full, False).targets == ("q_proj", "v_proj")
     mixed = [*full[::2], "mlp.up_proj"]
     assert adapters.make_adapter(a, 2, 4.0, mixed, False).targets == ("q_proj", "up_proj")
@@ -616,10 +612,8 @@ def quantised(family: str, folder: Path, kind: Any) -> tuple[Architecture, Any]:
 @pytest.mark.parametrize(("family", "kind"), [("llama-linear", "int8"), ("qwen3-tied", "fp8")])
 def test_a_quantised_base_computes_as_its_widened_values(tmp_path, family, kind):
     a, parameters = quantised(family, tmp_path / "model", kind)
-    wide, plain = (
-        replace(a, quantised=""),
-        huggingface.load(tmp_path / "model", replace(a.base, quantised=""), ROLE),
-    )
+    wide = replace(a, quantised="")
+    plain = huggingface.load(tmp_path / "model", replace(a.base, quantised=""), ROLE)
     same = widened(a, parameters)
     tokens = np.arange(20) * 7 % a.vocab_size
     ours, theirs = shoal_logits(a, parameters, tokens), shoal_logits(wide, same, tokens)
@@ -636,17 +630,15 @@ def test_a_quantised_base_computes_as_its_widened_values(tmp_path, family, kind)
             assert np.array_equal(one, before)
         else:  # half a step of int8; of fp8, 3 bits after the first
             most = np.abs(before).max(axis=1, keepdims=True)
-            bound = (
-                most / 127 * 0.51
-                if kind == "int8"
-                else np.maximum(np.abs(before) / 15.5, most / 448)
-            )
+            if kind == "int8":
+                bound = most / 127 * 0.51
+            else:
+                bound = np.maximum(np.abs(before) / 15.5, most / 448)
             assert (np.abs(one - before) <= bound).all() and np.abs(one - before).max() > 0
-    scales = [
-        weight.scale
-        for weight in jax.tree.leaves(parameters, is_leaf=lambda one: isinstance(one, Quantised))
-        if isinstance(weight, Quantised)
-    ]
+    scales = []
+    for weight in jax.tree.leaves(parameters, is_leaf=lambda one: isinstance(one, Quantised)):
+        if isinstance(weight, Quantised):
+            scales.append(weight.scale)
     assert len(scales) == 7 and all(
         np.array_equal(scale, scale.astype(jnp.bfloat16)) for scale in scales
     )
@@ -706,22 +698,22 @@ def test_a_sampler_in_8_bits_has_the_trainers_weights_to_the_nearest(adapter, ki
     sent = {
         name: values.dtype for name, values, _ in to_host(model, named_leaves(model, parameters))
     }
-    assert sent == {
-        name: published_dtype(model, spec) for name, spec in named_specs(model).items()
-    }  # as Ray's objects
+    # as Ray's objects
+    assert sent == {name: published_dtype(model, spec) for name, spec in named_specs(model).items()}
     before, after = parameters.blocks.down, read[0].blocks.down
     if adapter:
         before, after = before.kernel, after.kernel
     assert same_bits(
         by_path(jax.tree.leaves(after)), by_path(jax.tree.leaves(quantise(before, kind)))
     )
+    # what a plan counts
     copies = copied_shapes(
         param_shapes(param_specs(a), ROLE, jnp.float32),
         param_specs(a),
         model.role,
         jnp.float32,
         model.architecture,
-    )  # what a plan counts
+    )
     small = [
         one
         for one in jax.tree.leaves(read[0], is_leaf=lambda one: isinstance(one, Quantised))
@@ -754,9 +746,10 @@ def test_an_adapter_keeps_no_products_for_the_backward_pass():
         trained = select(trained_specs(a), parameters)
 
         def loss(trained: Any) -> Any:
-            frozen = (
-                jax.tree.map(lambda d: jnp.zeros(d.shape), frozen_specs(a)) if a.adapter else None
-            )
+            if a.adapter:
+                frozen = jax.tree.map(lambda d: jnp.zeros(d.shape), frozen_specs(a))
+            else:
+                frozen = None
             return batch_loss(one.model, one.objective, joined(trained, frozen), batch)[0]
 
         shapes = jax.eval_shape(lambda tree: jax.vjp(loss, tree)[1], trained)
@@ -795,9 +788,8 @@ def test_the_backward_pass_computes_only_the_narrow_products_again():
     ]
     wide = [out for out, left, _ in dots if left == f"{rows},{rank}" and out.startswith(f"{rows},")]
     assert len(wide) == 14  # forward by B, backward by A
-    assert (
-        len([out for out, *_ in dots if out == f"{rows},{rank}"]) == 21
-    )  # forward, again, backward by B
+    # forward, again, backward by B
+    assert len([out for out, *_ in dots if out == f"{rows},{rank}"]) == 21
     assert not [
         out for out, *_ in dots if out.endswith(f",{rank}") and not out.startswith(f"{rows},")
     ]

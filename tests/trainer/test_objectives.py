@@ -165,9 +165,8 @@ def test_groups_are_chosen_by_what_is_right_not_by_penalties():
     assert not useful(format) and useful(format, "algorithm.dynamic_sampling_by=reward")
     partly = judged([True, False, False], right=[1, 0, 0])
     assert useful(partly) and not useful(replace(partly, valid=np.array([False, True, True])))
-    hidden = judged(
-        [True, False, False], right=[1, 0, 0], overlong=[-1, 0, 0]
-    )  # the penalty evens the reward out
+    # the penalty evens the reward out
+    hidden = judged([True, False, False], right=[1, 0, 0], overlong=[-1, 0, 0])
     assert useful(hidden, OVERLONG) and not useful(
         hidden, OVERLONG, "algorithm.dynamic_sampling_by=reward"
     )
@@ -246,9 +245,9 @@ def test_a_teachers_part_of_the_advantage_by_hand():
 
 def test_a_divergence_in_the_reward_by_hand():
     a = AlgorithmSection(kl="k1", kl_placement="reward", kl_coef=0.1, advantage="dr_grpo")
-    made = [
-        replace(group, rewards=np.array([1.0, 0.0])) for group in random_groups(SMALL, 1, 2, 4, 3)
-    ]
+    made = []
+    for group in random_groups(SMALL, 1, 2, 4, 3):
+        made.append(replace(group, rewards=np.array([1.0, 0.0])))
     made[0] = replace(
         made[0],
         completions=tuple(
@@ -269,13 +268,11 @@ def test_a_divergence_in_the_reward_by_hand():
     recorded = MetricSet()
     penalty = updater(a)._kl_penalty(made, StepTable.of(made, a), given, recorded)
     assert penalty is not None
-    np.testing.assert_allclose(
-        penalty, [[0.3, 0.1]], rtol=1e-6
-    )  # 0.1 x (1 + 2), and for its one sampled token 0.1 x 1
+    # 0.1 x (1 + 2), and for its one sampled token 0.1 x 1
+    np.testing.assert_allclose(penalty, [[0.3, 0.1]], rtol=1e-6)
     assert recorded.result()["kl"] == pytest.approx(4 / 3)
-    np.testing.assert_allclose(
-        StepTable.of(made, a, penalty).advantages, [[0.4, -0.4]], rtol=1e-6
-    )  # (0.7, -0.1) - 0.3
+    # (0.7, -0.1) - 0.3
+    np.testing.assert_allclose(StepTable.of(made, a, penalty).advantages, [[0.4, -0.4]], rtol=1e-6)
     np.testing.assert_allclose(StepTable.of(made, a).rewards, [[1.0, 0.0]])
     # A completion that was cut and is masked loses its reward's part all the same; the metric is of
     # those trained on.
@@ -304,10 +301,9 @@ def test_cut_completions_leave_the_loss_and_stay_in_the_mean():
         table = StepTable.of(made, a)
         np.testing.assert_array_equal(table.advantages, [[-1, 1, 0]])
         batch = updater(a)._pack(made, table, np.arange(1), None, None, None)[0]
-        weight = {
-            index: float(values[0])
-            for (_, index), values in unpack([batch], [batch.arrays.weight]).items()
-        }
+        weight = {}
+        for (_, index), values in unpack([batch], [batch.arrays.weight]).items():
+            weight[index] = float(values[0])
         assert weight == {
             0: pytest.approx(1 / 3),
             1: 0 if masked else pytest.approx(1 / 3),

@@ -92,10 +92,15 @@ def by_hand(section: OptimizerSection, gradients: list[dict], start: dict) -> li
 def test_updates_are_adamw_after_clipping(clip):
     rng = np.random.default_rng(0)
     start = {"matrix": jnp.asarray(rng.normal(size=(3, 4)), jnp.float32), "norm": jnp.ones(4)}
-    gradients = [
-        {k: jnp.asarray(rng.normal(size=x.shape) * scale, jnp.float32) for k, x in start.items()}
-        for scale in (100.0, 0.01, 1.0)
-    ]  # over the limit, under it, over it
+    # over the limit, under it, over it
+    gradients = []
+    for scale in (100.0, 0.01, 1.0):
+        gradients.append(
+            {
+                k: jnp.asarray(rng.normal(size=x.shape) * scale, jnp.float32)
+                for k, x in start.items()
+            }
+        )
     section = OptimizerSection(lr=0.1, warmup_steps=2, weight_decay=0.3, clip_grad_norm=clip)
     path, expected = run(section, gradients, start), by_hand(section, gradients, start)
     for ours, theirs in zip(path, expected, strict=True):

@@ -155,9 +155,8 @@ def test_pass_rates_are_of_valid_completions():
     rates, example = PassRates(), Example(7, "7")
     rates.add([judged(example, [True, False, True, True], valid=[True, True, False, True])])
     assert rates.counts == {7: (3, 2.0)}
-    rates.add(
-        [judged(example, [], rewards=[0.25, 7.0, -3.0])]
-    )  # no `correct`: the reward within [0, 1]
+    # no `correct`: the reward within [0, 1]
+    rates.add([judged(example, [], rewards=[0.25, 7.0, -3.0])])
     assert rates.counts == {7: (6, 3.25)}
 
 
@@ -215,13 +214,10 @@ def test_too_few_prompts_left_end_the_data(left, count, words):
             s.next(count)
     place = s.state()
     assert s.more(count, range(left)) == [] and s.state() == place
-    s.rates.add(
-        [judged(Example(row, str(row)), [False] * 9) for row in range(12)]
-    )  # nothing is solved any more
-    for bound, ended in (
-        (0.5, True),
-        (0.9, False),
-    ):  # what ended a run stays so, unless the bound was changed
+    # nothing is solved any more
+    s.rates.add([judged(Example(row, str(row)), [False] * 9) for row in range(12)])
+    for bound, ended in ((0.5, True), (0.9, False)):
+        # what ended a run stays so, unless the bound was changed
         resumed = stream(bound=bound)
         resumed.restore(json.loads(json.dumps(s.state())))
         assert resumed.is_exhausted(count) == ended
@@ -239,17 +235,8 @@ def test_peek_takes_nothing():
 def test_long_prompts_are_dropped_and_counted():
     s = stream(lengths=[3, 200, 3, 3, 0, 3, 3, 100, 101, 3, 3, 3])
     seen = rows(s.next(4)) + rows(s.next(5))
-    assert sorted(seen) == [
-        0,
-        2,
-        3,
-        5,
-        6,
-        7,
-        9,
-        10,
-        11,
-    ]  # 100 is within the limit, 0 and 101 are not
+    # 100 is within the limit, 0 and 101 are not
+    assert sorted(seen) == [0, 2, 3, 5, 6, 7, 9, 10, 11]
     assert s.dropped + (12 - s.cursor) == 3  # those not met yet are at the end of the epoch
 
 

@@ -284,10 +284,9 @@ def advantages(a: AlgorithmSection, old_logprobs: dict, ref_logprobs: dict) -> l
         for (p, g), lp in old_logprobs.items():
             loss_mask = groups()[p].completions[g].loss_mask
             taken[p, g] = a.kl_coef * (lp - ref_logprobs[p, g])[loss_mask].sum()  # k1
-    parts = [
-        listed([group.reward_components[name] for group in groups()])
-        for name in ("first", "second")
-    ]
+    parts = []
+    for name in ("first", "second"):
+        parts.append(listed([group.reward_components[name] for group in groups()]))
     rewards = listed(np.stack([group.rewards for group in groups()]) - taken)
     lengths = [[int(c.loss_mask.sum()) for c in group.completions] for group in groups()]
     found = oracle_advantage.advantages(
@@ -300,9 +299,8 @@ def advantages(a: AlgorithmSection, old_logprobs: dict, ref_logprobs: dict) -> l
         [1.0, 0.5],
         lengths if a.whiten_over == "tokens" else None,
     )
-    return [
-        [0.0 if abs(x) < 1e-15 else x for x in row] for row in found
-    ]  # a bound goes by the sign: noise has none
+    # a bound goes by the sign: noise has none
+    return [[0.0 if abs(x) < 1e-15 else x for x in row] for row in found]
 
 
 def expected(
@@ -320,11 +318,12 @@ def expected(
         c, rewards = groups()[p].completions[g], groups()[p].rewards[groups()[p].valid]
         if a.zero_std_groups == "exclude" and len(set(rewards)) == 1:
             continue
-        teacher_bonus = (
-            TEACHER_COEF * (by_teacher[p, g] - old_logprobs[p, g]).astype(np.float64)
-            if teacher
-            else 0.0
-        )
+        if teacher:
+            teacher_bonus = TEACHER_COEF * (by_teacher[p, g] - old_logprobs[p, g]).astype(
+                np.float64
+            )
+        else:
+            teacher_bonus = 0.0
         loss_mask = c.loss_mask & (not (a.mask_truncated and c.stop_reason == StopReason.LENGTH))
         before = old_logprobs[p, g].astype(np.float64) if several else lp[p, g]
         keys.append((p, g))

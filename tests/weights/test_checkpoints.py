@@ -131,11 +131,9 @@ def test_a_checkpoint_with_other_versions_compiles_nothing(tmp_path):
 
 @pytest.mark.slow
 def test_small_arrays_of_several_replicas_are_written_by_one_and_compile_nothing(tmp_path):
-    checkpoints, state, counter = (
-        Checkpoints(tmp_path / "checkpoints", keep_last=1),
-        state_on((2, 2, 2)),
-        CompilationCounter(),
-    )
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1)
+    state = state_on((2, 2, 2))
+    counter = CompilationCounter()
     checkpoints.save(1, state, {})
     checkpoints.close()
     assert counter.read() <= 2  # checksums
@@ -233,14 +231,12 @@ def test_one_device_to_eight(tmp_path):
 
 
 def test_where_a_checkpoint_is_found(run, tmp_path, monkeypatch):
-    assert (
-        find_checkpoint(run) == find_checkpoint(run / "checkpoints") == (run, 10)
-    )  # as numbers: 10 is after 4
+    # as numbers: 10 is after 4
+    assert find_checkpoint(run) == find_checkpoint(run / "checkpoints") == (run, 10)
     assert find_checkpoint(run / "checkpoints" / "4") == (run, 4)
     assert find_checkpoint(tmp_path) is None and find_checkpoint(run) is not None
-    (tmp_path / "checkpoints" / "5.orbax-checkpoint-tmp").mkdir(
-        parents=True
-    )  # cut off while it was written
+    # cut off while it was written
+    (tmp_path / "checkpoints" / "5.orbax-checkpoint-tmp").mkdir(parents=True)
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "config.yaml").write_text("steps: 3\n")  # a run before its first checkpoint
     for without in (tmp_path, tmp_path / "new"):

@@ -65,9 +65,10 @@ def rewrite(folder: Path, change) -> Path:
 def config_folder(
     folder: Path, family: str = "qwen3", drop: tuple[str, ...] = (), **changes
 ) -> Path:
-    config = {
-        key: value for key, value in {**FAMILIES[family], **changes}.items() if key not in drop
-    }
+    config = {}
+    for key, value in {**FAMILIES[family], **changes}.items():
+        if key not in drop:
+            config[key] = value
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -775,12 +776,9 @@ def test_save_overwrites_nothing_and_leaves_nothing_half_done(tmp_path):
 
 def test_every_parameter_has_a_name_of_its_own(tmp_path):
     for family in FAMILIES:
-        names = [
-            spec.name
-            for spec in jax.tree.leaves(
-                param_specs(architecture_of(config_folder(tmp_path, family)))
-            )
-        ]
+        names = []
+        for spec in jax.tree.leaves(param_specs(architecture_of(config_folder(tmp_path, family)))):
+            names.append(spec.name)
         assert all(names) and len(set(names)) == len(names)
 
 

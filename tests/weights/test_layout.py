@@ -171,22 +171,28 @@ def test_two_processes_read_each_row_once_between_them():
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(map(str, folders)),
     }
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", TWO, address, str(number)],
-            env=env,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+    both = []
+    for number in range(2):
+        both.append(
+            subprocess.Popen(
+                [sys.executable, "-c", TWO, address, str(number)],
+                env=env,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
         )
-        for number in range(2)
-    ]
     outputs = [process.communicate(timeout=120) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
-    reads = [
-        [np.array([*line.split()[1]], int) for line in out.splitlines() if line.startswith("reads")]
-        for out, _ in outputs
-    ]
+    reads = []
+    for out, _ in outputs:
+        reads.append(
+            [
+                np.array([*line.split()[1]], int)
+                for line in out.splitlines()
+                if line.startswith("reads")
+            ]
+        )
     assert len(reads[0]) == 3
     for one, other in zip(*reads, strict=True):
         assert (one + other == 1).all() and one.any() and other.any()

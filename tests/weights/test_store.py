@@ -97,9 +97,8 @@ def test_each_device_has_the_same_part_of_each_piece(folder, monkeypatch):
                 shards = [part.addressable_shards[device].data for part in parts]
                 assert np.concatenate(shards, axis).tobytes() == own.tobytes()
         assert np.asarray(block.q).tobytes() == np.asarray(params.blocks.q[number]).tobytes()
-    alone = publish_to(
-        Model(QWEN3, roles().sampler), params, delete_source=True
-    )  # else a device had each array twice
+    # else a device had each array twice
+    alone = publish_to(Model(QWEN3, roles().sampler), params, delete_source=True)
     assert params.blocks.q.is_deleted() and alone.embed_tokens is params.embed_tokens
 
 
@@ -290,10 +289,11 @@ def test_parts_are_made_once_by_the_thread_that_publishes():
     """Hosts in threads read a version at once, which has new arrays: JAX fills an array's list of
     shards at the first look, without a lock."""
     model, interval = Model(QWEN3, roles(data=4).sampler), sys.getswitchinterval()
-    hosts = [
-        model.on(replace(model.role, mesh=as_mesh(replica[None], model.role.mesh.axis_names)))
-        for replica in model.role.mesh.devices
-    ]
+    hosts = []
+    for replica in model.role.mesh.devices:
+        hosts.append(
+            model.on(replace(model.role, mesh=as_mesh(replica[None], model.role.mesh.axis_names)))
+        )
     made, wrong = MemoryStore(model, in_parts=True), []
     params = random_parameters(QWEN3)
 
@@ -307,10 +307,8 @@ def test_parts_are_made_once_by_the_thread_that_publishes():
     sys.setswitchinterval(1e-6)
     try:
         for version in range(60):
-            manifest, start = (
-                made.put(version, jax.tree.map(lambda leaf: leaf + 1, params)),
-                threading.Barrier(4),
-            )
+            manifest = made.put(version, jax.tree.map(lambda leaf: leaf + 1, params))
+            start = threading.Barrier(4)
             threads = [
                 threading.Thread(target=read, args=(manifest, host, start)) for host in hosts
             ]

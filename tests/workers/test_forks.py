@@ -28,9 +28,8 @@ from shoal.workers.sessions import Sessions
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads /proc"),
-    pytest.mark.filterwarnings(
-        "ignore:os.fork"
-    ),  # JAX's, where a test that ran before has started its threads
+    # JAX's, where a test that ran before has started its threads
+    pytest.mark.filterwarnings("ignore:os.fork"),
 ]
 EXAMPLES = [Example(row, [{"role": "user", "content": str(row)}], {}) for row in range(2)]
 

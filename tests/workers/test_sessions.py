@@ -87,11 +87,10 @@ def spoil(data: bytes) -> list[int]:
 
 
 def sockets() -> list[int]:
-    found = {
-        int(path.name): os.readlink(path)
-        for path in Path("/proc/self/fd").iterdir()
-        if path.exists()
-    }
+    found = {}
+    for path in Path("/proc/self/fd").iterdir():
+        if path.exists():
+            found[int(path.name)] = os.readlink(path)
     return [
         number for number, target in found.items() if target.startswith("socket:") and number > 2
     ]

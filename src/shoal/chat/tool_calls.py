@@ -50,10 +50,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     },
 }
 """Of Qwen2.5, Qwen3 and Hermes; Qwen3.5; Llama 3.1 and later; Gemma 4 and FunctionGemma."""
-_THOUGHTS = {
-    "open_pattern": r"<think>|<\|channel>",
-    "close_pattern": r"</think>|<channel\|>",
-}  # calls in them are none
+# calls in them are none
+_THOUGHTS = {"open_pattern": r"<think>|<\|channel>", "close_pattern": r"</think>|<channel\|>"}
 
 
 class ToolCall(NamedTuple):

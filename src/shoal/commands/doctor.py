@@ -100,9 +100,8 @@ def check_data(job: Job, result: dict[str, Any]) -> bool:
         sets = ", ".join(f"{number:,} {name}" for name, number in set_sizes(data).items())
         check.ok(f"{len(data.train):,} prompts of {job.lengths}, {used:,} are asked for; {sets}")
     text = job.tokenizer.decode(job.first_prompt.prompt_ids.tolist(), skip_special_tokens=False)
-    job.console.passage(
-        "first prompt", text, lines=16, characters=1200
-    )  # the template's line has its tokens
+    # the template's line has its tokens
+    job.console.passage("first prompt", text, lines=16, characters=1200)
     result["first_prompt"] = text
     return True
 

@@ -132,13 +132,14 @@ def _under_lora(name: str) -> tuple[str, str]:
     return name, f"lora.{name}"
 
 
+# it passes no norm
 _AGGREGATIONS: dict[str, Values] = {
     "token-mean": {"algorithm.aggregation": "token-mean"},
     "sequence-mean-token-mean": {"algorithm.aggregation": "seq-mean-token-mean"},
     "sequence-mean-token-scale": {"algorithm.aggregation": "seq-mean-token-sum-norm"},
     "seq-mean-token-sum": {"algorithm.aggregation": "seq-mean-token-sum"},
     "sequence-mean-token-sum-norm": {"algorithm.aggregation": "seq-mean-token-sum"},
-}  # it passes no norm
+}
 _KL_MODES: dict[str, Values] = {
     "kl": {"algorithm.kl": "k1"},
     "mse_kl": {"algorithm.kl": "k2"},

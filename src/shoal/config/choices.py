@@ -43,9 +43,8 @@ class Advantage(Part):
     """An advantage estimator."""
 
     uses_rewards: bool = True  # else the teacher is the only signal
-    by_function: bool = (
-        False  # normalises each reward function by itself, so a KL in the reward would cancel
-    )
+    # normalises each reward function by itself, so a KL in the reward would cancel
+    by_function: bool = False
     of_positive: bool = False  # defined for rewards of 0 or more only
     of_data: bool = False  # the completions are the data's own answers
 
@@ -56,9 +55,8 @@ class PolicyLoss(Part):
 
     ratio: str = "token"
     in_logarithms: bool = False  # clip_low bounds the log-ratio, so it may exceed 1
-    one_gradient: bool = (
-        False  # all tokens of a completion have one gradient: a bonus by token is averaged
-    )
+    # all tokens of a completion have one gradient: a bonus by token is averaged
+    one_gradient: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,9 +151,8 @@ AGGREGATIONS: dict[str, Part] = {
 """By the names of `algorithm.aggregation`."""
 
 CORRECTIONS: dict[str, Correction] = {
-    "auto": Correction(
-        ""
-    ),  # one of the others, once it is known whether samples are of older weights
+    # one of the others, once it is known whether samples are of older weights
+    "auto": Correction(""),
     "none": Correction(""),  # nothing is computed
     "tis": Correction(f"{_LOSS}:tis"),
     "mis": Correction(f"{_LOSS}:mis"),

@@ -295,11 +295,10 @@ def build(config_type: type, values: Mapping[str, Any]) -> Any:
             arguments[field.name] = values[field.name]
         elif dataclasses.is_dataclass(field.default_factory):
             head = f"{field.name}."
-            inside = {
-                name.removeprefix(head): value
-                for name, value in values.items()
-                if name.startswith(head)
-            }
+            inside = {}
+            for name, value in values.items():
+                if name.startswith(head):
+                    inside[name.removeprefix(head)] = value
             arguments[field.name] = build(field.default_factory, inside)  # type: ignore[arg-type]
     return config_type(**arguments)
 

@@ -246,11 +246,9 @@ class Config:
     def evaluate_every(self) -> int:
         """Steps between evaluations, resolved: by default 10 for word problems, else 0, for the
         first and the last."""
-        return (
-            self.train.evaluate_every
-            if self.train.evaluate_every >= -1
-            else 10 * (self.task.name == "words")
-        )
+        if self.train.evaluate_every >= -1:
+            return self.train.evaluate_every
+        return 10 * (self.task.name == "words")
 
     @property
     def quick_questions(self) -> int:

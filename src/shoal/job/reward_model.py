@@ -52,10 +52,9 @@ class Classifier:
     def read(cls, path: str, folder: Path) -> Classifier:
         """ShoalError for another kind of model, and for several labels."""
         a, config = families.architecture_of(folder), families.read_config(folder)
-        known = [
-            family.transformers_class.replace("CausalLM", "SequenceClassification")
-            for family in families.FAMILIES.values()
-        ]
+        known = []
+        for family in families.FAMILIES.values():
+            known.append(family.transformers_class.replace("CausalLM", "SequenceClassification"))
         named = config.get("architectures") or []
         if not set(named) & set(known):
             raise ShoalError(

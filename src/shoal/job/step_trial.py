@@ -109,9 +109,8 @@ class StepTrial:
     num_batches: int = 0  # micro-batches of one pass over all groups
     accumulate_seconds: float = 0.0  # of one micro-batch
     apply_seconds: float = 0.0
-    differences: np.ndarray = field(
-        default_factory=lambda: np.zeros(0)
-    )  # |trainer's - sampler's log-prob|, by token
+    # |trainer's - sampler's log-prob|, by token
+    differences: np.ndarray = field(default_factory=lambda: np.zeros(0))
     entropy: float = 0.0
     skipped: bool = False  # the update had no finite gradient, and no smaller loss scale would help
     process_bytes: int = 0  # of this process in RAM without its arrays, when all programs had run

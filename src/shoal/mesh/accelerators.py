@@ -51,9 +51,8 @@ class Accelerator:
     # device. TPU: instructions that Mosaic schedules, of which there is one a cycle, for rows of
     # whole groups (docs/LOG.md).
     kernels: float = 0.5
-    launch: float = (
-        3e-6  # seconds between two operations' launches by a GPU's host, which works ahead; assumed
-    )
+    # seconds between two operations' launches by a GPU's host, which works ahead; assumed
+    launch: float = 3e-6
 
     @property
     def is_tpu(self) -> bool:

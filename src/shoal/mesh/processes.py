@@ -166,9 +166,8 @@ class World:
     client: Any = None  # of JAX's key-value store, which process 0 holds
     names: list[str] = field(default_factory=list)  # `process 1 (host, pid 12)`
     sequence: int = 0
-    links: list[socket.socket] = field(
-        default_factory=list
-    )  # process 0 has one to each other process, these to it
+    # process 0 has one to each other process, these to it
+    links: list[socket.socket] = field(default_factory=list)
     alone_code: int | None = None  # the exit code of a process that leaves while others do not
 
     @property
@@ -360,18 +359,16 @@ def join(section: MeshSection) -> World:
         jaxlib.make_gloo_tcp_collectives = partial(
             jaxlib.make_gloo_tcp_collectives, hostname=met.address
         )
-    jax.config.update(
-        "jax_enable_preemption_service", False
-    )  # it takes SIGTERM, which asks a run to stop
+    # it takes SIGTERM, which asks a run to stop
+    jax.config.update("jax_enable_preemption_service", False)
     with service_apart():
         jax.distributed.initialize(
             section.coordinator,
             section.processes,
             section.process,
             initialization_timeout=START_SECONDS,
-            coordinator_bind_address=bind_address(
-                section
-            ),  # JAX's default: every address of the machine
+            # JAX's default: every address of the machine
+            coordinator_bind_address=bind_address(section),
             cluster_detection_method="deactivate",
             local_device_ids=own_gpus(),
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
@@ -640,9 +637,8 @@ def _refused(links: Iterable[socket.socket], text: str) -> ShoalError:
 def _listener(section: MeshSection) -> socket.socket:
     """Listens at the named host alone."""
     host, _, port = bind_address(section).rpartition(":")
-    deadline = (
-        time.monotonic() + 2 * OUTLIVES_SECONDS
-    )  # the service of a run that was killed just now has the port
+    # the service of a run that was killed just now has the port
+    deadline = time.monotonic() + 2 * OUTLIVES_SECONDS
     while True:
         try:
             family, _, _, _, address = socket.getaddrinfo(
@@ -661,9 +657,8 @@ def _listener(section: MeshSection) -> socket.socket:
 
 def meet_main(section: MeshSection) -> Met:
     """In the other processes: waits until all have come."""
-    deadline = (
-        time.monotonic() + 2 * OUTLIVES_SECONDS
-    )  # the service of a run that was killed just now may answer
+    # the service of a run that was killed just now may answer
+    deadline = time.monotonic() + 2 * OUTLIVES_SECONDS
     while True:
         link = _connect(section)
         try:
@@ -791,6 +786,7 @@ class CoordinationService:
     """
 
     def __init__(self, address: str, count: int, **options: Any):
+        # no Ctrl-C
         self.process = subprocess.Popen(
             [sys.executable, "-c", SERVICE, json.dumps([address, count, options])],
             stdin=subprocess.PIPE,
@@ -798,7 +794,7 @@ class CoordinationService:
             stderr=subprocess.DEVNULL,
             text=True,
             start_new_session=True,
-        )  # no Ctrl-C
+        )
         assert self.process.stdout
         if self.process.stdout.readline() != "ready\n":
             raise ShoalError(

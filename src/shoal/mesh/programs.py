@@ -181,9 +181,10 @@ class Program:
         return self._known_options(lambda: self.lower(*args, **kwargs).compile())
 
     def _jit(self) -> Any:
-        options = {
-            name: value for name, value in self.compiler_options.items() if name not in _unknown
-        }
+        options = {}
+        for name, value in self.compiler_options.items():
+            if name not in _unknown:
+                options[name] = value
         return jax.jit(self.function, compiler_options=options or None, **self.options)
 
     def _known_options(self, call: Callable[[], Any]) -> Any:

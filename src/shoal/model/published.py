@@ -117,10 +117,8 @@ _LLAMA_8B = _llama(4096, 14336, 32, 32, 8)
 _LLAMA_70B = _llama(8192, 28672, 80, 64, 8)
 
 
-_LLAMA31_8B, _LLAMA31_70B = (
-    replace(_LLAMA_8B, rope_scaling=_LLAMA3),
-    replace(_LLAMA_70B, rope_scaling=_LLAMA3),
-)
+_LLAMA31_8B = replace(_LLAMA_8B, rope_scaling=_LLAMA3)
+_LLAMA31_70B = replace(_LLAMA_70B, rope_scaling=_LLAMA3)
 
 
 _QWEN3_2B = _qwen3(2048, 6144, 28, 16, tied=True)

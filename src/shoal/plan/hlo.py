@@ -610,9 +610,9 @@ class _Visit:
         if instruction.is_gpu_kernel:
             costs.in_kernels += times * size
         if self.memory_rate and instruction.op not in _COPIES:
-            off_chip = {
-                name: _ON_CHIP.sub("", shapes.get(name, "")) for name in instruction.operands
-            }
+            off_chip = {}
+            for name in instruction.operands:
+                off_chip[name] = _ON_CHIP.sub("", shapes.get(name, ""))
             result = instruction._replace(shape=_ON_CHIP.sub("", instruction.shape))
             moved = times * share * self.module.moved_bytes(result, off_chip)
             costs.memory += moved

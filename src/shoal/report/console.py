@@ -46,9 +46,10 @@ class Console:
         width: int | None = None,
     ) -> None:
         self._stream, self._clock = stream or sys.stdout, clock
-        is_terminal = (
-            getattr(self._stream, "isatty", lambda: False)() if terminal is None else terminal
-        )
+        if terminal is None:
+            is_terminal = getattr(self._stream, "isatty", lambda: False)()
+        else:
+            is_terminal = terminal
         self._rich: Any = None
         if is_terminal:
             from rich.console import Console as RichConsole
@@ -69,9 +70,8 @@ class Console:
         self._unwritten: deque[tuple[EventLevel, str, str]] = deque(maxlen=_MOST_UNKEPT)
         self._pace, self._programs, self._printed_at = Pace(clock()), 0.0, -math.inf
         self._answers, self._due = Pace(clock()), 0.0
-        self.in_their_names: Callable[[str], str] = (
-            str  # a warning with the flags of another system that set its keys
-        )
+        # a warning with the flags of another system that set its keys
+        self.in_their_names: Callable[[str], str] = str
 
     def keep_log(self, path: Path) -> None:
         """Writes the lines printed so far, and all further ones, to the end of a file too."""
@@ -293,9 +293,8 @@ class Pace:
     def __init__(self, start: float, window: int = 20) -> None:
         self.start = self._last = start
         self._done = 0
-        self._steps: deque[tuple[float, int, bool]] = deque(
-            maxlen=window
-        )  # seconds, number of steps, compiled
+        # seconds, number of steps, compiled
+        self._steps: deque[tuple[float, int, bool]] = deque(maxlen=window)
 
     def mark(self, now: float, done: int, compiled: bool = False) -> None:
         """`done` steps have been made; `compiled`: the last of them compiled a program."""

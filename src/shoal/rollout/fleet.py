@@ -666,11 +666,10 @@ class Fleet:
         needed = {
             entry.request.version for entry in self.ledger.entries.values() if entry.request.exact
         }
-        unneeded = [
-            version
-            for version in self.store.versions
-            if version < self.keep_from and version not in needed
-        ]
+        unneeded = []
+        for version in self.store.versions:
+            if version < self.keep_from and version not in needed:
+                unneeded.append(version)
         self.store.drop(unneeded)
         for member in self.members.values():
             member.versions &= set(self.store.versions)

@@ -72,9 +72,8 @@ class StoredGroup:
 
     group: Group
     advantages: np.ndarray | None  # float64[G]; None where no update used the group
-    token_arrays: tuple[
-        Mapping[str, np.ndarray], ...
-    ]  # by completion: name -> float32[T]; empty where not trained on
+    # by completion: name -> float32[T]; empty where not trained on
+    token_arrays: tuple[Mapping[str, np.ndarray], ...]
 
 
 def groups_file(purpose: Purpose, subset: str, step: int) -> str:

@@ -47,9 +47,10 @@ def make_run_folder(
 
 def refuse_foreign(path: Path) -> None:
     """ShoalError for a folder that holds other files than a run's."""
-    foreign = [
-        entry.name for entry in path.iterdir() if entry.name not in EMPTY and entry.name[0] != "."
-    ]
+    foreign = []
+    for entry in path.iterdir():
+        if entry.name not in EMPTY and entry.name[0] != ".":
+            foreign.append(entry.name)
     if foreign and CONFIG not in foreign:
         raise ShoalError(
             f"the folder {path} holds something that is no run ({min(foreign)}, no {CONFIG}): "
@@ -73,13 +74,11 @@ def find_named(base: str | os.PathLike[str], run_name: str) -> Path:
     """Where what the folder of a run of this name holds can be read: `named_folder`, of one in a
     bucket its copy."""
     folder = named_folder(base, run_name)
-    return (
-        fetch(
+    if is_bucket(base):
+        return fetch(
             address(folder), "base_output_directory", weights=False, groups=False, may_be_empty=True
         )
-        if is_bucket(base)
-        else folder
-    )
+    return folder
 
 
 def is_run(path: Path) -> bool:

@@ -294,11 +294,9 @@ class _BoundedLoader(_Loader):
     def construct_number(self, node: Any) -> int | float:
         if len(node.value) > MAX_DIGITS:
             raise ValueError(f"it has a number of more than {MAX_DIGITS} digits")
-        return (
-            self.construct_yaml_int(node)
-            if node.tag.endswith(":int")
-            else self.construct_yaml_float(node)
-        )
+        if node.tag.endswith(":int"):
+            return self.construct_yaml_int(node)
+        return self.construct_yaml_float(node)
 
 
 for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):

@@ -312,9 +312,8 @@ def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool]) -> boo
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
         return False
-    chosen = max(
-        votes, key=votes.__getitem__
-    )  # insertion order: the first of those with the most votes
+    # insertion order: the first of those with the most votes
+    chosen = max(votes, key=votes.__getitem__)
     return bool(correct[list(answers).index(chosen)])
 
 

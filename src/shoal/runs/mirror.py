@@ -107,9 +107,8 @@ class Lease:
                     f"{ends}, in {left:.0f} s: wait for it, stop it, or choose another run_name"
                 )
             self.before = holder.get("id", "")
-            with contextlib.suppress(
-                FileExistsError
-            ):  # another was faster, or this process: its lease is read next
+            with contextlib.suppress(FileExistsError):
+                # another was faster, or this process: its lease is read next
                 write = partial(
                     self.fs.pipe_file, self._path(newest + 1), self._record(), mode="create"
                 )
@@ -368,14 +367,13 @@ class Mirror:
         except _Closed:
             pass
         except Exception as error:
-            self.fault = (
-                error
-                if isinstance(error, ShoalError)
-                else ShoalError(
+            if isinstance(error, ShoalError):
+                self.fault = error
+            else:
+                self.fault = ShoalError(
                     f"{self.folder} cannot be uploaded to {self.url}: {type(error).__name__}: "
                     f"{error}"
                 )
-            )
 
     def _renew(self) -> None:
         pause = LEASE_SECONDS / 3
@@ -448,9 +446,8 @@ class Mirror:
         return {name: sizes_and_times[name] for name in sorted(sizes_and_times, key=_upload_order)}
 
     def _upload_plain(self, files: dict[str, tuple[int, int]]) -> None:
-        copy = (
-            self.staging / "copy"
-        )  # what grows meanwhile would not have the size that was promised
+        # what grows meanwhile would not have the size that was promised
+        copy = self.staging / "copy"
         for name, version in files.items():
             with contextlib.suppress(FileNotFoundError):
                 if self.sent.get(name) != version:

@@ -180,9 +180,8 @@ def sampling_support(masses: jax.Array, params: SamplingArrays) -> jax.Array:
     First the top_k most likely; of those the smallest set with top_p of their mass; of those the
     ones at least min_p times as likely as the most likely. Ties at a bound are all kept.
     """
-    drawn = (
-        params.temperature > 0
-    )  # idle slots have 0 everywhere, and would have a nucleus searched
+    # idle slots have 0 everywhere, and would have a nucleus searched
+    drawn = params.temperature > 0
     by_count, by_mass = drawn & (params.top_k > 0), drawn & (params.top_p < 1.0)
 
     def mass_from(bound: jax.Array) -> jax.Array:

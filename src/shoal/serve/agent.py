@@ -48,9 +48,8 @@ class AgentSampler:
         self.reward: float | None = None  # that was posted
         self.is_over = False
         self.when_over: Callable[[], object] = _do_nothing
-        self.when_dropped: Callable[[], object] = (
-            _do_nothing  # before it learns of it, and complains
-        )
+        # before it learns of it, and complains
+        self.when_dropped: Callable[[], object] = _do_nothing
 
     async def sample(self, call: Call) -> Sampled:
         for name in ("temperature", "top_k", "top_p", "min_p", "stop"):

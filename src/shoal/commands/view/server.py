@@ -76,9 +76,8 @@ def make_app(viewer: Viewer, token: str = "") -> ASGIApp:
             )
         except ShoalError as error:
             return _json({"error": " ".join(str(error).split())}, 400)
-        except (
-            viewer.database.error
-        ) as error:  # out of memory, a file that vanished while it was read
+        except viewer.database.error as error:
+            # out of memory, a file that vanished while it was read
             return _json({"error": " ".join(str(error).split("\nLINE")[0].split())[:300]}, 400)
         return _json(record)
 
@@ -110,10 +109,8 @@ def _file(files: Mapping[str, bytes], name: str) -> Response:
 def _json(record: Any, status: int = 200) -> Response:
     try:
         text = json.dumps(record, ensure_ascii=False, allow_nan=False)
-    except (
-        ValueError,
-        TypeError,
-    ):  # numbers that JSON lacks, values of DuckDB that it does not know
+    except (ValueError, TypeError):
+        # numbers that JSON lacks, values of DuckDB that it does not know
         text = json.dumps(json_ready(record), ensure_ascii=False, allow_nan=False)
     return Response(text.encode("utf-8", "backslashreplace"), status, media_type="application/json")
 

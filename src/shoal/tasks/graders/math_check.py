@@ -627,9 +627,8 @@ def _is_same_value(first: Any, second: Any) -> bool:
     first, second = exact(first), exact(second)
     if first == second:
         return True
-    if (
-        first.is_finite is False or second.is_finite is False
-    ):  # a difference with infinity says nothing
+    if first.is_finite is False or second.is_finite is False:
+        # a difference with infinity says nothing
         return False
     if not has_decimal:
         if first.is_Rational and second.is_Rational:

@@ -76,7 +76,9 @@ def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
     if teacher:
         scored.append(teacher)
     scored.extend(reward_architectures(config.reward).values())
-    hidden_size = math.gcd(a.hidden_size, *(model.hidden_size for model in scored))
+    hidden_size = a.hidden_size
+    for model in scored:
+        hidden_size = math.gcd(hidden_size, model.hidden_size)
     roles = make_roles(config.mesh, devices, hidden_size)
     check_mesh(a, roles.trainer)
     for model in scored:

@@ -499,7 +499,8 @@ def epochs(given: Given, get: Get) -> tuple[Values, str]:
             f"read; set steps to {exact(epochs)} x {steps_of_epoch}"
         )
         return {}, said
-    task = TaskSection(**{one.name: get(f"task.{one.name}") for one in fields(TaskSection)})
+    settings = {field.name: get(f"task.{field.name}") for field in fields(TaskSection)}
+    task = TaskSection(**settings)
     rows = len(load_by_name(task, RewardSection()).train)
 
     def steps_of(prompts: int) -> int:

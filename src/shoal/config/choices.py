@@ -161,10 +161,15 @@ CORRECTIONS: dict[str, Correction] = {
 }
 """By the names of `algorithm.correction`."""
 
-REJECTIONS: dict[str, Rejection] = {"none": Rejection("")} | {
-    f"{level}_{kl}": Rejection(part.function, level=level)
-    for level in ("token", "seq_sum", "seq_mean", "seq_max")
-    for kl, part in KL_ESTIMATORS.items()
-    if (level, kl) != ("seq_max", "k1")
-}
+
+def _rejections() -> dict[str, Rejection]:
+    rejections = {"none": Rejection("")}
+    for level in ("token", "seq_sum", "seq_mean", "seq_max"):
+        for kl, estimator in KL_ESTIMATORS.items():
+            if (level, kl) != ("seq_max", "k1"):
+                rejections[f"{level}_{kl}"] = Rejection(estimator.function, level=level)
+    return rejections
+
+
+REJECTIONS: dict[str, Rejection] = _rejections()
 """By the names of `algorithm.rejection`."""

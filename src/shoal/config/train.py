@@ -123,7 +123,8 @@ class Config:
             self.train.weight_sync_interval,
             f"at most steps={self.steps}: weights would never be published",
         )
-        if slots := self.sampling.slots_per_device * self.mesh.tensor:
+        slots = self.sampling.slots_per_device * self.mesh.tensor
+        if slots:
             for name, size in (
                 ("batch.group_size", self.batch.group_size),
                 ("train.pass_k", self.pass_k),
@@ -194,7 +195,8 @@ class Config:
                 self.model.quantise,
                 "none with sampler.kind=vllm",
             )
-        if (kind := self.sampler.quantise) != "none":
+        kind = self.sampler.quantise
+        if kind != "none":
             require(
                 self.sampler.kind != "vllm",
                 "sampler.quantise",

@@ -139,7 +139,8 @@ def _layout(common: Mesh, sharding: NamedSharding, ndim: int) -> Layout:
 
 
 def _spec(layout: Layout) -> PartitionSpec:
-    return PartitionSpec(*[tuple(axes) or None for axes in layout])
+    axes_by_dim = [tuple(axes) or None for axes in layout]
+    return PartitionSpec(*axes_by_dim)
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,8 @@ class Role:
         inner = x.shape[2:]
         x = x.reshape(self.batch_shards, -1, self.context, tokens_of_part, *inner)
         x = x.swapaxes(1, 2).reshape(-1, tokens_of_part, *inner)
-        return self.constrain(x, "rows", *(None,) * (x.ndim - 1))
+        inner_axes = (None,) * (x.ndim - 1)
+        return self.constrain(x, "rows", *inner_axes)
 
     def join_rows(self, x: jax.Array) -> jax.Array:
         """The way back, to whole rows on each of their devices."""
@@ -157,7 +158,8 @@ class Role:
         inner = x.shape[2:]
         x = x.reshape(self.batch_shards, self.context, -1, *x.shape[1:])
         x = x.swapaxes(1, 2).reshape(num_rows, -1, *inner)
-        return self.constrain(x, "batch", *(None,) * (x.ndim - 1))
+        inner_axes = (None,) * (x.ndim - 1)
+        return self.constrain(x, "batch", *inner_axes)
 
     @property
     def host_layout(self) -> NamedSharding | None:
@@ -291,7 +293,9 @@ def make_roles(
         reference = trainer  # one layout, and so one program for its log-probs and the trainer's
     else:
         own_devices = [devices[number] for number in numbers.reference]
-        in_slice = math.gcd(*[len(members) for members in by_slice(own_devices)])
+        in_slice = 0
+        for members in by_slice(own_devices):
+            in_slice = math.gcd(in_slice, len(members))
         tensor = math.gcd(section.tensor, in_slice)
         context = math.gcd(section.context, in_slice // tensor, hidden_size)
         fsdp = math.gcd(in_slice // tensor, hidden_size) // context

@@ -94,7 +94,7 @@ class Row:
 
     def fill(self, template: str, figure: Figure) -> str:
         """A template of the row with the figure's words."""
-        words = {
+        words: dict[str, Any] = {
             "value": figure.value,
             "subject": figure.subject,
             "steps": figure.steps,
@@ -102,7 +102,8 @@ class Row:
             "groups": figure.groups,
             "completions": figure.completions,
         }
-        return template.format(**{**words, **figure.words})
+        words |= figure.words
+        return template.format(**words)
 
     def sentence(self, figure: Figure) -> str:
         """What is wrong, and what helps."""

@@ -556,4 +556,5 @@ def write_tree(
             ocdbt_target_data_file_size=FILE_BYTES,
             custom_metadata=dict(metadata),
         )
-        manager.save(int(step), args=ocp.args.Composite(**{item: save}))
+        items = {item: save}
+        manager.save(int(step), args=ocp.args.Composite(**items))

@@ -206,7 +206,8 @@ def _by_heads(
 
     def by_head(keys: jax.Array) -> PartitionSpec:
         """The split of a cache [.., heads, positions, A]."""
-        return PartitionSpec(*(None,) * (keys.ndim - 3), "tensor")
+        leading = (None,) * (keys.ndim - 3)
+        return PartitionSpec(*leading, "tensor")
 
     of_cache = jax.tree.map(by_head, cache)
     return on_parts(

@@ -943,6 +943,19 @@ DIFFERENT_SAMPLES = (
 """By each of these a sampler's log-probs cease to be the trainer's."""
 
 
+DECIDED = {
+    "algorithm.correction",
+    "algorithm.correction_floor",
+    "algorithm.aggregation_tokens",
+    "train.evaluate_every",
+    "train.quick_questions",
+    "train.pass_k",
+    "model.dtype",
+    "publish.channel",
+}
+"""What a run decides, whatever its batch and its data are."""
+
+
 def begin(base: Path, name: str, *words: str) -> Path:
     """A run as far as its settings: what was requested, and what it decided."""
     config = compose("train", [f"base_output_directory={base}", f"run_name={name}", *words])[0]
@@ -970,7 +983,7 @@ def test_what_was_requested_and_what_the_run_decided_are_two_files(stopped, deci
     assert (requested.batch.micro_tokens, requested.algorithm.correction) == (0, "auto")
     assert read_requested(decided) == compose("train", [str(decided / "config.yaml")])[0]
     decisions = read_decisions(decided)
-    assert decisions.keys() == {"batch.micro_tokens", "algorithm.correction"}
+    assert decisions.keys() == {"batch.micro_tokens", *DECIDED}
     assert decisions["algorithm.correction"] == Decision(
         "none",
         {
@@ -981,13 +994,20 @@ def test_what_was_requested_and_what_the_run_decided_are_two_files(stopped, deci
         },
     )
     assert decisions["batch.micro_tokens"].sources["devices of the trainer"] == "1 x cpu"
-    assert read_config(decided).batch.micro_tokens == decisions["batch.micro_tokens"].value > 0
+    assert decisions["model.dtype"] == Decision("float32", {"platform of the trainer": "cpu"})
+    assert decisions["train.pass_k"] == Decision(8, {"task.name": "words"})
+    assert decisions["publish.channel"].value == "memory"
+    config = read_config(decided)
+    assert config.batch.micro_tokens == decisions["batch.micro_tokens"].value > 0
+    assert (config.model.dtype, config.train.evaluate_every) == ("float32", 10)
+    assert config.algorithm.aggregation_tokens == config.sampling.max_completion_tokens
     assert StoredRun(decided).decided_keys == decisions.keys()
     slots = {"sampling.evaluation_slots", "sampling.prompt_slot_tokens"}
-    assert read_decisions(stopped).keys() == decisions.keys() | slots
+    given = {"train.evaluate_every", "train.quick_questions", "train.pass_k"}
+    assert read_decisions(stopped).keys() == (decisions.keys() - given) | slots
     by_device = begin(tmp_path, "by_device", "batch.micro_tokens=640", "batch.prompts_per_device=2")
     assert read_decisions(by_device)["batch.prompts_per_step"].value == 2
-    assert read_decisions(by_device).keys() == {"algorithm.correction", "batch.prompts_per_step"}
+    assert read_decisions(by_device).keys() == {"batch.prompts_per_step", *DECIDED}
     assert read_config(by_device).batch.prompts_per_step == 2
     (decided / "decided.yaml").unlink()  # and all is decided anew
     assert read_decisions(decided) == {} and read_config(decided) == requested

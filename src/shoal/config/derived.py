@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+from shoal.config.choices import CORRECTIONS
 from shoal.config.train import Config
 from shoal.records import ShoalError
 from shoal.text import count
@@ -70,6 +72,21 @@ def correction_of(config: Config) -> str:
     if samples_are_the_trainers(config):
         return "none"
     return "tis"
+
+
+def decided_by_settings(config: Config) -> dict[str, Any]:
+    """What keys that are left open become where other keys alone decide: value by dotted key, each
+    after those that it follows from."""
+    correction = correction_of(config)
+    floor = CORRECTIONS[correction].lower_bound(config.algorithm.correction_floor)
+    return {
+        "algorithm.correction": correction,
+        "algorithm.correction_floor": floor,
+        "algorithm.aggregation_tokens": config.sampling.max_completion_tokens,
+        "train.evaluate_every": config.evaluate_every,
+        "train.quick_questions": config.quick_questions,
+        "train.pass_k": config.pass_k,
+    }
 
 
 def staleness_text(config: Config, own_devices: bool) -> str:

@@ -162,20 +162,28 @@ def training_fleet(
     )
 
 
+def decided_channel(config: Config, cluster: Cluster | None) -> str:
+    """`publish.channel` where it is open; empty where it follows from a cluster that is not joined
+    here."""
+    if config.sampler.kind == "local":
+        return "memory"
+    if config.sampler.kind == "vllm" or config.publish.folder:
+        return "files"
+    if cluster is None:
+        return ""
+    # Machines that share no folder get Ray's objects.
+    return "ray" if cluster.may_span_machines else "files"
+
+
 def make_store(
     section: PublishSection, model: Model, cluster: Cluster | None, in_parts: bool
 ) -> WeightStore:
-    """How hosts get the weights: as arrays, in this process; else as files, or, where a cluster may
-    span machines that share no folder, as Ray's objects."""
+    """How hosts get the weights, by the channel that is decided: as arrays in this process, as
+    files, or as Ray's objects."""
     folder = check_local(section.folder, KEY)
-    if cluster is None and section.channel != "files":
+    if section.channel == "memory":
         return MemoryStore(model, in_parts)
-    if cluster is None or section.channel == "files":
-        sends_objects = False
-    else:
-        has_no_shared_folder = not section.folder and cluster.may_span_machines
-        sends_objects = section.channel == "ray" or has_no_shared_folder
-    if sends_objects:
+    if section.channel == "ray":
         from shoal.weights.ray_store import RayStore
 
         return RayStore(model)

@@ -40,7 +40,13 @@ from shoal.config.commands import (
     PlanConfig,
     ServeConfig,
 )
-from shoal.config.derived import for_devices, longest_sequence, max_support, num_updates
+from shoal.config.derived import (
+    decided_by_settings,
+    for_devices,
+    longest_sequence,
+    max_support,
+    num_updates,
+)
 from shoal.config.key import get_value, keys_of, open_keys, shown, with_values
 from shoal.config.sections.devices import MeshSection
 from shoal.config.sections.sampling import SamplingSection
@@ -58,6 +64,7 @@ from shoal.job.environments import (
     with_environment,
 )
 from shoal.job.hosts import (
+    decided_channel,
     local_fleet,
     open_cluster,
     run_engines,
@@ -118,6 +125,7 @@ from shoal.weights.source import (
     ModelSource,
     adapted,
     check_positions,
+    compute_dtype,
     make_model,
     model_path,
     multiply_exactly,
@@ -381,7 +389,7 @@ class Job(StagedJob):
             )
         return roles
 
-    @stage("devices", "mesh", needs=("roles", "spec"), commands=RECKONS)
+    @stage("devices", "mesh", needs=("cluster", "roles", "spec"), commands=RECKONS)
     def config(self) -> Config:
         """The configuration of a training job, with what it left open decided."""
         trainer = self.roles.trainer
@@ -393,7 +401,20 @@ class Job(StagedJob):
             followed.batch.prompts_per_step,
             {"devices of the trainer": num_devices},
         )
-        config = self.decide(config, "algorithm.correction", followed.algorithm.correction)
+        for key, value in decided_by_settings(self.requested).items():
+            config = self.decide(config, key, value)
+        dtype = compute_dtype(self.requested.model.dtype, trainer.platform).name
+        # Of a float32 computation, layers are summed in float32 whatever is requested: that pair
+        # cannot be written down, so it stays open.
+        if dtype == "bfloat16" or config.optimizer.reduce_dtype == "float32":
+            platform = {"platform of the trainer": trainer.platform}
+            config = self.decide(config, "model.dtype", dtype, platform)
+        cluster = self.opened.get("cluster")
+        channel = decided_channel(self.requested, cluster)
+        if channel:
+            spans_machines = cluster is not None and cluster.may_span_machines
+            facts = {"Ray may span machines": str(spans_machines).lower()}
+            config = self.decide(config, "publish.channel", channel, facts)
         if "batch.micro_tokens" not in open_keys(self.requested):
             return config  # without packing a step for it, as each of advice's candidates would
         micro_tokens = decided_micro_tokens(followed, self.roles, self.spec.architecture)

@@ -85,7 +85,9 @@ class AlgorithmSection:
     aggregation: Annotated[str, AGGREGATIONS] = key("token-mean", stages=("update",))
     """How token losses are averaged (verl's loss_agg_mode, TRL's loss_type), over the whole batch
     of an update."""
-    aggregation_tokens: int = key(0, stages=("update",))
+    aggregation_tokens: int = key(
+        0, stages=("update",), decided_from=("sampling.max_completion_tokens",)
+    )
     """seq-mean-token-sum-norm: the constant length to divide by (verl's loss_scale_factor); 0 for
     sampling.max_completion_tokens."""
     correction: Annotated[str, CORRECTIONS] = key(
@@ -108,7 +110,7 @@ class AlgorithmSection:
     completion."""
     correction_cap: float = key(2.0, stages=("update",), may_be_infinite=True)
     """Upper bound of the correction weight; inf for none."""
-    correction_floor: float = key(-1.0, stages=("update",))
+    correction_floor: float = key(-1.0, stages=("update",), decided_from=("algorithm.correction",))
     """Lower bound of the correction weight; 0 for none, -1 for the correction's own: 0.5 for
     icepop, as in its paper, and none for the others."""
     rejection: Annotated[str, REJECTIONS] = key("none", stages=("update",))

@@ -134,7 +134,11 @@ def _is_amount(entry: str) -> bool:
 
 @dataclass(frozen=True)
 class PublishSection:
-    channel: Literal["auto", "memory", "files", "ray"] = key("auto", stages=())
+    channel: Literal["auto", "memory", "files", "ray"] = key(
+        "auto",
+        stages=(),
+        decided_from=("sampler.kind", "publish.folder", "Ray may span machines"),
+    )
     """How samplers get new weights: the arrays themselves, copied from device to device (memory, of
     samplers in this process), files in publish.folder, or Ray's objects. auto: memory; of vLLM
     files; of Ray's workers files where Ray was started here or publish.folder is given, else

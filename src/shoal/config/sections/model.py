@@ -50,7 +50,9 @@ class ModelSection:
     scan_layers: bool = key(True, stages=("sampling", "update", "evaluation"))
     """MaxText checkpoints only: true if the layers are stacked in one array."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
-        "auto", stages=("sampling", "update", "evaluation")
+        "auto",
+        stages=("sampling", "update", "evaluation"),
+        decided_from=("platform of the trainer",),
     )
     """Type of the computation; auto is float32 on CPU, bfloat16 elsewhere. Master weights and
     optimizer state stay float32. float16, on CPU and GPU, rounds 8 times less than bfloat16, and

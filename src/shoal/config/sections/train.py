@@ -10,14 +10,21 @@ from shoal.config.key import at_least, key, require
 
 @dataclass(frozen=True)
 class TrainSection:
-    evaluate_every: int = key(-2, stages=("evaluation",), on_resume="free")
+    evaluate_every: int = key(
+        -2, stages=("evaluation",), on_resume="free", decided_from=("task.name",)
+    )
     """Steps between evaluations; 0 for two, before the first and after the last step; -1 for none
     at all; -2 for 10 with task=words and 0 otherwise."""
-    quick_questions: int = key(-1, stages=("evaluation",), on_resume="free")
+    quick_questions: int = key(
+        -1,
+        stages=("evaluation",),
+        on_resume="free",
+        decided_from=("task.name", "checkpoint.keep_best"),
+    )
     """How many questions of each set are asked between the first and the last evaluation, and
     sampled for pass@k; 0 for all, -1 for 100 with task=words and all otherwise.
     checkpoint.keep_best compares evaluations: all ask all."""
-    pass_k: int = key(-1, stages=("evaluation",))
+    pass_k: int = key(-1, stages=("evaluation",), decided_from=("task.name",))
     """Completions of each question for pass@k in the first and the last evaluation; 0 for off, -1
     for 8 with task=words and off otherwise."""
     weight_sync_interval: int = key(1, stages=("sampling",))

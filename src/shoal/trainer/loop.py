@@ -1,9 +1,12 @@
 """The loop, in life-cycle order: evaluate; at each step take groups, update, publish, record;
 evaluate again.
 
+Steps are numbered from 0, versions of the weights too: step s trains version s into version s + 1,
+and is shown to people as step s + 1.
+
 Synchronous is asynchronous with zero staleness: each step's groups are requested at a named version
-as soon as that version is published (`lag` steps ahead), and the loop never knows where the tokens
-come from.
+as soon as that version is published (up to `lookahead.steps` steps ahead), and the loop never knows
+where the tokens come from.
 
 A step that is given up leaves no trace: state, prompts and pending requests are those that it began
 with.
@@ -83,8 +86,9 @@ class Run:
         try:
             return self.run_steps()
         except KeyboardInterrupt as stop:
-            # only an error speaks against them, and the command that resumes does not name them
-            self.settings_work()
+            # An interrupt says nothing against the new settings, so they are stored: the command
+            # for resuming that is printed does not repeat them.
+            self.store_resume_settings()
             if not isinstance(stop, StopRequested):
                 raise
             self.recorder.stop()
@@ -102,54 +106,57 @@ class Run:
         self.recorder.begin_training(first)
         last = self.config.steps
         for step in range(first, self.config.steps):
+            version = step + 1  # of the weights that this step makes
             started = time.perf_counter()
-            self.recorder.begin_step(step + 1)
+            self.recorder.begin_step(version)
             with self.saved_if_given_up(step, state):
                 self.stop.check()
-            self.request_published(step)  # those of the first step; of the others nothing is left
+            # The groups of the first step; those of later steps were requested in the step before.
+            self.request_published(step)
             if step not in self.pending:  # the data is exhausted
                 last = step
                 break
-            with self.around_step(step + 1):
+            with self.around_step(version):
                 with self.saved_if_given_up(step, state):
                     groups, discarded = self.take(step)
                     self.schedule.check(groups)
                     waited = time.perf_counter() - started
-                    self.stop.begin(f"the update of step {step + 1}")
+                    self.stop.begin(f"the update of step {version}")
                     with self.timeline.span("trainer", "update"):
                         state, outcome = self.updater.update(state, groups, step)
                 # After the update: a step that is given up before has changed neither pending
                 # requests nor pass rates.
                 self.step_done(step, groups, discarded)
-                if self.publication_due(step + 1):
+                if self.publication_due(version):
                     try:
-                        self.publish(step + 1, state.trainable)
-                    # As of a full disk: the update is saved, and its metrics with it.
+                        self.publish(version, state.trainable)
+                    # A full disk, for example: the update is saved, and its metrics with it.
                     except ShoalError:
                         seconds = time.perf_counter() - started
                         self.record(step, groups, discarded, outcome, seconds)
-                        with self.saved_if_given_up(step + 1, state):
+                        with self.saved_if_given_up(version, state):
                             raise
                 self.lookahead.note(waited, time.perf_counter() - started)
-                self.request_published(step + 1)
+                self.request_published(version)
                 seconds = time.perf_counter() - started
                 metrics = self.record(step, groups, discarded, outcome, seconds)
-                with self.saved_if_given_up(step + 1, state):
+                with self.saved_if_given_up(version, state):
                     self.source.check_logprobs(groups, outcome.logprobs, step)
-            self.settings_work()
-            if self.evaluation_due(step + 1) and not self.ends_at(step + 1):
-                self.evaluate(step + 1, state)
-            self.file_evaluations(step + 1, state)
-            self.end_if_warned(step + 1, state)
-            if self.save_due(step + 1):
-                self.save(step + 1, state)
+            self.store_resume_settings()
+            if self.evaluation_due(version) and not self.ends_at(version):
+                self.evaluate(version, state)
+            self.record_finished_evaluations(version, state)
+            self.end_if_warned(version, state)
+            if self.save_due(version):
+                self.save(version, state)
             if self.after_step:
                 self.after_step(step, metrics)
         if last < self.config.steps:
+            # Saved before it is published, as the run ends here and its weights must not be lost.
             self.save(last, state)
             self.publish(last, state.trainable)
-        self.evaluate(last, state, ends=True)
-        self.settings_work()
+        self.evaluate(last, state, complete=True)
+        self.store_resume_settings()
         self.checkpoints.finish()
         self.check_frozen(state)
         return self.recorder.finish(last)
@@ -164,7 +171,7 @@ class Run:
             self.parameters = None  # the first weights must not outlive their use
             self.publish_frozen(state)
             self.publish(0, state.trainable)
-            self.evaluate(0, state, ends=True)
+            self.evaluate(0, state, complete=True)
             return state, 0
         version = self.restored.version
         state = self.restored.state
@@ -202,9 +209,10 @@ class Run:
             self.evaluate(version, state)
         return state, version
 
-    def settings_work(self) -> None:
-        """Stores the settings of a resumed run, after its first step or where somebody stops that:
-        kept before, those that end it would end every later resume, too."""
+    def store_resume_settings(self) -> None:
+        """Stores a resumed run's new settings, once: after a step succeeded, or at an interrupt.
+
+        Not earlier: settings that end the run would end every later resume, too."""
         if self.keep_settings:
             self.keep_settings()
             self.keep_settings = None
@@ -221,9 +229,8 @@ class Run:
         except (ShoalError, StopRequested) as reason:
             if prompts is not None:
                 self.prompts.restore(prompts)
-            stopped_before_first = (
-                isinstance(reason, StopRequested) and version in self.recorder.evaluations
-            )
+            is_evaluated = version in self.recorder.evaluations
+            stopped_before_first = isinstance(reason, StopRequested) and is_evaluated
             # The first update of a step donates the moments: from then on there is nothing left to
             # save.
             if (version > 0 or stopped_before_first) and is_intact(state):
@@ -257,12 +264,14 @@ class Run:
             )
 
     def last_good(self) -> int | None:
-        """The newest checkpoint from before the skipped updates of now; None where none is, or none
-        were skipped. The weights that the first of them began with were bad already."""
+        """Returns the newest checkpoint from before the updates that are being skipped; None if no
+        update was skipped in the last step, or there is no such checkpoint. The weights that the
+        first skipped update began with were bad already."""
         streak = self.recorder.watch.in_a_row.get("skipped")
         if streak is None:
             return None
-        first_bad = streak[1] - 1
+        _, first_step = streak
+        first_bad = first_step - 1
         good = [number for number in self.checkpoints.versions() if number < first_bad]
         return max(good, default=None)
 
@@ -389,7 +398,7 @@ class Run:
         self.source.publish(version, params, keep_from=self.schedule.keep_from(step))
 
     def publication_due(self, version: int) -> bool:
-        """On schedule, and where the version is to be evaluated."""
+        """True for a version that a step samples from, that is evaluated, or that is the last."""
         return (
             self.schedule.publishes(version)
             or self.evaluation_due(version)
@@ -401,25 +410,29 @@ class Run:
         return every > 0 and version % every == 0 and version < self.config.steps
 
     @timed("trainer", "evaluate")
-    def evaluate(self, version: int, state: TrainState, ends: bool = False) -> None:
-        """Requests the figures of one version by data set: in full at the run's ends, which wait
-        for them."""
+    def evaluate(self, version: int, state: TrainState, complete: bool = False) -> None:
+        """Requests the figures of one version by data set.
+
+        `complete`: all questions are asked, and their answers are waited for, as before the first
+        step and after the last. Else answers are recorded in a later step, once they are there."""
         with self.saved_if_given_up(version, state):
             self.stop.check()
             self.stop.begin(f"the evaluation {version_text(version)}")
-            self.recorder.begin_evaluation(version, self.evaluator.num_completions(full=ends))
-            self.evaluator.request_answers(self.source, version, version, full=ends)
+            self.recorder.begin_evaluation(version, self.evaluator.num_completions(full=complete))
+            self.evaluator.request_answers(self.source, version, version, full=complete)
         self.evaluating[version] = time.perf_counter()
-        self.file_evaluations(version, state, ends)
+        self.record_finished_evaluations(version, state, complete)
 
-    def file_evaluations(self, now: int, state: TrainState, ends: bool = False) -> None:
-        """Records the evaluations whose answers are there, at the run's ends all; `now` is the
-        version of `state`."""
+    def record_finished_evaluations(
+        self, current_version: int, state: TrainState, complete: bool = False
+    ) -> None:
+        """Records the evaluations whose answers are there; with `complete` all that were requested,
+        waiting for their answers. `current_version` is that of `state`."""
         for version, started in list(self.evaluating.items()):
-            if not ends and not self.source.is_ready(Purpose.EVALUATE, version):
+            if not complete and not self.source.is_ready(Purpose.EVALUATE, version):
                 continue
-            full = ends and version == now
-            with self.saved_if_given_up(now, state):
+            full = complete and version == current_version
+            with self.saved_if_given_up(current_version, state):
                 collected = self.evaluator.collect(self.source, version, full)
                 figures, groups = self.evaluator.score(collected)
                 self.recorder.evaluation(

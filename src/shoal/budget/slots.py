@@ -182,9 +182,10 @@ def slots_text(config: Config, roles: Roles, a: Architecture) -> str:
     row; and of which prompts, where they are shorter than those that are allowed."""
     plan = training_slots(config, roles, a)
     group_size = config.batch.group_size
-    if config.sampler.kind == "vllm":
+    engine = config.sampler.engine
+    if engine:
         return (
-            f"{count(config.num_workers, 'server')} of vLLM, {count(plan.slots, 'completion')} "
+            f"{count(config.num_workers, 'server')} of {engine}, {count(plan.slots, 'completion')} "
             "at once at each"
         )
     parts = []

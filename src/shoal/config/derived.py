@@ -61,7 +61,7 @@ def samples_are_the_trainers(config: Config) -> bool:
     """True if the trainer's own weights sample, by its own programs: log-probs of sampler and
     trainer are equal."""
     sampler = config.sampler
-    return not oldest_samples(config) and sampler.kind != "vllm" and sampler.quantise == "none"
+    return not oldest_samples(config) and not sampler.engine and sampler.quantise == "none"
 
 
 def correction_of(config: Config) -> str:
@@ -103,10 +103,11 @@ def staleness_text(config: Config, own_devices: bool) -> str:
     elif correction == "direct":
         how = "with the ratio to the sampler's log-probs"
     text = f"up to {count(oldest, 'version')} old, {how} (algorithm.correction={correction})"
-    if config.sampler.kind == "vllm":
+    engine = config.sampler.engine
+    if engine:
         return (
-            "by vLLM, whose numbers are not the trainer's and which samples other tokens when it "
-            f"is asked again; {text}"
+            f"by {engine}, whose numbers are not the trainer's and which samples other tokens when "
+            f"it is asked again; {text}"
         )
     if config.sampler.quantise != "none":
         text = f"by weights in {config.sampler.quantise}, which are not quite the trainer's; {text}"

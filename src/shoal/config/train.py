@@ -141,11 +141,7 @@ class Config:
             self.train.quick_questions,
             "0 (all) with checkpoint.keep_best, which compares evaluations",
         )
-        allowed = {
-            "local": ("auto", "memory", "files"),
-            "ray": ("auto", "files", "ray"),
-            "vllm": ("auto", "files"),
-        }[self.sampler.kind]
+        allowed = self.sampler.channels
         require(
             self.publish.channel in allowed,
             "publish.channel",

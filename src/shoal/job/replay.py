@@ -231,10 +231,11 @@ class Replayer:
         # An evaluation after a step is of that step's segment.
         is_training = group.purpose is Purpose.TRAIN
         self.config = run.config_at(group.step if is_training else group.step - 1)
-        if self.config.sampler.kind == "vllm":
+        engine = self.config.sampler.engine
+        if engine:
             raise ShoalError(
-                "vLLM sampled this group, and samples other tokens when it is asked again: there "
-                "is nothing to compare. Its tokens and log-probs are stored: shoal groups "
+                f"{engine} sampled this group, and samples other tokens when it is asked again: "
+                "there is nothing to compare. Its tokens and log-probs are stored: shoal groups "
                 f"{run.path}"
             )
         self._spec = resolve_model(

@@ -209,7 +209,7 @@ def _is_move(stored: Config, config: Config, key: str) -> bool:
     bits at most. Between this process and Ray's workers, too, which run the same programs; vLLM's
     are others."""
     if key == "sampler.kind":
-        return "vllm" not in (stored.sampler.kind, config.sampler.kind)
+        return not stored.sampler.engine and not config.sampler.engine
     return keys_of(Config)[key].on_resume == "bits"
 
 

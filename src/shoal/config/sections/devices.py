@@ -75,6 +75,23 @@ class MeshSection:
 
 
 @dataclass(frozen=True)
+class SamplerKind:
+    """What a `sampler.kind` allows: the values of publish.channel; and the name of the engine that
+    samples, if that is another program than Shoal's own."""
+
+    channels: tuple[str, ...]
+    engine: str = ""
+
+
+SAMPLER_KINDS = {
+    "local": SamplerKind(("auto", "memory", "files")),
+    "ray": SamplerKind(("auto", "files", "ray")),
+    "vllm": SamplerKind(("auto", "files"), engine="vLLM"),
+}
+"""By the names of `sampler.kind`."""
+
+
+@dataclass(frozen=True)
 class SamplerSection:
     kind: Literal["local", "ray", "vllm"] = key("local", stages=("sampling", "evaluation"))
     """Where completions are sampled: in this process (local), by workers in a Ray cluster (ray), or
@@ -114,6 +131,16 @@ class SamplerSection:
     def is_remote(self) -> bool:
         """True if completions are sampled by workers whose devices this process does not have."""
         return self.kind != "local"
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """What publish.channel may be."""
+        return SAMPLER_KINDS[self.kind].channels
+
+    @property
+    def engine(self) -> str:
+        """The name of another engine that samples, such as vLLM; empty if it is Shoal's own."""
+        return SAMPLER_KINDS[self.kind].engine
 
     @property
     def asked(self) -> Mapping[str, float]:

@@ -203,6 +203,9 @@ class FakeTrainer:
     def evaluation(self, version: int, figures: Any, groups: Sequence[Group], *args: Any) -> None:
         self.evaluations[version] = groups
 
+    def begin_step(self, number: int) -> None:
+        """A step is recorded when it is over."""
+
     def step(self, record: Any) -> dict[str, float]:
         self.after_step()
         return {}

@@ -189,8 +189,10 @@ def load_sharded(stored: StoredParameter, layout: ParamLayout, dtype: Any) -> ja
     shape = layout.declared.shape
     if is_small(layout, stored.dtype.itemsize):
         num_layers, num_rows, _ = stored.shape
-        whole = stored.read(slice(0, num_layers), slice(0, num_rows))
-        values = layout.declared.from_file(whole).astype(dtype)
+        all_layers = slice(0, num_layers)
+        all_rows = slice(0, num_rows)
+        # What was read gets no name: it would be a second copy in memory while the array is made.
+        values = layout.declared.from_file(stored.read(all_layers, all_rows)).astype(dtype)
 
         def shard(index: Any) -> np.ndarray:
             return values[index]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.job.interrupt import end_on_interrupt, is_command
 
-if is_command():  # Ctrl-C is one line while the rest is imported
+if is_command():  # so that Ctrl-C during the imports below prints one line, no traceback
     end_on_interrupt()
 
 from shoal.config.foreign import register
@@ -69,20 +69,20 @@ def train(
     correct: Callable[[str, Example], bool] | None = None,
     **overrides: Any,
 ) -> Result:
-    """Evaluates, trains, evaluates again. Prints as `shoal train` does; raises ShoalError for what
-    a user can fix.
+    """Evaluates a model, trains it, evaluates it again, and returns the run's Result. Prints like
+    `shoal train`; raises ShoalError for a mistake that the user can fix.
 
-    `task`: a name, settings as a dict, or data of your own: dicts with `prompt` (text or messages),
-    whose other columns go to the reward; columns; a table of pandas, polars, arrow or datasets; a
-    `shoal.Task`. `held_out`: rows to evaluate on, which are not trained on, or "train" for the rows
-    that are; without, the last of the data are. `correct(text, example)`: whether a completion
-    solves its example; without, there is no accuracy, only the mean reward. `reward`: a function or
-    several, `f(prompts, completions, completion_ids, **columns) -> list of numbers`. `tools`,
-    `environment`, `rollout`: functions that the model may call, a class of environments, a function
-    that plays rollouts (docs/agents.md), or the names of such. All other keys are those of `shoal
-    train --help`: nested (`optimizer={"lr": 1e-5}`), dotted (`**{"optimizer.lr": 1e-5}`) or with
-    two underscores (`optimizer__lr=1e-5`). One that is None is not given.
-    """
+    `task`: a name, settings as a dict, or your own data: dicts with `prompt` (text or messages),
+    whose other columns are passed to the reward; columns; a table of pandas, polars, arrow or
+    datasets; a `shoal.Task`. `held_out`: rows to evaluate on, which are not trained on, or "train"
+    to evaluate on the training rows; by default the last rows of the data are held out.
+    `correct(text, example)`: whether a completion solves its example; without it there is no
+    accuracy, only the mean reward. `reward`: a function or several, `f(prompts, completions,
+    completion_ids, **columns) -> list of numbers`. `tools`, `environment`, `rollout`: functions
+    that the model may call, a class of environments, a function that plays rollouts
+    (docs/agents.md), or their names. All other keys are those of `shoal train --help`: nested
+    (`optimizer={"lr": 1e-5}`), dotted (`**{"optimizer.lr": 1e-5}`) or with two underscores
+    (`optimizer__lr=1e-5`). A key whose value is None counts as not given."""
     from shoal.commands.train import train as run
     from shoal.job.cache import cache_by_configuration
     from shoal.job.process import open_console
@@ -106,11 +106,11 @@ def evaluate(
     correct: Callable[[str, Example], bool] | None = None,
     **overrides: Any,
 ) -> dict[str, Any]:
-    """Figures of one model by set of questions, with their protocol; as `train`, with the keys of
-    `shoal eval --help`. With `responses=FILE`, the figures of answers made elsewhere, for rows of
-    your own too.
+    """Evaluates one model and returns its figures for each set of questions, with how they were
+    measured. Arguments are like those of `train`, with the keys of `shoal eval --help`. With
+    `responses=FILE` it scores answers made elsewhere, also for your own rows.
 
-    Of rows of your own, `held_out` is evaluated; without it, all of `task`, up to
+    If `task` is your own rows, `held_out` is evaluated; without it all rows of `task`, up to
     `task.num_eval_questions`."""
     from shoal.config.commands import EvalConfig
     from shoal.config.merge import from_overrides
@@ -138,7 +138,7 @@ def evaluate(
 
 
 def diff(run: Any, other: Any) -> dict[str, Any]:
-    """Compares two run folders, prints what differs and returns it; as `shoal diff`."""
+    """Compares two run folders, prints what differs and returns it, like `shoal diff`."""
     from shoal.commands.diff import diff
     from shoal.config.commands import DiffConfig
 
@@ -146,13 +146,15 @@ def diff(run: Any, other: Any) -> dict[str, Any]:
 
 
 def __getattr__(name: str) -> Any:
+    """Imports the names in _LAZY when they are first used."""
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'shoal' has no attribute {name!r}")
 
 
 def _named(task: Any, held_out: Any, correct: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The overrides with the task under its name, which for data from Python is `rows`."""
+    """Returns the overrides with the task among them: `rows` if `task` is data from Python. Raises
+    ShoalError if `held_out` or `correct` is given without such data."""
     from shoal.tasks.examples import is_data
     from shoal.tasks.task import ROWS
 
@@ -169,7 +171,7 @@ def _named(task: Any, held_out: Any, correct: Any, overrides: Mapping[str, Any])
 def _task_of_data(
     task: Any, held_out: Any, correct: Any, config: Any, functions: Sequence[Callable]
 ) -> Task | None:
-    """The task of rows or a `Task`; None where `task` is a name or settings."""
+    """Returns the Task for data given from Python; None if `task` is a name or settings."""
     from shoal.job.task import task_of_data
     from shoal.tasks.examples import is_data
 
@@ -179,8 +181,8 @@ def _task_of_data(
 
 
 def _with_functions_named(config: Any, functions: Sequence[Callable]) -> Any:
-    """The configuration with the names of the functions given, so that a run folder shows that
-    there were some."""
+    """Returns the configuration with the names of the reward functions given from Python, so that
+    the run's folder shows that there were some."""
     from shoal.config.keywords import FROM_PYTHON
     from shoal.rewards.functions import name_functions
 
@@ -191,7 +193,8 @@ def _with_functions_named(config: Any, functions: Sequence[Callable]) -> Any:
 
 
 def _with_environments_named(config: Any, task: Task | None) -> Any:
-    """The configuration with the names of a task's own tools and environments, in place of none."""
+    """Returns the configuration with the names of the tools and environments that a task brings
+    along; unchanged if the configuration has some already."""
     from shoal.config.keywords import register_object
 
     if task is None or not (task.tools or task.environments) or config.turns:
@@ -205,7 +208,8 @@ def _with_environments_named(config: Any, task: Task | None) -> Any:
 
 
 def _console(resolved: Any, console: Any = None) -> Any:
-    """A console, this or a new one, with the lines of a configuration."""
+    """Returns a console, the given or a new one, after printing the notes about a configuration to
+    it."""
     from shoal.report.console import Console
 
     console = console or Console()

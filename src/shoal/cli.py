@@ -1,8 +1,7 @@
 """The command line, `shoal <command> [key=value ...]`: finds the command, composes its
-configuration, calls it.
+configuration and calls its function.
 
-Nothing heavy is imported before a command runs.
-"""
+Nothing heavy is imported before a command runs."""
 
 from __future__ import annotations
 
@@ -40,13 +39,16 @@ BROKEN_PIPE_EXIT_CODE = 141
 HELP = ("-h", "--help")
 
 MEMORY_EXPLAINED = ("train", "sft", "doctor", "eval", "generate", "serve")
-"""Commands whose keys decide how much memory they take."""
+"""Commands for which running out of memory becomes an error that names the keys to change, because
+their keys decide how much memory they take."""
 
 
 def program() -> int:
-    """`shoal` as it is typed: `main`, in a process whose memory is set up for it."""
+    """Runs `shoal` as typed in a shell and returns its exit code: prepares this process (Ctrl-C, a
+    token that must not stay visible, huge pages), then calls `main`. May restart the process to get
+    huge pages."""
     end_on_interrupt()
-    # A token that was typed leaves the arguments, which other users of the machine can read.
+    # Other users of the machine can read the arguments, so a typed token is removed from them.
     with contextlib.suppress(ShoalError):
         sys.argv[:] = redact_token(sys.argv)
         sys.orig_argv[:] = redact_token(sys.orig_argv)
@@ -56,15 +58,16 @@ def program() -> int:
 
 
 def _computes(words: Sequence[str]) -> bool:
-    """True for a command that does its work, rather than show its help or what it would do."""
+    """True if the arguments are a command that does its work; False if they only ask for help or
+    for what the command would do."""
     if not words or words[0] not in COMMANDS:
         return False
     return not any(word in HELP or switch_of(word) for word in words)
 
 
 def run_as(name: str) -> int:
-    """Runs a script of another system, by its name in DOORS, with the words that were typed after
-    it."""
+    """Runs `shoal` in place of another system's script and returns the exit code. `name`: the
+    script's key in SHIMS (`commands/compat.py`); its arguments are taken from sys.argv."""
     from shoal.commands.compat import shim_argv
 
     try:
@@ -76,17 +79,18 @@ def run_as(name: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit code: 0; 1 where a run of a sweep failed; 2 for a
-    mistake that the user can fix, also one that `shoal doctor` found; 130 when interrupted.
+    """Runs one command and returns the exit code: 0; 1 if a run of a sweep failed; 2 for a mistake
+    that the user can fix, also one that `shoal doctor` found; 130 if interrupted; 141 if the reader
+    of stdout has gone.
 
-    Such a mistake is one line on stderr; any other exception is a bug and keeps its traceback.
-    """
+    A mistake is printed as one line on stderr; any other exception is a bug and keeps its
+    traceback. `argv`: the arguments, sys.argv's by default."""
     try:
         return _run(redact_token(sys.argv[1:] if argv is None else argv))
     except ShoalError as error:
         print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return USAGE_EXIT_CODE
-    except BrokenPipeError:  # the reader has gone, as `head` does
+    except BrokenPipeError:  # the reader of stdout has gone, like `head` after ten lines
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE_EXIT_CODE
     except KeyboardInterrupt as interrupt:
@@ -95,6 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
+    """Prints help or the version if the arguments ask for it, otherwise runs the command; returns
+    the exit code."""
     if not words or words[0] in HELP:
         print(overview())
         return 0
@@ -112,7 +118,7 @@ def _run(words: list[str]) -> int:
         return 0
     job: list[str] = []
     if command == "launch" and "--" in rest:
-        # Its own words end here: --dry-run and --help behind it are the job's.
+        # The words of `launch` end at `--`; a --dry-run or --help after it is the job's.
         end = rest.index("--")
         job = rest[end + 1 :]
         rest = rest[:end]
@@ -126,7 +132,8 @@ def _run(words: list[str]) -> int:
 
 
 def _known(word: str) -> str:
-    """The command that the first word names; ShoalError where there is none of that name."""
+    """Returns the first argument if it is a command; otherwise raises ShoalError with the command
+    line that was probably meant."""
     if word in COMMANDS:
         return word
     if "=" in word or word.startswith("-"):
@@ -141,6 +148,8 @@ def _known(word: str) -> str:
 
 
 def _run_command(command: str, words: list[str], job: Sequence[str] = ()) -> int:
+    """Runs a command, or its dry run or sweep, and returns the exit code. `words`: the arguments
+    after the command; `job`: for `launch`, the arguments after `--`."""
     switches = {switch_of(word) for word in words}
     words = [word for word in words if not switch_of(word)]
     is_dry_run = "dryrun" in switches
@@ -180,11 +189,11 @@ def _run_command(command: str, words: list[str], job: Sequence[str] = ()) -> int
 
 
 def _dry_run_lines(command: str, config: Any, resolved: Resolved) -> list[str]:
-    """What a dry run has to say beside the settings: notes, warnings, estimates."""
+    """Returns what a dry run shows besides the settings: notes, warnings, estimates."""
     from shoal.job.dry_run import adapter_lines, check_dry_run
 
     lines = []
-    # A reward function that is tried may print.
+    # The check calls the reward function, which may print.
     with _stdout_is_stderr(), _explained(command, config, resolved):
         in_their_names = _in_their_names(resolved)
         for finding in check_dry_run(config):
@@ -204,8 +213,9 @@ def _dry_run_lines(command: str, config: Any, resolved: Resolved) -> list[str]:
 
 @contextlib.contextmanager
 def _explained(command: str, config: Any, resolved: Resolved) -> Iterator[None]:
-    """Names in an error the flag, or the file's line, of each key in it; where memory ran out, the
-    keys to change."""
+    """Adds to each ShoalError raised in the `with` block, for each key that it mentions, the flag
+    or the line of a file that set the key. Turns an error because memory ran out into a ShoalError
+    with the keys to change."""
     try:
         yield
     except Exception as error:
@@ -224,8 +234,8 @@ def _explained(command: str, config: Any, resolved: Resolved) -> Iterator[None]:
 
 
 def _in_their_names(resolved: Resolved) -> Callable[[str], str]:
-    """A function that adds to a message the flags that set its keys, if flags of another system
-    were typed."""
+    """Returns a function that adds to a message the flags that set the keys mentioned; it changes
+    nothing if no flags of another system were typed."""
     if not resolved.became:
         return str
     from shoal.compat.front import in_their_names
@@ -234,7 +244,8 @@ def _in_their_names(resolved: Resolved) -> Callable[[str], str]:
 
 
 def _compose(command: str, words: list[str]) -> tuple[Any, Resolved]:
-    """The configuration; with `resume`, and of `eval model=RUN`, on top of the run's own."""
+    """Returns (configuration, Resolved) of a command. With `resume`, and for `eval` with `model=` a
+    folder or bucket, the settings of that run lie beneath the typed ones."""
     if "resume" in keys_of(COMMANDS[command]):
         from shoal.job.resume import config_for_resume
 
@@ -250,7 +261,8 @@ def _compose(command: str, words: list[str]) -> tuple[Any, Resolved]:
 
 
 def _call(command: str, config: Any, resolved: Resolved) -> Any:
-    """Calls the command's function, which has the name of its module."""
+    """Prints the notes about the configuration, then calls the command's function and returns its
+    result. The function has the name of its module, except for `eval` and `sft`."""
     if command in ("train", "sft"):
         from shoal.job.process import open_console
 
@@ -275,8 +287,8 @@ def _call(command: str, config: Any, resolved: Resolved) -> Any:
 
 @contextlib.contextmanager
 def _stdout_is_stderr() -> Iterator[None]:
-    """Redirects stdout, of this process and of those it starts, to stderr: stdout is for the
-    JSON."""
+    """Sends stdout, of this process and of the processes that it starts, to stderr during the
+    `with` block, because stdout is reserved for the result."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -289,13 +301,12 @@ def _stdout_is_stderr() -> Iterator[None]:
 
 
 def use_huge_pages(pages: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled")) -> None:
-    """Restarts this process with glibc's allocator on huge pages, where Linux grants them on
-    request.
+    """Restarts this process with glibc's allocator on huge pages, if Linux grants them on request.
+    Does nothing if it is not Linux or GLIBC_TUNABLES is set, as after the restart.
 
     On CPU every compiled step allocates and frees its buffers; with small pages the kernel takes a
     third of an update to map them (docs/decisions/0003). The allocator reads the setting only when
-    a process starts.
-    """
+    a process starts."""
     if "GLIBC_TUNABLES" in os.environ or not sys.platform.startswith("linux"):
         return
     if not pages.is_file() or "[madvise]" not in pages.read_text():

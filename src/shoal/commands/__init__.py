@@ -1,1 +1,1 @@
-"""One file a command of the command line. Imports run/, is imported by cli alone."""
+"""The commands of the command line, one module for each."""

@@ -1,8 +1,7 @@
-"""`shoal compat`: writes the scripts of MaxText, TorchRL, TRL, verl and Tunix under the paths that
-their users type.
+"""`shoal compat`: writes scripts that run Shoal under the paths of scripts of MaxText, TorchRL,
+TRL, verl and Tunix, so that their users can type their usual command lines.
 
-src/MaxText/rl/train_rl.py   ->  run_as("train_rl")   ->  shoal train --config-name train_rl ...
-"""
+src/MaxText/rl/train_rl.py -> run_as("train_rl") -> shoal train --config-name train_rl ..."""
 
 from __future__ import annotations
 
@@ -23,7 +22,8 @@ from shoal.report.console import Console
 from shoal.text import count
 
 MARK = "written by `shoal compat`"
-"""In every script: a file without it belongs to somebody else."""
+"""Stands in every script that is written. A file without it was not written by Shoal and is never
+replaced."""
 
 SCRIPT = f'''#!/usr/bin/env python3
 """{{name}}, run by Shoal; {MARK}."""
@@ -39,19 +39,20 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class ScriptShim:
-    """A script of another system: the preset and the command that stand for it, and the paths that
-    are typed."""
+    """What takes the place of one script of another system: a command of Shoal with a preset, and
+    the paths under which users know the script."""
 
-    preset: str  # unless the user names a file or another one
-    paths: tuple[str, ...]
-    words: tuple[str, ...] = ()  # beneath the user's
-    configs: tuple[str, ...] = ()  # folders in which their YAML files may lie
-    commands: Mapping[str, tuple[str, ...]] | None = None  # first word -> words for it
-    command: str = "train"
+    preset: str  # the preset to load, or to lie beneath the file that the user names
+    paths: tuple[str, ...]  # where the script is written, below the folder `to`
+    words: tuple[str, ...] = ()  # words that the user's words may override
+    configs: tuple[str, ...] = ()  # folders in which the user's YAML files may lie
+    # For a script with subcommands: subcommand -> words for it.
+    commands: Mapping[str, tuple[str, ...]] | None = None
+    command: str = "train"  # the command of Shoal
 
 
 _ENVIRONMENT = ("TRAINER_DEVICES_FRACTION", "SAMPLER_DEVICES_FRACTION")
-"""Flags that MaxText's trainers also read from the environment."""
+"""Flags that MaxText's trainers read from environment variables, too."""
 _TORCHRL = "sota-implementations/grpo/"
 _CONFIGS = ("config", f"{_TORCHRL}config")
 
@@ -99,24 +100,26 @@ SHIMS: Mapping[str, ScriptShim] = {
     "verl": ScriptShim("verl", ("verl/trainer/main_ppo.py",)),
     "tunix": ScriptShim("base_config", ("tunix/cli/grpo_main.py",)),
 }
-"""Name -> what stands for a Python script of that name."""
+"""Name for `run_as` -> what takes the place of the script of that name."""
 
 SHELL = (
     "end_to_end/tpu/test_grpo.sh",
     "docker_build_dependency_image.sh",
     "docker_upload_runner.sh",
 )
-"""Paths of shell scripts, which are in `assets/doors` by name."""
+"""Paths of shell scripts to write; their contents are in `assets/doors` under the same file
+names."""
 
 REQUIREMENTS = tuple(
     f"{folder}requirements_{name}.txt" for folder in ("", _TORCHRL) for name in ("gsm8k", "ifeval")
 )
-"""Files that TorchRL's users install from, which are in `assets/doors` by name and ask for
-nothing."""
+"""Paths of requirement files from which TorchRL's users install; their contents, in `assets/doors`
+under the same file names, require nothing."""
 
 
 def compat(config: CompatConfig, console: Console | None = None) -> dict[str, Any]:
-    """Writes the scripts; nothing where one of the paths holds another's file."""
+    """Writes the scripts. Raises ShoalError, and writes nothing, if a path holds a file that Shoal
+    did not write."""
     require_given(config, "to")
     with console or Console() as console:
         scripts = planned(config)
@@ -132,8 +135,8 @@ def compat(config: CompatConfig, console: Console | None = None) -> dict[str, An
 
 
 def planned(config: CompatConfig) -> dict[Path, str]:
-    """The scripts by path. ShoalError where a path holds another's file, as in a checkout of their
-    system."""
+    """Returns the texts of all scripts by path, without writing them. Raises ShoalError if a path
+    holds a file that Shoal did not write, as in a checkout of the other system."""
     folder = check_local(config.to, "to")
     check_place(folder, "to", within=True)
     scripts = {}
@@ -157,15 +160,15 @@ def planned(config: CompatConfig) -> dict[Path, str]:
 
 
 def shim_argv(name: str, words: Sequence[str]) -> list[str]:
-    """The words of `shoal` that stand for those of a script: the user's file and words lie over its
-    own.
+    """Returns the arguments of `shoal` that do what a script of another system would do with the
+    arguments `words`. The user's file and words have precedence over the script's preset and words.
 
     >>> shim_argv("grpo_demo", ["--steps=4"])
     ['train', '--config-name', 'grpo_demo', '--steps=4']
     """
     shim = SHIMS[name]
     words = list(words)
-    beneath = []  # words that stand before the user's, which lie over them
+    beneath = []  # words that stand before the user's, so that the user's have precedence
     if shim.configs:
         beneath += _torchrl_words()
     beneath += shim.words
@@ -181,7 +184,7 @@ def shim_argv(name: str, words: Sequence[str]) -> list[str]:
         beneath += shim.commands[command]
     is_file_first = bool(words) and is_file_word(words[0])
     names_file = any(is_file_word(word) or is_file_option(word) for word in words)
-    folder = ""  # of their YAML files, in the folder where this is typed
+    folder = ""  # the folder of the user's YAML files, relative to the current folder
     if not any(is_folder_option(word) for word in words):
         for config_folder in shim.configs:
             if Path(config_folder).is_dir():
@@ -200,8 +203,8 @@ def shim_argv(name: str, words: Sequence[str]) -> list[str]:
 
 
 def _torchrl_words() -> list[str]:
-    """What TorchRL's recipe writes: Hydra's files, `kl` for a forward pass a step where its weight
-    is 0, and Weights & Biases where the package is installed."""
+    """Returns words for what TorchRL's recipe writes: Hydra's files, `kl` (which costs a forward
+    pass each step if its weight is 0), and Weights & Biases if the package is installed."""
     words = ["report.hydra=true", "algorithm.kl_metric=true"]
     if find_spec("wandb"):
         words.append("report.wandb.mode=auto")

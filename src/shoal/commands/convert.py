@@ -1,9 +1,8 @@
 """`shoal convert`: converts a checkpoint of Hugging Face or Shoal to MaxText's layout, and back.
 
-Values pass in windows. On the way back one tensor of all layers at a time is in a temporary file
-beside the target: pieces of a MaxText checkpoint may hold a part of every layer, and each is
-decompressed once. A run's own checkpoint is read whole.
-"""
+Values are copied piece by piece. On the way back, one tensor of all layers at a time is in a
+temporary file beside the target, because a piece of a MaxText checkpoint may hold a part of every
+layer, and each piece is decompressed once. A checkpoint of Shoal's own is read whole."""
 
 from __future__ import annotations
 
@@ -47,11 +46,12 @@ from shoal.weights.orbax import orbax_silenced
 from shoal.weights.source import model_path
 
 PROGRESS_BYTES = 1 << 30
-"""Size from which each tenth that is written is printed."""
+"""If at least this many bytes are written, a line is printed after each tenth."""
 
 
 def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, Any]:
-    """Writes the folder completely or not at all; raises ShoalError if it exists already."""
+    """Writes the folder completely or not at all, and returns its path and size; raises ShoalError
+    if it exists already."""
     if not (config.source or config.model_name):
         raise ShoalError(
             "from: nothing was given; expected a checkpoint, or model_name alone for the hub's "
@@ -64,7 +64,7 @@ def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, 
     if config.format == "maxtext":
         check_model(ModelSection(path=source), key="from")
     if _name(config):
-        model_named(_name(config))  # ShoalError for a name that MaxText does not have
+        model_named(_name(config))  # raises ShoalError if MaxText has no such name
     if config.format == "maxtext" and tree:
         raise ShoalError(
             f"from={source} is a MaxText checkpoint already: give format=huggingface, or another "
@@ -75,7 +75,7 @@ def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, 
             f"from={source} is no MaxText checkpoint (.../0/items): give one, or use `shoal "
             "export`, which writes a run's weights in Hugging Face's format"
         )
-    make_roles(MeshSection(fsdp=1))  # ShoalError where JAX finds no devices
+    make_roles(MeshSection(fsdp=1))  # raises ShoalError if JAX finds no devices
     with console or Console() as console, orbax_silenced():
         if tree:
             written = _to_hugging_face(config, tree, target, console)
@@ -89,7 +89,7 @@ def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, 
 
 
 def _target(config: ConvertConfig) -> Path:
-    """The folder to write, which does not exist yet."""
+    """Returns the folder to write; ShoalError if it exists already, or is not given."""
     if config.to and (config.base_output_directory or config.run_name):
         raise ShoalError(
             f"to={config.to} is the folder that is written: give it, or base_output_directory with "
@@ -103,7 +103,7 @@ def _target(config: ConvertConfig) -> Path:
         )
     target = config.base_output_directory.rstrip("/")
     if config.run_name:
-        named_folder(target, config.run_name)  # ShoalError for one that leads elsewhere
+        named_folder(target, config.run_name)  # raises ShoalError if it leads elsewhere
         target = f"{target}/{config.run_name}"
     if config.format == "maxtext":
         target = f"{target}/{maxtext.INNER}"
@@ -111,19 +111,21 @@ def _target(config: ConvertConfig) -> Path:
 
 
 def _name(config: ConvertConfig) -> str:
-    """MaxText's name of the model; empty for a hub id."""
+    """Returns MaxText's name of the model; '' if `model_name` is a hub id."""
     is_hub_id = "/" in config.model_name
     return "" if is_hub_id else config.model_name
 
 
 def _target_key(config: ConvertConfig) -> str:
+    """Returns the key that named the folder to write, for errors."""
     return "to" if config.to else "base_output_directory"
 
 
 def _to_maxtext(
     config: ConvertConfig, source: str, target: Path, console: Console
 ) -> dict[str, Any]:
-    if config.tokenizer:  # no error: MaxText's own command lines name one
+    """Writes a checkpoint in MaxText's layout; returns the numbers of tensors and bytes."""
+    if config.tokenizer:  # no error, because MaxText's own command lines name a tokenizer
         console.warning(
             f"tokenizer={config.tokenizer} is not used: MaxText's layout holds no tokenizer"
         )
@@ -134,7 +136,7 @@ def _to_maxtext(
         check_name(name, a, source, "model_name")
     pairs = maxtext.name_in_pairs(name, a)
     stored = maxtext.arrays_of(a, config.scan_layers, pairs)
-    # Times a power of two nothing is rounded.
+    # A multiplication by a power of two (whose mantissa is 0.5) rounds nothing.
     rounds = any(math.frexp(array.factor)[0] != 0.5 for array in stored)
     if dtype.name == "bfloat16" and rounds:
         console.warning(
@@ -161,8 +163,8 @@ def _to_maxtext(
 
 
 def open_source(source: str) -> tuple[Architecture, maxtext.ReadPart]:
-    """The architecture of a folder of Hugging Face's or of a run, and a function that reads parts
-    of its parameters."""
+    """Returns the architecture of a Hugging Face folder, a hub id or a run, and a function that
+    reads parts of its parameters. ShoalError for an adapter."""
     local = find_input(source, "from")
     checkpoint = find_checkpoint(local) if local.is_dir() else None
     folder = checkpoint[0] / MODEL_FOLDER if checkpoint else locate(source)
@@ -178,6 +180,7 @@ def open_source(source: str) -> tuple[Architecture, maxtext.ReadPart]:
     tensors = huggingface.open_tensors(folder, a)
 
     def read(spec: ParamSpec, index: tuple[slice, ...]) -> np.ndarray:
+        """Reads a part of one parameter from the stored tensors, in Shoal's orientation."""
         layers = index[0] if spec.stacked else slice(0, 1)
         if spec.transposed:
             rows = index[-1]
@@ -194,7 +197,8 @@ def open_source(source: str) -> tuple[Architecture, maxtext.ReadPart]:
 
 
 def _read_from_checkpoint(checkpoint: tuple[Path, int], a: Architecture) -> maxtext.ReadPart:
-    """Reads parts of the parameters of a run's checkpoint, which is loaded whole."""
+    """Returns a function that reads parts of the parameters of a run's checkpoint. Loads the
+    checkpoint whole."""
     role = make_roles(MeshSection(fsdp=1)).trainer
     leaves = jax.tree.leaves(load_parameters(*checkpoint, a, role))
     specs = jax.tree.leaves(param_specs(a))
@@ -209,6 +213,8 @@ def _read_from_checkpoint(checkpoint: tuple[Path, int], a: Architecture) -> maxt
 def _to_hugging_face(
     config: ConvertConfig, tree: Path, target: Path, console: Console
 ) -> dict[str, Any]:
+    """Writes a MaxText checkpoint as a Hugging Face folder; returns the numbers of tensors and
+    bytes."""
     check_local(config.tokenizer, "tokenizer", COPIES)
     tokenizer = locate(config.tokenizer, weights=False) if config.tokenizer else None
     checkpoint = maxtext.open_checkpoint(
@@ -238,11 +244,13 @@ def _to_hugging_face(
 
 
 def _progress(size: int, console: Console) -> Callable[[int], None]:
-    """A function that counts the bytes written and prints each tenth of `size`."""
+    """Returns a function that is called with numbers of bytes written, and prints a line at each
+    tenth of `size`."""
     done = 0
     started = time.perf_counter()
 
     def written(count: int) -> None:
+        """Adds a number of bytes to those written; prints a line if the next tenth is reached."""
         nonlocal done
         before = done
         done += count

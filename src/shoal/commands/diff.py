@@ -1,4 +1,4 @@
-"""`shoal diff`: two run folders compared, from the settings to the first token that differs."""
+"""`shoal diff`: compares two run folders, from the settings to the first token that differs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def diff(config: DiffConfig, console: Console | None = None) -> dict[str, Any]:
-    """Compares two runs and prints what differs and the likely cause."""
+    """Compares two runs, prints what differs and the likely cause, and returns the comparison."""
     with console or Console() as console:
         run = StoredRun(find_run(config.run))
         other = StoredRun(find_run(config.other))
@@ -31,10 +31,12 @@ def diff(config: DiffConfig, console: Console | None = None) -> dict[str, Any]:
 
 
 def _report(comparison: Comparison, console: Console) -> None:
+    """Prints a comparison."""
     runs = [Path(comparison.run), Path(comparison.other)]
     names = [short_name(run, runs) for run in runs]
 
     def table(head: str, values: Mapping[str, Sequence[Any]]) -> None:
+        """Prints a table of values of both runs."""
         rows = []
         for name, (of_run, of_other) in json_ready(values).items():
             rows.append((name, exact_figure(of_run), exact_figure(of_other)))
@@ -88,8 +90,8 @@ def _report(comparison: Comparison, console: Console) -> None:
 
 
 def exact_figure(value: Any) -> str:
-    """A figure with the fewest digits that tell it from every other, of a float32 9 at most; of a
-    float64 9."""
+    """Returns a figure with the fewest digits that distinguish it from every other float32 (9 at
+    most); a float64 gets 9 digits."""
     if isinstance(value, (list, tuple)):  # an interval
         return " to ".join(map(exact_figure, value))
     if isinstance(value, float) and abs(value) < FLOAT32_MAX and float(np.float32(value)) == value:
@@ -98,7 +100,7 @@ def exact_figure(value: Any) -> str:
 
 
 def describe_difference(comparison: Comparison) -> str:
-    """The result in a sentence, with the likely cause."""
+    """Returns the result of a comparison in a sentence, with the likely cause."""
     if comparison.identical:
         evaluations = count(comparison.evaluations_compared, "evaluation")
         return f"identical over steps {comparison.steps_compared} and {evaluations}, clocks aside"
@@ -109,7 +111,8 @@ def describe_difference(comparison: Comparison) -> str:
 
 
 def likely_cause(likely_keys: Sequence[str], differing: Iterable[str]) -> str:
-    """Which of the keys that differ is likely the cause, or where else it is."""
+    """Returns a sentence on which of the differing keys is the likely cause of the difference, or
+    where else the cause is."""
     if likely_keys:
         first, *others = likely_keys
         text = f"the likeliest cause is {first}"

@@ -1,9 +1,8 @@
 """`shoal doctor`: checks a training job before it runs, and estimates what it will cost.
 
-    the stages of its job -> reward -> weights -> a trial of one step -> memory, time
+    the job's stages -> reward -> weights -> a trial of one step -> memory, time
 
-A stage that fails does not stop those that do not need it.
-"""
+If a stage fails, the stages that do not need it are still checked."""
 
 from __future__ import annotations
 
@@ -39,14 +38,15 @@ from shoal.runs.diagnosis import row_named
 from shoal.text import count
 
 LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.0125}
-"""Of a token's log-probs, sampler against trainer: above it the two do not compute one policy."""
+"""Type of the model -> the largest expected difference between the sampler's and the trainer's
+log-prob of a token. A larger one means that the two do not compute the same policy."""
 
 
 def doctor(
     config: DoctorConfig, console: Console, reward_functions: Sequence[Callable] = ()
 ) -> dict[str, Any]:
-    """Prints findings as the job's stages make them and returns them; `ok` is False if the run
-    would stop or could not train."""
+    """Checks a job, prints each finding as soon as it is made, and returns all of them. `ok` is
+    False if the run would stop or could not train."""
     with (
         console,
         Job(config, console, functions=reward_functions, findings=Findings(console)) as job,
@@ -81,7 +81,7 @@ def doctor(
 
 
 def check_data(job: Job, result: dict[str, Any]) -> bool:
-    """Checks template and data, and prints the run's first prompt; False if a run cannot begin."""
+    """Checks the data and prints the run's first prompt; False if a run could not begin."""
     if not job.is_open("questions", "tokenizer"):
         return False
     data, check = job.questions, job.findings.of("data", "task.path")
@@ -100,15 +100,15 @@ def check_data(job: Job, result: dict[str, Any]) -> bool:
         sets = ", ".join(f"{number:,} {name}" for name, number in set_sizes(data).items())
         check.ok(f"{len(data.train):,} prompts of {job.lengths}, {used:,} are asked for; {sets}")
     text = job.tokenizer.decode(job.first_prompt.prompt_ids.tolist(), skip_special_tokens=False)
-    # the template's line has its tokens
+    # The finding of the template reports the prompt's tokens.
     job.console.passage("first prompt", text, lines=16, characters=1200)
     result["first_prompt"] = text
     return True
 
 
 def check_reward(job: Job, result: dict[str, Any]) -> bool:
-    """Scores known answers to the run's first prompt and to the data's first rows, and prints the
-    table; False for a reward that cannot work."""
+    """Scores known answers to the run's first prompt and to the first rows of data, and prints the
+    scores as a table; False if the reward fails."""
     data = job.questions
     examples = [data.train[row] for row in range(min(2, len(data.train)))]
     if "prompts" in job.opened:
@@ -133,7 +133,8 @@ def check_reward(job: Job, result: dict[str, Any]) -> bool:
 
 
 def sampled_as_bytes(_: Example, text: str) -> Sampled:
-    """An answer of a model whose tokenizer is missing: a token a byte."""
+    """Returns an answer as if a model had sampled it, one token for each byte; for a job whose
+    tokenizer is missing."""
     return Sampled(text, list(text.encode()))
 
 
@@ -141,8 +142,8 @@ def sampled_as_bytes(_: Example, text: str) -> Sampled:
 
 
 def check_step(job: Job, result: dict[str, Any], tries: bool) -> None:
-    """Loads the weights, unless they cannot fit, and tries a step; only the weights if part of the
-    job is wrong."""
+    """Loads the weights, unless they cannot fit into memory, and tries one step. `tries`: False if
+    another part of the job is wrong; then only the weights are checked."""
     check_size(job.config, parameter_count(job.model.architecture), job.findings)
     job.collect(through="engines")
     if not job.is_open("engines"):
@@ -158,7 +159,7 @@ def check_step(job: Job, result: dict[str, Any], tries: bool) -> None:
             parameters = job.load_weights()
             if check_weights(job, parameters) and tries:
                 trial = try_first_step(job, parameters)
-    except Exception as error:  # memory may run out as any of several types
+    except Exception as error:  # running out of memory raises one of several types
         explained = explain_out_of_memory(error, job.config)
         if explained is None:
             raise
@@ -180,7 +181,7 @@ def check_step(job: Job, result: dict[str, Any], tries: bool) -> None:
 
 
 def check_weights(job: Job, parameters: Params) -> bool:
-    """True if every weight is finite."""
+    """Reports whether all weights are finite; True if they are."""
     check = job.findings.of("model", "model.path")
 
     def is_finite(array: jax.Array) -> jax.Array:
@@ -206,7 +207,8 @@ def check_weights(job: Job, parameters: Params) -> bool:
 
 
 def try_first_step(job: Job, parameters: Params) -> StepTrial | None:
-    """A trial of the run's first step; None if its reward fails."""
+    """Samples, scores and trains the first step of the run as a trial; returns None if its reward
+    fails."""
     first = job.prompts.next(job.config.batch.prompts_per_step)
     with job.findings.of("reward", "reward.functions").errors():
         return try_step(
@@ -226,7 +228,8 @@ def try_first_step(job: Job, parameters: Params) -> StepTrial | None:
 
 
 def report_agreement(job: Job, result: dict[str, Any], trial: StepTrial) -> None:
-    """Reports whether sampler and trainer agree, and whether the samples can train the model."""
+    """Reports whether sampler and trainer agree on log-probs, and whether the samples can train the
+    model."""
     agreement = job.findings.of("agreement")
     samples = job.findings.of("samples")
     limit = job.config.sampling.max_completion_tokens
@@ -266,7 +269,7 @@ def report_agreement(job: Job, result: dict[str, Any], trial: StepTrial) -> None
         f"{100 * trial.truncated:.0f}% truncated at {limit} tokens, {100 * trial.nonzero_std:.0f}% "
         f"of {len(trial.groups)} groups with variance, mean reward {trial.mean_reward:.3g}"
     )
-    # One step is all the evidence that there is: bounds alone are asked for.
+    # Only one step was made, so values are compared with bounds without asking for more evidence.
     is_truncated = row_named("truncated").is_passed(trial.truncated)
     if is_truncated:
         samples.warning(
@@ -295,8 +298,8 @@ def report_agreement(job: Job, result: dict[str, Any], trial: StepTrial) -> None
 def report_memory(
     job: Job, result: dict[str, Any], budget: Budget, available: AvailableMemory
 ) -> None:
-    """Reports the memory needed and free on each device, and if it is tight, the key that saves
-    most."""
+    """Reports the memory needed and free on each device; if it does not fit, also the key that
+    saves most."""
     parts = sorted(budget.needed(budget.fullest).items(), key=lambda part: -part[1])
     devices = job.roles.trainer.mesh.devices.flat
     result["memory"] = {
@@ -319,7 +322,7 @@ def report_memory(
 def report_time(
     job: Job, result: dict[str, Any], times: Times, budget: Budget, available: AvailableMemory
 ) -> None:
-    """Reports the time of a step and of the run, and the key that saves most."""
+    """Reports the time of a step and of the run, and the key that saves most time."""
     result["time"] = vars(times)
     job.findings.of("time").ok(times.describe())
     if not result["advice"]:

@@ -1,5 +1,5 @@
-"""`shoal eval`: the figures of one model on one task, with their protocol, and every answer in a
-file."""
+"""`shoal eval`: evaluates one model on one task; prints the figures and how they were measured, and
+writes every answer to a file."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from shoal.tasks.task import ROWS, Task
 from shoal.trainer.evaluation import Answers, Evaluator
 
 OUTPUT_FIELDS = ("task", "model", "seed", "max_completion_tokens", "rows")
-"""Fields of the output file, next to one for each set of questions."""
+"""Fields of the output file besides the figures, which are under the names of sets of questions."""
 FEW_WELL_FORMED = 0.05
-"""Below this share of answers in the form asked for, the note says how a model learns it."""
+"""If a smaller share of answers has the form that the prompt asks for, a note says how a model
+learns the form."""
 HAS_SOLUTIONS = ("gsm8k", "words")
-"""Tasks whose rows hold worked solutions, which `shoal sft` puts in that form."""
+"""Tasks whose rows have worked solutions, which `shoal sft` writes in the form that the prompt asks
+for."""
 
 
 def evaluate(
@@ -36,8 +38,8 @@ def evaluate(
     console: Console | None = None,
     task: Task | None = None,
 ) -> dict[str, Any]:
-    """The figures by set of questions, with their protocol; every answer is written to
-    `config.output`."""
+    """Evaluates the model and returns the figures of each set of questions, with how they were
+    measured. Writes every answer to `config.output`, if given."""
     output = check_new_file(config.output, "output") if config.output else None
     check_model(config.model)
     with (
@@ -102,8 +104,8 @@ def evaluate(
 
 
 def read_in_any_form(answers: Answers, task: Task) -> dict[str, float]:
-    """`accuracy_any_form`, the share of questions whose answer is right wherever the text says it,
-    as the rows of the output have it; empty where the task reads answers in one way."""
+    """Returns `accuracy_any_form`, the share of questions whose answer is right wherever it stands
+    in the text; {} if the task reads answers in only one way."""
     if task.verdict is None or task.extract is None or not answers.greedy:
         return {}
     num_correct = 0
@@ -114,7 +116,8 @@ def read_in_any_form(answers: Answers, task: Task) -> dict[str, float]:
 
 
 def well_formed_advice(task: Task) -> str:
-    """How a model comes to write answers in the form that the task asks for."""
+    """Returns a sentence on how a model learns to write answers in the form that the task asks
+    for."""
     data = "task.path=DIALOGUES.jsonl with answers in that form"
     if task.name in HAS_SOLUTIONS:
         data = f"task={task.name}"
@@ -128,8 +131,8 @@ def well_formed_advice(task: Task) -> str:
 def describe_data(
     section: TaskSection, task: Task, tokenizer: Tokenizer, template_given: bool
 ) -> str:
-    """The questions' source and the template of their messages: `gsm8k, split test, the model's
-    chat template`."""
+    """Returns where the questions come from and which template their messages get: `gsm8k, split
+    test, the model's chat template`."""
     if section.name == ROWS:
         source = "rows from Python"
     elif section.path:
@@ -148,8 +151,8 @@ def describe_data(
 
 
 def answer_rows(subset: str, answers: Answers, task: Task) -> Iterator[dict[str, Any]]:
-    """A row a question: the question, its ground truth, the scored greedy answer and the scored
-    samples."""
+    """Yields a row for each question of a set: the question, its ground truth, the scored greedy
+    answer and the scored samples."""
     for greedy, sampled in zip_longest(answers.greedy, answers.sampled):
         example = greedy.example
         row = {
@@ -167,6 +170,7 @@ def answer_rows(subset: str, answers: Answers, task: Task) -> Iterator[dict[str,
 
 
 def _scored_completion(group: Group, index: int) -> Mapping[str, Any]:
+    """Returns text, correctness, rewards and length of one completion in a group."""
     completion = group.completions[index]
     return {
         "response": group.texts[index],

@@ -1,5 +1,5 @@
-"""`shoal export`: the newest weights of a run, or one checkpoint, as a folder that transformers
-loads."""
+"""`shoal export`: writes the newest weights of a run, or one checkpoint, as a folder that
+transformers loads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from shoal.weights.source import open_model
 
 
 def export(config: ExportConfig, console: Console | None = None) -> dict[str, Any]:
-    """Writes the folder whole or not at all, and returns its path."""
+    """Writes the folder completely or not at all, and returns its path. A model with an adapter is
+    written as the adapter alone, with `merge` as a whole model."""
     require_given(config, "source", "to")
     to = check_new_folder(config.to, "to")
     source = find_input(config.source, "from")

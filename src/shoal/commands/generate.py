@@ -1,4 +1,5 @@
-"""`shoal generate`: completions of the prompts in a file, a row a completion in another."""
+"""`shoal generate`: samples completions of the prompts in a file and writes them to another file,
+one row for each completion."""
 
 from __future__ import annotations
 
@@ -36,12 +37,12 @@ WRITTEN = (
     "completion",
     "stop_reason",
 )
-"""Columns of the output, beside those of the input."""
+"""Columns of the output besides those of the input."""
 
 
 def generate(config: GenerateConfig, console: Console | None = None) -> dict[str, Any]:
-    """Writes the rows in the order of the prompts, whole or not at all. Raises ShoalError for a row
-    that cannot be used before the first token is sampled."""
+    """Samples completions and writes their rows in the order of the prompts, completely or not at
+    all. Raises ShoalError before the first token is sampled if a row cannot be used."""
     require_given(config, "prompts", "output")
     output = check_new_file(config.output, "output")
     check_model(config.model)
@@ -76,8 +77,8 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
 
 
 def read_prompts(path: Path) -> list[Example]:
-    """The example of every row; its `prompt` is text or messages, or its `messages` are. ShoalError
-    with the first row that has none."""
+    """Reads an example from every row of a file: its `prompt` (text or messages) or its `messages`.
+    ShoalError for the first row that has neither."""
     examples = []
     for number, (line, row) in enumerate(read_file(path)):
         examples.append(example_of(number, line, row))
@@ -89,7 +90,8 @@ def read_prompts(path: Path) -> list[Example]:
 def encoding_text(
     prompts: Sequence[TokenizedExample], tokenizer: Tokenizer, template_given: bool
 ) -> str:
-    """`2 of messages, through the model's chat template; 3 of text, as it is, past any template`"""
+    """Returns how prompts are encoded: `2 of messages, through the model's chat template; 3 of
+    text, as it is, past any template`"""
     num_texts = sum(isinstance(prompt.example.prompt, str) for prompt in prompts)
     num_messages = len(prompts) - num_texts
     if not tokenizer.has_template:
@@ -112,7 +114,8 @@ def completion_rows(
     decode: Callable[[Sequence[int]], str],
     count: int,
 ) -> Iterator[str]:
-    """A line a completion, in the order of the prompts; `completions` by (row, index)."""
+    """Yields a JSON line for each completion, in the order of the prompts. `completions`: by (row,
+    index); `count`: the number of completions of each prompt."""
     column_names: set[str] = set()
     for prompt in prompts:
         column_names.update(prompt.example.columns)

@@ -1,4 +1,5 @@
-"""`shoal groups`: a table of all groups of a run, or the groups of one step, as text or as JSON."""
+"""`shoal groups`: prints a table of all groups of a run, or the groups of one step, as text or as
+JSON."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ TABLE = ("step", "group", "set", "reward", "spread", "pass", "length", "truncate
 
 
 def groups(config: GroupsConfig, console: Console | None = None) -> dict[str, Any]:
-    """Prints the table that `shoal view` shows; with `step` every group of a step, or the one at
-    position `group` in the step's file. The records are returned."""
+    """Prints a table of all groups, like the one in `shoal view`; with `step` all groups of that
+    step, and with `group` only the one at that position in the step's file. Returns the records."""
     with console or Console() as console:
         run = StoredRun(find_run(config.run))
         if not config.step and config.group < 0:
@@ -37,8 +38,8 @@ def groups(config: GroupsConfig, console: Console | None = None) -> dict[str, An
 
 
 def _table(run: StoredRun, config: GroupsConfig, console: Console) -> dict[str, Any]:
-    """The rows of the page's Groups view, of all files that can be read, with a warning for each
-    that cannot."""
+    """Prints and returns the rows of the Groups view, from all files that can be read; warns of
+    each file that cannot."""
     from shoal.runs.group_table import Database, GroupTable, reason
 
     run.require_groups()
@@ -72,6 +73,7 @@ def _table(run: StoredRun, config: GroupsConfig, console: Console) -> dict[str, 
 def _print_rows(
     rows: Sequence[Mapping[str, Any]], functions: Sequence[str], console: Console
 ) -> None:
+    """Prints rows of the Groups view as a table."""
     columns: list[str] = list(TABLE)
     titles: list[str] = list(TABLE)
     for function in functions:
@@ -87,6 +89,7 @@ def _print_rows(
 
 
 def _show(title: str, stored: StoredGroup, console: Console) -> None:
+    """Prints one group: its prompt, and each completion with rewards and lengths."""
     group = stored.group
     console.heading(
         f"{title}: row {group.example.row}, {len(group.prompt_ids)} prompt tokens, sampled by the "

@@ -1,4 +1,4 @@
-"""The texts of `--help` and `--dry-run`, made from the schema."""
+"""Makes the texts of `--help` and `--dry-run` from the configuration's dataclasses."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ TOPICS: Mapping[str, str] = {
     "report": "metrics and groups that a run writes",
     "report.wandb": "Weights & Biases",
 }
-"""Section -> its title in the help."""
+"""Section of the configuration -> its title in the help."""
 
 
 def overview() -> str:
-    """The text of `shoal --help`."""
+    """Returns the text of `shoal --help`."""
     lines = [
         "Post-trains language models by reinforcement learning from verifiable rewards.",
         "",
@@ -85,7 +85,7 @@ def overview() -> str:
 
 
 def purpose(config_type: type) -> str:
-    """The purpose of a command: the first sentence of its dataclass's docstring, without the
+    """Returns what a command does: the first sentence of its dataclass's docstring, without the
     command's name."""
     text = " ".join((config_type.__doc__ or "").partition("\n\n")[0].split())
     text = (text.partition(": ")[2] or text).partition(". ")[0]
@@ -93,8 +93,8 @@ def purpose(config_type: type) -> str:
 
 
 def command_help(command: str, topics: Sequence[str] = ()) -> str:
-    """The text of `shoal COMMAND --help`: every key by topic with type, default and meaning, and
-    the short forms; with `topics` only these sections or keys."""
+    """Returns the text of `shoal COMMAND --help`: every key by section with type, default and
+    meaning, and the short forms; with `topics` only these sections, keys or flags."""
     config_type = COMMANDS[command]
     if topics:
         return "\n\n".join(_topic_help(config_type, topic) for topic in topics)
@@ -131,7 +131,7 @@ def command_help(command: str, topics: Sequence[str] = ()) -> str:
 
 
 def options_of(command: str) -> dict[str, str]:
-    """The options that a command accepts."""
+    """Returns the options (which are no keys) that a command accepts, with their help texts."""
     options = dict(OPTIONS)
     if command != "train":
         del options["--multirun"]
@@ -143,7 +143,7 @@ def options_of(command: str) -> dict[str, str]:
 
 
 def _topic_help(config_type: type, topic: str) -> str:
-    """The help of one section, key or flag."""
+    """Returns the help of one section, key or flag; ShoalError if there is none of this name."""
     keys = keys_of(config_type).values()
     names = names_of(config_type)
     if topic in sections_of(config_type):
@@ -158,7 +158,7 @@ def _topic_help(config_type: type, topic: str) -> str:
     rows = front_end().flags_of(config_type).get(topic)
     if rows:
         return "\n".join(_flag_lines(config_type, rows))
-    # `lora` for `model.lora`: a part of a name names all that has it.
+    # A part of a dotted name, like `lora`, shows all keys that have this part.
     with_part = [key for key in keys if topic in key.name.split(".")]
     if with_part:
         return "\n".join(_listing(with_part))
@@ -170,7 +170,8 @@ def _topic_help(config_type: type, topic: str) -> str:
 
 
 def _packaged_lines(config_type: type, topic: str) -> list[str]:
-    """The presets that a topic's key names, each with the first line of its file."""
+    """Returns a line for each preset that a topic's key can name, with the beginning of the
+    preset's file; [] if the key names no presets."""
     key = {"recipe": "recipe", "algorithm": "algorithm.name"}.get(topic, "")
     if key not in keys_of(config_type):
         return []
@@ -191,8 +192,8 @@ def _packaged_lines(config_type: type, topic: str) -> list[str]:
 
 
 def _flag_lines(config_type: type, rows: Sequence[Flag]) -> list[str]:
-    """The help of other systems' flag, with the keys that it sets. `rows`: one for each system that
-    has it; the first counts."""
+    """Returns the help of another system's flag, with the keys that it sets. `rows`: a row for each
+    system that has the flag; the first row's meaning is shown."""
     flag = rows[0]
     lines = [f"  {flag.name} ({', '.join(row.system for row in rows)})"]
     lines += _wrapped(flag.meaning or "another name of this key")
@@ -204,7 +205,7 @@ def _flag_lines(config_type: type, rows: Sequence[Flag]) -> list[str]:
 
 
 def _listing(keys: Iterable[Key]) -> list[str]:
-    """Keys by section, each section under its name."""
+    """Returns the help of keys, grouped by section, each section under its title."""
     lines: list[str] = []
     sections: dict[str, list[Key]] = {}
     for key in keys:
@@ -220,12 +221,14 @@ def _listing(keys: Iterable[Key]) -> list[str]:
 
 
 def _key_lines(key: Key) -> list[str]:
+    """Returns the help of one key."""
     lines = [f"  {key.name}={shown(key.default)}"]
     return lines + _wrapped(f"{key.help} [{key.type_text}]")
 
 
 def _wrapped(text: str, indent: int = 6, break_on_hyphens: bool = False) -> list[str]:
-    """A text in lines of the terminal's width, within limits, behind an indent."""
+    """Returns the lines of an indented text, wrapped to the terminal's width but at least 60 and at
+    most 140 columns."""
     width = max(60, min(shutil.get_terminal_size((110, 24)).columns, 140))
     margin = " " * indent
     return textwrap.wrap(
@@ -241,9 +244,9 @@ def _wrapped(text: str, indent: int = 6, break_on_hyphens: bool = False) -> list
 
 
 def dry_run(config: Any, resolved: Resolved, warnings: Sequence[str] = ()) -> str:
-    """The resolved configuration as YAML, but that of a plan, with comments: values that differ
-    from the defaults and their origins, the keys that other systems' flags became, a step's size,
-    and the warnings given."""
+    """Returns the text of a dry run: the resolved configuration as YAML (not for a plan), then
+    comments: values that differ from the defaults with their origins, what flags of other systems
+    became, the size of a step, and `warnings`."""
     from shoal.config.merge import origin_text
     from shoal.config.stored import difference_from_defaults
 
@@ -274,7 +277,7 @@ def dry_run(config: Any, resolved: Resolved, warnings: Sequence[str] = ()) -> st
             lines.append(
                 "a resumed run has its own configuration, changed by the keys that you give"
             )
-    # A plan's reader wants the estimate, and `shoal train --dry-run` prints the settings.
+    # For a plan only the estimate matters; `shoal train --dry-run` prints the settings.
     text = "" if isinstance(config, PlanConfig) else resolved.text
     for line in [*lines, *warnings]:
         comment = f"# {' '.join(line.splitlines())}"

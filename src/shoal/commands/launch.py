@@ -1,14 +1,14 @@
-"""`shoal launch`: a job of `shoal` as an image, a command, a manifest or a script for a cluster,
-and its start there.
+"""`shoal launch`: writes a job of `shoal` as an image, a command, a manifest or a script for a
+cluster, and starts it there.
 
     target, topology, -- train ...
         ->  Workload: hosts, chips, the words of the job
         ->  words of a shell, or a manifest as a dictionary: quoted or dumped, then printed
         ->  given to docker, ray, sbatch, kubectl or xpk unless it is a dry run
 
-No value is put into a text of a shell or of YAML: it would be read as more than a value. A job is
-resumed by its own command: by its run_name, which it gets from here if it has none.
-"""
+Values are never pasted into the text of a shell script or of YAML, where they could be read as more
+than a value. A job is resumed by the same command: by its run_name, which `launch` adds if it has
+none."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ CLIENTS = {
         "xpk, in an environment of its own (pipx install xpk), with gcloud and kubectl",
     ),
 }
-"""Target -> the program that starts a job there, how it is called with what is printed, what has to
-be installed."""
+"""Target -> (the program that starts a job there, the command that gets the printed text, what has
+to be installed)."""
 
 NAMES = {
     "v4": ("tpu-v4-podslice", "v4"),
@@ -69,22 +69,23 @@ NAMES = {
     "h200": ("nvidia-h200-141gb", "h200-141gb"),
     "b200": ("nvidia-b200", "b200"),
 }
-"""Kind of a topology -> GKE's name of the accelerator, and the first part of xpk's name of a
-machine or slice."""
+"""Kind of a topology -> (GKE's name of the accelerator, the first part of xpk's name of a machine
+or slice)."""
 
 PROXY = (
     "JAX_PLATFORMS=proxy",
     "JAX_BACKEND_TARGET=grpc://127.0.0.1:29000",
     "ENABLE_PATHWAYS_PERSISTENCE=1",
 )
-"""The environment of a process that uses Pathways, as xpk's own jobs have it."""
+"""Environment of a process that uses Pathways, the same as in xpk's own jobs."""
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "SHOAL_MESH_TOKEN")
-"""Variables that a job gets from the environment, from a Secret in Kubernetes; never printed."""
+"""Variables that a job gets from the environment, or in Kubernetes from a Secret. Their values are
+never printed."""
 
 
 def launch(config: LaunchConfig, console: Console) -> None:
-    """Prints what starts the job, and starts it unless it is a dry run. ShoalError for a job that
-    cannot run on these devices, for a client that is not installed, and for one that fails."""
+    """Prints what starts the job, and starts it unless it is a dry run. Raises ShoalError if the
+    job cannot run on these devices, if the client is not installed, or if the client fails."""
     write = {
         "docker": docker_script,
         "ray": ray_script,
@@ -102,7 +103,7 @@ def launch(config: LaunchConfig, console: Console) -> None:
             f"target={config.target}: {client} is not on PATH, so nothing was started; what it is "
             f"to be given is printed. It needs {needed}; --dry-run only prints"
         )
-    if argv[0] == "bash":  # reads the script as its last word, the others read it as their input
+    if argv[0] == "bash":  # gets the text as its last argument, other programs get it on stdin
         ended = subprocess.run([*argv, text], text=True)
     else:
         ended = subprocess.run(argv, input=text, text=True)
@@ -115,7 +116,7 @@ def launch(config: LaunchConfig, console: Console) -> None:
 
 @dataclass(frozen=True)
 class Workload:
-    """A job with the devices that it gets."""
+    """A job together with the devices that it gets."""
 
     config: LaunchConfig
 
@@ -125,8 +126,8 @@ class Workload:
 
     @cached_property
     def training(self) -> Config | None:
-        """The configuration of a job `train ...`; None for another command. ShoalError for wrong
-        keys."""
+        """Returns the configuration of a job `train ...`; None for another command, or if it asks
+        for help. ShoalError for wrong keys."""
         job = self.config.job
         asks_for_help = "-h" in job or "--help" in job
         if job[:1] != ("train",) or asks_for_help:
@@ -135,8 +136,8 @@ class Workload:
 
     @cached_property
     def pathways(self) -> bool:
-        """True if the job asks for Pathways: by its keys, or, another command, by the words of its
-        line."""
+        """True if the job asks for Pathways: by its keys, or, if it is not a training, by words of
+        its command line."""
         if self.training:
             return self.training.mesh.pathways
         words = " ".join(self.config.job).split()
@@ -145,8 +146,8 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """The job's name, as Kubernetes allows it: at most 40 of a-z, 0-9 and -, first a letter,
-        not - at the end."""
+        """Returns the job's name in a form that Kubernetes allows: at most 40 of a-z, 0-9 and -,
+        beginning with a letter and not ending with -."""
         name = self.config.name
         if not name and self.training:
             name = self.training.run_name
@@ -157,21 +158,23 @@ class Workload:
 
     @property
     def hosts(self) -> int:
+        """Returns the number of hosts; 1 without accelerators."""
         if self.topology is None:
             return 1
         return self.topology.num_hosts
 
     @property
     def chips(self) -> int:
-        """Accelerators of a host; 0 without any."""
+        """Returns the number of accelerators of a host; 0 if there are none."""
         if self.topology is None:
             return 0
         return self.topology.num_chips // self.hosts
 
     @cached_property
     def words(self) -> list[str]:
-        """The words of the job, with what it needs to resume, to use all devices, and to sample in
-        Ray's cluster."""
+        """Returns the words of the job's command line, with keys added that let it resume, use all
+        devices, and sample in Ray's cluster. ShoalError if there is no job, or it does not fit the
+        devices."""
         job = list(self.config.job)
         train = self.training
         topology = self.topology
@@ -197,7 +200,8 @@ class Workload:
         return ["shoal", *job]
 
     def check_roles(self, job: Sequence[str], topology: Topology) -> None:
-        """ShoalError where the roles do not fit the devices, or not with a process on each host."""
+        """Raises ShoalError if the roles of sampler and trainer do not fit the devices, or cannot
+        be split into one process on each host. Sets JAX's platform to cpu."""
         import jax
 
         from shoal.mesh.roles import make_roles, refusal
@@ -219,18 +223,19 @@ class Workload:
 
     @property
     def command(self) -> str:
-        """The job as a line of a shell."""
+        """Returns the job as a line for a shell."""
         return shlex.join(self.words)
 
     @property
     def summary(self) -> str:
-        """`gke, 2 hosts: 16 H100`"""
+        """Returns target, hosts and devices: `gke, 2 hosts: 16 H100`."""
         devices = self.topology.describe() if self.topology else "no accelerator"
         return f"{self.config.target}, {count(self.hosts, 'host')}: {devices}"
 
 
 def configuration(words: Sequence[str]) -> Config:
-    """The configuration of a job's words after `train`; of a sweep, that of its first run."""
+    """Returns the configuration for a job's words after `train`; for a sweep that of its first
+    run."""
     switches = {switch_of(word) for word in words}
     keys = [word for word in words if not switch_of(word)]
     if "multirun" in switches:
@@ -239,11 +244,12 @@ def configuration(words: Sequence[str]) -> Config:
 
 
 def script(lines: Sequence[str]) -> str:
+    """Joins lines to a text."""
     return "".join(f"{line}\n" for line in lines)
 
 
 def shell_part(name: str) -> str:
-    """What a script of assets/launch says, whatever the job is."""
+    """Returns a file of assets/launch: the part of a script that is the same for every job."""
     return resources.files("shoal").joinpath("assets", "launch", name).read_text(encoding="utf-8")
 
 
@@ -251,7 +257,8 @@ def shell_part(name: str) -> str:
 
 
 def docker_script(work: Workload) -> str:
-    """Builds the image, pushes it, or runs the job in it on this machine."""
+    """Returns a script that builds an image, pushes it, or runs the job in it on this machine, as
+    the keys ask."""
     c = work.config
     root = Path(__file__).parents[3]
     steps = []
@@ -279,13 +286,14 @@ def docker_script(work: Workload) -> str:
             options.append("--gpus=all")
         for name in SECRETS:
             options.append(f"--env={name}")
-        here = '--volume="$PWD":/work'  # for the shell to fill in
+        here = '--volume="$PWD":/work'  # $PWD is for the shell to fill in
         image_and_command = shlex.join([c.image, *work.words])
         steps.append(f"docker run {shlex.join(options)} {here} {image_and_command}")
     return script([f"# {work.summary}", *steps])
 
 
 def ray_script(work: Workload) -> str:
+    """Returns a script that submits the job to a Ray cluster."""
     words = ["ray", "job", "submit", *work.config.options, "--"]
     for word in work.words:
         words.append(ray_word(word))
@@ -299,15 +307,15 @@ def ray_script(work: Workload) -> str:
 
 
 def ray_word(word: str) -> str:
-    """A word of a job as `ray job submit` must get it to hand it on unchanged.
+    """Returns a word of a job in the form that `ray job submit` hands on unchanged.
 
-    It joins words by the rules of Windows (`subprocess.list2cmdline`: double quotes around what
-    holds a space, a backslash before a double quote), and a shell reads the result, in which `$`
-    and `;` would act."""
+    `ray job submit` joins words by the rules of Windows (`subprocess.list2cmdline`: double quotes
+    around a word with a space, a backslash before a double quote), and a shell reads the result, in
+    which `$` and `;` would have an effect."""
     if shlex.quote(word) == word:
         return word
-    if " " in word or "\t" in word or not word:  # it comes to stand in double quotes
-        # A backslash before a double quote, or at the end, is doubled there already.
+    if " " in word or "\t" in word or not word:  # Ray puts such a word in double quotes
+        # Ray already doubles a backslash before a double quote or at the end.
         return re.sub(r'\\(?!\\*("|\Z))|[$`]', r"\\\g<0>", word)
     quoted = []
     for part in word.split('"'):
@@ -317,12 +325,13 @@ def ray_word(word: str) -> str:
 
 
 def slurm_script(work: Workload) -> str:
+    """Returns a script for sbatch. ShoalError for a TPU."""
     if work.topology and work.topology.accelerator.is_tpu:
         raise ShoalError(
             f"topology={work.topology}: Slurm has machines with GPUs here, as h100:8x8; use "
             "target=gke or xpk for a TPU"
         )
-    # B: the script itself receives the signal, and hands it on to the run.
+    # `B:` sends the signal to the script itself, which hands it on to the run.
     options = [
         f"--job-name={work.name}",
         f"--nodes={work.hosts}",
@@ -345,8 +354,10 @@ def slurm_script(work: Workload) -> str:
 
 
 def xpk_command(work: Workload) -> str:
+    """Returns the command of xpk that creates the job. ShoalError if the cluster or the topology is
+    missing."""
     c = work.config
-    command = work.command  # ShoalError without a job
+    command = work.command  # raises ShoalError if there is no job
     topology = work.topology
     if topology is None or not c.cluster:
         missing = "cluster" if topology else "topology"
@@ -364,7 +375,8 @@ def xpk_command(work: Workload) -> str:
         missing = [variable for variable in PROXY if variable not in command]
         command = " ".join([*missing, command])
     elif work.hosts > 1:
-        # xpk starts again after 42 and 127 to 255; 2 is also a process whose neighbour has ended.
+        # xpk restarts after exit codes 42 and 127 to 255. A process whose neighbour has ended
+        # exits with 2, so that must restart, too.
         options.append("--restart-on-exit-codes=2")
     restarts = [
         f"--max-restarts={c.restarts}",
@@ -377,7 +389,7 @@ def xpk_command(work: Workload) -> str:
     ]
     if options:
         parts.append(shlex.join(options))
-    # For the shell to fill in: what is secret is not printed.
+    # The shell fills in the variables, so that secrets are not printed.
     parts.append(" ".join(f'${{{name}:+--env {name}="${name}"}}' for name in SECRETS))
     parts.append(f"--command={shlex.quote(command)}")
     return script([f"# {work.summary}", " \\\n    ".join(parts)])
@@ -386,12 +398,12 @@ def xpk_command(work: Workload) -> str:
 # ---- Kubernetes
 
 DISRUPTED = {"type": "DisruptionTarget", "status": "True"}
-"""The condition of a pod that the cluster takes away."""
+"""The condition of a pod that the cluster takes away, for example to free its machine."""
 
 
 def manifest(work: Workload) -> str:
-    """Of Kubernetes: a Job on one host, a JobSet on several, a RayJob where samplers are in a Ray
-    cluster."""
+    """Returns a Kubernetes manifest as YAML: a Job for one host, a JobSet for several, a RayJob if
+    samplers are in a Ray cluster."""
     train = work.training
     if train and train.sampler.kind == "ray":
         resource = ray_job(work, train)
@@ -404,10 +416,11 @@ def manifest(work: Workload) -> str:
 
 
 def job(work: Workload) -> dict[str, Any]:
+    """Returns the manifest of a Job on one host."""
     rules = [
-        # A pod that the cluster takes away does not count: the next one resumes the run.
+        # A pod that the cluster takes away is no failed try: the next pod resumes the run.
         {"action": "Ignore", "onPodConditions": [dict(DISRUPTED)]},
-        # A mistake that another start does not cure.
+        # Exit code 2 is a mistake of the user, which another start does not cure.
         {
             "action": "FailJob",
             "onExitCodes": {"containerName": "shoal", "operator": "In", "values": [2]},
@@ -427,9 +440,10 @@ def job(work: Workload) -> dict[str, Any]:
 
 
 def job_set(work: Workload, topology: Topology) -> dict[str, Any]:
+    """Returns the manifest of a JobSet, which runs one process on each of several hosts."""
     metadata: dict[str, Any] = {"name": work.name}
     command = container_command(work)
-    if topology.accelerator.is_tpu:  # GKE says to each process of a TPU slice where the others are
+    if topology.accelerator.is_tpu:  # GKE tells each process of a slice where the others are
         metadata["annotations"] = {
             "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
         }
@@ -449,8 +463,8 @@ def job_set(work: Workload, topology: Topology) -> dict[str, Any]:
         "podFailurePolicy": {"rules": [taken_away]},
         "template": {"spec": pod(work, work.chips, command)},
     }
-    # All processes start again together, and resume the run; a host that the cluster takes away
-    # does not count.
+    # All processes restart together and resume the run. A restart because the cluster takes a host
+    # away does not count towards maxRestarts.
     policy = {
         "maxRestarts": work.config.restarts,
         "rules": [
@@ -475,6 +489,7 @@ def job_set(work: Workload, topology: Topology) -> dict[str, Any]:
 
 
 def ray_job(work: Workload, train: Config) -> dict[str, Any]:
+    """Returns the manifest of a RayJob: the trainer on the head, a sampler on each worker."""
     if find_spec("ray") is None:
         raise ShoalError(
             "sampler.kind=ray: the manifest names the version of Ray; pip install '.[ray]'"
@@ -510,15 +525,15 @@ def ray_job(work: Workload, train: Config) -> dict[str, Any]:
 
 
 def container_command(work: Workload) -> str:
-    """The job for `bash -c` in a container. Kubernetes itself reads `$(NAME)` and `$$` in it,
-    before bash does."""
-    # exec: SIGTERM reaches the run itself, which saves its last complete step.
+    """Returns the job as a command for `bash -c` in a container. Escapes `$(NAME)` and `$$`, which
+    Kubernetes would replace before bash reads them."""
+    # With exec, SIGTERM reaches the run itself, which then saves its last complete step.
     return "exec " + re.sub(r"\$(?=[$(])", "$$", work.command)
 
 
 def pod(work: Workload, chips: int, command: str = "") -> dict[str, Any]:
-    """The specification of a pod with so many accelerators; without a command of one that Ray
-    starts."""
+    """Returns the specification of a pod with this many accelerators. `command`: what its container
+    runs; '' for a pod that Ray starts."""
     topology = work.topology
     limits = {}
     selector = {}

@@ -1,7 +1,7 @@
-"""`shoal train --multirun`: a run for each combination of values, one after the other, each in its
-own process.
+"""`shoal train --multirun`: makes a run for each combination of values, one after the other, each
+in its own process.
 
-optimizer.lr=1e-4,1e-5 seed=range(3)     6 runs; a list [a,b] and text in quotes are one value
+optimizer.lr=1e-4,1e-5 seed=range(3) 6 runs; a list [a,b] and text in quotes are one value
 
 multirun/YYYY-MM-DD/HH-MM-SS/0 1 2 ...   the run folders; with run_name:
                                          <base_output_directory>/<run_name>/0 1 2
@@ -38,11 +38,11 @@ from shoal.runs.reader import read_summary
 from shoal.text import count, figure_text
 
 MULTIRUN_FOLDER = "multirun"
-"""The folder of sweeps without run_name and base_output_directory."""
+"""The folder in which sweeps are created if neither run_name nor base_output_directory is given."""
 
 SUMMARY = "multirun.json"
 INTERRUPTED = (130, -2)
-"""Exit codes of a process ended by Ctrl-C: its own, and the signal's."""
+"""Exit codes of a process ended by Ctrl-C: Shoal's own, and the signal's."""
 
 
 @dataclass
@@ -50,19 +50,21 @@ class SweptRun:
     """One combination of the swept values, and its result."""
 
     number: int
-    values: dict[str, str]  # by dotted key, or another system's flag
-    words: list[str]  # without its folder
+    values: dict[str, str]  # the swept values by dotted key, or by another system's flag
+    words: list[str]  # the command line, without the keys of the run's folder
     folder: Path
     exit_code: int | None = None  # None until it has run
     figures: dict[str, Any] = field(default_factory=dict)  # accuracy before and after, seconds
 
     @property
     def assignments(self) -> str:
-        """`optimizer.lr=1e-4 seed=2`"""
+        """Returns the swept values: `optimizer.lr=1e-4 seed=2`."""
         return " ".join(f"{name}={text}" for name, text in self.values.items())
 
     @property
     def state(self) -> str:
+        """Returns the run's state in words: not run, interrupted, done, or failed with the exit
+        code."""
         if self.exit_code is None:
             return "not run"
         if self.exit_code in INTERRUPTED:
@@ -73,10 +75,11 @@ class SweptRun:
 def multirun(
     command: str, words: Sequence[str], console: Console, dry_run: bool = False
 ) -> dict[str, Any]:
-    """Runs every combination and returns the content of multirun.json; a dry run prints the runs.
+    """Runs every combination and returns the content of multirun.json; a dry run only prints the
+    runs.
 
     All combinations are validated before the first one starts. A failed run does not stop the
-    others, Ctrl-C does."""
+    others, Ctrl-C does (it raises KeyboardInterrupt)."""
     combinations = list(combine(dataclass_of(command), words))
     configs = [compose(command, each)[0] for _, each in combinations]
     if configs[0].resume:
@@ -126,8 +129,8 @@ def multirun(
 
 
 def combine(config_type: type, words: Sequence[str]) -> Iterator[tuple[dict[str, str], list[str]]]:
-    """Every combination of swept values, the last key fastest: (name -> text, the whole command
-    line).
+    """Yields every combination of swept values, the last key varying fastest: (name -> text, the
+    whole command line).
 
     >>> list(combine(Config, ["optimizer.lr=1e-4,1e-5", "steps=3"]))
     [({'optimizer.lr': '1e-4'}, ['optimizer.lr=1e-4', 'steps=3']),
@@ -162,13 +165,13 @@ def combine(config_type: type, words: Sequence[str]) -> Iterator[tuple[dict[str,
 
 
 _ITEM = re.compile(r"""(?:\[[^]]*\]|\([^)]*\)|\{[^}]*\}|"[^"]*"|'[^']*'|[^,])+""")
-"""What stands between two commas; those in brackets or quotes divide nothing."""
+"""Matches what stands between two commas; commas in brackets or quotes do not count."""
 
 _RANGE = re.compile(r"range\((-?\d+)(?:,(-?\d+))?(?:,(-?[1-9]\d*))?\)")
 
 
 def sweep_texts(text: str) -> list[str]:
-    """The texts of a sweep; of a value that is not swept one.
+    """Returns the texts that a value sweeps over; a list of one if the value is not swept.
 
     >>> sweep_texts("1e-4,1e-5"), sweep_texts("[a,b]"), sweep_texts("range(1,4)")
     (['1e-4', '1e-5'], ['[a,b]'], ['1', '2', '3'])
@@ -200,7 +203,7 @@ def sweep_texts(text: str) -> list[str]:
 
 
 def root_of(config: Config, now: datetime | None = None) -> Path:
-    """The folder of a sweep."""
+    """Returns the folder of a sweep, below which the runs' folders are."""
     base = config.base_output_directory
     if config.run_name:
         return named_folder(base, config.run_name)
@@ -211,8 +214,8 @@ def root_of(config: Config, now: datetime | None = None) -> Path:
 
 
 def check_same_sweep(root: Path, runs: Sequence[SweptRun]) -> None:
-    """ShoalError if the folder holds another sweep: a resumed run must have the values of its
-    number."""
+    """Raises ShoalError if the folder holds another sweep, because a run that is resumed must have
+    the values of its number."""
     if (root / "config.yaml").is_file():
         raise ShoalError(f"{root} is the folder of a run, not of a sweep: choose another run_name")
     if not (root / SUMMARY).is_file():
@@ -229,8 +232,8 @@ def check_same_sweep(root: Path, runs: Sequence[SweptRun]) -> None:
 
 
 def _read_figures(folder: Path) -> dict[str, Any]:
-    """Accuracy before and after (the mean reward if the task defines none) and seconds, from the
-    run's summary.json; empty without one."""
+    """Returns accuracy before and after (the mean reward if the task defines no accuracy) and
+    seconds, from the run's summary.json; {} if there is none."""
     summary = read_summary(folder)
     if summary is None:
         return {}
@@ -242,6 +245,7 @@ def _read_figures(folder: Path) -> dict[str, Any]:
 
 
 def _record(root: Path, runs: Sequence[SweptRun]) -> dict[str, Any]:
+    """Returns the content of multirun.json."""
     records = []
     for run in runs:
         records.append(
@@ -263,6 +267,7 @@ def _record(root: Path, runs: Sequence[SweptRun]) -> dict[str, Any]:
 
 
 def _write_record(root: Path, runs: Sequence[SweptRun]) -> None:
+    """Writes multirun.json, and copies it to the bucket if the folder is one."""
     text = json.dumps(json_ready(_record(root, runs)), indent=2, allow_nan=False)
     write_atomically(root / SUMMARY, [text])
     send(root / SUMMARY)
@@ -272,11 +277,11 @@ def _write_record(root: Path, runs: Sequence[SweptRun]) -> None:
 
 
 def run_process(words: Sequence[str]) -> tuple[int, bool]:
-    """Runs `shoal` with these words in a new process: its exit code, and whether the user
-    interrupted it.
+    """Runs `shoal` with these words in a new process; returns (its exit code, True if the user
+    interrupted it).
 
-    The terminal sends Ctrl-C to the new process too; it saves and ends, and this process waits for
-    it."""
+    The terminal sends Ctrl-C to the new process too, which saves and ends; this process waits for
+    that."""
     interrupts: list[int] = []
 
     def note_interrupt(number: int, frame: Any) -> None:
@@ -291,11 +296,11 @@ def run_process(words: Sequence[str]) -> tuple[int, bool]:
 
 
 def cost_text(configs: Sequence[Config]) -> str:
-    """`6 runs, one after the other: 480 steps, 122,880 completions to train on, and their
-    evaluations`."""
+    """Returns the size of a sweep in words: `6 runs, one after the other: 480 steps, 122,880
+    completions to train on, and their evaluations`."""
     num_steps = sum(config.steps for config in configs)
     by_step: list[Config] = []
-    by_device: list[Config] = []  # those whose step grows with the number of devices
+    by_device: list[Config] = []  # configurations whose step grows with the number of devices
     for config in configs:
         if config.batch.prompts_per_device:
             by_device.append(config)
@@ -320,7 +325,7 @@ def cost_text(configs: Sequence[Config]) -> str:
 
 
 def _table(runs: Sequence[SweptRun]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The head and the rows of the table at the end."""
+    """Returns the head and the rows of the table that is printed at the end."""
     rows = []
     for run in runs:
         texts = {}

@@ -1,4 +1,4 @@
-"""`shoal plan`: what a training job costs on devices that need not be here, read from its own
+"""`shoal plan`: computes what a training job costs on devices that need not be here, from its own
 compiled programs."""
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from shoal.text import count, gib, seconds_text
 from shoal.weights.source import known_architecture
 
 SHOWN = 5
-"""Rows of a table of transfers or temporaries that are printed; the JSON has more."""
+"""How many rows of a table of transfers or temporaries are printed; the JSON has more."""
 
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
-"""(head, rows)"""
+"""The head and the rows of a table."""
 
 
 def plan(config: PlanConfig, console: Console) -> dict[str, Any]:
-    """Prints the plan, its verdict last, and returns it; `ok` is False where the job does not
-    fit."""
+    """Prints the plan, its verdict last, and returns it as a record; `ok` is False if the job does
+    not fit."""
     check_trainable(config)
 
     def show_job(budget: Budget) -> None:
+        """Prints the job."""
         show(budget, console)
 
     with console, terminate_as_interrupt():
@@ -50,7 +51,8 @@ def plan(config: PlanConfig, console: Console) -> dict[str, Any]:
 
 
 def estimate(config: PlanConfig) -> list[str]:
-    """The lines of a plan for which nothing is compiled or downloaded."""
+    """Returns the lines of a plan made without compiling or downloading anything, for a dry run;
+    one line with the reason if that is impossible."""
     stream = io.StringIO()
 
     def say_nothing(_: str) -> None: ...
@@ -72,7 +74,8 @@ def estimate(config: PlanConfig) -> list[str]:
 
 
 def show(budget: Budget, console: Console) -> None:
-    """Prints a job before anything is compiled, or what was compiled before an interrupt."""
+    """Prints the job before anything is compiled; or, after an interrupt, what was compiled until
+    then."""
     if budget.costs:
         _show_memory(budget, console)
         console.heading("compiled before the interrupt; the same command keeps it")
@@ -92,8 +95,8 @@ def show(budget: Budget, console: Console) -> None:
 
 
 def report(budget: Budget, console: Console) -> None:
-    """Prints what was compiled: memory, time, transfers, the largest temporaries, and what is not
-    known."""
+    """Prints what is known after compiling: memory, time, transfers, the largest temporaries, what
+    is unknown, and further advice."""
     if budget.costs:
         _show_memory(budget, console)
         _show_time(budget, console)
@@ -106,7 +109,8 @@ def report(budget: Budget, console: Console) -> None:
 
 
 def _head(budget: Budget) -> list[str]:
-    """The devices, the model, the roles' meshes, and the lengths that are assumed."""
+    """Returns the first lines of a plan: the devices, the model, the roles' meshes, and the assumed
+    lengths."""
     config = budget.config
     step = _planned(budget)
     model = budget.model
@@ -133,12 +137,14 @@ def _head(budget: Budget) -> list[str]:
 
 
 def _planned(budget: Budget) -> PlannedStep:
-    assert budget.step is not None  # of every budget of a plan
+    """Returns the planned step, which every budget of a plan has."""
+    assert budget.step is not None  # every budget of a plan has a step
     return budget.step
 
 
 def _meshes_text(budget: Budget) -> str:
-    """The devices and the mesh of each role that holds anything, once where they are the same."""
+    """Returns the devices and the mesh of each role that holds anything in memory; only once if
+    they are all the same."""
     meshes = {}
     for name, placement in budget.roles.items():
         if not _holds_anything(budget, name):
@@ -154,10 +160,12 @@ def _meshes_text(budget: Budget) -> str:
 
 
 def _holds_anything(budget: Budget, role: str) -> bool:
+    """True if a role holds anything in the devices' memory."""
     return any(item.role == role for item in budget.items)
 
 
 def _show_memory(budget: Budget, console: Console) -> None:
+    """Prints a table of memory for each set of roles that share devices."""
     shown = []
     for role in budget.roles:
         roles = [name for name in budget.colocated_roles(role) if _holds_anything(budget, name)]
@@ -176,8 +184,8 @@ def _show_memory(budget: Budget, console: Console) -> None:
 
 
 def _memory_table(budget: Budget, roles: list[str]) -> Table:
-    """A row for each part, a column for each program that runs on these roles' devices, or for
-    those that need the same."""
+    """Returns a table of memory: a row for each part, and a column for each program that runs on
+    the devices of these roles; programs that need the same share a column."""
     columns: list[tuple[list[str], dict[str, int]]] = []  # (programs, part -> bytes)
     for name, program in budget.programs.items():
         if program.role not in roles:
@@ -209,6 +217,8 @@ def _memory_table(budget: Budget, roles: list[str]) -> Table:
 
 
 def _show_time(budget: Budget, console: Console) -> None:
+    """Prints the table of programs, with seconds if the devices are known, and where the longest
+    program takes its time."""
     console.heading("a step" if budget.is_timed else "programs")
     head, rows = _program_table(budget)
     if not budget.is_timed:
@@ -233,8 +243,8 @@ def _show_time(budget: Budget, console: Console) -> None:
 
 
 def _program_table(budget: Budget) -> Table:
-    """A row for each program: what it computes and moves in all its runs of a step, and how long
-    that takes."""
+    """Returns a table with a row for each program: what it computes and moves in all its runs of a
+    step, and how long that takes."""
     head = ["", "runs", "TFLOPs", "moved"]
     if budget.is_timed:
         head += ["floor", "hidden", "not hidden"]
@@ -242,7 +252,7 @@ def _program_table(budget: Budget) -> Table:
     for name, cost in budget.costs.items():
         runs = budget.programs[name].runs
         moved = runs * sum(row.bytes for row in cost.collectives)
-        # One array's publication stands for all, by bytes: that is no number of runs.
+        # One array's publication is scaled up to all arrays by bytes, so `runs` is no count.
         runs_text = "" if name == "publish" else f"{runs:.3g}"
         cells = [
             f"{PROGRAM_PHASES[name]}: {name}",
@@ -257,7 +267,8 @@ def _program_table(budget: Budget) -> Table:
 
 
 def _step_rows(budget: Budget) -> list[tuple[str, ...]]:
-    """The sums of a step, and what follows from them; of a timed job."""
+    """Returns rows with the sums of a step, tokens a second and MFU. The devices' speeds must be
+    known."""
     floor, low, high = budget.step_seconds
     title = "a step, the next being sampled" if budget.overlaps else "all"
     tokens = _planned(budget).sampled_tokens
@@ -272,6 +283,7 @@ def _step_rows(budget: Budget) -> list[tuple[str, ...]]:
 
 
 def _show_transfers(budget: Budget, console: Console) -> None:
+    """Prints the transfers between devices that take longest."""
     rows = []
     for seconds, program, transfers in budget.transfers()[:SHOWN]:
         moved = budget.programs[program].runs * transfers.bytes
@@ -289,7 +301,8 @@ def _show_transfers(budget: Budget, console: Console) -> None:
 
 
 def _show_temporaries(budget: Budget, console: Console) -> None:
-    """Prints the largest temporaries of the program that runs when a device needs most."""
+    """Prints the largest temporary arrays of the program during which a device needs most
+    memory."""
     program = budget.fullest
     cost = budget.costs[program]
     title = program
@@ -301,7 +314,7 @@ def _show_temporaries(budget: Budget, console: Console) -> None:
 
 
 def _unknown(budget: Budget) -> list[str]:
-    """What the figures do not hold."""
+    """Returns lines on what the figures leave out or assume."""
     if not budget.costs:
         return ["nothing was compiled: what the roles hold does not fit"]
     step = _planned(budget)
@@ -337,6 +350,7 @@ def _unknown(budget: Budget) -> list[str]:
 
 
 def _calibration_text(calibration: Any) -> str:
+    """Returns a line on the measured figures that are used in place of the maker's."""
     figures = []
     for name, (middle, least, most) in calibration["figures"].items():
         figures.append(f"{name} {middle:.3g} ({least:.3g} to {most:.3g})")
@@ -348,6 +362,7 @@ def _calibration_text(calibration: Any) -> str:
 
 
 def _assumed_text(kernels: float, is_tpu: bool, launch: float) -> str:
+    """Returns a line on what is assumed about kernels and transfers."""
     text = (
         f"assumed: attention's kernels reach {kernels:.0%} of the peak rate, or the memory's; a "
         "transfer's first bytes take 1 us a chip on its way (TPU) or 10 (GPU), 30 over a network"
@@ -360,11 +375,11 @@ def _assumed_text(kernels: float, is_tpu: bool, launch: float) -> str:
 # ---- as JSON
 
 BOUNDS = ("floor", "hidden", "not_hidden")
-"""Names of the three numbers of `Budget.seconds`."""
+"""Names of the three numbers that `Budget.seconds` returns."""
 
 
 def record(budget: Budget) -> dict[str, Any]:
-    """The plan as JSON."""
+    """Returns the plan as a record for JSON."""
     seconds = {}
     mfu = []
     if budget.is_timed:
@@ -394,7 +409,7 @@ def record(budget: Budget) -> dict[str, Any]:
 
 
 def job_record(budget: Budget) -> dict[str, Any]:
-    """What is known of a planned job before anything is compiled."""
+    """Returns what is known of a planned job before anything is compiled, for JSON."""
     step = _planned(budget)
     job = {
         "model": asdict(budget.model),
@@ -424,8 +439,8 @@ def job_record(budget: Budget) -> dict[str, Any]:
 
 
 def held_record(budget: Budget) -> dict[str, dict[str, dict[str, int]]]:
-    """Role -> phase -> part -> bytes on each of the role's devices; of the trainer also what its
-    host always holds for each of them."""
+    """Returns the bytes held on each device: role -> phase -> part -> bytes. For the trainer also,
+    under `host`, the bytes that its host always holds for each device."""
     held: dict[str, dict[str, dict[str, int]]] = {}
     for role in ROLES:
         held[role] = {"always": {}, "sampling": {}, "update": {}}
@@ -439,7 +454,8 @@ def held_record(budget: Budget) -> dict[str, dict[str, dict[str, int]]]:
 
 
 def cost_record(cost: ProgramCost) -> dict[str, Any]:
-    """What a program costs; `extrapolated` is there only where few layers were compiled."""
+    """Returns the costs of a program, for JSON; with `extrapolated` only if fewer than all layers
+    were compiled."""
     costs = asdict(cost)
     if not cost.extrapolated:
         del costs["extrapolated"]

@@ -1,5 +1,5 @@
-"""`shoal replay`: samples a stored group again from its address and compares it, bit for bit, with
-what was stored."""
+"""`shoal replay`: samples a stored group again and compares it, bit for bit, with what was
+stored."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from shoal.text import count, figure, ranges
 def replay(
     config: ReplayConfig, console: Console | None = None, name: str = "step"
 ) -> dict[str, Any]:
-    """Samples group `config.group` of `groups/<name>_<config.step>` again and prints whether it was
-    reproduced."""
+    """Samples group `config.group` of `groups/<name>_<config.step>` again, prints whether it was
+    reproduced, and returns the comparison. `name`: `step` for groups of training."""
     with console or Console() as console:
         run = StoredRun(find_run(config.run))
         result = sample_again(
@@ -67,6 +67,7 @@ def report_replay(result: dict[str, Any], console: Console) -> None:
 
 
 def _token_text(token: dict[str, Any]) -> str:
+    """Returns a token's text with the sampler's log-prob, and the trainer's if it differs."""
     sampler = _logprob_text(token["logprob"])
     trainer = _logprob_text(token["trainer_logprob"])
     if trainer in ("-", sampler):
@@ -75,13 +76,14 @@ def _token_text(token: dict[str, Any]) -> str:
 
 
 def _logprob_text(value: float | None) -> str:
+    """Returns a log-prob with three decimals; `-` if it is unknown."""
     if value is None:
         return "-"
     return f"{round(value, 3) + 0.0:.3f}"  # + 0.0: no -0.000
 
 
 def describe_replay(result: dict[str, Any]) -> str:
-    """The result in a sentence."""
+    """Returns the result of a replay in a sentence."""
     d = result["difference"]
     weights = result["weights"]
     if d is None:

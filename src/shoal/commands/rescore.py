@@ -1,5 +1,5 @@
-"""`shoal rescore`: a run's stored groups scored with other rewards, without a model, and the two
-compared."""
+"""`shoal rescore`: scores a run's stored groups with other reward functions, without a model, and
+compares the rewards."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ SHOWN_FIGURES = (
 
 
 def rescore(config: RescoreConfig, console: Console | None = None) -> dict[str, Any]:
-    """Scores stored groups again and prints how many advantages flip, and what is suspicious about
-    the new reward."""
+    """Scores stored groups again, prints how many advantages change their sign and what is
+    suspicious about the new reward, and returns the comparison."""
     with console or Console() as console:
         run = StoredRun(find_run(config.run))
         algorithm = run.config.algorithm
@@ -48,6 +48,7 @@ def rescore(config: RescoreConfig, console: Console | None = None) -> dict[str, 
 
 
 def _report(result: dict[str, Any], console: Console) -> None:
+    """Prints a comparison of old and new rewards."""
     c = result["comparison"]
     lint = result["lint"]
     heading = (

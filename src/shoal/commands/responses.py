@@ -1,4 +1,4 @@
-"""`shoal eval responses=FILE`: answers made elsewhere, scored by a task without a model or a
+"""`shoal eval responses=FILE`: scores answers made elsewhere by a task, without a model or a
 device."""
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def score_responses(
     console: Console | None = None,
     python_task: Task | None = None,
 ) -> dict[str, Any]:
-    """The figures of the answers in `config.responses`; each row with its verdict is written to
-    `config.output`.
+    """Scores the answers in `config.responses` and returns their figures; writes each row with its
+    verdict to `config.output`, if given.
 
-    Reward functions (`config.reward.functions`, and `functions` from Python) are called if any are
-    given, the task's own if weights or a preset are. `python_task`: a task whose data came from
-    Python."""
+    Reward functions are called if any are given (in `config.reward.functions`, or as `functions`
+    from Python); the task's own reward functions are called if weights or a preset are given.
+    `python_task`: a task whose data came from Python."""
     file = check_input(config.responses, "responses")
     output = None
     if config.output:
@@ -89,6 +89,7 @@ def score_responses(
 
 
 def _report_unused_keys(config: EvalConfig, console: Console) -> None:
+    """Prints a note for each key that has no effect on answers made elsewhere."""
     if config.model.path != type(config.model)().path:
         console.note(
             f"model={config.model.path} has no effect: answers made elsewhere need no model"
@@ -103,8 +104,8 @@ def _report_unused_keys(config: EvalConfig, console: Console) -> None:
 def _load_scoring_task(
     config: EvalConfig, module: Any, functions: Sequence[Callable], console: Console
 ) -> tuple[Task, Task | None, bool]:
-    """The task, itself again if its data had to be read for it, and whether rewards are asked
-    for."""
+    """Returns (task, the same task if its data was read, else None; True if rewards are asked
+    for)."""
     with_data = None
     if not hasattr(module, "blank"):
         with_data = load_with_data(config.task, console)
@@ -131,8 +132,8 @@ def _load_scoring_task(
 def output_rows(
     responses: Sequence[Response], verdicts: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Each row as given, with its verdict; a column that any verdict has too is renamed `given_...`
-    in all rows."""
+    """Returns each input row with its verdict. An input column that a verdict has, too, is renamed
+    to `given_...` in all rows."""
     given: set[str] = set()
     taken: set[str] = set()
     for response in responses:
@@ -149,8 +150,8 @@ def output_rows(
 
 
 def given_names(given: Iterable[str], taken: Collection[str]) -> dict[str, str]:
-    """The names of an input's columns in the output; one that the output has itself is `given_...`
-    there."""
+    """Returns for each column of the input its name in the output: `given_...` if the output has a
+    column of that name itself (`taken`), else unchanged."""
     given = set(given)
     names = {}
     for name in sorted(given):
@@ -164,7 +165,7 @@ def given_names(given: Iterable[str], taken: Collection[str]) -> dict[str, str]:
 def report_evaluation(
     figures: Mapping[str, Mapping[str, Any]], failures: Sequence[Failure], console: Console
 ) -> None:
-    """Prints the figures of each set of questions and warns of failed reward functions."""
+    """Prints the figures of each set of questions, and warns of reward functions that failed."""
     for name, values in figures.items():
         console.evaluation(name, values)
     for line in failure_lines(failures):
@@ -172,5 +173,5 @@ def report_evaluation(
 
 
 def write_answers(output: Path, content: Mapping[str, Any]) -> None:
-    """Writes the JSON file of an evaluation, whole or not at all."""
+    """Writes the JSON file of an evaluation, completely or not at all."""
     write_text(output, json.dumps(json_ready(content), indent=2, ensure_ascii=False) + "\n")

@@ -1,4 +1,4 @@
-"""`shoal serve`: an address that samples for other programs, until Ctrl-C."""
+"""`shoal serve`: serves a model to other programs over OpenAI's API, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shoal.weights.store import MemoryStore
 
 
 def serve(config: ServeConfig, console: Console | None = None) -> dict[str, Any]:
-    """Serves until Ctrl-C. ShoalError for a model that cannot be used, and a port in use."""
+    """Serves until Ctrl-C. Raises ShoalError if the model cannot be used or the port is in use."""
     require_packages("serve", "starlette", "uvicorn")
     from shoal.serve.app import Api
 
@@ -29,7 +29,7 @@ def serve(config: ServeConfig, console: Console | None = None) -> dict[str, Any]
     check_host(config.host, token, "use the model", 8000)
     with console or Console() as console, Job(config, console) as job:
         job.check()
-        # Before weights are read: a port in use is said at once.
+        # Before weights are read, so that a port in use is reported at once.
         listening = job.stack.enter_context(listen(config.host, config.port, 8000))
         console.note(f"model: {model_text(config.model, job.spec, job.model)}")
         sampler = job.stack.enter_context(contextlib.closing(open_sampler(job)))
@@ -44,7 +44,7 @@ def serve(config: ServeConfig, console: Console | None = None) -> dict[str, Any]
 
 
 def open_sampler(job: Job) -> HostSampler:
-    """The sampler of a job, with its weights."""
+    """Returns a sampler for a job, with its weights loaded."""
     config: ServeConfig = job.requested
     return HostSampler(
         config.model.path,

@@ -26,8 +26,9 @@ def train(
     console: Console | None = None,
     task: Task | None = None,
 ) -> dict[str, Any]:
-    """Returns the run's summary, which its folder holds too. A run that its folder shows unfinished
-    is resumed, one that has made its steps is left as it is."""
+    """Trains and returns the run's summary, which is also stored in the run's folder. An unfinished
+    run in the folder is resumed; a run that has made all its steps is left unchanged and its
+    summary returned."""
     with console or Console() as console:
         plan = resolve_run(config, console)
         summary = read_summary(plan.run) if plan.run else None
@@ -69,8 +70,8 @@ def train(
 
 
 def unfinished(config: Config) -> Path | None:
-    """The run started last under the same folder, if it has these settings and a checkpoint, and
-    its process ended before its last step."""
+    """Returns the folder of the run that was started last in the same output folder, if it has
+    these settings and a checkpoint, and its process ended before its last step; else None."""
     if is_bucket(config.base_output_directory):
         return None
     try:

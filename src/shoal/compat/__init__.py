@@ -1,2 +1,2 @@
-"""Other systems: their flags and configuration files turned into native keys, their checkpoints,
-their presets."""
+"""Other systems: converts their flags and configuration files to keys of Shoal, and holds their
+presets and rewards."""

@@ -1,5 +1,5 @@
-"""Rows of flags by their kinds, and readers of their texts. The tables are in `trl.py`, `verl.py`
-and the like.
+"""Makes rows of the tables of other systems' flags, one function for each kind of row, and readers
+of flags' texts. The tables are in `trl.py`, `verl.py` and the like.
 
 rename     num_generations=4        batch.group_size=4
 read       grpo_epsilon=0.2         algorithm.clip_low=0.2, algorithm.clip_high=0.2: from the value
@@ -38,26 +38,31 @@ SHARDED = "mesh.fsdp=-1 shards parameters, gradients and moments over all device
 
 
 def renames(**names: str) -> list[Flag]:
-    """Rows of names that stand for one key; `__` is a dot."""
+    """Returns rows for flags that are only another name of one key: keyword -> key. `__` in a
+    keyword stands for a dot."""
     return [Flag(name.replace("__", "."), (key,)) for name, key in names.items()]
 
 
 def reads(name: str, keys: str, read: Reader, meaning: str, **more: Any) -> Flag:
+    """Returns a row for a flag whose value is read alone. `keys`: the keys that it sets, separated
+    by spaces; `more`: further fields of Flag."""
     return Flag(name, tuple(keys.split()), meaning=meaning, read=read, **more)
 
 
 def grouped(group: Group, keys: str, meaning: str, *names: str, **more: Any) -> list[Flag]:
-    """Rows that are read together."""
+    """Returns rows for flags that `group` reads together. `keys`: the keys that they set, separated
+    by spaces; `names`: the flags."""
     return [Flag(name, tuple(keys.split()), meaning=meaning, group=group, **more) for name in names]
 
 
 def derived(rule: Rule, keys: str, meaning: str, *names: str, **more: Any) -> list[Flag]:
-    """Rows whose values need other keys (`rules.py`)."""
+    """Returns rows for flags whose values depend on other keys, by a rule of `rules.py`."""
     return [Flag(name, tuple(keys.split()), meaning=meaning, rule=rule, **more) for name in names]
 
 
 def idle(meaning: str, *names: str, **more: Any) -> list[Flag]:
-    """Flags that change nothing here; a text of several names stands for each of them."""
+    """Returns rows for flags that have no effect here. A text in `names` may hold several names,
+    separated by spaces."""
     rows = []
     for text in names:
         for name in text.split():
@@ -66,7 +71,8 @@ def idle(meaning: str, *names: str, **more: Any) -> list[Flag]:
 
 
 def refused(meaning: str, *names: str, accepts: tuple[str, ...] = ()) -> list[Flag]:
-    """Flags that matter and have no counterpart; `accepts`: texts beside OFF that ask for what
+    """Returns rows for flags that matter and have no counterpart here, so that they are errors
+    unless they are off. `accepts`: further texts that are no error, because they ask for what
     happens here."""
     return [
         Flag(name, meaning=meaning, refused=True, accepts=(*OFF, *accepts), is_switch=True)
@@ -75,7 +81,8 @@ def refused(meaning: str, *names: str, accepts: tuple[str, ...] = ()) -> list[Fl
 
 
 def only(meaning: str, *texts: str, names: str) -> list[Flag]:
-    """Flags with few texts that are possible here."""
+    """Returns rows for flags that are errors unless they are left empty or have one of `texts`,
+    which ask for what happens here anyway."""
     return [
         Flag(
             name,
@@ -93,7 +100,7 @@ def only(meaning: str, *texts: str, names: str) -> list[Flag]:
 
 
 def each(*keys: str) -> Reader:
-    """The same text for several keys."""
+    """Returns a reader that gives several keys the flag's text."""
 
     def read(name: str, text: str) -> Values:
         return dict.fromkeys(keys, text)
@@ -102,7 +109,8 @@ def each(*keys: str) -> Reader:
 
 
 def optional(key: str, none: str = "0") -> Reader:
-    """A number, or None for off."""
+    """Returns a reader of a number that may be None. For None, the key gets the value of the
+    parameter `none`."""
 
     def read(name: str, text: str) -> Values:
         if text.lower() in NOTHING:
@@ -113,7 +121,7 @@ def optional(key: str, none: str = "0") -> Reader:
 
 
 def least_zero(key: str) -> Reader:
-    """A number whose -1 is our 0."""
+    """Returns a reader of a number; -1 becomes 0."""
 
     def read(name: str, text: str) -> Values:
         if text == "-1":
@@ -124,6 +132,8 @@ def least_zero(key: str) -> Reader:
 
 
 def if_true(values: Values, other: Values) -> Reader:
+    """Returns a reader of a switch: `values` if it is true, else `other`."""
+
     def read(name: str, text: str) -> Values:
         if to_bool(name, text):
             return values
@@ -133,6 +143,8 @@ def if_true(values: Values, other: Values) -> Reader:
 
 
 def listed(key: str) -> Reader:
+    """Returns a reader of a list."""
+
     def read(name: str, text: str) -> Values:
         return {key: items_of(text)}
 
@@ -140,7 +152,7 @@ def listed(key: str) -> Reader:
 
 
 def choice(options: Mapping[str, Values]) -> Reader:
-    """A reader that knows these texts."""
+    """Returns a reader of a flag with these possible texts; other texts are a ShoalError."""
 
     def read(name: str, text: str) -> Values:
         return chosen(name, text, options)
@@ -149,16 +161,18 @@ def choice(options: Mapping[str, Values]) -> Reader:
 
 
 def chosen(name: str, text: str, options: Mapping[str, Chosen]) -> Chosen:
-    """What a text stands for."""
+    """Returns what a text stands for in `options`; ShoalError if it is not one of them."""
     if text not in options:
         raise ShoalError(f"{name}={text}: expected one of {', '.join(options)}")
     return options[text]
 
 
 def read_bounds(both: str, low: str, high: str) -> Group:
-    """A reader of clip bounds: one flag for both, where they have none of their own."""
+    """Returns a reader of the flags for clip bounds: each bound has its own flag (`low`, `high`),
+    and without it the flag `both`."""
 
     def read_clip(given: Given) -> Values:
+        """Returns the clip bounds that the given flags set."""
         named = last_part(given)
         values = {}
         for key, own_name in (("algorithm.clip_low", low), ("algorithm.clip_high", high)):
@@ -174,7 +188,7 @@ LORA = "model.lora.rank model.lora.alpha model.lora.targets model.lora.rslora"
 
 
 def lora_values(rank: str, alpha: str, targets: str = "all-linear") -> Values:
-    """An adapter with another system's defaults."""
+    """Returns the values of LoRA's keys."""
     return {
         "model.lora.rank": rank,
         "model.lora.alpha": alpha,
@@ -193,12 +207,13 @@ KNOWN_TASKS = {
     "math": "math",
     "countdown": "countdown",
 }
-"""Data sets, as others name them, that are tasks of ours."""
+"""Other systems' names of data sets -> the task of Shoal."""
 
 
 def read_data_set(name: str, text: str) -> Values:
-    """A task of ours, or a data set of the user's own: in MaxText's demo rows as GSM8K's. What a
-    preset says of other data falls away."""
+    """Returns the keys for a data set: the task of Shoal that it is, otherwise a path with the
+    user's own data, whose rows are like GSM8K's if the flag is that of MaxText's demo (hf_path).
+    Resets what a preset says about other data."""
     task: str | Yielding | None = KNOWN_TASKS.get(text.lower())
     path = ""
     if not task:
@@ -214,6 +229,7 @@ def read_data_set(name: str, text: str) -> Values:
 
 
 def to_bool(name: str, text: str) -> bool:
+    """Returns the text of a switch as bool; ShoalError for other texts."""
     if text.lower() in ("true", "yes", "on", "1"):
         return True
     if text.lower() in OFF:
@@ -222,6 +238,7 @@ def to_bool(name: str, text: str) -> bool:
 
 
 def to_int(name: str, text: str, least: int = 1) -> int:
+    """Returns a text as a whole number; ShoalError if it is not one, or is below `least`."""
     number = to_float(name, text)
     if not number.is_integer() or number < least:
         raise ShoalError(f"{name}={text}: expected a whole number of {least} or more")
@@ -229,6 +246,7 @@ def to_int(name: str, text: str, least: int = 1) -> int:
 
 
 def to_float(name: str, text: str) -> float:
+    """Returns a text as a finite number; ShoalError if it is not one."""
     try:
         number = float(text)
     except ValueError:
@@ -239,7 +257,8 @@ def to_float(name: str, text: str) -> float:
 
 
 def items_of(text: str) -> list[str]:
-    """The items of `a,b` or `[a,b]`, with or without quotes."""
+    """Returns the items of a text `a,b` or `[a,b]`, with or without quotes; empty items are left
+    out."""
     if text.startswith("[") and text.endswith("]"):
         text = text[1:-1]
     items = []
@@ -251,5 +270,5 @@ def items_of(text: str) -> list[str]:
 
 
 def last_part(given: Given) -> dict[str, str]:
-    """The flags of a group by the last part of their names."""
+    """Returns the flags' texts by the last part of their dotted names."""
     return {name.rpartition(".")[2]: text for name, text in given.items()}

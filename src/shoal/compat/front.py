@@ -1,10 +1,12 @@
-"""The front end for other systems' flags: `translate` makes layers of words of our keys from layers
-as they were typed.
+"""Replaces other systems' flags by words of Shoal's keys (a word is a name with its value):
+`translate` takes layers as they were typed and returns layers in which only keys of Shoal are
+named.
 
-layers as typed  ->  the highest use of each flag
-    ->  words in its place                   of a flag alone, or of several read together
-    ->  words that follow from other keys    by the rules, in their order, each with the values of
-                                             all that stands before it
+layers as typed  ->  the use of each flag in its highest layer
+    ->  words in its place                   from the flag alone, or from a group of flags that are
+                                             read together
+    ->  words that depend on other keys      from rules, applied in their order; each rule sees the
+                                             values that the rules before it made
 """
 
 from __future__ import annotations
@@ -49,14 +51,14 @@ SYSTEMS: Mapping[str, Sequence[Flag]] = {
     "TorchRL": _rows_of("TorchRL", torchrl.FLAGS),
     "Tunix": _rows_of("Tunix", maxtext.TUNIX_FLAGS),
 }
-"""Of a name that several systems have, the first row counts, unless a layer's other names are
-another system's."""
+"""The tables of flags by system. If several systems have a flag of one name, the first system here
+counts, unless most other names in the layer are another system's."""
 
 _EXACT: dict[str, dict[str, Flag]] = {}
-"""System -> name -> row."""
+"""For each system its rows by name, without patterns."""
 
 _PATTERNS: dict[str, list[Flag]] = {}
-"""System -> rows whose names are patterns."""
+"""For each system its rows whose names are patterns, like `sa_*`."""
 
 for _system, _flags in SYSTEMS.items():
     _EXACT[_system] = {flag.name: flag for flag in _flags if not flag.is_pattern}
@@ -67,24 +69,28 @@ for _system, _flags in SYSTEMS.items():
 
 
 ENOUGH = 3
-"""Flags of one system in a file, or on the command line, from which its patterns of names count
-there."""
+"""Number of flags of one system in a file, or on the command line, from which on that system's
+patterns of names are matched there, too."""
 
 
 def find_flag(
     config_type: type, name: str, value: Any = None, among: Sequence[str] = ()
 ) -> Flag | None:
-    """The flag of a name that a command accepts; for some names the value decides whether it is
-    ours. Beside enough names of one system, `among`, its patterns of names count too."""
+    """Returns the flag of another system that a name stands for, None if there is none that the
+    command accepts. For a name that Shoal has too, `value` decides whose name it is. `among`: the
+    other names in the layer; they choose between systems, and with enough names of one system its
+    patterns count, too."""
     likely, is_sure = likely_system(among)
-    # A name without a dot may be a mistake.
+    # Patterns are not tried for a name without a dot: it may be a misspelled key.
     return find_row(config_type, name, value, likely, patterns=is_sure and "." in name)
 
 
 def find_row(
     config_type: type, name: str, value: Any, likely: str = "", patterns: bool = False
 ) -> Flag | None:
-    """The row of a name that a command accepts; of several the likely system's."""
+    """Returns the row of the tables for a name, None if there is none that the command accepts. If
+    several systems have the name, the row of the system `likely` is preferred. `patterns`: also
+    match the patterns of that system."""
     order = sorted(SYSTEMS, key=lambda system: system != likely)
     rows = [_EXACT[system][name] for system in order if name in _EXACT[system]]
     if patterns and likely:
@@ -102,8 +108,9 @@ def find_row(
 
 
 def _rows_above(order: Sequence[str], name: str) -> list[Flag]:
-    """Rows of a mapping in which the name lies, as `accelerator_config.split_batches` in one
-    without effect. Where the mapping is refused, so is all that it sets."""
+    """Returns rows for a dotted name whose parent is in the tables as a flag without effect or as a
+    refused one: `accelerator_config.split_batches` is without effect because `accelerator_config`
+    is. Below a refused mapping only empty values are accepted."""
     rows = []
     head = name.rpartition(".")[0]
     while head:
@@ -116,7 +123,8 @@ def _rows_above(order: Sequence[str], name: str) -> list[Flag]:
 
 
 def flags_of(config_type: type) -> Mapping[str, Sequence[Flag]]:
-    """The flags that a command accepts, by name: a row for each system that has it."""
+    """Returns all flags that a command accepts, by name; for each name one row for each system that
+    has the flag. Patterns are not included."""
     flags: dict[str, list[Flag]] = {}
     for rows in _EXACT.values():
         for name, flag in rows.items():
@@ -126,8 +134,9 @@ def flags_of(config_type: type) -> Mapping[str, Sequence[Flag]]:
 
 
 def likely_system(names: Iterable[str]) -> tuple[str, bool]:
-    """The system that has most of the names, and whether it has enough of them for its patterns to
-    count. Among fewer a recipe, as `recipe=verl`, says the system."""
+    """Returns (system, is_sure): the system that has most of these names, '' if none has one, and
+    whether the names suffice for its patterns to count. If they do not, a word such as
+    `recipe=verl` among them decides."""
     names = list(names)
     votes: Counter[str] = Counter()
     for system, rows in _EXACT.items():
@@ -146,8 +155,8 @@ def likely_system(names: Iterable[str]) -> tuple[str, bool]:
 
 @dataclass(frozen=True, eq=False)
 class FlagUse:
-    """One use of a flag: its row in the table, the word, and the numbers of its layer and of it
-    there."""
+    """One use of a flag: its row in the tables, the word as typed, the index of the layer, and the
+    index of the word in that layer."""
 
     flag: Flag
     word: Word
@@ -164,17 +173,18 @@ class FlagUse:
 
     @property
     def where(self) -> str:
-        """A file's line before an error; nothing for a command line, whose flag the error names."""
+        """Returns `file:line: ` as prefix of an error; '' on a command line, because the error
+        names the flag."""
         return f"{self.word.origin}: " if ":" in self.word.origin else ""
 
 
 LOWEST = -1
-"""The number of a layer beneath all others: of words that yield to all else."""
+"""Index of an additional layer beneath all others, for words that yield to everything else."""
 
 
 @dataclass(eq=False)
 class PlacedWord:
-    """A word of our keys, and the layer and the index of the flag in whose place it stands."""
+    """A word of Shoal's keys, with the layer and index of the flag that it replaces."""
 
     word: Word
     layer: int
@@ -183,22 +193,24 @@ class PlacedWord:
 
 @dataclass(eq=False)
 class Effect:
-    """What flags became, for the words that replace them and for a line on it in --dry-run; with
-    `has_line` also for one at the start."""
+    """What one flag, or several flags read together, became: the words that replace them, and the
+    line about it that --dry-run shows. With `has_line` the line is also shown at the start of a
+    run."""
 
-    flags: Given  # as the line shows them
-    last: tuple[int, int]  # the layer and the index of the last of them
+    flags: Given  # name -> text, as the line shows them
+    last: tuple[int, int]  # the layer and the index of the last of the flags
     meaning: str = ""
     has_line: bool = False
     words: list[PlacedWord] = field(default_factory=list)
     rule: Rule | None = None
-    # Of a rule: what it says of its values, and whether higher words left it something to do.
+    # Only for a rule: its sentence about the values, and False if higher words set all its keys.
     reason: str | None = None
     applies: bool = True
 
 
 def translate(config_type: type, layers: Sequence[Layer]) -> Translation:
-    """The layers, lowest first, with their flags replaced by words of our keys."""
+    """Replaces the flags of other systems in layers (lowest first) by words of Shoal's keys. Errors
+    do not raise: they are collected in the Translation."""
     draft = Draft(config_type, layers)
     groups: dict[Group, list[FlagUse]] = {}
     by_rule: dict[Rule, list[FlagUse]] = {}
@@ -224,12 +236,12 @@ def translate(config_type: type, layers: Sequence[Layer]) -> Translation:
             draft.errors.append(f"{uses[-1].where}{error}")
     effects = [draft.add_rule(rule, by_rule[rule]) for rule in RULES if rule in by_rule]
 
-    # A rule reads final values: each is applied to what those before it made.
+    # A rule reads final values of keys, so the layers are merged anew after each rule.
     merged = Merged(config_type, draft.layers())
     errors = [*draft.errors, *merged.errors]
     for effect in effects:
         positions = _positions(merged)
-        free = {}  # the keys of the rule that no higher word has, with their origins
+        free = {}  # keys of the rule that no higher word sets -> the origin of the rule's word
         for placed in effect.words:
             word = placed.word
             if word.key not in merged.top or merged.top[word.key] < positions[id(word)]:
@@ -257,12 +269,13 @@ def translate(config_type: type, layers: Sequence[Layer]) -> Translation:
 
 
 def _positions(merged: Merged) -> dict[int, int]:
-    """Identity of a word -> its position."""
+    """Returns for each word, by its id(), its index in `merged.words`."""
     return {id(word): position for position, (_, word) in enumerate(merged.words)}
 
 
 class Draft:
-    """Layers while the flags in them are replaced by words."""
+    """The layers of a configuration while flags in them are being replaced by words. Collects
+    effects and errors."""
 
     def __init__(self, config_type: type, layers: Sequence[Layer]) -> None:
         self.config_type = config_type
@@ -273,7 +286,8 @@ class Draft:
         self.errors: list[str] = []
 
     def _highest_uses(self) -> list[FlagUse]:
-        """The highest use of each flag; all uses are taken."""
+        """Returns for each flag its use in the highest layer. Records all uses of flags, also lower
+        ones, in `taken`."""
         highest: dict[str, FlagUse] = {}
         all_names = set()
         recipes = []
@@ -290,20 +304,21 @@ class Draft:
                 flag = find_row(self.config_type, word.name, word.value, likely, has_patterns)
                 if flag is None:
                     continue
-                # Beside its own key, a name of ours is ours.
+                # If the flag's key is given, too, the name means Shoal's own key of that name.
                 if flag.value_filter and any(key in names for key in flag.keys):
                     continue
                 if flag.requires_flag and flag.requires_flag not in all_names:
                     continue
                 self.taken.add((number, index))
-                # Removed first: the order is that of the highest uses.
+                # Removed and added again, so that the dict is ordered by the highest uses.
                 highest.pop(word.name, None)
                 highest[word.name] = FlagUse(flag, word, number, index)
         return list(highest.values())
 
     def layers(self) -> list[Layer]:
-        """The layers with words in the places of flags, in each first those that yield; beneath
-        them, if there are any, the words that yield to all else."""
+        """Returns the layers with flags replaced by words; in each layer the words that yield come
+        first. If there are words that yield to everything, they make up an additional layer at the
+        bottom."""
         by_layer: dict[int, list[PlacedWord]] = {}
         for effect in self.effects:
             for placed in effect.words:
@@ -331,14 +346,16 @@ class Draft:
         return layers
 
     def add_effect(self, uses: Sequence[FlagUse], meaning: str, has_line: bool = False) -> Effect:
-        """A new effect of flags, shown at the place of the last of them."""
+        """Adds and returns a new effect of these flags. The line about it is sorted by the place of
+        the last of them."""
         last = max((use.layer, use.index) for use in uses)
         effect = Effect({use.name: use.text for use in uses}, last, meaning, has_line)
         self.effects.append(effect)
         return effect
 
     def add_single(self, use: FlagUse) -> None:
-        """A flag whose own value says all."""
+        """Adds the effect of a flag whose value can be read without other flags or keys. Raises
+        ShoalError for a refused value."""
         flag, text, name = use.flag, use.text, use.name
         if flag.refused:
             if text.lower() not in flag.accepts:
@@ -372,9 +389,9 @@ class Draft:
             self._add_word(effect, use, key, value)
 
     def add_group(self, read: Group, uses: Sequence[FlagUse]) -> None:
-        """Flags that are read together. What lies between a file's flag and a higher one of the
-        group, as a recipe on the command line, may replace it: it then counts beneath that
-        alone."""
+        """Adds the effect of flags that are read together. A flag in a low layer no longer counts
+        together with those of the highest layer if a layer in between, such as a recipe on the
+        command line, sets its key; the flags of lower layers are then also read by themselves."""
         top = max(use.layer for use in uses)
         counting = []
         for use in uses:
@@ -396,8 +413,9 @@ class Draft:
             self._add_word(effect, owners[key], key, value)
 
     def add_rule(self, rule: Rule, uses: Sequence[FlagUse]) -> Effect:
-        """Flags whose values need other keys: words of the keys which they name, without values
-        before the rule has been applied."""
+        """Adds and returns the effect of flags whose values depend on other keys. It contains a
+        word for each key that the rule may set, with NO_VALUE until `translate` applies the
+        rule."""
         keys: dict[str, None] = {}
         for use in uses:
             keys.update(dict.fromkeys((*use.flag.keys, *use.flag.default_only)))
@@ -415,8 +433,8 @@ class Draft:
         return effect
 
     def _layers_that_set(self, use: FlagUse) -> set[int]:
-        """The layers in which a flag's first key is set by its own name, or by a flag that stands
-        for itself."""
+        """Returns the indices of the layers that set the first key of a flag by the key's own name,
+        or by another flag that is read alone."""
         names = names_of(self.config_type)
         first_key = use.flag.keys[0]
         numbers = set()
@@ -431,12 +449,15 @@ class Draft:
         return numbers
 
     def _add_effect_of_several(self, uses: Sequence[FlagUse], has_keys: bool) -> Effect:
+        """Adds an effect of several flags; its meaning is that of the first flag that is not
+        quiet."""
         loud = [use for use in uses if not use.flag.is_quiet]
         meaning = loud[0].flag.meaning if loud else ""
         return self.add_effect(uses, meaning, has_line=bool(loud) or not has_keys)
 
     def _add_word(self, effect: Effect, use: FlagUse, key: str, value: Any) -> None:
-        """A word of a key, if the command has it, in the place of a flag."""
+        """Adds to an effect a word that sets a key, in the place of a flag. Does nothing if the
+        command has neither the key nor another key INSTEAD of it."""
         keys = keys_of(self.config_type)
         if key not in keys:
             instead = INSTEAD.get(key, "")
@@ -463,9 +484,9 @@ class Draft:
         effect.words.append(PlacedWord(word, layer, use.index))
 
     def _is_wide(self, use: FlagUse, key: str) -> bool:
-        """True if another system's flag in the layer names this key and only some of the flag's
-        others: the narrower one stands, whatever the order. Flags of one system say by themselves
-        which of them stands."""
+        """True if in the same layer a flag of another system sets this key and otherwise only some
+        of the keys that this flag sets. The narrower flag then wins, whatever their order. Flags of
+        one system are not compared: their rows say which of them yields."""
         for other in self.uses:
             if other.layer != use.layer or other.flag.system == use.flag.system:
                 continue
@@ -481,7 +502,8 @@ def _read(read: Group, uses: Sequence[FlagUse]) -> Values:
 
 
 def _read_without(read: Group, uses: Sequence[FlagUse], use: FlagUse) -> Values:
-    """What flags are without one of them; nothing where it cannot be missing."""
+    """Returns the values that a group of flags has if one of them is left out; {} if it cannot be
+    left out."""
     if len(uses) == 1:
         return {}
     try:
@@ -491,8 +513,8 @@ def _read_without(read: Group, uses: Sequence[FlagUse], use: FlagUse) -> Values:
 
 
 def _owner(uses: Sequence[FlagUse], key: str) -> FlagUse:
-    """The flag at whose place a key stands: the highest that names it, in one layer the one that
-    names fewest keys."""
+    """Returns the flag in whose place the word for a key is put: the one in the highest layer that
+    names the key, and within a layer the one that names the fewest keys."""
     naming = [use for use in uses if key in use.flag.keys]
     if not naming:
         naming = [use for use in uses if key in use.flag.default_only]
@@ -503,8 +525,9 @@ def _owner(uses: Sequence[FlagUse], key: str) -> FlagUse:
 
 
 def _became(draft: Draft, merged: Merged, values: Mapping[str, Any]) -> list[tuple[str, bool]]:
-    """A line for each flag of the user's that is in effect, and whether it is a note of its own;
-    the flags of a file that change nothing share one line."""
+    """Returns (line, is_note) for each flag of the user's layers that is in effect: what it became,
+    and whether the line is also shown at the start. All flags of a file that change nothing share
+    one line."""
     positions = _positions(merged)
     lines = []
     idle_names: dict[int, list[str]] = {}  # number of a file's layer -> flags that change nothing
@@ -530,7 +553,7 @@ def _became(draft: Draft, merged: Merged, values: Mapping[str, Any]) -> list[tup
         if effect.words and len(overruled) == len(effect.words):
             continue
         reason = effect.meaning
-        # Else the reason names keys without effect.
+        # A rule's sentence is about all its keys, so it is used only if all words count.
         is_whole = all(word.yields for word in overruled)
         if effect.reason is not None and is_whole:
             reason = effect.reason
@@ -552,8 +575,8 @@ def _became(draft: Draft, merged: Merged, values: Mapping[str, Any]) -> list[tup
 
 
 def _is_said(position: int, merged: Merged, values: Mapping[str, Any]) -> bool:
-    """False for a value that came with another key's flag and is as it was in the layers
-    beneath."""
+    """True if the value of a word should be mentioned. False if the word yields (its flag was about
+    other keys) and the value is the same as in the layers beneath."""
     _, word = merged.words[position]
     if not word.yields:
         return True
@@ -565,8 +588,9 @@ def _is_said(position: int, merged: Merged, values: Mapping[str, Any]) -> bool:
 
 
 def _recipe_notes(config_type: type, layers: Sequence[Layer], uses: Sequence[FlagUse]) -> list[str]:
-    """A line on the recipe of a system, where names that it alone has stand without the recipe or a
-    preset, and where a file of the user's is another system's."""
+    """Returns at most one line of advice about recipes: if flags that only one system has are given
+    without its recipe or a preset, or if the user's file is another system's than the recipe in
+    use."""
     recipe = ""
     has_preset = False
     for layer in layers:
@@ -584,7 +608,7 @@ def _recipe_notes(config_type: type, layers: Sequence[Layer], uses: Sequence[Fla
                 ]
     if recipe or has_preset or "recipe" not in keys_of(config_type):
         return []
-    own: Counter[str] = Counter()  # flags that one system alone has, by system
+    own: Counter[str] = Counter()  # system -> number of used flags that no other system has
     for use in uses:
         num_systems = sum(use.flag.name in rows for rows in _EXACT.values())
         if use.flag.keys and num_systems == 1:
@@ -604,8 +628,9 @@ def _recipe_notes(config_type: type, layers: Sequence[Layer], uses: Sequence[Fla
 
 
 def in_their_names(message: str, resolved: Resolved) -> str:
-    """The message with the flag or the file's line of each key in it; where the user typed flags of
-    one system, also with that system's names of the other keys.
+    """Returns a message with, for each key that it mentions, the flag or the line of a file that
+    set the key. If the user typed flags of one system, its names for the other keys mentioned are
+    added.
 
     >>> in_their_names("set batch.group_size lower", resolved)
     'set batch.group_size lower (batch.group_size: --num_generations)'
@@ -613,7 +638,7 @@ def in_their_names(message: str, resolved: Resolved) -> str:
     typed = {word.name for word in resolved.arguments.words}
     votes = sorted((len(typed & rows.keys()), system) for system, rows in _EXACT.items())
     system = ""
-    if votes[-1][0] > votes[-2][0]:  # many names are several systems'
+    if votes[-1][0] > votes[-2][0]:  # not if two systems are equally likely
         system = votes[-1][1]
     named: dict[str, str] = {}
     for flag in SYSTEMS.get(system, ()):

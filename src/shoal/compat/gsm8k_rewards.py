@@ -1,8 +1,7 @@
-"""GSM8K as MaxText, Tunix, TorchRL and verl put it: prompt, rewards and the place of the answer, by
-`reward.preset`.
+"""GSM8K as in MaxText, Tunix, TorchRL and verl: their prompts, their rewards and where the answer
+stands, for `reward.preset`.
 
-The tags and the points are each system's own, the prompts say the same in other words.
-"""
+The tags and the points are each system's own; the prompts say the same in other words."""
 
 from __future__ import annotations
 
@@ -32,17 +31,17 @@ _THINK = (
 )
 _HASHES = 'Think step by step, and write the final answer after "####".'
 _TAIL_CHARS = 300
-"""verl looks for the answer in so many last characters."""
+"""verl looks for the answer in this many characters at the end."""
 
-_DIGITS = re.compile(r"[\d.]+")  # of any script, as `float` reads them
+_DIGITS = re.compile(r"[\d.]+")  # digits of any script, because `float` reads them all
 _AFTER_HASHES = re.compile(r"#### (-?[0-9.,]+)")
 
 # ---- maxtext: 1.0 for the answer, by text or by value, and 0.1 for the format
 
 
 def has_reasoning_and_answer(text: str) -> bool:
-    """True if there is `<reasoning>...</reasoning>` and later an `<answer>...</answer>` that is not
-    empty."""
+    """True if a text has `<reasoning>...</reasoning>` and later an `<answer>...</answer>` that is
+    not empty."""
     _, end_of_reasoning = _after(text, 0, "<reasoning>", "</reasoning>", 0)
     if end_of_reasoning < 0:
         return False
@@ -51,7 +50,8 @@ def has_reasoning_and_answer(text: str) -> bool:
 
 
 def tagged_or_boxed(text: str) -> str | None:
-    """What stands in the last `<answer>`; where there is none, in the last box."""
+    """Returns the content of the last `<answer>`, or if there is none, of the last box; None if
+    there is neither."""
     tagged = extract_answer(text)
     if tagged is None:
         return last_boxed(text)
@@ -59,8 +59,8 @@ def tagged_or_boxed(text: str) -> str | None:
 
 
 def same_value(answer: str | None, gold: str) -> bool:
-    """True if an answer is the gold text, or has its value: one number with units, or an expression
-    of numbers."""
+    """True if an answer equals the gold text or has its value: it is one number, perhaps with
+    units, or an expression of numbers."""
     if answer is None:
         return False
     if answer.strip() == gold.strip():
@@ -78,8 +78,9 @@ def same_value(answer: str | None, gold: str) -> bool:
 
 
 def _after(text: str, start: int, opening: str, closing: str, least: int = 1) -> tuple[int, int]:
-    """Where the first `opening` from `start` on has its content, and the end of the first `closing`
-    behind a content of `least` characters or more; -1 for what is not there."""
+    """Searches from `start` on. Returns (the position after the first `opening`, the position after
+    the first `closing` behind it), with at least `least` characters between the two tags; -1 in
+    place of what is not found."""
     begin = text.find(opening, start)
     if begin < 0:
         return -1, -1
@@ -94,9 +95,9 @@ def _after(text: str, start: int, opening: str, closing: str, least: int = 1) ->
 
 
 def exact_answer(text: str) -> str | None:
-    """The answer of a text in Tunix's format, `<reasoning>...</reasoning>` and later `<answer>`:
-    what stands up to `</answer>` or the end of its line, one character or more. None for another
-    text."""
+    """Returns the answer of a text in Tunix's format, which is `<reasoning>...</reasoning>` and
+    later `<answer>`: the text from there to `</answer>` or the end of the line, at least one
+    character. None for a text in another format."""
     _, end_of_reasoning = _after(text, 0, "<reasoning>", "</reasoning>")
     if end_of_reasoning < 0:
         return None
@@ -115,7 +116,8 @@ def exact_answer(text: str) -> str | None:
 
 
 def exact_or_tagged(text: str) -> str | None:
-    """The answer of a text in the format, else what stands in the first `<answer>...</answer>`."""
+    """Returns the answer of a text in Tunix's format, otherwise the content of the first
+    `<answer>...</answer>`; None if there is neither."""
     answer = exact_answer(text)
     if answer is None:
         return _first_tagged(text)
@@ -123,7 +125,8 @@ def exact_or_tagged(text: str) -> str | None:
 
 
 def tag_points(text: str) -> float:
-    """0.5 for each of the four tags that occurs once, -0.5 for each that does not."""
+    """Returns 0.5 for each of the four tags that occurs exactly once and -0.5 for each that does
+    not, summed up."""
     tags = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
     points = 0.0
     for tag in tags:
@@ -132,9 +135,10 @@ def tag_points(text: str) -> float:
 
 
 def answer_points(text: str, gold: str) -> float:
-    """For the answer of a text in the format, without commas and white space around: 3 where it is
-    the gold number, by text or by value; by its ratio to the gold number 0.5 from 0.9 to 1.1, 0.25
-    from 0.8 to 1.2, else -1; -0.5 where it is no number."""
+    """Returns points for the answer of a text in Tunix's format, compared without commas and
+    surrounding white space: 3 if it is the gold number, by text or by value; by its ratio to the
+    gold number 0.5 from 0.9 to 1.1, 0.25 from 0.8 to 1.2, else -1; -0.5 if it is no number; 0 for a
+    text in another format."""
     answer = exact_answer(text)
     if answer is None:
         return 0.0
@@ -155,8 +159,8 @@ def answer_points(text: str, gold: str) -> float:
 
 
 def number_points(text: str, gold: str) -> float:
-    """1.5 where the first digits after the first `<answer>` are the gold number; signs and commas
-    of the answer are not read."""
+    """Returns 1.5 if the first digits after the first `<answer>` are the gold number, else 0. Signs
+    and commas of the answer are not read."""
     tag = text.find("<answer>")
     if tag < 0:
         return 0.0
@@ -168,7 +172,7 @@ def number_points(text: str, gold: str) -> float:
 
 
 def _first_tagged(text: str) -> str | None:
-    """What stands in the first `<answer>...</answer>`, stripped."""
+    """Returns the stripped content of the first `<answer>...</answer>`; None if there is none."""
     begin = text.find("<answer>")
     if begin < 0:
         return None
@@ -182,7 +186,8 @@ def _first_tagged(text: str) -> str | None:
 
 
 def bare(answer: str) -> str:
-    """An answer without commas, `$`, `%`, a final period and zeros behind a decimal point."""
+    """Returns an answer without commas, `$`, `%`, a final period and zeros at the end of
+    decimals."""
     answer = answer.strip().replace(",", "").replace("$", "").replace("%", "").rstrip(".")
     if "." not in answer:
         return answer
@@ -190,6 +195,7 @@ def bare(answer: str) -> str:
 
 
 def same_bare(answer: str | None, gold: str) -> bool:
+    """True if an answer and the gold answer are the same text after `bare`."""
     if not answer:
         return False
     return bare(answer) == bare(gold)
@@ -199,8 +205,8 @@ def same_bare(answer: str | None, gold: str) -> bool:
 
 
 def hash_answer(text: str) -> str | None:
-    """The number behind the last `####` and one space in the last 300 characters, commas
-    removed."""
+    """Returns the number after the last `####` and one space within the last 300 characters,
+    without commas; None if there is none."""
     numbers = _AFTER_HASHES.findall(text[-_TAIL_CHARS:])
     if not numbers:
         return None

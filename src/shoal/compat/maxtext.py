@@ -1,5 +1,6 @@
-"""MaxText: the flat flags of its trainers (base.yml, grpo.yml, rl.yml). Tunix 0.1.7, whose learner
-`train_rl` is: the dotted keys of its command line (tunix/cli/base_config.yaml)."""
+"""The tables of MaxText, with the flat flags of its trainers (base.yml, grpo.yml, rl.yml), and of
+Tunix 0.1.7, whose learner MaxText's `train_rl` uses, with the dotted keys of its command line
+(tunix/cli/base_config.yaml)."""
 
 from __future__ import annotations
 
@@ -27,13 +28,14 @@ read_clip = flags.read_bounds("grpo_epsilon", "", "epsilon_high")
 
 
 def read_profiler(name: str, text: str) -> Values:
+    """Reads the switch of the profiler: three steps are profiled if it is on."""
     if text not in ("xplane", ""):
         raise ShoalError(f"{name}={text}: expected xplane, or nothing for off")
     return {"report.profile": ["2", "3", "4"] if text else []}
 
 
 def parallelism(key: str) -> Callable[[str, str], Values]:
-    """A reader of a number of devices or slices, of which -1 (auto) is 1."""
+    """Returns a reader of a number of devices or slices; -1 (auto) becomes 1."""
 
     def read(name: str, text: str) -> Values:
         if text == "-1":
@@ -61,11 +63,11 @@ _PRODUCTS: dict[str, tuple[str, ...]] = {
     "mlp/wi_1": ("up_proj",),
     "mlp/wo": ("down_proj",),
 }
-"""Ends of paths in Tunix's and MaxText's models -> our products."""
+"""Ends of paths in Tunix's and MaxText's models -> the names of the matrices here."""
 
 
 def read_lora(given: Given) -> Values:
-    """MaxText's adapter, which enable_lora switches on."""
+    """Reads MaxText's adapter; without enable_lora there is none."""
     is_on = flags.to_bool("enable_lora", flags.last_part(given).get("enable_lora", "false"))
     if not is_on:
         return {}
@@ -73,8 +75,8 @@ def read_lora(given: Given) -> Values:
 
 
 def read_adapter(given: Given) -> Values:
-    """Rank and alpha, which have no default; module_path is a regular expression over paths in
-    their models."""
+    """Reads an adapter's rank and alpha, which must be given, and module_path, a regular expression
+    over paths in their models that chooses the targets."""
     named = {name.removeprefix("lora_"): text for name, text in flags.last_part(given).items()}
     missing = {"rank", "alpha"} - named.keys()
     if missing:
@@ -97,8 +99,8 @@ def read_adapter(given: Given) -> Values:
 
 
 def _is_matched(pattern: str, path: str) -> bool:
-    """True for the end of a path that a regular expression has, below one of their layers; False
-    for what is no expression."""
+    """True if a regular expression matches this end of a path within some layer of their models;
+    False also for an invalid expression."""
     for head in ("layers/0/", "decoder/layers/", "decoder/layers/0/"):
         try:
             if re.fullmatch(pattern, head + path):
@@ -109,8 +111,8 @@ def _is_matched(pattern: str, path: str) -> bool:
 
 
 def read_mesh(given: Given) -> Values:
-    """Tunix's meshes of fsdp and tp, one for all roles here; model_config's is for roles without
-    their own."""
+    """Reads Tunix's meshes, (FSDP, TENSOR) for each role, which must be the same here for all
+    roles. The mesh of model_config counts only if no role has its own."""
     shapes: dict[str, None] = {}  # as texts, each once
     shapes_of_roles: dict[str, None] = {}
     for name, text in given.items():
@@ -129,10 +131,11 @@ def read_mesh(given: Given) -> Values:
 
 
 def _under_lora(name: str) -> tuple[str, str]:
+    """Returns a name by itself and under `lora.`."""
     return name, f"lora.{name}"
 
 
-# it passes no norm
+# No norm is passed for sequence-mean-token-sum-norm, so it is seq-mean-token-sum here.
 _AGGREGATIONS: dict[str, Values] = {
     "token-mean": {"algorithm.aggregation": "token-mean"},
     "sequence-mean-token-mean": {"algorithm.aggregation": "seq-mean-token-mean"},

@@ -1,8 +1,9 @@
-"""What flags become that need the final values of other keys: the one list of such rules.
+"""Rules: functions that convert flags of other systems whose values depend on the final values of
+other keys. All of them are in RULES.
 
-Each is called once, after presets, file and command line are merged, with the flags of its group
-that were given and a way to ask for any key. It returns values by key and a sentence for the start.
-"""
+Each rule is called once, after presets, file and command line are merged, with those of its flags
+that were given, and with a function that returns the value of any key. It returns values by key,
+and a sentence to show at the start ('' for none)."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from shoal.text import count, exact
 
 
 def last_of(given: Given) -> tuple[str, str]:
-    """The name and the text of the last flag: of several names of one thing it counts."""
+    """Returns name and text of the flag that was given last: of several names for one thing the
+    last counts."""
     return list(given.items())[-1]
 
 
@@ -36,7 +38,8 @@ def last_of(given: Given) -> tuple[str, str]:
 
 
 def lengths(given: Given, get: Get) -> tuple[Values, str]:
-    """MaxText, Tunix: max_target_length counts prompt and completion together."""
+    """Converts MaxText's and Tunix's max_target_length, which counts prompt and completion
+    together, to sampling.max_completion_tokens."""
     prompt = get("sampling.max_prompt_tokens")
     name, text = last_of(given)
     completion = to_int(name, text) - prompt
@@ -50,9 +53,10 @@ def lengths(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def devices(given: Given, get: Get) -> tuple[Values, str]:
-    """MaxText: shares of the devices, the trainer's the first, the sampler's the last, and so many
-    samplers of so many devices each. Both shares 1.0 are the same devices; if fsdp is fixed, the
-    trainer's number follows from it."""
+    """Converts MaxText's flags about devices to mesh.trainer and mesh.sampler: shares of all
+    devices, of which the trainer gets the first and the sampler the last, and the number of
+    samplers with their number of devices. If both shares are 1.0, both use the same devices. If
+    mesh.fsdp is a number, the trainer's number of devices is computed from the mesh."""
     shares = {}
     for name, text in given.items():
         if name.lower().endswith("fraction"):
@@ -89,8 +93,8 @@ def devices(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def pathways(given: Given, get: Get) -> tuple[Values, str]:
-    """MaxText: with Pathways a sampler has four devices of its own by default; here roles share all
-    devices."""
+    """Converts MaxText's switch for Pathways, and says that roles share all devices here, if
+    nothing else is set: in MaxText a sampler then has four devices of its own."""
     name, text = last_of(given)
     said = ""
     if to_bool(name, text) and not (get("mesh.trainer") or get("mesh.sampler")):
@@ -102,15 +106,16 @@ def pathways(given: Given, get: Get) -> tuple[Values, str]:
 
 
 AXES = ("data", "fsdp", "context", "tensor")
-"""Of the trainer's mesh. `shoal.mesh` has them too, but imports JAX."""
+"""Axes of the trainer's mesh. `shoal.mesh` has them too, but imports JAX."""
 
 
 def sampler_tensor(given: Given, get: Get) -> tuple[Values, str]:
-    """MaxText, TRL, verl: devices that share a sampler; -1 and 1 leave it open. Scripts name it for
-    a machine of eight: it is dropped where the keys count the sampler's devices and it does not
-    divide them, as on a mesh of one."""
+    """Converts the number of devices that share a sampler (MaxText, TRL, verl); -1 and 1 leave it
+    open. Scripts often set it for a machine with eight devices, so it is dropped if the sampler's
+    number of devices is known and no multiple of it."""
     name, text = last_of(given)
-    # Scripts name the default: where a replica does not fit one device, it has more.
+    # -1 and 1 are defaults that scripts write out. Left open, a replica gets more devices if it
+    # does not fit on one.
     if text in ("-1", "1"):
         return {"mesh.sampler_tensor": "0"}, ""
     size = to_int(name, text)
@@ -128,17 +133,17 @@ def sampler_tensor(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def sampler_memory(given: Given, get: Get) -> tuple[Values, str]:
-    """TRL, verl, MaxText: the share of a GPU that vLLM takes. It is the share of our own sampler
-    where that has devices of its own: on devices that it shares, weights and optimizer of the
-    trainer count in ours and not in theirs."""
+    """Converts the share of a GPU that vLLM takes (TRL, verl, MaxText). It becomes the share of
+    Shoal's own sampler only if that has devices of its own: on devices shared with the trainer,
+    Shoal's share counts the trainer's weights and optimizer too, vLLM's does not."""
     if not get("mesh.sampler") and get("sampler.kind") != "vllm":
         return {}, MEMORY
     return torchrl_memory(given, get)
 
 
 def torchrl_memory(given: Given, get: Get) -> tuple[Values, str]:
-    """TorchRL: the share of a device that vLLM takes; its recipe gives the sampler devices of its
-    own."""
+    """Converts the share of a device that vLLM takes in TorchRL, whose recipe gives the sampler
+    devices of its own."""
     name, text = last_of(given)
     is_served = get("sampler.kind") == "vllm"
     if text.lower() in NOTHING or (is_served and not get("vllm.python")):
@@ -153,14 +158,15 @@ def torchrl_memory(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def _trainer_devices(get: Get) -> int | None:
-    """The trainer's devices, as far as the keys count them."""
+    """Returns the number of the trainer's devices; None if the keys leave it open."""
     if get("mesh.fsdp") == -1:
         return _counted(get("mesh.trainer"))
     return math.prod(get(f"mesh.{axis}") for axis in (*AXES, "dcn_data", "dcn_fsdp"))
 
 
 def _sampler_devices(get: Get) -> int | None:
-    """The sampler's devices, its own or the trainer's, as far as the keys count them."""
+    """Returns the number of the sampler's devices, which are the trainer's unless it has its own;
+    None if the keys leave it open."""
     own = get("mesh.sampler")
     if own:
         return _counted(own)
@@ -168,7 +174,8 @@ def _sampler_devices(get: Get) -> int | None:
 
 
 def _counted(text: str) -> int | None:
-    """The devices of `8` or `[0,1]`; None for a share, or none given."""
+    """Returns the number of devices that `8` or `[0,1]` names; None for a share or an empty
+    text."""
     if text.isdigit():
         return int(text)
     if text.startswith("["):
@@ -180,9 +187,10 @@ def _counted(text: str) -> int | None:
 
 
 def turns_per_batch(given: Given, get: Get) -> tuple[Values, str]:
-    """TorchRL: a dialog turn is one completion: so many a step, of whole groups. Without
-    dialog_turns_per_batch a step has repeats completions of each of num_envs environments; with it,
-    num_envs says how many are sampled at once."""
+    """Converts TorchRL's dialog_turns_per_batch, the number of completions in a step (a dialog turn
+    is one completion), which must fill whole groups. Without it, a step has env.repeats completions
+    of each of env.num_envs environments; with it, env.num_envs is how many completions are sampled
+    at once."""
     name = "train.dialog_turns_per_batch"
     if name not in given:
         said = "prompts of a step, each with env.repeats completions"
@@ -202,9 +210,10 @@ def turns_per_batch(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def _slots(at_once: int, step: int, group: int, get: Get) -> tuple[int, str]:
-    """The slots of each device of the sampler that sample so many completions at once, and a
-    sentence on them. Where the keys leave the number of devices open, each has them all. The
-    completions of a prompt, and those of pass@k, are sampled together."""
+    """Returns how many slots each of the sampler's devices needs to sample `at_once` completions
+    together, and a sentence on that; 0 if all of a step are sampled at once. If the keys leave the
+    number of devices open, each device gets all of them. There are never fewer slots than
+    completions of one prompt."""
     if at_once >= step:
         return 0, "all at once"
     devices = _sampler_devices(get)
@@ -216,7 +225,7 @@ def _slots(at_once: int, step: int, group: int, get: Get) -> tuple[int, str]:
 
 
 def turns(given: Given, get: Get) -> tuple[Values, str]:
-    """TorchRL: a run is so many completions."""
+    """Converts the length of a TorchRL run, which is a number of completions, to steps."""
     name, text = last_of(given)
     if get("batch.prompts_per_device"):
         raise ShoalError(
@@ -232,7 +241,7 @@ def turns(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def _micro(completions: int, get: Get) -> tuple[dict[str, str], str]:
-    """The values and the sentence of so many completions at once on a device."""
+    """Returns the values and the sentence for this many completions at once on a device."""
     tokens = get("sampling.max_prompt_tokens") + get("sampling.max_completion_tokens")
     said = (
         f"{count(completions, 'completion')} of {tokens} tokens at once on a device: "
@@ -242,8 +251,9 @@ def _micro(completions: int, get: Get) -> tuple[dict[str, str], str]:
 
 
 def micro_batch(given: Given, get: Get) -> tuple[Values, str]:
-    """TorchRL: completions of an update, and the parts that it is computed in. An update has whole
-    groups here, so that a step has at most as many updates as prompts."""
+    """Converts TorchRL's optim_batch_size, the completions of an update, and
+    gradient_accumulation_steps, the parts in which an update is computed. Here an update has whole
+    groups, so a step has at most as many updates as prompts."""
     named = last_part(given)
     prompts = get("batch.prompts_per_step")
     parts = to_int(
@@ -264,13 +274,13 @@ def micro_batch(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def micro_batch_per_gpu(given: Given, get: Get) -> tuple[Values, str]:
-    """verl: completions that a device computes at once."""
+    """Converts the number of completions that a device computes at once in verl."""
     return _micro(max(to_int(name, text) for name, text in given.items()), get)
 
 
 def mini_batches(given: Given, get: Get) -> tuple[Values, str]:
-    """verl: prompts of an update; a step of fewer is one update. In fully_async_policy a step is
-    require_batches updates."""
+    """Converts verl's ppo_mini_batch_size, the prompts of an update; if a step has fewer prompts,
+    it is one update. In fully_async_policy a step has require_batches updates."""
     named = last_part(given)
     if "ppo_mini_batch_size" not in named:
         raise ShoalError(
@@ -298,8 +308,9 @@ def mini_batches(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def verl_staleness(given: Given, get: Get) -> tuple[Values, str]:
-    """verl's fully_async_policy: the share of the steps between two weight updates that is sampled
-    before the first of them, and whether completions go on through it."""
+    """Converts flags of verl's fully_async_policy: the share of the steps between two weight
+    updates that is sampled before the first of the two, and whether completions continue through a
+    weight update."""
     name = "async_training.staleness_threshold"
     partial = "async_training.partial_rollout"
     interval = get("train.weight_sync_interval")
@@ -332,8 +343,8 @@ VERL_COUNTS = {
 
 
 def verl_counts(given: Given, get: Get) -> tuple[Values, str]:
-    """verl counts weight updates of the sampler, between which there may be several steps; -1 is
-    our 0."""
+    """Converts intervals that verl counts in weight updates of the sampler to steps, of which there
+    may be several between weight updates; -1 becomes 0."""
     each = get("train.weight_sync_interval")
     values = {}
     for name, text in given.items():
@@ -345,7 +356,7 @@ def verl_counts(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def rollout_steps(given: Given, get: Get) -> tuple[Values, str]:
-    """verl's fully_async_policy: a run is so many prompts."""
+    """Converts the length of a run of verl's fully_async_policy, a number of prompts, to steps."""
     name, text = last_of(given)
     prompts = get("batch.prompts_per_step")
     steps = max(1, to_int(name, text) // prompts)
@@ -353,15 +364,15 @@ def rollout_steps(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def _without_nothing(given: Given) -> Given:
-    """The flags that are not left at their default."""
+    """Returns the flags without those that are left at their default."""
     return {name: text for name, text in given.items() if text.lower() not in NOTHING}
 
 
 def trl_batch(given: Given, get: Get) -> tuple[Values, str]:
-    """TRL: a step samples per_device_train_batch_size (8) x steps_per_generation completions on
-    each device, and makes steps_per_generation / gradient_accumulation_steps updates of them.
-    generation_batch_size is the number of completions on all devices, in place of
-    steps_per_generation."""
+    """Converts TRL's batch sizes. There a step samples per_device_train_batch_size (8) x
+    steps_per_generation completions on each device, and makes steps_per_generation /
+    gradient_accumulation_steps updates of them. generation_batch_size is the number of completions
+    on all devices, in place of steps_per_generation."""
     given = _without_nothing(given)
     size = to_int("per_device_train_batch_size", given.get("per_device_train_batch_size", "8"))
     parts = to_int("gradient_accumulation_steps", given.get("gradient_accumulation_steps", "1"))
@@ -396,7 +407,7 @@ def trl_batch(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def _batches_of(whole: int, size: int, given: Given, get: Get) -> int:
-    """The steps_per_generation that generation_batch_size stands for."""
+    """Returns the steps_per_generation that a generation_batch_size (`whole`) amounts to."""
     if "steps_per_generation" in given:
         raise ShoalError(
             f"generation_batch_size={whole} and "
@@ -417,8 +428,8 @@ def _batches_of(whole: int, size: int, given: Given, get: Get) -> int:
 
 
 def trl_updates(given: Given, get: Get) -> tuple[Values, str]:
-    """TRL: a run is so many updates, of which a step here may make several; -1 leaves its length to
-    the epochs."""
+    """Converts the length of a TRL run, a number of updates, to steps, which may make several
+    updates each; -1 means that the number of epochs decides."""
     [(name, text)] = given.items()
     if to_int(name, text, -1) == -1:
         return {}, "num_train_epochs says how long the run is"
@@ -429,8 +440,8 @@ TRL_COUNTS = {"save_steps": "checkpoint.every", "eval_steps": "train.evaluate_ev
 
 
 def trl_counts(given: Given, get: Get) -> tuple[Values, str]:
-    """TRL: updates between checkpoints and between evaluations; below 1 a share of all updates,
-    rounded up."""
+    """Converts TRL's numbers of updates between checkpoints and between evaluations to steps; a
+    number below 1 is a share of all updates, rounded up."""
     updates = _updates(get)
     values = {}
     for name, text in given.items():
@@ -442,21 +453,22 @@ def trl_counts(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def _updates_of_a_step(get: Get) -> int:
+    """Returns the number of updates in a step."""
     return get("algorithm.num_minibatches") * get("algorithm.num_epochs")
 
 
 def _updates(get: Get) -> int:
-    """The updates of the run."""
+    """Returns the number of updates in the run."""
     return get("steps") * _updates_of_a_step(get)
 
 
 def _steps_of(name: str, text: str, least: int, get: Get) -> str:
-    """The steps in which so many updates are made."""
+    """Returns, as text, how many steps make this many updates."""
     return str(-(-to_int(name, text, least) // _updates_of_a_step(get)))
 
 
 def _counted_in_updates(get: Get) -> str:
-    """A sentence on the unit, where a step makes several updates."""
+    """Returns a sentence that the flag counts updates, if a step makes several; else ''."""
     each = _updates_of_a_step(get)
     if each == 1:
         return ""
@@ -464,8 +476,8 @@ def _counted_in_updates(get: Get) -> str:
 
 
 def trl_staleness(given: Given, get: Get) -> tuple[Values, str]:
-    """TRL's AsyncGRPOConfig: the age of samples, in weight updates of the sampler, each after
-    weight_sync_steps updates of the trainer."""
+    """Converts the age of samples in TRL's AsyncGRPOConfig, which is counted in weight updates of
+    the sampler, one after each weight_sync_steps updates of the trainer."""
     each = _updates_of_a_step(get)
     steps = -(-to_int("weight_sync_steps", given["weight_sync_steps"]) // each)
     values = {"train.weight_sync_interval": str(steps)}
@@ -481,9 +493,10 @@ def trl_staleness(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def epochs(given: Given, get: Get) -> tuple[Values, str]:
-    """verl, TRL: a run is so many passes over the training rows, without those that it holds out.
-    As there, the steps of an epoch are rounded up in supervised fine-tuning, and down in
-    reinforcement learning. Rows are counted only where their files are."""
+    """Converts the length of a run in verl and TRL, a number of passes over the training rows
+    (without those held out), to steps. As there, the steps of an epoch are rounded up in supervised
+    fine-tuning, and down in reinforcement learning. Reads the data to count its rows; if its files
+    are not here, sets nothing and says how to compute the steps."""
     name, text = last_of(given)
     epochs = to_float(name, text)
     path = Path(get("task.path")).expanduser()
@@ -504,6 +517,7 @@ def epochs(given: Given, get: Get) -> tuple[Values, str]:
     rows = len(load_by_name(task, RewardSection()).train)
 
     def steps_of(prompts: int) -> int:
+        """Returns the number of steps in the run if a step has this many prompts."""
         if rounds_up:
             return max(1, math.ceil(epochs * math.ceil(rows / prompts)))
         return max(1, int(rows // prompts * epochs))
@@ -536,6 +550,7 @@ def epochs(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def _share(name: str, text: str) -> float:
+    """Returns the text of a share as a number; ShoalError if it is not from 0 to 1."""
     share = to_float(name, text)
     if not 0 <= share <= 1:
         raise ShoalError(f"{name}={text}: expected a share of the run, 0 to 1")
@@ -551,8 +566,8 @@ TRL_SCHEDULES = {
 
 
 def trl_schedule(given: Given, get: Get) -> tuple[Values, str]:
-    """TRL: warm-up is a number of updates, or below 1 a share of them, rounded up; `constant` has
-    none."""
+    """Converts TRL's schedule and warm-up. Warm-up is a number of updates, or if below 1 a share of
+    all updates, rounded up; `constant` has none."""
     given = _without_nothing(given)
     values = {}
     kind = given.get("lr_scheduler_type", "")
@@ -575,8 +590,8 @@ def trl_schedule(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def verl_warmup(given: Given, get: Get) -> tuple[Values, str]:
-    """verl: warm-up is a number of training steps, or a share of them, rounded down. All updates of
-    a step have one rate there."""
+    """Converts verl's warm-up, a number of training steps or a share of them, rounded down. In verl
+    all updates of a step have one rate."""
     named = last_part(given)
     each = _updates_of_a_step(get)
     steps = to_int("lr_warmup_steps", named.get("lr_warmup_steps", "-1"), -1)
@@ -592,7 +607,7 @@ def verl_warmup(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def warmup(given: Given, get: Get) -> tuple[Values, str]:
-    """MaxText: a share of all updates, rounded down."""
+    """Converts MaxText's warm-up, a share of all updates, rounded down."""
     name, text = last_of(given)
     updates = _updates(get)
     steps = int(_share(name, text) * updates)
@@ -600,8 +615,9 @@ def warmup(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def schedule_length(given: Given, get: Get) -> tuple[Values, str]:
-    """MaxText, Tunix: updates in which the learning rate warms up and falls; after them it is 0
-    there. Here these are the updates of the run."""
+    """Checks the number of updates over which the learning rate warms up and falls in MaxText and
+    Tunix, after which it is 0. Sets nothing, because here these are always all updates of the run;
+    ShoalError if the flag gives another positive number, unless the schedule is constant."""
     name, text = last_of(given)
     length = to_int(name, text, -1)
     updates = _updates(get)
@@ -614,8 +630,8 @@ def schedule_length(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def train_rl(given: Given, get: Get) -> tuple[Values, str]:
-    """MaxText's train_rl: batches of an epoch, the share of them that is trained on, epochs; where
-    that share is all, none are left to evaluate on between steps."""
+    """Converts flags of MaxText's train_rl: the batches of an epoch, the share of them that is
+    trained on, and epochs. If that share is 1, no rows are left to evaluate on between steps."""
     share = to_float("train_fraction", given.get("train_fraction", "1.0"))
     values = {}
     reasons = []
@@ -636,7 +652,8 @@ def train_rl(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def test_batches(given: Given, get: Get) -> tuple[Values, str]:
-    """MaxText's train_rl: an evaluation is so many batches of questions."""
+    """Converts the size of an evaluation in MaxText's train_rl, a number of batches, to a number of
+    questions."""
     own = given.get("eval_batch_size", "-1")
     if own == "-1" or own in NOTHING:
         size = get("batch.prompts_per_device") * (_trainer_devices(get) or 1)
@@ -652,7 +669,8 @@ def test_batches(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def reward_model(given: Given, get: Get) -> tuple[Values, str]:
-    """TRL's scripts: a classifier, which there comes before the functions of reward_funcs."""
+    """Converts the flag of TRL's scripts for a classifier as reward; ShoalError if other rewards
+    are given, because there it comes before the functions of reward_funcs."""
     [(name, text)] = given.items()
     others = get("reward.functions")
     if others:
@@ -664,8 +682,8 @@ def reward_model(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def trl_delta(given: Given, get: Get) -> tuple[Values, str]:
-    """TRL: an upper bound of the ratio. Below 1 + epsilon_high it would cut positive advantages
-    too, which the dual clip here does not."""
+    """Converts TRL's delta, an upper bound of the ratio. Below 1 + epsilon_high it would cut
+    positive advantages too, which the dual clip here does not do, so that is a ShoalError."""
     text = given["delta"]
     high = get("algorithm.clip_high")
     reads_delta = get("algorithm.loss") not in ("cispo", "sapo")
@@ -681,7 +699,7 @@ def trl_delta(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def verl_dual_clip(given: Given, get: Get) -> tuple[Values, str]:
-    """verl: of its losses only vanilla has the dual clip."""
+    """Converts verl's dual clip, which only its loss vanilla has; for other losses it becomes 0."""
     [text] = given.values()
     loss = get("algorithm.loss")
     if loss != "grpo":
@@ -719,5 +737,5 @@ RULES: tuple[Rule, ...] = (
     schedule_length,
     reward_model,
 )
-"""Every rule, in the order in which they are applied: each after those that set the keys which it
-asks for."""
+"""All rules, in the order in which they are applied: each after the rules that set the keys which
+it reads."""

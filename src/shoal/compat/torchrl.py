@@ -1,4 +1,5 @@
-"""TorchRL 0.14: the dotted keys of its GRPO recipe (sota-implementations/grpo/config)."""
+"""The table of TorchRL 0.14: the dotted keys of its GRPO recipe
+(sota-implementations/grpo/config)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from shoal.config.names import QUANTISED
 
 
 def read_divergence(given: Given) -> Values:
-    """use_kl_to_ref=false switches the divergence off; kl_coef_in_loss says where it is."""
+    """Reads the flags of KL divergence: use_kl_to_ref=false switches it off, and kl_coef_in_loss
+    says whether it is in the loss or in the reward."""
     named = flags.last_part(given)
     values = {}
     for name, text in named.items():
@@ -26,7 +28,8 @@ def read_divergence(given: Given) -> Values:
 
 
 def read_lora(given: Given) -> Values:
-    """The recipe's adapter, of all products; without `enabled` the others have no effect."""
+    """Reads the recipe's adapter, which is on all matrices; without `enabled` the other flags have
+    no effect."""
     named = flags.last_part(given)
     if not flags.to_bool("train_model.lora.enabled", named.get("enabled", "false")):
         return {}

@@ -1,5 +1,5 @@
-"""TRL 1.16: flags of GRPOConfig and SFTConfig, of the TrainingArguments under it, and of its
-scripts."""
+"""The table of TRL 1.16: flags of GRPOConfig and SFTConfig, of the TrainingArguments under them,
+and of its scripts."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _LEVELS = {"token": "", "sequence": "gspo", "sequence_token": "gspo-token"}
 
 
 def read_loss(given: Given) -> Values:
-    """loss_type says how token losses become one number, and for some which loss;
-    importance_sampling_level whose ratio is clipped."""
+    """Reads loss_type, which says how token losses become one number and sometimes which loss they
+    are, and importance_sampling_level, which says at which level the ratio is clipped."""
     kind, level = given.get("loss_type", ""), given.get("importance_sampling_level", "token")
     name, aggregation = chosen("loss_type", kind, _LOSS_TYPES) if kind else ("", "")
     ratio = chosen("importance_sampling_level", level, _LEVELS)
@@ -71,7 +71,8 @@ _SCALES = {
 
 
 def read_advantage(given: Given) -> Values:
-    """normalize_then_sum is GDPO, which reads no scale_rewards."""
+    """Reads the advantage estimator. normalize_then_sum is GDPO, which does not read
+    scale_rewards."""
     order = {"sum_then_normalize": False, "normalize_then_sum": True}
     name = "multi_objective_aggregation"
     if chosen(name, given.get(name, "sum_then_normalize"), order):
@@ -81,6 +82,7 @@ def read_advantage(given: Given) -> Values:
 
 
 def read_dtype(given: Given) -> Values:
+    """Reads the type of the computation from bf16 and fp16; float32 if both are off."""
     bf16 = to_bool("bf16", given.get("bf16", "false"))
     fp16 = to_bool("fp16", given.get("fp16", "false"))
     if bf16 and fp16:
@@ -96,8 +98,8 @@ _HEAD = "vllm_importance_sampling_"
 
 
 def read_correction(given: Given) -> Values:
-    """Truncated or masked importance weights for what sampler and trainer disagree on; a bound of
-    None is no bound."""
+    """Reads importance weights, truncated or masked, that correct differences between sampler and
+    trainer. A bound of None means no bound."""
     if not to_bool(_HEAD + "correction", given.get(_HEAD + "correction", "true")):
         return {"algorithm.correction": "none"}
     mode = given.get(_HEAD + "mode", "sequence_mask")
@@ -123,7 +125,7 @@ def read_correction(given: Given) -> Values:
 
 
 def read_vllm(given: Given) -> Values:
-    """A server of vLLM; without use_vllm the others have no effect."""
+    """Reads the address of a vLLM server; without use_vllm the other flags have no effect."""
     if not to_bool("use_vllm", given.get("use_vllm", "false")):
         return {}
     if given.get("vllm_mode", "colocate") != "server":
@@ -141,13 +143,15 @@ def read_vllm(given: Given) -> Values:
 
 
 def read_reward(item: str) -> str:
-    """A dotted path, `my_lib.rewards.f`, as the file of that module: `my_lib/rewards.py:f`; other
-    names stay."""
+    """Converts the dotted path of a function, `my_lib.rewards.f`, to the file of its module and its
+    name, `my_lib/rewards.py:f`; returns other names unchanged. ShoalError if there is no such
+    module."""
     if item.endswith(".py") or not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", item):
         return item
     modules = item.split(".")
     name = modules.pop()
-    spec = importlib.util.find_spec(modules[0])  # of the first alone: it imports nothing
+    # Only the first part of the path is looked up, because that imports nothing.
+    spec = importlib.util.find_spec(modules[0])
     folders = [Path()]
     if spec and spec.submodule_search_locations:
         for location in spec.submodule_search_locations:
@@ -173,7 +177,7 @@ _NOT_PLAIN = {
 
 
 def read_lora(given: Given) -> Values:
-    """Without use_peft the others have no effect."""
+    """Reads the flags of an adapter; without use_peft they have no effect."""
     if not to_bool("use_peft", given.get("use_peft", "false")):
         return {}
     for name, reason in _NOT_PLAIN.items():
@@ -181,7 +185,7 @@ def read_lora(given: Given) -> Values:
             raise ShoalError(
                 f"{name}={given[name]} is not supported: {reason}; leave it out, or set it to 0"
             )
-    # PEFT's targets for the families that are computed here.
+    # PEFT's default targets for the model families that Shoal has.
     defaults = flags.lora_values("16", "32", "q_proj,v_proj")
     own = flags.lora_values(
         given.get("lora_r", ""), given.get("lora_alpha", ""), given.get("lora_target_modules", "")
@@ -195,7 +199,7 @@ def read_lora(given: Given) -> Values:
 
 
 def read_trackers(name: str, text: str) -> Values:
-    """Where metrics go; the run folder has them in any case."""
+    """Reads where metrics are reported; the run's folder has them in any case."""
     named = {item.lower() for item in flags.items_of(text)}
     if not named & {"wandb", "tensorboard", "all", "none"} and named:
         return {}
@@ -206,8 +210,9 @@ def read_trackers(name: str, text: str) -> Values:
 
 
 def read_resume(name: str, text: str) -> Values:
-    """The run started last under the output folder, or the run that a path is of, or that a
-    checkpoint is in."""
+    """Reads what to resume: the run that was started last in the output folder, or the run whose
+    path, or the path of one of whose checkpoints, is given. ShoalError if the checkpoint is not the
+    run's newest."""
     if text.lower() in flags.OFF:
         return {}
     if text.lower() == "true":

@@ -1,4 +1,5 @@
-"""verl 0.9.1: the dotted keys of its trainer (verl/trainer/config/ppo_trainer.yaml)."""
+"""The table of verl 0.9.1: the dotted keys of its trainer
+(verl/trainer/config/ppo_trainer.yaml)."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ _REF, _MODEL = "actor_rollout_ref.ref.", "actor_rollout_ref.model."
 
 
 def same(key: str, *names: str) -> list[Flag]:
-    """Rows of flags that stand for one key and occur together in verl's file; the one given last
-    counts."""
+    """Returns rows for several flags that all stand for one key and often occur together in verl's
+    files; the one given last counts."""
 
     def read(given: Given) -> Values:
         return {key: list(given.values())[-1]}
@@ -24,10 +25,13 @@ def same(key: str, *names: str) -> list[Flag]:
 
 
 def _under(head: str, names: str) -> list[str]:
+    """Returns names, separated by spaces in the text, each after `head`."""
     return [head + name for name in names.split()]
 
 
 def _grouped(group: Any, keys: str, meaning: str, *names: str, **more: Any) -> list[Flag]:
+    """Returns rows for flags that `group` reads together. `keys`: the keys that they set, without
+    `algorithm.`, separated by spaces."""
     return [
         Flag(
             name,

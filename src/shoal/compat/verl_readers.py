@@ -1,4 +1,5 @@
-"""verl's flags as values of our keys: what a value, or several flags together, become."""
+"""Readers of verl's flags: each returns the values of Shoal's keys for one flag, or for several
+flags together."""
 
 from __future__ import annotations
 
@@ -36,13 +37,13 @@ _AGGREGATIONS = (
 
 
 def lora(given: Given) -> Values:
-    """A folder's adapter has its own rank, alpha and targets; without rank or folder there is
-    none."""
+    """Reads the flags of an adapter. An adapter from a folder has its own rank, alpha and targets;
+    without rank or folder there is none."""
     named = last_part(given)
     path = named.get("lora_adapter_path")
     if path:
-        # Its reference is the actor with the adapter switched off, whatever the adapter has learned
-        # already.
+        # verl's reference is the actor with the adapter switched off, although the adapter may have
+        # learned something before the run.
         return {"model.lora.path": path, "algorithm.reference": "base"}
     if named.get("lora_rank", "0") == "0":
         return {}
@@ -52,9 +53,9 @@ def lora(given: Given) -> Values:
 
 
 def loss(given: Given) -> Values:
-    """The policy loss. geo_mean and sapo take the mean over completions whatever loss_agg_mode
-    says; gspo's gradient is a token's own, so that its loss is gspo-token here. Only vanilla has a
-    dual clip (rules.verl_dual_clip)."""
+    """Reads the policy loss and its aggregation. geo_mean and sapo average over completions
+    whatever loss_agg_mode says; verl's gspo has a gradient for each token, so it is gspo-token
+    here. Only vanilla has a dual clip (rules.verl_dual_clip)."""
     named = last_part(given)
     mode = named.get("loss_mode", "")
     values = {}
@@ -70,7 +71,7 @@ def loss(given: Given) -> Values:
 
 
 def _check_known(name: str, text: str, known: Iterable[str]) -> None:
-    """Raises ShoalError for a text that is none of those known."""
+    """Raises ShoalError if a text is not one of those known."""
     chosen(name, text, dict.fromkeys(known))
 
 
@@ -91,8 +92,9 @@ _ESTIMATES: dict[str, Values] = {
 
 
 def divergence(given: Given) -> Values:
-    """Two places for a divergence, each with its switch, coefficient and estimator; these count
-    only there. Without either switch the coefficient is 0 where nothing else gives one."""
+    """Reads the flags of KL divergence. verl has two places for it, the loss and the reward, each
+    with a switch, a coefficient and an estimator that count only with the switch on. If neither
+    switch is given, the coefficient is 0 unless anything else sets it."""
     named = last_part(given)
     in_loss = to_bool("use_kl_loss", named.get("use_kl_loss", "false"))
     in_reward = to_bool("use_kl_in_reward", named.get("use_kl_in_reward", "false"))
@@ -133,9 +135,9 @@ _ESTIMATORS = {
 
 
 def estimator(given: Given) -> Values:
-    """Advantages of groups; there is no critic, so no gae. Whether the deviation is divided by
-    counts for grpo alone; verl whitens over tokens. Dividing is the default: alone it names no
-    estimator, and yields to one that is given in our names."""
+    """Reads the advantage estimator. There is no critic, so gae is a ShoalError. Whether advantages
+    are divided by the deviation matters only for grpo; verl whitens over tokens. Division by the
+    deviation is the default: given alone, it sets grpo only if nothing else sets an estimator."""
     name, flag = "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"
     if given.get(name) == "gae":
         raise ShoalError(
@@ -157,9 +159,9 @@ def estimator(given: Given) -> Values:
 
 
 def rollout_correction(given: Given) -> Values:
-    """Importance weights, by token or by completion: truncated at one threshold, 0 outside the two
-    of `low_high`. With bypass_mode the loss has the ratio to the sampler's log-probs, and no
-    weights."""
+    """Reads the flags of importance weights, by token or by completion: one threshold truncates
+    them, `low_high` sets weights outside of it to 0. With bypass_mode the loss uses the ratio to
+    the sampler's log-probs, without weights."""
     named = last_part(given)
     if to_bool("bypass_mode", named.get("bypass_mode", "false")):
         head = "algorithm.rollout_correction."
@@ -193,8 +195,8 @@ def rollout_correction(given: Given) -> Values:
 
 
 def rejection(given: Given) -> Values:
-    """One rule that removes tokens or completions from the loss. The bounds of k1 are of the
-    sampler's probability over the trainer's: those of its inverse here."""
+    """Reads the rule that removes tokens or completions from the loss. verl's bounds of k1 are for
+    the sampler's probability divided by the trainer's; here they are for the inverse."""
     head = "algorithm.rollout_correction.rollout_rs"
     rule = given.get(head, "null")
     text = given.get(f"{head}_threshold", "null").strip("'\"")
@@ -202,7 +204,7 @@ def rejection(given: Given) -> Values:
         if head in given:
             return {"algorithm.rejection": "none"}
         return {"algorithm.rejection": Yielding("none", to_all=True)}
-    # Several rules at once are none of these.
+    # verl's text for several rules at once is none of these, and so an error.
     _check_known(head, rule, [known for known in REJECTIONS if known != "none"])
     is_k1 = rule.endswith("k1")
     low, _, high = text.rpartition("_")
@@ -220,7 +222,7 @@ def rejection(given: Given) -> Values:
         cap = 1 / bounds[0]
         floor = repr(1 / bounds[-1])
     else:
-        # Of one bound, the other is its inverse.
+        # If there is only one bound, its inverse is the other.
         cap = 1 / (1 / bounds[0])
         floor = repr(1 / bounds[0])
     return {
@@ -231,8 +233,8 @@ def rejection(given: Given) -> Values:
 
 
 def long_prompts(given: Given) -> Values:
-    """Prompts over the limit are filtered out first; what is left of them is an error, unless our
-    own key is given."""
+    """Reads what happens to prompts over the limit: they are dropped if that is switched on,
+    otherwise they are an error unless Shoal's own key is given."""
     name = "data.truncation"
     _check_known(name, given.get(name, "error").strip("'"), ["error"])
     name = "data.filter_overlong_prompts"
@@ -242,7 +244,8 @@ def long_prompts(given: Given) -> Values:
 
 
 def _gpus(section: str, given: Given) -> str:
-    """Nodes times devices of each, 8 where only the nodes are given."""
+    """Returns the number of devices: nodes times devices of a node, which are 8 if only the nodes
+    are given."""
     named = last_part(given)
     each = to_int(f"{section}.n_gpus_per_node", named.get("n_gpus_per_node", "8"))
     nodes = to_int(f"{section}.nnodes", named.get("nnodes", "1"))
@@ -250,24 +253,27 @@ def _gpus(section: str, given: Given) -> str:
 
 
 def gpus(given: Given) -> Values:
-    """The trainer's devices, which are the sampler's, too, unless it has its own."""
+    """Reads the number of the trainer's devices. The sampler uses the same unless it has its
+    own."""
     return {"mesh.trainer": _gpus("trainer", given), "mesh.fsdp": "-1"}
 
 
 def sampler_gpus(given: Given) -> Values:
-    """The devices that fully_async_policy and one_step_off_policy give the sampler alone."""
+    """Reads the number of devices that fully_async_policy and one_step_off_policy reserve for the
+    sampler."""
     return {"mesh.sampler": _gpus("rollout", given)}
 
 
 def batch(name: str, text: str) -> Values:
-    """Prompts of a step; fully_async_policy wants a 0 here."""
+    """Reads the number of prompts of a step. 0, which fully_async_policy requires, yields to other
+    values."""
     if text == "0":
         return {"batch.prompts_per_step": Yielding("0")}
     return {"batch.prompts_per_step": text}
 
 
 def reward_file(given: Given) -> Values:
-    """A file, and a name in it."""
+    """Reads a file with a reward function and the function's name."""
     named = last_part(given)
     if "path" in named and named["path"].lower() in flags.NOTHING:
         return {}
@@ -280,6 +286,7 @@ def reward_file(given: Given) -> Values:
 
 
 def betas(name: str, text: str) -> Values:
+    """Reads AdamW's two betas."""
     numbers = flags.items_of(text)
     if len(numbers) != 2:
         raise ShoalError(f"{name}={text}: expected two numbers")
@@ -287,8 +294,8 @@ def betas(name: str, text: str) -> Values:
 
 
 def train_files(name: str, text: str) -> Values:
-    """Parquet files; one is the data set itself, several are files of the folder above all of
-    them."""
+    """Reads Parquet files. One file is the data set itself; for several, the path is the folder
+    above them all and the files are named in it."""
     files = flags.items_of(text)
     if not files or text == "null":
         raise ShoalError(f"{name}={text}: expected a file, or a list of files")
@@ -301,6 +308,7 @@ def train_files(name: str, text: str) -> Values:
 
 
 def loggers(name: str, text: str) -> Values:
+    """Reads where metrics are reported; ShoalError for a system that Shoal does not report to."""
     known = {
         "console": {},
         "wandb": {"report.wandb.mode": "auto"},
@@ -317,7 +325,8 @@ def loggers(name: str, text: str) -> Values:
 
 
 def rounds(name: str, text: str) -> Values:
-    """Rounds in all, 0 without limit -> rounds beyond the first."""
+    """Reads the number of all sampling rounds of a step (0 for no limit) as the number of rounds
+    after the first."""
     number = to_int(name, text, 0)
     beyond_first = max(1, number - 1) if number else 1000
     return {"algorithm.max_sampling_rounds": str(beyond_first)}

@@ -1,2 +1,3 @@
-"""Settings: their schema, and how they are loaded (one chain of defaults, preset, file, command
-line). No other system is known here; `words.py` has the interface to a package that knows them."""
+"""Settings: their schema, and how they are loaded (by one chain: defaults, preset, file, command
+line). No other system is known here; `foreign.py` is the interface to the package that knows
+them."""

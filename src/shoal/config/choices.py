@@ -1,12 +1,11 @@
-"""The registry of an algorithm's parts: by the name that a user sets, a function and what else must
-be known of it.
+"""Registers of an algorithm's parts (advantages, losses, KL estimators and so on): for each name
+that a user can set, the function and what else must be known of it.
 
-    AlgorithmSection           the names that each key accepts, and the range of its bounds
-    help, completion, checks   names, and which keys act on which part
-    trainer                    `load`, and the settings that the function takes
+    AlgorithmSection           reads the names that each key accepts, and the range of its bounds
+    help, completion, checks   read the names, and which keys act on which part
+    trainer                    calls `load`, and passes the settings that the function takes
 
-Rows name functions as text, so nothing here imports JAX: `--help` and `--dry-run` stay quick.
-"""
+Rows name functions as text, so nothing here imports JAX and `--help` and `--dry-run` stay quick."""
 
 from __future__ import annotations
 
@@ -19,22 +18,24 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Part:
-    """A function in `shoal.algorithm`, and the keys of `algorithm` that act on it.
+    """A part of an algorithm: a function in `shoal.algorithm`, and the keys of section `algorithm`
+    that it takes.
 
     >>> AGGREGATIONS["token-mean"].load()
     <function token_mean at ...>
     """
 
-    function: str  # `module:function`
-    reads: tuple[str, ...] = ()
+    function: str  # `module:function`; '' if nothing is computed
+    reads: tuple[str, ...] = ()  # names of the keys in section `algorithm` that it takes
 
     def load(self) -> Callable[..., Any]:
+        """Imports and returns the function."""
         module, _, name = self.function.partition(":")
         return getattr(importlib.import_module(module), name)
 
     def settings(self, section: Any) -> dict[str, Any]:
-        """The values of the keys that it reads, by name: policy losses and advantages take them as
-        keywords."""
+        """Returns the values of the keys in `reads`, by name, from the section `algorithm`. Policy
+        losses and advantages take them as keyword arguments."""
         return {key: getattr(section, key) for key in self.reads}
 
 
@@ -42,53 +43,56 @@ class Part:
 class Advantage(Part):
     """An advantage estimator."""
 
-    uses_rewards: bool = True  # else the teacher is the only signal
-    # normalises each reward function by itself, so a KL in the reward would cancel
+    uses_rewards: bool = True  # False if it computes nothing from rewards
+    # True if each reward function is normalised by itself, so that a KL in the reward would cancel
     by_function: bool = False
-    of_positive: bool = False  # defined for rewards of 0 or more only
-    of_data: bool = False  # the completions are the data's own answers
+    of_positive: bool = False  # True if it is defined only for rewards of 0 or more
+    of_data: bool = False  # True if completions are the data's own answers, not samples
 
 
 @dataclass(frozen=True)
 class PolicyLoss(Part):
-    """A policy loss; `ratio` is a level of `policy_log_ratio`."""
+    """A policy loss. `ratio`: the level at which the ratio of probabilities is computed, as in
+    `policy_log_ratio`."""
 
     ratio: str = "token"
-    in_logarithms: bool = False  # clip_low bounds the log-ratio, so it may exceed 1
-    # all tokens of a completion have one gradient: a bonus by token is averaged
+    in_logarithms: bool = False  # True if clip_low bounds the log-ratio, so that it may exceed 1
+    # True if all tokens of a completion share one gradient, so that a bonus by token is averaged
     one_gradient: bool = False
 
 
 @dataclass(frozen=True)
 class KL(Part):
-    """A KL estimator, and where it may stand."""
+    """A KL estimator, and whether it may be a term of the loss or a part of the reward."""
 
-    in_loss: bool = True  # as a term of the loss its gradient regularises
-    in_reward: bool = False  # subtracted from the reward it is unbiased
+    in_loss: bool = True  # True if its gradient regularises when it is a term of the loss
+    in_reward: bool = False  # True if it is unbiased when subtracted from the reward
 
 
 @dataclass(frozen=True)
 class Correction(Part):
-    """An importance weight."""
+    """An importance weight that corrects for differences between sampler and trainer."""
 
-    floor: float = 0.0  # its own lower bound
-    to_sampler: bool = False  # in place of a weight, the policy's ratio is to the sampler
+    floor: float = 0.0  # the lower bound of the weight if the user sets none
+    to_sampler: bool = False  # True: no weight; the policy ratio is taken against the sampler
 
     def lower_bound(self, correction_floor: float) -> float:
-        """The lower bound of the weight: `correction_floor`, or with -1 its own."""
+        """Returns the lower bound of the weight: `correction_floor`, or if that is -1, `floor`."""
         return self.floor if correction_floor == -1 else correction_floor
 
 
 @dataclass(frozen=True)
 class Rejection(Part):
-    """A divergence of trainer and sampler that takes tokens out of the loss; `function` is an
-    estimator of it."""
+    """A divergence between trainer and sampler by which tokens are taken out of the loss;
+    `function` estimates it."""
 
-    level: str = "token"  # or what a completion's tokens become: seq_sum, seq_mean, seq_max
+    level: str = "token"  # each token by itself, or a completion's seq_sum, seq_mean or seq_max
 
     def bounds(self, cap: float, floor: float) -> tuple[float, float]:
-        """The least and largest value that keeps a token. k1 is -log w and is bounded by w: floor
-        <= w <= cap, with floor -1 for 1 / cap; the others have no lower bound."""
+        """Returns the smallest and the largest value of the divergence with which a token is kept.
+        The estimator k1 is -log w, and its bounds are those of the weight w: floor <= w <= cap;
+        floor -1 means 1 / cap, floor 0 no bound. The other estimators have only the upper bound
+        `cap`."""
         if not self.function.endswith(":k1"):
             return -math.inf, cap
         floor = 1 / cap if floor == -1 else floor
@@ -113,7 +117,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "none": Advantage(f"{_ADVANTAGE}:none", uses_rewards=False),
     "sft": Advantage(f"{_ADVANTAGE}:sft", uses_rewards=False, of_data=True),
 }
-"""By the names of `algorithm.advantage`."""
+"""The values of `algorithm.advantage`."""
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
     "grpo": PolicyLoss(f"{_LOSS}:clipped", _CLIP),
@@ -126,18 +130,18 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "sapo": PolicyLoss(f"{_LOSS}:sapo", ("sapo_positive", "sapo_negative")),
     "reinforce": PolicyLoss(f"{_LOSS}:reinforce"),
 }
-"""By the names of `algorithm.loss`."""
+"""The values of `algorithm.loss`."""
 
 RATIO_BOUNDS = (*_CLIP, "sapo_positive", "sapo_negative")
-"""Numbers that change nothing where every ratio is 1: a run with one update a step warns of
-them."""
+"""Keys that have no effect if every ratio is 1, as in a run with one update a step, which therefore
+warns if they are set."""
 
 KL_ESTIMATORS: dict[str, KL] = {
     "k1": KL(f"{_LOSS}:k1", in_loss=False, in_reward=True),
     "k2": KL(f"{_LOSS}:k2"),
     "k3": KL(f"{_LOSS}:k3"),
 }
-"""By the names of `algorithm.kl`."""
+"""The values of `algorithm.kl`."""
 
 AGGREGATIONS: dict[str, Part] = {
     "token-mean": Part(f"{_AGGREGATION}:token_mean"),
@@ -148,10 +152,10 @@ AGGREGATIONS: dict[str, Part] = {
     ),
     "prompt-mean": Part(f"{_AGGREGATION}:prompt_mean"),
 }
-"""By the names of `algorithm.aggregation`."""
+"""The values of `algorithm.aggregation`."""
 
 CORRECTIONS: dict[str, Correction] = {
-    # one of the others, once it is known whether samples are of older weights
+    # replaced by `derived.correction_of`, which knows whether samples are of older weights
     "auto": Correction(""),
     "none": Correction(""),  # nothing is computed
     "tis": Correction(f"{_LOSS}:tis"),
@@ -159,7 +163,7 @@ CORRECTIONS: dict[str, Correction] = {
     "icepop": Correction(f"{_LOSS}:mis", floor=0.5),  # arXiv 2510.18855: masked outside [0.5, cap]
     "direct": Correction("", to_sampler=True),
 }
-"""By the names of `algorithm.correction`."""
+"""The values of `algorithm.correction`."""
 
 
 def _rejections() -> dict[str, Rejection]:

@@ -1,4 +1,4 @@
-"""The settings of every command, and which dataclass is whose."""
+"""The settings of every command, and which dataclass belongs to which command."""
 
 from __future__ import annotations
 
@@ -392,17 +392,17 @@ COMMANDS: Mapping[str, type] = {
 
 
 def dataclass_of(command: str | type) -> type:
-    """The dataclass of a command's settings; a dataclass is returned unchanged."""
+    """Returns the dataclass of a command's settings; returns a dataclass unchanged."""
     return COMMANDS[command] if isinstance(command, str) else command
 
 
 def command_of(config_type: type) -> str:
-    """The command of a dataclass of settings; empty if it has none."""
+    """Returns the command whose settings a dataclass holds; '' if it is no command's."""
     return next((command for command, known in COMMANDS.items() if known is config_type), "")
 
 
 def stages_of(name: str) -> tuple[Stage, ...]:
-    """The stages that a key of training acts on, the likeliest first; all for one that this version
-    does not know."""
+    """Returns the stages of a step that a key of training acts on, the likeliest first; all stages
+    for a key that this version does not know."""
     known = keys_of(Config).get(name)
     return STAGES if known is None else known.stages or ()

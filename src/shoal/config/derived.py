@@ -1,4 +1,4 @@
-"""Numbers that follow from a configuration. Imports no JAX: a dry run needs them."""
+"""Numbers and texts computed from a configuration. Imports no JAX, because a dry run needs them."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ from shoal.records import ShoalError
 from shoal.text import count
 
 MICRO_TOKENS = 2**12
-"""On accelerators. 8B on 8 v6e has room for a few more: 4,352 need 28.5 of 31.2 GiB
-(`benchmarks/aot.py`)."""
+"""Default of `batch.micro_tokens` on accelerators. 8B on 8 v6e has room for a few more: 4,352 need
+28.5 of 31.2 GiB (`benchmarks/aot.py`)."""
 
 
 CPU_MICRO_TOKENS = 2**11
-"""Longer rows leave a CPU's caches, and more of a small update is padding. Where a group does not
-fit them, `fitting.cpu_micro_tokens` takes up to twice as many."""
+"""Default of `batch.micro_tokens` on CPUs. Longer rows leave a CPU's caches, and more of a small
+update is padding. If a group does not fit into them, `fitting.cpu_micro_tokens` takes up to twice
+as many."""
 
 
 ROUNDS = 64
-"""Publications after which a run is steady, and over which its steps are then averaged."""
+"""After this many publications of weights a run counts as steady; then the same number of
+publications follows, over which its steps are averaged."""
 
 
 def for_devices(config: Config, devices: int, platform: str) -> Config:
-    """The configuration with what follows from the trainer's devices, `batch.prompts_per_step`,
-    where `batch.prompts_per_device` is set, and `batch.micro_tokens`, where it is not; and
-    `algorithm.correction`."""
-    # Not with the configuration: devices are known only when JAX has started.
+    """Returns the configuration with the values that are known only once devices are:
+    `batch.micro_tokens` if it is 0; `batch.prompts_per_step` if `batch.prompts_per_device` is set;
+    also `algorithm.correction` with auto decided. `devices`: the number of the trainer's devices.
+    Raises ShoalError if a step has fewer prompts than mini-batches."""
+    # This is not done when the configuration is made: devices are known only when JAX has started.
     micro_tokens = config.batch.micro_tokens
     if not micro_tokens:
         micro_tokens = CPU_MICRO_TOKENS if platform == "cpu" else MICRO_TOKENS
@@ -53,19 +56,21 @@ def for_devices(config: Config, devices: int, platform: str) -> Config:
 
 
 def oldest_samples(config: Config) -> int:
-    """The age in versions that samples may reach."""
+    """Returns the largest age, in versions of the weights, that samples may have when the trainer
+    learns from them."""
     return max(config.train.max_staleness, config.train.weight_sync_interval - 1)
 
 
 def samples_are_the_trainers(config: Config) -> bool:
-    """True if the trainer's own weights sample, by its own programs: log-probs of sampler and
-    trainer are equal."""
+    """True if samples come from the trainer's own current weights and programs, so that log-probs
+    of sampler and trainer are equal."""
     sampler = config.sampler
     return not oldest_samples(config) and not sampler.engine and sampler.quantise == "none"
 
 
 def correction_of(config: Config) -> str:
-    """`algorithm.correction`, with auto decided."""
+    """Returns the value of `algorithm.correction`; if it is auto, the value that the run decides:
+    none if samples are the trainer's own, else tis."""
     chosen = config.algorithm.correction
     if chosen != "auto":
         return chosen
@@ -90,11 +95,11 @@ def decided_by_settings(config: Config) -> dict[str, Any]:
 
 
 def staleness_text(config: Config, own_devices: bool) -> str:
-    """How old samples may be, or that another engine samples them, and what follows; empty where
-    they are all of the trainer's own weights and programs.
+    """Returns a sentence on how old samples may be or which other engine samples them, and how that
+    is corrected; '' if all samples are of the trainer's own current weights and programs.
+    `own_devices`: True if the sampler has devices of its own.
 
-    up to 1 version old, corrected by importance weights (algorithm.correction=tis)
-    """
+    up to 1 version old, corrected by importance weights (algorithm.correction=tis)"""
     oldest = oldest_samples(config)
     correction = correction_of(config)
     how = "corrected by importance weights"
@@ -129,17 +134,18 @@ def staleness_text(config: Config, own_devices: bool) -> str:
 
 
 def num_updates(config: Config) -> int:
-    """Updates of the optimizer in a whole run."""
+    """Returns the number of the optimizer's updates in a whole run."""
     return config.steps * config.algorithm.num_epochs * config.algorithm.num_minibatches
 
 
 def longest_sequence(config: Config) -> int:
-    """Tokens of the longest prompt with the longest completion."""
+    """Returns the most tokens that a prompt and its completion have together."""
     return config.sampling.max_prompt_tokens + config.sampling.max_completion_tokens
 
 
 def max_support(config: Config) -> int:
-    """Token ids stored at each position for `match_sampling_support`; 0 for none."""
+    """Returns how many token ids are stored at each position for `match_sampling_support`; 0 if it
+    is off."""
     sampling = config.sampling
     matches_support = sampling.params.truncated and config.algorithm.match_sampling_support
     if config.algorithm.learns_from_data or not matches_support:
@@ -148,17 +154,16 @@ def max_support(config: Config) -> int:
 
 
 def step_text(config: Config) -> str:
-    """The size of a step in one line.
+    """Returns the size of a step in one line.
 
     this step = 32 prompts x 8 completions = 256 completions, 1 update (1 epoch x 1 mini-batch); 80
-    steps
-    """
+    steps"""
     batch, algorithm = config.batch, config.algorithm
     completions, updates = step_sizes(config)
     if batch.prompts_per_device:
         mesh = config.mesh
         devices = mesh.data * mesh.fsdp * mesh.tensor * mesh.context * mesh.dcn_data * mesh.dcn_fsdp
-        whole = ""  # where mesh.fsdp=-1 leaves the number of devices open
+        whole = ""  # stays '' if mesh.fsdp=-1 leaves the number of devices open
         if devices > 0:
             whole = f" x {count(devices, 'device')} = {devices * completions} completions"
         return (
@@ -188,12 +193,12 @@ THEIR_SIZES = {
     "{part:,}, {updates:,} "
     "updates",
 }
-"""Recipe -> the quantities that its system's users know."""
+"""Recipe -> a sentence with a run's sizes in the terms of the recipe's system."""
 
 
 def their_sizes(config: Config) -> str:
-    """A run's sizes in the words of the system whose recipe it has, once its devices are known;
-    empty without one."""
+    """Returns a run's sizes in the terms of the system whose recipe it uses; '' without a recipe.
+    The configuration must be that of `for_devices`."""
     prompts = config.batch.prompts_per_step
     num_minibatches = config.algorithm.num_minibatches
     completions = prompts * config.batch.group_size
@@ -210,19 +215,20 @@ def their_sizes(config: Config) -> str:
 
 
 def step_sizes(config: Config) -> tuple[int, int]:
-    """Completions (of one device with batch.prompts_per_device) and updates of a step."""
+    """Returns (completions, updates) of a step. With batch.prompts_per_device the completions are
+    those of one device."""
     prompts = config.batch.prompts_per_device or config.batch.prompts_per_step
     updates = config.algorithm.num_epochs * config.algorithm.num_minibatches
     return prompts * config.batch.group_size, updates
 
 
 def evaluation_completions(config: Config, sets: Mapping[str, int]) -> int:
-    """Completions that all evaluations of a run sample; `sets`: name -> questions, the main set
-    first."""
+    """Returns how many completions all evaluations of a run sample together. `sets`: name -> number
+    of questions, the main set first."""
     quick = [min(size, config.quick_questions or size) for size in sets.values()]
     every = config.evaluate_every
     between = 0  # evaluations between the first and the last
     if every > 0:
         between = max(0, -(-config.steps // every) - 1)
-    sampled = sum(quick[:1]) * config.pass_k  # of the main set, for pass@k
+    sampled = sum(quick[:1]) * config.pass_k  # samples for pass@k, of the main set alone
     return 2 * (sum(sets.values()) + sampled) + between * sum(quick)

@@ -1,8 +1,8 @@
-"""Flags of other systems, as far as the configuration knows them: a row of one of their tables, and
-the registered front end that finds rows and replaces flags by words of our keys.
+"""The interface to other systems' flags, as the configuration sees it: `Flag`, a row of another
+system's table, and `FrontEnd`, the registered module that finds rows and replaces flags by words of
+Shoal's keys.
 
-The tables are in `compat`, which is above this package and is loaded at its first use.
-"""
+The tables are in `compat`, a higher layer, which is loaded when it is first needed."""
 
 from __future__ import annotations
 
@@ -20,39 +20,41 @@ if TYPE_CHECKING:
     from shoal.config.words import Layer
 
 Values = Mapping[str, Any]
-"""Dotted key -> text, or list of texts, or one of them as Yielding."""
+"""Dotted key -> its value: a text, a list of texts, or one of these in a Yielding."""
 
 Given = Mapping[str, str]
-"""The flags of a group that were given -> their texts."""
+"""Names of flags -> their texts, for those flags of a group that were given."""
 
 Get = Callable[[str], Any]
-"""The value of one of our keys, in its type."""
+"""A function that returns the final value of a key of Shoal, in the key's type."""
 
 Reader = Callable[[str, str], Values]
-"""(name, text) of one flag -> values."""
+"""A function that reads one flag: (name, text) -> values of keys."""
 
 Group = Callable[[Given], Values]
-"""The texts of several flags that are read together -> values."""
+"""A function that reads several flags together: name -> text of those given, to values of keys."""
 
 Rule = Callable[[Given, Get], tuple[Values, str]]
-"""(flags, the final value of any key) -> (values, a sentence for the start)."""
+"""A function for flags whose values depend on other keys: (flags, a function that returns a key's
+final value) -> (values, a sentence to show at the start)."""
 
 NOTHING = ("", "none", "null", "{}", "[]")
-"""Texts of a flag that is left at its default."""
+"""Texts of a flag that mean that it is left at its default."""
 
 OFF = (*NOTHING, "false", "no", "off", "0", "0.0", "-1", "disabled")
-"""Texts of a flag that is not switched on."""
+"""Texts of a flag that mean that it is off."""
 
 COMMANDS = ("train", "sft", "doctor", "plan", "eval", "generate", "convert")
-"""Commands that accept a flag which becomes no key."""
+"""Commands that accept flags which set no key, because they have no effect or are refused."""
 
 INSTEAD: Mapping[str, str] = {"model.path": "source", "model.tokenizer": "tokenizer"}
-"""Keys that `shoal convert` has under another name."""
+"""Keys of other commands -> the name that `shoal convert` has for them."""
 
 
 @dataclass(frozen=True)
 class Yielding:
-    """A reader's value that yields to all else that is given in its layer, or in any layer."""
+    """A value that counts only if nothing else in its layer (with `to_all`: in any layer) sets the
+    key."""
 
     value: Any
     to_all: bool = False
@@ -60,52 +62,55 @@ class Yielding:
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of another system (or a pattern of names, `sa_*`) and what it becomes.
+    """A row of another system's table: a flag (or a pattern of names, `sa_*`) and what it becomes.
 
     >>> Flag("num_generations", ("batch.group_size",))
     """
 
     name: str
-    keys: tuple[str, ...] = ()  # those that it sets
-    default_only: tuple[str, ...] = ()  # of a rule: keys that it sets where nothing else does
-    low_priority: bool = False  # of a rule: its keys yield to their own names in the same layer
-    meaning: str = ""  # what it becomes, where it is more than another name
-    read: Reader | None = None
-    group: Group | None = None
-    rule: Rule | None = None
-    idle: bool = False
-    refused: bool = False
-    accepts: tuple[str, ...] = OFF  # refused: texts that are no error
-    expected: str = ""  # refused: the texts that say what happens here
-    item: Callable[[str], str] | None = None  # rename of a list: what an item becomes
-    is_switch: bool = False  # may stand bare
-    is_quiet: bool = True  # not worth a line at the start
-    has_tail: bool = True  # its line ends with its meaning
-    keeps_nothing: bool = False  # None is a value of its own
-    # A name that is ours, too: the texts that are theirs, and the flag without which it is ours.
+    keys: tuple[str, ...] = ()  # the keys that the flag sets
+    default_only: tuple[str, ...] = ()  # with `rule`: keys that it sets only if nothing else does
+    low_priority: bool = False  # with `rule`: a key given by its own name in the same layer wins
+    meaning: str = ""  # in words, what the flag becomes, if it is more than another name of a key
+    read: Reader | None = None  # reads the flag alone
+    group: Group | None = None  # reads the flag together with others that have the same `group`
+    rule: Rule | None = None  # reads the flag with values of other keys
+    idle: bool = False  # True if the flag has no effect in Shoal
+    refused: bool = False  # True if the flag is an error, unless its text is in `accepts`
+    accepts: tuple[str, ...] = OFF  # with `refused`: texts that are no error
+    expected: str = ""  # with `refused`: what the error says that Shoal expects
+    item: Callable[[str], str] | None = None  # for a renamed list: converts each item
+    is_switch: bool = False  # True if `--name` without a value means true
+    is_quiet: bool = True  # True if the start of a run shows no line about the flag
+    has_tail: bool = True  # True if the line about the flag ends with `meaning`
+    keeps_nothing: bool = False  # True if `none` is a value, instead of leaving the default
+    # For a name that Shoal has, too: True for texts that only the other system's flag can have;
+    # and another flag that must be given, or else the name is Shoal's.
     value_filter: Callable[[str], bool] | None = None
     requires_flag: str = ""
-    system: str = ""  # `TRL`
+    system: str = ""  # the system's name, like `TRL`; set when tables are loaded
 
     @property
     def is_rename(self) -> bool:
-        """True for another name of one key."""
+        """True if the flag is only another name of one key."""
         return not (self.read or self.group or self.rule or self.idle or self.refused)
 
     @property
     def may_stand_bare(self) -> bool:
-        """True if `--name` alone means true."""
+        """True if `--name` without a value means true."""
         return self.is_switch or self.idle
 
     @property
     def is_pattern(self) -> bool:
+        """True if the name is a pattern, like `sa_*`."""
         return "*" in self.name
 
     def matches(self, name: str) -> bool:
+        """True if a name is this flag's, or matches its pattern."""
         return self.name == name or (self.is_pattern and fnmatch.fnmatchcase(name, self.name))
 
     def fits(self, config_type: type) -> bool:
-        """True if a command accepts it."""
+        """True if a command accepts this flag."""
         command = command_of(config_type)
         if not self.keys:
             return command in COMMANDS
@@ -115,32 +120,36 @@ class Flag:
 
 @dataclass(frozen=True)
 class Translation:
-    """Layers without flags of other systems, and what there is to say about the flags."""
+    """The result of `translate`: layers without flags of other systems, and errors and messages
+    about the flags."""
 
     layers: Sequence[Layer]
-    errors: Sequence[str]  # of all words, those of our own keys included
-    notes: Sequence[str] = ()  # lines for the start
+    errors: Sequence[str]  # all errors in words, also in words of Shoal's own keys
+    notes: Sequence[str] = ()  # lines to print at the start
     became: Sequence[tuple[str, bool]] = ()
-    """Without errors: a line for each of the user's flags, and whether it is a note at the
-    start."""
+    """If there are no errors: (line, is_note) for each flag in the user's layers, with what it
+    became and whether the line is shown at the start, too."""
 
 
 class FrontEnd(Protocol):
-    """The module that knows other systems' flags."""
+    """What the module that knows other systems' flags must have (`shoal.compat.front`)."""
 
     def find_flag(
         self, config_type: type, name: str, value: Any = None, among: Sequence[str] = ()
     ) -> Flag | None:
-        """The flag of a name that a command accepts; for some names the value decides whether it is
-        ours. Beside enough names of one system, `among`, its patterns of names count too."""
+        """Returns the flag of another system that a name stands for, None if there is none that the
+        command accepts. For a name that Shoal has too, `value` decides whose name it is. `among`:
+        the other names in the layer; they choose between systems, and with enough names of one
+        system its patterns count, too."""
         ...
 
     def flags_of(self, config_type: type) -> Mapping[str, Sequence[Flag]]:
-        """The flags that a command accepts, by name: a row for each system that has it."""
+        """Returns all flags that a command accepts, by name; for each name one row for each system
+        that has the flag."""
         ...
 
     def translate(self, config_type: type, layers: Sequence[Layer]) -> Translation:
-        """The layers, lowest first, with their flags replaced by words of our keys."""
+        """Replaces the flags of other systems in layers (lowest first) by words of Shoal's keys."""
         ...
 
 
@@ -148,12 +157,13 @@ _registered: list[str] = []
 
 
 def register(module: str) -> None:
-    """Registers the module that is the front end; it is loaded at its first use."""
+    """Sets the module that is the front end, by its name; it is imported when it is first
+    needed."""
     _registered[:] = [module]
 
 
 @functools.cache
 def front_end() -> FrontEnd:
-    """The registered front end."""
+    """Returns the registered front end; imports it at the first call."""
     module: Any = importlib.import_module(_registered[0])
     return module

@@ -1,10 +1,11 @@
-"""A key of the configuration: how a field declares it, which keys a dataclass has, and values in
-the types of keys.
+"""Keys of the configuration (a key is one setting under its dotted name): declares them, lists
+those of a configuration class, and converts values to their types.
 
-    lr: float = key(1.5e-4, stages=("update",))     a declaration
-    keys_of(Config)["optimizer.lr"]                 the Key: its name, type, default, help, and
-                                                    what was declared
-    convert_value(key, "3e-4")                      a text, or a plain value, in the key's type
+    lr: float = key(1.5e-4, stages=("update",))     declares a field of a configuration class
+    keys_of(Config)["optimizer.lr"]                 returns a Key: its name, type, default, help,
+                                                    and what `key` declared
+    convert_value(key, "3e-4")                      converts a text or a plain value to the key's
+                                                    type
 """
 
 from __future__ import annotations
@@ -25,20 +26,22 @@ from shoal.records import ShoalError
 from shoal.text import exact
 
 Stage = Literal["data", "sampling", "environment", "rewards", "update", "evaluation"]
-"""A part of a run whose numbers settings change. `environment` is what tools and environments
-say."""
+"""A part of a training step whose numbers a setting can change. `environment` means the texts that
+tools and environments return."""
 
 
 STAGES: tuple[Stage, ...] = get_args(Stage)
 
 
 OnResume = Literal["free", "bits", "warn", "fixed"]
-"""What a changed key does to a run that is resumed: nothing (free), numbers that may differ in
-their last bits (bits), another run from there on (warn), or an error (fixed)."""
+"""What happens to a resumed run if a key's value was changed: nothing (free), numbers may differ in
+their last bits (bits), the run continues differently, with a warning (warn), or an error
+(fixed)."""
 
 Condition = Literal["data is read", "a prompt is too long"]
-"""When a key acts that does not always: where the task reads its questions and makes none, or
-where a prompt has more tokens than `sampling.max_prompt_tokens`."""
+"""When a key that does not always have an effect has one: if the task reads its questions from
+files and does not generate them, or if a prompt has more tokens than
+`sampling.max_prompt_tokens`."""
 
 T = TypeVar("T")
 
@@ -52,20 +55,22 @@ def key(
     may_be_infinite: bool = False,
     acts_if: Condition | None = None,
 ) -> T:
-    """A field of the configuration, to stand in place of its default.
+    """Declares a field of a configuration class: returns a dataclass field with this default and
+    with metadata about the key.
 
         lr: float = key(1.5e-4, stages=("update",))
 
-    `stages`: those whose numbers another value changes itself, the likeliest first; what follows
-    from them is not counted. Empty for a key that changes no number: how long is waited, where
-    files are, what is reported. Where two runs differ, `shoal diff` looks for the cause among the
-    keys of the stage that differs first.
+    `stages`: the stages of a step whose numbers this key changes directly, the likeliest first;
+    later stages that change only as a consequence are not listed. Empty if the key changes no
+    number, for example a timeout, a folder, or what is reported. If two runs differ, `shoal diff`
+    looks for the cause among the keys of the first stage that differs.
 
-    `on_resume`: what another value does to a run that is resumed; without it `free` for a key that
-    acts on no stage, else `warn`. `decided_from`: of a key that the run decides itself where it is
-    left open (`open_keys`), the keys and facts (in plain words) that the decision follows from.
-    `may_be_infinite`: a number that `inf` leaves without a bound. `acts_if`: of a key that has no
-    effect otherwise, but for the last bits of numbers, by the shapes of programs."""
+    `on_resume`: what happens if a resumed run has another value; the default is `free` for a key
+    without stages, else `warn`. `decided_from`: for a key whose value the run can decide itself
+    (see `open_keys`), the keys and facts (in plain words) that determine the decision.
+    `may_be_infinite`: True if `inf` is accepted and means no bound. `acts_if`: the only condition
+    under which the key has an effect; otherwise the key changes at most the last bits of numbers,
+    because compiled programs get other shapes."""
     declared = {
         "stages": stages,
         "on_resume": on_resume or ("warn" if stages else "free"),
@@ -89,7 +94,7 @@ class Key:
     type: Any
     default: Any
     help: str
-    # As declared by `key`, which says what each means. None: the field has no declaration.
+    # As declared by `key`, whose docstring explains each. None: declared without `key`.
     stages: tuple[Stage, ...] | None = None
     on_resume: OnResume | None = None
     decided_from: tuple[str, ...] = ()
@@ -98,16 +103,17 @@ class Key:
 
     @property
     def section(self) -> str:
-        """The dotted name without its last part; empty at the top level."""
+        """Returns the dotted name without its last part; '' for a key at the top level."""
         return self.name.rpartition(".")[0]
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The values that it accepts; empty for every value of its type."""
+        """Returns the values that this key accepts; () if every value of its type is accepted."""
         return choices_of(self.type)
 
     @property
     def type_text(self) -> str:
+        """Returns the key's type in a user's words, like `integer` or `a | b`."""
         return type_text(self.type)
 
     @property
@@ -119,18 +125,19 @@ _TYPE_TEXT = {str: "text", int: "integer", float: "number", bool: "true | false"
 
 
 def choices_of(value_type: Any) -> tuple[str, ...]:
-    """The values of a Literal, or the names of a registry as in `Annotated[str, registry]`; empty
-    for other types."""
+    """Returns the values of a Literal, or the names in the registry of an `Annotated[str,
+    registry]`; () for other types."""
     if get_origin(value_type) is Annotated:
         registry = value_type.__metadata__[0]
-        return tuple(registry)  # read anew each time: a part may be registered late
+        return tuple(registry)  # not cached: a name may be registered later
     if get_origin(value_type) is Literal:
         return get_args(value_type)
     return ()
 
 
 def type_text(value_type: Any) -> str:
-    """A type in a user's words: `integer`, `a | b` for a choice, `list of text` for a tuple."""
+    """Returns a type in a user's words: `integer`, `a | b` for a choice, `list of text` for a
+    tuple."""
     choices = choices_of(value_type)
     if choices:
         return " | ".join(choices)
@@ -144,7 +151,8 @@ def type_text(value_type: Any) -> str:
 
 @functools.cache
 def keys_of(config_type: type) -> Mapping[str, Key]:
-    """Every key by its dotted name, in the order of the schema."""
+    """Returns the keys of a configuration class by dotted name, including those of its sections, in
+    the order of declaration."""
     types = get_type_hints(config_type, include_extras=True)
     helps = _help_texts(config_type)
     keys: dict[str, Key] = {}
@@ -166,16 +174,20 @@ def keys_of(config_type: type) -> Mapping[str, Key]:
 
 @functools.cache
 def sections_of(config_type: type) -> frozenset[str]:
+    """Returns the dotted names of all sections of a configuration class, like `model` and
+    `model.lora`."""
     return frozenset(key.section for key in keys_of(config_type).values() if key.section)
 
 
 @functools.cache
 def _module_tree(module: str) -> ast.Module:
+    """Returns the syntax tree of an imported module's source."""
     return ast.parse(inspect.getsource(sys.modules[module]))
 
 
 def _help_texts(config_type: type) -> dict[str, str]:
-    """Field -> the string under it in the source, in one line; base classes included."""
+    """Returns for each field of a dataclass (and of its base classes) its help text: the string
+    under the field in the source, joined to one line."""
     texts = {}
     for base in reversed(config_type.__mro__[:-1]):
         for field, below in itertools.pairwise(_class_body(base)):
@@ -190,7 +202,7 @@ def _help_texts(config_type: type) -> dict[str, str]:
 
 
 def _class_body(cls: type) -> list[ast.stmt]:
-    """The statements of a class in its source."""
+    """Returns the statements in the body of a class, from the syntax tree of its module."""
     for node in ast.walk(_module_tree(cls.__module__)):
         if isinstance(node, ast.ClassDef) and node.name == cls.__name__:
             return node.body
@@ -198,7 +210,7 @@ def _class_body(cls: type) -> list[ast.stmt]:
 
 
 def text_of(value: Any) -> str:
-    """A plain value as a user types it."""
+    """Returns a plain value as a user types it: `null`, `true`, `[a,b]`, `5`."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -209,8 +221,8 @@ def text_of(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A configuration's value as a user types it, numbers in short but not rounded: it may be typed
-    again."""
+    """Returns a configuration's value as a user types it. Floats are written in the shortest form
+    that reads back as the same number, so the text may be typed again."""
     if isinstance(value, tuple):
         return "[" + ",".join(map(shown, value)) + "]"
     if isinstance(value, float):
@@ -219,7 +231,7 @@ def shown(value: Any) -> str:
 
 
 def get_value(config: Any, key: str) -> Any:
-    """The value of a dotted key."""
+    """Returns the value of a dotted key of a configuration."""
     value = config
     for name in key.split("."):
         value = getattr(value, name)
@@ -227,7 +239,8 @@ def get_value(config: Any, key: str) -> Any:
 
 
 def overridden_keys(config: Any) -> frozenset[str]:
-    """Keys in whose place others decide: with `batch.prompts_per_device`, the prompts of a step."""
+    """Returns the keys that have no effect because another key takes their place:
+    `batch.prompts_per_step` if `batch.prompts_per_device` is set."""
     batch = getattr(config, "batch", None)
     if getattr(batch, "prompts_per_device", 0):
         return frozenset({"batch.prompts_per_step"})
@@ -235,15 +248,15 @@ def overridden_keys(config: Any) -> frozenset[str]:
 
 
 def open_keys(config: Any) -> list[str]:
-    """The keys of a configuration that its run decides itself: those that can be decided
-    (`decided_from`) and have the default that leaves them open, as `auto` or 0; with
-    `batch.prompts_per_device`, the prompts of a step."""
+    """Returns the names of the keys whose values the run decides itself: keys that can be decided
+    (`decided_from` is not empty) and are at the default that leaves them open, like `auto` or 0.
+    With `batch.prompts_per_device` also `batch.prompts_per_step`."""
     overridden = overridden_keys(config)
     names = []
     for name, declared in keys_of(type(config)).items():
         if not declared.decided_from:
             continue
-        if name == "batch.prompts_per_step":  # its default is a number of prompts
+        if name == "batch.prompts_per_step":  # its default is a number, not an open value
             is_open = name in overridden
         else:
             is_open = get_value(config, name) == declared.default
@@ -253,7 +266,8 @@ def open_keys(config: Any) -> list[str]:
 
 
 def with_values(config: Any, values: Mapping[str, Any]) -> Any:
-    """The configuration with the values of some keys, by dotted name, replaced."""
+    """Returns a copy of a configuration in which the given keys (by dotted name) have other values.
+    If no values are given, returns the configuration itself."""
     if not values:
         return config
     by_name = {name: get_value(config, name) for name in keys_of(type(config))}
@@ -261,7 +275,7 @@ def with_values(config: Any, values: Mapping[str, Any]) -> Any:
 
 
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted name as nested dicts, tuples as lists."""
+    """Turns values by dotted name into nested dicts; tuples become lists."""
     nested: dict[str, Any] = {}
     for name, value in values.items():
         *sections, last = name.split(".")
@@ -277,7 +291,8 @@ def nest(values: Mapping[str, Any]) -> dict[str, Any]:
 def leaves_of(
     config_type: type, values: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Every value with its dotted name."""
+    """Yields (dotted name, value) for every value in nested dicts. A dict that is not under the
+    name of a key counts as a section; None under the name of a section is skipped."""
     keys, sections = keys_of(config_type), sections_of(config_type)
     for part, value in values.items():
         name = f"{prefix}{part}"
@@ -288,7 +303,8 @@ def leaves_of(
 
 
 def build(config_type: type, values: Mapping[str, Any]) -> Any:
-    """The dataclass of values by dotted key; other keys have their defaults."""
+    """Creates a configuration of this class from values by dotted key; keys that are not given have
+    their defaults. Raises ShoalError if a value is out of range."""
     arguments: dict[str, Any] = {}
     for field in dataclasses.fields(config_type):
         if field.name in values:
@@ -304,7 +320,8 @@ def build(config_type: type, values: Mapping[str, Any]) -> Any:
 
 
 def convert_value(key: Key, value: Any) -> Any:
-    """A value converted to the type of its key."""
+    """Converts a text or a plain value to the type of its key; for a list's key a single value
+    becomes a tuple of one. Raises ShoalError if the value does not fit."""
     if not key.is_list:
         return _convert_scalar(key, key.type, value)
     items = value if isinstance(value, list | tuple) else [value]
@@ -312,6 +329,8 @@ def convert_value(key: Key, value: Any) -> Any:
 
 
 def _convert_scalar(key: Key, value_type: Any, value: Any) -> Any:
+    """Converts one value to a type that is no list. `key` is only for the error message and for
+    `may_be_infinite`."""
     choices = choices_of(value_type)
     if choices:
         if isinstance(value, str) and value in choices:
@@ -332,6 +351,7 @@ def _convert_scalar(key: Key, value_type: Any, value: Any) -> Any:
 
 
 def _wrong_type(key: Key, value: Any, wanted: str) -> ShoalError:
+    """Returns (does not raise) the error for a value that is not of its key's type."""
     if value is None or isinstance(value, bool):
         typed = text_of(value)
     else:
@@ -346,6 +366,7 @@ def _to_text(value: Any) -> str:
 
 
 def _to_bool(value: Any) -> bool:
+    """Converts a bool or one of the texts in _BOOLS, in any case; ValueError otherwise."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value.lower() in _BOOLS:
@@ -354,6 +375,7 @@ def _to_bool(value: Any) -> bool:
 
 
 def _to_int(value: Any) -> int:
+    """Converts a whole number or its text, also `1e3` or `5.0`; ValueError otherwise."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             return int(value)
@@ -364,6 +386,7 @@ def _to_int(value: Any) -> int:
 
 
 def _to_float(value: Any) -> float:
+    """Converts a number or its text; ValueError for a bool or anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError
     return float(value)
@@ -398,14 +421,16 @@ _WANTED: Mapping[Any, str] = {
 
 
 def require(condition: bool, key: str, value: object, wanted: str) -> None:
-    """Raises the one error form for a value out of its range."""
+    """Raises ShoalError, in the form that all range errors of keys share, if the condition is
+    false. `wanted`: the accepted values, in words."""
     if not condition:
         raise ShoalError(f"{key}={value!r}: expected {wanted}")
 
 
 def at_least(section: object, head: str, least: float, *names: str, note: str = "") -> None:
-    """Raises ShoalError for a field below `least`. `head`: the key before the field; `note`: what
-    `least` means."""
+    """Raises ShoalError if one of the fields `names` of a section is below `least`. `head`: the
+    part of the dotted key before the field's name, like `batch.`; `note`: what the value `least`
+    means."""
     bound = f"{least} ({note})" if note else f"{least}"
     for name in names:
         value = getattr(section, name)

@@ -1,5 +1,5 @@
-"""Reads keywords from Python into words; functions and objects get names that stand for them, as a
-file could have."""
+"""Reads keyword arguments from Python into words (names with values). Functions and objects are
+replaced by names that stand for them, because words, like the values in a file, are only texts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ OBJECT_KEYS = (
     "environment.rollout",
     "environment.agent",
 )
-"""Keys whose values may be objects from Python."""
+"""Keys whose values may be objects from Python, like functions or classes."""
 
 
 def read_keywords(
     config_type: type, overrides: Mapping[str, Any]
 ) -> tuple[Arguments, tuple[Callable[..., Any], ...]]:
-    """The arguments of keywords, and the reward functions that were given as callables."""
+    """Returns keyword arguments as Arguments, and the reward functions that were given as
+    callables. Other objects are registered in PYTHON_OBJECTS."""
     overrides = dict(overrides)
     config_name = str(overrides.pop("config_name", None) or "")
     words: list[Word] = []
@@ -59,17 +60,18 @@ def read_keywords(
 
 
 def text_given(value: Any) -> str:
-    """A value from Python as text. Of a kind of text, as an Enum's or NumPy's, plainly what it
-    says: YAML has no other form of it."""
+    """Returns a value from Python as text. For a subclass of str, like an Enum's or NumPy's, it is
+    the plain text that the value holds, because YAML has no other form of it."""
     if isinstance(value, str):
         return str.__str__(value)
     return str(value)
 
 
 def python_leaves(config_type: type, overrides: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every keyword from Python with its dotted name. A key of ours that is None is not given, as
-    an argument that somebody's own function has by default; another system's flag that is None is
-    its `null` in a file."""
+    """Yields every keyword from Python with its dotted name. Leaves out keys of Shoal whose value
+    is None, which functions often have as default; a flag of another system that is None is kept,
+    like `null` in a file. Raises ShoalError for values that are neither a value, a list nor an
+    object."""
     for name, value in leaves_of(config_type, nested_names(overrides)):
         is_list = isinstance(value, list | tuple)
         key = key_of(config_type, name)
@@ -93,7 +95,7 @@ def python_leaves(config_type: type, overrides: Mapping[str, Any]) -> Iterator[t
 
 
 def nested_names(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`a__b` as `a.b`, at any depth."""
+    """Returns the keywords with `a__b` written as `a.b`, at any depth of nested dicts."""
     nested = {}
     for name, value in overrides.items():
         if isinstance(value, Mapping):
@@ -103,6 +105,8 @@ def nested_names(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _take_callables(value: Any) -> tuple[list[Any], tuple[Callable[..., Any], ...]]:
+    """Splits the value of `reward` into (names, callables), one of which is empty; ShoalError if
+    both kinds are given."""
     items = [value]
     if isinstance(value, list | tuple):
         items = list(value)
@@ -120,15 +124,15 @@ def _take_callables(value: Any) -> tuple[list[Any], tuple[Callable[..., Any], ..
 # ---- objects
 
 FROM_PYTHON = "python:"
-"""Begins the name of what was given from Python, where the configuration is stored."""
+"""The beginning of names, in a stored configuration, that stand for objects given from Python."""
 
 
 class GivenObjects:
-    """Tools, environments and rollout functions that were given from Python, by the name that
-    stands for them.
+    """Tools, environments and rollout functions that were given from Python, by the names that
+    stand for them.
 
-    Two objects of one name, given in one call, get a number each. A name that has meant two objects
-    in two calls means neither where a stored configuration has it: it is not known which one the
+    Two objects of one name in one call get different numbers. If a name meant different objects in
+    two calls, it is not found for a stored configuration, because it is unknown which of them that
     run had."""
 
     def __init__(self) -> None:
@@ -137,10 +141,12 @@ class GivenObjects:
         self._ambiguous: set[str] = set()
 
     def begin_call(self) -> None:
+        """Begins a new call of `train` or `evaluate`: names of earlier calls may be used again."""
         self._of_this_call.clear()
 
     def add(self, value: Any, name: str) -> str:
-        """The name that stands for an object from now on."""
+        """Registers an object and returns the name that stands for it from now on: `name`, or with
+        a number if another object of this call has it."""
         free, number = name, 1
         while free in self._of_this_call and not _is_same_object(self._objects[free], value):
             number += 1
@@ -152,6 +158,7 @@ class GivenObjects:
         return free
 
     def __contains__(self, name: str) -> bool:
+        """True if a name stands for an object and it is known which."""
         if name in self._of_this_call:
             return True
         return name in self._objects and name not in self._ambiguous
@@ -161,7 +168,8 @@ class GivenObjects:
 
 
 def _is_same_object(first: Any, second: Any) -> bool:
-    """True also for a method that was taken from its object twice."""
+    """True if two values are one object, or one bound method that was taken from its object
+    twice."""
     if inspect.ismethod(first) and inspect.ismethod(second):
         return first == second
     return first is second
@@ -171,7 +179,8 @@ PYTHON_OBJECTS = GivenObjects()
 
 
 def register_object(value: Any, name: str = "") -> Any:
-    """The name that stands for what a file could have defined; a text as it is."""
+    """Registers an object from Python and returns the name that stands for it; returns a text
+    unchanged. `name`: by default the object's own, or that of its class."""
     if isinstance(value, str):
         return value
     if not name:

@@ -1,16 +1,16 @@
-"""Composes a configuration: layers of words, lowest first, of which the highest word of a key
+"""Composes a configuration from layers of words. A layer is one source of settings (a preset, a
+file, the command line); a word is a name with its value. For each key the word of the highest layer
 counts.
 
     defaults < preset < file < command line
 
-    arguments  ->  layers, as typed
-               ->  layers of words of our keys     (`foreign`: other systems' flags are replaced)
-               ->  a word for each key             (`merge`)
+    arguments  ->  layers as typed
+               ->  layers of words of Shoal's keys (`foreign` replaces other systems' flags)
+               ->  one word for each key           (`Merged`)
                ->  values in their types  ->  Config
 
-The preset of a task, recipe or algorithm lies directly beneath the layer that names it, the files
-of `defaults` beneath their file.
-"""
+The preset of a task, recipe or algorithm is the layer directly beneath the layer that names it; the
+files that a file lists under `defaults` are layers beneath that file."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ PACKAGED: Mapping[str, str] = {"recipe": "recipe", "algorithm.name": "algorithm"
 
 
 PROMPT_KEYS = ("batch.prompts_per_step", "batch.prompts_per_device")
-"""Two keys for one number: the first unsets the second of lower layers; on a command line the later
-of them stands."""
+"""Two keys that set the same quantity, the prompts of a step. In a higher layer the first unsets
+the second; on one command line the later of the two counts."""
 
 
 # ---- from arguments to layers
@@ -70,14 +70,15 @@ def layers_of(
     stored: Path | None = None,
     beneath: Layer | None = None,
 ) -> tuple[list[Layer], Path | None]:
-    """The user's layers as typed, beneath each the presets that it names; and the preset or file
-    that was loaded. `stored`, `beneath`: as in `load`."""
+    """Returns all layers of a command, lowest first, as typed (flags of other systems are not
+    replaced yet), and the path of the preset or file that was loaded (None if none was). Beneath
+    each layer of the user are the presets that it names. `stored`, `beneath`: as in `load`."""
     layers, file = users_layers(config_type, arguments, stored, beneath)
     line = len(layers) - 1
     presets: dict[int, list[Layer]] = {}  # number of a layer -> the presets directly beneath it
     task = ""
     if not file:
-        # Merged, as another system's flag may name the task.
+        # The line is merged because a flag of another system may name the task.
         of_line = merge_typed(config_type, [layers[line]])
         if "task.name" in of_line.top:
             task = text_of(of_line.word_of("task.name").value)
@@ -89,7 +90,7 @@ def layers_of(
     for key in PACKAGED:
         if key not in keys_of(config_type):
             continue
-        number, name, where = 0, "", ""  # of the highest word of the key
+        number, name, where = 0, "", ""  # layer, value and error prefix of the key's highest word
         for layer_number, layer in enumerate(layers):
             for word in layer.words:
                 if names.get(word.name) == key:
@@ -98,7 +99,7 @@ def layers_of(
                     where = f"{word.origin}: " if layer.file else ""
         if not name:
             continue
-        # The files of a file's `defaults` have its label: the preset lies beneath them, too.
+        # Files in the `defaults` of a file have the same label; the preset goes beneath them all.
         while number > 0 and layers[number - 1].label == layers[number].label:
             number -= 1
         presets.setdefault(number, []).extend(named_layers(config_type, key, name, where))
@@ -110,7 +111,8 @@ def layers_of(
 
 
 def preset_of_task(command: str, name: str) -> Path | None:
-    """The file of a task's preset: data from Python has that of data from files."""
+    """Returns the file of a task's preset, None if it has none. Rows given from Python (task
+    `rows`) use the preset of task `custom`."""
     return packaged(command, "custom" if name == "rows" else name)
 
 
@@ -120,12 +122,14 @@ def users_layers(
     stored: Path | None = None,
     beneath: Layer | None = None,
 ) -> tuple[list[Layer], Path | None]:
-    """The layers of `--preset`, of the file and of the command line; and the file."""
+    """Returns the layers of `--preset`, of the file and of the command line, lowest first, and the
+    path of the file or preset (None without one). The last layer is always the command line. Other
+    presets that these layers name are not included; `layers_of` adds them."""
     command = command_of(config_type)
     layers = []
     if beneath:
         layers.append(beneath)
-    if command == "sft" and not stored:  # it is `shoal train` with these
+    if command == "sft" and not stored:  # `shoal sft` is `shoal train` with these two settings
         words = [
             Word("algorithm.name", "sft", "shoal sft"),
             Word("task.name", "custom", "shoal sft"),
@@ -149,7 +153,9 @@ def users_layers(
 
 
 def named_layers(config_type: type, key: str, name: str, where: str = "") -> list[Layer]:
-    """The layers of a packaged recipe or algorithm. `where`: a file's line before an error."""
+    """Returns the layers of the packaged preset of a recipe or an algorithm. `key`: `recipe` or
+    `algorithm.name`; `where`: prefix of an error, the line of the file that names the preset.
+    Raises ShoalError if there is no such preset."""
     folder = PACKAGED[key]
     file = packaged(folder, name)
     if file is None:
@@ -162,9 +168,10 @@ def named_layers(config_type: type, key: str, name: str, where: str = "") -> lis
 
 
 def file_layers(config_type: type, file: Path, label: str) -> list[Layer]:
-    """The layers of a file and of its `defaults`, without empty sections and, for a command other
-    than training, without the keys that only training reads. Without `label` each word's origin is
-    its line."""
+    """Reads a YAML file and the files in its `defaults` into layers, lowest first. Leaves out empty
+    sections and, for other commands than training, the keys that only training reads; these are
+    listed in `Layer.skipped`. `label`: origin of all words, like `recipe trl`; if empty, the origin
+    of each word is its file and line."""
     layers = []
     is_key = keys_of(config_type).__contains__
     sections = sections_of(config_type) | sections_of(Config)
@@ -180,7 +187,7 @@ def file_layers(config_type: type, file: Path, label: str) -> list[Layer]:
                 skipped += for_training
                 continue
             value = word.value
-            # Those of our own keys are replaced by final values, in `Merged.get`.
+            # Here only in other systems' flags; in values of Shoal's keys `Merged.get` does it.
             if is_interpolated(value) and word.name not in names_of(config_type):
                 with contextlib.suppress(ShoalError):  # refused later, if the flag has an effect
                     value = interpolate(word.name, value, values.__getitem__)
@@ -190,18 +197,21 @@ def file_layers(config_type: type, file: Path, label: str) -> list[Layer]:
 
 
 def _names_for_training(config_type: type, word: Word) -> list[str]:
-    """The keys of a word that training reads and this command does not."""
+    """Returns the keys in a word that training knows and this command does not (for a mapping the
+    dotted keys inside of it); an empty list if the word is this command's, or unknown to both."""
     if issubclass(config_type, Config):
         return []
 
     def is_known(config_type: type, name: str, value: Any) -> bool:
+        """True if a name is a key of a command, or a flag of another system that the command
+        accepts."""
         if name in names_of(config_type):
             return True
         return front_end().find_flag(config_type, name, value) is not None
 
     name = word.name
     value = word.value
-    # `batch` is a key here, a section in training.
+    # One name can be a key of this command and a section of training, like `batch`.
     if isinstance(value, Mapping) and name in sections_of(Config):
         inside = [f"{name}.{part}" for part in value]
         if all(is_known(Config, inside_name, None) for inside_name in inside):
@@ -213,7 +223,8 @@ def _names_for_training(config_type: type, word: Word) -> list[str]:
 
 
 def is_interpolated(value: Any) -> bool:
-    """True for a text, or a list with one, that refers to other names."""
+    """True if a value is a text, or a list with a text, that contains `${`, a reference to another
+    name."""
     items = value if isinstance(value, list) else [value]
     return any(isinstance(item, str) and "${" in item for item in items)
 
@@ -222,20 +233,23 @@ def is_interpolated(value: Any) -> bool:
 
 
 class Merged:
-    """The words of some layers, and which of them are in effect."""
+    """The words of some layers, with the word in effect for each key, from which it computes
+    values. Flags of other systems must have been replaced. Errors are collected in `errors`."""
 
     def __init__(self, config_type: type, layers: Sequence[Layer]) -> None:
         self.config_type = config_type
         self.layers = layers  # without flags of other systems
-        self.words: list[tuple[int, Word]] = []  # (number of its layer, word), lowest first
+        self.words: list[tuple[int, Word]] = []  # (index of the word's layer, word), lowest first
         self.errors: list[str] = []
         self._add_words()
         self.top = _in_effect(self.words, line=len(layers) - 1)
-        """Key -> the position in `words` of its word in effect, in the order of positions."""
+        """Each key that is set -> the index in `words` of its word in effect, indices ascending."""
         self._values: dict[str, Any] = {}
         self._pending: list[str] = []
 
     def _add_words(self) -> None:
+        """Fills `words` with the words of all layers, each with the key that its name stands for;
+        unknown names go to `errors`."""
         unknown = []
         for number, layer in enumerate(self.layers):
             for word in layer.words:
@@ -255,17 +269,18 @@ class Merged:
             self.errors.append(str(UnknownKey.of_all(unknown, self.config_type)))
 
     def word_of(self, key: str) -> Word:
-        """The word of a key that is in effect."""
+        """Returns the word in effect for a key; KeyError if no layer sets the key."""
         _, word = self.words[self.top[key]]
         return word
 
     def layer_number(self, key: str) -> int:
-        """The number of the layer that sets a key."""
+        """Returns the index in `layers` of the layer whose word for a key is in effect."""
         number, _ = self.words[self.top[key]]
         return number
 
     def get(self, key: str) -> Any:
-        """The value of a key in its type; empty for one that the command has not."""
+        """Returns the final value of a key in its type: the default if no layer sets it, '' if the
+        command has no such key. Raises ShoalError if the value is invalid or refers to itself."""
         keys = keys_of(self.config_type)
         if key not in self.top:
             return keys[key].default if key in keys else ""
@@ -280,8 +295,9 @@ class Merged:
         return self._values[key]
 
     def _convert(self, key: str) -> Any:
-        """The value of a key's word in its type; a file's with `${...}` replaced by final values of
-        keys, or by other names of the file."""
+        """Computes the value of the word in effect for a key, in the key's type. In a word from a
+        file, each `${...}` is replaced by the final value of the key, or by the value of another
+        name in the file."""
         word = self.word_of(key)
         layer = self.layers[self.layer_number(key)]
         value = word.value
@@ -299,11 +315,13 @@ class Merged:
 
     @property
     def origins(self) -> dict[str, str]:
-        """Key -> `command line`, `--learning_rate`, `mine.yml:4`, `recipe trl`."""
+        """Returns for each key that is set where its value comes from: `command line`,
+        `--learning_rate`, `mine.yml:4`, `recipe trl`."""
         return {key: self.word_of(key).origin for key in self.top}
 
     def values(self) -> tuple[dict[str, Any], list[str]]:
-        """Key -> its value, of the keys that are set; and the errors of those that cannot be."""
+        """Returns the final values of all keys that are set, and the error messages of the keys
+        whose values are invalid."""
         values = {}
         errors = []
         for key in self.top:
@@ -315,13 +333,15 @@ class Merged:
 
 
 def merge_typed(config_type: type, layers: Sequence[Layer]) -> Merged:
-    """The merge of layers as they were typed, whose flags are replaced first."""
+    """Merges layers as they were typed: replaces flags of other systems, then makes a Merged."""
     return Merged(config_type, front_end().translate(config_type, layers).layers)
 
 
 def _in_effect(words: Sequence[tuple[int, Word]], line: int) -> dict[str, int]:
-    """Key -> the position of its highest word. `line`: the number of the command line's layer."""
-    last_number: tuple[int, Word] | None = None  # of the command line: the last number of prompts
+    """Returns for each key the index in `words` of the word in effect. `line`: the index of the
+    command line's layer, in which the later of the two PROMPT_KEYS counts."""
+    # The last of PROMPT_KEYS on the command line that is not 0: (index in `words`, word).
+    last_number: tuple[int, Word] | None = None
     for position, (number, word) in enumerate(words):
         if number != line or word.key not in PROMPT_KEYS or word.value is NO_VALUE:
             continue
@@ -339,19 +359,21 @@ def _in_effect(words: Sequence[tuple[int, Word]], line: int) -> dict[str, int]:
             number_by_device, _ = words[top["batch.prompts_per_device"]]
             if number_by_device < number:
                 del top["batch.prompts_per_device"]
-        # Removed first: the order is that of the positions.
+        # Removed and added again, so that the dict stays ordered by position.
         top.pop(word.key, None)
         top[word.key] = position
     return top
 
 
 def check_names(merged: Merged) -> tuple[list[str], list[str]]:
-    """Two names in one layer that give a key different values: notes of those on the command line,
-    where the later stands, and errors of those in a file, which has no order, unless a higher layer
-    sets the key, and of `steps` beside a flag that counts batches.
+    """Looks for two names in one layer that give one key different values. Returns (notes, errors):
+    a note for two names on the command line, where the later one counts; an error for two names in
+    a file, which has no order, unless a higher layer sets the key. It is an error also on the
+    command line if one of the two is `steps` and the other a flag that counts batches.
 
-    PROMPT_KEYS count as one key. A file with most of the keys is a run's own and may have both:
-    there `batch.prompts_per_step` followed from the other."""
+    PROMPT_KEYS count as one key. A file that sets more than half of all keys is a stored run's
+    configuration and may have both, because the run then computed `batch.prompts_per_step` from the
+    other key."""
     notes = []
     errors = []
     for number, layer in enumerate(merged.layers):
@@ -389,8 +411,8 @@ def check_names(merged: Merged) -> tuple[list[str], list[str]]:
 
 
 def _are_two(before: Word, word: Word) -> bool:
-    """True for two names that give a key different values. What a rule sets is not compared: it
-    follows from other keys, too."""
+    """True if two words have different names and give a key different values. A value that a rule
+    computed is not compared, because it also depends on other keys."""
     if before.name == word.name:
         return False
     if before.flags and before.flags == word.flags:
@@ -404,7 +426,8 @@ def _are_two(before: Word, word: Word) -> bool:
 
 
 def origin_text(origin: str) -> str:
-    """An origin as a user reads it: `set by the preset of task=custom` for `task custom`."""
+    """Returns an origin as a user reads it: `set by the preset of task=custom` for `task
+    custom`."""
     kind, _, name = origin.partition(" ")
     if kind == "task":
         return f"set by the preset of task={name}"
@@ -414,7 +437,8 @@ def origin_text(origin: str) -> str:
 
 
 def with_origins(message: str, origins: Mapping[str, str]) -> str:
-    """A message with the origin of each key in it that was not typed under its own name."""
+    """Returns a message with, in parentheses at its end, the origin of each key that it mentions.
+    Keys that were typed under their own names are left out."""
     mentioned = []
     for key, origin in origins.items():
         if origin in (COMMAND_LINE, PYTHON, STORED):
@@ -428,24 +452,26 @@ def with_origins(message: str, origins: Mapping[str, str]) -> str:
 
 MANY = 8
 FEW = 3
-"""Of more values than MANY that a preset sets, the line at the start shows FEW."""
+"""If a preset sets more than MANY values, the line at the start of a run shows only the first FEW
+of them."""
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A configuration, with where its values came from."""
+    """A configuration together with where each of its values came from."""
 
     config: Any
-    config_name: str  # the preset or file that was loaded; empty for none
-    notes: tuple[str, ...]  # lines for the start: values set by presets, keys that were skipped
+    config_name: str  # name, without ending, of the preset or file that was loaded; '' if none
+    notes: tuple[str, ...]  # lines to print at the start: values set by presets, skipped keys
     arguments: Arguments
-    became: tuple[str, ...] = ()  # a line for each flag of another system that was given
+    became: tuple[str, ...] = ()  # for each given flag of another system, a line on what it became
     # key -> `command line`, `mine.yml:4`, `recipe trl`
     origins: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def start_lines(self) -> list[str]:
-        """The notes, and in one line what the other flags of other systems became."""
+        """Returns the lines to print at the start of a run: the notes, then one line saying which
+        keys the remaining flags of other systems became."""
         lines = list(self.notes)
         others = [line for line in self.became if line not in self.notes]
         if others:
@@ -454,7 +480,7 @@ class Resolved:
 
     @property
     def text(self) -> str:
-        """Every key, as YAML that loads as the same configuration."""
+        """Returns every key with its value as YAML that loads as the same configuration."""
         return to_yaml(self.config)
 
 
@@ -462,12 +488,12 @@ class Resolved:
 
 
 def compose(command: str | type, argv: Sequence[str] = ()) -> tuple[Any, Resolved]:
-    """A command's configuration from its command line (without the command); raises ShoalError.
+    """Composes a command's configuration from its command line (the words after the command's
+    name). Returns (configuration, Resolved); raises ShoalError for a mistake of the user.
 
     >>> config, resolved = compose("train", ["task=gsm8k", "optimizer.lr=1e-5"])
 
-    Without a named preset, the task's preset lies beneath the command line.
-    """
+    If no preset or file is named, the preset of the task is the layer beneath the command line."""
     config_type = dataclass_of(command)
     return load(config_type, read_arguments(config_type, argv))
 
@@ -478,16 +504,15 @@ def from_overrides(
     /,
     **overrides: Any,
 ) -> tuple[Any, Resolved, tuple[Callable[..., Any], ...]]:
-    """A configuration from keywords in Python: (configuration, its origins, reward functions given
-    as callables).
+    """Composes a configuration from keywords in Python. Returns (configuration, Resolved, reward
+    functions that were given as callables).
 
     >>> from_overrides(
     ...     Config, model="tiny", optimizer={"lr": 1e-5}, batch__group_size=4, reward=my_reward
     ... )
 
-    Keys may be nested dicts, joined by `__` or by dots, or short forms; `config_name` names a
-    preset or a file. `stored`: as in `load`.
-    """
+    Keys may be nested dicts, names joined by `__` or by dots, or short forms; `config_name` names a
+    preset or a file. `stored`: as in `load`; it replaces `config_name`."""
     arguments, functions = read_keywords(config_type, overrides)
     if stored:
         arguments = replace(arguments, config_name="")
@@ -501,8 +526,9 @@ def load(
     stored: Path | None = None,
     beneath: Layer | None = None,
 ) -> tuple[Any, Resolved]:
-    """The configuration of the arguments. `stored`: a run's configuration in place of presets and
-    files; `beneath`: words beneath all that the user gave.
+    """Composes the configuration of parsed arguments; returns (configuration, Resolved). Raises one
+    ShoalError with all mistakes. `stored`: the file of a run's configuration, used in place of
+    presets and files; `beneath`: a layer beneath everything that the user gave.
 
     >>> config, resolved = load(Config, resolved.arguments, run / "config.yaml")
     """
@@ -534,14 +560,16 @@ def load(
 
 
 def given_values(config_type: type, arguments: Arguments, *names: str) -> dict[str, Any]:
-    """The values of some keys in the user's own file and command line, without presets."""
+    """Returns the values that the user's own file and command line give to the keys `names`,
+    without those of presets; keys that are not given are missing."""
     layers, _ = users_layers(config_type, arguments)
     merged = merge_typed(config_type, [layer for layer in layers if layer.is_users])
     return {name: merged.get(name) for name in names if name in merged.top}
 
 
 def packaged_values(config: Any) -> dict[str, Any]:
-    """The values that a configuration's recipe and algorithm set, by dotted key."""
+    """Returns the values, by dotted key, that the presets of a configuration's recipe and algorithm
+    set."""
     layers = []
     for key in PACKAGED:
         name = get_value(config, key)
@@ -555,8 +583,9 @@ def packaged_values(config: Any) -> dict[str, Any]:
 
 
 def _notes(config: Any, merged: Merged, file: Path | None, has_preset: bool) -> Iterator[str]:
-    """Lines for the start: keys of a file that were skipped, a task's preset that was not loaded,
-    and the values of presets in effect that differ from Shoal's defaults."""
+    """Yields lines to print at the start: the keys of a file that were skipped because only
+    training reads them, a task's preset that was not loaded because of the file, and the values
+    from presets that are in effect and differ from Shoal's defaults."""
     config_type = type(config)
     keys = keys_of(config_type)
     skipped = [name for layer in merged.layers for name in layer.skipped]
@@ -607,8 +636,8 @@ def _notes(config: Any, merged: Merged, file: Path | None, has_preset: bool) -> 
 
 
 def _replaced_in_files(merged: Merged) -> Iterator[str]:
-    """A line for a recipe or an algorithm on the command line that replaces settings of the user's
-    file beneath it."""
+    """Yields a line for each recipe or algorithm named on the command line whose preset replaces
+    settings of the user's file."""
     values, _ = merged.values()
     for number, layer in enumerate(merged.layers):
         files = [below for below in merged.layers[:number] if below.is_users and below.file]

@@ -1,5 +1,5 @@
-"""Names of keys: short forms of ours, the key of a name that a user typed, and for a name that is
-no key the nearest one, or why there is none."""
+"""Names of keys: short forms, the key that a typed name stands for, and for an unknown name the
+nearest known one or the reason why Shoal has no such key."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shoal.text import did_you_mean, nearest, nearness
 
 @dataclass(frozen=True)
 class Alias:
-    """A short form of a key: the key, the commands that accept it (empty: all that have it), a note
-    for the help."""
+    """A short form of a key: the key, the commands that accept the short form (empty for all
+    commands that have the key), and a note for the help."""
 
     key: str
     commands: tuple[str, ...] = ()
@@ -51,12 +51,12 @@ ALIASES: Mapping[str, Alias] = {
     "MODE": Alias("mode", ("launch",), note="as MaxText's scripts"),
     "CLOUD_IMAGE_NAME": Alias("push", ("launch",), note="as MaxText's scripts"),
 }
-"""Short forms of our own keys."""
+"""Short forms of Shoal's keys, by name."""
 
 
 OURS_FIRST = 0.1
-"""How much nearer to a misspelled name another system's flag must be to be named in place of a key
-of ours."""
+"""By how much (in similarity, 0 to 1) another system's flag must be nearer to a misspelled name
+than the nearest key of Shoal, for the flag to be suggested instead."""
 
 
 QUANTISED = (
@@ -86,12 +86,13 @@ UNSUPPORTED: Mapping[str, str] = {
     "mesh.fsdp, mesh.tensor, mesh.context "
     "their shares",
 }
-"""Parts of a name, as a pattern -> why no key has it."""
+"""Regular expression that an unknown name matches -> why Shoal has no such key, for the error
+message. The first match counts."""
 
 
 @functools.cache
 def aliases_of(config_type: type) -> dict[str, Alias]:
-    """The short forms that a command accepts."""
+    """Returns the short forms that a command accepts, by name."""
     keys = keys_of(config_type)
     command = command_of(config_type)
     aliases = {}
@@ -104,7 +105,8 @@ def aliases_of(config_type: type) -> dict[str, Alias]:
 
 @functools.cache
 def names_of(config_type: type) -> dict[str, str]:
-    """Every name of ours that a command accepts -> its dotted key; full names first."""
+    """Returns a mapping from every name of Shoal's that a command accepts (full names first, then
+    short forms) to its dotted key. Other systems' flags are not included."""
     names = {name: name for name in keys_of(config_type)}
     for name, alias in aliases_of(config_type).items():
         names[name] = alias.key
@@ -112,16 +114,19 @@ def names_of(config_type: type) -> dict[str, str]:
 
 
 class UnknownKey(ShoalError):
-    """Raised for a name that is no key of a command."""
+    """An error for a name that is no key of a command."""
 
     @classmethod
     def of_all(cls, errors: Sequence[str], config_type: type) -> UnknownKey:
-        """One error for all unknown names, with one hint at its end."""
+        """Returns one error that joins the messages of all unknown names, with one hint at its
+        end."""
         return cls(f"{'; '.join(errors)} (`shoal {command_of(config_type)} --help` lists all keys)")
 
 
 def find_key(config_type: type, name: str) -> Key:
-    """The key of one of our names; raises ShoalError with the nearest name if there is none."""
+    """Returns the key for a full name or a short form. If there is none, raises ShoalError
+    (UnknownKey unless the name is a section's or another command's) that says why, or suggests the
+    nearest name. Other systems' flags are not found here."""
     names = names_of(config_type)
     if name in names:
         return keys_of(config_type)[names[name]]
@@ -137,7 +142,7 @@ def find_key(config_type: type, name: str) -> Key:
             f"{name}: shoal {command_of(config_type)} has no use for it, shoal train does"
             f"{did_you_mean(name, names) or ': leave it out here'}"
         )
-    keys_by_name = {}  # of ours and of other systems' flags
+    keys_by_name = {}  # name of a key, a short form or another system's flag -> its key(s)
     for flag_name, rows in front_end().flags_of(config_type).items():
         if rows[0].keys:
             keys_by_name[flag_name] = ", ".join(rows[0].keys)
@@ -152,14 +157,15 @@ def find_key(config_type: type, name: str) -> Key:
         if known != key:
             shown_as[known] = f"{known} ({key})"
     reason = f"there is no such key{did_you_mean(name, [meant], shown_as)}"
-    # mesh.data is near to `dataset`, and never meant.
+    # `dataset` looks like a misspelled mesh.data, but nobody who writes it means that.
     if name == "dataset" or not did_you_mean(name, names):
         reason = _why_unsupported(name) or reason
     raise UnknownKey(f"{name}: {reason}")
 
 
 def _why_unsupported(name: str) -> str:
-    """Why a name that is no key or flag has none; empty where nothing is known of it."""
+    """Returns the reason in UNSUPPORTED why there is no key of this name; '' if no reason is
+    known."""
     for pattern, reason in UNSUPPORTED.items():
         if re.search(pattern, name.lower()):
             return reason
@@ -167,7 +173,8 @@ def _why_unsupported(name: str) -> str:
 
 
 def key_of(config_type: type, name: str) -> Key | None:
-    """The key of a name, ours or another system's; None if there is none."""
+    """Returns the key that a name stands for: a key of Shoal, a short form, or another system's
+    flag that is only a renamed key. None if there is none."""
     key = names_of(config_type).get(name, "")
     flag = front_end().find_flag(config_type, name)
     if not key and flag and flag.is_rename:

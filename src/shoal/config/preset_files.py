@@ -1,5 +1,5 @@
-"""Presets that come with the package, as YAML files: a folder for each command, and one each for
-algorithms and recipes."""
+"""Finds the presets that come with the package. They are YAML files: a folder for each command, and
+one each for algorithms and recipes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from shoal.records import ShoalError
 from shoal.text import did_you_mean
 
 PRESETS = Path(__file__).parent / "presets"
-"""Ours: a folder for each command, and one for algorithms."""
+"""The folder of Shoal's own presets, with a folder for each command, and one for algorithms."""
 
 
 PRESETS_OF_SYSTEMS = Path(__file__).parents[1] / "compat" / "presets"
-"""Those of other systems: a folder for each command, and one for recipes."""
+"""The folder of presets of other systems, with a folder for each command, and one for recipes."""
 
 
 COMMAND_OF_PRESETS: Mapping[str, str] = {"doctor": "train", "plan": "train"}
@@ -22,14 +22,15 @@ COMMAND_OF_PRESETS: Mapping[str, str] = {"doctor": "train", "plan": "train"}
 
 
 def preset_folders(folder: str) -> tuple[Path, Path]:
-    """The folders of a command's presets, or of those that a key names: ours, and the other
-    systems'."""
+    """Returns the two folders, Shoal's and the other systems', with the presets of a command, or of
+    `recipe` or `algorithm`."""
     folder = COMMAND_OF_PRESETS.get(folder, folder)
     return PRESETS / folder, PRESETS_OF_SYSTEMS / folder
 
 
 def presets_of(folder: str) -> list[str]:
-    """Names of the packaged presets of a command, or of `recipe` or `algorithm`."""
+    """Returns the sorted names of the packaged presets of a command, or of `recipe` or
+    `algorithm`."""
     if not folder:
         return []
     names = []
@@ -39,7 +40,8 @@ def presets_of(folder: str) -> list[str]:
 
 
 def packaged(folder: str, name: str) -> Path | None:
-    """The file of a packaged preset."""
+    """Returns the file of a packaged preset; None if there is none of this name. `folder`: a
+    command, `recipe` or `algorithm`."""
     if not folder or not name or "/" in name:
         return None
     for path in preset_folders(folder):
@@ -50,13 +52,13 @@ def packaged(folder: str, name: str) -> Path | None:
 
 
 def is_packaged(file: Path) -> bool:
-    """True for a preset of ours or another system's."""
+    """True if a file is a preset of the package."""
     return file.is_relative_to(PRESETS) or file.is_relative_to(PRESETS_OF_SYSTEMS)
 
 
 def find_file(command: str, name: str) -> Path:
-    """The file of `--config-name X` or of a word `X.yml`: an existing file, else the preset of that
-    base name."""
+    """Returns the file that `--config-name X` or an argument `X.yml` means: an existing YAML file,
+    otherwise the preset of that name. Raises ShoalError if there is neither."""
     path = Path(name)
     is_yaml = path.suffix in (".yml", ".yaml")
     if is_yaml and path.is_file():

@@ -1,5 +1,6 @@
-"""Settings on disk: a configuration as nested plain values or YAML that loads as the same, and a
-run's two files, config.yaml (what was requested) and decided.yaml (what the run decided)."""
+"""Settings on disk: writes a configuration as nested plain values or as YAML that loads as the same
+configuration, and reads and writes a run's two files, config.yaml (what was requested) and
+decided.yaml (what the run decided itself)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from shoal.records import ShoalError
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A configuration as nested plain values, for JSON and YAML; `convert` is the inverse."""
+    """Returns a configuration as nested dicts of plain values, for JSON and YAML."""
     values = {}
     for name in keys_of(type(config)):
         values[name] = get_value(config, name)
@@ -24,7 +25,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def difference_from_defaults(config: Any) -> dict[str, Any]:
-    """Dotted key -> value, of the keys that are not at their default."""
+    """Returns the values, by dotted key, that differ from their defaults."""
     changed = {}
     for name, key in keys_of(type(config)).items():
         value = get_value(config, name)
@@ -34,14 +35,15 @@ def difference_from_defaults(config: Any) -> dict[str, Any]:
 
 
 def to_yaml(config: Any) -> str:
-    """A configuration, or plain nested values, as YAML that loads as the same."""
+    """Returns a configuration, or nested plain values, as YAML that loads as the same values; '' if
+    there are none. `${` in texts is escaped, because the reader would take it for a reference."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        """Escapes `${`, which would refer to another key."""
+        """A YAML dumper that escapes `${` in texts."""
 
     def represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
-        # Unquoted, PyYAML writes the line end U+0085 as it is and reads a space.
+        # PyYAML would write the line end U+0085 unquoted, and then read it back as a space.
         style = '"' if "\x85" in value else None
         return dumper.represent_scalar("tag:yaml.org,2002:str", escape(value), style=style)
 
@@ -54,16 +56,17 @@ def to_yaml(config: Any) -> str:
 
 @dataclass(frozen=True)
 class Decision:
-    """What a run decided for a key that was left open: the value, and the keys and facts that it
-    followed from, each with what it was then."""
+    """What a run decided for a key that was left open: the value, and the keys and facts that
+    determined it, each with its value at that time."""
 
     value: Any
     sources: Mapping[str, Any]
 
 
 def texts_of(requested: Any, decisions: Mapping[str, Decision] | None = None) -> tuple[str, str]:
-    """config.yaml and decided.yaml of a run: every key as it was requested, where what was left
-    open stays open; and what the run decided for these."""
+    """Returns the texts of a run's config.yaml and decided.yaml. The first has every key as
+    requested, open keys still open; the second has the values that the run decided for open
+    keys."""
     decided = {}
     for name, decision in (decisions or {}).items():
         decided[name] = {"value": decision.value, "from": dict(decision.sources)}
@@ -71,8 +74,9 @@ def texts_of(requested: Any, decisions: Mapping[str, Decision] | None = None) ->
 
 
 def config_of(values: Mapping[str, Any]) -> Config:
-    """The configuration of a stored run, from its values by dotted key as `texts_of` wrote
-    them. No preset, recipe or word of another system is read. ShoalError for an unknown key."""
+    """Creates a training configuration from the values, by dotted key, of a stored config.yaml (as
+    `texts_of` wrote it). Reads no preset, recipe or flag of another system. Raises ShoalError for
+    an unknown key or a value that does not fit."""
     known = keys_of(Config)
     converted = {}
     for name, value in values.items():
@@ -83,7 +87,8 @@ def config_of(values: Mapping[str, Any]) -> Config:
 
 
 def decisions_of(stored: Mapping[str, Any]) -> dict[str, Decision]:
-    """The decisions of a run, from decided.yaml's values; ShoalError for another form."""
+    """Returns the decisions of a run by key, from the values of its decided.yaml; ShoalError if
+    they have another form."""
     known = keys_of(Config)
     decisions = {}
     for name, written in stored.items():
@@ -99,12 +104,13 @@ def decisions_of(stored: Mapping[str, Any]) -> dict[str, Decision]:
 
 
 def resolved(requested: Config, decisions: Mapping[str, Decision]) -> Config:
-    """The configuration that a run works with: as requested, with what it decided."""
+    """Returns the configuration that a run uses: the requested one, with the values that the run
+    decided in place of open ones."""
     return with_values(requested, {name: decisions[name].value for name in decisions})
 
 
 def _unescaped(value: Any) -> Any:
-    """The inverse of `escape`, in texts and lists of them."""
+    """Undoes `escape` in a text, or in the texts of a list; returns other values unchanged."""
     if isinstance(value, list | tuple):
         return [_unescaped(item) for item in value]
     if not isinstance(value, str):
@@ -118,7 +124,8 @@ def _unescaped(value: Any) -> Any:
 
 
 def escape(text: str) -> str:
-    """Text in which a file's `${` refers to nothing."""
+    """Returns a text with each `${` escaped by a backslash, so that a reader of the file does not
+    take it for a reference."""
 
     def doubled(match: re.Match[str]) -> str:
         backslashes = match[1]
@@ -128,7 +135,8 @@ def escape(text: str) -> str:
 
 
 def require_given(config: Any, *keys: str) -> None:
-    """Raises ShoalError for the first of these keys that is empty, with its help text."""
+    """Raises ShoalError, with the key's help text, for the first of these keys whose value is
+    empty."""
     short_forms = {alias.key: name for name, alias in aliases_of(type(config)).items()}
     for key in keys:
         if not get_value(config, key):
@@ -139,6 +147,7 @@ def require_given(config: Any, *keys: str) -> None:
 
 
 def meaning_of(config_type: type, key: str) -> str:
-    """A key's help text as the end of a sentence."""
+    """Returns a key's help text in a form that can end a sentence: first letter lower case, no full
+    stop."""
     text = keys_of(config_type)[key].help.rstrip(".")
     return text[:1].lower() + text[1:]

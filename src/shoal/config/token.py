@@ -1,5 +1,5 @@
-"""The token of the Hugging Face hub, given as a flag: into the environment of this process and
-nowhere else."""
+"""The token of the Hugging Face hub given as a flag: it is put into the environment of this process
+and kept nowhere else."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ TOKEN = "hf_access_token"
 
 
 def take_token(text: str) -> None:
-    """Sets HF_TOKEN."""
+    """Sets HF_TOKEN in the environment, unless the text is empty."""
     if text.strip():
         os.environ["HF_TOKEN"] = text.strip()
 
 
 def redact_token(words: Sequence[str]) -> list[str]:
-    """The words of a command line without the hub's token, which is put into the environment."""
+    """Returns a command line's arguments without the hub's token; puts the token into the
+    environment."""
     kept = []
     for word in words:
         name, equals, text = word.partition("=")

@@ -1,5 +1,5 @@
-"""The settings of `shoal train`: `Config`, made of the sections in `sections/`, with what must hold
-across them."""
+"""The settings of `shoal train`: `Config`, made of the sections in `sections/`, with the rules that
+hold between sections."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ from shoal.config.sections.train import CheckpointSection, ReportSection, TrainS
 from shoal.text import exact
 
 Turns = Literal["", "tools", "environments"]
-"""What lets rollouts have several turns. Environments may begin each with words of its own."""
+"""What makes rollouts have several turns: tools or environments; '' if they have one turn.
+Environments may begin each rollout with words of their own."""
 
 
 def samples_for_pass_k(pass_k: int, task: str) -> int:
-    """Samples a question for pass@k; -1 is 8 for the task `words`, and none for others."""
+    """Returns how many completions are sampled of each question for pass@k, 0 for none. `pass_k` -1
+    means 8 for the task `words` and 0 for other tasks."""
     if pass_k >= 0:
         return pass_k
     return 8 if task == "words" else 0
@@ -214,17 +216,19 @@ class Config:
 
     @property
     def shares_gpu(self) -> bool:
-        """True if servers of vLLM and the trainer take turns on a GPU."""
+        """True if vLLM's servers and the trainer take turns on a GPU."""
         return self.sampler.kind == "vllm" and self.vllm.memory > 0
 
     @property
     def num_workers(self) -> int:
-        """Samplers outside of this process, resolved."""
+        """Returns the number of samplers outside of this process: of the servers in vllm.urls, or
+        else `sampler.workers`."""
         return len(self.vllm.urls) or self.sampler.workers
 
     @property
     def turns(self) -> Turns:
-        """What lets rollouts have several turns, the task's own tools and environments too."""
+        """Returns what makes this run's rollouts have several turns, also if the task itself brings
+        tools or environments; '' if they have one turn."""
         if (
             self.environment.factory
             or self.environment.rollout
@@ -236,21 +240,21 @@ class Config:
 
     @property
     def pass_k(self) -> int:
-        """Completions a question for pass@k, resolved: by default 8 for word problems, which are
-        quick, else none."""
+        """Returns how many completions are sampled of each question for pass@k, 0 for none; by
+        default 8 for word problems, which are quick, and 0 for other tasks."""
         return samples_for_pass_k(self.train.pass_k, self.task.name)
 
     @property
     def evaluate_every(self) -> int:
-        """Steps between evaluations, resolved: by default 10 for word problems, else 0, for the
-        first and the last."""
+        """Returns how many steps are between evaluations: 0 means only before the first and after
+        the last step, -1 never. By default 10 for word problems, else 0."""
         if self.train.evaluate_every >= -1:
             return self.train.evaluate_every
         return 10 * (self.task.name == "words")
 
     @property
     def quick_questions(self) -> int:
-        """Questions of quick evaluations and of pass@k, resolved: by default 100 for word problems,
-        else 0 (all)."""
+        """Returns how many questions quick evaluations and pass@k have, 0 for all; by default 100
+        for word problems, else 0."""
         few = 0 if self.checkpoint.keep_best else self.train.quick_questions
         return few if few >= 0 else 100 * (self.task.name == "words")

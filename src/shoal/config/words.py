@@ -1,9 +1,10 @@
-"""Words: names with values, as they were typed, and layers of them. Reads those of a command line.
+"""Words: names with their values as typed, and layers of words (a layer is one source, like a file
+or the command line). This module reads the words of a command line.
 
     --run-name=a,b   model=X   --report.groups   gsm8k.yml   --config-name gsm8k
 
-Values stay texts; the schema gives them their types: `run_name=123` is text, `steps=123` a number.
-"""
+Values stay texts here; the key's type decides later what they become: `run_name=123` is text,
+`steps=123` a number."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ SWITCHES = ("dryrun", "plan", "multirun")
 
 
 def switch_of(word: str) -> str:
-    """`dryrun` for `--dry-run` in any spelling, `plan` for `--plan`, `multirun` for `--multirun`
-    and `-m`; empty for any other word."""
+    """Returns the switch that an argument is: `dryrun` for `--dry-run` in any spelling, `plan` for
+    `--plan`, `multirun` for `--multirun` and `-m`; '' for any other argument."""
     if word == "-m":
         return "multirun"
     if not word.startswith("--"):
@@ -41,13 +42,13 @@ def switch_of(word: str) -> str:
 
 
 FILE_OPTIONS = ("config_name", "cn", "config_file", "config", "preset")
-"""Options that name a preset or a file: `--config-name X`, `config_file=X`; `preset` is the one
-beneath a file."""
+"""Options whose value names a preset or a file: `--config-name X`, `config_file=X`; `preset` names
+a preset that lies beneath the file."""
 
 
 FOLDER_OPTIONS = ("config_path", "cp", "config_dir", "cd")
-"""Hydra's options for the folder of `--config-name X`: of its own files, or one that is searched
-first."""
+"""Hydra's options for the folder in which `--config-name X` is looked up: the only folder for
+config_path and cp; for config_dir and cd the folder that is searched first."""
 
 
 POSITIONALS: Mapping[str, tuple[str, ...]] = {
@@ -58,68 +59,73 @@ POSITIONALS: Mapping[str, tuple[str, ...]] = {
     "view": ("runs",),
     "compat": ("to",),
 }
-"""Command -> the keys of its positional arguments: `shoal diff A B` is `run=A other=B`. A list
-takes all words."""
+"""For each command the keys of its positional arguments: `shoal diff A B` is `run=A other=B`. If
+the first key is a list, it takes all positional arguments."""
 
 
 COMMA_LISTS = frozenset({"reward.functions", "environment.tools", "reward.weights", "groups"})
-"""Lists whose items contain no commas: `a,b` is two items (of `sampling.stop` it is one)."""
+"""Keys of lists whose items contain no commas, so that `a,b` without brackets is two items. For
+other lists, like `sampling.stop`, `a,b` is one item."""
 
 
 COMMAND_LINE = "command line"
 PYTHON = "Python"
 STORED = "the run"
-"""Origins of words that were typed under the names of their keys."""
+"""Origins of words whose names are Shoal's own keys: typed on the command line, given from Python,
+or read from a run's stored configuration."""
 
 
 @dataclass(frozen=True)
 class Word:
-    """A name with its value, as typed, or one of our keys that flags of another system stand for.
+    """A name with its value as typed; or, after `translate`, a key of Shoal with the value that
+    flags of another system gave it.
 
     >>> Word("learning_rate", "3e-6", "--learning_rate")
     """
 
     name: str  # as typed: a key, a short form, or another system's flag
-    value: Any  # text, a list of texts, or what YAML gave; NO_VALUE
+    value: Any  # a text, a list of texts, a value of YAML, or NO_VALUE
     origin: str  # `command line`, `mine.yml:4`, `recipe trl`
-    # Of a word that flags were replaced by:
-    key: str = ""  # the key that it sets
-    flags: tuple[str, ...] = ()  # the names of all flags that it follows from
-    of_rule: bool = False  # it follows from other keys, too
-    yields: bool = False  # it gives way to the other words of its layer
+    # Only for a word that replaces flags of another system:
+    key: str = ""  # the key that the word sets
+    flags: tuple[str, ...] = ()  # the names of all flags that the value was computed from
+    of_rule: bool = False  # True if the value was computed from other keys, too
+    yields: bool = False  # True if another word for the same key in the same layer wins
 
 
 NO_VALUE = object()
-"""The value of a word by which a rule names a key without setting it: what lies beneath counts."""
+"""The value of a word that names a key without setting it: a rule of `compat` mentions the key but
+leaves it to lower layers."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The words of one source: of a file, or of the command line."""
+    """The words of one source: a file, or the command line."""
 
-    words: Sequence[Word]  # the later of two of one key counts; first those that yield
+    words: Sequence[Word]  # of two for one key the later counts, so those that yield come first
     label: str = ""  # `preset gsm8k`, `recipe trl`, or the user's file
     file: Path | None = None  # None for the command line
-    is_users: bool = True  # the command line and the user's own files
-    skipped: Sequence[str] = ()  # keys in the file that only training reads
-    typed: Sequence[Word] = ()  # the words before flags were replaced, once that is done
+    is_users: bool = True  # True for the command line and the user's own files, False for presets
+    skipped: Sequence[str] = ()  # keys in the file that were left out: only training reads them
+    typed: Sequence[Word] = ()  # the words before `translate` replaced flags; empty until then
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a command: a command line, or keywords in Python.
+    """The parsed arguments of a command, from a command line or from keywords in Python.
 
     >>> read_arguments("train", ["gsm8k.yml", "--steps=5"])
     Arguments(config_name='gsm8k.yml', words=(Word('steps', '5', 'command line'),))
     """
 
-    config_name: str = ""  # a preset or a file; empty for none
+    config_name: str = ""  # the name of a preset or a file; '' if none was named
     words: tuple[Word, ...] = ()
-    preset: str = ""  # the preset beneath a file
+    preset: str = ""  # the name of the preset beneath the file; '' if none was named
 
 
 def make_word(name: str, value: Any, origin: str) -> Word:
-    """A word as it was typed. The hub's token goes into the environment and is not kept."""
+    """Creates a word. If it is the Hugging Face hub's token, puts the token into the environment
+    (HF_TOKEN) and drops it from the word."""
     if name == TOKEN:
         take_token(text_of(value))
         value = ""
@@ -130,13 +136,14 @@ def make_word(name: str, value: Any, origin: str) -> Word:
 
 
 def read_arguments(command: str | type, argv: Sequence[str]) -> Arguments:
-    """Parses the words after a command; raises one ShoalError for all unknown names."""
+    """Parses the arguments that follow a command's name. Raises one ShoalError for all unknown
+    names."""
     config_type = dataclass_of(command)
     config_name, preset, words = _take_options(joined(config_type, argv))
     words = _with_keys(config_type, words)
     read: list[Word] = []
     unknown: list[str] = []
-    among = []  # the names on the line, which say whose flags they are
+    among = []  # all names on the line: together they show which system's flags these are
     for word in words:
         among.append(_plain(word.partition("=")[0]))
         if word.lstrip("-").startswith("recipe="):
@@ -161,9 +168,9 @@ def read_arguments(command: str | type, argv: Sequence[str]) -> Arguments:
 
 
 def joined(config_type: type, words: Sequence[str]) -> list[str]:
-    """The words, with `--name VALUE` as `--name=VALUE`, and all words behind a list's name as its
-    items. For a command of POSITIONALS only `true` or `false` is the value of a switch, and a list
-    takes one word: another one is an argument."""
+    """Joins each `--name VALUE` to `--name=VALUE`, and all values that follow the name of a list to
+    one list. For a command in POSITIONALS a switch takes only `true` or `false` as its value, and a
+    list takes only one value, because what follows may be a positional argument."""
     rest = list(words)
     whole = []
     has_positionals = command_of(config_type) in POSITIONALS
@@ -180,7 +187,7 @@ def joined(config_type: type, words: Sequence[str]) -> list[str]:
         if key is None or not key.is_list or has_positionals:
             del values[1:]
         if values and has_positionals and _is_switch(key, flag):
-            # Any other word is an argument of the command.
+            # Any other word after a switch is a positional argument of the command.
             if values[0].lower() not in ("true", "false"):
                 values = []
         if values:
@@ -198,15 +205,16 @@ def joined(config_type: type, words: Sequence[str]) -> list[str]:
 
 
 def _is_switch(key: Key | None, flag: Flag | None) -> bool:
-    """True for a name of which `--name` alone means true."""
+    """True if `--name` without a value means true."""
     if flag:
         return flag.may_stand_bare
     return key is not None and key.type is bool
 
 
 def _is_value(word: str) -> bool:
-    """True for a word that can be the value of the option before it: no flag, no key=value, perhaps
-    a call `f(key=value)` or a text as `Solve x=1: {q}`, since no name has a space."""
+    """True if an argument can be the value of the option before it: it is not a flag and not
+    key=value. A call `f(key=value)` and a text like `Solve x=1: {q}` are values too, because names
+    have no spaces."""
     if word.startswith("--"):
         return False
     name, equals, _ = word.partition("=")
@@ -214,8 +222,9 @@ def _is_value(word: str) -> bool:
 
 
 def _is_text(config_type: type, word: str) -> bool:
-    """True for a word such as `x={q}` or `a.b={q}` behind an option that wants a text: it names no
-    key and no flag, nor, with a dot, something that is near to a key."""
+    """True if an argument with `=`, like `x={q}` or `a.b={q}`, is the text that the option before
+    it takes: the part before `=` is no key and no flag, and, if it has a dot, neither in a section
+    of keys nor similar to a key."""
     if word.startswith("--"):
         return False
     name = _plain(word.partition("=")[0]).lstrip("+").rstrip()
@@ -229,13 +238,14 @@ def _is_text(config_type: type, word: str) -> bool:
 
 
 def is_file_option(word: str) -> bool:
-    """True for `--config-name X`, `config_file=X`, `--preset=X`: a word that names a preset or a
-    file."""
+    """True if an argument is an option that names a preset or a file: `--config-name X`,
+    `config_file=X`, `--preset=X`."""
     return _is_option(word, FILE_OPTIONS)
 
 
 def is_folder_option(word: str) -> bool:
-    """True for `--config-path X`, `--config-dir=X`, `-cp X`."""
+    """True if an argument is one of Hydra's options for a folder: `--config-path X`,
+    `--config-dir=X`, `-cp X`."""
     return _is_option(word, FOLDER_OPTIONS)
 
 
@@ -245,17 +255,20 @@ def _is_option(word: str, options: Sequence[str]) -> bool:
 
 
 def _plain(name: str) -> str:
-    """The name of an option: `--config-name` is `config_name`."""
+    """Returns the name of an option without dashes at its start and with underscores: `config_name`
+    for `--config-name`."""
     return name.lstrip("-").replace("-", "_")
 
 
 def is_file_word(word: str) -> bool:
-    """True for a word that is a YAML file; a path may contain a `=`."""
+    """True if an argument is the name of a YAML file. If it contains `=`, which a path may, the
+    file must exist."""
     return word.endswith((".yml", ".yaml")) and ("=" not in word or Path(word).is_file())
 
 
 def _take_options(words: Sequence[str]) -> tuple[str, str, list[str]]:
-    """The name of the preset or file, the preset beneath it, and the other words."""
+    """Splits off the options that name presets, files and folders. Returns (name of the preset or
+    file, name of the preset beneath it, the other arguments); the names are '' if not given."""
     files = []
     preset = ""
     folder_option, folder = "", ""
@@ -288,8 +301,9 @@ def _take_options(words: Sequence[str]) -> tuple[str, str, list[str]]:
 
 
 def _in_folder(option: str, folder: str, name: str) -> str:
-    """The file of that name in the folder of an option, if there is one; in that of --config-dir it
-    may be missing."""
+    """Returns the path of the file `name` in the folder that an option names; without a folder,
+    `name` itself. ShoalError if the file is missing, except after --config-dir, for which `name` is
+    then returned."""
     if not folder:
         return name
     file_name = name if name.endswith((".yml", ".yaml")) else f"{name}.yaml"
@@ -311,7 +325,8 @@ def _in_folder(option: str, folder: str, name: str) -> str:
 
 
 def _with_keys(config_type: type, words: Sequence[str]) -> list[str]:
-    """The words, those without a key as `key=word` by the command's POSITIONALS."""
+    """Returns the arguments with positional ones written as `key=value`, by the command's row in
+    POSITIONALS."""
     command = command_of(config_type)
     names = names_of(config_type)
     keys = POSITIONALS.get(command, ())
@@ -319,6 +334,7 @@ def _with_keys(config_type: type, words: Sequence[str]) -> list[str]:
         return list(words)
 
     def is_bare(word: str) -> bool:
+        """True if an argument is positional: no option, no key, no key=value."""
         name, equals, _ = word.partition("=")
         if word.startswith("-") or name.lstrip("+") in names:
             return False
@@ -343,8 +359,8 @@ def _with_keys(config_type: type, words: Sequence[str]) -> list[str]:
 
 
 def positionals_text(command: str) -> str:
-    """A command's positional arguments as its usage shows them: `RUN OTHER`, or `[RUN ...]` for a
-    list."""
+    """Returns a command's positional arguments as its usage shows them: `RUN OTHER`, or `[RUN ...]`
+    for a list."""
     texts = []
     for key in POSITIONALS.get(command, ()):
         if keys_of(COMMANDS[command])[key].is_list:
@@ -355,8 +371,10 @@ def positionals_text(command: str) -> str:
 
 
 def read_word(config_type: type, word: str, among: Sequence[str] = ()) -> tuple[str, str]:
-    """The name (our dotted key, or another system's flag) and the text of the value of one
-    argument."""
+    """Splits one argument into its name (Shoal's dotted key, or another system's flag) and the text
+    of its value; a switch without a value gets `true`. Raises ShoalError if the name is unknown or
+    the value is missing. `among`: all names on the line, which help to tell whose flag the name
+    is."""
     name, equals, value = word.partition("=")
     if name.startswith("-"):
         name = _plain(name)
@@ -383,8 +401,8 @@ def read_word(config_type: type, word: str, among: Sequence[str] = ()) -> tuple[
 
 
 def argument_for(command: str, word: str) -> str:
-    """The argument that a word without a key stands for: `task=gsm8k` for `gsm8k`; empty if none is
-    likely."""
+    """Returns the argument that a user probably meant by a word without `key=`: `task=gsm8k` for
+    `gsm8k`; '' if no guess is likely. Used for hints in errors."""
     file = packaged(command, word)
     names = names_of(COMMANDS[command])
     if file and file.is_relative_to(PRESETS):
@@ -414,14 +432,16 @@ _ITEM = re.compile(
 
 
 def split_list(key: Key, text: str) -> list[str]:
-    """The items of a list's text: `[a,b]` with optional quotes, nothing, or one item unchanged."""
+    """Splits the text of a list into its items: `[a,b]`, with or without quotes around items. A
+    text without brackets is one item, or several for a key in COMMA_LISTS; an empty text is no
+    item."""
     is_list = text.startswith("[") and text.endswith("]") and len(text) > 1
     inside = text
     if is_list:
         inside = text[1:-1]
     has_quotes = is_list and re.search("[\"']", text)
     if inside and key.name in COMMA_LISTS and not has_quotes:
-        # No comma within a call's parentheses parts items.
+        # A comma within parentheses, as in a call, does not separate items.
         return [item.strip() for item in re.split(r",(?![^(]*\))", inside)]
     if not is_list:
         if not text:
@@ -447,6 +467,6 @@ def split_list(key: Key, text: str) -> list[str]:
 
 
 def _list_text(items: Iterable[str]) -> str:
-    """The items of a list as `split_list` reads them."""
+    """Joins items to the text of a list that `split_list` splits into the same items."""
     escaped = [re.sub(r'(["\\])', r"\\\1", item) for item in items]
     return "[" + ",".join(f'"{item}"' for item in escaped) + "]"

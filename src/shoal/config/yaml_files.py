@@ -1,5 +1,5 @@
-"""Reads YAML files into words, each with its line; and `${...}` in their values, which refers to
-other names as in Hydra's files."""
+"""Reads YAML files into words (names with values), each with its line, and replaces `${...}` in
+values, which refers to other names like in Hydra's files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from shoal.records import ShoalError
 def read_files(
     command: str, file: Path, is_key: Callable[[str], bool], above: tuple[Path, ...] = ()
 ) -> list[tuple[Path, list[Word]]]:
-    """A file's words, and those of the files in its `defaults`, lowest first."""
+    """Returns (file, its words) for the files in the `defaults` of a file and for the file itself,
+    lowest first. `is_key`: True for the name of a key, whose value may be a mapping; `above`: the
+    files whose `defaults` led here, to find circles. Raises ShoalError if a file is missing or
+    cannot be read."""
     if file in above:
         through = ""
         if above[-1] != file:
@@ -55,7 +58,8 @@ def read_files(
 
 
 def _file_beside(file: Path, name: str) -> Path | None:
-    """The file of a name in `defaults`, with or without its ending, in the folder of a file."""
+    """Returns the file of this name, with or without its ending, in the folder of another file;
+    None if there is none."""
     for ending in ("", ".yaml", ".yml"):
         path = file.parent / f"{name}{ending}"
         if path.is_file():
@@ -64,8 +68,8 @@ def _file_beside(file: Path, name: str) -> Path | None:
 
 
 def flat_values(file: Path) -> dict[str, Any]:
-    """A file's values by dotted name, none of an empty one. ShoalError where it is not there or is
-    no YAML of names and values."""
+    """Returns a file's values by dotted name; {} if it is empty. Raises ShoalError if the file does
+    not exist or is not YAML of names and values."""
     try:
         is_empty = not file.read_bytes().strip()
     except OSError as error:
@@ -80,12 +84,13 @@ def flat_values(file: Path) -> dict[str, Any]:
 
 
 def _leaves(file: Path, is_key: Callable[[str], bool]) -> list[tuple[str, Any, int]]:
-    """Every value with its dotted name and its line."""
+    """Returns (dotted name, value, line) for every value in a YAML file. Raises ShoalError if it is
+    empty or cannot be read."""
     import yaml
 
     try:
         text = file.read_text(encoding="utf-8")
-        try:  # libyaml's takes a tenth of the time; what is wrong the other says better
+        try:  # libyaml's loader takes a tenth of the time; the other one has better messages
             loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
             node = loader.get_single_node()
         except yaml.YAMLError:
@@ -101,7 +106,7 @@ def _leaves(file: Path, is_key: Callable[[str], bool]) -> list[tuple[str, Any, i
     except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
         raise ShoalError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
     except (LookupError, AttributeError, TypeError) as error:
-        # PyYAML's, of `!!int ""` or `!!bool foo`.
+        # PyYAML raises these for `!!int ""` or `!!bool foo`.
         raise ShoalError(
             f"{file} cannot be read: a value is not what its tag `!!...` says: leave tags out"
         ) from error
@@ -110,6 +115,8 @@ def _leaves(file: Path, is_key: Callable[[str], bool]) -> list[tuple[str, Any, i
 def _walk(
     loader: Any, node: Any, head: str, is_key: Callable[[str], bool], lines: dict[str, int]
 ) -> Any:
+    """Yields (dotted name, value, line) for every value below a YAML node. `lines`: the line of
+    each name so far; ValueError if a name is set twice."""
     import yaml
 
     loader.flatten_mapping(node)
@@ -128,22 +135,27 @@ def _walk(
 # ---- `${...}`: the value of another name
 
 _REFERENCE = re.compile(r"(\\*)\$\{(?:([^${}]*)\})?")
-"""Backslashes, `${`, and what stands up to `}`; nothing for a `${` that is not closed."""
+"""Matches backslashes, `${`, and the reference up to `}`, which is None for a `${` that is not
+closed."""
 
 
 def interpolate(name: str, value: Any, get: Callable[[str], Any]) -> Any:
-    """A value with `${other.name}`, `${.sibling}`, `${oc.env:NAME,default}` and
-    `${oc.select:name,default}` replaced; `\\${` is a plain `${`. `get` raises KeyError for a name
-    that does not exist."""
+    """Returns a value with its references replaced: `${other.name}`, `${.sibling}`,
+    `${oc.env:NAME,default}` and `${oc.select:name,default}`; `\\${` becomes a plain `${`. A value
+    that is one single reference gets the referred value in its own type. `name`: the name of the
+    value; `get` returns the value of a name and raises KeyError if there is none. Raises ShoalError
+    if a reference has no value."""
     if isinstance(value, list):
         return [interpolate(name, item, get) for item in value]
     if not isinstance(value, str):
         return value
     whole = _REFERENCE.fullmatch(value)
     if whole and not whole[1] and whole[2] is not None:
-        return _referred(name, whole[2], get)  # in its own type
+        return _referred(name, whole[2], get)  # keeps its type, does not become text
 
     def text_of_reference(match: re.Match[str]) -> str:
+        """Returns the text that takes the place of one match: the referred value, or an unescaped
+        `${`."""
         backslashes, reference = match[1], match[2]
         kept = "\\" * (len(backslashes) // 2)
         if reference is None:
@@ -157,7 +169,8 @@ def interpolate(name: str, value: Any, get: Callable[[str], Any]) -> Any:
 
 
 def _referred(name: str, reference: str, get: Callable[[str], Any]) -> Any:
-    """The value that a reference in the value of `name` stands for."""
+    """Returns the value that a reference in the value of `name` stands for; ShoalError if there is
+    none."""
     resolver, colon, arguments = reference.partition(":")
     if not colon:
         resolver, arguments = "", reference
@@ -177,7 +190,7 @@ def _referred(name: str, reference: str, get: Callable[[str], Any]) -> Any:
 
 
 def _absolute(wanted: str, name: str) -> str:
-    """The name that `.sibling` or `..other` means in the value of `name`."""
+    """Returns the full name that `.sibling` or `..other` means in the value of `name`."""
     relative = wanted.lstrip(".")
     num_dots = len(wanted) - len(relative)
     if num_dots == 0:

@@ -1,13 +1,12 @@
 """`shoal view`: a page on one or several runs, served to this machine or written to one file.
 
-    views      opens runs; a view's name -> its record     run       the Run view, several runs
+    views      opens runs; makes the record of a view      run       the Run view, several runs
     server     records and page over HTTP                  curves    metrics by step, spikes
     one_file   both in one file                            verdict   the run in a sentence
     page/      HTML, CSS and ES modules                    groups    Groups, Group, Tokens
                                                            lint      what looks wrong
 
-It reads only. A run may write while it is read; no lock is taken.
-"""
+It only reads runs. A run may write while it is read; no lock is taken."""
 
 from __future__ import annotations
 
@@ -27,11 +26,12 @@ from shoal.serve.server import base_url, check_host, listen, make_server, requir
 from shoal.text import count
 
 NICENESS = 5
-"""A run that trains on the same cores goes first."""
+"""Added to the niceness of this process, so that a run that trains on the same cores goes first."""
 
 
 def view(config: ViewConfig, console: Console | None = None) -> dict[str, Any]:
-    """Serves the page until Ctrl-C; with `to` it writes the page there and returns."""
+    """Serves the page until Ctrl-C and returns the paths of its runs; with `to` writes the page to
+    that file instead and returns at once."""
     with console or Console() as console:
         if config.to:
             return _write(config, console)
@@ -73,6 +73,7 @@ def view(config: ViewConfig, console: Console | None = None) -> dict[str, Any]:
 
 
 def _write(config: ViewConfig, console: Console) -> dict[str, Any]:
+    """Writes the page to one file and returns the paths of its runs and of the file."""
     from shoal.commands.view.one_file import write_page
 
     to = check_new_file(config.to, "to")
@@ -84,7 +85,8 @@ def _write(config: ViewConfig, console: Console) -> dict[str, Any]:
 
 
 def _open_browser(address: str) -> None:
-    """Opens a browser where a person sees it: not over SSH, not without a display."""
+    """Opens the address in a browser if there is a display; does nothing over SSH or if stdout is
+    no terminal."""
     has_display = (
         sys.platform in ("darwin", "win32")
         or os.environ.get("DISPLAY")

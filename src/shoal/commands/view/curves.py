@@ -1,5 +1,5 @@
-"""The curves of a run: metrics by step, thinned to what a screen can show, by topic; the steps at
-which they leave what they were."""
+"""Curves of a run: metrics by step, thinned to what a screen can show and sorted into topics; and
+the steps at which metrics jump (spikes)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from shoal.runs.metrics import metric
 from shoal.runs.reader import LineReader, StoredRun
 
 MAX_ROWS, MAX_NAMES, MAX_POINTS = 100_000, 400, 1500
-"""Most steps and metrics that are kept, and points of a curve that are sent."""
+"""The most steps and metrics that are kept in memory, and the most points of a curve that are sent
+to the page."""
 
 AXES = {"time": "time/step_seconds", "tokens": "tokens/sampled"}
-"""What curves can be drawn over besides the step -> the metric that is summed for it."""
+"""Alternatives to the step as the horizontal axis of curves -> the metric whose sum is that
+axis."""
 
 
 class Curves:
-    """The metrics of one run, a column a name. Of a very long run every 2nd, 4th, ... step is
-    kept."""
+    """The metrics of one run: one column of values for each name, one row for each step. In a very
+    long run only every 2nd, 4th, ... step is kept, so that there are fewer than MAX_ROWS rows."""
 
     def __init__(self, run: StoredRun) -> None:
         self.run = run
@@ -33,21 +35,24 @@ class Curves:
         self._forget()
 
     def _forget(self) -> None:
+        """Drops all that was read."""
         self.steps = array("d")
         self.columns: dict[str, array[float]] = {}
         self.stride = 1
-        self.revision = 0  # steps that were read
-        self.last: dict[str, float] = {}  # the newest row, whole
-        # Sums over all steps so far, and what they were at each of `steps`.
+        self.revision = 0  # how many steps were read, also those that are not kept
+        self.last: dict[str, float] = {}  # the newest step with all its metrics
+        # Sums over all steps so far, and the sums up to each of `steps`.
         self.totals = dict.fromkeys(AXES, 0.0)
         self.axes = {name: array("d") for name in AXES}
 
     @property
     def complete(self) -> bool:
+        """True if the file of metrics has been read to its end."""
         return self._lines.complete
 
     def read(self, seconds: float = 0.3) -> None:
-        """Reads what is new, for at most so long."""
+        """Reads metrics that the run has written since the last call, for at most this many
+        seconds."""
         restarted, lines = self._lines.new(seconds)
         if restarted:
             self._forget()
@@ -55,6 +60,7 @@ class Curves:
             self._add(line)
 
     def _add(self, line: StepLine) -> None:
+        """Adds the metrics of one step."""
         step = float(line.step)
         values = {}
         for name, value in line.metrics.items():
@@ -82,16 +88,17 @@ class Curves:
             self._halve()
 
     def _halve(self) -> None:
-        """Leaves out every second step."""
+        """Drops every second step that was kept, and from now on keeps half as many."""
         self.stride *= 2
         self.steps = self.steps[::2]
         self.columns = {name: column[::2] for name, column in self.columns.items()}
         self.axes = {name: totals[::2] for name, totals in self.axes.items()}
 
     def thinned(self, first: float = -math.inf, last: float = math.inf) -> dict[str, Any]:
-        """Steps `x`, `time` in seconds and `tokens` up to each, and columns `y` within a range, at
-        most MAX_POINTS of them. Of each stretch its smallest and its largest value are kept, so
-        that a spike of one step is never lost."""
+        """Returns the curves between the steps `first` and `last`, with at most MAX_POINTS points:
+        `x`, the steps; `time` and `tokens`, seconds and sampled tokens up to each step; and `y`,
+        the values of each metric. From each stretch of steps the smallest and the largest value are
+        kept, so a spike of one step is never lost."""
         rows = [row for row, step in enumerate(self.steps) if first <= step <= last]
         stretches = []
         if len(rows) > MAX_POINTS:
@@ -117,8 +124,8 @@ class Curves:
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds of a step lately: the median of 20 that compiled nothing; None where all of them
-        did."""
+        """Returns the seconds that a step lately took: the median of those of the last 20 steps
+        that compiled nothing. None if all of them compiled."""
         seconds = self.columns.get("time/step_seconds", ())[-20:]
         known = []
         for value, has_compiled in zip(seconds, self.compiled[-20:], strict=False):
@@ -128,15 +135,15 @@ class Curves:
 
     @property
     def compiled(self) -> np.ndarray:
-        """True for each step that compiled a program: their number has risen, or began anew with a
-        process."""
+        """Returns bool[steps]: True for a step that compiled a program, because the count of
+        compilations changed (it restarts at 0 in a new process)."""
         numbers = self.columns.get("compilations", np.zeros(len(self.steps)))
         return np.diff(numbers, prepend=0) != 0
 
 
 def _extremes(column: Sequence[float], rows: Sequence[int]) -> tuple[float, float]:
-    """The smallest and the largest value of some rows, in the order of the rows; NaN where there
-    is none."""
+    """Returns the smallest and the largest value in some rows of a column, whichever comes first in
+    the column first; NaN twice if the rows have no values."""
     known = [(column[row], row) for row in rows if not math.isnan(column[row])]
     if not known:
         return math.nan, math.nan
@@ -162,11 +169,13 @@ TOPICS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("throughput/", "time/", "mfu", "memory/", "tokens/", "sampler/", "compilations"),
     ),
 )
-"""Topic -> metrics, or their beginnings, in the order in which they are shown."""
+"""Topics with the names, or beginnings of names, of their metrics, in the order in which they are
+shown."""
 
 
 def by_topic(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Topics with the metrics of each, in the table's order; names that no topic has come last."""
+    """Sorts names of metrics into topics, in the order of TOPICS; names of no topic are in a last
+    one, `Others`."""
     rest = list(names)
     topics = []
     for title, beginnings in TOPICS:
@@ -191,7 +200,7 @@ _EVALUATED = {
 
 
 def about(names: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Unit and meaning of each metric that the table has."""
+    """Returns unit and meaning by name, for the metrics whose meaning is known."""
     meanings = {}
     for name in names:
         unit, meaning = _unit_and_meaning(name)
@@ -201,7 +210,7 @@ def about(names: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def _unit_and_meaning(name: str) -> tuple[str, str]:
-    """Both empty for a metric that is not known."""
+    """Returns unit and meaning of a metric; both '' if the metric is unknown."""
     try:
         row = metric(name)
     except ValueError:
@@ -232,20 +241,21 @@ SPIKE_GAP, COLLAPSE_STEPS = 3, 3
 
 @dataclass(frozen=True)
 class Move:
-    """A metric that is, at one step, far from what it was before."""
+    """One metric that is, at one step, far from its values in the steps before."""
 
-    row: int  # of the curves
-    deviations: float
+    row: int  # index of the step in the columns of Curves
+    deviations: float  # the distance from the median before, in median deviations
     metric: str
-    text: str
-    has_fallen: bool
+    text: str  # the value and the median before, in words
+    has_fallen: bool  # True if the value is below the median before
 
 
 def spikes(curves: Curves) -> list[dict[str, Any]]:
-    """Steps at which metrics leave what they were in the SPIKE_BEFORE steps before by far: by 10
-    median deviations. Metrics that do so at the same step are named together, since one explains
-    another; steps with fewer than SPIKE_GAP between them are one event, of the metrics in the order
-    in which they moved."""
+    """Returns events at which metrics jump: by more than 10 median deviations from their median in
+    the SPIKE_BEFORE steps before. Metrics that jump at one step are in one event, because one
+    usually explains the other; jumps with at most SPIKE_GAP rows from one to the next are one event
+    too, which lists its metrics in the order in which they jumped. Only the MOST_SPIKES strongest
+    events are returned, sorted by step."""
     moves: list[Move] = []
     for name in _WATCHED:
         moves += _moves(curves, name)
@@ -270,7 +280,7 @@ def _first_row(event: Sequence[Move]) -> int:
 
 
 def _moves(curves: Curves, name: str) -> list[Move]:
-    """The steps at which a metric leaves what it was; none of one that not every step has."""
+    """Returns the jumps of one metric; none if the metric is missing at some steps."""
     all_values = np.array(curves.columns.get(name, ())[-MOST_STEPS:])
     if len(all_values) <= SPIKE_BEFORE or np.isnan(all_values).any():
         return []
@@ -299,11 +309,12 @@ def _moves(curves: Curves, name: str) -> list[Move]:
 
 
 def _spike(moves: Sequence[Move], steps: Sequence[float]) -> dict[str, Any]:
-    """The record of one event."""
+    """Returns the record of one event, from its jumps sorted by step. Its level is `collapse` if
+    reward or entropy fell and the event lasts at least COLLAPSE_STEPS rows, else `spike`."""
     first = moves[0].row
     last = moves[-1].row
     text = "; ".join(move.text for move in moves if move.row == first)
-    first_rows: dict[str, int] = {}  # of each metric, in the order in which they moved
+    first_rows: dict[str, int] = {}  # metric -> row of its first jump, in order of the jumps
     for move in moves:
         first_rows.setdefault(move.metric, move.row)
     later = []

@@ -1,5 +1,5 @@
-"""The Groups view and what it leads to: a search over completions, one group, one completion's
-tokens."""
+"""The data of the Groups view and of the views that it links to: a search over completions, one
+group, the tokens of one completion, and the first difference between two runs."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ MAX_TEXT, MAX_HITS, MOST_KEPT = 500, 200_000, 4
 
 
 SEARCH_SECONDS = 0.15
-"""How long a request reads on."""
+"""For how many seconds one request continues a search."""
 
 
 class Search:
-    """The groups in whose prompt or completions a text occurs, found file by file, the newest
-    first.
+    """A search for a text in the prompts and completions of a run's groups, file by file, the
+    newest first. The groups found are in the database table `table`.
 
-    A whole run's texts do not fit into a few hundred milliseconds: each request reads on, and shows
-    what is found."""
+    All texts of a run cannot be read in a few hundred milliseconds, so each request continues the
+    search and shows what was found so far."""
 
     def __init__(self, index: GroupTable, text: str, number: int) -> None:
         self.table = f"hits_{number}"
@@ -46,8 +46,9 @@ class Search:
         )
 
     def read_on(self) -> dict[str, Any]:
-        """Searches further files, also those that a live run has written since; says how far it has
-        come."""
+        """Searches further files for SEARCH_SECONDS, also files that the run has written since the
+        last call. Returns how far the search has come: `done`, and the numbers of files searched
+        and of all files."""
         until = time.monotonic() + SEARCH_SECONDS
         with self._lock:
             files = list(self._index.files.values())
@@ -56,7 +57,7 @@ class Search:
             while waiting and self._hits < MAX_HITS and time.monotonic() < until:
                 file = waiting.pop()
                 self._seen.add(file.number)
-                # Replaced or damaged: the table names it.
+                # If a file was replaced or is damaged, GroupTable reports it.
                 with contextlib.suppress(self._index.database.error):
                     self._read(file)
             return {
@@ -66,6 +67,7 @@ class Search:
             }
 
     def _read(self, file: GroupFile) -> None:
+        """Searches one file and adds the groups found to the table."""
         database = self._index.database
         groups = database.rows(
             'SELECT TRY_CAST("group" AS INTEGER) AS number, count(*) AS hits FROM read_parquet(?) '
@@ -81,12 +83,13 @@ class Search:
         self._hits += len(values)
 
     def drop(self) -> None:
+        """Deletes the table of the groups found."""
         with self._lock:
             self._index.database.run(f"DROP TABLE {self.table}")
 
 
 class Searches:
-    """The newest few searches."""
+    """Keeps the MOST_KEPT searches that were used last."""
 
     def __init__(self) -> None:
         self._kept: dict[Any, Search] = {}
@@ -94,7 +97,8 @@ class Searches:
         self._lock = threading.Lock()
 
     def get(self, index: GroupTable, text: str) -> Search:
-        """The search for a text."""
+        """Returns the search for a text in a run's groups; starts it if it is not kept, and drops
+        the one that was not used for longest."""
         key = (index.table, text)
         with self._lock:
             if key not in self._kept:
@@ -110,7 +114,7 @@ MAX_TOKENIZER_BYTES, MAX_REPLAY_BYTES = 64 << 20, 32 << 20
 
 
 MAX_PENDING = 8
-"""Tokens that a single character may consist of, at most."""
+"""The most tokens that a single character may consist of."""
 
 
 MAX_SIBLINGS, MAX_TEXT_CHARS, MAX_TOKENS = 1024, 200_000, 200_000
@@ -129,9 +133,11 @@ _LISTS = (
 
 
 def group_detail(index: GroupTable, stem: str, number: int) -> dict[str, Any]:
-    """A group's prompt and completions with their rewards, without what is stored by token.
+    """Returns the record of one group: its prompt and completions with their rewards, without
+    anything stored by token.
 
-    `stem`: the name of its file; `number`: of the group in it."""
+    `stem`: the name of the groups file without ending; `number`: the number of the group in the
+    file."""
     file = _file(index, stem)
     columns, as_json = _columns(index, file)
     chosen = []
@@ -184,6 +190,8 @@ _OF_COMPLETION = (
 
 
 def _completion(row: Mapping[str, Any], as_json: frozenset[str]) -> dict[str, Any]:
+    """Returns the record of one completion, from its row. `as_json`: the names of the columns that
+    hold JSON."""
     extra = {}
     for name, value in _under(row, "extra/").items():
         extra[name] = _value(value, f"extra/{name}" in as_json)
@@ -195,8 +203,8 @@ def _completion(row: Mapping[str, Any], as_json: frozenset[str]) -> dict[str, An
 
 
 def _under(row: Mapping[str, Any], head: str) -> dict[str, Any]:
-    """The values that are there of the columns whose names begin with `head`, by the rest of their
-    names."""
+    """Returns the values of the columns whose names begin with `head`, by the rest of the name,
+    without those that are None."""
     below = {}
     for column, value in row.items():
         if column.startswith(head) and value is not None:
@@ -205,6 +213,7 @@ def _under(row: Mapping[str, Any], head: str) -> dict[str, Any]:
 
 
 def _value(value: Any, is_json: bool) -> Any:
+    """Returns a value, parsed if it is a text of JSON."""
     if not is_json or not isinstance(value, str):
         return value
     try:
@@ -214,8 +223,8 @@ def _value(value: Any, is_json: bool) -> Any:
 
 
 def _neighbours(index: GroupTable, file: GroupFile, number: int) -> dict[str, Any]:
-    """The groups before and after this one in its file, and the files of the same kind before and
-    after."""
+    """Returns the numbers of the groups before and after this one in its file, and the names of the
+    files of the same kind before and after its file; None at an end."""
     rows = index.database.rows(
         f'SELECT "group" AS number FROM {index.table} WHERE file = ? ORDER BY number', file.number
     )
@@ -233,8 +242,8 @@ def _neighbours(index: GroupTable, file: GroupFile, number: int) -> dict[str, An
 
 
 def _before_and_after(items: Sequence[Any], item: Any) -> tuple[Any, Any]:
-    """The items before and after one of them, None at an end; of an item that is not among them the
-    first counts."""
+    """Returns the items before and after `item`, None at an end. An item that is not in the list is
+    treated as the first one."""
     position = items.index(item) if item in items else 0
     before = items[position - 1] if position > 0 else None
     after = items[position + 1] if position + 1 < len(items) else None
@@ -242,6 +251,7 @@ def _before_and_after(items: Sequence[Any], item: Any) -> tuple[Any, Any]:
 
 
 def _file(index: GroupTable, stem: str) -> GroupFile:
+    """Returns the groups file of a name; ShoalError if the run has none, or it is not read yet."""
     file = index.files.get(stem)
     if file is None:
         still = " yet: it is still being read" if index.waiting else ""
@@ -250,7 +260,8 @@ def _file(index: GroupTable, stem: str) -> GroupFile:
 
 
 def _columns(index: GroupTable, file: GroupFile) -> tuple[dict[str, str], frozenset[str]]:
-    """The types of a file's columns by name, and the names of those that hold JSON."""
+    """Returns the types of a file's columns by name, and the names of the columns that hold
+    JSON."""
     try:
         return index.database.columns([file.path]), index.database.json_columns(file.path)
     except index.database.error as error:
@@ -260,7 +271,8 @@ def _columns(index: GroupTable, file: GroupFile) -> tuple[dict[str, str], frozen
 def _read(
     index: GroupTable, file: GroupFile, columns: str, number: int, completion: int | None = None
 ) -> list[dict]:
-    """The rows of a group, or of one completion of it; ShoalError if there are none."""
+    """Returns the rows of a group, or of one completion in the group; ShoalError if there are
+    none."""
     where = '"group" = ?'
     values = [number]
     asked = f"group {number}"
@@ -285,10 +297,11 @@ def _read(
 
 
 class Pieces:
-    """The text of single tokens, by the run's own tokenizer.json.
+    """The texts of single tokens, from the tokenizer.json that the run has stored.
 
-    Called with token ids, it gives each one's text: empty for a part of a character, which its last
-    token has whole. An empty list if the run has no tokenizer that can be read."""
+    Called with token ids, returns the text of each. If several tokens make up one character, the
+    last one has the whole character and the others have ''. Returns [] if the run has no tokenizer
+    that can be read."""
 
     def __init__(self, run: StoredRun) -> None:
         self._run = run
@@ -301,6 +314,8 @@ class Pieces:
         return self._pieces(list(ids)) if self._tokenizer is not None else []
 
     def _load(self) -> Any:
+        """Loads the run's tokenizer; returns None, and records a problem of the run, if there is
+        none or it is too large or damaged."""
         import tokenizers
 
         path = self._run.file("model", "tokenizer.json")
@@ -323,15 +338,16 @@ class Pieces:
             return None
 
     def _pieces(self, ids: list[int]) -> list[str]:
+        """Returns the text that each token adds to the decoded text."""
         pieces = []
-        start = 0  # of the tokens that are decoded together, so that spaces between them are kept
-        read = 0  # tokens whose text is among the pieces
+        start = 0  # tokens are decoded together from here on, so that spaces between them are kept
+        read = 0  # number of tokens whose text is in `pieces`
         for position in range(len(ids)):
             before = self._decode(ids[start:read])
             whole = self._decode(ids[start : position + 1])
             is_last = position + 1 == len(ids)
             if whole.endswith("\ufffd") and position - read < MAX_PENDING and not is_last:
-                pieces.append("")  # a part of a character
+                pieces.append("")  # the token is a part of a character
                 continue
             if whole.startswith(before):
                 pieces.append(whole[len(before) :])
@@ -342,6 +358,8 @@ class Pieces:
         return pieces
 
     def _decode(self, ids: list[int]) -> str:
+        """Returns the text of tokens, without those whose id is negative; U+FFFD if an id is beyond
+        the vocabulary."""
         if not ids:
             return ""
         try:
@@ -358,11 +376,12 @@ def token_detail(
     pieces: Any,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Everything that is stored by token of one completion, one list a quantity; null where it was
-    not recorded.
+    """Returns the record of one completion with everything that is stored for each token, one list
+    for each quantity, None in place of values that were not recorded.
 
-    `stem`: the name of its file; `number`: of the group in it. `pieces(ids)` gives each token's
-    text. `ratio` is the trainer's probability before the update by the sampler's."""
+    `stem`: the name of the groups file without ending; `number`: the number of the group in the
+    file. `pieces(ids)` returns each token's text. `ratio` is the probability of a token under the
+    trainer before the update, divided by that under the sampler."""
     file = _file(index, stem)
     columns, _ = _columns(index, file)
     prompt = "prompt_ids"
@@ -418,15 +437,15 @@ def token_detail(
 def _replayed(
     run: StoredRun, name: str, completion: int, ids: Sequence[int]
 ) -> tuple[list | None, list | None]:
-    """By token the entropy, and the likeliest tokens with their log-probs, as `shoal replay
-    likeliest=` stored them; None where it did not."""
+    """Returns for each token the entropy, and the likeliest tokens with their log-probs, as `shoal
+    replay likeliest=` has stored them; (None, None) if it has not, or for other tokens."""
     text = run.text(name, MAX_REPLAY_BYTES)
     if not text:
         return None, None
     try:
         tokens = bounded_json(text)["completions"][completion]["tokens"]
         if tokens is None or [token["id"] for token in tokens] != list(ids):
-            return None, None  # a resumed run has sampled others since
+            return None, None  # since the replay, a resumed run has sampled other tokens
         entropies = [float(token["entropy"]) for token in tokens]
         likeliest = []
         for token in tokens:
@@ -439,7 +458,7 @@ def _replayed(
 
 
 def _floats(values: Sequence[float | None] | None, size: int) -> np.ndarray:
-    """float64[size], NaN for None and where there are fewer values."""
+    """Returns float64[size] of values; NaN in place of None and of missing values."""
     floats = np.full(size, math.nan)
     for position, value in enumerate((values or ())[:size]):
         if value is not None:
@@ -448,7 +467,8 @@ def _floats(values: Sequence[float | None] | None, size: int) -> np.ndarray:
 
 
 def _listed(values: np.ndarray) -> list[float | None]:
-    """Five digits, which is more than a screen shows; None for what is not finite."""
+    """Returns values as a list, rounded to five digits, which is more than a screen shows; None in
+    place of what is not finite."""
     listed = []
     for value in values.tolist():
         listed.append(float(f"{value:.5g}") if math.isfinite(value) else None)
@@ -456,6 +476,7 @@ def _listed(values: np.ndarray) -> list[float | None]:
 
 
 def _number(settings: Mapping[str, Any], key: str, default: float) -> float:
+    """Returns a setting as a float; the default if it is missing or no number."""
     value = settings.get(key, default)
     return float(value) if isinstance(value, int | float) else default
 
@@ -463,18 +484,18 @@ def _number(settings: Mapping[str, Any], key: str, default: float) -> float:
 # ---- two runs
 
 STAGES = ("data", "sampling", "rewards", "update")
-"""Of a step: a difference in one causes others after it."""
+"""Stages of a step in their order: a difference in one causes differences in those after it."""
 
 
 def first_difference(
     a: Curves, b: Curves, database: Database, keys: Sequence[str]
 ) -> dict[str, Any]:
-    """The first step of both runs with a metric that differs, clocks aside, and the first
-    completion that does.
+    """Returns the first step at which two runs differ in a metric that is not a time, and the first
+    completion of that step that differs.
 
-    `step` is None where nothing differs, `num_shared` the number of steps in both; `stage` is None
-    where the step's groups cannot be compared; `causes` are those of `keys`, the settings that
-    differ, that act on the stage."""
+    In the record, `step` is None if nothing differs; `num_shared` is the number of steps that both
+    runs have; `stage` is None if the groups of the step cannot be compared; `causes` are the
+    settings among `keys` (those in which the runs differ) that act on the stage."""
     steps, rows_a, rows_b = np.intersect1d(a.steps, b.steps, return_indices=True)
     first = len(steps)
     for metric in a.columns.keys() & b.columns.keys():
@@ -492,7 +513,8 @@ def first_difference(
     completion = _first_completion(database, [a.run, b.run], f"step_{step:06d}")
     stage = completion["stage"]
     stages = (stage,) if stage else ()
-    if stage == "sampling":  # other weights sample other texts, other rewards make other weights
+    # Texts may differ because weights do, and weights because rewards do.
+    if stage == "sampling":
         stages = ("sampling", "rewards", "update")
     dropped: list[float] = []
     for run in (a, b):
@@ -502,8 +524,9 @@ def first_difference(
 
 
 def _first_completion(database: Database, runs: Sequence[StoredRun], stem: str) -> dict[str, Any]:
-    """The first completion of a step that has another data row, else another text, else another
-    reward."""
+    """Returns the first completion of a step that differs between two runs: first by data row, else
+    by text, else by reward. Its `stage` is `update` if all of these are equal, and None if the
+    files cannot be compared. `stem`: the name of the step's groups file."""
     files = [str(run.file("groups", f"{stem}.parquet")) for run in runs]
     try:
         rows = database.rows(
@@ -514,7 +537,8 @@ def _first_completion(database: Database, runs: Sequence[StoredRun], stem: str) 
             ORDER BY stage, "group", completion LIMIT 1""",
             *files,
         )
-    except database.error:  # the step is not in both, or a file is damaged, which the table names
+    # One run lacks the step, or a file is damaged, which GroupTable reports.
+    except database.error:
         return {"stage": None}
     if not rows:
         return {"stage": None}

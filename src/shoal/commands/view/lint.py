@@ -1,11 +1,12 @@
 """The Lint view: what looks wrong with the rewards of a run, over all of its groups.
 
-    number_findings(table)   by numbers: figures of all training groups, for `runs/diagnosis.py`
-    TextLint(table)          by texts: what single completions do, of some files, a piece at a time
-    lint(...)                both, what is wrong first
+    number_findings(table)   from numbers: figures of all training groups, compared with the bounds
+                             in `runs/diagnosis.py`
+    TextLint(table)          from texts: what single completions do, in a sample of files, read a
+                             few files at a time
+    lint(...)                both, sorted, the worst first
 
-A finding is a record with a title, a text, a level (warning, note, ok) and the groups that show it.
-"""
+A finding is a record with a title, a text, a level (warning, note, ok) and examples of groups."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from shoal.tasks.graders.answer import extract_answer
 from shoal.text import count
 
 EXAMPLES = 6
-"""Most examples of a finding in texts; one in numbers has half as many."""
+"""The most examples of a finding from texts; a finding from numbers has half as many."""
 
 
 def finding(
@@ -36,7 +37,8 @@ def finding(
     sort: str = "",
     examples: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """`filter` and `sort`, a column, lead to the groups that show it."""
+    """Returns the record of one finding. `filter` and `sort` (a column) are the parameters of a
+    link to the groups that show what was found."""
     return {
         "kind": kind,
         "level": level,
@@ -52,8 +54,8 @@ def finding(
 
 
 def number_findings(index: GroupTable) -> list[dict[str, Any]]:
-    """What the figures of all training groups show; each finding that is no `ok` with groups that
-    show it."""
+    """Returns the findings from figures of all training groups, in the order of ROWS; those that
+    are not `ok` have examples of groups. Each kind is reported once for each reward function."""
     totals, functions = _totals(index)
     if not totals["groups"]:
         return []
@@ -81,6 +83,7 @@ def number_findings(index: GroupTable) -> list[dict[str, Any]]:
 
 
 def _card_of(row: Row, card: Card, figure: Figure) -> dict[str, Any]:
+    """Returns the finding for a row of the table of diagnoses whose bound a figure passes."""
     return finding(
         card.kind,
         row.level,
@@ -92,13 +95,13 @@ def _card_of(row: Row, card: Card, figure: Figure) -> dict[str, Any]:
 
 
 def _sentence(text: str) -> str:
-    """A text of the table as a sentence."""
+    """Returns a text with a capital at its start and a full stop at its end."""
     text = text[:1].upper() + text[1:]
     return text if text.endswith(".") else f"{text}."
 
 
 def _examples(index: GroupTable, filter: str, sort: str) -> list[dict[str, Any]]:
-    """The first groups that a finding's link leads to."""
+    """Returns as examples the first groups that the link of a finding shows."""
     is_descending = "length_effect<" not in filter
     rows, _ = index.rows(filter, sort or "step", is_descending, limit=EXAMPLES // 2)
     examples = []
@@ -118,7 +121,8 @@ def _examples(index: GroupTable, filter: str, sort: str) -> list[dict[str, Any]]
 
 
 def _totals(index: GroupTable) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Figures of all training groups together, and of each reward function."""
+    """Returns (figures over all training groups together, rows of figures for each reward
+    function), computed by the database."""
     rises = ""
     for function in index.functions:
         mean = column_sql(f"mean/{function}")
@@ -150,6 +154,8 @@ FROM (SELECT *, (SELECT quantile_cont(step, 0.2) FROM {table} WHERE "set" = 'tra
   (SELECT quantile_cont(step, 0.8) FROM {table} WHERE "set" = 'train') AS late
   FROM {table} WHERE "set" = 'train')
 """
+"""SQL: figures over all training groups. `early` and `late` are the steps at 20% and 80% of the
+groups."""
 
 
 _FUNCTIONS = """
@@ -158,12 +164,14 @@ SELECT function, sum(n) AS n, min(low) AS low, max(high) AS high, count(*) AS st
     * greatest(sum(n) * sum(yy) - sum(y) * sum(y), 0)), 0) AS correlation
 FROM {sums} GROUP BY function ORDER BY function = 'reward' DESC, function
 """
+"""SQL: for each reward function its range and the correlation of its rewards with lengths, the
+whole reward first."""
 
 
 def _figures(
     totals: Mapping[str, Any], functions: Sequence[Mapping[str, Any]], index: GroupTable
 ) -> list[Figure]:
-    """The figures of the run that the table of findings has rows for."""
+    """Returns the run's figures that ROWS of `runs/diagnosis.py` judge."""
     num_groups = totals["groups"]
     figures = _length_figures(totals, functions)
     words = {"number": count(num_groups, "training group")}
@@ -199,7 +207,8 @@ def _figures(
 def _length_figures(
     totals: Mapping[str, Any], functions: Sequence[Mapping[str, Any]]
 ) -> list[Figure]:
-    """How far rewards follow lengths within groups."""
+    """Returns the figure for how strongly rewards depend on lengths within groups; [] if that is
+    unknown."""
     effect = totals["effect"]
     if effect is None:
         return []
@@ -219,8 +228,9 @@ def _length_figures(
 
 
 def _drift_figures(totals: Mapping[str, Any], index: GroupTable) -> list[Figure]:
-    """How far the reward rises beyond noise, from the first to the last fifth of the steps, where
-    the share of right answers does not; at most 0 where that rises, too."""
+    """Returns the figure for how far the reward rises, beyond noise, from the first to the last
+    fifth of the groups while the share of right answers does not rise. If that share rises too, the
+    figure is at most 0. Returns [] if a mean is unknown."""
     before = totals["reward_early"]
     after = totals["reward_late"]
     solved_before = totals["pass_early"]
@@ -246,7 +256,7 @@ def _drift_figures(totals: Mapping[str, Any], index: GroupTable) -> list[Figure]
 
 
 def _driver(totals: Mapping[str, Any], index: GroupTable) -> str:
-    """The reward function whose rise adds most to the reward; empty where none rises."""
+    """Returns the reward function whose rise adds most to the reward; '' if none rises."""
     driver = ""
     most = 0.0
     for function in index.functions:
@@ -260,13 +270,15 @@ def _driver(totals: Mapping[str, Any], index: GroupTable) -> str:
 # ---- by texts
 
 TEXT_FILES, TEXT_COMPLETIONS, MAX_CHARS = 40, 16_384, 20_000
-"""Most files and completions that are read, and characters of each."""
+"""The most files and completions that are read, and the most characters of each completion."""
 
 MANY_FLAGGED, LINT_SECONDS = 0.01, 0.3
-"""A share of completions that is warned of; how long a request reads on."""
+"""The share of completions above which a finding is a warning, not a note; and the seconds for
+which one request reads files."""
 
 REPEATED_CHARS, REPEATED_RATIO = 40, 0.18
-"""A text of so many characters that deflate makes so much smaller repeats itself."""
+"""A text of at least REPEATED_CHARS characters repeats itself if its compressed size is below this
+ratio of its size."""
 
 TEXT_CHECKS: Mapping[str, tuple[str, str]] = {
     "no_answer": (
@@ -284,13 +296,13 @@ TEXT_CHECKS: Mapping[str, tuple[str, str]] = {
         "They have more than one <answer>: one of them may be right.",
     ),
 }
-"""Kind -> what such a completion does, and how it was recognised."""
+"""Kind of a finding -> (what such completions do, how they were recognised)."""
 
 
 @dataclass
 class Flagged:
-    """What one check found: how often, with which rewards, and the examples with the most
-    reward."""
+    """What one check found so far: how many completions, the sum of their rewards, and the examples
+    with the highest rewards."""
 
     number: int = 0
     reward: float = 0.0
@@ -298,11 +310,12 @@ class Flagged:
 
 
 class TextLint:
-    """Reads completions and counts those that look wrong; `findings` at any time."""
+    """Reads completions from a sample of a run's files, a few files at each call of `read_on`, and
+    counts those that look wrong. `findings` may be called at any time."""
 
     def __init__(self, index: GroupTable, has_tag: bool = True) -> None:
-        """`has_tag`: the task is one of those whose answers stand in <answer>; else only prompts
-        that ask for it do."""
+        """Chooses the files to read. `has_tag`: True if the task's answers stand in <answer> tags;
+        if False, that is assumed only once a prompt mentions the tag."""
         self._index = index
         self.has_tag = has_tag
         self.completions = 0
@@ -314,13 +327,15 @@ class TextLint:
             if stem.startswith("step_"):
                 files.append(index.files[stem])
         chosen = [files[position] for position in _spread(len(files))]
-        self._most = max(16, TEXT_COMPLETIONS // max(1, len(chosen)))  # completions of a file
+        # The most completions that are read from one file.
+        self._most = max(16, TEXT_COMPLETIONS // max(1, len(chosen)))
         self.num_files = len(chosen)
         self._left = chosen[::-1]
         self._lock = threading.Lock()
 
     @property
     def num_read(self) -> int:
+        """Returns how many of the chosen files were read."""
         return self.num_files - len(self._left)
 
     def read_on(self) -> None:
@@ -328,12 +343,13 @@ class TextLint:
         until = time.monotonic() + LINT_SECONDS
         with self._lock:
             while self._left and time.monotonic() < until:
-                # Replaced or damaged: the table names it.
+                # If a file was replaced or is damaged, GroupTable reports it.
                 with contextlib.suppress(self._index.database.error):
                     self._add(self._left[-1])
                 self._left.pop()
 
     def _add(self, file: GroupFile) -> None:
+        """Reads the completions of one file and counts them."""
         rows = self._index.database.rows(_TEXTS, str(file.path), self._most)
         by_group: dict[int, list[dict[str, Any]]] = defaultdict(list)
         for row in rows:
@@ -351,6 +367,8 @@ class TextLint:
                     self._flag(kind, file, group, row)
 
     def _flag(self, kind: str, file: GroupFile, group: int, row: Mapping[str, Any]) -> None:
+        """Counts one completion for a check, and keeps it as an example if its reward is among the
+        highest."""
         flag = self.flags[kind]
         flag.number += 1
         flag.reward += row["reward"] or 0
@@ -363,11 +381,13 @@ class TextLint:
                 "text": row["text"][:160],
             }
         )
-        # Stable: of those with one reward the first.
+        # The sort is stable: of examples with equal rewards the first ones are kept.
         flag.examples.sort(key=lambda example: -(example["reward"] or 0))
         del flag.examples[EXAMPLES:]
 
     def findings(self) -> list[dict[str, Any]]:
+        """Returns a finding for each check that applies, from what was read so far; [] if nothing
+        was read."""
         if not self.completions:
             return []
         over = f"{count(self.completions, 'completion')} of {count(self.num_read, 'step')}"
@@ -395,7 +415,9 @@ class TextLint:
         return findings
 
     def _applies(self, kind: str) -> bool:
-        """False where answers of this task stand in another form, or nothing is known of them."""
+        """False if a check says nothing about this run: `no_answer` if most completions give no
+        answer in a known form, `wrong_best` if the task does not say which completions are
+        right."""
         if kind == "no_answer":
             return self.has_tag and self.with_answer >= self.completions / 2
         if kind == "wrong_best":
@@ -411,11 +433,12 @@ _TEXTS = (
     'FROM read_parquet(?) WHERE "group" IS NOT NULL AND completion IS NOT NULL '
     'ORDER BY "group", completion LIMIT ?'
 )
+"""SQL: the completions of one file. `tag` is True if the prompt mentions <answer>."""
 
 
 def _spread(num_files: int) -> list[int]:
-    """Positions of at most TEXT_FILES files, at equal distances, the first and the last among
-    them."""
+    """Returns the positions of at most TEXT_FILES files at equal distances, the first and the last
+    included."""
     if not num_files:
         return []
     positions = set()
@@ -425,8 +448,8 @@ def _spread(num_files: int) -> list[int]:
 
 
 def _kinds(row: Mapping[str, Any], best: float | None, best_right: float | None) -> list[str]:
-    """The checks of TEXT_CHECKS that a completion fails. `best`, `best_right`: the highest reward
-    among its siblings, and among those that are right."""
+    """Returns the checks of TEXT_CHECKS that a completion fails. `best`, `best_right`: the highest
+    reward in its group, and the highest among the right completions of its group."""
     text = row["text"]
     reward = row["reward"]
     kinds = []
@@ -447,7 +470,7 @@ def _kinds(row: Mapping[str, Any], best: float | None, best_right: float | None)
 
 
 def repeats(text: str) -> bool:
-    """True for a text that deflate makes much smaller."""
+    """True if a text repeats itself: compression makes it much smaller."""
     data = text.encode("utf-8", "replace")
     compressed = zlib.compress(data, 1, -15)  # -15: without zlib's header
     return len(compressed) < REPEATED_RATIO * len(data)
@@ -469,12 +492,13 @@ _KINDS = (
     "many_answers",
     "truncated",
 )
-"""What rewards other things than right answers comes first."""
+"""Kinds of findings in the order in which they are shown; first those that say that rewards reward
+something else than right answers."""
 
 
 def lint(index: GroupTable, numbers: Sequence[dict[str, Any]], texts: TextLint) -> dict[str, Any]:
-    """All findings, what is wrong first, and of that what rewards other things than right
-    answers."""
+    """Returns the record of the Lint view: all findings, sorted by level and then by _KINDS, and
+    how far the reading of texts has come. `numbers`: the result of `number_findings`."""
 
     def rank(found: Mapping[str, Any]) -> tuple[int, int]:
         kind = found["kind"]

@@ -1,10 +1,9 @@
-"""The page in one file: the same modules, and the records of chosen groups, with no request left to
-make.
+"""Writes the page with its scripts, styles and the records of chosen groups into one file, which
+makes no requests.
 
-The modules become one script in the order of their imports, which needs every name to stand at the
-top of one module only. Its Content-Security-Policy names the hashes of this script and style and
-nothing else, so that nothing in the records could run, and nothing is fetched.
-"""
+The modules become one script in the order of their imports, so every top-level name may stand in
+only one module. The page's Content-Security-Policy allows only this script and style, by their
+hashes, so nothing in the records can run and nothing is fetched."""
 
 from __future__ import annotations
 
@@ -42,14 +41,14 @@ MODULES = (
     "tokens.js",
     "main.js",
 )
-"""In this order no module needs one after it."""
+"""The page's modules, each after those that it imports."""
 DEFAULT_GROUPS, MAX_GROUPS, MAX_PAIRED, LINT_SECONDS = 32, 2000, 8, 120.0
 _SPEC = re.compile(r"(\d{1,9})(?::(\d{1,9})(?:-(\d{1,9}))?)?")
 
 
 def write_page(config: ViewConfig, to: Path) -> tuple[list[StoredRun], int]:
-    """Writes the page; returns its runs and its size in bytes. ShoalError for groups that the runs
-    lack."""
+    """Writes the page to a file; returns (its runs, its size in bytes). Raises ShoalError if no run
+    is found, or if a run lacks groups that were asked for."""
     viewer = Viewer(config.runs)
     try:
         if not viewer.runs:
@@ -68,6 +67,8 @@ def write_page(config: ViewConfig, to: Path) -> tuple[list[StoredRun], int]:
 
 
 def page_text(content: Mapping[str, Any]) -> str:
+    """Returns the HTML of the page with script, style and data inside. `content`: the records by
+    key, and a note."""
     files = {name: data.decode() for name, data in page_files().items()}
     script = script_of(files)
     style = files["page.css"]
@@ -75,8 +76,8 @@ def page_text(content: Mapping[str, Any]) -> str:
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-    # Within JSON a `<` can stand only inside a text, so that no record can end the element that
-    # holds it.
+    # In JSON a `<` can only be inside a text. Escaped there, no record can end the element that
+    # holds the data.
     data = json.dumps(json_ready(content), ensure_ascii=False, allow_nan=False).replace(
         "<", "\\u003c"
     )
@@ -87,21 +88,24 @@ def page_text(content: Mapping[str, Any]) -> str:
     )
     page = re.sub(r"<link rel=\"stylesheet\"[^>]*>\n", "", page)
 
-    def head_of_page(_: re.Match[str]) -> str:  # in a template a backslash would be an escape
+    # A function, because in a template a backslash would be an escape.
+    def head_of_page(_: re.Match[str]) -> str:
         return head
 
     page = re.sub(r"<script type=\"module\"[^>]*></script>", head_of_page, page)
-    # After the elements that it works on: an inline module is run only when the page has been read,
-    # yet not everywhere.
+    # The script stands after the elements that it uses, because not every browser waits with an
+    # inline module until it has read the page.
     return page.replace("</body>", f'<script type="module">{script}</script>\n</body>')
 
 
 def _hash(text: str) -> str:
+    """Returns the hash of a text as a Content-Security-Policy has it."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def script_of(files: Mapping[str, str]) -> str:
-    """All modules as one."""
+    """Returns all modules joined to one script, without imports and exports. `files`: texts by file
+    name."""
     parts = []
     for name in MODULES:
         text = re.sub(r"^import\b[^;]*;\n", "", files[name], flags=re.MULTILINE)
@@ -117,7 +121,8 @@ _EXPORT = r"^export (?=async function|function|const|let|class)"
 
 
 def record_key(view: str, parameters: Mapping[str, Any]) -> str:
-    """As `recordKey` of data.js has it."""
+    """Returns the key of a record: the view and its parameters. It must equal that of `recordKey`
+    in data.js."""
     pairs = [view]
     for name, value in sorted(parameters.items()):
         if value not in ("", None):
@@ -126,9 +131,10 @@ def record_key(view: str, parameters: Mapping[str, Any]) -> str:
 
 
 def _records(viewer: Viewer, specs: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """The key and the record of each view that the page can show."""
+    """Yields (key, record) for each view that the page can show."""
 
     def record(view: str, **parameters: Any) -> tuple[str, Any]:
+        """Returns the key and the record of a view."""
         texts = {name: str(value) for name, value in parameters.items()}
         return record_key(view, parameters), viewer.answer(view, texts)
 
@@ -163,7 +169,7 @@ def _records(viewer: Viewer, specs: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _whole_lint(viewer: Viewer, name: str) -> dict[str, Any]:
-    """The lint of a run when all was read, or LINT_SECONDS are over."""
+    """Returns the Lint record of a run after all texts were read, or LINT_SECONDS have passed."""
     until = time.monotonic() + LINT_SECONDS
     lint = viewer.answer("lint", {"run": name})
     while not lint["done"] and time.monotonic() < until:
@@ -174,8 +180,9 @@ def _whole_lint(viewer: Viewer, name: str) -> dict[str, Any]:
 def _chosen(
     opened: OpenRun, specs: Sequence[str], lint: Mapping[str, Any], also: Iterable[str]
 ) -> list[dict[str, Any]]:
-    """Rows of the Groups view for the groups that were asked for; by default the newest step's and
-    lint's examples. `also`: filters of further groups."""
+    """Returns rows of the Groups view for the groups that `specs` name; without any, for the newest
+    step's groups and the examples of lint. `also`: filters of further groups. Raises ShoalError if
+    a spec matches nothing, or the groups are too many."""
     if specs:
         filters = [_filter(spec) for spec in specs]
         limit = MAX_GROUPS
@@ -197,7 +204,8 @@ def _chosen(
 
 
 def _default_filters(opened: OpenRun, lint: Mapping[str, Any]) -> list[str]:
-    """Of the newest step, and of the first examples of each finding."""
+    """Returns filters of the Groups view for the groups of the newest step, and for the first
+    examples of each finding."""
     filters = []
     steps = []
     for stem in opened.index.files:
@@ -213,7 +221,7 @@ def _default_filters(opened: OpenRun, lint: Mapping[str, Any]) -> list[str]:
 
 
 def _filter(spec: str) -> str:
-    """`12:0-7` as a filter of the Groups view."""
+    """Converts a spec like `12:0-7` (step, groups) to a filter of the Groups view."""
     matched = _SPEC.fullmatch(spec.strip())
     if not matched:
         raise ShoalError(

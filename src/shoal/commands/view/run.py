@@ -1,5 +1,6 @@
-"""The Run view: how far a run is; before and after; what happened when; its settings; a run in the
-list of runs; and what of several runs can be compared."""
+"""The data of the Run view: the overview of a run, its progress, its table before and after
+training, its events and settings, its row in the list of runs, and the settings in which several
+runs differ."""
 
 from __future__ import annotations
 
@@ -33,8 +34,10 @@ def overview(
     weights: Mapping[str, float],
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """All of it but the progress as one record. Rewards are compared since the last reward function
-    was given."""
+    """Returns the whole record of the Run view except the progress: name, verdict, table, topics of
+    metrics, events, settings, reward functions, problems, evaluations, checkpoints. `weights`: the
+    weight of each reward function; `settings`: the run's values by dotted key. Rewards are compared
+    only over the steps since the reward function last changed (`run.reward_since`)."""
     since = run.reward_since
     evaluated = evaluations.curves()
     main_figure, main_curve = evaluations.main_curve(since)
@@ -64,7 +67,7 @@ def overview(
 
 
 def _columns_since(curves: Curves, since: int) -> dict[str, Sequence[float]]:
-    """The metrics of the steps after a version."""
+    """Returns the metrics of the steps after a version, by name."""
     first = bisect.bisect(curves.steps, since)
     return {name: column[first:] for name, column in curves.columns.items()}
 
@@ -77,28 +80,30 @@ def _verdict(
     shown_events: Sequence[Mapping[str, Any]],
     settings: Mapping[str, Any],
 ) -> dict[str, str]:
-    """`functions`: what `drivers` says; `since`: the version after which rewards are compared."""
+    """Computes the verdict on a run. `functions`: the result of `drivers`; `since`: rewards are
+    compared only over the steps after this version."""
     columns = _columns_since(curves, since)
     made = int(curves.last.get("step", 0))
     return verdict(main_curve, columns, functions, shown_events, made, _steps_of(settings))
 
 
 def _steps_of(settings: Mapping[str, Any]) -> int | None:
-    """The number of steps that a run is to make; None where its settings do not say."""
+    """Returns the number of steps that a run is to make; None if its settings do not say."""
     steps = settings.get("steps")
     return steps if isinstance(steps, int) else None
 
 
 MAX_SPARK = 60
-"""Most points of the small curve of a run in the list of runs."""
+"""The most points that the small curve of a run has in the list of runs."""
 
 
 def home_row(
     run: StoredRun, curves: Curves, evaluations: Evaluations, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A run in the list of runs: when it began, a small curve (of the evaluations, else of the
-    reward), the first and the newest evaluation with their intervals, whether they differ, and the
-    verdict as far as curves alone say it."""
+    """Returns the row of a run in the list of runs: when it began, a small curve (of the
+    evaluations if there are more than two, else of the reward), the first and the newest evaluation
+    with their intervals, the sign of the change between them, and a verdict from the curves alone,
+    without events and weights."""
     since = run.reward_since
     figure, curve = evaluations.main_curve(since)
     change = accuracy_change(curve)
@@ -126,7 +131,8 @@ def home_row(
 
 
 def _reward_curve(curves: Curves) -> dict[str, list[Any]]:
-    """The mean reward of at most MAX_SPARK stretches of steps."""
+    """Returns the mean reward of at most MAX_SPARK equally long stretches of steps as points `x`,
+    `y`."""
     rewards = [value for value in curves.columns.get("reward/mean", ()) if not math.isnan(value)]
     size = math.ceil(len(rewards) / MAX_SPARK) or 1
     means = []
@@ -137,11 +143,12 @@ def _reward_curve(curves: Curves) -> dict[str, list[Any]]:
 
 
 def failure(events: Sequence[EventLine]) -> str:
-    """The error that ended a run, in one line; empty where it ended otherwise, or goes on."""
+    """Returns, in one line, the error that ended a run; '' if the run has ended otherwise or still
+    runs."""
     for event in reversed(events):
         if event.level == "error":
             return bounded_line(event.text)
-        if event.level != "warning":  # a file of metrics that cannot be closed warns after it
+        if event.level != "warning":  # a warning, such as of closing a file, may follow the error
             break
     return ""
 
@@ -149,9 +156,10 @@ def failure(events: Sequence[EventLine]) -> str:
 def progress(
     run: StoredRun, curves: Curves, settings: Mapping[str, Any], is_finished: bool, cause: str
 ) -> dict[str, Any]:
-    """How far the run is. `state` is finished, failed (by the error `cause`), running, killed (its
-    process is gone, and what it made after its last checkpoint with it), or stopped: after a
-    checkpoint, or nothing was written for a quarter of an hour."""
+    """Returns a record on how far a run is. Its `state` is `finished`, `failed` (by the error
+    `cause`), `killed` (the process is gone, and steps after the last checkpoint are lost),
+    `stopped` (the process is gone after a checkpoint, or nothing was written for IDLE_SECONDS or
+    ten steps, whichever is longer) or `running`. `resume` is the command that continues the run."""
     total = _steps_of(settings)
     done = int(curves.last.get("step", 0))
     saved = max(run.checkpoints(), default=0)
@@ -186,14 +194,15 @@ def progress(
 
 
 def _seconds_idle(run: StoredRun) -> float:
-    """Since a step was written; infinite without one."""
+    """Returns the seconds since the last step was written; infinity if there is none."""
     path = run.file(StepLine.FILE)
     return time.time() - path.stat().st_mtime if path else math.inf
 
 
 def before_after(run: StoredRun, evaluations: Evaluations) -> list[list[Any]]:
-    """The rows of `StoredRun.before_after`, each with the sign of its change, 0 where no interval
-    excludes that it is noise; none of evaluations that are damaged."""
+    """Returns the rows of `StoredRun.before_after`, the table of figures before and after training,
+    each with a last cell: 1 or -1 for a rise or a fall, 0 if the interval of the change contains 0.
+    Returns no rows, and records a problem of the run, if the evaluations are damaged."""
     curves = evaluations.curves()
     rows: list[list[Any]] = []
     try:
@@ -212,13 +221,16 @@ def before_after(run: StoredRun, evaluations: Evaluations) -> list[list[Any]]:
 # ---- what happened, and when
 
 _SHOWN_LEVELS = {"note": "note", "warning": "warning", "wrong": "error", "error": "error"}
-"""Level of an event -> how the page shows it; phases are not shown, but for evaluations."""
+"""Level of an event -> how the page shows it. Events of other levels, such as phases of the run,
+are not shown."""
 
 
 def happened(
     run: StoredRun, events: Sequence[EventLine], curves: Curves, evaluations: Evaluations
 ) -> Iterator[dict[str, Any]]:
-    """Warnings, errors and resumptions, each at its step; spikes; evaluations."""
+    """Yields the events that the page shows, in no particular order: warnings, errors and notes,
+    spikes of metrics, resumptions with other settings, and evaluations. Each has a step, a level
+    and a text."""
     for event in events:
         if event.level in _SHOWN_LEVELS:
             level = _SHOWN_LEVELS[event.level]
@@ -240,8 +252,9 @@ def happened(
 def settings_rows(
     settings: Mapping[str, Any], decided: Collection[str] = ()
 ) -> list[dict[str, Any]]:
-    """Every key with its value and default; `differs` where they are not the same and the run did
-    not choose it. `decided`: the keys that it did."""
+    """Returns a row for each setting of a run: key, value, default, help text, and `differs`: True
+    if the value is not the default and the run did not choose it itself. `decided`: the keys whose
+    values the run chose."""
     keys = keys_of(Config)
     automatic = automatic_keys(settings, decided)
     rows = []
@@ -272,8 +285,8 @@ def settings_rows(
 def differing_settings(
     settings: Sequence[Mapping[str, Any]], decided: Sequence[Collection[str]] = ()
 ) -> list[list[tuple[str, Any]]]:
-    """For each run its keys and values that are not the default, among those in which the runs
-    differ. `decided`: the keys that each chose itself."""
+    """Returns for each run the (key, value) pairs that are not at their default, among the keys in
+    which the runs differ. `decided`: for each run the keys whose values it chose itself."""
     keys = keys_of(Config)
     differing = comparison(settings, decided)["differing"]
     by_run = []
@@ -291,9 +304,10 @@ def differing_settings(
 def comparison(
     settings: Sequence[Mapping[str, Any]], decided: Sequence[Collection[str]] = ()
 ) -> dict[str, Any]:
-    """Keys in which runs of these settings differ, and a `warning` of what cannot be compared: of
-    other tasks nearly nothing, of other rewards the rewards alone. `decided`: the keys that each
-    run chose itself."""
+    """Returns the keys in which runs differ (`differing`) and a `warning` about what cannot be
+    compared: nearly nothing if the tasks differ, all but rewards if only the reward functions
+    differ. `settings`, `decided`: for each run its values, and the keys whose values it chose
+    itself."""
     keys = keys_of(Config)
     differing = []
     for name, values in settings_difference(settings, decided).items():

@@ -1,9 +1,8 @@
 """Serves the page and its records over HTTP, to this machine alone unless a token is given.
 
-A request is answered only if its Host is this machine's name (a page of another site that had its
-name resolve to 127.0.0.1 sends its own), or if it carries the token; and if its Origin, where there
-is one, is this server. Paths are names in a table, never paths of files.
-"""
+A request is answered only if its Host is this machine's name, or if it carries the token; a page of
+another site whose name resolves to 127.0.0.1 sends its own name as Host. If a request has an
+Origin, it must be this server. Paths are names in a table, never paths of files."""
 
 from __future__ import annotations
 
@@ -47,11 +46,12 @@ KINDS = {
     ".html": "text/html",
     ".svg": "image/svg+xml",
 }
+"""Endings of the page's files -> their media types."""
 MAX_URL = 16_384
 
 
 def page_files() -> dict[str, bytes]:
-    """The page's own files by name."""
+    """Returns the contents of the page's own files by name."""
     folder = resources.files("shoal.commands.view") / "page"
     return {
         entry.name: entry.read_bytes()
@@ -61,6 +61,8 @@ def page_files() -> dict[str, bytes]:
 
 
 def make_app(viewer: Viewer, token: str = "") -> ASGIApp:
+    """Returns the ASGI application that serves the page and answers `/api/VIEW` with records of the
+    viewer. If `token` is not empty, requests for records must carry it."""
     files = page_files()
 
     async def page(request: Request) -> Response:
@@ -70,6 +72,7 @@ def make_app(viewer: Viewer, token: str = "") -> ASGIApp:
         return _file(files, request.path_params["name"])
 
     async def view(request: Request) -> Response:
+        """Answers with the record of a view, or with an error of status 400 in one line."""
         try:
             record = await run_in_threadpool(
                 viewer.answer, request.path_params["view"], request.query_params
@@ -77,7 +80,7 @@ def make_app(viewer: Viewer, token: str = "") -> ASGIApp:
         except ShoalError as error:
             return _json({"error": " ".join(str(error).split())}, 400)
         except viewer.database.error as error:
-            # out of memory, a file that vanished while it was read
+            # The database ran out of memory, or a file vanished while it was read.
             return _json({"error": " ".join(str(error).split("\nLINE")[0].split())[:300]}, 400)
         return _json(record)
 
@@ -85,8 +88,8 @@ def make_app(viewer: Viewer, token: str = "") -> ASGIApp:
         return _json({"error": "there is no such page"}, 404)
 
     async def fault(request: Request, error: Exception) -> Response:
-        """A fault of this program, or what a damaged run brought about: one line here and one in
-        the terminal."""
+        """Answers an unexpected exception, from a bug or a damaged run, with one line of error, and
+        prints a line to the terminal."""
         frame = traceback.extract_tb(error.__traceback__)[-1]
         text = bounded_line(f"{request.url.path} cannot be shown: {type(error).__name__}: {error}")
         print(f"{text} ({Path(frame.filename).name}:{frame.lineno})", file=sys.stderr, flush=True)
@@ -100,6 +103,7 @@ def make_app(viewer: Viewer, token: str = "") -> ASGIApp:
 
 
 def _file(files: Mapping[str, bytes], name: str) -> Response:
+    """Returns a response with one of the page's files; 404 if there is none of this name."""
     if name not in files:
         return _json({"error": "there is no such page"}, 404)
     kind = KINDS["." + name.rpartition(".")[2]]
@@ -107,27 +111,32 @@ def _file(files: Mapping[str, bytes], name: str) -> Response:
 
 
 def _json(record: Any, status: int = 200) -> Response:
+    """Returns a response with a record as JSON."""
     try:
         text = json.dumps(record, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError):
-        # numbers that JSON lacks, values of DuckDB that it does not know
+        # The record has numbers that JSON lacks, or DuckDB's values that `json` does not know.
         text = json.dumps(json_ready(record), ensure_ascii=False, allow_nan=False)
     return Response(text.encode("utf-8", "backslashreplace"), status, media_type="application/json")
 
 
 class Guard:
-    """Refuses requests from elsewhere, and puts the headers on every answer."""
+    """An ASGI application around another one: refuses requests from other sites and machines, and
+    adds HEADERS to every answer."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app, self._token = app, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request: with an error if it is refused, otherwise by the inner
+        application."""
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
 
         async def send_with_headers(message: Any) -> None:
+            """Sends a message of the answer, with HEADERS added at its start."""
             if message["type"] == "http.response.start":
                 headers = list(message["headers"])
                 for name, value in HEADERS.items():
@@ -142,6 +151,7 @@ class Guard:
             await self._app(scope, receive, send_with_headers)
 
     def _refusal(self, request: Request) -> tuple[int, str] | None:
+        """Returns (status, reason) if a request must be refused, else None."""
         if request.method not in ("GET", "HEAD"):
             return 405, "this page only reads: GET is the one method"
         if len(request.scope.get("raw_path") or b"") + len(request.scope["query_string"]) > MAX_URL:

@@ -1,12 +1,12 @@
-"""The verdict on a run in one sentence, and what moves its reward.
+"""The verdict on a run in one sentence, and how much each reward function contributes to the change
+of the reward.
 
-    drivers(columns, weights)     what each reward function adds to the change of the reward
-    accuracy_change, reward_change   changes with their intervals
-    verdict(...)                  learns, learns nothing, looks hacked, or too early to say
+    drivers(columns, weights)        how much each reward function adds to the change of the reward
+    accuracy_change, reward_change   changes with their confidence intervals
+    verdict(...)                     learns, learns nothing, looks hacked, or too early to say
 
-Its figures are means of the first and the last steps, and intervals of their differences. Where it
-reports what `runs/diagnosis.py` has a row for, the bound is that of the row.
-"""
+Changes are differences between the means of the first and the last steps, with intervals. Bounds of
+warnings that `runs/diagnosis.py` has a row for are those of the row."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ from shoal.runs.metrics import known_mean
 from shoal.text import count, number_text
 
 PART_STEPS, STUDENT = 5, 3.36
-"""At least so many steps at each end are compared. Student's t of two such parts, at 99% and not
-95: a page that is open looks again at every step, and would otherwise find a change in noise sooner
-or later."""
+"""PART_STEPS: the fewest steps at each end of a run that are compared. STUDENT: Student's t for two
+samples of that size, at 99% and not 95%, because an open page tests again at every step and would
+otherwise find a change in noise sooner or later."""
 
 LITTLE = 0.1
-"""A gain of accuracy that the interval must exclude for the verdict that there is hardly any."""
+"""A gain of accuracy. If the interval excludes even this gain, the verdict says that accuracy
+hardly changed."""
 
 GONE, STUCK = 0.1, 0.9
-"""A function that falls to less than this part of what it was; at the end so many completions are
-cut off, or so many groups have one reward for all."""
+"""GONE: a reward function counts as lost if its mean falls below this share of its mean at the
+start. STUCK: a run counts as stuck if, at its end, more than this share of completions is cut off,
+or more than this share of groups has equal rewards."""
 
 
 # ---- changes and their intervals
@@ -40,7 +42,7 @@ cut off, or so many groups have one reward for all."""
 
 @dataclass(frozen=True)
 class Change:
-    """A figure at two times and the interval of the difference."""
+    """A figure before and after, and the confidence interval of the difference."""
 
     before: float
     after: float
@@ -49,31 +51,33 @@ class Change:
 
     @property
     def sign(self) -> int:
-        """1 if it has risen, -1 if it has fallen, 0 if that cannot be said."""
+        """Returns 1 if the figure has risen, -1 if it has fallen, 0 if the interval contains 0."""
         return int(self.low > 0) - int(self.high < 0)
 
     @property
     def shares(self) -> str:
+        """Returns the change in percent, like `12% → 34%`."""
         return f"{number_text(100 * self.before)}% → {number_text(100 * self.after)}%"
 
     @property
     def numbers(self) -> str:
+        """Returns the change as numbers, like `0.12 → 0.34`."""
         return f"{number_text(self.before, 2)} → {number_text(self.after, 2)}"
 
 
 def ends(size: int) -> int:
-    """Steps at either end of so many that are compared: a tenth, PART_STEPS at least, half at
-    most."""
+    """Returns how many steps at each end of `size` steps are compared: a tenth, but at least
+    PART_STEPS, and at most half."""
     return max(1, min(size // 2, max(PART_STEPS, size // 10)))
 
 
 def accuracy_change(
     curve: Mapping[str, Sequence[Any]], first: int = 0, last: int = -1
 ) -> Change | None:
-    """Of two evaluations; the interval of a difference of shares by Newcombe (1998), method 10,
-    from those of both.
-
-    None without two evaluations that have intervals."""
+    """Returns the change between two evaluations, by default the first and the last; None if there
+    are not two, or if they have no intervals. `curve`: columns x, y, low and high; `first`, `last`:
+    positions in them. The interval of the difference of two shares is Newcombe's (1998), method 10,
+    from the intervals of both."""
     if len(curve.get("x", ())) < 2:
         return None
     if curve["low"][first] is None or curve["low"][last] is None:
@@ -87,8 +91,8 @@ def accuracy_change(
 
 
 def reward_change(values: Sequence[float]) -> Change | None:
-    """Of the means of the first and the last steps (Welch); None if they are fewer than
-    PART_STEPS."""
+    """Returns the change between the means of the first and the last steps, with Welch's 99%
+    interval; None if there are too few steps for PART_STEPS at each end."""
     known = np.array(values)
     known = known[~np.isnan(known)]
     part = ends(len(known))
@@ -100,7 +104,7 @@ def reward_change(values: Sequence[float]) -> Change | None:
     before = float(first.mean())
     after = float(last.mean())
     difference = float(last.mean() - first.mean())
-    # Equal rewards differ by rounding alone.
+    # 1e-6, because means of equal rewards differ by rounding.
     return Change(before, after, difference - half - 1e-6, difference + half + 1e-6)
 
 
@@ -110,9 +114,11 @@ def reward_change(values: Sequence[float]) -> Change | None:
 def drivers(
     columns: Mapping[str, Sequence[float]], weights: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    """For each reward function its mean over the first and the last tenth of the steps (5 at
-    least), and what the change adds to the reward by the function's weight, as groups have it. The
-    reward itself comes first."""
+    """Returns for each reward function a row with its mean over the first and the last tenth of the
+    steps (5 at least), and with `adds`: how much its change adds to the reward, by the function's
+    weight. The first row is the reward itself; the others are sorted by the size of `adds`. Returns
+    [] if there are fewer than 4 steps or no reward functions. `weights`: by function, as stored
+    with the groups."""
     size = len(columns.get("reward/mean", ()))
     names = []
     for name in columns:
@@ -132,6 +138,7 @@ def drivers(
 def _driver(
     function: str, values: Sequence[float], weight: float | None, part: int
 ) -> dict[str, Any]:
+    """Returns the row of one reward function; `part`: the number of steps compared at each end."""
     first = _rounded_mean(values[:part])
     last = _rounded_mean(values[-part:])
     change = None
@@ -171,15 +178,17 @@ def verdict(
     steps: int,
     total: int | None,
 ) -> dict[str, str]:
-    """`level` (good, note, warning, bad or none), `text`, and `detail` with the intervals.
+    """Returns the verdict on a run: `level` (good, note, warning, bad or none), `text` (the
+    sentence), and `detail` (the intervals).
 
-    `curve`: the main curve of the evaluations; `columns`: metrics by step; `drivers`: functions and
-    what each adds; `steps`: made so far, of `total`."""
+    `curve`: the main curve of the evaluations; `columns`: metrics by step; `drivers`: the result of
+    `drivers`; `events`: records of spikes, warnings and the like; `steps`: the number made so far,
+    of `total` (None if unknown)."""
     accuracy = accuracy_change(curve)
     reward = reward_change(columns.get("reward/mean", ()))
-    # Where accuracy was measured before training, the next evaluation says more than rewards do.
+    # If accuracy was measured before training, the next evaluation says more than rewards do.
     is_awaited = len(curve.get("x", ())) == 1 and curve["low"][0] is not None
-    # Few steps may lie in both parts that are compared, or a jump within one of them.
+    # Early in a run, the compared ends have few steps, and may both lie within one jump.
     is_early = steps <= (total or 0) / (2 if is_awaited else 4)
     if accuracy is None and steps < 4 * PART_STEPS:
         is_early = True
@@ -215,8 +224,8 @@ def _sentence(
     made: str,
     is_early: bool,
 ) -> tuple[str, str]:
-    """Level and text. `lost`: the function that is all but gone; `made`: the steps so far, as
-    text."""
+    """Returns level and text of the verdict. `lost`: a reward function that nearly vanished, in
+    words, or ''; `made`: the number of steps so far, as text."""
     name = _strongest_driver(drivers)
     driven = f", driven by {name}" if name else ""
     rise = f"reward {reward.after - reward.before:+.2f}" if reward else ""
@@ -257,12 +266,12 @@ def _sentence(
 def _without_a_change(
     accuracy: Change | None, reward: Change | None, made: str, is_early: bool
 ) -> tuple[str, str]:
-    """Level and text where neither accuracy nor reward has changed beyond noise."""
+    """Returns level and text if neither accuracy nor reward has changed beyond noise."""
     figures = []
     if accuracy:
         figures.append(f"accuracy {accuracy.shares}")
-    # An interval that excludes no gain that matters: of accuracy; where it is not measured of the
-    # reward, by half.
+    # True if the interval is so wide that a gain that matters is possible: LITTLE of accuracy, or,
+    # if accuracy is not measured, half of the reward.
     is_wide = False
     if accuracy:
         is_wide = accuracy.high >= LITTLE
@@ -275,7 +284,8 @@ def _without_a_change(
 
 
 def _strongest_driver(drivers: Sequence[Mapping[str, Any]]) -> str:
-    """The function that adds most to the reward, quoted; empty where none adds to it."""
+    """Returns the name, in backquotes, of the reward function that adds most to the change of the
+    reward; '' if none adds to it."""
     name = ""
     most = 0.0
     for row in drivers[1:]:
@@ -286,7 +296,7 @@ def _strongest_driver(drivers: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _collapse(events: Sequence[Mapping[str, Any]]) -> str:
-    """Where a collapse begins, as the end of a sentence; empty without one."""
+    """Returns at which step a collapse begins, as the end of a sentence; '' if there was none."""
     for event in events:
         if event["level"] == "collapse":
             return f"; from step {event['step']} on, `{event['metrics'][0]}` first"
@@ -294,8 +304,8 @@ def _collapse(events: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _few_mixed_groups(columns: Mapping[str, Sequence[float]]) -> str:
-    """How few groups have rewards that differ, where that is why nothing is learned, as the end of
-    a sentence; else empty."""
+    """Returns, as the end of a sentence, how few groups have rewards that differ; '' if there are
+    enough of them to learn from."""
     shares = [share for share in columns.get("groups/nonzero_std", ()) if not math.isnan(share)]
     if not shares:
         return ""
@@ -307,9 +317,10 @@ def _few_mixed_groups(columns: Mapping[str, Sequence[float]]) -> str:
 
 
 def _lost(columns: Mapping[str, Sequence[float]], drivers: Sequence[Mapping[str, Any]]) -> str:
-    """The reward function that is all but gone while all completions are cut off, or groups no
-    longer differ, in words; empty where none is: one function may well give way to another as long
-    as groups teach something."""
+    """Returns, in words, the reward function that has nearly vanished while nearly all completions
+    are cut off or nearly all groups have equal rewards. Returns '' if there is none, and also if
+    the run is not stuck in this way: while groups differ, one function may rightly give way to
+    another."""
     size = ends(len(columns.get("reward/mean", ())))
     cut = float(np.mean(columns.get("completions/truncated", (0,))[-size:]))
     mixed = float(np.mean(columns.get("groups/nonzero_std", (1,))[-size:]))
@@ -327,8 +338,8 @@ def _lost(columns: Mapping[str, Sequence[float]], drivers: Sequence[Mapping[str,
 def _unrewarded(
     columns: Mapping[str, Sequence[float]], drivers: Sequence[Mapping[str, Any]]
 ) -> str:
-    """That a heaviest one of several reward functions is above 0 on hardly a completion of the
-    run; else empty."""
+    """Returns a sentence if one of several reward functions, with the highest weight of all, is
+    above 0 on hardly any completion of the run; else ''."""
     functions = drivers[1:]
     if len(functions) < 2:
         return ""

@@ -1,13 +1,12 @@
-"""Answers what the page asks for: a view's name and parameters in, a JSON record out. Without HTTP,
-so that the served page and the page in one file show the same.
+"""Answers what the page asks for: takes the name of a view and parameters, and returns a JSON
+record. It knows nothing of HTTP, so the served page and the page in one file show the same records.
 
     metrics.jsonl, evaluations.jsonl -> Curves, Evaluations  \\
     events.jsonl                     -> EventLine             \\ answer(view, parameters) -> record
     groups/*.parquet                 -> GroupTable            /
     one groups file                  -> detail               /
 
-A thread takes up what runs write while they go on, a piece at a time, and runs that begin.
-"""
+A thread reads what runs write meanwhile, a piece at a time, and finds runs that begin."""
 
 from __future__ import annotations
 
@@ -42,16 +41,17 @@ from shoal.tasks.task import ROWS
 from shoal.text import did_you_mean
 
 POLL_SECONDS, IDLE_POLL_SECONDS, IDLE_AFTER = 1.0, 5.0, 20.0
-"""Seconds between two looks at the runs; while nobody asks, and after how long."""
+"""Seconds between two looks at the runs' files: usually, and while no page asks; and the seconds
+without a request after which no page asks."""
 LOOK_SECONDS, START_SECONDS = 1.0, 1.0
-"""Seconds between two looks for runs that have begun; of reading before the first answer."""
+"""Seconds between two looks for new runs; and seconds of reading before the first answer."""
 GROUP_SECONDS = 2.0
-"""Seconds that a link to a group waits for its file."""
+"""How many seconds a request for a group waits until its file is read."""
 MAX_NUMBER, MOST_COMPARED, MAX_RUNS = 2**31 - 1, 3, 64
 
 
 class OpenRun:
-    """A run with what has been read of it."""
+    """A run together with everything that was read of it."""
 
     def __init__(self, run: StoredRun, database: Database, number: int) -> None:
         self.run = run
@@ -60,15 +60,16 @@ class OpenRun:
         self.evaluations = Evaluations()
         self._evaluation_lines = LineReader(run, EvaluationLine)
         self.pieces = groups.Pieces(run)
-        self.is_opened = False  # somebody asked for it: its groups are read
-        self.all_read = threading.Event()  # all of them were, at some time
+        self.is_opened = False  # True once somebody asked for the run, so that its groups are read
+        self.all_read = threading.Event()  # set once all groups of the run were read
         self.lint: TextLint | None = None
         self.lint_revision = -1
-        self._kept: dict[str, Any] = {}  # answers that hold until the run writes again
+        self._kept: dict[str, Any] = {}  # name -> (revision, cached result)
 
     def read(self, seconds: float = 0.3) -> bool:
-        """Reads a piece of what is new in its curves, for about so long; True if more is waiting.
-        Of a run in a bucket all that is new is fetched first, but for checkpoints."""
+        """Reads a piece of the new metrics and evaluations, for about this many seconds; True if
+        there is more to read. If the run is in a bucket, its new files (without checkpoints) are
+        first copied to this machine."""
         if area_of(self.run.path):
             fetch(address(self.run.path), weights=False, groups=self.is_opened)
         self.curves.read(seconds)
@@ -76,34 +77,40 @@ class OpenRun:
         return not self.curves.complete
 
     def open(self) -> None:
-        """From now on its groups are read too."""
+        """Marks the run as opened by somebody: from now on `Viewer.refresh` reads its groups,
+        too."""
         if not self.is_opened:
             self.is_opened = True
             self.index.waiting = len(self.run.group_files())
 
     def kept(self, name: str, revision: Any, make: Callable[[], Any]) -> Any:
-        """What `make` gives, made again only when the revision is another."""
+        """Returns the result of `make`, cached under a name until it is called with another
+        revision."""
         if name not in self._kept or self._kept[name][0] != revision:
             self._kept[name] = (revision, make())
         return self._kept[name][1]
 
     def _stored(self, file: str, read: Callable[[], Any]) -> Any:
-        """What `read` gives of a file, read again only when the file has changed."""
+        """Returns the result of `read`, cached until the file is written again."""
         return self.kept(file, self._written(file), read)
 
     def _written(self, file: str) -> int | None:
-        """When a file was written; None without it."""
+        """Returns when a file of the run was last written, in nanoseconds; None if it does not
+        exist."""
         path = self.run.file(file)
         return path.stat().st_mtime_ns if path else None
 
     @property
     def settings(self) -> dict[str, Any]:
-        # A run writes what it decided after what was requested.
+        """Returns the run's settings, by dotted key, as it uses them."""
+        # Both files count: a run writes its decisions later than the requested settings.
         revision = (self._written(CONFIG), self._written(DECIDED))
         return self.kept(CONFIG, revision, self.run.settings)
 
     @property
     def decided_keys(self) -> frozenset[str]:
+        """Returns the keys whose values the run decided itself."""
+
         def read() -> frozenset[str]:
             return self.run.decided_keys
 
@@ -111,6 +118,8 @@ class OpenRun:
 
     @property
     def home_row(self) -> dict[str, Any]:
+        """Returns the run's row in the list of runs."""
+
         def make() -> dict[str, Any]:
             return home_row(self.run, self.curves, self.evaluations, self.settings)
 
@@ -122,18 +131,21 @@ class OpenRun:
 
     @property
     def progress(self) -> dict[str, Any]:
+        """Returns the record on how far the run is."""
         is_finished = bool(self._stored(SUMMARY, self.run.summary))
         cause = failure(self.events)
         return progress(self.run, self.curves, self.settings, is_finished, cause)
 
 
 class Viewer:
-    """The runs that words name. `refresh` reads what is new, `start` does so in a thread until
+    """All runs that a page shows. `refresh` reads what is new; `start` does that in a thread until
     `close`."""
 
     def __init__(self, words: Sequence[str]) -> None:
+        """Opens the runs that `words` name: runs, or folders in which runs are and may begin.
+        Raises ShoalError if a name is wrong."""
         runs = open_runs(words)
-        self._folders: list[Path] = []  # where runs may begin
+        self._folders: list[Path] = []  # the named folders in which runs may begin
         for word in words:
             if word == LAST:
                 continue
@@ -143,7 +155,7 @@ class Viewer:
         folders = [path.resolve() for path in self._folders]
         self.database = Database(folders + [run.root for run in runs])
         self.runs: dict[str, OpenRun] = {}
-        self.notice = ""  # why runs are not shown
+        self.notice = ""  # why some or all runs are not shown; '' if all are
         self._numbers = itertools.count()
         self._open(runs)
         self.searches = Searches()
@@ -154,15 +166,16 @@ class Viewer:
 
     @property
     def has_home(self) -> bool:
-        """False where the page begins with a run: the only one, or a few that were named one by
-        one."""
+        """True if the page begins with the list of runs. False if it begins with a run: the only
+        run, or one of at most MOST_COMPARED runs if all were named one by one."""
         most = 1 if self._folders else MOST_COMPARED
         return not 1 <= len(self.runs) <= most
 
     # ---- reading
 
     def _open(self, runs: Sequence[StoredRun]) -> None:
-        """Opens further runs; of more than fit on a page the newest stay."""
+        """Opens further runs beside those that are open; if there are more than MAX_RUNS, only the
+        newest stay. Sets `notice`."""
         shown = [opened.run for opened in self.runs.values()]
         shown += runs
         self.notice = ""
@@ -182,10 +195,11 @@ class Viewer:
             if opened is None:
                 opened = OpenRun(run, self.database, next(self._numbers))
             opened_runs[run.name] = opened
-        self.runs = opened_runs  # replaced, not changed: a request may be going over it
+        # The dict is replaced, not changed: a request may be iterating over the old one.
+        self.runs = opened_runs
 
     def look(self) -> None:
-        """Opens runs that have begun below the folders that were named."""
+        """Looks for runs that have begun in the folders that were named, and opens them."""
         self._looked_last = time.monotonic()
         try:
             if self._folders:
@@ -195,8 +209,8 @@ class Viewer:
             self.notice = str(error)
 
     def refresh(self, groups: bool = True, seconds: float = 0.3) -> bool:
-        """Reads a piece of what is new in each run, its groups if it was opened; True if more is
-        waiting."""
+        """Reads a piece of what is new in each run, also in the groups of runs that somebody opened
+        (unless `groups` is False); True if there is more to read."""
         more = False
         for opened in self.runs.values():
             try:
@@ -206,12 +220,13 @@ class Viewer:
                     more |= opened.index.refresh()
                     if not opened.index.waiting:
                         opened.all_read.set()
-            # A folder that was removed, whatever a hostile file brings about.
+            # Any exception: the folder may be gone, and a hostile file may cause anything.
             except Exception as error:
                 opened.run.problem("reading", f"{type(error).__name__}: {error}")
         return more
 
     def read_all(self) -> None:
+        """Reads all runs with all their groups to the end."""
         for opened in self.runs.values():
             opened.open()
         more = True
@@ -219,6 +234,7 @@ class Viewer:
             more = self.refresh()
 
     def start(self) -> None:
+        """Reads the beginnings of curves, then starts the thread that reads on."""
         # The first page needs curves alone.
         self.refresh(groups=False, seconds=min(0.3, START_SECONDS / max(1, len(self.runs))))
         self.answer("home", {})  # reads all settings
@@ -226,6 +242,7 @@ class Viewer:
         self._thread.start()
 
     def _watch(self) -> None:
+        """Reads what is new until `close`; the body of the thread."""
         while not self._end.is_set():
             if time.monotonic() - self._looked_last > LOOK_SECONDS:
                 self.look()
@@ -239,6 +256,7 @@ class Viewer:
             self._wake.clear()
 
     def close(self) -> None:
+        """Ends the thread, and waits for it up to 10 seconds."""
         self._end.set()
         self._wake.set()
         if self._thread:
@@ -247,7 +265,8 @@ class Viewer:
     # ---- answering
 
     def answer(self, view: str, parameters: Mapping[str, str]) -> dict[str, Any]:
-        """The record of a view; ShoalError for a view, a run or a value that there is none of."""
+        """Returns the record of a view; ShoalError for an unknown view or run, or a bad
+        parameter."""
         if view not in VIEWS:
             raise ShoalError(f"there is no view {view[:40]!r}{did_you_mean(view, VIEWS) or ''}")
         query = Query(parameters)
@@ -265,7 +284,8 @@ class Viewer:
             return VIEWS[view](self.runs[name], query, self)
 
     def _await_groups(self, opened: OpenRun, view: str) -> None:
-        """Has the groups of a run read from now on, and waits a little for them."""
+        """Starts the reading of a run's groups if it has not begun, and waits up to GROUP_SECONDS
+        for it if the view needs groups."""
         is_new = not opened.is_opened
         opened.open()
         if is_new:
@@ -274,7 +294,8 @@ class Viewer:
             opened.all_read.wait(GROUP_SECONDS)
 
     def text_lint(self, opened: OpenRun) -> TextLint:
-        """The lint of a run's texts; begun again once a live run has written more."""
+        """Reads further texts of a run for its lint, and returns the lint. Begins anew if all was
+        read and the run has written more since."""
         with self._lint_lock:
             texts = opened.lint
             is_outdated = False
@@ -289,17 +310,21 @@ class Viewer:
 
 
 class Query:
-    """Query of a request by name and kind; ShoalError for a value that is none."""
+    """The parameters of a request, read by name as text, number or flag; ShoalError for a bad
+    value."""
 
     def __init__(self, values: Mapping[str, str]) -> None:
         self._values = values
 
     def text(self, name: str, most: int = 4000) -> str:
+        """Returns a parameter, cut off after `most` characters; '' if it is missing."""
         return str(self._values.get(name, ""))[:most]
 
     def number(
         self, name: str, default: int | None = None, least: int = 0, most: int = MAX_NUMBER
     ) -> int:
+        """Returns a parameter as an integer, the default if it is missing; ShoalError if it is out
+        of range, or missing without a default."""
         text = self.text(name, 40)
         if not text and default is not None:
             return default
@@ -312,6 +337,7 @@ class Query:
         return value
 
     def real(self, name: str, default: float) -> float:
+        """Returns a parameter as a float, the default if it is missing or NaN."""
         try:
             value = float(self.text(name, 40) or default)
         except ValueError:
@@ -319,12 +345,13 @@ class Query:
         return default if math.isnan(value) else value
 
     def flag(self, name: str) -> bool:
+        """True if a parameter is `1` or `true`."""
         return self.text(name) in ("1", "true")
 
 
 def _runs(viewer: Viewer, query: Query) -> dict[str, Any]:
-    """Each run, how far it is, and the numbers that change when its curves or its groups do.
-    `home`: whether the page begins with the list of runs."""
+    """Returns a row for each run: how far it is, and the revisions of its curves and groups, which
+    change when the run writes. `home`: True if the page begins with the list of runs."""
     runs = []
     for name, opened in viewer.runs.items():
         runs.append(
@@ -343,7 +370,8 @@ def _runs(viewer: Viewer, query: Query) -> dict[str, Any]:
 
 
 def _home(viewer: Viewer, query: Query) -> dict[str, Any]:
-    """The list of runs, the newest first."""
+    """Returns the list of runs, the newest first, with the settings in which each differs from the
+    others."""
     runs = viewer.runs
     settings = [opened.settings for opened in runs.values()]
     decided = [opened.decided_keys for opened in runs.values()]
@@ -362,6 +390,8 @@ def _home(viewer: Viewer, query: Query) -> dict[str, Any]:
 
 
 def _compare(viewer: Viewer, query: Query) -> dict[str, Any]:
+    """Returns in which settings the chosen runs differ; for two runs also their first
+    difference."""
     names = [name for name in query.text("runs").split(",") if name in viewer.runs]
     runs = [viewer.runs[name] for name in names]
     settings = [opened.settings for opened in runs]
@@ -375,6 +405,7 @@ def _compare(viewer: Viewer, query: Query) -> dict[str, Any]:
 
 
 def _overview(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
+    """Returns the record of the Run view."""
     progress = opened.progress
     events = opened.events
     revision = (
@@ -400,6 +431,7 @@ def _overview(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
 
 
 def _curves(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
+    """Returns the curves of a run between two steps, thinned."""
     first = query.real("first", -math.inf)
     last = query.real("last", math.inf)
 
@@ -410,7 +442,8 @@ def _curves(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
 
 
 def _groups(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
-    """A page of rows, how many there are in all, and how far a search has come."""
+    """Returns a page of rows of the Groups view, the number of all rows that match, and how far a
+    search for a text has come."""
     state = None
     hits = ""
     text = query.text("text", MAX_TEXT)
@@ -437,11 +470,13 @@ def _groups(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
 
 
 def _group(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
+    """Returns the record of one group."""
     detail = groups.group_detail(opened.index, query.text("file"), query.number("group"))
     return detail | {"path": str(opened.run.path)}
 
 
 def _tokens(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
+    """Returns the record of one completion by token."""
     return groups.token_detail(
         opened.index,
         query.text("file"),
@@ -453,6 +488,8 @@ def _tokens(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
 
 
 def _lint(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
+    """Returns the record of the Lint view; reads further texts."""
+
     def make() -> list[dict[str, Any]]:
         return number_findings(opened.index)
 
@@ -472,4 +509,5 @@ VIEWS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "tokens": _tokens,
     "lint": _lint,
 }
-"""View -> what answers it."""
+"""Name of a view -> the function that makes its record. The first three get the viewer and the
+query, the others a run, the query and the viewer."""

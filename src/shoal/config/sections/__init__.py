@@ -1,1 +1,2 @@
-"""The sections of the configuration: frozen dataclasses, a file for each noun."""
+"""The sections of the configuration: frozen dataclasses, grouped into files by topic. The string
+under each field is its help text."""

@@ -1,4 +1,5 @@
-"""What is learned of a group: advantages, losses, KL and corrections."""
+"""Settings of the algorithm: what is learned from a group, by advantages, losses, KL and
+corrections."""
 
 from __future__ import annotations
 
@@ -19,6 +20,8 @@ from shoal.text import exact
 
 @dataclass(frozen=True)
 class AlgorithmSection:
+    """The keys `algorithm.*`: how rewards become a loss."""
+
     name: str = key("", stages=(), on_resume="warn")
     """A paper's settings, loaded under your own keys: dapo, dr_grpo, gspo, cispo, ... (`shoal help
     train algorithm`)."""
@@ -207,15 +210,16 @@ class AlgorithmSection:
 
     @property
     def uses_rewards(self) -> bool:
-        """False if a teacher, or the data's answers, are the only signal."""
+        """False if rewards are no signal of training, because a teacher or the data's answers are
+        the only one."""
         return ADVANTAGES[self.advantage].uses_rewards
 
     @property
     def learns_from_data(self) -> bool:
-        """True if the data's own answers are learned, and nothing is sampled in training."""
+        """True if training learns the data's own answers and samples nothing."""
         return ADVANTAGES[self.advantage].of_data
 
     @property
     def scores_reference(self) -> bool:
-        """True if a reference is loaded, and scores each step's completions."""
+        """True if a reference model is loaded and scores the completions of each step."""
         return self.kl_coef > 0 or self.kl_metric

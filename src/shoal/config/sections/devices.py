@@ -1,4 +1,4 @@
-"""The settings of devices, of samplers in processes of their own, and of how they get the
+"""Settings of devices, of samplers in processes of their own, and of how samplers get the
 weights."""
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from shoal.config.key import at_least, key, require
 
 @dataclass(frozen=True)
 class MeshSection:
+    """The keys `mesh.*`: which devices and processes a job uses, and how they share the work."""
+
     data: int = key(1, stages=("sampling", "update", "evaluation"), on_resume="bits")
     """Data-parallel copies of the model, each with a part of a batch's rows."""
     fsdp: int = key(1, stages=("sampling", "update", "evaluation"), on_resume="bits")
@@ -93,6 +95,8 @@ SAMPLER_KINDS = {
 
 @dataclass(frozen=True)
 class SamplerSection:
+    """The keys `sampler.*`: samplers in processes of their own."""
+
     kind: Literal["local", "ray", "vllm"] = key("local", stages=("sampling", "evaluation"))
     """Where completions are sampled: in this process (local), by workers in a Ray cluster (ray), or
     by servers of vLLM (vllm)."""
@@ -129,7 +133,8 @@ class SamplerSection:
 
     @property
     def is_remote(self) -> bool:
-        """True if completions are sampled by workers whose devices this process does not have."""
+        """True if completions are sampled by workers with devices of their own, which this process
+        does not have."""
         return self.kind != "local"
 
     @property
@@ -144,7 +149,7 @@ class SamplerSection:
 
     @property
     def asked(self) -> Mapping[str, float]:
-        """`resources` by name."""
+        """Returns `resources` as a mapping from names to amounts."""
         return {
             name: float(value)
             for name, _, value in (entry.partition("=") for entry in self.resources)
@@ -152,6 +157,7 @@ class SamplerSection:
 
 
 def _is_amount(entry: str) -> bool:
+    """True if a text is NAME=VALUE with a finite number of 0 or more."""
     name, _, value = entry.partition("=")
     try:
         return bool(name) and 0 <= float(value) < math.inf
@@ -161,6 +167,8 @@ def _is_amount(entry: str) -> bool:
 
 @dataclass(frozen=True)
 class PublishSection:
+    """The keys `publish.*`: how samplers get new weights."""
+
     channel: Literal["auto", "memory", "files", "ray"] = key(
         "auto",
         stages=(),
@@ -177,6 +185,8 @@ class PublishSection:
 
 @dataclass(frozen=True)
 class RaySection:
+    """The keys `ray.*`: the Ray cluster in which samplers are."""
+
     address: str = key("", stages=())
     """The Ray cluster: auto (the one that runs on this machine) or HOST:PORT; empty to start one
     here, or for the cluster of a job that `ray job submit` started."""
@@ -190,6 +200,8 @@ class RaySection:
 
 @dataclass(frozen=True)
 class VllmSection:
+    """The keys `vllm.*`: servers of vLLM that sample."""
+
     urls: tuple[str, ...] = key((), stages=("sampling", "evaluation"))
     """Servers that run already, as [http://HOST:PORT], started with VLLM_SERVER_DEV_MODE=1,
     --enable-scale-out and --logprobs-mode=processed_logprobs; publish.folder must be theirs, too.

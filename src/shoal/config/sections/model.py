@@ -1,4 +1,4 @@
-"""What is trained: the model, its adapter, and a teacher."""
+"""Settings of the models: the one that is trained, its adapter, and a teacher."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from shoal.config.key import at_least, key, require
 
 @dataclass(frozen=True)
 class LoraSection:
+    """The keys `model.lora.*`: an adapter that is trained in place of all weights."""
+
     rank: int = key(0, stages=("update", "sampling", "evaluation"), on_resume="fixed")
     """Rank of a LoRA adapter, which alone is then trained; 0: all weights are. 16 is usual, with
     five to ten times the learning rate of full training."""
@@ -39,6 +41,8 @@ class LoraSection:
 
 @dataclass(frozen=True)
 class ModelSection:
+    """The keys `model.*`: the model, its types and how it is computed."""
+
     path: str = key("tiny", stages=("sampling", "update", "data", "evaluation"), on_resume="fixed")
     """The model to train: a folder or hub id in Hugging Face format, a run folder, or a packaged
     one: `tiny` for word problems, `tiny-tools` for calculator and guess."""
@@ -95,6 +99,8 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class TeacherSection:
+    """The keys `teacher.*`: a second model whose log-probs the policy learns from."""
+
     path: str = key("", stages=("update",), on_resume="fixed")
     """Teacher checkpoint with the model's vocabulary, for on-policy distillation: the teacher's
     log-prob minus the policy's is added to each token's advantage; empty for none. With

@@ -1,4 +1,4 @@
-"""How an update is made: the optimizer and the batch."""
+"""Settings of an update: the optimizer and the batch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from shoal.config.key import at_least, key, require
 
 @dataclass(frozen=True)
 class OptimizerSection:
+    """The keys `optimizer.*`: AdamW and its learning rate."""
+
     lr: float = key(1.5e-4, stages=("update",))
     """Peak learning rate of AdamW."""
     warmup_steps: int = key(5, stages=("update",))
@@ -46,6 +48,8 @@ class OptimizerSection:
 
 @dataclass(frozen=True)
 class BatchSection:
+    """The keys `batch.*`: sizes of a step, a group and a micro-batch."""
+
     prompts_per_step: int = key(
         32,
         stages=("data", "sampling", "update"),

@@ -1,4 +1,4 @@
-"""What scores completions: reward functions, judges and reward models."""
+"""Settings of what scores completions: reward functions, judges and reward models."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from shoal.text import count
 
 @dataclass(frozen=True)
 class JudgeSection:
+    """The keys `reward.judge.*`: a language model that scores completions."""
+
     model: str = key("", stages=("rewards", "evaluation"))
     """Name of the model at the address of reward=judge:URL. A key is read from OPENAI_API_KEY."""
     template: str = key("", stages=("rewards", "evaluation"))
@@ -55,6 +57,8 @@ class JudgeSection:
 
 @dataclass(frozen=True)
 class RewardSection:
+    """The keys `reward.*`: functions that score completions."""
+
     functions: tuple[str, ...] = key((), stages=("rewards", "evaluation"))
     """Reward functions as `file.py:function`, names of ready ones (accuracy_reward, ...),
     `model:PATH` for a reward model (a sequence classifier's folder or hub id), or `judge:URL` for a
@@ -120,5 +124,5 @@ class RewardSection:
 
 
 REWARD_PRESETS: dict[str, str] = {"shoal": "shoal.tasks.gsm8k:SHOAL"}
-"""By the names of `reward.preset`, `module:object` of a `RewardPreset`; `shoal/__init__.py` adds
-other systems'."""
+"""The values of `reward.preset` -> `module:object` of a `RewardPreset`. `shoal/__init__.py` adds
+those of other systems."""

@@ -1,4 +1,4 @@
-"""How completions are sampled."""
+"""Settings of how completions are sampled."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from shoal.records import SamplingParams
 
 @dataclass(frozen=True)
 class SamplingSection:
+    """The keys `sampling.*`: how completions are sampled."""
+
     temperature: float = key(1.0, stages=("sampling", "update", "evaluation"))
     """Sampling temperature in training; the trainer's log-probs use the same."""
     top_k: int = key(0, stages=("sampling", "update", "evaluation"))
@@ -95,12 +97,12 @@ class SamplingSection:
 
     @property
     def slot_prompt(self) -> int:
-        """Tokens of the longest prompt that a slot has room for."""
+        """Returns how many tokens the prompt in a slot may have."""
         return min(self.prompt_slot_tokens or self.max_prompt_tokens, self.max_prompt_tokens)
 
     @property
     def params(self) -> SamplingParams:
-        """The settings as requests carry them."""
+        """Returns the sampling settings in the form that requests carry."""
         return SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,

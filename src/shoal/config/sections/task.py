@@ -1,4 +1,4 @@
-"""What is trained on: the task and its environment."""
+"""Settings of what is trained on: the task and its environment."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from shoal.config.key import at_least, key, require
 
 @dataclass(frozen=True)
 class EnvironmentSection:
+    """The keys `environment.*`: tools and environments, for rollouts of several turns."""
+
     tools: tuple[str, ...] = key(
         (), stages=("environment", "data", "sampling", "rewards", "evaluation")
     )
@@ -95,7 +97,7 @@ class EnvironmentSection:
 
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow")
-"""Ends of the names of data files."""
+"""Endings of the names of data files."""
 
 
 DOORS = {
@@ -105,15 +107,18 @@ DOORS = {
     "verifiers": "task=custom with agent= and the rows that it writes, by "
     "examples/verifiers_agent.py",
 }
-"""Who plays rollouts and is no task, by the name before a colon -> what is written in its place."""
+"""Names that are given as a task, before a colon, but mean something that plays rollouts -> what to
+write in their place."""
 
 
 GENERATED_TASKS = ("words", "calculator", "guess", "countdown", "environment")
-"""Tasks that make their questions and read none."""
+"""Tasks that generate their questions instead of reading them."""
 
 
 @dataclass(frozen=True)
 class TaskSection:
+    """The keys `task.*`: questions to train and evaluate on."""
+
     name: str = key("words", stages=("data", "rewards", "evaluation"), on_resume="fixed")
     """words | calculator | guess | gsm8k | math | ifeval | countdown | code, or custom for your own
     data at task.path."""

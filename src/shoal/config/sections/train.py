@@ -1,4 +1,4 @@
-"""The course of a run: evaluations, staleness, checkpoints and reports."""
+"""Settings of the course of a run: evaluations, staleness, checkpoints and reports."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from shoal.config.key import at_least, key, require
 
 @dataclass(frozen=True)
 class TrainSection:
+    """The keys `train.*`: evaluation, staleness and curriculum."""
+
     evaluate_every: int = key(
         -2, stages=("evaluation",), on_resume="free", decided_from=("task.name",)
     )
@@ -73,6 +75,8 @@ class TrainSection:
 
 @dataclass(frozen=True)
 class CheckpointSection:
+    """The keys `checkpoint.*`: when the run is saved, and which checkpoints are kept."""
+
     every: int = key(10, stages=())
     """Steps between checkpoints; 0 for the last step only, which is always saved."""
     keep_last: int = key(2, stages=())
@@ -93,6 +97,8 @@ class CheckpointSection:
 
 @dataclass(frozen=True)
 class WandbSection:
+    """The keys `report.wandb.*`: Weights & Biases."""
+
     mode: Literal["off", "online", "offline", "auto"] = key("off", stages=())
     """online sends metrics to Weights & Biases; offline writes them for `wandb sync`; auto: online
     with a login."""
@@ -104,6 +110,8 @@ class WandbSection:
 
 @dataclass(frozen=True)
 class ReportSection:
+    """The keys `report.*`: metrics and groups that a run writes."""
+
     groups: bool = key(True, stages=())
     """Write every training group to `groups/`, a parquet file for each step."""
     tensorboard: bool = key(False, stages=())

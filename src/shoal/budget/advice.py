@@ -1,9 +1,9 @@
-"""Which keys to change: of a job that does not fit those that make it fit, of one that fits those
-that use the rest.
+"""Finds which keys to change: in a job that does not fit, the changes that make it fit; in one that
+fits, those that use the free memory to save time.
 
-Each change is tried by describing the job again (nothing is compiled), so what the roles would hold
-is exact, and a mesh that does not divide the model is never advised. What a change does to the time
-of a step is not guessed: a plan of the changed job says it.
+Each change is tried by computing the budget of the changed job (nothing is compiled). So the bytes
+that roles would hold are exact, and a mesh that does not divide the model is never advised. The
+time of a step is not estimated: a plan of the changed job says it.
 """
 
 from __future__ import annotations
@@ -22,37 +22,39 @@ from shoal.records import ShoalError
 from shoal.text import gib
 
 Describe = Callable[[Config], Budget]
-"""A configuration -> the budget of its job, before anything is compiled. ShoalError or ValueError
-for one that cannot be."""
+"""A function: configuration -> the budget of its job, before anything is compiled. It raises
+ShoalError or ValueError if such a job is impossible."""
 
 WORTH_SAVING = 0.02
-"""Share of an update's tokens for which longer rows are advised."""
+"""Longer rows are advised for saving tokens if they save more than this share of an update's."""
 
 RANK = 16
-"""Of the adapter that is advised where masters and moments take too much."""
+"""Rank of the adapter that is advised if masters and moments take too much memory."""
 
 MOST_CHANGES = 8
-"""How often one change is made upon another to make a job fit."""
+"""Most changes that are made one after the other to make a job fit."""
 
 UNSET = {"model.lora.rank": "off", "sampling.mean_completion_tokens": "the longest"}
-"""What 0 means for keys of which it does not mean `auto`."""
+"""What 0 means, for the keys whose 0 does not mean `auto`."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """Other values of some keys; the first is what it is about."""
+    """New values for some keys. `values`: the keys to change; the first is the one that the advice
+    is about. `cost`: what the change costs or does, as text."""
 
     values: Mapping[str, Any]
     cost: str = ""
     kept: Mapping[str, Any] = field(default_factory=dict)
-    """Further values, with which the batch stays as it is."""
+    """Further keys and values, which keep something else, like the batch, as it is now."""
 
     @property
     def key(self) -> str:
+        """The key that the change is about."""
         return next(iter(self.values))
 
     def words(self, config: Any) -> str:
-        """`mesh.trainer=32 mesh.sampler=96 (now 64 and 64)`"""
+        """Returns text like `mesh.trainer=32 mesh.sampler=96 (now 64 and 64)`."""
         before = []
         for key in self.values:
             value = get_value(config, key)
@@ -67,11 +69,12 @@ class Change:
 
 
 def _assigned(values: Mapping[str, Any]) -> str:
+    """Returns the values as they are typed, like `mesh.trainer=32 mesh.sampler=96`."""
     return " ".join(f"{key}={_short(value)}" for key, value in values.items())
 
 
 def _short(value: Any) -> str:
-    """A value as it is typed; of a long list of devices the first and the last."""
+    """Returns a value as it is typed; a long list of devices is shortened to its first and last."""
     text = str(value)
     if isinstance(value, bool):
         text = text.lower()
@@ -82,7 +85,7 @@ def _short(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Trial:
-    """A change, and what it would make of the job."""
+    """A change, with the budgets of the job before and after it."""
 
     change: Change
     before: Budget
@@ -90,12 +93,14 @@ class Trial:
 
     @property
     def saved_bytes(self) -> int:
-        """That a device needs less at its fullest, of the memory that it has now: on a CPU more
-        devices have less."""
+        """How many bytes less a device needs when it is fullest; negative if more. Counted in the
+        memory that a device has now, because on a CPU each device has less if there are more of
+        them."""
         after = self.after.peak() * self.before.memory / self.after.memory
         return self.before.peak() - round(after)
 
     def text(self) -> str:
+        """Returns the change as text, with what it saves and what it costs."""
         parts = []
         saved = self.saved_bytes
         if abs(saved) > FULL * self.before.memory / 1000:
@@ -111,13 +116,15 @@ class Trial:
         return f"{words}: {', '.join(parts)}"
 
     def advice(self) -> Advice:
+        """Returns the trial as a piece of advice."""
         values = {**self.change.values, **self.change.kept}
         return Advice(self.change.key, values, self.text(), self.saved_bytes)
 
 
 def advise(budget: Budget, describe: Describe, available: float = 0) -> list[Advice]:
-    """Keys to change, the best first. `available`: bytes of a device that may be used, if not all
-    but a little."""
+    """Returns pieces of advice, the best first: if the job does not fit, a single one that makes it
+    fit; else those that shorten a step and still fit. `available`: bytes of a device that may be
+    used; 0: the share FULL of its memory."""
     available = available or FULL * budget.memory
     if not budget.fits() or budget.peak() > available:
         return [suggest_fit(budget, describe, available)]
@@ -129,7 +136,9 @@ def advise(budget: Budget, describe: Describe, available: float = 0) -> list[Adv
 
 
 def try_changes(budget: Budget, describe: Describe, changes: Iterable[Change]) -> list[Trial]:
-    """What each change would make of a job, without those that change nothing or cannot be."""
+    """Computes the budget of the job with each of the changes. Returns a trial for each, except
+    changes that change nothing and changes that are impossible, for example because sizes do not
+    divide."""
     values = {name: get_value(budget.config, name) for name in keys_of(Config)}
     trials = []
     for change in changes:
@@ -138,7 +147,7 @@ def try_changes(budget: Budget, describe: Describe, changes: Iterable[Change]) -
         try:
             config = build(Config, {**values, **change.values, **change.kept})
             described = describe(config)
-        except (ShoalError, ValueError):  # sizes that do not divide, devices that are not there
+        except (ShoalError, ValueError):  # sizes that do not divide, or too few devices
             continue
         after = budget.with_scaled_costs(replace(described, config=config))
         trials.append(Trial(change, budget, after))
@@ -146,14 +155,17 @@ def try_changes(budget: Budget, describe: Describe, changes: Iterable[Change]) -
 
 
 def saving_trials(budget: Budget, describe: Describe, changes: Iterable[Change]) -> list[Trial]:
-    """The trials after which the fullest device needs less."""
+    """Returns the trials of those changes with which the fullest device needs less memory."""
     return [trial for trial in try_changes(budget, describe, changes) if trial.saved_bytes > 0]
 
 
 def suggest_fit(budget: Budget, describe: Describe, available: float) -> Advice:
-    """The changes after which a device needs at most so many bytes, one upon the other, as one
-    piece of advice: the first that is enough, else the one that saves most and others upon it,
-    without those that a later one replaces."""
+    """Returns the changes with which a device needs at most `available` bytes, as a single piece of
+    advice: its text has all of them, its `key` and `values` are those of the first. One change is
+    made after the other: the first that is enough, else the one that saves most, until the job
+    fits; changes that turn out to be needless are removed. Changes that alter results are tried
+    only if no other saves memory. If all of them are not enough, the text says how many devices
+    would be."""
     share = available / budget.memory
     chain: dict[str, Trial] = {}
     now = budget
@@ -168,7 +180,7 @@ def suggest_fit(budget: Budget, describe: Describe, available: float) -> Advice:
         best = _first_enough(trials, share) or max(trials, key=lambda trial: trial.saved_bytes)
         now = best.after
         replaced = chain.get(best.change.key)
-        if replaced is not None:  # the same key again: its last value counts
+        if replaced is not None:  # the key was changed before: only its last value counts
             best = replace(best, before=replaced.before)
         chain[best.change.key] = best
     if _is_enough(now, share):
@@ -185,10 +197,12 @@ def suggest_fit(budget: Budget, describe: Describe, available: float) -> Advice:
 
 
 def _is_enough(budget: Budget, share: float) -> bool:
+    """True if a device needs at most `share` of its memory."""
     return budget.peak() <= share * budget.memory
 
 
 def _first_enough(trials: Sequence[Trial], share: float) -> Trial | None:
+    """Returns the first trial after which the job fits, or None."""
     for trial in trials:
         if _is_enough(trial.after, share):
             return trial
@@ -198,7 +212,8 @@ def _first_enough(trials: Sequence[Trial], share: float) -> Trial | None:
 def _without_needless(
     budget: Budget, describe: Describe, chain: Mapping[str, Trial], share: float
 ) -> dict[str, Trial]:
-    """A chain of changes without those that it does not need, by key."""
+    """Returns a chain of trials, by key, without those whose change is not needed for the job to
+    fit."""
     needed = dict(chain)
     for key in chain:
         others = [trial.change for name, trial in needed.items() if name != key]
@@ -218,10 +233,13 @@ def _without_needless(
 
 
 def memory_saving_changes(budget: Budget) -> list[Change]:
-    """What may take less memory and changes no result, what costs least first."""
+    """Returns candidate changes that may save memory and alter no result, the cheapest first. They
+    need not be possible: `try_changes` drops those that change nothing or that cannot be made."""
     batch = budget.config.batch
     mesh = budget.config.mesh
     changes = []
+    # Half the tokens of a row on each device. The `mesh.context` devices that share a row must
+    # still have room for the longest prompt with its completion.
     half = min(batch.micro_tokens, budget.batch.length // mesh.context) // 2
     if half * mesh.context >= longest_sequence(budget.config):
         changes.append(Change({"batch.micro_tokens": half}, "weights are gathered more often"))
@@ -265,7 +283,8 @@ def memory_saving_changes(budget: Budget) -> list[Change]:
 
 
 def faster_changes(budget: Budget) -> list[Change]:
-    """What shortens a step for memory that is free."""
+    """Returns candidate changes that may shorten a step and use free memory for it, the best first.
+    `try_changes` drops those that change nothing or that cannot be made."""
     config = budget.config
     fewer_tokens, same_tokens = _longer_rows(budget)
     changes = _idle_devices(budget) + fewer_tokens
@@ -310,7 +329,7 @@ def faster_changes(budget: Budget) -> list[Change]:
 
 
 def lossy_changes(budget: Budget) -> list[Change]:
-    """What takes less memory and changes what is computed or trained on."""
+    """Returns candidate changes that save memory but alter what is computed or trained on."""
     config = budget.config
     changes = []
     if budget.model.dtype == "float32":
@@ -345,8 +364,8 @@ def lossy_changes(budget: Budget) -> list[Change]:
 
 
 def plain_changes(config: Any) -> list[Change]:
-    """What takes less memory in any command, where its job cannot be described again; the keys that
-    it lacks are left out."""
+    """Returns changes that save memory in any command, for an error after memory ran out, when no
+    budget can be computed. Keys that the command's configuration lacks are left out."""
     keys = keys_of(type(config))
     changes = []
     for key in (
@@ -370,7 +389,7 @@ def plain_changes(config: Any) -> list[Change]:
 
 
 def _fewer_slots(budget: Budget) -> list[Change]:
-    """Half as many slots, and as few as a group needs."""
+    """Returns changes to half as many slots on each device, and to as few as a group needs."""
     now = -(-budget.slots // len(budget.roles["sampler"].devices))
     least = max(budget.config.batch.group_size, budget.config.pass_k)
     changes = []
@@ -381,9 +400,10 @@ def _fewer_slots(budget: Budget) -> list[Change]:
 
 
 def _longer_rows(budget: Budget) -> tuple[list[Change], list[Change]]:
-    """Longer rows of whole groups, by the numbers of them that divide those of a device: (those
-    with which fewer tokens are computed, as no prompt is computed twice and little of a row is
-    padding, and the others). What layers store stays as it is."""
+    """Returns two lists of changes of `batch.micro_tokens` to longer rows that hold whole groups.
+    The first has those with which fewer tokens are computed, because no prompt is computed twice
+    and little of a row is padding; the second has the others. What layers store for the backward
+    pass stays the same."""
     config = budget.config
     shards = budget.batch.rows * config.mesh.context
     prompts = -(-budget.prompts_per_step // config.algorithm.num_minibatches)
@@ -410,7 +430,8 @@ def _longer_rows(budget: Budget) -> tuple[list[Change], list[Change]]:
 
 
 def _same_batch(budget: Budget) -> dict[str, Any]:
-    """Keys with which another number of devices has the same batch."""
+    """Returns the keys that keep the prompts of a step the same on another number of devices; empty
+    if they do not depend on that."""
     if not budget.config.batch.prompts_per_device:
         return {}
     return {
@@ -420,7 +441,7 @@ def _same_batch(budget: Budget) -> dict[str, Any]:
 
 
 def _idle_devices(budget: Budget) -> list[Change]:
-    """All devices, where some have no role."""
+    """Returns a change that gives all devices a role; empty if all have one."""
     mesh = budget.config.mesh
     used = budget.num_used_devices
     if used >= budget.num_devices:
@@ -439,7 +460,8 @@ def _idle_devices(budget: Budget) -> list[Change]:
 
 
 def _other_placements(budget: Budget) -> list[Change]:
-    """Other devices for the roles."""
+    """Returns changes that divide the devices differently between trainer and sampler, and changes
+    that move the models that score to the devices of either."""
     config = budget.config
     trainer = budget.roles["trainer"].devices
     sampler = budget.roles["sampler"].devices

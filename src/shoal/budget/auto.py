@@ -1,5 +1,6 @@
-"""What the settings leave to the devices' memory: the devices of a replica of the sampler, the room
-of its caches, the tokens of a micro-batch, and what the backward pass computes again."""
+"""Decides from the devices' memory what the settings leave open: over how many devices a replica of
+the sampler is split, how many tokens its caches hold, the tokens of a micro-batch, and what the
+backward pass computes again (`model.remat`)."""
 
 from __future__ import annotations
 
@@ -41,33 +42,36 @@ from shoal.weights.source import (
 )
 
 MOST_MICRO_TOKENS = 2**15
-"""Tokens of a device at most, where `batch.micro_tokens` is open. By the compiler's account the
-default update of 1.5B on one H200 takes 3.35 s with rows of 4,096 tokens, 2.51 with 17,408, four
-whole groups, and 2.42 with 34,816."""
+"""Most tokens on a device that are chosen if `batch.micro_tokens` is open. By the compiler's
+account the default update of 1.5B on one H200 takes 3.35 s with rows of 4,096 tokens, 2.51 with
+17,408, four whole groups, and 2.42 with 34,816."""
 
 MOST_CPU_ROWS, WORTH_LONGER_ROWS = 2, 0.05
-"""On a CPU: how many times longer a row may be than `derived.CPU_MICRO_TOKENS`, and the share of an
-update's tokens that must be saved by it. An update takes as long as its rows have tokens, padding
-included (`benchmarks/micro_tokens.py`)."""
+"""On a CPU: how many times longer than `derived.CPU_MICRO_TOKENS` a row may be, and the share of an
+update's tokens that a longer row must save. The time of an update is proportional to the tokens of
+its rows, padding included (`benchmarks/micro_tokens.py`)."""
 SAMPLE_PROMPTS, SAMPLE_COMPLETIONS = 8, 64
-"""Groups of a step on each device, and completions of each, whose packing decides: with more the
-share of padding is the same."""
+"""Most groups of a step on each device, and completions of a group, that are packed to compare
+sizes of rows: with more the share of padding is the same."""
 
 UNKNOWN_ROOM = 2 << 30
-"""Bytes that may be kept where a device's memory is not known, as on a CPU, where keeping more is
-no faster."""
+"""Bytes of activations that may be kept if the device's memory is not known, as on a CPU, where
+keeping more is no faster."""
 
 LEAST_READS = 10
-"""How often a TPU must be able to read an element while it computes it again for keeping it to pay.
-By the compiler's account an update of 8B on v6e (7) takes 510 ms a micro-batch with all products
-kept and 507 with none, one of 70B on v5p (49) 5.5 and 6.1 s a step."""
+"""Keeping activations pays on a TPU if it could read an element at least this many times in the
+time that it needs to compute it again. By the compiler's account an update of 8B on v6e (7) takes
+510 ms a micro-batch with all products kept and 507 with none, one of 70B on v5p (49) 5.5 and 6.1 s
+a step."""
 
 
 def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
-    """The roles of a run that trains a model of this architecture, with `mesh.sampler_tensor`
-    decided: `mesh.tensor` where a replica fits so, else the least that fits. It stays `mesh.tensor`
-    where a device's memory is not known, as on a CPU."""
-    if config.sampler.is_remote:  # here the trainer's devices stand for the workers'
+    """Returns the meshes of a run's roles for a model of architecture `a`, with
+    `mesh.sampler_tensor` decided if it is open: `mesh.tensor` if the sampler's weights fit that
+    way, else the fewest devices that they fit on. If the devices' memory is not known, like that of
+    a CPU, it is `mesh.tensor`. ShoalError if the meshes do not divide a model."""
+    if config.sampler.is_remote:
+        # The workers' devices are unknown, so the trainer's stand for them.
         config = replace(config, mesh=replace(config.mesh, sampler_tensor=config.mesh.tensor))
     scored = []
     if config.algorithm.scores_reference:
@@ -93,8 +97,9 @@ def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
 
 
 def replica_size(config: Config, a: Architecture, roles: Roles, available: float) -> int:
-    """Devices of a replica of the sampler whose weights leave each of them within so many bytes: as
-    many as in `roles`, doubled until they fit or the model has no such split."""
+    """Returns the number of devices that a replica of the sampler is split over so that its weights
+    leave each device within `available` bytes: the number in `roles`, doubled until they fit or the
+    model cannot be split further."""
     dtype = compute_dtype(config.model.dtype, roles.sampler.platform)
     held = open_budget(config, roles, a).held("sampler", "sampling")
     held.pop("the sampler's copy", 0)
@@ -106,14 +111,15 @@ def replica_size(config: Config, a: Architecture, roles: Roles, available: float
         needed += size * versions if spec.trained else size
     possible = tensor_sizes(a, roles.sampler.local.mesh.size)
     tensor = roles.sampler.tensor
-    # By a power of two: what heads, feed-forward size and the network are multiples of.
+    # Doubled, because heads, feed-forward sizes and networks are multiples of powers of two.
     while needed / tensor > free and 2 * tensor in possible:
         tensor *= 2
     return tensor
 
 
 def open_budget(config: Config, roles: Roles, a: Architecture) -> Budget:
-    """The budget that open settings are decided by: of weights alone, as no model is loaded yet."""
+    """Returns the budget of a job's weights alone, by which open settings are decided before the
+    model is made."""
     dtype = compute_dtype(config.model.dtype, roles.trainer.platform)
     return weight_budget(config, a, roles, dtype, teacher_architecture(config))
 
@@ -121,16 +127,16 @@ def open_budget(config: Config, roles: Roles, a: Architecture) -> Budget:
 def with_update(
     weights: Budget, a: Architecture, role: Role, dtype: Any, tokens: int, remat: str
 ) -> Budget:
-    """The budget of a job's weights and of an update whose micro-batches have so many tokens on
-    each device."""
+    """Returns the budget of a job's weights with the estimated memory of an update added, whose
+    micro-batches have `tokens` tokens on each device."""
     activations = update_bytes(a, role, dtype, tokens) + activation_bytes(a, tokens, dtype, remat)
     update = {"accumulate": StepProgram("trainer")}
     return replace(weights, programs=update, activations=activations).estimated()
 
 
 def free_cache_tokens(config: Config, roles: Roles, a: Architecture) -> int:
-    """KV-cache capacity of one host of the sampler beside weights, in tokens; 0 where a device's
-    memory is not known, as on a CPU."""
+    """Returns how many tokens' keys and values fit into the memory that weights leave free on one
+    host of the sampler. 0 if the devices' memory is not known, like that of a CPU."""
     role = roles.sampler
     memory = device_memory(role.mesh.devices.flat[0])
     if not memory:
@@ -143,15 +149,16 @@ def free_cache_tokens(config: Config, roles: Roles, a: Architecture) -> int:
 
 
 def teacher_architecture(config: Config) -> Architecture | None:
-    """The teacher's sizes where they are known without a download."""
+    """Returns the teacher's sizes; None without a teacher, or if they would have to be
+    downloaded."""
     if not config.teacher.path:
         return None
     return known_architecture(section_of(config.model, config.teacher.path))
 
 
 def trained_model(config: Config, spec: ModelSource, roles: Roles) -> Model:
-    """The `Model` on the trainer's devices, with `model.remat` decided. ShoalError for what they
-    cannot do."""
+    """Returns the `Model` on the trainer's devices, with `model.remat` decided. ShoalError if these
+    devices or this model cannot do what the settings ask for."""
     check_quantised(config.model, spec.architecture)
     remat = config.model.remat
     device = roles.trainer.mesh.devices.flat[0]
@@ -167,7 +174,8 @@ def trained_model(config: Config, spec: ModelSource, roles: Roles) -> Model:
 
 
 def check_host_memory(device: Any, key: str, value: str, instead: str) -> None:
-    """ShoalError for a setting that moves arrays to a host whose memory programs cannot use."""
+    """Raises ShoalError if programs on the device cannot use the host's memory. `key`, `value`: the
+    setting that moves arrays there; `instead`: the value that the error recommends."""
     if not has_host_memory(device):
         raise ShoalError(
             f"{key}={value}: {device.device_kind} has no host memory that its programs can use "
@@ -177,9 +185,11 @@ def check_host_memory(device: Any, key: str, value: str, instead: str) -> None:
 
 
 def decided_micro_tokens(config: Config, roles: Roles, a: Architecture) -> int:
-    """`batch.micro_tokens` where it is open: `config`'s, or on an accelerator more, as many whole
-    groups as leave part of its memory while as much is kept of them for the backward pass; on a CPU
-    as `cpu_micro_tokens` says."""
+    """Returns `batch.micro_tokens` for a job that leaves it open. On an accelerator: the largest
+    number of whole groups, up to MOST_MICRO_TOKENS, with which an update fits into PLAN_FOR of a
+    device's memory without computing more again in the backward pass. On a CPU: see
+    `cpu_micro_tokens`. Never less than the default in `config`, which it is too if the device's
+    memory is unknown."""
     tokens = config.batch.micro_tokens
     role = roles.trainer
     remat = config.model.remat
@@ -205,16 +215,16 @@ def decided_micro_tokens(config: Config, roles: Roles, a: Architecture) -> int:
 
 
 def cpu_micro_tokens(config: Config, row_shards: int) -> int:
-    """`batch.micro_tokens` of a CPU where it is open: `config`'s, or up to `MOST_CPU_ROWS` times as
-    many where a group does not fit them, so that a row holds a number of the longest completions
-    with little padding behind them."""
+    """Returns `batch.micro_tokens` for a CPU: the default in `config`, or up to `MOST_CPU_ROWS`
+    times as many if a group does not fit into that, so that a whole number of the longest
+    completions fills a row with little padding."""
     tokens = config.batch.micro_tokens
     rows = completion_rows(config)
     if max(rows) <= tokens:
         return tokens
     prompts = -(-config.batch.prompts_per_step // config.algorithm.num_minibatches)
     prompts = min(prompts, SAMPLE_PROMPTS * row_shards)
-    # Of a larger group the share of padding is the same, and packing a million takes minutes.
+    # A larger group has the same share of padding, and packing a million completions takes minutes.
     group_size = min(config.batch.group_size, SAMPLE_COMPLETIONS)
     sample = replace(config, batch=replace(config.batch, group_size=group_size))
     chosen, least = tokens, computed_tokens(sample, row_shards, prompts, tokens)
@@ -228,7 +238,8 @@ def cpu_micro_tokens(config: Config, row_shards: int) -> int:
 
 
 def decided_remat(config: Config, roles: Roles, a: Architecture) -> str:
-    """`dots`, `attention` or `full`: the first that fits."""
+    """Returns `model.remat` for a job that leaves it open: the first of `dots`, `attention` and
+    `full` with which an update fits, `full` if none does or if computing again is as fast."""
     role = roles.trainer
     tokens = config.batch.micro_tokens
     dtype = compute_dtype(config.model.dtype, role.platform)

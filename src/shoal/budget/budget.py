@@ -1,8 +1,9 @@
-"""The budget of a job: what its roles hold in the memory of their devices, from shapes alone, and
-what its programs cost, where they were compiled or tried.
+"""The budget of a job: the bytes that its roles hold on their devices, from shapes alone, and what
+its programs cost once they have been compiled or tried.
 
-`job/memory.py` makes the budget of a job, `plan/` and `job/step_trial.py` add the costs of its
-programs. What settings leave open, advice, findings and the plan's tables ask it alone.
+`job/memory.py` makes the budget of a job; `plan/` and `job/step_trial.py` add the costs of its
+programs. Decisions about open settings, advice, findings and the plan's tables all read this one
+object.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PROGRAM_PHASES: Mapping[str, str] = {
 """Program -> the phase of a step in which it runs."""
 
 TRAINER_PHASES = ("scoring", "update", "publication")
-"""The phases that run on the trainer's devices, or wait for them."""
+"""The phases of a step that run on the trainer's devices, or wait for these."""
 
 LARGEST: Mapping[str, str] = {
     "prefill": "sampler",
@@ -40,32 +41,33 @@ LARGEST: Mapping[str, str] = {
     "accumulate": "trainer",
     "apply": "trainer",
 }
-"""The programs that need most memory, and the roles that run them."""
+"""The programs that need most memory -> the role that runs each."""
 
 PLAN_FOR = 0.75
-"""Share of a device's memory that a replica of the sampler and the rows of a micro-batch are chosen
-to fill: before anything is compiled, and while a smaller choice costs little time."""
+"""Share of a device's memory that decisions about the sampler's replicas and the rows of
+micro-batches aim to fill. It is low, because these decisions are made before anything is compiled,
+and a smaller choice costs little time."""
 
 TIGHT = 0.9
-"""Share of the memory, or of what of it is free, above which a job is tight as far as it is known
-before its programs are compiled for their devices. `model.remat` is chosen by it."""
+"""Share of a device's memory, or of its free memory, above which a job counts as tight before its
+programs are compiled. `model.remat` is chosen by it."""
 
 FULL = 0.97
-"""Share of a device's memory above which a compiled job is tight: what the compiler cannot see (the
-batch, fragments)."""
+"""Share of a device's memory above which a compiled job counts as tight: the rest is for what the
+compiler cannot see (the batch, fragments)."""
 
 FRAGMENTS = 0.14
-"""On a CPU, of all that a process holds: what its allocator may keep of freed memory for later. It
-was up to 13%, of a model of 50M parameters, most of whose arrays come from the heap; 0 to 4% with
-models of 1M, 8M and 135M (benchmarks/memory.py)."""
+"""Freed memory that the allocator of a process on a CPU may keep for later, as a share of all that
+the process holds. It was up to 13%, of a model of 50M parameters, most of whose arrays come from
+the heap; 0 to 4% with models of 1M, 8M and 135M (benchmarks/memory.py)."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """One part of what a role holds: bytes on each of the role's devices, or for each of them in
-    the memory of its host."""
+    """One part of what a role holds, with its bytes on each of the role's devices; with `on_host`,
+    the bytes in the host's memory for each of these devices."""
 
-    part: str  # as `Adam's moments`
+    part: str  # like `Adam's moments`
     role: str
     phase: str  # always, sampling or update
     bytes: int
@@ -74,15 +76,15 @@ class Item:
 
 @dataclass(frozen=True)
 class RolePlacement:
-    """The devices of a role."""
+    """The devices that a role uses, and the axes of its mesh."""
 
     mesh: Mapping[str, int]  # axis -> size, without axes of one device
-    devices: tuple[int, ...]  # their numbers
+    devices: tuple[int, ...]  # JAX's ids
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What of a model decides its cost."""
+    """The facts about a model that decide what it costs."""
 
     parameters: int = 0
     layers: int = 0
@@ -92,7 +94,8 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class BatchSize:
-    """A micro-batch on all devices of the trainer."""
+    """The shape of a micro-batch over all devices of the trainer: `rows` of `length` tokens,
+    `tokens` in all."""
 
     rows: int = 0
     length: int = 0
@@ -101,7 +104,7 @@ class BatchSize:
 
 @dataclass(frozen=True)
 class StepProgram:
-    """A program of a step: the role whose devices run it, and how often in a step."""
+    """A program of a step: the role on whose devices it runs, and how often it runs in a step."""
 
     role: str
     runs: float = 1
@@ -109,8 +112,9 @@ class StepProgram:
 
 @dataclass(frozen=True)
 class Transfers:
-    """The transfers of one kind that a line of code makes along axes of a mesh, in one run of a
-    program: bytes of the whole arrays, and seconds by the links."""
+    """The transfers between devices of one kind (like all-gather), along some axes of a mesh, that
+    one line of source code makes in one run of a program. `bytes`: of the whole arrays; `seconds`:
+    by the speed of the links; `times`: how many transfers."""
 
     kind: str
     axis: str
@@ -122,18 +126,20 @@ class Transfers:
 
 @dataclass(frozen=True)
 class ProgramCost:
-    """What one run of a program costs on a device. A trial of a step measures `extra_bytes` and
-    `code_bytes` alone."""
+    """What one run of a program costs on a device. A plan fills all fields; a trial of a step
+    measures only `extra_bytes` and `code_bytes`."""
 
     program: str = ""
     layers: int = 0
-    compiled_seconds: float = 0.0  # that its compilation took
-    error: str = ""  # of a program that the compiler refused
+    compiled_seconds: float = 0.0  # how long its compilation took
+    error: str = ""  # why the compiler refused the program; empty if it did not
     flops: float = 0.0
     floor_seconds: float = 0.0
-    extra_bytes: int = 0  # besides its arguments: temporaries, and results that overwrite none
-    memory: Mapping[str, int] = field(default_factory=dict)  # as the compiler reports it, by kind
-    largest: Sequence[tuple[int, str, str]] = ()  # (bytes, shape, source) of temporaries
+    # bytes besides the arguments: temporaries, and results that do not overwrite an argument
+    extra_bytes: int = 0
+    # kind -> bytes that the compiler reports
+    memory: Mapping[str, int] = field(default_factory=dict)
+    largest: Sequence[tuple[int, str, str]] = ()  # largest temporaries: (bytes, shape, source)
     collectives: Sequence[Transfers] = ()
     code_bytes: int = 0
     compute_seconds: float = 0.0
@@ -141,14 +147,14 @@ class ProgramCost:
     launches: float = 0.0
     kernel_flops: float = 0.0
     sources: Mapping[str, float] = field(default_factory=dict)  # source -> seconds
-    assumed: Sequence[str] = ()  # loops whose number of rounds was assumed
+    assumed: Sequence[str] = ()  # loops whose number of rounds the plan assumed
     extrapolated: Sequence[int] = ()  # the two numbers of layers that were compiled instead of all
 
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """What a planned device does, as its maker says or as it was measured: bytes and operations a
-    second."""
+    """The speeds that a plan assumes of a device, measured or as its maker says: operations and
+    bytes a second."""
 
     peak_flops: float | None  # in the type of the computation; None: not known
     link: float
@@ -161,31 +167,33 @@ class DeviceRates:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """What a plan alone knows of a job: its devices as text, its hosts, the tokens of a step."""
+    """What only a plan knows of a job: a text that describes its devices, the number of hosts, the
+    tokens of a step."""
 
     devices: str
     hosts: int
-    refusal: str  # why it does not run as a process on each host; empty where it does
+    refusal: str  # why the job cannot run as one process on each host; empty if it can
     sampled_tokens: int
     prompt_tokens: int
     model_flops: float
     published_bytes: int = 0  # copied to each of the sampler's own devices
-    rates: DeviceRates | None = None  # None: devices of an unknown kind
+    rates: DeviceRates | None = None  # None if the kind of device is unknown
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Keys to change, in words."""
+    """Keys to change, with a text for the user that says what the change does."""
 
-    key: str  # the first of them
+    key: str  # the key that the advice is about, the first of `values`
     values: Mapping[str, Any]
     text: str
-    bytes: int  # that a device then needs less
+    bytes: int  # how much less a device then needs; negative if more
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a job takes of memory and time; of a job whose model is not made yet, its weights alone.
+    """What a job needs in memory and time. If its model has not been made yet, only its weights are
+    counted.
 
     >>> budget.held("trainer", "update")
     {"parameters": 3437568, "Adam's moments": 6875136, "the sampler's copy": 1718784,
@@ -193,28 +201,29 @@ class Budget:
     >>> budget.peak(), budget.peak("sampling"), budget.fits()
     """
 
-    config: Config  # as resolved on the job's devices
+    config: Config  # with open keys decided for the job's devices
     memory: int  # bytes of a device
     roles: Mapping[str, RolePlacement]
     items: Sequence[Item]
-    num_devices: int = 0  # that there are; roles may use fewer
+    num_devices: int = 0  # devices of the job; roles may use fewer
     machines: int = 1
     model: ModelSize = ModelSize()
     batch: BatchSize = BatchSize()
     slots: int = 0
     prompts_per_step: int = 0
-    activations: int = 0  # bytes that an update is reckoned to need besides what roles hold
+    activations: int = 0  # estimated bytes that an update needs besides what roles hold
     programs: Mapping[str, StepProgram] = field(default_factory=dict)
     costs: Mapping[str, ProgramCost] = field(default_factory=dict)  # empty before compilation
     process_bytes: Mapping[str, int] | None = None
-    """On a CPU, after a trial: part -> bytes of RAM besides arrays, of all devices together."""
+    """Part -> bytes of RAM besides arrays, of all devices together. None unless a step was tried on
+    a CPU."""
     step: PlannedStep | None = None
     advice: Sequence[Advice] = ()
 
     # ---- memory
 
     def colocated_roles(self, role: str) -> list[str]:
-        """The roles that use devices of this one, itself included."""
+        """Returns the names of the roles that share a device with `role`, which is among them."""
         colocated = []
         for other in self.roles:
             if other == role or self._devices_of(role) & self._devices_of(other):
@@ -222,13 +231,16 @@ class Budget:
         return colocated
 
     def _devices_of(self, role: str) -> set[int]:
-        """Numbers of a role's devices; those of a remote sampler are no devices of this job."""
+        """Returns the numbers of the devices that a role uses; none for a remote sampler, whose
+        devices do not belong to this job."""
         if role == "sampler" and self.config.sampler.is_remote:
             return set()
         return set(self.roles[role].devices)
 
     def held(self, role: str, phase: str = "always") -> dict[str, int]:
-        """What a device of a role holds in a phase, by part."""
+        """Returns part -> bytes that a device of `role` holds, for this role and for the roles that
+        share the device, without what programs need while they run. `phase`: `always`, for what is
+        held all the time; `sampling` or `update`, for that and what is held only in this phase."""
         parts = {}
         for colocated in self.colocated_roles(role):
             for item_phase in ("always", phase):
@@ -237,7 +249,8 @@ class Budget:
         return parts
 
     def items_of(self, role: str, phase: str) -> list[Item]:
-        """What a role itself adds to its devices' memory in a phase."""
+        """Returns the items that a role itself adds to the memory of its devices in just this
+        phase."""
         return [
             item
             for item in self.items
@@ -245,17 +258,19 @@ class Budget:
         ]
 
     def on_host(self) -> dict[str, int]:
-        """What the host holds for each device, by part."""
+        """Returns part -> bytes that the host's memory holds for each device."""
         return {item.part: item.bytes for item in self.items if item.on_host}
 
     def needed(self, program: str) -> dict[str, int]:
-        """Part -> bytes on a device while a program runs."""
+        """Returns part -> bytes that a device needs while a program runs: what roles hold, what the
+        program needs besides, compiled code, and on a CPU after a trial what the process itself
+        takes."""
         role = self.programs[program].role
         parts = self.held(role, held_phase(program))
         cost = self.costs.get(program, ProgramCost())
         extra = cost.extra_bytes
         if program == "publish" and extra and not self.samples_apart:
-            # Its output is a part of the sampler's copy, which is counted.
+            # The program's output is a part of the sampler's copy, which is counted already.
             extra -= cost.memory.get("output", 0)
         if program == "accumulate":
             parts["activations"] = extra
@@ -264,7 +279,8 @@ class Budget:
         code_bytes = self._code_bytes(role)
         if code_bytes:
             parts["compiled programs"] = code_bytes
-        if self.process_bytes is not None:  # devices of a CPU share the RAM with what runs on them
+        if self.process_bytes is not None:
+            # The devices of a CPU share their RAM with the process itself.
             sharing = len(self.roles["trainer"].devices)
             for part, size in self.process_bytes.items():
                 if size:
@@ -273,7 +289,7 @@ class Budget:
         return parts
 
     def _code_bytes(self, role: str) -> int:
-        """Bytes of the compiled programs that devices of a role run."""
+        """Returns the bytes of all compiled programs that run on the devices of a role."""
         roles = self.colocated_roles(role)
         total = 0
         for name, program in self.programs.items():
@@ -282,15 +298,17 @@ class Budget:
         return total
 
     def needed_bytes(self, program: str) -> int:
+        """Returns the sum of `needed`."""
         return sum(self.needed(program).values())
 
     @property
     def fullest(self) -> str:
-        """The program that runs when a device needs most."""
+        """The name of the program during which a device needs the most memory."""
         return max(self.programs, key=self.needed_bytes)
 
     def peak(self, phase: str = "") -> int:
-        """The most that a device needs; with a `phase`, sampling or update, in it."""
+        """Returns the most bytes that a device ever needs; with a `phase`, `sampling` or `update`,
+        the most in that phase."""
         if not phase:
             return self.needed_bytes(self.fullest)
         return max(
@@ -298,16 +316,19 @@ class Budget:
         )
 
     def fits(self, share: float = 1.0) -> bool:
-        """True where a device needs at most a share of its memory, and every program compiled."""
+        """True if a device needs at most `share` of its memory, and no program was refused by the
+        compiler."""
         return self.peak() <= share * self.memory and (self.is_compiled or not self.costs)
 
     @property
     def is_compiled(self) -> bool:
+        """True if programs have been compiled, and the compiler refused none."""
         return bool(self.costs) and not any(cost.error for cost in self.costs.values())
 
     def estimated(self) -> Budget:
-        """Before anything is compiled: what is held, and what an update is reckoned to take
-        besides. Its time is not known."""
+        """Returns the budget as it is known before anything is compiled: what roles hold, and the
+        estimated activations of an update as the cost of `accumulate`. It has no times and no
+        advice."""
         step = self.step
         if step is not None and step.rates is not None:
             step = replace(step, rates=replace(step.rates, peak_flops=None))
@@ -315,9 +336,10 @@ class Budget:
         return replace(self, step=step, costs={"accumulate": update}, advice=())
 
     def with_scaled_costs(self, changed: Budget) -> Budget:
-        """The budget of a changed job with the memory that this one's programs need besides. What
-        sampling needs grows as its caches, what an update needs as the activations that the budget
-        reckons with."""
+        """Returns the budget `changed`, of the same job with other settings, with this budget's
+        costs of programs scaled to it. What a program of sampling needs besides what roles hold is
+        scaled in proportion to the caches; what an update needs, in proportion to its estimated
+        activations."""
         costs = {}
         for name, cost in self.costs.items():
             if name in changed.programs:
@@ -326,7 +348,8 @@ class Budget:
         return replace(changed, costs=costs, process_bytes=self.process_bytes)
 
     def _work(self, program: str) -> int:
-        """What the memory of a program besides what roles hold is proportional to."""
+        """Returns a number to which the memory that a program needs besides what roles hold is
+        proportional."""
         if program == "accumulate":
             return max(1, self.activations)
         if PROGRAM_PHASES[program] == "sampling":
@@ -337,18 +360,20 @@ class Budget:
 
     @property
     def peak_flops(self) -> float | None:
-        """Operations a second of a device at its peak; None where they are not known."""
+        """Operations a second of a device at its peak; None if that is not known."""
         if self.step is None or self.step.rates is None:
             return None
         return self.step.rates.peak_flops
 
     @property
     def is_timed(self) -> bool:
-        """False where the devices are unknown, or a program was not compiled."""
+        """True if the seconds of a step can be computed: the devices' speeds are known and all
+        programs are compiled."""
         return self.peak_flops is not None and self.is_compiled
 
     def seconds(self, program: str) -> tuple[float, float, float]:
-        """(floor, with transfers wholly hidden, with none hidden) of all its runs in a step."""
+        """Returns the seconds of all runs of a program in a step, in three cases: (the least that
+        is possible; transfers between devices wholly hidden behind computation; none hidden)."""
         cost = self.costs[program]
         runs = self.programs[program].runs
         compute = runs * cost.compute_seconds
@@ -358,7 +383,8 @@ class Budget:
         return runs * cost.floor_seconds, max(compute, transfer), compute + transfer
 
     def _publication_seconds(self) -> float:
-        """Seconds a step to copy weights to the sampler's own devices, which no program does."""
+        """Returns the seconds a step for copying weights to the devices of a sampler that shares
+        none with the trainer; no program's cost contains them."""
         step = self.step
         if step is None or step.rates is None or not step.published_bytes:
             return 0.0
@@ -366,8 +392,8 @@ class Budget:
 
     @property
     def step_seconds(self) -> tuple[float, float, float]:
-        """Of a step in a long run: sampling and training overlap where the schedule and the devices
-        let them."""
+        """Seconds of a step in a long run, in the three cases of `seconds`. Sampling and training
+        overlap if the schedule and the devices let them."""
         sampler = []
         trainer = []
         scores_on_sampler = self.samples_apart and "reference" in self.colocated_roles("sampler")
@@ -378,7 +404,7 @@ class Budget:
                 sampler.append(seconds)
             if phase in TRAINER_PHASES:
                 trainer.append(seconds)
-        if scores_on_sampler:  # they take the sampler's time too
+        if scores_on_sampler:  # scoring then takes the sampler's time too
             for program in ("reference", "teacher"):
                 if program in self.costs:
                     sampler.append(self.seconds(program))
@@ -396,16 +422,16 @@ class Budget:
 
     @property
     def overlaps(self) -> bool:
-        """True where sampling and training go on at the same time."""
+        """True if sampling and training go on at the same time."""
         return self.samples_apart and oldest_samples(self.config) > 0
 
     @property
     def samples_apart(self) -> bool:
-        """True where the sampler has devices of its own."""
+        """True if the sampler shares no device with the trainer."""
         return "trainer" not in self.colocated_roles("sampler")
 
     def phase_seconds(self) -> dict[str, tuple[float, float, float]]:
-        """Phase -> `seconds` of all its programs."""
+        """Returns phase -> the sum of `seconds` of the programs that run in it."""
         phases: dict[str, tuple[float, float, float]] = {}
         for program in self.costs:
             phase = PROGRAM_PHASES[program]
@@ -416,19 +442,20 @@ class Budget:
 
     @property
     def num_used_devices(self) -> int:
-        """Devices that have a role."""
+        """Number of devices that have a role."""
         used: set[int] = set()
         for placement in self.roles.values():
             used.update(placement.devices)
         return len(used)
 
     def mfu(self, seconds: float) -> float:
-        """Model FLOPs utilisation of a step that takes so many seconds; of a timed job alone."""
+        """Returns the model FLOPs utilisation of a step that takes `seconds`. Only for a budget
+        whose `peak_flops` is known."""
         assert self.step is not None and self.peak_flops is not None
         return self.step.model_flops / (self.peak_flops * self.num_used_devices * seconds)
 
     def transfers(self) -> list[tuple[float, str, Transfers]]:
-        """(seconds a step, program, transfers), the longest first."""
+        """Returns (seconds a step, program, transfers) for all transfers, the longest first."""
         rows = []
         for program, cost in self.costs.items():
             for transfers in cost.collectives:
@@ -437,18 +464,20 @@ class Budget:
 
 
 def held_phase(program: str) -> str:
-    """The phase in which roles hold more than always while a program runs."""
+    """Returns the phase, for `Budget.held`, that a program runs in: `sampling` or `update`, or
+    `always` if roles hold nothing more in its phase than they always do."""
     phase = PROGRAM_PHASES[program]
     if phase in ("sampling", "update"):
         return phase
     return "always"
 
 
-# ---- in words
+# ---- as text
 
 
 def parts_text(budget: Budget) -> str:
-    """What a device needs at its fullest, by part, the largest first."""
+    """Returns a text that lists what a device needs when it is fullest, by part, the largest first;
+    then what the host holds for it."""
     parts = sorted(budget.needed(budget.fullest).items(), key=lambda part: -part[1])
     text = sizes_text(parts)
     on_host = host_text(budget)
@@ -458,16 +487,19 @@ def parts_text(budget: Budget) -> str:
 
 
 def host_text(budget: Budget) -> str:
-    """What the host holds for each device, by part."""
+    """Returns a text that lists what the host's memory holds for each device, by part; '' if
+    nothing."""
     return sizes_text(list(budget.on_host().items()))
 
 
 def sizes_text(parts: Sequence[tuple[str, int]]) -> str:
+    """Returns a text like `gradient 1.0 GiB, reference 0.5 GiB`, without parts of 0 bytes."""
     return ", ".join(f"{part} {gib(size)}" for part, size in parts if size)
 
 
 def verdict(budget: Budget) -> str:
-    """The last line: fits or not, the seconds of a step, the key."""
+    """Returns the last line of a plan: whether the job fits, how much memory it needs, the seconds
+    of a step if they are known, and the first advice."""
     leaves_free = budget.fits(FULL)
     if not budget.fits():
         text = "does not fit"

@@ -1,8 +1,8 @@
-"""What a job holds in the memory of its devices: the only place that knows bytes.
+"""Computes the bytes that a job holds on its devices; all knowledge about bytes is in this module.
 
 weight_budget     parameters, moments, gradient, the sampler's copy, reference, teacher
 cache_items       the sampler's caches
-..._bytes         what programs are reckoned to need besides
+..._bytes         what programs are estimated to need besides
 available_memory  what a device has
 """
 
@@ -42,8 +42,8 @@ ROLES = ("trainer", "sampler", "reference")
 def weight_budget(
     config: Config, a: Architecture, roles: Roles, dtype: Any, teacher: Architecture | None
 ) -> Budget:
-    """The budget of a job's weights, from the sizes of the models and the meshes alone. `dtype`: of
-    the computation."""
+    """Returns the budget of a job's weights, computed from the sizes of its models and from the
+    meshes alone. `dtype`: the data type of the computation. `teacher`: its sizes, or None."""
     items = trainer_items(config, a, roles, dtype)
     items += sampler_items(config, a, roles, dtype)
     items += reference_items(config, a, roles, dtype, teacher)
@@ -56,7 +56,7 @@ def weight_budget(
 
 
 def role_placements(roles: Roles) -> dict[str, RolePlacement]:
-    """The devices of each role by its name."""
+    """Returns role name -> the devices that it uses, and the axes of its mesh."""
     placements = {}
     for name, role in zip(ROLES, roles.all, strict=True):
         axes = {axis: size for axis, size in role.mesh.shape.items() if size > 1}
@@ -66,14 +66,15 @@ def role_placements(roles: Roles) -> dict[str, RolePlacement]:
 
 
 def trainer_items(config: Config, a: Architecture, roles: Roles, dtype: Any) -> list[Item]:
-    """The masters in float32, Adam's moments, an adapter's frozen base, and the gradient."""
+    """Returns what the trainer holds: float32 masters of the weights, Adam's moments, the frozen
+    base of an adapter, and the gradient."""
     masters = param_shapes(trained_specs(a), roles.trainer, jnp.float32)
     frozen = param_shapes(frozen_specs(a), roles.trainer, dtype)
     size = bytes_per_device(masters)
     moments = 2 * size
     if config.optimizer.moments == "bfloat16":
         moments = size
-    # RAM is a CPU's own memory: nothing is moved out of it.
+    # On a CPU the host's memory is the device's own, so nothing is moved.
     offloads = config.optimizer.offload and roles.trainer.platform != "cpu"
     items = [
         Item("parameters", "trainer", "always", size),
@@ -86,8 +87,8 @@ def trainer_items(config: Config, a: Architecture, roles: Roles, dtype: Any) -> 
 
 
 def sampler_items(config: Config, a: Architecture, roles: Roles, dtype: Any) -> list[Item]:
-    """The arrays of the sampler that are not the trainer's own, of all versions that are held at
-    once."""
+    """Returns what the sampler holds besides the arrays that it shares with the trainer: the
+    weights of all versions that are held at the same time. Empty if it shares everything."""
     sampled = sampled_architecture(config, a)
     masters = param_shapes(trained_specs(a), roles.trainer, jnp.float32)
     frozen = param_shapes(frozen_specs(a), roles.trainer, dtype)
@@ -95,7 +96,7 @@ def sampler_items(config: Config, a: Architecture, roles: Roles, dtype: Any) -> 
     frozen_copies = copied_shapes(frozen, frozen_specs(a), roles.sampler, dtype, sampled)
     copied = bytes_per_device([own for _, own in copies])
     shared = bytes_per_device(masters) - bytes_per_device([mine for mine, _ in copies])
-    # Of arrays that are the trainer's own, only those of older versions take more.
+    # Arrays that are shared with the trainer take more memory only for older versions.
     trained = max(held * copied + older * shared for held, older in held_versions(config))
     size = bytes_per_device([own for _, own in frozen_copies]) + trained
     if not size:
@@ -106,7 +107,8 @@ def sampler_items(config: Config, a: Architecture, roles: Roles, dtype: Any) -> 
 def reference_items(
     config: Config, a: Architecture, roles: Roles, dtype: Any, teacher: Architecture | None
 ) -> list[Item]:
-    """The models that only score: the reference of a KL term, a teacher, reward models."""
+    """Returns what the models hold that only score: the reference of a KL term, a teacher, reward
+    models."""
     items = []
     if config.algorithm.scores_reference:
         frozen = param_shapes(frozen_specs(a), roles.trainer, dtype)
@@ -114,7 +116,8 @@ def reference_items(
         size = 0
         if not shares_base:
             size = weight_bytes(a.base, roles.reference, dtype)
-        if reference_architecture(config, a).adapter:  # a copy of the one that is trained on
+        if reference_architecture(config, a).adapter:
+            # The reference has a copy of the adapter, because the policy's is trained.
             size += bytes_per_device(param_shapes(trained_specs(a), roles.reference, dtype))
         items.append(Item("reference", "reference", "always", size))
     if teacher:
@@ -127,8 +130,8 @@ def reference_items(
 
 
 def cache_items(states: Iterable[tuple[str, Any]]) -> list[Item]:
-    """The KV caches of the largest of the sampler's engines, which take turns; none where nothing
-    is sampled. `states`: their shapes by name."""
+    """Returns the KV caches of the engine that has the largest, because the sampler's engines take
+    turns; empty if nothing is sampled. `states`: (engine's name, shapes of its state)."""
     by_size = sorted((bytes_per_device(state), name) for name, state in states)
     if not by_size:
         return []
@@ -137,8 +140,8 @@ def cache_items(states: Iterable[tuple[str, Any]]) -> list[Item]:
 
 
 def bytes_per_device(shapes: Any) -> int:
-    """Bytes of a tree of shapes on each device that holds it, not in the host's memory; those
-    without a sharding are whole."""
+    """Returns the bytes of a tree of shapes on each device that holds it. Arrays in the host's
+    memory count nothing; an array without a sharding counts whole."""
     total = 0
     for leaf in jax.tree.leaves(shapes):
         shape = leaf.shape
@@ -151,33 +154,35 @@ def bytes_per_device(shapes: Any) -> int:
 
 
 def weight_bytes(a: Architecture, role: Role, dtype: Any) -> int:
-    """Bytes of a model's parameters on one of a role's devices."""
+    """Returns the bytes of a model's parameters on each of a role's devices."""
     return bytes_per_device(param_shapes(param_specs(a), role, dtype))
 
 
 def sampled_architecture(config: Config, a: Architecture) -> Architecture:
-    """The sizes and types of what the sampler has of a model in training."""
+    """Returns the architecture of the sampler's copy of a trained model, whose weights may be
+    quantised (`sampler.quantise`)."""
     return replace(a, quantised=QUANTISED[config.sampler.quantise] or a.quantised)
 
 
 def reference_architecture(config: Config, a: Architecture) -> Architecture:
-    """The sizes of the reference of a policy: with an adapter where that is the policy as the run
-    begins. A new adapter changes nothing yet, so that the base alone is the same policy."""
+    """Returns the architecture of a policy's reference, which is the policy as the run begins: with
+    an adapter only if the run began with one. A new adapter changes nothing yet, so the base model
+    alone is the same policy."""
     is_new = bool(config.model.lora.rank) and not config.model.lora.path
     return a.base if is_new or config.algorithm.reference == "base" else a
 
 
 def parameter_count(a: Architecture) -> int:
-    """Parameters of a model, an adapter's included."""
+    """Returns the number of a model's parameters, including those of its adapter."""
     return sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(a)))
 
 
 def held_versions(config: Config) -> Iterator[tuple[int, int]]:
-    """(published versions whose weights are held, those of them that are older than the trainer's)
-    while each of some later steps samples and updates."""
+    """Yields, for each of some later steps while it samples and updates: (number of published
+    versions whose weights are held, how many of them are older than the trainer's weights)."""
     schedule = schedule_of(config.train)
     if schedule.newest:
-        # The version that is sampled from, and the next, which is there before it is loaded.
+        # The version that is sampled from, and the next, which is held before it is loaded.
         yield 2, 1
         return
     newest = schedule.weight_sync_interval * (schedule.lag + 1)
@@ -192,9 +197,13 @@ def held_versions(config: Config) -> Iterator[tuple[int, int]]:
 def copied_shapes(
     parameters: Any, specs: Any, role: Role, dtype: Any, sampled: Architecture | None = None
 ) -> list[tuple[Any, Any]]:
-    """(trainer's shapes, role's shapes) of each array that the role does not read from the
-    trainer's own. `specs`: a tree of `ParamSpec`; `sampled`: the architecture of a sampler, which
-    may have weights of 8 bits or layers apart."""
+    """Returns (trainer's shapes, role's shapes) of each array that a role cannot share with the
+    trainer, because its type, sharding or layout differs.
+
+    `parameters`, `specs`: trees of the trainer's shapes and of their `ParamSpec`. `sampled`: the
+    architecture of a sampler, which may have 8-bit weights or an array for each layer; None for
+    other roles.
+    """
     quantised = {}
     has_layers_apart = False
     if sampled is not None:
@@ -220,14 +229,17 @@ def copied_shapes(
 
 
 def key_bytes(a: Architecture, role: Role, dtype: Any) -> int:
-    """Bytes of a token's keys and values on each device of a replica of the sampler: on average,
-    where devices that share a head hold other tokens each."""
+    """Returns the bytes of one token's keys and values on each device of a replica of the sampler.
+    This is a mean if devices share a head, because each of them then holds other tokens."""
     return 2 * a.num_layers * a.num_kv_heads * a.head_dim * jnp.dtype(dtype).itemsize // role.tensor
 
 
 def activation_bytes(a: Architecture, tokens: float, dtype: Any, remat: str = "dots") -> int:
-    """Bytes of activations that are saved for the backward pass of `tokens` tokens, without layer
-    inputs, with a `model.remat` that computes anything again. Counts host memory too."""
+    """Returns the bytes of activations that all layers save for the backward pass of `tokens`
+    tokens, without the layers' inputs (`input_bytes`). They are counted at the model's whole width;
+    for one of several devices that split it, callers divide `tokens`. `remat`: a value of
+    `model.remat`, except `auto` and `none`. With `offload` these bytes are in the host's memory;
+    they are counted too."""
     queries = a.num_heads * a.head_dim
     queries_and_keys = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
     saved_by_attention = a.hidden_size + queries_and_keys + queries
@@ -241,16 +253,16 @@ def activation_bytes(a: Architecture, tokens: float, dtype: Any, remat: str = "d
 
 
 def input_bytes(a: Architecture, tokens: float, dtype: Any) -> int:
-    """Bytes of each layer's input, which are saved for the backward pass whatever `model.remat`
-    is."""
+    """Returns the bytes of all layers' inputs for `tokens` tokens, which are saved for the backward
+    pass whatever `model.remat` is."""
     return round(a.num_layers * a.hidden_size * tokens * jnp.dtype(dtype).itemsize)
 
 
 def update_bytes(a: Architecture, role: Role, dtype: Any, tokens: int) -> int:
-    """Bytes that an update of so many tokens on a device takes, without what roles hold and
-    `activation_bytes`."""
+    """Returns the estimated bytes that an update of `tokens` tokens on a device needs there,
+    besides what roles hold and besides `activation_bytes`."""
     itemsize = jnp.dtype(dtype).itemsize
-    # The weights in the type of the computation, and a layer of them whole with its gradient.
+    # The weights in the computation's type, and one layer, gathered whole, with its gradient.
     weights = bytes_per_device(param_shapes(trained_specs(a), role, dtype))
     layer = parameter_count(replace(a, num_layers=2)) - parameter_count(replace(a, num_layers=1))
     trained = sum(
@@ -260,7 +272,7 @@ def update_bytes(a: Architecture, role: Role, dtype: Any, tokens: int) -> int:
     # A few arrays of logits in float32.
     logits = 3 * 4 * min(CHUNK_ELEMENTS[role.platform], tokens * a.vocab_size)
     total = weights + whole_layer + input_bytes(a, tokens, dtype) + logits
-    if role.context > 1:  # keys, values and hidden states of whole rows, whose tokens are split
+    if role.context > 1:  # keys, values and hidden states are gathered for whole rows
         width = a.hidden_size + 2 * a.num_kv_heads * a.head_dim
         total += tokens * role.context * 2 * width * itemsize
     return total
@@ -270,7 +282,9 @@ def update_bytes(a: Architecture, role: Role, dtype: Any, tokens: int) -> int:
 
 
 class AvailableMemory(NamedTuple):
-    """Memory of one device. On CPU all devices share one memory: `sharing` of them."""
+    """Memory of one device in bytes, 0 if the device does not report it. `where`: a text that says
+    which memory it is. `sharing`: the number of devices that share it, which on a CPU are all of
+    them."""
 
     total: int
     free: int
@@ -282,13 +296,13 @@ CONTROL_GROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Versions 2 and 1 of control groups: the files of the limit and of the use, and which line of
-`memory.stat` has the bytes of cached files."""
+"""For versions 2 and 1 of control groups: the file with the limit, the file with the use, and the
+line of `memory.stat` that has the bytes of cached files."""
 
 
 def device_memory(device: Any) -> int:
-    """Bytes of a device's memory, as its maker says, so that a plan and a run decide alike; 0 if it
-    is not known."""
+    """Returns the usable bytes of a device's memory by the figures of its maker, so that a plan and
+    a run decide alike; 0 if they are not known."""
     known = accelerator_of(device.device_kind)
     if known is None:
         return 0
@@ -296,7 +310,8 @@ def device_memory(device: Any) -> int:
 
 
 def available_memory(devices: Iterable[Any]) -> AvailableMemory:
-    """The smallest memory of a local device; on CPU the machine's, or its control group's limit."""
+    """Returns the memory of the local device that has least; on a CPU that of the machine, or the
+    limit of its control group."""
     local = [device for device in devices if device.process_index == jax.process_index()]
     if local[0].platform == "cpu":
         total, free = machine_memory()
@@ -314,7 +329,8 @@ def available_memory(devices: Iterable[Any]) -> AvailableMemory:
 def machine_memory(
     proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")
 ) -> tuple[int, int]:
-    """(total, available) bytes of RAM, within the limit of the control group (versions 2 and 1)."""
+    """Returns (total, available) bytes of RAM, within the limits of control groups (versions 2 and
+    1)."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = total
     if (proc / "meminfo").is_file():
@@ -331,7 +347,7 @@ def machine_memory(
         used = _read_number(groups / used_file) or 0
         statistics = (groups / limit_file).with_name("memory.stat")
         if statistics.is_file():
-            # What files are cached in is given back before a program runs out of memory.
+            # The system frees the cache of files before a program runs out of memory.
             cached = re.search(rf"^{cache} (\d+)$", statistics.read_text(), re.MULTILINE)
             if cached:
                 used -= int(cached[1])
@@ -341,6 +357,8 @@ def machine_memory(
 
 
 def _read_number(file: Path) -> int | None:
+    """Returns the number that a file contains; None if it cannot be read or holds none, like
+    `max`."""
     try:
         text = file.read_text().strip()
     except OSError:

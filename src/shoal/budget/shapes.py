@@ -1,5 +1,5 @@
-"""The shapes of a step's micro-batches: how many rows of how many tokens, and how many completions
-each holds."""
+"""Computes the shapes of a step's micro-batches: how many rows of how many tokens, and how many
+completions fit into each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def micro_batch_shapes(config: Config, row_shards: int) -> tuple[Shape, ...]:
-    """The shapes of micro-batches; nearly all have the first."""
+    """Returns the shapes that a run's micro-batches may have, the full shape first; nearly all
+    micro-batches have it."""
     from shoal.trainer.update import update_shapes
 
     return update_shapes(
@@ -29,8 +30,9 @@ def micro_batch_shapes(config: Config, row_shards: int) -> tuple[Shape, ...]:
 
 
 def group_rows(config: Config, row_shards: int) -> list[int]:
-    """Tokens of a row on each device in which whole groups of the longest lengths fit, by the
-    numbers of them that divide those of a device."""
+    """Returns candidates for the tokens of a row on each device: for each number of groups that
+    divides the groups of a device, the tokens in which that many groups of the longest lengths
+    fit."""
     batch = config.batch
     sampling = config.sampling
     context = config.mesh.context
@@ -44,8 +46,9 @@ def group_rows(config: Config, row_shards: int) -> list[int]:
 
 
 def completion_rows(config: Config) -> list[int]:
-    """Tokens of a row on each device in which completions of the longest length fit with their
-    prompt, by the numbers of them that divide a group."""
+    """Returns candidates for the tokens of a row on each device: for each number that divides the
+    size of a group, the tokens in which a prompt with that many completions of the longest lengths
+    fits."""
     sampling = config.sampling
     rows = []
     for number in _divisors(config.batch.group_size):
@@ -59,7 +62,8 @@ def _divisors(number: int) -> list[int]:
 
 
 def _row_on_a_device(tokens: int, context: int) -> int:
-    """Tokens of a row on each of the `context` devices that share it, in which so many fit."""
+    """Returns the tokens of a row on each of the `context` devices that share it, if `tokens`
+    tokens must fit into the row; rounded up to the unit of rows."""
     from shoal.trainer.batch import row_unit
 
     on_a_device = -(-tokens // context)
@@ -68,8 +72,8 @@ def _row_on_a_device(tokens: int, context: int) -> int:
 
 
 def packed_tokens(config: Config, shapes: Sequence[Shape], prompts: int) -> int:
-    """Tokens, padding included, of the micro-batches in which a run packs the groups of so many
-    prompts; all have the longest prompts and completions."""
+    """Returns the tokens, padding included, of the micro-batches that a run packs the groups of
+    `prompts` prompts into, if all prompts and completions have the longest length."""
     from shoal.trainer.batch import in_batches
 
     if not prompts:
@@ -81,6 +85,6 @@ def packed_tokens(config: Config, shapes: Sequence[Shape], prompts: int) -> int:
 
 
 def computed_tokens(config: Config, row_shards: int, prompts: int, micro_tokens: int) -> int:
-    """`packed_tokens` of a run with another `batch.micro_tokens`."""
+    """Returns `packed_tokens` for a run whose `batch.micro_tokens` is `micro_tokens`."""
     changed = replace(config, batch=replace(config.batch, micro_tokens=micro_tokens))
     return packed_tokens(changed, micro_batch_shapes(changed, row_shards), prompts)

@@ -1,5 +1,5 @@
-"""The engines of a run: how many completions at once, in rows of how many siblings, within how much
-memory."""
+"""Plans the engines of a sampler: how many completions they hold at once, how many siblings (the
+completions of one prompt) share a row, and how much memory their caches have."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ from shoal.text import count
 from shoal.weights.source import make_model
 
 QUEUED = 4
-"""Completions that a host has at once, for each of its slots: a group counts until its longest has
-ended. With twice the slots 19 to 40% of them were idle where lengths are long-tailed and the
-sampler is slower than the trainer, with four times up to 8% (benchmarks/overlap.py)."""
+"""How many completions are requested of a host at once, for each of its slots. A group counts until
+its longest completion has ended. With twice the slots 19 to 40% of them were idle where lengths are
+long-tailed and the sampler is slower than the trainer, with four times up to 8%
+(benchmarks/overlap.py)."""
 
 
 class KVCacheBudget(NamedTuple):
-    """The memory of a sampler's caches: keys of a prompt, of a completion and of the longest, and
-    how many there may be in all its replicas, or 0. `by_pages`: completions share a pool."""
+    """The memory of a sampler's KV caches, in tokens: `prompt` for a prompt, `own` for a completion
+    of the mean length, `longest` for the longest; `tokens` in all `replicas` together, 0 for no
+    limit. `by_pages`: completions take pages of a common pool."""
 
     prompt: int
     own: int
@@ -43,20 +45,21 @@ class KVCacheBudget(NamedTuple):
     by_pages: bool
 
     def slots(self, most: int, siblings: int) -> int:
-        """At most so many slots, in rows of `siblings`; 0 if there is no room for a row at its
-        limit."""
+        """Returns how many slots there is memory for, in rows of `siblings`, and at most `most`; 0
+        if there is no memory for one row of the longest completions."""
         if not self.tokens:
             return most
         tokens = self.tokens // self.replicas
         rows_of_completions = tokens // (self.prompt + siblings * self.own)
-        # Besides all prompts there is room for one row at its limit.
+        # All prompts must fit besides one row of the longest completions.
         rows_beside_the_longest = (tokens - siblings * self.longest) // self.prompt
         rows = max(0, min(rows_of_completions, rows_beside_the_longest))
         return min(most, rows * self.replicas * siblings)
 
     def pages(self, slots: int, siblings: int) -> int:
-        """Pages of a replica's pool: what there is memory for, at most as many as all limits need,
-        at least as a row's do. 0 where caches are not by pages."""
+        """Returns the pages of a replica's pool: as many as there is memory for, at most what all
+        rows need for the longest completions, at least what one row needs for them. 0 if caches
+        have no pages."""
         if not self.by_pages:
             return 0
         rows = num_rows(slots, siblings, self.replicas) // self.replicas
@@ -68,8 +71,8 @@ class KVCacheBudget(NamedTuple):
 
 
 class SlotPlan(NamedTuple):
-    """How many completions are sampled at once, and how many siblings share a row. `evaluated`: how
-    many an evaluation has at most, 0 where that is not known."""
+    """How many completions an engine samples at once (`slots`), and how many siblings share a row.
+    `evaluated`: the most completions that an evaluation has, 0 if that is not known."""
 
     slots: int
     siblings: int
@@ -77,9 +80,9 @@ class SlotPlan(NamedTuple):
     evaluated: int = 0
 
     def rows_for(self, size: int, group_size: int, is_shared: bool = True) -> tuple[int, int]:
-        """(slots, siblings a row) of the engine for groups of `size`: the same for all sizes that
-        its rows can be filled with. `is_shared`: training uses the one with its rows, too; others
-        are for evaluations alone."""
+        """Returns (slots, siblings in a row) of the engine that samples groups of `size`: that of
+        training, if its rows can be filled with such groups. `is_shared`: if False, evaluations
+        have engines of their own, which need no more slots than an evaluation has completions."""
         siblings = self.siblings
         if size != group_size:
             siblings = math.gcd(self.siblings, size)
@@ -99,12 +102,15 @@ def plan_slots(
     free_tokens: int = 0,
     turns: Turns = "",
 ) -> SlotPlan:
-    """At most `slots` of so many completions, as there are `free_tokens` for their keys and values;
-    0 for no bound. ShoalError for a mean length of completions where caches are not by pages.
+    """Plans at most `slots` slots for `completions` completions, as far as there is memory.
 
-    The siblings of a group share a row if all completions have slots at once: no slot that is free
-    early could be used. Else a row holds so few that their keys take most of it, not the
-    prompt's.
+    `free_tokens`: tokens whose keys and values there is memory for; 0: no limit. `turns`: whether
+    rollouts have tools or environments. ShoalError if a mean length of completions is set although
+    caches have no pages.
+
+    All siblings of a group share a row if every completion gets a slot at once, because then no
+    slot that becomes free early could be used. Otherwise a row holds only so many siblings that
+    their keys take more memory than the prompt's.
     """
     role = model.role
     mean = sampling.mean_completion_tokens
@@ -132,14 +138,15 @@ def plan_slots(
         if not room.slots(slots, siblings):
             siblings = 1
     if turns == "environments" or (turns and not all_at_once):
-        siblings = 1  # one that waits for a tool can then give up its row alone
+        siblings = 1  # so a completion that waits for a tool can give up its row
     if role.platform == "tpu":
         siblings = largest_block(siblings, MOST_SIBLINGS)
     return SlotPlan(max(room.slots(slots, siblings), siblings), siblings, room)
 
 
 def _fewest_siblings(group_size: int, prompt: int, own: int) -> int:
-    """The fewest siblings of a row, as a divisor of the group, whose keys take most of it."""
+    """Returns the smallest divisor of the group's size with which the siblings of a row need at
+    least as much memory for their keys as their prompt."""
     for size in range(1, group_size + 1):
         if group_size % size == 0 and prompt <= size * own:
             return size
@@ -147,7 +154,7 @@ def _fewest_siblings(group_size: int, prompt: int, own: int) -> int:
 
 
 def training_slots(config: Config, roles: Roles, a: Architecture) -> SlotPlan:
-    """The slots of a host of a training run's sampler."""
+    """Returns the slot plan of each host of a training run's sampler."""
     role = roles.hosts[0]
     group_size = config.batch.group_size
     completions = -(-config.batch.prompts_per_step // num_hosts(roles)) * group_size
@@ -165,7 +172,8 @@ def training_slots(config: Config, roles: Roles, a: Architecture) -> SlotPlan:
 
 
 def all_slots(config: Config, roles: Roles, a: Architecture) -> int:
-    """Completions that the hosts of this process's sampler, or its Ray workers, sample at once."""
+    """Returns how many completions all hosts of this process's sampler, or all its Ray workers,
+    sample at once."""
     hosts = len(roles.hosts)
     if config.sampler.is_remote:
         hosts = config.num_workers
@@ -173,13 +181,14 @@ def all_slots(config: Config, roles: Roles, a: Architecture) -> int:
 
 
 def num_hosts(roles: Roles) -> int:
-    """Hosts that share a step's groups."""
+    """Returns the number of hosts, in all processes, that share the groups of a step."""
     return len(roles.hosts) * jax.process_count()
 
 
 def slots_text(config: Config, roles: Roles, a: Architecture) -> str:
-    """How many completions are sampled at once, where these are not all of a step, each group in a
-    row; and of which prompts, where they are shorter than those that are allowed."""
+    """Returns a text that says how many completions are sampled at once, if not all of a step with
+    each group in a row; and how long prompts may be, if slots hold shorter ones than the settings
+    allow."""
     plan = training_slots(config, roles, a)
     group_size = config.batch.group_size
     engine = config.sampler.engine
@@ -210,8 +219,8 @@ def slots_text(config: Config, roles: Roles, a: Architecture) -> str:
 def engine_states(
     config: Config, model: Model, roles: Roles, a: Architecture
 ) -> Iterator[tuple[str, DecodeState]]:
-    """Name and shapes of what each of `run_engines` holds that a run uses; no engine is made. `a`:
-    the model that memory is reckoned with."""
+    """Yields (name, shapes of the state) of each engine of `run_engines` that a run uses, without
+    making an engine. `a`: the architecture that memory is estimated with."""
     plan = training_slots(config, roles, a)
     own = model.on(roles.hosts[0])
     group_sizes = {}

@@ -1,4 +1,4 @@
-"""Checks of a run's devices, tokenizer, chat template and data, before weights are read."""
+"""Checks a run's devices, tokenizer, chat template and data, before weights are read."""
 
 from __future__ import annotations
 
@@ -29,22 +29,24 @@ from shoal.text import count
 from shoal.trainer.prompts import Encode, PassRates, PromptStream, TokenizedExample, prepare
 
 NUM_PROMPTS = 200
-"""Prompts that are tokenised to find how long they are."""
+"""Most training prompts that are tokenised to learn how long prompts are."""
 
 
 NUM_ANSWERS = 50
-"""Right answers that are tokenised."""
+"""Most right answers that are tokenised."""
 
 
 NUM_RENDERED = 8
-"""Prompts that are compared as the model reads them."""
+"""Prompts that are rendered and compared with each other."""
 
 
 ACCELERATORS = {"/dev/nvidia0": "cuda", "/dev/accel0": "tpu", "/dev/vfio/0": "tpu"}
-"""Files of accelerators, and the extra that installs JAX for them."""
+"""A device file of an accelerator -> the extra of this package that installs JAX for it."""
 
 
 def check_devices(config: Config, roles: Roles, findings: Findings) -> None:
+    """Adds findings about the devices: a text that says what each role uses, and warnings if
+    devices are idle, or if JAX runs on the CPU of a machine that has an accelerator."""
     check = findings.of("devices")
     check.ok(devices_text(config, roles))
     check_idle(config.mesh, roles, jax.device_count(), findings)
@@ -72,7 +74,8 @@ def check_idle(mesh: MeshSection, roles: Roles, available: int, findings: Findin
 
 
 def idle_text(mesh: MeshSection, used: int, available: int) -> str:
-    """How many devices no role uses, and which keys use them; empty if none is idle."""
+    """Returns a text that says how many devices no role uses, and which keys would use them; '' if
+    none is idle."""
     if used >= available:
         return ""
     keys = []
@@ -85,7 +88,8 @@ def idle_text(mesh: MeshSection, used: int, available: int) -> str:
 
 
 def devices_text(config: Config, roles: Roles) -> str:
-    """How many devices each role has, where the reference is, and what the devices are."""
+    """Returns a text that says how many devices each role has, where the reference is, and what
+    kind of devices they are."""
     device = jax.devices()[0]
     sampler = roles.sampler.mesh
     where = ""
@@ -101,7 +105,8 @@ def devices_text(config: Config, roles: Roles) -> str:
 
 
 def reference_text(config: Config, roles: Roles) -> str:
-    """`reference on the sampler's devices`, or why there is none."""
+    """Returns a text like `reference on the sampler's devices`, also for a teacher, or one that
+    says why there is none."""
     scorers = []
     if config.algorithm.scores_reference:
         scorers.append("reference")
@@ -125,7 +130,8 @@ def reference_text(config: Config, roles: Roles) -> str:
 
 
 def check_tokenizer(tokenizer: Tokenizer, notes: Sequence[str], findings: Findings) -> None:
-    """`notes`: what was noticed when the model was opened."""
+    """Adds findings about the tokenizer: its size and end-of-sequence tokens, or what is wrong with
+    them. `notes`: what was noticed when the model was opened."""
     check = findings.of("tokenizer")
     before = len(findings.found)
     if not tokenizer.eos_ids:
@@ -135,9 +141,9 @@ def check_tokenizer(tokenizer: Tokenizer, notes: Sequence[str], findings: Findin
             "model.path",
         )
     for note in notes:
-        if "no end-of-sequence" in note:  # said above
+        if "no end-of-sequence" in note:  # reported above
             continue
-        if note.startswith("MaxText checkpoint"):  # what was recognised: nothing is to be changed
+        if note.startswith("MaxText checkpoint"):  # only says what was recognised
             check.ok(note)
         elif "template" in note:
             check.warning(note, "model.template")
@@ -157,16 +163,18 @@ def check_prompts(
     findings: Findings,
     sets: Mapping[str, Sequence[TokenizedExample]],
 ) -> str:
-    """Checks the training prompts and right answers against the template and the limits; returns
-    the prompts' lengths as text, with those of the evaluation `sets`. Raises ShoalError where the
-    template refuses all of them, or one with `sampling.long_prompts=error`."""
+    """Checks the training prompts and the data's right answers against the chat template and the
+    limits of tokens, and adds findings. Returns a text with the lengths of the prompts, in training
+    and in the evaluation `sets`. ShoalError if the template refuses all prompts that are checked,
+    or, with `sampling.long_prompts=error`, any of them."""
     size = len(task.train)
     limit = config.sampling.max_prompt_tokens
     refused: list[str] = []
     check = findings.of("data", "task.path")
 
     def readable(rows: Sequence[int]) -> list[TokenizedExample]:
-        """The rows that the template does not refuse."""
+        """Returns the prompts of these rows with their tokens, without those that the template
+        refuses."""
         examples = []
         for row in rows:
             example = prepare(task.train[row], encode, sys.maxsize, "drop", refused.append)
@@ -225,7 +233,8 @@ def check_prompts(
 def check_template(
     tokenizer: Tokenizer, encode: Encode, examples: Sequence[Example], findings: Findings
 ) -> None:
-    """Reports faults of the chat template in prompts. Raises ShoalError if the template does."""
+    """Adds findings about faults of the chat template that the prompts of these examples show.
+    ShoalError if the template refuses one."""
     check = findings.of("template", "model.template")
     before = len(findings.found)
     ids = [encode(example).tolist() for example in examples]
@@ -248,7 +257,7 @@ def check_template(
     if inside[:1] == [tokenizer.bos_id]:
         inside = inside[1:]
     has_special = tokenizer.decode(inside) != tokenizer.decode(inside, skip_special_tokens=False)
-    # A text with special tokens is rendered already.
+    # A text that contains special tokens has been rendered already, so it is not warned of.
     if isinstance(prompt, str) and tokenizer.has_template and not has_special:
         check.warning(
             "the prompts are plain text and bypass this model's chat template: give messages, or "
@@ -276,8 +285,8 @@ def check_template(
 
 
 def check_written(config: Config, task: Task, tokenizer: Tokenizer, check: Findings) -> None:
-    """Warns of what the messages of training rows hold and the chat template does not write, and of
-    answers to learn that nothing ends."""
+    """Warns if the messages of training rows hold something that the chat template does not write,
+    or if answers to learn do not end with an end-of-sequence token."""
     learns = config.algorithm.learns_from_data
     num_rows = min(NUM_PROMPTS, len(task.train))
     rows = np.linspace(0, len(task.train) - 1, num_rows).astype(int).tolist()
@@ -290,7 +299,7 @@ def check_written(config: Config, task: Task, tokenizer: Tokenizer, check: Findi
         messages: Any = example.prompt
         tools = None
         if learns:
-            # Not for a row of text, nor for one that is refused where it is learned.
+            # Skips rows of text, and rows that are refused later when they are learned.
             try:
                 messages, tools, _ = dialogue_of(example)
             except (ShoalError, ValueError):
@@ -317,7 +326,7 @@ def check_written(config: Config, task: Task, tokenizer: Tokenizer, check: Findi
             "model.template",
         )
     end = tokenizer.turn_end
-    # Then it is among the tokenizer's notes.
+    # If the end of a turn is a token but no end of sequence, the tokenizer's notes say so already.
     is_noted = end is not None and end.id is not None and not end.is_eos
     if unended and not is_noted:
         check.warning(
@@ -329,14 +338,14 @@ def check_written(config: Config, task: Task, tokenizer: Tokenizer, check: Findi
 
 
 def set_sizes(task: Task) -> dict[str, int]:
-    """Questions of each evaluation set."""
+    """Returns evaluation set -> number of its questions."""
     return {name: len(questions) for name, questions in task.evaluations.items()}
 
 
 def _check_answers(config: Config, task: Task, tokenizer: Tokenizer, check: Findings) -> None:
-    """Reports right answers in the data that the model cannot give: too long, or truncated by a
-    stop string."""
-    # Functions that were given may look for other answers.
+    """Adds findings about right answers in the data that the model cannot give: too long, or cut
+    off by a stop string."""
+    # Reward functions of the user may look for other answers, so this is then only a warning.
     report_grave = check.warning if config.reward.functions else check.wrong
     known = []
     lengths = []
@@ -346,7 +355,8 @@ def _check_answers(config: Config, task: Task, tokenizer: Tokenizer, check: Find
         if gold is not None:
             text = write_answer(example, gold, gold)
             known.append(text)
-            lengths.append(len(tokenizer.encode_prompt(text)) + 1)  # and the end of the sequence
+            # One more for the end of the sequence.
+            lengths.append(len(tokenizer.encode_prompt(text)) + 1)
     if not known:
         return
     limit = config.sampling.max_completion_tokens
@@ -373,8 +383,8 @@ def _check_answers(config: Config, task: Task, tokenizer: Tokenizer, check: Find
 
 
 def open_prompts(config: Config, prompts_per_step: int, task: Task, encode: Encode) -> PromptStream:
-    """The training prompts; ShoalError where the first step lacks some, or, with
-    `sampling.long_prompts=error`, where a prompt of any step is too long."""
+    """Returns the stream of training prompts. ShoalError if the data does not suffice for the first
+    step, or, with `sampling.long_prompts=error`, if a prompt of any step is too long."""
     long_prompts = config.sampling.long_prompts
     prompts = PromptStream(
         task.train,
@@ -397,7 +407,8 @@ EXPECTED_COLUMNS = (
 
 
 def dialogue_messages(example: Example) -> Any:
-    """The column `messages`, where that is what is learned; else nothing."""
+    """Returns the messages of the column `messages` if the row is to be learned from that column,
+    else an empty list: if the row has a column `completion`, this is what is learned."""
     messages = example.columns.get("messages")
     if not messages or "completion" in example.columns:
         return []
@@ -405,9 +416,10 @@ def dialogue_messages(example: Example) -> Any:
 
 
 def streams(tokenizer: Tokenizer, example: Example) -> list[Stream]:
-    """What is learned of a row: its `messages`, its `completion` (text or messages), or its worked
-    solution, written as a completion; with the schemas of its `tools`. ShoalError, with the row's
-    place, for one without any of them."""
+    """Returns the streams of tokens, with their loss masks, that a row is learned from: its
+    `messages`, its `completion` (text or messages), or its worked solution, written as a
+    completion. The schemas of its `tools` are written too. ShoalError, with the row's position in
+    the data, if it has none of these."""
     try:
         prompt = example.prompt
         answer = answer_to_learn(example)
@@ -421,8 +433,8 @@ def streams(tokenizer: Tokenizer, example: Example) -> list[Stream]:
 
 
 def dialogue_of(example: Example) -> tuple[Messages, Any, int]:
-    """The messages of a row that is learned, the schemas of its tools, and the first message that
-    may be learned. ShoalError for one that has no messages."""
+    """Returns (the messages of a row to learn from, the schemas of its tools, the index of the
+    first message that may be learned). ShoalError if the row has no messages."""
     tools = example.columns.get("tools")
     if isinstance(tools, str) and tools:
         tools = loads(tools)
@@ -441,7 +453,8 @@ def dialogue_of(example: Example) -> tuple[Messages, Any, int]:
 
 
 def answer_to_learn(example: Example) -> Any:
-    """The column `completion`, else the worked solution written as one; None without both."""
+    """Returns the answer that a row is learned from: its column `completion`, else its worked
+    solution written as a completion; None if it has neither."""
     answer = example.columns.get("completion")
     gold = gold_of(example)
     if answer is None and gold is not None:

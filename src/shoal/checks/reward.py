@@ -1,9 +1,9 @@
 """Checks a reward on known answers: a right, a wrong, an empty, a repeated one, and many at once.
 
-They are made from the data's gold answers. As the form that a reward expects is unknown, each
-answer is written in several (tags, `####`, a box, bare), and the form in which the right answer
-scores best counts. A reward gets them as it will get completions: as what follows the prompt,
-encoded and decoded.
+The answers are made from the data's gold answers. Because the form that a reward expects is
+unknown, each answer is written in several forms (tags, `####`, a box, bare), and the form in which
+the right answer scores best counts. A reward gets the answers in the way in which it will get
+completions: as what follows the prompt, encoded and decoded.
 """
 
 from __future__ import annotations
@@ -35,56 +35,60 @@ FORMS = {
     "\\boxed": ("{thought}\n{answer}", "\\boxed{{{}}}"),
     "bare": ("{answer}", "{}"),
 }
-"""Name -> a completion, and the part of it that holds the answer."""
+"""Form -> templates of a completion, and of the part of it that holds the answer."""
 NUM_EXAMPLES = 3
 REPEATS = 8
 _ANY_ANSWER = "42"
-"""Stands for the right answer where the data has none."""
+"""Used as the right answer if the data has none."""
 _OPENED = re.compile(r"(<[^<>/|\s][^<>/|]*>)(\s*)\Z")
-"""A tag that a prompt ends with, and the space behind it."""
+"""Matches a tag that a prompt ends with, and the white space after it."""
 _KEY = "reward.functions"
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Mean scores of the known answers over some examples.
+    """Result of a check: the mean scores of the known answers over some examples.
 
     >>> probe.rows["right"]
     {'total': 1.1, 'correct': 1.0, 'format': 1.0}
     """
 
-    form: str  # in which they were written; empty where the data has no gold answer
+    form: str  # the form in which the answers were written; empty if the data has no gold answer
     # kind -> `total` (weighted) and each function's score; NaN: no score
     rows: Mapping[str, Mapping[str, float]]
     texts: Mapping[str, str]  # kind -> the text for the first example
-    # Errors of functions, where `reward.on_error` lets a run continue.
+    # Errors of functions with which `reward.on_error` lets a run continue.
     failures: tuple[str, ...] = ()
     # The first error of each function that gave no right answer a score.
     useless: tuple[str, ...] = ()
     stopped: bool = False  # a function took too long, so not all answers were tried
-    # What a completion cannot hold of the form that the reward wants, and what that costs.
+    # Says what completions cannot contain of the form that the reward wants, and what that costs.
     lost: str = ""
 
     @property
     def functions(self) -> list[str]:
+        """Names of the reward functions."""
         first_row = next(iter(self.rows.values()))
         return [name for name in first_row if name != "total"]
 
     def total(self, kind: str) -> float:
+        """Returns the weighted score of the answers of a kind; NaN if they have none."""
         return self.rows[kind]["total"]
 
     def records(self) -> list[dict[str, Any]]:
+        """Returns for each kind of answer a record with its text and scores."""
         records = []
         for kind, values in self.rows.items():
             records.append({"answer": kind, "text": self.texts[kind], **values})
         return records
 
     def describe(self) -> str:
-        """One line: `right 1.1, wrong 0.1, empty 0, repeated 0, many at once 0`."""
+        """Returns one line: `right 1.1, wrong 0.1, empty 0, repeated 0, many at once 0`."""
         return ", ".join(f"{kind} {score_text(self.total(kind))}" for kind in self.rows)
 
 
 def score_text(score: float) -> str:
+    """Returns a score with three digits, or `no score` for NaN."""
     return "no score" if np.isnan(score) else f"{score:.3g}"
 
 
@@ -101,17 +105,18 @@ class Sampled:
 
     text: str
     ids: Sequence[int]
-    opened: str = ""  # the tag at its beginning that the prompt has already
-    skipped: tuple[str, ...] = ()  # its special tokens, which decoding leaves out
+    opened: str = ""  # the tag that was removed from its beginning, because the prompt has it
+    skipped: tuple[str, ...] = ()  # special tokens in the text, which decoding leaves out
 
 
 Sample = Callable[[Example, str], Sampled]
-"""(a prompt, a known answer) -> the answer as a completion of that prompt would come."""
+"""A function: (example, known answer) -> the answer as a completion of the example's prompt."""
 
 
 def sampled(tokenizer: Tokenizer, prompt: str, text: str) -> Sampled:
-    """A text as a completion of a rendered prompt would come: without what the prompt has opened,
-    encoded, ended by an end-of-sequence token, and decoded as completions are."""
+    """Returns a text in the form of a completion of a rendered prompt: without a tag that the
+    prompt ends with already, encoded, ended by an end-of-sequence token, and decoded as completions
+    are."""
     opened = ""
     tag_at_end = _OPENED.search(prompt)
     if tag_at_end:
@@ -136,12 +141,14 @@ def sampled(tokenizer: Tokenizer, prompt: str, text: str) -> Sampled:
 
 
 def sampled_by(tokenizer: Tokenizer, encode: Callable[[Example], Any]) -> Sample:
-    """`sampled` for the prompts that `encode` makes of examples."""
+    """Returns a function (example, text) -> `Sampled` for the prompts that `encode` makes of
+    examples."""
 
     def sample(example: Example, text: str) -> Sampled:
+        """Returns a text in the form of a completion of the example's prompt."""
         try:
             prompt = tokenizer.decode(encode(example), skip_special_tokens=False)
-        except ShoalError:  # the template refuses this prompt, which is said elsewhere
+        except ShoalError:  # the template refuses this prompt; another check reports it
             prompt = ""
         return sampled(tokenizer, prompt, text)
 
@@ -152,8 +159,8 @@ def sampled_by(tokenizer: Tokenizer, encode: Callable[[Example], Any]) -> Sample
 
 
 def gold_of(example: Example) -> str | None:
-    """The gold answer of an example as text, from the value that verl's functions receive: the part
-    after `####` or within `<answer>`, where there is one."""
+    """Returns the gold answer of an example as text, None if it has none. Read from the value that
+    verl's functions receive: the part after `####` or within `<answer>`, if there is one."""
     value = ground_truth(example.columns)
     if not isinstance(value, str | int | float) or isinstance(value, bool):
         return None
@@ -162,7 +169,8 @@ def gold_of(example: Example) -> str | None:
 
 
 def write_answer(example: Example, gold: str, answer: str, form: str = next(iter(FORMS))) -> str:
-    """A completion with the example's worked solution, `answer` in place of the gold one."""
+    """Returns a completion that has the example's worked solution, with `answer` in place of the
+    gold answer, written in a form of FORMS."""
     text = str(example.columns.get("solution") or example.columns.get("answer") or "")
     reasoning = re.search(r"<reasoning>(.*?)</reasoning>", text, re.DOTALL)
     if reasoning:
@@ -172,7 +180,8 @@ def write_answer(example: Example, gold: str, answer: str, form: str = next(iter
     if thought in ("", gold):
         thought = "Step by step."
 
-    def in_place_of_gold(_: re.Match[str]) -> str:  # in a template a backslash would be an escape
+    def in_place_of_gold(_: re.Match[str]) -> str:
+        # `re.sub` gets a function, because in a template a backslash would be an escape.
         return answer
 
     thought = re.sub(rf"(?<!\w){re.escape(gold)}(?!\w)", in_place_of_gold, thought)
@@ -181,7 +190,7 @@ def write_answer(example: Example, gold: str, answer: str, form: str = next(iter
 
 
 def wrong_answers(gold: str) -> list[str]:
-    """Five answers that neither equal nor contain the gold one."""
+    """Returns five answers that neither equal the gold answer nor contain it, if there are such."""
     number = parse_number(gold)
     if number is None:
         return ["none of these", "unknown", "something else", "no such thing", "who knows"]
@@ -191,7 +200,8 @@ def wrong_answers(gold: str) -> list[str]:
 
 
 def answers(example: Example) -> dict[tuple[str, str], str]:
-    """The known answers of an example, (form, kind) -> text; empty without a gold answer."""
+    """Returns the known answers of an example, (form, kind) -> text; empty if it has no gold
+    answer."""
     gold = gold_of(example)
     if gold is None:
         return {}
@@ -210,7 +220,7 @@ def answers(example: Example) -> dict[tuple[str, str], str]:
 
 
 def answer_name(form: str, kind: str) -> str:
-    """`right answer written as ####`"""
+    """Returns a name of a known answer for messages, like `right answer written as ####`."""
     what = {"many at once": "many answers at once", "some text": kind}.get(kind, f"{kind} answer")
     if form and kind != "empty":
         return f"{what} written as {form}"
@@ -223,9 +233,10 @@ def answer_name(form: str, kind: str) -> str:
 def probe(
     pool: RewardPool, examples: Sequence[Example], sample: Sample, on_error: Policy | None = None
 ) -> Probe:
-    """Scores the known answers of the first examples, as completions; stops when a function exceeds
-    its time limit. Raises ShoalError if a function breaks the convention, or fails with
-    `on_error=error` (by default `reward.on_error`)."""
+    """Scores the known answers of the first NUM_EXAMPLES examples, written as completions, and
+    returns their mean scores. It stops if a function exceeds its time limit. ShoalError if a
+    function breaks the convention, or if it fails and `on_error` (None: `reward.on_error`) is
+    `error`. If an example has no gold answer, only an empty answer and some text are tried."""
     examples = list(examples[:NUM_EXAMPLES])
     known = [answers(example) for example in examples]
     have_gold = bool(known) and all(known)
@@ -251,8 +262,8 @@ def probe(
         means[key] = {name: float(np.mean(values[:, number])) for name, values in columns.items()}
 
     def worth(form: str) -> tuple[bool, float, float]:
-        """Orders forms: first those in which scores differ, then by the right answer's score, and
-        the wrong one's."""
+        """Orders forms: forms whose answers score differently come first, then those whose right
+        answer scores most, then those whose wrong answer scores least."""
         totals = []
         for key in keys:
             if key[0] == form:
@@ -291,13 +302,13 @@ def probe(
 
 
 def lost_in_tokens(pool: RewardPool, examples: Sequence[Example], sample: Sample) -> str:
-    """What right answers lose as completions, where the reward gives less for it; empty where it
-    gives the same.
+    """Returns a text that says what right answers lose when they come as completions, if the reward
+    then gives them less; '' if it gives the same.
 
-    The form in which the reward scores the whole text best is the one that it wants.
+    The reward is taken to want the form in which it scores the whole text best.
     """
-    written = []  # of each example the right answer in each form
-    completions = []  # the same as they would be sampled
+    written = []  # for each example the right answer in each form
+    completions = []  # the same answers as completions
     for example in examples:
         gold = gold_of(example) or _ANY_ANSWER
         right = [write_answer(example, gold, gold, form) for form in FORMS]
@@ -352,7 +363,8 @@ def score(
     on_error: Policy | None = None,
     trial: Sequence[str] = (),
 ) -> Scores:
-    """Scores of texts[P][G], waited for; nothing else may be under way in the pool."""
+    """Submits texts[P][G] to the pool and waits for their scores. Nothing else may be under way in
+    the pool."""
     pool.submit("tried", examples, texts, completion_ids, 0, on_error, trial)
     ((_, scores),) = pool.collect(wait=True)
     return scores
@@ -362,11 +374,13 @@ def score(
 
 
 def reward_findings(probe: Probe, has_calls: bool = False) -> list[Finding]:
-    """Faults of the reward that the scores show, the gravest first; one `ok` line without faults.
+    """Returns findings about faults of the reward that the scores show; a single `ok` finding with
+    the scores if there are none.
 
-    With `has_calls` completions have calls of tools, or turns with an environment, whose answers
-    nobody knows before the run: the answers tried have none, so what they score does not show that
-    a reward is wrong."""
+    `has_calls`: completions have calls of tools, or turns with an environment. Nobody knows these
+    before the run, so the answers tried have none, and faults that their scores show are only
+    warnings.
+    """
     faults: list[tuple[Level, str]] = []
     if probe.failures:
         text = f"{probe.failures[0]} (reward.on_error lets the run continue)"
@@ -397,7 +411,7 @@ def reward_findings(probe: Probe, has_calls: bool = False) -> list[Finding]:
 
 
 def _faults_of_totals(probe: Probe) -> list[tuple[Level, str]]:
-    """What is wrong with the weighted scores of the known answers."""
+    """Returns (level, text) of what is wrong with the weighted scores of the known answers."""
     faults: list[tuple[Level, str]] = []
     for diagnosis in diagnose(_figures_of_totals(probe)):
         level: Level = "wrong" if diagnosis.row.level == "wrong" else "warning"
@@ -406,7 +420,8 @@ def _faults_of_totals(probe: Probe) -> list[tuple[Level, str]]:
 
 
 def _figures_of_totals(probe: Probe) -> list[Figure]:
-    """The weighted scores of the known answers, compared with each other."""
+    """Returns figures that compare the weighted scores of the known answers, in the form that
+    `diagnose` judges."""
     totals = {kind: probe.total(kind) for kind in probe.rows}
     scored = {kind: round(total, 9) for kind, total in totals.items() if not np.isnan(total)}
     num_different = len(set(scored.values()))
@@ -425,7 +440,7 @@ def _figures_of_totals(probe: Probe) -> list[Figure]:
         return figures
     right = totals.get("right", np.nan)
     wrong = totals.get("wrong", np.nan)
-    if not right > wrong:  # also where one of them is no number
+    if not right > wrong:  # true also if one of them is NaN
         words = {"right": score_text(right), "wrong": score_text(wrong), "form": probe.form}
         figures.append(Figure("right_over_wrong", min(0.0, right - wrong), words=words))
         return figures
@@ -445,12 +460,13 @@ def check_first_prompt(
     pool: RewardPool,
     has_calls: bool = False,
 ) -> list[Finding]:
-    """The short check before each run: the reward of known answers to the first prompt, as `ok`,
-    and warnings.
+    """Tries the reward on known answers to the first prompt, before each run. Returns an `ok`
+    finding with their scores, and warnings; nothing if the algorithm uses no rewards.
 
-    A reward that fails for some answers is a warning. ShoalError for one that cannot work: it
-    breaks the convention, or `reward.on_error` is `error` and it fails for all right ones. Nothing
-    else may be under way in the pool."""
+    A reward that fails for some answers is a warning. ShoalError if it cannot work: it breaks the
+    convention, or fails for all right answers while `reward.on_error` is `error`. Nothing else may
+    be under way in the pool.
+    """
     if not config.algorithm.uses_rewards:
         return []
 

@@ -1,6 +1,6 @@
-"""Checks of settings alone: errors before any weights are read, and warnings for probable mistakes.
+"""Checks settings alone: errors before any weights are read, and warnings of probable mistakes.
 
-They are shared by the run, `--dry-run` and `shoal doctor`, and neither import JAX nor download.
+A run, `--dry-run` and `shoal doctor` share these checks, which neither import JAX nor download.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shoal.text import count, exact
 
 HIGHEST_LR = 1e-2
 HIGHEST_USUAL_LR = 2e-5
-"""Learning rate above which models of LARGE parameters or more seldom train well."""
+"""With a higher learning rate models of LARGE parameters or more seldom train well."""
 LARGE = 100_000_000
 HIGH_RANK = 64
 """Rank of an adapter from which training by GRPO collapses in published runs (openreview
@@ -44,7 +44,7 @@ XGZHI14m8P)."""
 
 
 _ACCELERATORS = {"cuda", "tpu", "proxy"}
-"""Platforms of JAX that may be named where they are not."""
+"""Platforms of JAX that JAX_PLATFORMS may name although this machine does not have them."""
 
 _PATHS = (
     "base_output_directory",
@@ -56,29 +56,31 @@ _PATHS = (
     "task.path",
     "publish.folder",
 )
-"""Keys whose value may be an address in a bucket."""
+"""Keys whose value may be the address of a bucket in place of a folder."""
 
 
 # ---- errors
 
 
 def check_before_weights(config: Any, functions_given: bool = False, resumed: bool = False) -> None:
-    """Raises ShoalError for the settings of any command that cannot work, before weights are read.
+    """Raises ShoalError if the settings of a command, of whatever kind, cannot work, before weights
+    are read.
 
-    `functions_given`: reward functions come from Python. `resumed`: the run has the model's files
-    in its own folder. Models and data on the hub are not checked."""
+    `functions_given`: reward functions were passed from Python. `resumed`: the run has the model's
+    files in its own folder, so they are not checked. Models and data on the hub are not either.
+    """
     known = keys_of(type(config))
     named_platforms = os.environ.get("JAX_PLATFORMS", "").split(",")
     has_devices_here = "mesh.pathways" in known and not getattr(config, "topology", "")
     if has_devices_here and (_ACCELERATORS & set(named_platforms) or config.mesh.pathways):
-        from shoal.mesh.devices import check_platforms  # with JAX, which other dry runs do without
+        from shoal.mesh.devices import check_platforms  # imports JAX, which other dry runs avoid
 
         check_platforms(config.mesh)
     faults = []
     for key in _PATHS:
         if key not in known:
             continue
-        # Weights are published to a folder alone: those in buckets have no copy here.
+        # Weights can be published only to a folder: a bucket has no local copy.
         copies = "" if key == "publish.folder" else COPIES
         try:
             check_local(get_value(config, key), key, copies)
@@ -112,7 +114,7 @@ def check_before_weights(config: Any, functions_given: bool = False, resumed: bo
 
 
 def check_trainable(config: Config) -> None:
-    """Raises ShoalError for settings that cannot train."""
+    """Raises ShoalError if a run with these settings could not train or would learn nothing."""
     a = config.algorithm
     advantage = f"algorithm.advantage={a.advantage}"
     kl_in_reward = a.kl_placement == "reward" and a.kl_coef
@@ -160,8 +162,9 @@ def check_trainable(config: Config) -> None:
 
 
 def check_model(section: ModelSection, key: str = "model.path") -> None:
-    """Raises ShoalError for a model that is not given, of an unknown name, in a folder that is
-    missing, or in a folder of an unknown family or of another model than its name says."""
+    """Raises ShoalError if no model is given, its name is unknown, its folder is missing, or the
+    folder's model is of an unknown family or not the one that `model.name` names. `key`: the
+    configuration key that names the model, for the error."""
     from shoal.model.families import architecture_of
     from shoal.model.published import check_name, model_named
     from shoal.weights.hub import HUB_ID, PACKAGED
@@ -176,7 +179,7 @@ def check_model(section: ModelSection, key: str = "model.path") -> None:
         )
     local = find_input(section.path, key)
     tokenizer = find_input(section.tokenizer, "model.tokenizer")
-    # Runs, or checkpoints of one, in the folder where the model was to be.
+    # Runs or checkpoints that lie in the folder in which the model should be.
     neighbours = []
     if local.parent.is_dir():
         for path in local.parent.iterdir():
@@ -207,7 +210,7 @@ def check_model(section: ModelSection, key: str = "model.path") -> None:
 
 
 def check_task(section: TaskSection) -> None:
-    """Raises ShoalError for an unknown task, or `task=custom` without data."""
+    """Raises ShoalError if the task is unknown, or is `custom` without data."""
     if section.name not in TASKS and section.name != ROWS:
         load_by_name(section, RewardSection())  # raises, with the nearest name
     if section.name == "custom" and not (section.path or section.files):
@@ -221,7 +224,8 @@ def check_task(section: TaskSection) -> None:
 
 
 def algorithm_warnings(config: Config) -> Iterator[tuple[str, str]]:
-    """Key and warning for each combination of settings that is allowed but probably a mistake."""
+    """Yields (key, warning) for each combination of settings that is allowed but probably a
+    mistake."""
     a = config.algorithm
     s = config.sampling
     oldest = oldest_samples(config)
@@ -311,9 +315,9 @@ def algorithm_warnings(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def unread_parts(config: Config) -> Iterator[tuple[str, str]]:
-    """Key and warning for each key that the chosen loss, advantage or aggregation does not read,
-    and for bounds that have no effect because every ratio is 1; except those set by a recipe or an
-    algorithm's preset."""
+    """Yields (key, warning) for each key of the algorithm that the user changed although the chosen
+    loss, advantage or aggregation does not read it, and for bounds that cannot act because every
+    ratio is 1. Values that a recipe or a preset sets are not warned of."""
     a = config.algorithm
     defaults = AlgorithmSection()
     preset = packaged_values(config)
@@ -346,8 +350,8 @@ def unread_parts(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def adapter_warnings(lora: LoraSection) -> Iterator[tuple[str, str]]:
-    """Key and warning for what is said of an adapter that there is not, or that its folder says
-    itself."""
+    """Yields (key, warning) for settings of an adapter that have no effect, because there is no
+    adapter or because the adapter's folder has its own."""
     if lora.rank and not lora.path:
         return
     values = {name: value for name, value in vars(lora).items() if name not in ("rank", "path")}
@@ -368,8 +372,8 @@ def adapter_warnings(lora: LoraSection) -> Iterator[tuple[str, str]]:
 
 
 def check_settings(config: Config, findings: Findings) -> None:
-    """Reports settings that are probably mistakes; ShoalError for those that the run would
-    refuse."""
+    """Adds findings about settings that are probably mistakes. ShoalError if the run would refuse
+    the settings."""
     check = findings.of("configuration")
     before = len(findings.found)
     s = config.sampling
@@ -444,7 +448,8 @@ def check_settings(config: Config, findings: Findings) -> None:
 
 
 def stop_on_warnings(config: Config, findings: Findings) -> None:
-    """ShoalError, with train.on_warning=stop, for what would be warned of."""
+    """Raises ShoalError if there are warnings or faults among the findings and `train.on_warning`
+    is `stop`."""
     faults = findings.at("wrong", "warning")
     if faults and config.train.on_warning == "stop":
         texts = [str(fault) for fault in faults]
@@ -455,7 +460,8 @@ def stop_on_warnings(config: Config, findings: Findings) -> None:
 
 
 def check_run_folder(config: Config) -> str:
-    """A note if the run is there already. ShoalError if its folder cannot be made."""
+    """Returns a note if the run exists already, else ''. ShoalError if the run's folder cannot be
+    made."""
     if config.resume:
         return ""
     check_base(config.base_output_directory)
@@ -472,8 +478,9 @@ def check_run_folder(config: Config) -> str:
 
 
 def check_size(config: Config, parameters: int, findings: Findings) -> None:
-    """Reports settings that do not suit the model's size."""
-    is_adapter = bool(config.model.lora.rank or config.model.lora.path)  # which wants more
+    """Warns if the learning rate does not suit the model's size."""
+    # An adapter needs a higher learning rate, so it is not warned of.
+    is_adapter = bool(config.model.lora.rank or config.model.lora.path)
     is_high = HIGHEST_USUAL_LR < config.optimizer.lr <= HIGHEST_LR
     if parameters >= LARGE and is_high and not is_adapter:
         findings.of("configuration").warning(

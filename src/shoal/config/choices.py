@@ -176,4 +176,4 @@ def _rejections() -> dict[str, Rejection]:
 
 
 REJECTIONS: dict[str, Rejection] = _rejections()
-"""By the names of `algorithm.rejection`."""
+"""The values of `algorithm.rejection`: each level with each estimator, except seq_max_k1."""

@@ -1,5 +1,5 @@
-"""Keeps compiled programs between runs. Imports no JAX: the command line sets the cache up before
-that."""
+"""Sets up JAX's cache that keeps compiled programs between runs. Importing this module does not
+import JAX, because the command line sets the cache up before it does."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ MIN_COMPILE_SECONDS = 0.5
 
 
 def cache_by_environment() -> None:
-    """Sets the cache up before JAX is imported, unless the environment already does."""
+    """Sets the cache up by environment variables, before JAX is imported; variables that are set
+    already stay."""
     os.environ.setdefault(_FOLDER.upper(), str(cache_folder("jax")))
     os.environ.setdefault(_SECONDS.upper(), str(MIN_COMPILE_SECONDS))
 
 
 def cache_by_configuration() -> None:
-    """Sets the cache up at any time, in a user's process: `os.environ` and values set in
-    `jax.config` stay."""
+    """Sets the cache up in `jax.config`, at any time, as in a user's process. Does nothing if the
+    user has chosen a cache by the environment or in `jax.config`, or has disabled it."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 

@@ -1,5 +1,5 @@
-"""Groups of the data's own answers, for supervised fine-tuning: the loop learns from them as from
-samples.
+"""Makes training groups of the data's own answers, for supervised fine-tuning: the loop learns from
+them as it does from sampled completions.
 
 row -> dialogue, or prompt and answer -> `Stream` of tokens with its loss mask -> group of one
 completion
@@ -25,10 +25,12 @@ from shoal.tasks.task import Task
 
 
 def for_training(task: Task, config: Config) -> Task:
-    """The task as a training run has it; prompts of answers that are learned end before the
-    assistant's first turn."""
+    """Returns the task as a training run uses it: without evaluation sets if none are evaluated; if
+    the data's answers are learned, with prompts that end before the assistant's first turn.
+    ShoalError if rows then have nothing to learn."""
 
     def example_of(row: int) -> Example:
+        """Returns a training row whose prompt ends before the assistant's first turn."""
         example = task.train[row]
         messages = dialogue_messages(example)
         for position, message in enumerate(messages):
@@ -41,22 +43,22 @@ def for_training(task: Task, config: Config) -> Task:
         changed = replace(task, evaluations={})
     if not config.algorithm.learns_from_data:
         return changed
-    if not changed.evaluations:  # what notes say of them has no effect
+    if not changed.evaluations:  # notes about evaluation sets would be wrong
         changed = replace(changed, notes=(), data=replace(task.data, held_out_files={}))
     notes = (*changed.notes, *_notes_of_answers(task))
     return replace(changed, notes=notes, train=MadeRows(example_of, len(task.train)))
 
 
 def _notes_of_answers(task: Task) -> list[str]:
-    """How many rows have an empty answer, which is learned as one; ShoalError for rows that have
-    none at all."""
-    if isinstance(task.train, MadeRows):  # a packaged task makes whole rows
+    """Returns a note that says how many rows have an empty answer, which the model learns as such;
+    empty if none has. ShoalError if rows have no answer at all."""
+    if isinstance(task.train, MadeRows):  # rows that a packaged task generates always have answers
         return []
     empty: list[str] = []
     lacking: list[str] = []
     for example in task.train:
         place = example.place or f"data row {example.row}"
-        with suppress(ShoalError, ValueError):  # raised where the row is learned
+        with suppress(ShoalError, ValueError):  # raised later, when the row is learned
             messages = dialogue_messages(example)
             answer = [message for message in messages if message["role"] == ASSISTANT]
             if not answer:
@@ -81,7 +83,8 @@ def _notes_of_answers(task: Task) -> list[str]:
 
 
 def _is_empty(answer: Any) -> bool:
-    """True for a text without a word, and for turns of which one holds nothing but its role."""
+    """True if an answer is a text of only white space, or turns among which at least one has
+    nothing besides its role."""
     if isinstance(answer, str):
         return not answer.strip()
     for turn in answer:
@@ -97,13 +100,13 @@ def _is_empty(answer: Any) -> bool:
 
 @dataclass
 class DataSource:
-    """A `RolloutSource` whose training groups are the data's answers; all else is the
-    `sampler`'s."""
+    """A `RolloutSource` that takes training groups from the data's answers. Requests of
+    evaluations, and everything else, go to `sampler`."""
 
     sampler: RolloutSource
     tokenizer: Tokenizer
     config: Config
-    requested: dict[int, list[GroupRequest]] = field(default_factory=dict)  # by step
+    requested: dict[int, list[GroupRequest]] = field(default_factory=dict)  # step -> its requests
 
     def __post_init__(self) -> None:
         sampler = self.sampler
@@ -116,6 +119,7 @@ class DataSource:
         self.check_logprobs = sampler.check_logprobs
 
     def request(self, requests: Sequence[GroupRequest]) -> None:
+        """Keeps requests for training groups, and passes all others to `sampler`."""
         for request in requests:
             if request.purpose is Purpose.TRAIN:
                 self.requested.setdefault(request.step, []).append(request)
@@ -123,9 +127,12 @@ class DataSource:
                 self.sampler.request([request])
 
     def is_ready(self, purpose: Purpose, step: int) -> bool:
+        """True if the groups of a step can be taken without waiting; always for training."""
         return purpose is Purpose.TRAIN or self.sampler.is_ready(purpose, step)
 
     def take(self, purpose: Purpose, step: int) -> list[Group]:
+        """Returns the groups of a step; those of training are made of the data's answers, without
+        waiting."""
         if purpose is not Purpose.TRAIN:
             return self.sampler.take(purpose, step)
         groups = []
@@ -135,7 +142,7 @@ class DataSource:
         return groups
 
     def _group(self, request: GroupRequest, stream: Stream) -> Group:
-        """The group of one stream, cut at the longest completion as a sample is."""
+        """Makes the group of one stream, cut at `sampling.max_completion_tokens` like a sample."""
         most = self.config.sampling.max_completion_tokens
         ids = stream.token_ids[:most]
         mask = stream.loss_mask[:most]

@@ -1,4 +1,4 @@
-"""`--dry-run`: judges a configuration as its run would, before weights are read."""
+"""Checks a configuration for `--dry-run` as its run would check it, before weights are read."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ if TYPE_CHECKING:
     from shoal.mesh import Roles
 
 LARGE_STEP = 1 << 24
-"""Tokens of a planned step above which JAX is started, to hold its memory against the devices'."""
+"""If a planned step has more tokens, JAX is started to compare its memory with that of the
+devices."""
 
 
 def check_dry_run(config: Any) -> list[Finding]:
-    """What a job would warn of, and what is not checked; ShoalError for what it would refuse. The
-    job opens the stages that it would open before it reads weights (`Job.check`), without those
-    that need a download."""
+    """Checks a command's configuration as its job would before it reads weights (`Job.check`),
+    without the stages that need a download. Returns the findings that are wrong or warnings, and
+    those that say what is not checked because it is not on this machine. ShoalError if the command
+    would refuse the configuration."""
     findings = Findings()
     command = command_of(type(config))
     check_before_weights(config)
@@ -64,7 +66,8 @@ def check_dry_run(config: Any) -> list[Finding]:
 
 
 def _check_job(config: Any, findings: Findings, command: str) -> None:
-    """Checks the stages of a job. `shoal train` leaves a run that has all its steps as it is."""
+    """Checks the stages of a command's job. Returns at once for a resumed run that has made all its
+    steps, because `shoal train` leaves such a run as it is."""
     resumed = None
     meets_others = False
     if command in ("train", "sft"):
@@ -78,7 +81,7 @@ def _check_job(config: Any, findings: Findings, command: str) -> None:
             if summary.get("steps") == config.steps:
                 return
         meets_others = _has_processes(config, findings)
-    # A doctor's job is judged as that of its run.
+    # `shoal doctor` is judged like the run that it examines.
     as_command = "train" if isinstance(config, Config) else None
     with offline(), _quiet_job(config, findings, resumed=resumed, command=as_command) as job:
         if meets_others:
@@ -92,8 +95,8 @@ def _check_job(config: Any, findings: Findings, command: str) -> None:
 
 
 def _check_source(source: str) -> None:
-    """ShoalError for a model's folder to export or convert whose weights are not there, or not
-    those of its config.json."""
+    """Raises ShoalError if the weights in the folder of a model to export or convert are missing or
+    do not fit its config.json."""
     from shoal.model.families import architecture_of
     from shoal.weights import huggingface
 
@@ -103,7 +106,8 @@ def _check_source(source: str) -> None:
 
 
 def _check_roles(job: Job, roles: Roles) -> None:
-    """What a job's devices allow, where no weights are placed on them."""
+    """Checks what can be checked of a job's devices while no weights are placed on them: the kernel
+    of attention, idle devices, the prompts of each device."""
     from shoal.checks.inputs import check_idle
     from shoal.model.attention.selector import platform_fault
 
@@ -116,16 +120,16 @@ def _check_roles(job: Job, roles: Roles) -> None:
 
 
 def _needs_memory(config: Config) -> bool:
-    """True where a step is so large, or has so few prompts a device, that its devices decide
-    whether it can be."""
+    """True if a step has so many tokens, or so few prompts on a device, that it depends on the
+    devices whether it is possible."""
     if _tokens(config) > LARGE_STEP:
         return True
     return 0 < config.batch.prompts_per_device < config.algorithm.num_minibatches
 
 
 def _has_processes(config: Config, findings: Findings) -> bool:
-    """True, with a warning, for a run in several processes: none is started, so the devices of all
-    are not known."""
+    """True, with a warning, if the run has several processes: a dry run starts none, so it does not
+    know all devices."""
     mesh = config.mesh
     if not (mesh.coordinator or mesh.processes or mesh.process >= 0):
         return False
@@ -141,7 +145,8 @@ def _has_processes(config: Config, findings: Findings) -> bool:
 
 
 def check_placement(config: PlanConfig, findings: Findings) -> None:
-    """The devices of a plan, and their memory where they and the model are here."""
+    """Checks a plan's meshes on the devices of its topology; if it plans for this machine's devices
+    and the model is here too, also whether its memory fits."""
     import jax
 
     from shoal.mesh.topology import parse_topology, placeholder_devices
@@ -149,7 +154,8 @@ def check_placement(config: PlanConfig, findings: Findings) -> None:
 
     devices: Sequence[Any] = ()
     if config.topology:
-        # The compilers for other devices would look for theirs, in vain, and print pages about it.
+        # On other platforms JAX's compilers would search for their devices in vain, and print pages
+        # about it.
         jax.config.update("jax_platforms", "cpu")
         devices = placeholder_devices(parse_topology(config.topology))
     known = known_architecture(config.model)
@@ -165,6 +171,7 @@ def check_placement(config: PlanConfig, findings: Findings) -> None:
 
 
 def _quiet_job(config: Any, findings: Findings, **parts: Any) -> Job:
+    """Makes a job that prints nothing; what it finds goes into `findings`."""
     from shoal.job.job import Job
     from shoal.report.console import Console
 
@@ -172,8 +179,8 @@ def _quiet_job(config: Any, findings: Findings, **parts: Any) -> Job:
 
 
 def adapter_lines(config: Any) -> list[str]:
-    """What an adapter trains, where the model's sizes are on this machine. ShoalError for one that
-    cannot be."""
+    """Returns a line that says how many parameters an adapter trains; none without an adapter, or
+    if the model's sizes are not on this machine. ShoalError if such an adapter is impossible."""
     if not isinstance(config, Config) or (
         config.model.lora == LoraSection() and config.model.quantise == "none"
     ):
@@ -195,18 +202,19 @@ def adapter_lines(config: Any) -> list[str]:
 
 
 def check_files(config: Any, findings: Findings) -> None:
-    """ShoalError for a file to read that is missing, and for one to write that is there. A warning
-    for what looks like a folder and would be looked for on the hub."""
+    """Raises ShoalError if a file or folder to read is missing, or one to write exists already.
+    Warns if a path looks like a folder, but would be taken for a name on the hub because it does
+    not exist."""
     known = keys_of(type(config))
     command = command_of(type(config))
-    if command != "compat":  # it writes into folders that are there
+    if command != "compat":  # `compat` writes into folders that exist already
         for key in (*INPUTS, "to", "output"):
             value = getattr(config, key, "")
             if not value:
                 continue
             if key in INPUTS:
                 check_input(value, key)
-            elif key == "to" and command != "view":  # which writes its page to a file
+            elif key == "to" and command != "view":  # `view` writes a file, not a folder
                 check_new_folder(value, key)
             else:
                 check_new_file(value, key)
@@ -225,7 +233,7 @@ def check_files(config: Any, findings: Findings) -> None:
 
 
 def _is_here(section: ModelSection) -> bool:
-    """True for a model that needs no download: a folder, or the packaged one where `model.name`
+    """True if a model needs no download: it is a folder, or the packaged model and `model.name`
     names no other."""
     if section.path == ModelSection.path:
         return not section.name
@@ -233,5 +241,5 @@ def _is_here(section: ModelSection) -> bool:
 
 
 def _tokens(config: Config) -> int:
-    """Tokens of a step, if every prompt and completion is as long as it may be."""
+    """Returns the tokens of a step if every prompt and completion has its greatest length."""
     return step_sizes(config)[0] * longest_sequence(config)

@@ -1,5 +1,5 @@
-"""The tools and environments of a run: loaded by name, tried before weights are read, and the
-sandbox that their workers enter."""
+"""Loads the tools and environments of a run, tries them before weights are read, and makes the
+sandbox that their worker processes enter."""
 
 from __future__ import annotations
 
@@ -40,18 +40,19 @@ from shoal.workers.sessions import Reply, Sessions, supervised
 
 
 def section_of(given: Any) -> EnvironmentSection:
-    """The settings of a configuration; the defaults where it has none."""
+    """Returns the section `environment` of a configuration; the defaults if its command has
+    none."""
     return getattr(given, "environment", EnvironmentSection())
 
 
 def with_environment(task: Task, given: Any) -> Task:
-    """The task with the tools and the environments that a configuration names, in place of its own.
-    ShoalError for what a file does not have."""
+    """Returns the task with the tools and environments that a configuration names, in place of its
+    own. ShoalError if a file lacks what is named."""
     section = section_of(given)
     if section.tools:
         specs = []
         file = ""
-        for spec in section.tools:  # [file.py:f,g]: g is of the file before it
+        for spec in section.tools:  # in [file.py:f,g], g is from the file of f
             file = spec.rpartition(":")[0] or file
             if ":" in spec:
                 specs.append(spec)
@@ -81,13 +82,14 @@ def with_environment(task: Task, given: Any) -> Task:
 
 
 def _no_note(line: str) -> None:
-    """In place of `TurnFormats.note`."""
+    """Does nothing; stands in for `TurnFormats.note`."""
 
 
 @dataclass
 class TurnFormats:
-    """How turns look in tokens, by the tools of a row's environment. `note` is called with what the
-    chat template would change in earlier turns, once for each line."""
+    """How the turns of rollouts are written as tokens: a format for each kind of environment, by
+    its tools. `note` is called, once for each line, with what the chat template would change in
+    earlier turns."""
 
     tokenizer: Tokenizer
     sessions: Sessions
@@ -97,7 +99,8 @@ class TurnFormats:
     _made: dict[EnvironmentKind | None, TurnFormat] = field(default_factory=dict)
 
     def of(self, columns: Mapping[str, Any]) -> TurnFormat:
-        """Of a row with these columns. ShoalError where no answer fits a completion."""
+        """Returns the format of rollouts on a row with these columns. ShoalError if
+        `sampling.max_completion_tokens` is too small for even one answer of a tool."""
         kind = self.sessions.kind_of(columns)
         if kind in self._made:
             return self._made[kind]
@@ -112,7 +115,7 @@ class TurnFormats:
             shortest_answer = {"role": "tool", "name": next(iter(functions)), "content": "1"}
         else:
             shortest_answer = {"role": "user", "content": "1"}
-        # With a token before it, and one after.
+        # One token must be sampled before the answer, and one after it.
         least = 2 + len(turn_format.encode_context([shortest_answer]))
         if self.limit < least:
             raise ShoalError(
@@ -131,15 +134,15 @@ class TurnFormats:
         return turn_format
 
     def encode(self, example: Example) -> np.ndarray:
-        """Token ids of an example's prompt, int32[T], with its tools."""
+        """Token ids of an example's prompt, int32[T], including the description of its tools."""
         kind = self.sessions.kind_of(example.columns)
-        if kind and kind.asks:  # a program that writes its own prompts
+        if kind and kind.asks:  # the environment is a program that writes its own prompts
             return self.tokenizer.encode_prompt(example.prompt)
         return self.of(example.columns).encode_prompt(example.prompt)
 
 
 def make_player(turns: TurnFormats, num_slots: int, sampling: SamplingSection) -> TurnDriver:
-    """The driver of rollouts with several turns, on a sampler with so many slots."""
+    """Makes the driver of rollouts with several turns, for a sampler with `num_slots` slots."""
     num_rollouts = turns.section.rollouts or num_slots
     return TurnDriver(
         turns.sessions,
@@ -152,9 +155,9 @@ def make_player(turns: TurnFormats, num_slots: int, sampling: SamplingSection) -
 
 
 def open_sessions(task: Task, given: Any) -> Sessions | None:
-    """The sessions of a task's rollouts, forked, and tried on the first row of each set; None
-    without tools and environments. ShoalError for a tool without a schema, and an environment that
-    cannot begin."""
+    """Forks the processes that run a task's tools and environments, tries them on the first row of
+    each set, and returns their sessions. None if the task has neither. ShoalError if a tool has no
+    schema or an environment cannot begin."""
     if not (task.tools or task.environments):
         return None
     section = section_of(given)
@@ -173,6 +176,8 @@ def open_sessions(task: Task, given: Any) -> Sessions | None:
 
 
 def _try(sessions: Sessions, example: Example) -> None:
+    """Begins and ends a session on a row and waits for both; raises the ShoalError of what
+    fails."""
     for function in sessions.functions(example.columns).values():
         schema(function)
     sessions.open("tried", {**example.columns, "prompt": example.prompt})
@@ -181,12 +186,13 @@ def _try(sessions: Sessions, example: Example) -> None:
     while not any(reply.fatal or reply.what == "end" for reply in replies):
         replies += sessions.collect(1.0)
     for reply in replies:
-        if reply.kind:  # of fault
+        if reply.kind:  # the kind of fault; empty for none
             raise _fault_of(reply, sessions.kind_of(example.columns), example)
 
 
 def _fault_of(reply: Reply, kind: EnvironmentKind | None, example: Example) -> ShoalError:
-    """The error of an environment that failed on a row."""
+    """Returns the error for a user of an environment, agent or rollout function that failed on a
+    row."""
     row = example.place or f"data row {example.row}"
     if kind and kind.asks and kind.type is Agent:
         return ShoalError(f"the agent failed for {row}: {reply.error}", "environment.agent")
@@ -211,21 +217,22 @@ def _fault_of(reply: Reply, kind: EnvironmentKind | None, example: Example) -> S
 
 
 SOCKET_FOLDERS = ("/run", "/var/run", "/tmp", "/var/tmp")
-"""Where programs keep their sockets, Docker's and agents' of keys among them. A mount to be read
-alone does not keep anybody from connecting, so the sandbox has empty folders in their place."""
+"""Folders in which programs keep sockets, for example Docker and agents that hold keys. A read-only
+mount does not prevent connecting to a socket, so the sandbox has empty folders in their place."""
 
 
 _ESCAPED = re.compile(r"\\([0-7]{3})")
-"""A space in a path of /proc/self/mountinfo."""
+"""An escaped character, like a space, in a path of /proc/self/mountinfo."""
 
 
 def enter_sandbox(task: Task, section: EnvironmentSection) -> Callable[[socket.socket], Any]:
-    """A function by which a process becomes the supervisor in the sandbox. ShoalError where there
-    can be none."""
+    """Returns a function that makes the process that calls it the supervisor in the sandbox, by
+    executing bubblewrap; it gets the supervisor's end of a socket and does not return. ShoalError
+    if there can be no sandbox."""
     loaded = [*task.tools, *task.environments.values()]
     files = []
     for function in loaded:
-        # `<lambda>`, `f.<locals>.g`, or an object without a name.
+        # Lambdas, nested functions (`f.<locals>.g`) and objects without a name cannot be imported.
         if "<" in getattr(function, "__qualname__", "<"):
             raise ShoalError(
                 f"environment.sandbox=bwrap: {name_of(function)!r} is no function or class that a "
@@ -248,11 +255,13 @@ def enter_sandbox(task: Task, section: EnvironmentSection) -> Callable[[socket.s
     program = f"from {__name__} import serve; serve()"
 
     def enter(end: socket.socket) -> None:
+        """Replaces this process by the supervisor in the sandbox; keeps only the socket `end`
+        open."""
         os.set_inheritable(end.fileno(), True)
         os.closerange(3, end.fileno())  # libraries open files that programs inherit
         os.closerange(end.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
-        # An empty environment: that of the sandbox's first process can be read in it, in
-        # /proc/1/environ.
+        # The environment is empty, because in the sandbox that of its first process can be read
+        # from /proc/1/environ.
         command = [*words, sys.executable, "-c", program, str(end.fileno()), text]
         os.execve(words[0], command, {})
 
@@ -260,8 +269,9 @@ def enter_sandbox(task: Task, section: EnvironmentSection) -> Callable[[socket.s
 
 
 def _without_sockets(folders: Iterable[str], files: Iterable[str]) -> list[str]:
-    """Words of bwrap that put empty folders in the place of `SOCKET_FOLDERS`, but for the folders
-    and files that are named, and nothing in the place of every other socket."""
+    """Returns arguments of bwrap that hide the machine's sockets. SOCKET_FOLDERS become empty
+    folders, in which only the `folders` and the folders of the `files` are visible; a socket
+    anywhere else is replaced by /dev/null."""
     hidden = {os.path.realpath(path) for path in SOCKET_FOLDERS if os.path.isdir(path)}
     words: list[str] = []
     for path in sorted(hidden):
@@ -272,7 +282,7 @@ def _without_sockets(folders: Iterable[str], files: Iterable[str]) -> list[str]:
     shown: list[str] = []
     for folder in dict.fromkeys(named):
         real = os.path.realpath(folder)
-        if real in hidden:  # its files alone: tools may import each other
+        if real in hidden:  # only its Python files are shown, because tools may import each other
             shown += [str(path) for path in Path(real).glob("*.py")]
         elif _is_below(real, hidden) and os.path.exists(real):
             shown.append(real)
@@ -287,12 +297,13 @@ def _without_sockets(folders: Iterable[str], files: Iterable[str]) -> list[str]:
 
 
 def _is_below(path: str, folders: Iterable[str]) -> bool:
+    """True if a path is one of the folders, or lies in one."""
     return any(Path(path).is_relative_to(folder) for folder in folders)
 
 
 def _sockets() -> Iterator[str]:
-    """Files that are sockets, by their real paths: those of this machine's programs, and those that
-    were mounted."""
+    """Yields the real paths of files that are sockets: those that programs of this machine listen
+    at, and those that were mounted."""
     listed: list[str] = []
     relative: dict[str, str] = {}
     for line in _lines_of_sockets():
@@ -309,15 +320,15 @@ def _sockets() -> Iterator[str]:
     for path in listed:
         try:
             is_socket = path.startswith("/") and stat.S_ISSOCK(os.stat(path).st_mode)
-        except OSError:  # of another root folder, or of another user
+        except OSError:  # the socket belongs to another root folder or another user
             continue
         if is_socket:
             yield os.path.realpath(path)
 
 
 def _lines_of_sockets() -> Iterator[str]:
-    """The lines about sockets of each network namespace that a process of this machine's has: a
-    socket in a file is reached from every one."""
+    """Yields the lines of /proc/net/unix of each network namespace that a process of this machine
+    is in, because a socket in a file can be reached from all of them."""
     tables = {os.readlink("/proc/self/ns/net"): Path("/proc/net/unix")}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
@@ -328,8 +339,8 @@ def _lines_of_sockets() -> Iterator[str]:
 
 
 def _absolute(relative: Mapping[str, str]) -> Iterator[str]:
-    """The paths of sockets that were bound to a relative one, by the folder of each process that
-    has them open."""
+    """Yields the full paths of sockets that were bound to a relative path. `relative`:
+    `socket:[inode]` -> that path; the folder is that of each process that has the socket open."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             folder = os.readlink(process / "cwd")
@@ -342,13 +353,15 @@ def _absolute(relative: Mapping[str, str]) -> Iterator[str]:
 
 
 def _spec(function: Callable[..., Any]) -> str:
+    """Returns `FILE:NAME` of a function or class."""
     return f"{inspect.getsourcefile(function)}:{function.__qualname__}"
 
 
 def serve() -> None:
-    """The life of the supervisor in the sandbox."""
+    """Runs the supervisor of tools and environments in the sandbox, until the trainer is gone. It
+    is the program that `enter_sandbox` starts; its arguments are in `sys.argv`."""
     tool_specs, environment_specs, section = json.loads(sys.argv[2])
-    # Together: what is of one file is of one module.
+    # Loaded in one call, so that what comes from one file shares one module.
     loaded = load_named([*tool_specs, *environment_specs.values()], "tool")
     tools = {name_of(tool): tool for tool in loaded[: len(tool_specs)]}
     kinds = {}

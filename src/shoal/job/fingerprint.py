@@ -1,4 +1,5 @@
-"""The fingerprint of a run: what its numbers depend on besides its configuration."""
+"""Computes the fingerprint of a run: what its numbers depend on besides its configuration. A
+resumed run compares it with the one in its checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from shoal.trainer.scorers import ModelScorer
 
 MOST_ROWS = 50_000
-"""Rows of data above which the digest covers a sample of SAMPLE_ROWS."""
+"""If the data has more rows, the digest covers a sample of SAMPLE_ROWS."""
 SAMPLE_ROWS = 1000
 
 
@@ -35,12 +36,13 @@ def fingerprint(
     teacher: ModelScorer | None = None,
     base: Params | None = None,
 ) -> dict[str, Any]:
-    """The inputs of a run besides its configuration, in JSON's types: machine, data, reward
-    functions, and the weights that training does not change: of reference, teacher, and under an
-    adapter."""
+    """Returns what a run's numbers depend on besides its configuration, as values that JSON can
+    hold: the machine, a digest of the data, digests of the reward functions, tools and
+    environments, and checksums of the weights that training does not change (`base`: frozen under
+    an adapter)."""
     from shoal.weights.checksum import types_text, weights_text
 
-    # What scores answers, and what gives the model answers of its own.
+    # Functions that score answers, and tools and environments, which answer the model.
     functions = list(task.rewards)
     for tool in task.tools:
         functions.append(RewardFunction(f"tool {name_of(tool)}", tool))
@@ -62,8 +64,8 @@ def fingerprint(
 
 
 def machine() -> dict[str, str]:
-    """Devices, threads and versions: with equal ones, a run's numbers on CPU are equal bit for
-    bit."""
+    """Returns this process's devices, threads and versions, by name. On CPU two runs in which all
+    of these are equal have numbers that are equal bit for bit."""
     import jax
 
     facts = {
@@ -81,7 +83,7 @@ def machine() -> dict[str, str]:
 
 
 def _processor() -> str:
-    """The processor's model name, from /proc/cpuinfo if it exists."""
+    """Returns the processor's model name, from /proc/cpuinfo if that exists."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -93,7 +95,7 @@ def _processor() -> str:
 
 
 def package_version(package: str) -> str:
-    """The version that is installed; `none` without one."""
+    """Returns the version of an installed package, or `none`."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -101,8 +103,8 @@ def package_version(package: str) -> str:
 
 
 def data_digest(task: Task, seed: int) -> str:
-    """The number of training rows, and a hash of them and of the evaluation sets; of more than
-    MOST_ROWS rows a sample is hashed, chosen by the seed."""
+    """Returns a text with the number of training rows and a hash of these and of the evaluation
+    sets. If there are more than MOST_ROWS rows, the hash covers a sample that the seed chooses."""
     count = len(task.train)
     rows = list(range(count))
     if count > MOST_ROWS:
@@ -126,11 +128,12 @@ def data_digest(task: Task, seed: int) -> str:
 
 
 def _source_digest(reward: RewardFunction) -> str:
-    """A hash of the source of a function's module and, unless it is packaged, of the modules beside
-    it that this imports; empty if it is not available."""
+    """Returns a hash of the source of a function's module and, unless it is part of an installed
+    package, of the modules in its folder that it imports. '' if the source is not available. A
+    reward model or a judge gives its own digest."""
     function: Any = reward.function
     digest = getattr(function, "digest", None)
-    if digest:  # of a reward model or a judge
+    if digest:  # the function is a reward model or a judge
         return digest()
     while isinstance(function, functools.partial):
         function = function.func
@@ -149,12 +152,12 @@ def _source_digest(reward: RewardFunction) -> str:
 
 
 def _local_imports(file: Path) -> list[Path]:
-    """The modules of a file's folder or package that it imports, or that these import, also inside
-    functions."""
+    """Returns the files of a module's folder or package that it imports, also inside functions and
+    through others of them; without the module itself."""
     root = file.parent
     while (root / "__init__.py").exists():
         root = root.parent
-    # In these folders alone, where nothing is that is installed.
+    # Searches only these folders, so that installed packages are left out.
     finder = modulefinder.ModuleFinder([str(file.parent), str(root)])
     try:
         finder.import_hook(".".join(file.relative_to(root).with_suffix("").parts))
@@ -169,8 +172,9 @@ def _local_imports(file: Path) -> list[Path]:
 
 
 def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Console) -> None:
-    """Warns of differences between two fingerprints; raises ShoalError if the data or the weights
-    of reference or teacher differ."""
+    """Compares the fingerprint of a checkpoint with that of this process. Raises ShoalError if the
+    data, the frozen weights, the reference or the teacher differ; warns if the machine or the files
+    of reward functions do."""
     if saved["data"] != now["data"]:
         raise ShoalError(
             f"the training data is not what this run was started with (it had {saved['data']}, now "
@@ -189,7 +193,7 @@ def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Con
         "teacher": ("the teacher's weights (teacher.path)", "restore them, or start a new run"),
     }
     for name, (what, cure) in cures.items():
-        # With algorithm.kl_coef=0 there is no reference any more.
+        # A run that was resumed with algorithm.kl_coef=0 has no reference any more.
         is_in_both = name in now and name in saved
         if is_in_both and now[name] != saved[name]:
             raise ShoalError(
@@ -203,9 +207,10 @@ def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Con
                 f"{name} is {value or 'not set'}, it was {before or 'not set'} when the checkpoint "
                 "was saved: numbers may differ in their last bits"
             )
-    files: dict[tuple[str, str], list[str]] = {}  # functions of one file have its digest
+    files: dict[tuple[str, str], list[str]] = {}  # functions of one file have the same digest
     for name, digest in now["rewards"].items():
-        before = saved["rewards"].get(name, digest)  # another function is another setting
+        # A new function is not warned of here: it is a change of the settings, not of a file.
+        before = saved["rewards"].get(name, digest)
         if before != digest:
             files.setdefault((digest, before), []).append(name)
     for names in files.values():

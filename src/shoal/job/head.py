@@ -1,4 +1,5 @@
-"""The head of a run: a dozen lines on what it will do, and with what; then the warnings."""
+"""Prints the head of a run: a dozen lines that say what the run will do and with what, then the
+warnings."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ from shoal.text import shorten
 from shoal.weights.source import ModelSource
 
 FIRST_PROMPT = 240
-"""Characters of the first prompt that are shown."""
+"""Most characters of the first prompt that are shown."""
 
 
 def print_head(job: Job) -> None:
-    """Prints what a run will do and with what, then the warnings of its stages. Raises ShoalError
-    with train.on_warning=stop for what would be warned of."""
+    """Prints what a run will do and with what, then the warnings of its stages. ShoalError if there
+    are warnings and `train.on_warning` is `stop`."""
     config, roles, model, console = job.config, job.roles, job.model, job.console
     shape = micro_batch_shapes(config, model.role.row_shards)[0]
     lengths = job.lengths
@@ -65,8 +66,8 @@ def print_head(job: Job) -> None:
 
 
 def model_text(section: ModelSection, loaded: ModelSource, model: Model) -> str:
-    """`tiny (llama), 859,392 parameters, float32, from .../assets/tiny`, and what an adapter
-    changes of them"""
+    """Returns a text like `tiny (llama), 859,392 parameters, float32, from .../assets/tiny`, and
+    how many parameters an adapter trains."""
     family = (loaded.config or read_config(loaded.folder)).get("model_type")
     base = parameter_count(model.architecture.base)
     text = f"{section.path} ({family}), {base:,} parameters, {model.dtype.name}"
@@ -83,8 +84,8 @@ def model_text(section: ModelSection, loaded: ModelSource, model: Model) -> str:
 
 
 def reference_note(config: Config, model: Model) -> str:
-    """Which of two policies an adapter's KL term is measured from; empty where they are one, or
-    there is none."""
+    """Returns a text that says which policy the KL term of a run with an adapter is measured from,
+    the model with the first adapter or without one; '' if there is no adapter or no KL term."""
     if not config.algorithm.scores_reference or not model.architecture.adapter:
         return ""
     if reference_architecture(config, model.architecture).adapter:
@@ -93,8 +94,8 @@ def reference_note(config: Config, model: Model) -> str:
 
 
 def data_lines(task: Task) -> dict[str, str]:
-    """The files that were read, with their rows; the training rows that are kept, and why others
-    are not."""
+    """Returns title -> text, for the head of a run: the files that were read with their rows, and
+    how many training rows are kept and why others are not."""
     report = task.data
     count = len(task.train)
     if not (report.train_files or report.held_out_files):
@@ -115,7 +116,7 @@ def data_lines(task: Task) -> dict[str, str]:
 
 
 def files_text(files: Mapping[str, int]) -> str:
-    """`data/train-0.parquet and 3 more files (7,473 rows)`"""
+    """Returns a text like `data/train-0.parquet and 3 more files (7,473 rows)`; '' for no files."""
     if not files:
         return ""
     text = next(iter(files))

@@ -1,5 +1,5 @@
-"""The hosts of a run or a command: which engines sample where. In this process, or as workers in a
-Ray cluster."""
+"""Makes the sampler of a run or a command: the fleet of hosts, and the engines that they sample
+with. A host is in this process, a worker in a Ray cluster, or a server of vLLM."""
 
 from __future__ import annotations
 
@@ -66,28 +66,29 @@ if TYPE_CHECKING:
 
 
 HERE = "here"
-"""The host in the caller's thread."""
+"""Name of the host that samples in the caller's thread."""
 
 
 PROBE_TOKENS = 64
-"""Tokens of the probe that a server and the trainer both score."""
+"""Number of tokens in the probe, a text that a server of vLLM and the trainer both score."""
 
 
 PROBE_STRIDE = 7919
-"""Distance of neighbouring token ids in the probe."""
+"""Difference between the ids of neighbouring tokens in the probe, so that they cover the
+vocabulary."""
 
 
 PROBE_BEGINNINGS = 4
-"""Beginnings of the probe after which a server samples a token."""
+"""Number of beginnings of the probe after which a server samples one token."""
 
 
 GAP_TOLERANCES = 3
-"""How many times the tolerance of a probe's log-probs those of a step's tokens may differ, in the
-mean."""
+"""A step's tokens may differ from the trainer's log-probs, in the mean, by this many times the
+tolerance of the probe's log-probs."""
 
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that servers of vLLM can have room for."""
+"""The values of vLLM's option `--max-lora-rank`."""
 
 
 def local_fleet(
@@ -99,7 +100,8 @@ def local_fleet(
     stop: StopSignal | None = None,
     player: TurnDriver | None = None,
 ) -> Fleet:
-    """One host, in the caller's thread."""
+    """Returns a fleet with a single host that samples in the caller's thread, with the engines that
+    `make_engine(purpose, group size)` returns."""
     return Fleet(
         store,
         {HERE: EngineHost(make_engine)},
@@ -122,9 +124,10 @@ def training_fleet(
     cluster: Cluster | None = None,
     turns: TurnFormats | None = None,
 ) -> Fleet:
-    """The hosts of a training run: workers of a Ray cluster, or servers of vLLM; or in this process
-    one in the caller's thread; or, on devices of their own, one in a thread of its own for each
-    replica."""
+    """Returns the fleet that samples for a training run. Its hosts are servers of vLLM, workers of
+    a Ray cluster, or in this process: a single host in the caller's thread if sampler and trainer
+    share devices, else one host in a thread of its own for each replica of the sampler. `turns`:
+    how turns are written as tokens; None if rollouts are single answers."""
     tokenizer = spec.tokenizer
     player = None
     if turns:
@@ -178,8 +181,9 @@ def decided_channel(config: Config, cluster: Cluster | None) -> str:
 def make_store(
     section: PublishSection, model: Model, cluster: Cluster | None, in_parts: bool
 ) -> WeightStore:
-    """How hosts get the weights, by the channel that is decided: as arrays in this process, as
-    files, or as Ray's objects."""
+    """Returns the store through which hosts get published weights, by the channel that was decided:
+    arrays of this process, Ray's objects, or files. `in_parts`: each host has only some of the
+    sampler's devices."""
     folder = check_local(section.folder, KEY)
     if section.channel == "memory":
         return MemoryStore(model, in_parts)
@@ -207,23 +211,26 @@ ENVIRONMENT = (
     "OMP_NUM_THREADS",
     "NPROC",
 )
-"""Beginnings of the environment's names that decide numbers, threads and memory: a worker has the
-trainer's."""
+"""Prefixes of the environment variables that decide numbers, threads and memory. A worker gets the
+trainer's values of them."""
 
 
 SHARED_FACTS = ("python", "shoal", "jax", "jaxlib", "numpy")
-"""What of `machine` a worker must share with the trainer, whose device may be another."""
+"""Entries of `machine` that a worker must share with the trainer. The kind of device is not among
+them, because it may differ."""
 
 
 def open_cluster(config: Config, console: Console, stack: ExitStack) -> Cluster | None:
-    """The Ray cluster of a run; None where it samples in this process. It is joined before JAX
-    looks for devices, as those of the trainer are Ray's to give."""
+    """Joins or starts the Ray cluster of a run, and returns it; None if `sampler.kind` is not
+    `ray`. This must happen before JAX looks for devices, because Ray also assigns the trainer's
+    devices. Leaving `stack` closes the cluster and restores the environment's variables. In a dry
+    run it only checks the address, and returns None."""
     sampler = config.sampler
     if sampler.kind != "ray":
         return None
     try:
         from shoal.rollout import ray_host
-    except ImportError as error:  # of a broken installation, or of another version
+    except ImportError as error:  # a broken installation, or another version of Ray
         raise ShoalError(
             f"sampler.kind=ray: Ray cannot be imported ({error}); pip install '.[ray]' in the "
             "clone of Shoal"
@@ -268,7 +275,7 @@ def open_cluster(config: Config, console: Console, stack: ExitStack) -> Cluster 
 
 
 def set_variables(values: Mapping[str, str | None]) -> None:
-    """Sets variables of this process's environment, and removes those that are None."""
+    """Sets environment variables of this process; a variable whose value is None is removed."""
     for name, value in values.items():
         os.environ.pop(name, None)
         if value is not None:
@@ -276,7 +283,9 @@ def set_variables(values: Mapping[str, str | None]) -> None:
 
 
 def worker_environment(devices: int, kind: str) -> dict[str, str]:
-    """The variables of this process that a worker on so many devices must share."""
+    """Returns the environment variables that a Ray worker on `devices` devices must share with this
+    process, because they decide numbers, threads or memory. If `kind` is CPU and there are several
+    devices, XLA_FLAGS makes JAX split the worker's CPU into that many."""
     variables = {name: value for name, value in os.environ.items() if name.startswith(ENVIRONMENT)}
     flag = "--xla_force_host_platform_device_count"
     xla_flags = variables.get("XLA_FLAGS", "")
@@ -286,8 +295,8 @@ def worker_environment(devices: int, kind: str) -> dict[str, str]:
 
 
 def trainer_mesh(config: Config, cluster: Cluster | None) -> Config:
-    """The configuration with `mesh.trainer` for the devices that this process sees: all those that
-    Ray holds for it."""
+    """Returns the configuration with `mesh.trainer` set to the number of devices that Ray holds for
+    this process; `config` itself if Ray holds none."""
     if cluster is None or not cluster.trainer_devices:
         return config
     return replace(config, mesh=replace(config.mesh, trainer=str(cluster.trainer_devices)))
@@ -303,7 +312,9 @@ def ray_fleet(
     cluster: Cluster,
     player: TurnDriver | None,
 ) -> Fleet:
-    """Workers that join as the cluster has room for them."""
+    """Returns the fleet whose hosts are workers of a Ray cluster; each joins when the cluster has
+    room for it. With strict parity this process first samples what a worker's numbers are compared
+    with."""
     model = store.model
     woken = threading.Event()
     facts = machine()
@@ -315,7 +326,7 @@ def ray_fleet(
     names = [f"worker {number}" for number in range(config.sampler.workers)]
     hosts = {name: cluster.start(name) for name in names}
     if cluster.measure.strict:
-        # Made while the workers start, which compile the same.
+        # Computed while the workers start, because they take as long to compile the same programs.
         proof = trainer_proof(config, model, tokenizer, cluster.say)
         if proof:
             cluster.measure.wanted = {"the trainer": proof, **cluster.measure.wanted}
@@ -346,7 +357,8 @@ def vllm_fleet(
     console: Console,
     player: TurnDriver | None,
 ) -> Fleet:
-    """Servers of vLLM: those that are given, or one started here for each worker."""
+    """Returns the fleet whose hosts are servers of vLLM: those at `vllm.urls`, or else one that is
+    started here for each of `sampler.workers`."""
     check_servers(config.vllm)
     folder = check_local(config.publish.folder, KEY)
     size = num_bytes(model) + num_bytes(model, trained=False)
@@ -379,6 +391,7 @@ def vllm_fleet(
     )
 
     def open_server(name: str, version: FolderVersion) -> http_engine.Server:
+        """Connects to the server at the URL `name`, or starts one that serves `version`."""
         if config.vllm.urls:
             return vllm.server_at(name)
         variables = {
@@ -388,15 +401,17 @@ def vllm_fleet(
             "PYTHONPATH": "",
             **store.watcher.environment,
         }
-        log = Path(tempfile.gettempdir()) / f"shoal-{os.getpid()}-{name}.log"  # it outlives the run
+        # The log stays after the run, for whoever looks for the cause of a fault.
+        log = Path(tempfile.gettempdir()) / f"shoal-{os.getpid()}-{name}.log"
         words = server_words(config, model, version)
         return http_engine.Server.start(words, variables, log, vllm.api_key())
 
     def start(name: str) -> http_engine.HttpHost:
+        """Starts the host of the server `name`."""
         open_named = functools.partial(open_server, name)
         return http_engine.HttpHost(name, vllm.VllmEngine, open_named, settings, woken.set)
 
-    # Truncation that the trainer does not repeat makes a difference of its own.
+    # If the sampler truncates the distribution and the trainer does not, log-probs differ anyway.
     is_compared = not config.sampling.params.truncated or config.algorithm.match_sampling_support
     logprob_tolerance = GAP_TOLERANCES * settings.tolerance if is_compared else 0.0
     names = config.vllm.urls
@@ -422,8 +437,8 @@ def vllm_fleet(
 
 
 def check_servers(section: VllmSection) -> None:
-    """ShoalError unless each server that is given answers, and the program that starts others is
-    there."""
+    """Raises ShoalError unless every server at `vllm.urls` answers and the program `vllm.python`,
+    which starts servers, exists."""
     deadline = time.monotonic() + http_engine.CONNECT_SECONDS
     faults = []
     for url in section.urls:
@@ -448,8 +463,9 @@ def check_servers(section: VllmSection) -> None:
 
 
 def sends_adapters(section: VllmSection, model: Model) -> bool:
-    """True if the servers read the run's adapter alone: those that run already if all have vLLM's
-    call for it, those that are started here where vLLM computes with it."""
+    """True if servers of vLLM load only the run's adapter for each version, not whole weights.
+    Servers that run already must all have vLLM's call for that; for servers that are started here,
+    vLLM must be able to compute with the adapter."""
     adapter = model.architecture.adapter
     if adapter is None:
         return False
@@ -463,13 +479,13 @@ def sends_adapters(section: VllmSection, model: Model) -> bool:
 def trainer_probe(
     model: Model, longest: int, params: SamplingParams
 ) -> tuple[list[int], list[int], Callable[[Params], ProbeScores]]:
-    """A probe for servers: token ids over all of the vocabulary, the lengths of its beginnings
-    after which a token is sampled with `params`, and what the trainer makes of both with given
-    parameters."""
+    """Returns a probe that compares a server's numbers with the trainer's: (token ids from all over
+    the vocabulary; the lengths of its beginnings after which a token is sampled with `params`; a
+    function parameters -> what the trainer computes for both)."""
     num_tokens = min(PROBE_TOKENS, longest - 1)
     vocab_size = model.architecture.vocab_size
     ids = [position * PROBE_STRIDE % vocab_size for position in range(num_tokens)]
-    # A short probe has fewer beginnings: of equal lengths one stays.
+    # A set, because the lengths of a short probe's beginnings may be equal.
     lengths = {-(-len(ids) * part // PROBE_BEGINNINGS) for part in range(1, PROBE_BEGINNINGS + 1)}
     beginnings = sorted(lengths)
     batch = MicroBatch.empty(Shape(1, PROBE_TOKENS), temperature=1.0)
@@ -482,12 +498,14 @@ def trainer_probe(
     )
 
     def next_token(parameters: Params, arrays: LearnerBatch) -> jax.Array:
+        """Returns the log-probs of the token after each beginning; compiled."""
         last = jnp.array([length - 1 for length in beginnings])
         return sampling_logprobs(next_token_logits(model, parameters, arrays, last), sampling)
 
     next_token_program = model.role.jit(next_token, out_shardings=model.role.replicated)
 
     def score(parameters: Params) -> ProbeScores:
+        """Returns what the trainer computes for the probe with these parameters."""
         scorer = ModelScorer(model, parameters)
         logprobs = unpack([batch], [np.asarray(scorer.score(batch.arrays))])[0, 0]
         next_logprobs = next_token_program(parameters, scorer.put(batch.arrays))
@@ -497,7 +515,7 @@ def trainer_probe(
 
 
 def server_words(config: Config, model: Model, version: FolderVersion) -> list[str]:
-    """The command that starts a server."""
+    """Returns the command that starts a server of vLLM, as a list of arguments."""
     program, *program_arguments = shlex.split(config.vllm.python)
     words = [os.path.expanduser(program), *program_arguments]
     words += [
@@ -517,15 +535,15 @@ def server_words(config: Config, model: Model, version: FolderVersion) -> list[s
         words.append("--enable-sleep-mode")
     adapter = model.architecture.adapter if version.base else None
     if adapter:
-        # Room for the adapters of all versions that may be sampled from at once, and the next.
+        # The server must hold the adapters of all versions that may be sampled from at the same
+        # time, and the next one.
         max_adapters = schedule_of(config.train).max_staleness + 2
         max_rank = next(rank for rank in LORA_RANKS if rank >= adapter.rank)
         words += ["--enable-lora", f"--max-loras={max_adapters}", f"--max-lora-rank={max_rank}"]
     if max_support(config) > 0:
         words.append("--return-sampling-mask")
     if model.role.platform == "cpu":
-        # vLLM 0.32 on a CPU ends with an error where a prompt whose request has a seed is computed
-        # in parts.
+        # vLLM 0.32 on a CPU fails if a request has a seed and its prompt is computed in parts.
         words.append("--no-enable-chunked-prefill")
     words += config.vllm.arguments
     return words
@@ -534,8 +552,9 @@ def server_words(config: Config, model: Model, version: FolderVersion) -> list[s
 def trainer_proof(
     config: Config, model: Model, tokenizer: Tokenizer, say: Callable[[str], None]
 ) -> WorkerFingerprint | None:
-    """What a worker's numbers must be, as this process samples on such devices as a worker's; None
-    where the trainer has too few or no room."""
+    """Samples, in this process, the known group that workers prove their numbers with, and returns
+    the fingerprint that a worker's must equal. None if the trainer has too few devices or too
+    little memory for it."""
     if len(jax.devices()) < config.sampler.devices_per_worker:
         return None
     try:
@@ -558,7 +577,10 @@ def trainer_proof(
 def make_worker(
     config: Config, architecture: Architecture, dtype: Any, tokenizer: Tokenizer
 ) -> tuple[EngineHost, WorkerFingerprint]:
-    """What a worker samples with, in its own process, and its proof."""
+    """Makes what a Ray worker samples with; runs in the worker's process. Returns the host and the
+    fingerprint of its numbers, which the trainer compares. Side effects: sets JAX's compilation
+    cache and, for float32, full precision of products, for all of the process. ShoalError if there
+    are fewer devices than `sampler.devices_per_worker`."""
     cache_by_configuration()
     count = config.sampler.devices_per_worker
     devices = available_devices(config.mesh)
@@ -578,12 +600,12 @@ def make_worker(
         sampled_architecture(config, architecture),
         roles.sampler,
     )
-    multiply_exactly(model.dtype, ExitStack())  # for all of the process
+    multiply_exactly(model.dtype, ExitStack())  # stays set until the process ends
     make = training_engine_maker(config, model, roles, tokenizer)
     plan = training_slots(config, roles, architecture)
     host = EngineHost(make, capacity=QUEUED * plan.slots, shares_memory=False)
-    # A resumed run may have other settings, and with them other programs, whose numbers are not
-    # those of before.
+    # A resumed run may have other settings, and with them other programs, whose numbers differ. So
+    # the fingerprint contains a digest of the settings.
     settings = repr(
         (architecture, dtype, config.model.attention, mesh, config.sampling, group_size, plan)
     )
@@ -602,13 +624,18 @@ def engine_maker(
     max_support: int = 0,
     truncated: bool = False,
 ) -> Callable[[Purpose, int], Engine]:
-    """A function that gives the engine for groups of a purpose and size: one for all sizes that its
-    rows can be filled with, made when it is first asked for. Training's stores the support of each
-    token, at most `max_support` ids; where that is not 0, the others have engines of their own,
-    which store none. `truncated`: requests may truncate, though the settings do not."""
+    """Returns a function (purpose, group size) -> engine. It makes an engine when one is first
+    needed, and returns the same one for all group sizes that its rows can be filled with.
+
+    `places`: how many completions the engines hold, and how many siblings share a row.
+    `max_support`: most token ids that training's engine stores for each token, the ones that it was
+    sampled from; 0: none. If it is not 0, evaluations have engines of their own, which store none.
+    `truncated`: requests may truncate the distribution although the settings do not.
+    """
     engines: dict[tuple[int, int], Engine] = {}
 
     def make(purpose: Purpose, size: int) -> Engine:
+        """Returns the engine for groups of `size`, made if no earlier one fits."""
         support = max_support if purpose is Purpose.TRAIN else 0
         slots, siblings = places.rows_for(size, group_size, support == max_support)
         if (siblings, support) not in engines:
@@ -639,12 +666,12 @@ def sampling_engine_maker(
     group_size: int,
     truncated: bool = False,
 ) -> Callable[[Purpose, int], Engine]:
-    """A function that makes the engines of a command that only samples, `slots` completions at
-    once."""
-    # However few prompts are asked: another number of rows is another program, whose last bits
-    # differ on some processors, and an answer may not depend on how many others were asked for.
-    # Only an evaluation, whose questions are its data's, is given fewer slots where it has fewer
-    # completions.
+    """Returns a function (purpose, group size) -> engine for a command that only samples. An engine
+    holds `slots` completions at once."""
+    # The number of slots does not depend on how many prompts there are. Another number of rows is
+    # another program, whose last bits differ on some processors, and an answer must not depend on
+    # how many others were requested. Only an evaluation gets fewer slots if it has fewer
+    # completions, because its questions are fixed by its data.
     places = plan_slots(sampling, model, slots, group_size, math.inf)
     return engine_maker(model, tokenizer, sampling, places, group_size, truncated=truncated)
 
@@ -657,8 +684,9 @@ def training_engine_maker(
     architecture: Architecture | None = None,
     host: int = 0,
 ) -> Callable[[Purpose, int], Engine]:
-    """A function that makes the engines of a host of a training run. `architecture`: of the model
-    that memory is reckoned with, if it is not that of `model`."""
+    """Returns a function (purpose, group size) -> engine for the host number `host` of a training
+    run's sampler. `architecture`: the one that memory is estimated with, if it is not that of
+    `model`."""
     places = training_slots(config, roles, architecture or model.architecture)
     return engine_maker(
         model.on(roles.hosts[host]),
@@ -677,8 +705,9 @@ def run_engines(
     tokenizer: Tokenizer,
     architecture: Architecture | None = None,
 ) -> Iterator[tuple[str, Engine]]:
-    """The engines of a run, one by one: for training's groups, greedy answers and pass@k's groups;
-    several may be the same. Nothing is compiled."""
+    """Yields (name, engine) for each kind of request of a training run: training's groups, greedy
+    answers of evaluations, and groups of pass@k. Several names may have the same engine. Nothing is
+    compiled."""
     make = training_engine_maker(config, model, roles, tokenizer, architecture)
     yield "training", make(Purpose.TRAIN, config.batch.group_size)
     yield "evaluation", make(Purpose.EVALUATE, 1)

@@ -1,5 +1,5 @@
-"""Ctrl-C and SIGTERM as a request to stop: the step under way is given up, the last complete state
-is saved."""
+"""Turns Ctrl-C and SIGTERM into a request to stop the run: the step under way is given up, and the
+state after the last complete step is saved."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class EarlyInterrupt:
-    """Ctrl-C before a run takes it: ends the process with one line. Once `raises` is set, it raises
-    KeyboardInterrupt and remembers that, since Python drops an exception raised in a callback, as
-    JAX's in the garbage collector."""
+    """Handler of Ctrl-C until a run handles it: ends the process and prints one line. Once `raises`
+    is set, it raises KeyboardInterrupt, and sets `received`, because Python drops an exception that
+    is raised in a callback, such as JAX's in the garbage collector."""
 
     raises = False
     received = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Ends the process, or raises KeyboardInterrupt once `raises` is set."""
         if not self.raises:
             os.write(2, b"interrupted\n")
             os._exit(130)
@@ -33,15 +34,15 @@ class EarlyInterrupt:
 
 
 def is_command() -> bool:
-    """True in a process that `shoal` or `python -m shoal` started, also before Python has found the
-    module: until then `sys.argv` begins with `-m`, as it does for every package that is run so and
-    imports this one."""
+    """True if `shoal` or `python -m shoal` started this process. It also works before Python has
+    found the module: until then `sys.argv` begins with `-m`, as for every package that is run in
+    this way and imports this one."""
     program = ""
     if sys.argv:
         program = sys.argv[0]
     if program != "-m":
         return program.endswith("/shoal")
-    if len(sys.argv) > len(sys.orig_argv):  # another program has set it
+    if len(sys.argv) > len(sys.orig_argv):  # another program has changed `sys.argv`
         return False
     typed = sys.orig_argv[-len(sys.argv)]  # the module; `-mshoal` and `-Imshoal` are one word
     if typed.startswith("-"):
@@ -50,13 +51,14 @@ def is_command() -> bool:
 
 
 def end_on_interrupt() -> None:
-    """Makes Ctrl-C end the process, while there is nothing yet that it must leave in order."""
+    """Makes Ctrl-C end the process at once, for the time in which the process has nothing to clean
+    up. Leaves a handler alone that others have set."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, EarlyInterrupt())
 
 
 def raise_on_interrupt() -> None:
-    """Makes Ctrl-C raise KeyboardInterrupt again."""
+    """Makes Ctrl-C raise KeyboardInterrupt again, after `end_on_interrupt`."""
     handler = signal.getsignal(signal.SIGINT)
     if isinstance(handler, EarlyInterrupt):
         handler.raises = True
@@ -64,7 +66,8 @@ def raise_on_interrupt() -> None:
 
 @contextlib.contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
-    """Makes SIGTERM raise KeyboardInterrupt too, so that what a command has is left in order."""
+    """Within the block SIGTERM raises KeyboardInterrupt like Ctrl-C, so that a command cleans up.
+    Has no effect outside of the main thread."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -80,6 +83,7 @@ def terminate_as_interrupt() -> Iterator[None]:
 
 
 def _kept_text() -> str:
+    """Returns what is kept of a run that is stopped at once."""
     return "the newest checkpoint stands, what came after it is lost"
 
 
@@ -87,13 +91,15 @@ def _kept_text() -> str:
 def stop_on_signals(
     stop: StopSignal | None = None, kept: Callable[[], str] = _kept_text
 ) -> Iterator[StopSignal]:
-    """SIGINT and SIGTERM request `stop` while this is entered; a second one raises
-    KeyboardInterrupt anywhere, with what is `kept` in its text.
+    """Within the block the first SIGINT or SIGTERM requests `stop`; a second one raises
+    KeyboardInterrupt wherever the program is, with the text that `kept` returns.
 
-    Outside the main thread Python handles no signals: there nothing sets it."""
+    Outside of the main thread Python handles no signals, so there none requests a stop.
+    """
     stop = stop or StopSignal()
 
     def handle(number: int, frame: FrameType | None) -> None:
+        """Requests a stop and says so; raises KeyboardInterrupt if a stop was requested already."""
         if stop.requested_at is not None:
             raise KeyboardInterrupt(f"stopped at once: {kept()}")
         waits = f"; waits for {stop.waits_for}" if stop.waits_for else ""

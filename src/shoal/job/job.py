@@ -1,5 +1,5 @@
-"""A job: what a command needs, as a list of stages from a configuration to what samples and
-trains."""
+"""The job: everything that a command needs, as an ordered list of stages that lead from a
+configuration to what samples and trains."""
 
 from __future__ import annotations
 
@@ -142,25 +142,26 @@ if TYPE_CHECKING:
 TRAIN: Sequence[Command] = ("train",)
 TRAIN_OR_DOCTOR: Sequence[Command] = ("train", "doctor")
 WITH_TASK: Sequence[Command] = ("train", "doctor", "eval")
-"""Commands that have data and rewards."""
+"""Commands whose jobs have data and rewards."""
 SAMPLES_ALONE: Sequence[Command] = ("eval", "generate", "serve")
 WITH_MODEL: Sequence[Command] = ("train", "doctor", "eval", "generate", "serve")
 RECKONS: Sequence[Command] = ("train", "doctor", "figures")
-"""Commands of a training job: what they open has the keys of `Config`."""
+"""Commands whose configuration has the keys of `Config`, so that a training job follows from it."""
 
 
 class Job(StagedJob):
-    """What a configuration becomes: a list of stages, in the order in which they are checked. It is
-    closed at the end, with everything that it opened.
+    """Everything that a command needs, as stages in the order in which they are checked. Reading a
+    stage opens it. Leaving the `with` block closes everything that was opened.
 
     >>> with Job(config, console) as job:
     ...     job.check()
     ...     open_run(job).train()
 
-    `resumed`: the folder of a run that is resumed. `functions`, `task`: reward functions and data
-    from Python. `devices`: others than this machine's. `spec`: a model in place of that of
-    `model.path`; the job then only reckons, or computes again, with it. `command`: the one that it
-    is opened for, where the configuration's type does not say which.
+    `resumed`: the folder of the run that is resumed. `functions`, `task`: reward functions and data
+    that were passed from Python. `devices`: devices to use in place of this machine's. `spec`: a
+    model to use in place of the one that `model.path` names; with it the job is one of `figures`
+    unless `command` says otherwise. `command`: the command that the job is opened for, if the type
+    of the configuration does not say it.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class Job(StagedJob):
         command: Command | None = None,
     ) -> None:
         super().__init__(command or _command_of(config, spec), findings or Findings())
-        # One of these: a stage reads what the commands that open it have.
+        # Typed Any, because each stage reads keys that the commands which open it have.
         self.requested: Any = replace(config, model=with_run(config.model))
         self.console = console
         self.resumed = resumed
@@ -211,18 +212,22 @@ class Job(StagedJob):
 
     @stage(commands=TRAIN_OR_DOCTOR)
     def settings(self) -> None:
+        """Raises ShoalError if settings contradict each other, or a sink of reports cannot be
+        used."""
         check_settings(self.requested, self.findings)
         check_sinks(self.requested.report)
 
     @stage(commands=TRAIN)
     def inputs(self) -> None:
-        """The files and names that are given, as far as they are on this machine."""
+        """Raises ShoalError if files or names that the configuration gives are wrong, as far as
+        this machine can tell."""
         from_python = bool(self.functions) or self._task is not None
         check_before_weights(self.requested, from_python, self.resumed is not None)
 
     @stage(cure="base_output_directory", commands=TRAIN_OR_DOCTOR)
     def folder_note(self) -> str:
-        """A note if the run's folder is there already; ShoalError where it cannot be made."""
+        """Returns a note if the run's folder exists already, else ''. ShoalError if the folder
+        cannot be made."""
         if self.resumed:
             return ""
         return check_run_folder(self.requested)
@@ -231,7 +236,7 @@ class Job(StagedJob):
 
     @stage("data", "task.path", commands=WITH_TASK)
     def questions(self) -> Task:
-        """The data of the task, with its own rewards."""
+        """Loads the task: its questions and its own reward functions. Prints the task's notes."""
         c = self.requested
         with nullcontext() if self.trains else evaluating():
             task = with_environment(self._task or load_questions(c.task, c.reward), c)
@@ -245,8 +250,8 @@ class Job(StagedJob):
         "environment", "environment.factory", needs=("questions",), commands=WITH_TASK, forks=True
     )
     def sessions(self) -> Sessions | None:
-        """The processes of tools and environments, forked as those that score are; None where
-        rollouts have none."""
+        """Starts the processes that run tools and environments; None if rollouts use neither. Like
+        the processes that score, they are forked, so before JAX has threads."""
         sessions = open_sessions(self.questions, self.requested)
         if sessions:
             self.stack.enter_context(closing(sessions))
@@ -254,8 +259,9 @@ class Job(StagedJob):
 
     @stage("tokenizer", "model.path")
     def template_date(self) -> datetime:
-        """The date that chat templates write in a training run, resumed or not: the one of its
-        first start."""
+        """Returns the date that chat templates write into prompts. A resumed run uses the one of
+        its first start; if that was not stored, the present one, with a warning if the template
+        writes a date."""
         if self.resumed:
             folder = self.resumed / MODEL_FOLDER
             date = read_date(folder)
@@ -271,7 +277,10 @@ class Job(StagedJob):
 
     @stage("reward", "reward.functions", needs=("template_date",), after=("questions",))
     def scorers(self) -> tuple[RewardFunction, ...]:
-        """The functions that score answers. Those that were given need no data."""
+        """Returns the functions that score answers: those that the configuration or the caller
+        gave, else the task's own, and those of environments. Functions that were given can be
+        loaded without the data. Reward models among them learn here which model settings and
+        devices they use."""
         c = self.requested
         needed = not self.trains or c.algorithm.uses_rewards
         environments = {} if "questions" in self.failed else self.questions.environments
@@ -298,6 +307,7 @@ class Job(StagedJob):
 
     @property
     def task(self) -> Task:
+        """The task with the reward functions that this job uses."""
         return replace(self.questions, rewards=self.scorers)
 
     @stage(
@@ -309,7 +319,8 @@ class Job(StagedJob):
         forks=True,
     )
     def pool(self) -> RewardPool:
-        """The processes that score answers (decision 0006)."""
+        """Starts the processes that score answers (decision 0006), after checking that the data has
+        the answers that the functions compare with."""
         if "questions" not in self.failed:
             check_truths(self.questions, self.scorers)
         steps = (self.requested.steps,) if self.trains else ()
@@ -320,12 +331,14 @@ class Job(StagedJob):
 
     @stage(after=("sessions", "pool"), commands=TRAIN)
     def cluster(self) -> Cluster | None:
+        """Joins the Ray cluster of the run; None if the run does not sample on one."""
         return open_cluster(self.requested, self.console, self.stack)
 
     @stage(needs=("cluster",), after=("sessions", "pool"), commands=TRAIN, starts_threads=True)
     def world(self) -> World:
-        """The processes of the run. From here on the configuration lacks the keys that are a
-        process's own."""
+        """Joins the processes of the run to one world. Side effect: from here on `requested` lacks
+        the keys that differ between processes. ShoalError, the same in all of them, if their
+        configurations, versions, devices or run folders differ."""
         world, self.requested = open_world(self.requested, self.resumed)
         return self.stack.enter_context(world)
 
@@ -339,24 +352,28 @@ class Job(StagedJob):
         starts_threads=True,
     )
     def devices(self) -> Sequence[Any]:
+        """Returns the devices that JAX finds for this job. Starts JAX's threads."""
         shares_gpu = getattr(self.requested, "shares_gpu", False)
         return available_devices(self.requested.mesh, shares_gpu)
 
     @property
     def mesh(self) -> MeshSection:
-        """The mesh as given, for the devices that Ray holds for this process."""
-        if "cluster" not in self.opened:  # a command that joins none
+        """The mesh section of the configuration; if Ray holds devices for this process, with
+        `mesh.trainer` set to their number."""
+        if "cluster" not in self.opened:  # the command joins no cluster
             return self.requested.mesh
         return trainer_mesh(self.requested, self.opened["cluster"]).mesh
 
     @stage("devices", "mesh", needs=("cluster", "devices"), commands=(*WITH_MODEL, "figures"))
     def requested_roles(self) -> Roles:
-        """The mesh of each role by the settings alone: judged before the model is known."""
+        """Returns the mesh of each role from the settings alone, so that a wrong mesh is refused
+        before the model is known."""
         return make_roles(self.mesh, self.devices)
 
     @stage("tokenizer", "model.path", needs=("template_date", "world"))
     def spec(self) -> ModelSource:
-        """The model's sizes and tokenizer, and how its weights are read."""
+        """Finds the model: returns its sizes, its tokenizer, and how its weights are read; reads no
+        weights."""
         if not self.trains:
             for _, text in adapter_warnings(self.requested.model.lora):
                 self.console.warning(text)
@@ -365,7 +382,7 @@ class Job(StagedJob):
         if not self.trains:
             return spec
         date = self.template_date
-        # Processes may start on two days, or in two time zones: all take the first one's date.
+        # Processes may start on two days, or in two time zones: all use the first process's date.
         if self.has("world") and self.world.count > 1:
             dates = self.world.exchange_json("the date", date.isoformat())
             date = datetime.fromisoformat(dates[0])
@@ -373,9 +390,9 @@ class Job(StagedJob):
 
     @stage("devices", "mesh", needs=("cluster", "devices", "requested_roles", "spec"))
     def roles(self) -> Roles:
-        """The mesh of each role for this model: `requested_roles`, with a replica of the sampler
-        over as many devices as it needs. A command that only samples has no trainer to share the
-        devices with."""
+        """Returns the mesh of each role for this model. In training: `requested_roles` with each
+        replica of the sampler over as many devices as its weights need. A command that only samples
+        uses `requested_roles`, because it has no trainer to share the devices with."""
         roles = self.requested_roles
         if not self.trains:
             return roles
@@ -391,7 +408,8 @@ class Job(StagedJob):
 
     @stage("devices", "mesh", needs=("cluster", "roles", "spec"), commands=RECKONS)
     def config(self) -> Config:
-        """The configuration of a training job, with what it left open decided."""
+        """Returns the configuration of a training job in which the keys that were left open, like
+        `batch.micro_tokens`, have been decided from the devices and the model."""
         trainer = self.roles.trainer
         num_devices = trainer.mesh.size
         followed = for_devices(self.requested, num_devices, trainer.platform)
@@ -416,7 +434,7 @@ class Job(StagedJob):
             facts = {"Ray may span machines": str(spans_machines).lower()}
             config = self.decide(config, "publish.channel", channel, facts)
         if "batch.micro_tokens" not in open_keys(self.requested):
-            return config  # without packing a step for it, as each of advice's candidates would
+            return config  # saves packing a step, which each change that advice tries would do
         micro_tokens = decided_micro_tokens(followed, self.roles, self.spec.architecture)
         device_kind = trainer.mesh.devices.flat[0].device_kind
         return self.decide(
@@ -428,12 +446,14 @@ class Job(StagedJob):
 
     @stage("devices", "mesh", needs=("config", "roles"), commands=TRAIN_OR_DOCTOR)
     def placement(self) -> None:
+        """Adds findings about the devices: what each role uses, and warnings, for example of idle
+        devices."""
         check_devices(self.config, self.roles, self.findings)
 
     @stage("model", "sampling.max_completion_tokens", needs=("spec",), commands=WITH_MODEL)
     def positions(self) -> None:
-        """ShoalError where sequences may be longer than the model's positions reach; the reference
-        has the same."""
+        """Raises ShoalError if a prompt with its completion may be longer than the positions that
+        the model has. The reference has the same positions, so it is not checked."""
         check_positions(
             self.spec.architecture,
             self.requested.sampling,
@@ -447,7 +467,9 @@ class Job(StagedJob):
         commands=(*WITH_MODEL, "figures"),
     )
     def model(self) -> Model:
-        """The model on the trainer's devices, or on the sampler's where none trains."""
+        """Returns the model on the devices of the trainer, or of the sampler if the command does
+        not train. Side effects: prints a note if attention or decoding cannot use its kernel, and,
+        for a float32 model, makes JAX multiply at full precision until the job is closed."""
         if self.trains:
             model = trained_model(self.config, self.spec, self.roles)
         else:
@@ -469,17 +491,20 @@ class Job(StagedJob):
         else:
             rows = 1
             length = self.requested.sampling.max_prompt_tokens
-        attention_kind(model, rows, length)  # raises where the kernel cannot take this shape
+        # Raises ShoalError if the kernel cannot compute this shape.
+        attention_kind(model, rows, length)
         multiply_exactly(model.dtype, self.stack)
         return model
 
     @stage("model", "model.path", needs=("spec",), commands=("train", *SAMPLES_ALONE))
     def tensors(self) -> None:
-        """The files of the weights, as far as their headers tell."""
+        """Checks the weights' files by their headers; raises ShoalError if they do not fit the
+        model."""
         self.spec.check()
 
     @stage("teacher", "teacher.path", needs=("config", "spec"), commands=TRAIN_OR_DOCTOR)
     def teacher(self) -> ModelSource | None:
+        """Finds the teacher's model; None if `teacher.path` is not set."""
         if not self.config.teacher.path:
             return None
         return find_teacher(self.config, self.spec, self.console)
@@ -488,6 +513,7 @@ class Job(StagedJob):
 
     @stage("tokenizer", "model.path", needs=("spec",), commands=WITH_MODEL)
     def tokenizer(self) -> Tokenizer:
+        """Returns the tokenizer; in training its notes become findings."""
         tokenizer = self.spec.tokenizer
         if self.trains:
             notes = (*self.spec.notes, *tokenizer.notes)
@@ -496,7 +522,8 @@ class Job(StagedJob):
 
     @stage("template", "model.template", needs=("sessions", "tokenizer"), commands=WITH_TASK)
     def turns(self) -> TurnFormats | None:
-        """How turns look in tokens; None where rollouts have one."""
+        """Returns how the turns of tools and environments are written as tokens; None if a rollout
+        is a single answer, because there are no `sessions`."""
         if not self.sessions:
             return None
         return TurnFormats(
@@ -508,15 +535,16 @@ class Job(StagedJob):
         )
 
     def encode(self, example: Example) -> np.ndarray:
-        """Token ids of an example's prompt, int32[T], with its tools."""
+        """Token ids of an example's prompt, int32[T], including the description of its tools."""
         if self.has("turns") and self.turns:
             return self.turns.encode(example)
         return self.tokenizer.encode_prompt(example.prompt)
 
     @stage("data", "task.path", needs=("questions", "tokenizer", "turns"), commands=WITH_TASK)
     def sets(self) -> Mapping[str, Sequence[TokenizedExample]]:
-        """The questions of each evaluation set, without further sets whose prompts are all too
-        long."""
+        """Returns the tokenized questions of each evaluation set, by name. A set whose prompts are
+        all too long is left out with a warning; if that is the first set, its ShoalError is
+        raised."""
         warn = self.findings.of("data").warning if self.trains else self.console.warning
         sets = {}
         for name, examples in self.questions.evaluations.items():
@@ -530,7 +558,7 @@ class Job(StagedJob):
 
     @property
     def prompts_per_step(self) -> int:
-        """Where the devices are not known, as for one of them."""
+        """Prompts of a step; until the devices are known, those of one device."""
         if "config" in self.opened:
             return self.config.batch.prompts_per_step
         batch = self.requested.batch
@@ -544,10 +572,12 @@ class Job(StagedJob):
         commands=TRAIN_OR_DOCTOR,
     )
     def prompts(self) -> PromptStream:
+        """Returns the stream of training prompts, in the order of the run, from its beginning."""
         return open_prompts(self.requested, self.prompts_per_step, self.questions, self.encode)
 
     @property
     def first_prompt(self) -> TokenizedExample:
+        """The first prompt of the first step. The stream does not advance."""
         return self.prompts.peek(self.prompts_per_step)
 
     @stage(
@@ -558,7 +588,8 @@ class Job(StagedJob):
         commands=TRAIN_OR_DOCTOR,
     )
     def lengths(self) -> str:
-        """The prompts' lengths, in training and in each evaluation set, as text."""
+        """Returns a text with the lengths of the prompts, in training and in each evaluation set;
+        checks them, too, and adds findings."""
         sets = {} if "sets" in self.failed else self.sets
         return check_prompts(
             self.requested,
@@ -579,8 +610,9 @@ class Job(StagedJob):
         commands=WITH_TASK,
     )
     def slots(self) -> SamplingSection:
-        """The settings of sampling, with the room of slots decided by the data; `config` has it
-        from here on."""
+        """Returns the settings of sampling with `sampling.prompt_slot_tokens` and
+        `sampling.evaluation_slots` decided from the data. Side effect: in training, `config` has
+        them too from here on."""
         settings = self.config if self.trains else self.requested
         quick_questions = settings.quick_questions if self.trains else 0
         evaluator = Evaluator(
@@ -603,9 +635,10 @@ class Job(StagedJob):
         commands=TRAIN,
     )
     def reward_findings(self) -> list[Finding]:
-        """What the reward says of known answers to the first prompt. A resumed run's was tried when
-        it began; a dry run reads no weights of a reward model; there is no known way through an
-        environment."""
+        """Tries the reward functions on known answers to the first prompt, and returns the
+        findings. Returns none for a resumed run, which was tried when it began; in a dry run with a
+        reward model, whose weights are not read; and with environments, whose right answers are not
+        known."""
         if self.resumed or self.questions.environments:
             return []
         if is_offline() and reward_models(self.scorers):
@@ -627,8 +660,8 @@ class Job(StagedJob):
         commands=("eval",),
     )
     def lost_answers(self) -> None:
-        """Warns of an evaluation whose rewards would not see in completions what they look for, as
-        a tag that the prompt opens: every answer would count as wrong."""
+        """Warns if the rewards of an evaluation cannot find in completions what they look for, for
+        example because the prompt already opens the tag: every answer would count as wrong."""
         first = next((questions[0] for questions in self.sets.values() if questions), None)
         if first is None or self.questions.environments or reward_models(self.scorers):
             return
@@ -641,7 +674,7 @@ class Job(StagedJob):
         if lost:
             self.findings.of("reward").warning(lost)
 
-    # ---- what it takes
+    # ---- memory and disk
 
     @stage(
         "memory",
@@ -651,8 +684,8 @@ class Job(StagedJob):
         commands=TRAIN,
     )
     def sizes(self) -> Finding:
-        """What a device holds against what it has, as far as it is known before anything is
-        compiled."""
+        """Compares the memory that a device must hold with what it has, as far as this is known
+        before anything is compiled, and returns the finding. ShoalError if it cannot fit."""
         check_size(self.config, parameter_count(self.model.architecture), self.findings)
         finding = check_memory(self)
         self.findings.extend([finding])
@@ -660,6 +693,8 @@ class Job(StagedJob):
 
     @stage(needs=("config", "model"))
     def learner(self) -> Learner:
+        """Makes the trainer's compiled steps, which compute gradients and apply them; reads no
+        weights."""
         return Learner(
             self.model,
             make_objective(self.config.algorithm),
@@ -670,8 +705,9 @@ class Job(StagedJob):
 
     @stage(cure="base_output_directory", needs=("config", "learner"), commands=TRAIN)
     def room(self) -> None:
-        """ShoalError where the disk has less room than one checkpoint takes. Of several processes
-        each writes its part, whose disk may be another's."""
+        """Raises ShoalError if the disk of the run's folder has less free space than one checkpoint
+        takes. With several processes nothing is refused: each writes a part, perhaps to another
+        disk."""
         base = self.resumed or check_local(
             self.config.base_output_directory, "base_output_directory", RUNS
         )
@@ -692,10 +728,13 @@ class Job(StagedJob):
         commands=("doctor",),
     )
     def engines(self) -> dict[str, Engine]:
+        """Makes the sampler's engines of a training run, by name: `training`, `evaluation`,
+        `pass@k`."""
         return dict(run_engines(self.config, self.model, self.roles, self.tokenizer))
 
     @stage(needs=("questions", "scorers", "pool", "tokenizer"))
     def rewards(self) -> GroupRewards:
+        """Makes what scores sampled completions in `pool` and turns them into groups."""
         return GroupRewards(
             self.task, self.pool, self.tokenizer.decode, section_of(self.requested).on_error
         )
@@ -715,8 +754,9 @@ class Job(StagedJob):
         )
     )
     def source(self) -> Fleet | MultiProcessSource | DataSource:
-        """Groups of completions: of Ray's workers, threads with devices of their own, this thread,
-        or the data."""
+        """Makes what groups of completions are requested from and taken from: workers on Ray,
+        servers of vLLM, threads with devices of their own, or this thread sample them; a
+        `DataSource` takes training's from the data."""
         c = self.requested
         if not self.trains:
             player = None
@@ -751,8 +791,8 @@ class Job(StagedJob):
         return source
 
     def make_engine(self) -> Callable[[Purpose, int], Engine]:
-        """A function that makes the engines of the sampler's first host, for groups of a purpose
-        and size."""
+        """Returns a function (purpose, group size) -> engine, which makes the engines of the
+        sampler's first host."""
         if self.trains:
             return training_engine_maker(self.config, self.model, self.roles, self.tokenizer)
         c = self.requested
@@ -769,14 +809,15 @@ class Job(StagedJob):
             self.model, self.tokenizer, sampling, slots, group_size, isinstance(c, ServeConfig)
         )
 
-    # ---- what it left open
+    # ---- keys that the configuration left open
 
     def decide(
         self, config: Any, key: str, value: Any, facts: Mapping[str, str | int] | None = None
     ) -> Any:
-        """The configuration with a value for `key`, if that was left open. A resumed run keeps the
-        value that it decided before while all that it followed from is the same: keys, and those
-        `facts` that the key's declaration names (`decided_from`)."""
+        """Returns the configuration with `value` for `key` if the user left that key open, else
+        `config` unchanged. Side effect: records the decision with what it was made from, the keys
+        and `facts` that the key's declaration names in `decided_from`. A resumed run keeps its
+        earlier value while all of these are the same, and warns if the value changes."""
         if key not in open_keys(self.requested):
             return config
         known_facts = facts or {}
@@ -786,7 +827,7 @@ class Job(StagedJob):
                 sources[source] = known_facts[source]
             else:
                 from_key = get_value(config, source)
-                # As it is read back from a file.
+                # A stored decision has lists, because it is read back from a file.
                 sources[source] = list(from_key) if isinstance(from_key, tuple) else from_key
         before = self.stored_decisions.get(key)
         if before is not None and before.sources == sources:
@@ -797,12 +838,13 @@ class Job(StagedJob):
         return with_values(config, {key: value})
 
     def _warn_of_change(self, key: str, before: Decision | None, now: Decision) -> None:
-        """Says that a resumed run works with another value of a key that is left open."""
+        """Warns if a resumed run now works with another value of a key that is left open, and says
+        why."""
         assert self.resumed
         if before is None:
             requested_before = read_requested(self.resumed)
             if key in open_keys(requested_before):
-                return  # it was decided before, too, and that is not on file
+                return  # decided before too, but that value was not stored
             value_before = get_value(requested_before, key)
             reason = "it was given before, and is left open now"
         else:
@@ -820,8 +862,10 @@ class Job(StagedJob):
             )
 
     def with_prompt_room(self, settings: Any) -> Any:
-        """The settings with `sampling.prompt_slot_tokens` decided: the longest prompt where all
-        are known before, else 0, the longest that is allowed."""
+        """Returns the settings with `sampling.prompt_slot_tokens` decided, the tokens that a slot
+        of the sampler holds for a prompt: enough for the longest prompt if all are known before the
+        run, else 0, which means `sampling.max_prompt_tokens`. ShoalError if the user set fewer than
+        needed."""
         sampling = settings.sampling
         requested = self.requested.sampling.prompt_slot_tokens
         is_known = self.requested.task.name in OWN_DATA and self.sessions is None
@@ -838,7 +882,7 @@ class Job(StagedJob):
                 0,
                 {"longest prompt": "not known before the run"},
             )
-        # Of answers that are learned no completion is sampled.
+        # A run that learns from the data's answers samples no completions in training.
         is_sampled = self.trains and not self.config.algorithm.learns_from_data
         examples = self.questions.train if is_sampled else ()
         longest = longest_prompt(examples, self.sets, self.encode, sampling)
@@ -854,8 +898,8 @@ class Job(StagedJob):
         )
 
     def described(self, config: Config) -> Budget:
-        """The budget of the job with other settings, for the same model on the same devices.
-        ShoalError for one that cannot be."""
+        """Returns the budget that the job would have with another configuration, for the same model
+        on the same devices. ShoalError if such a job is impossible."""
         spec = self.spec
         if config.model.lora != self.config.model.lora:
             spec = replace(spec, architecture=adapted(config.model.lora, spec.architecture))
@@ -869,9 +913,10 @@ class Job(StagedJob):
     # ---- what trains
 
     def open_reference(self, first: Params | None) -> ModelScorer | None:
-        """The reference on its role's devices, in the type of the computation; None without a KL
-        term, where it would hold a model's memory for nothing. `first`: the weights, if they have
-        been read already, or what of them an adapter freezes."""
+        """Returns the reference model on its role's devices, in the data type of the computation.
+        None if the algorithm needs no reference log-probs, because it would occupy a model's memory
+        for nothing. `first`: the first weights if they have been read already, or those of them
+        that an adapter freezes; None: they are read here."""
         if not self.config.algorithm.scores_reference:
             return None
         policy = self.model.architecture
@@ -884,12 +929,13 @@ class Job(StagedJob):
             base = place_parameters(base_model, without_adapter(policy, first))
         if not a.adapter:
             return ModelScorer(model, base)
-        # Read once more, not shared: the policy's own is trained, and a resumed run's is that of
-        # its checkpoint.
+        # Read once more, not shared with the policy: that adapter is trained, and in a resumed run
+        # it comes from a checkpoint.
         adapter = self.spec.read_adapter(model.role, model.dtype, self.requested.seed)
         return ModelScorer(model, joined(adapter, as_frozen(a, base)))
 
     def make_updater(self, reference: ModelScorer | None, teacher: ModelScorer | None) -> Updater:
+        """Makes what turns groups with rewards into updates of the weights."""
         c = self.config
         return Updater(
             self.learner,
@@ -906,9 +952,9 @@ class Job(StagedJob):
         )
 
     def load_weights(self, spec: ModelSource | None = None) -> Params:
-        """The first weights, on the devices of what trains, or samples where nothing does. The
-        caller owns them: kept here, they would take a model's memory for all of the run. `spec`: of
-        other files than the job's."""
+        """Reads the first weights onto the devices of the trainer, or of the sampler if the command
+        does not train. The job keeps no reference to them, because they would occupy a model's
+        memory for all of the run. `spec`: the model whose weights are read, if not the job's."""
         if not self.trains:
             return self.spec.load(self.roles.sampler, self.model.dtype)
         source = spec or self.spec
@@ -916,6 +962,8 @@ class Job(StagedJob):
 
 
 def _command_of(config: Any, spec: ModelSource | None) -> Command:
+    """Returns the command that a configuration's type belongs to: `figures` for a plan, or for
+    training settings with a `spec`; else `eval`, `generate`, `serve`, `doctor` or `train`."""
     if isinstance(config, EvalConfig):
         return "eval"
     if isinstance(config, GenerateConfig):

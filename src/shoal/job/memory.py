@@ -1,4 +1,5 @@
-"""The memory of a job, before anything is compiled: its budget, and whether it fits its devices."""
+"""Estimates the memory of a job before anything is compiled, and judges whether it fits the
+devices."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
 
 
 def job_budget(job: Job) -> Budget:
-    """The budget of a job before anything is compiled: no costs of programs."""
+    """Returns the budget of a job before anything is compiled: what its roles hold, and what an
+    update is estimated to need. The costs of programs are still empty."""
     config = job.config
     model = job.model
     roles = job.roles
@@ -75,8 +77,9 @@ def job_budget(job: Job) -> Budget:
 
 
 def update_memory(job: Job, tokens: int) -> tuple[int, list[Item]]:
-    """(bytes that an update of so many tokens is reckoned to need on a device besides what roles
-    hold, what it stores on the host)."""
+    """Returns (bytes that an update of `tokens` tokens on a device is estimated to need there,
+    besides what the roles hold; items that it stores in the host's memory, which is empty unless
+    `model.remat` is `offload` on an accelerator)."""
     model = job.model
     role = job.roles.trainer
     a = model.architecture
@@ -87,7 +90,7 @@ def update_memory(job: Job, tokens: int) -> tuple[int, list[Item]]:
     needed += activation_bytes(a, tokens / role.tensor, model.dtype, remat)
     if remat != "offload" or role.platform == "cpu":
         return needed, []
-    # On the device are two layers' alone, which are on their way.
+    # The device then holds only what two layers store, while it is moved.
     kept = activation_bytes(a, tokens / role.tensor, model.dtype, remat)
     stored = kept + input_bytes(a, tokens, model.dtype)
     needed -= stored * max(0, a.num_layers - 2) // a.num_layers
@@ -95,8 +98,8 @@ def update_memory(job: Job, tokens: int) -> tuple[int, list[Item]]:
 
 
 def check_memory(job: Job) -> Finding:
-    """Whether what is known before compilation fits; ShoalError if it exceeds all of a device's
-    memory."""
+    """Returns a finding that says whether what is known before compilation fits. ShoalError if a
+    device would need more than all of its memory."""
     budget = job_budget(job)
     available = available_memory(job.roles.trainer.mesh.devices.flat)
     finding, _ = judge_memory(budget, available, job.described, "at least")
@@ -108,8 +111,10 @@ def check_memory(job: Job) -> Finding:
 def judge_memory(
     budget: Budget, available: AvailableMemory, describe: Describe, bound: str = "at most"
 ) -> tuple[Finding, str]:
-    """(whether a job fits: what each device needs and has; if that is tight, what to change, which
-    the finding says too). `bound`: `at least` where activations are unknown."""
+    """Returns (a finding that says what each device needs and has; the advice in it as text, '' if
+    the job fits easily). The finding is `ok`, `warning` if the fit is tight, or `wrong` if memory
+    is not enough. `bound`: the words before the estimate, `at least` if it leaves out what
+    compilation will show."""
     shared = ""
     if available.sharing > 1:
         shared = f" on each of {available.sharing} devices that share it"

@@ -1,4 +1,5 @@
-"""Memory that ran out, in one line: what a device held, and the keys to change."""
+"""Explains an error of memory that ran out in one line: what a device held, and the keys to
+change."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ from shoal.weights.source import ModelSource, planned_architecture
 
 
 def explain_out_of_memory(error: BaseException, config: Any) -> ShoalError | None:
-    """An error in one line with the keys to change, if a device or the machine ran out of memory;
-    else None."""
+    """Returns a ShoalError that explains `error` with the keys to change, if `error` or one of its
+    causes says that a device or the machine ran out of memory; else None."""
     seen: BaseException | None = error
     while seen is not None and not _is_out_of_memory(seen):
         seen = seen.__cause__ or seen.__context__
@@ -48,15 +49,17 @@ def explain_out_of_memory(error: BaseException, config: Any) -> ShoalError | Non
     if changes:
         key = changes[0].key
     if isinstance(config, Config):
-        # No memory for the answer either, or devices of other processes: the keys alone.
+        # This fails if there is no memory for it either, or if devices belong to other processes.
+        # The message then has the keys without what they save.
         with contextlib.suppress(ShoalError, MemoryError, RuntimeError):
             held, advice, key = _by_phase(config, round(size))
     return ShoalError(f"memory ran out{what}{held}. In this order: {advice}", key)
 
 
 def _by_phase(config: Config, asked: int) -> tuple[str, str, str]:
-    """What a device holds in the fuller of sampling and update, the changes that take less in any
-    of them where so many bytes more are needed, and the first one's key."""
+    """Returns (text that says what a device holds in the fuller of sampling and update; text with
+    the changes that save memory in either; the key of the first of them). `asked`: bytes that were
+    needed besides. ShoalError if no key saves memory."""
     spec = ModelSource(Path(), planned_architecture(config.model))
     with Job(config, Console(io.StringIO()), spec=spec) as job:
         budget = job_budget(job)
@@ -72,7 +75,7 @@ def _by_phase(config: Config, asked: int) -> tuple[str, str, str]:
         def describe_sampling(other: Config) -> Budget:
             return _of_program(job.described(other), "decode")
 
-        # The changes of no result of both phases come before those that change results.
+        # Changes that alter no result come first, for both phases, then those that do.
         trials = saving_trials(update, describe_update, memory_saving_changes(update))
         trials += saving_trials(sampling, describe_sampling, memory_saving_changes(sampling))
         trials += saving_trials(update, describe_update, lossy_changes(update))
@@ -86,17 +89,18 @@ def _by_phase(config: Config, asked: int) -> tuple[str, str, str]:
 
 
 def _of_program(budget: Budget, program: str) -> Budget:
-    """A job's budget with one of its programs alone."""
+    """Returns the budget as if the job ran only this program."""
     return replace(budget, programs={program: budget.programs[program]})
 
 
 def _with_extra(budget: Budget, extra: int) -> Budget:
-    """The budget with so many bytes for each of its programs, besides what roles hold."""
+    """Returns the budget with `extra` bytes for each of its programs besides what roles hold."""
     costs = {program: ProgramCost(extra_bytes=extra) for program in budget.programs}
     return replace(budget, costs=costs)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
+    """True if an error says that memory ran out, on the machine or on a device."""
     if isinstance(error, MemoryError):
         return True
     text = str(error)

@@ -1,5 +1,5 @@
-"""The task of a run for `shoal eval model=RUN`: what the run was trained on is what its model is
-evaluated on."""
+"""Finds the settings that `shoal eval model=RUN` uses by default: a run's model is evaluated on the
+task that it was trained on."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from shoal.tasks.task import ROWS
 from shoal.weights.checkpoints import find_checkpoint
 
 SECTIONS = ("task.", "reward.", "environment.", "sampling.")
-"""Sections of a run's settings that decide what its model is asked, what it may call, and how that
-is scored."""
+"""Sections of a run's settings that decide which questions its model gets, which tools it may call,
+and how answers are scored."""
 REWARD = ("reward.functions", "reward.weights")
 ENVIRONMENT = (
     "environment.tools",
@@ -28,15 +28,17 @@ ENVIRONMENT = (
     "environment.rollout",
     "environment.agent",
 )
-"""Of REWARD and of ENVIRONMENT, keys that are given replace all that the run has."""
+"""If the user gives one key of REWARD, or one of ENVIRONMENT, the run's values for all keys of that
+list are ignored."""
 
 
 def config_for_eval_of_run(
     config: EvalConfig, resolved: Resolved, has_functions: bool = False
 ) -> tuple[EvalConfig, Resolved]:
-    """The configuration with the task, rewards, environment and lengths of the run in `model.path`
-    beneath the user's keys, unless another task is named; unchanged for a model that is no run.
-    `has_functions`: reward functions were given from Python."""
+    """Returns the configuration with the task, rewards, environment and lengths of the run in
+    `model.path` beneath the user's own keys. Returns it unchanged if the model is no run, or if
+    another task is named. `has_functions`: reward functions were passed from Python. ShoalError if
+    the run used Python objects that are not given again."""
     path = config.model.path
     if config.responses:
         return config, resolved
@@ -81,7 +83,8 @@ def config_for_eval_of_run(
 
 
 def _require_from_python(path: str, stored: Config, has_rewards: bool) -> None:
-    """ShoalError where the run's rows, or its rewards without others given, came from Python."""
+    """Raises ShoalError if the run's rows came from Python, or its rewards did and no others are
+    given."""
     if stored.task.name == ROWS:
         what, rows = "task", "task=rows, "
     elif not has_rewards and any(spec.startswith(FROM_PYTHON) for spec in stored.reward.functions):
@@ -95,7 +98,8 @@ def _require_from_python(path: str, stored: Config, has_rewards: bool) -> None:
 
 
 def _require_objects(path: str, key: str, value: str | list[str]) -> None:
-    """ShoalError where tools or an environment of the run came from Python and are not given."""
+    """Raises ShoalError if tools or an environment of the run came from Python and were not given
+    again."""
     for name in value if isinstance(value, list) else [value]:
         if name.startswith(FROM_PYTHON) and name not in PYTHON_OBJECTS:
             argument = key.partition(".")[2].replace("factory", "environment")

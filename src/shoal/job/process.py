@@ -1,5 +1,5 @@
-"""A run in several processes: its console, and the checks that all of them do the same with the
-same."""
+"""A run in several processes: its console, and checks that all processes have the same settings,
+versions, files and weights."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from shoal.report.console import Console
 from shoal.weights.source import ModelSource
 
 SHARED_SECONDS = 20.0
-"""How long a file may take to appear on the other hosts of a shared folder."""
+"""Seconds that a file in a shared folder may take to appear on other hosts."""
 
 SAME = ("python", "shoal", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "tokenizers")
-"""Versions that must be equal, of those that `machine` gives."""
+"""The versions, among what `machine` returns, that must be equal in all processes."""
 
 
 def open_console(config: Config) -> tuple[Config, Console]:
-    """The configuration with the processes that the environment names, and the console: process 0
-    prints."""
+    """Returns the configuration, with the number of processes and of this one as the environment
+    gives them, and the console, which prints only in process 0."""
     config = replace(config, mesh=find_processes(config.mesh))
     is_main = config.mesh.process <= 0
     return config, Console(None if is_main else open(os.devnull, "w"))
 
 
 def open_world(config: Config, run: Path | None) -> tuple[World, Config]:
-    """The processes of a run, together, and its configuration without the keys that are a process's
-    own. `run`: the folder of a resumed run.
+    """Joins the processes of a run. Returns the world, and the configuration without the keys that
+    differ between processes. `run`: the folder of a resumed run, else None.
 
-    ShoalError, the same in all, where configuration, versions, devices or the run folder are not
-    the same.
+    ShoalError, the same in all processes, if their configurations, versions, devices or run folders
+    differ.
     """
     world = join(config.mesh)
     config = replace(config, mesh=replace(config.mesh, **NO_SECTION))
@@ -65,8 +65,9 @@ def open_world(config: Config, run: Path | None) -> tuple[World, Config]:
 def check_same(
     world: World, what: str, mine: Mapping[str, Any], cure: str = "start all of them alike"
 ) -> None:
-    """ShoalError, naming the first difference and its process, unless all processes have the same
-    values."""
+    """Raises ShoalError, with the first difference and its process, unless all processes pass the
+    same values in `mine`. `what`: what the values are, for the error; `cure`: what the error
+    recommends."""
     if world.count == 1:
         return
     of_processes = world.exchange_json(what, mine)
@@ -88,8 +89,9 @@ def check_same(
 
 
 def check_same_model(world: World, what: str, key: str, spec: ModelSource) -> None:
-    """ShoalError unless all processes have the same weights, tokenizer and chat template: each
-    reads files of its own, of the weights a part. `key`: what names the model."""
+    """Raises ShoalError unless all processes have the same weights, tokenizer and chat template,
+    because each reads its own files, and only a part of the weights. `key`: the configuration key
+    that names the model."""
     if world.count == 1:
         return
     cure = f"give every host the same files at {key}"
@@ -106,8 +108,8 @@ def check_same_model(world: World, what: str, key: str, spec: ModelSource) -> No
 def _read_everywhere(
     world: World, what: str, read: Callable[[], Mapping[str, Any]]
 ) -> Mapping[str, Any]:
-    """What `read` returns; the ShoalError of one process in all of them, which would wait for
-    it."""
+    """Calls `read` in each process and returns what it returned in this one. If it fails in one
+    process, all raise that ShoalError, because the others would wait for the failed process."""
     facts: Mapping[str, Any] = {}
     fault = ""
     try:
@@ -122,7 +124,8 @@ def _read_everywhere(
 
 
 def check_shared(world: World, folder: Path, resumed: bool) -> None:
-    """ShoalError unless all processes see what process 0 writes in a folder."""
+    """Raises ShoalError unless all processes see a file that process 0 writes to a folder, and all
+    or none of them resume a run."""
     folder = nearest_folder(folder / "any")
     mine = {"name": f".shoal-{secrets.token_hex(8)}", "resumed": resumed}
     first = world.exchange_json("the run folder", mine)[0]

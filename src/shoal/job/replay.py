@@ -5,7 +5,7 @@
                         -> the run's own compiled sampler -> tokens and log-probs, compared
 
 A run that was resumed with other settings has segments; each step is retrained under the settings
-of its own.
+of its own segment.
 """
 
 from __future__ import annotations
@@ -61,12 +61,13 @@ def sample_again(
     name: str = "step",
     likeliest: int = 0,
 ) -> dict[str, Any]:
-    """Samples group `number` of `groups/<name>_<step>` again; `difference` is the first one, None
-    where all is equal.
+    """Samples group `number` of the file `groups/<name>_<step>` again and returns a record of it
+    for JSON. Its `difference` is the first one from the stored group, None if all is equal.
 
-    `mesh`: devices other than the run's own. `likeliest`: as many of the likeliest tokens at each
-    position, with the entropy, are added, and written to `replays/` in the run's folder, where
-    `shoal view` finds them."""
+    `mesh`: devices other than the run's own. `likeliest`: if not 0, this many of the likeliest
+    tokens at each position, with the entropy, are added to the record, which is then written to
+    `replays/` in the run's folder, where `shoal view` finds it.
+    """
     stored = run.group(step, number, name)
     group = stored.group
     with Replayer(run, group, mesh, console) as replayer:
@@ -118,8 +119,9 @@ def sample_again(
 
 
 def tokens_of_first_version(group: Group) -> list[int]:
-    """By completion, the tokens that were sampled from the group's version before any from a newer
-    one."""
+    """Returns for each completion the number of tokens at its beginning that were sampled from the
+    group's version, before the first token from a newer one; all tokens if the group has a single
+    version."""
     versions = np.concatenate([completion.versions for completion in group.completions])
     if np.unique(versions).size == 1:
         return [len(completion) for completion in group.completions]
@@ -133,8 +135,9 @@ def tokens_of_first_version(group: Group) -> list[int]:
 def describe_completion_difference(
     stored: Completion, sampled: Completion, tokenizer: Tokenizer, size: int | None = None
 ) -> dict[str, Any] | None:
-    """The first difference of two completions, of the first `size` tokens of `stored` (None: all,
-    and how it ends), as a record; None where they are equal bit for bit."""
+    """Returns the first difference of two completions as a record for JSON; None if they are equal
+    bit for bit. `size`: how many tokens of `stored` are compared; None: all of them, and how it
+    ends."""
     difference = completion_difference(stored, sampled)
     if difference is None:
         return None
@@ -143,6 +146,8 @@ def describe_completion_difference(
         return None
 
     def token_of(completion: Completion) -> dict[str, Any] | None:
+        """Returns the record of a completion's token at the difference; None if it has ended
+        before."""
         if at >= len(completion):
             return None
         token_id = int(completion.token_ids[at])
@@ -168,6 +173,8 @@ def describe_completion_difference(
 def _completion_record(
     stored: StoredGroup, i: int, sampled: Completion, identical: bool, tokenizer: Tokenizer
 ) -> dict[str, Any]:
+    """Returns the record of a stored completion for JSON: its tokens, rewards, and the text sampled
+    again."""
     group = stored.group
     completion = group.completions[i]
     trainer_logprobs = stored.token_arrays[i].get("trainer_logprobs")
@@ -179,7 +186,7 @@ def _completion_record(
             "logprob": None,
             "trainer_logprob": None,
         }
-        if completion.loss_mask[position]:  # else nobody sampled it: it is context
+        if completion.loss_mask[position]:  # else the token is context, which was not sampled
             token["logprob"] = completion.logprobs[position]
             if trainer_logprobs is not None:
                 token["trainer_logprob"] = trainer_logprobs[position]
@@ -208,19 +215,20 @@ class WeightsOrigin:
 
     source: str  # `checkpoint 2`, or the first weights
     steps_retrained: int
-    machine: dict[str, list[str]]  # what has changed since the checkpoint: name -> [then, now]
+    machine: dict[str, list[str]]  # what has changed since the checkpoint, name -> [then, now]
     updates_retrained: int = 0
     diverged_at: int | None = None  # the first step whose log-probs differ from the stored ones
-    # By the stored log-probs of the step after them; None where there are none.
+    # Checked by the stored log-probs of the next step; None if there are none.
     verified: bool | None = None
 
 
 class Replayer:
-    """A run opened on this machine's devices: a job for each of its segments, with the model of its
-    folder.
+    """A stored run that is opened on this machine's devices, to sample one group again: a job for
+    the settings of each segment, with the model in the run's folder.
 
-    `group`: what is sampled again. `mesh`: devices other than the run's own. Closed at the end,
-    with its jobs."""
+    `group`: the group that is sampled again. `mesh`: devices other than the run's own. Leaving the
+    `with` block closes all jobs.
+    """
 
     def __init__(self, run: StoredRun, group: Group, mesh: MeshSection, console: Console) -> None:
         self.run = run
@@ -228,7 +236,7 @@ class Replayer:
         self.console = console
         self._jobs: dict[int, Job] = {}
         self._stack = ExitStack()
-        # An evaluation after a step is of that step's segment.
+        # An evaluation after a step belongs to the segment of that step.
         is_training = group.purpose is Purpose.TRAIN
         self.config = run.config_at(group.step if is_training else group.step - 1)
         engine = self.config.sampler.engine
@@ -245,7 +253,7 @@ class Replayer:
         self.job = self._job_of(self.config)
         self.roles = self.job.roles
         self.tokenizer = self._spec.tokenizer
-        # Of one segment: each compiles its own.
+        # Only the updater of the last segment is kept, because each compiles programs of its own.
         self._updater_of: tuple[Config, Updater] | None = None
 
     def __enter__(self) -> Replayer:
@@ -256,17 +264,17 @@ class Replayer:
         self._stack.close()
 
     def _job_of(self, config: Config) -> Job:
-        """The job of a segment's settings."""
+        """Returns the job for the settings of a segment, made when it is first needed."""
         known = self._jobs.get(id(config))
         if known is not None:
             return known
-        # A run's settings have all that it decided; its prompts do not follow from the devices of
-        # this machine.
+        # The run's settings contain all that it decided; the prompts of a step must not be decided
+        # again from this machine's devices.
         batch = replace(config.batch, prompts_per_device=0)
         settings = replace(config, mesh=self._mesh, batch=batch)
         job = Job(settings, self.console, spec=self._spec)
-        # One for all jobs: what they set for all of JAX is reset in the reverse of the order in
-        # which it was set.
+        # All jobs share one stack, so that what they set for all of JAX is reset in the reverse
+        # order.
         job.stack = self._stack
         self._jobs[id(config)] = job
         return job
@@ -274,7 +282,9 @@ class Replayer:
     # ---- weights
 
     def weights(self, version: int) -> tuple[Params, WeightsOrigin]:
-        """The sampler's parameters of any version, from the nearest checkpoint before it."""
+        """Returns the sampler's parameters of any version, and where they come from: the nearest
+        checkpoint up to it, or the first weights, then retrained on the stored groups of the steps
+        between."""
         state = None
         start = 0
         source = f"first weights ({self.config.model.path})"
@@ -307,14 +317,15 @@ class Replayer:
             origin.verified = None
         params = publish_to(self.job.model.on(self.roles.hosts[0]), state.parameters)
         next_file = self.run.group_files().get(version + 1)
-        if retrains and next_file:  # its log-probs are those before its update
+        if retrains and next_file:  # a step's stored log-probs are those before its update
             updater = self._updater(version, first)
             self._retrain(updater, state, read_file(next_file), version, origin)
         return params, origin
 
     def _first_weights(self, is_start: bool, retrains: bool, versions: range) -> Params | None:
-        """The weights that the run began with, where it is retrained from them (`is_start`), where
-        a KL term of `versions` refers to them, and where an adapter leaves some as they were."""
+        """Reads the weights that the run began with if they are needed: to retrain from them
+        (`is_start`), as the reference of a KL term in the steps of `versions`, or because an
+        adapter leaves some unchanged. Else returns None."""
         has_adapter = bool(self._spec.architecture.adapter)
         has_kl = False
         for step in versions:
@@ -328,7 +339,8 @@ class Replayer:
         return self.job.load_weights(began)
 
     def _nearest(self, version: int) -> Restored | None:
-        """The newest readable checkpoint up to `version`."""
+        """Restores the newest checkpoint up to `version` that can be read; warns of those that
+        cannot. None if there is none."""
         for saved in sorted(self.run.checkpoints(), reverse=True):
             if saved > version:
                 continue
@@ -340,7 +352,8 @@ class Replayer:
         return None
 
     def _updater(self, version: int, first: Params | None, with_teacher: bool = True) -> Updater:
-        """The updater of the step from `version` to the next."""
+        """Returns what makes the update from `version` to the next, under the settings of its
+        segment."""
         config = self.run.config_at(version)
         if self._updater_of is not None and self._updater_of[0] is config:
             return self._updater_of[1]
@@ -363,8 +376,9 @@ class Replayer:
         step: int,
         origin: WeightsOrigin,
     ) -> TrainState:
-        """Makes one step's updates; the trainer's log-probs, compared with the stored ones, verify
-        the weights."""
+        """Makes the updates of one step and returns the new state. Compares the trainer's log-probs
+        with the stored ones and writes into `origin` whether they are equal; warns at the first
+        step at which they are not."""
         state, outcome = updater.update(state, [entry.group for entry in stored], step)
         origin.verified = equal_logprobs(stored, outcome)
         if origin.diverged_at is None and origin.verified is False:
@@ -377,8 +391,8 @@ class Replayer:
         return state
 
     def _machine_changes(self, start: int) -> dict[str, list[str]]:
-        """What differs from the machine that saved checkpoint `start`, or without it the oldest
-        one."""
+        """Returns name -> [then, now] of what differs between this machine and the one that saved
+        the checkpoint of version `start`, or, if there is none, the oldest checkpoint."""
         records = self.run.checkpoint_records()
         if not records:
             return {}
@@ -394,14 +408,16 @@ class Replayer:
 
     @property
     def params(self) -> SamplingParams:
-        """How the group was sampled: the one answer of an evaluation greedily."""
+        """The settings that the group was sampled with; greedy for an evaluation with a single
+        answer."""
         params = self.config.sampling.params
         if self.group.purpose is Purpose.EVALUATE and self.group.size == 1:
             return params.as_greedy()
         return params
 
     def sample(self, params: Params) -> list[Completion]:
-        """The group's completions from its address, by a sampler compiled as the run's own was."""
+        """Samples the group's completions again, from its address, with the run's own compiled
+        sampler."""
         group = self.group
         engine = self.job.make_engine()(group.purpose, group.size)
         request = GroupRequest(
@@ -424,8 +440,9 @@ class Replayer:
         return [sampled[0, index] for index in range(group.size)]
 
     def likeliest(self, params: Params, most: int) -> list[list[dict[str, Any]]]:
-        """For each token of each stored completion the `entropy` there, and the `likeliest` tokens
-        with log-probs: of the whole vocabulary, at the temperature that sampled."""
+        """Returns for each stored completion a record for each token: the `entropy` of the
+        distribution that it was sampled from, and the `most` `likeliest` tokens with log-probs. The
+        distribution is over the whole vocabulary, at the temperature of sampling."""
         model = self.job.model.on(self.roles.sampler)
         group = self.group
         most = min(most, model.architecture.vocab_size)
@@ -455,7 +472,8 @@ class Replayer:
     def _distribution_records(
         self, model: Model, most: int, params: Params, hidden: jax.Array
     ) -> list[dict[str, Any]]:
-        """`entropy` and `likeliest` of the tokens after each of these states [1, T, D]."""
+        """Returns a record with `entropy` and `likeliest` for the token after each of these states
+        [1, T, D]."""
         temperature = self.params.temperature or 1.0
         arrays = jax.device_get(_distributions(model, most, params, hidden, temperature))
         entropies, ids, logprobs = arrays
@@ -476,23 +494,24 @@ class Replayer:
 
 
 def _has_turns(stored: Completion, max_tokens: int) -> bool:
-    """True if a completion was a rollout of several turns, or of one that was cut before all of its
-    `max_tokens`."""
+    """True if a stored completion had several turns, or had one that was cut before all of its
+    `max_tokens`, which only happens to rollouts with turns."""
     is_cut = stored.stop_reason is StopReason.LENGTH and len(stored) < max_tokens
     has_context = not stored.loss_mask.all() or stored.prompt_ids is not None
     return is_cut or has_context or bool(stored.messages or stored.branches)
 
 
 def sample_turns(engine: Engine, sampled_as: SampleRequest, group: Group) -> list[Completion]:
-    """Samples the turns of a stored group again: what tools and environments said, and the prompts
-    of branches, come from the record, as far as the turns before them have the record's tokens."""
+    """Samples the turns of a stored group again. What tools and environments said, and the prompts
+    of branches, are taken from the record for as long as the turns sampled before are equal to it;
+    after a difference a completion ends."""
     new_id = count(1).__next__
     prompts = [group.prompt_of(index) for index in range(group.size)]
     turn_limits = []
     for completion in group.completions:
         turn_limits.append(_turn_limit(completion, 0, engine.eos_ids))
     engine.submit(rollout_requests(sampled_as, prompts, new_id, turn_limits))
-    # By completion: the branches that have ended, and the last that has not.
+    # For each completion: the branches that have ended, and the last one, which has not.
     ended_branches: list[list[Completion]] = [[] for _ in range(group.size)]
     last_branch: dict[int, Completion] = {}
     while not engine.idle:
@@ -511,7 +530,7 @@ def sample_turns(engine: Engine, sampled_as: SampleRequest, group: Group) -> lis
                     break
             rest = stored.loss_mask[stop:]
             if sampled.waits and is_equal and next_prompt is None and len(rest):
-                # The record goes on with what was said to the model.
+                # In the record, tokens that tools or the environment said to the model follow.
                 context = stored.token_ids[stop : stop + int((~rest).cumprod().sum())]
                 turn_limit = _turn_limit(stored, stop + len(context), engine.eos_ids)
                 engine.extend(sampled.request_id, index, context.tolist(), turn_limit)
@@ -537,11 +556,12 @@ def sample_turns(engine: Engine, sampled_as: SampleRequest, group: Group) -> lis
 
 
 def _turn_limit(stored: Completion, start: int, eos_ids: Sequence[int]) -> int:
-    """Tokens after which the stored turn that begins at `start` may have been cut: it has so many,
-    and no end of sequence. 0 for a turn that has one.
+    """Returns the number of tokens after which the stored turn that begins at `start` may have been
+    cut: its length if it has no end of sequence, else 0.
 
-    An agent's limit of a turn is not stored; a turn that it cut, and was not, has the same
-    tokens."""
+    The limit that an agent sets for a turn is not stored. A turn that was cut by it and one that
+    was not have the same tokens.
+    """
     stop = len(stored)
     for branch in stored.branches:
         if branch.start > start:
@@ -552,8 +572,8 @@ def _turn_limit(stored: Completion, start: int, eos_ids: Sequence[int]) -> int:
 
 
 def equal_logprobs(stored: Sequence[StoredGroup], outcome: UpdateResult) -> bool | None:
-    """True if an update computed the stored trainer's log-probs, bit for bit; None where none are
-    stored."""
+    """True if an update computed the same log-probs, bit for bit, as are stored of the run's
+    trainer; None if none are stored."""
     compared = 0
     for number, entry in enumerate(stored):
         for index, arrays in enumerate(entry.token_arrays):
@@ -570,12 +590,13 @@ def equal_logprobs(stored: Sequence[StoredGroup], outcome: UpdateResult) -> bool
 
 
 CHUNK = 128
-"""Tokens whose logits exist at once: 150,000 floats each."""
+"""Tokens whose logits are computed at once; each has some 150,000 floats."""
 
 
 @partial(jax.jit, static_argnums=0)
 def _states(model: Model, params: Params, tokens: jax.Array, length: Any) -> jax.Array:
-    """Hidden states [1, T, D] of tokens[1, T], of which the first `length` are known."""
+    """Returns the hidden states [1, T, D] of tokens[1, T], of which the first `length` are real,
+    the rest padding."""
     segment = (jnp.arange(tokens.shape[1]) < length)[None].astype(jnp.int32)
     attention = segment_attention(model, segment, segment)
     return forward(model, params, tokens, jnp.arange(tokens.shape[1])[None], attention)[0]
@@ -585,8 +606,8 @@ def _states(model: Model, params: Params, tokens: jax.Array, length: Any) -> jax
 def _distributions(
     model: Model, most: int, params: Params, hidden: jax.Array, temperature: float
 ) -> Any:
-    """(entropy[1, T], ids[1, T, most], log-probs[1, T, most]) of the tokens after these states[1,
-    T, D]."""
+    """Returns (entropy[1, T], ids[1, T, most], log-probs[1, T, most]) of the distribution of the
+    token after each of these states[1, T, D]."""
     logits = head_projection(model, output_head(params))(hidden)
     logprobs = jax.nn.log_softmax(logits / temperature)
     entropy = -jnp.sum(

@@ -4,7 +4,7 @@
                   -> compared with the stored ones
     responses.jsonl -> matched with the task's examples -> rewards
 
-It counts the advantages that change their sign, and finds what is suspicious about the new reward.
+Counts the advantages that change their sign, and reports what is suspicious about the new reward.
 """
 
 from __future__ import annotations
@@ -47,15 +47,16 @@ from shoal.text import count
 from shoal.trainer.step_table import StepTable
 
 NUM_SHOWN = 5
-"""Completions that are shown in full."""
+"""Most completions that are shown in full."""
 
 
 def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[str, Any]:
-    """Scores stored training groups with `reward.functions` (by default the task's own), a step at
-    a time.
+    """Scores the stored training groups of a run with `reward.functions` (by default the task's
+    own), a step at a time, and returns a record that compares the new rewards with the stored ones.
 
-    Only numbers are kept of a step, so a run of any length fits into memory; of the one `step`, if
-    given, `groups` are in full."""
+    `step`: only this step is scored, and the record has its `groups` in full; 0: all steps. Of a
+    step only numbers are kept, so a run of any length fits into memory.
+    """
     files = run.require_groups()
     if step and step not in files:
         run.groups(step)  # raises: it lists the steps that exist
@@ -113,8 +114,8 @@ def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[st
 
 
 def reward_functions(reward: RewardSection, run: Config) -> tuple[RewardFunction, ...]:
-    """The functions given, else the task's own; with the run's overlong penalty, unless another is
-    given."""
+    """Returns the functions of `reward.functions`, else the task's own; with the penalty on long
+    completions that `reward` sets, or else the run's."""
     if reward.functions:
         functions = name_functions(find_functions(reward, reward.functions), reward.weights)
     else:
@@ -125,32 +126,33 @@ def reward_functions(reward: RewardSection, run: Config) -> tuple[RewardFunction
 
 @dataclass(frozen=True)
 class RescoredStep:
-    """One step's groups with their stored and their new scores; arrays are [P, G]."""
+    """The groups of one step with their stored and their new scores; arrays are [P, G]."""
 
     step: int
-    rows: list[int]  # of the data, by group
-    old: StepTable  # its advantages are those by the settings on file
+    rows: list[int]  # for each group the number of its data row
+    old: StepTable  # stored rewards; advantages computed from them by the stored settings
     new: StepTable
-    components: list[Mapping[str, np.ndarray]]  # of the new functions, by group
-    old_advantages: np.ndarray  # those trained on; by the settings where none were stored
+    components: list[Mapping[str, np.ndarray]]  # for each group: new function -> its scores
+    old_advantages: np.ndarray  # those trained on; computed from the settings if none were stored
     not_stored: int  # groups without stored advantages
     seconds: float  # wall time: worker processes score at the same time
-    failed: Counter[str]  # `function: kind`
-    failed_completions: Counter[str]  # by function
+    failed: Counter[str]  # `function: kind` -> failures
+    failed_completions: Counter[str]  # function -> completions for which it failed
     first_failure: str | None
 
     @property
     def both(self) -> np.ndarray:
-        """Completions that both rewards scored."""
+        """Mask of completions that both rewards scored."""
         return self.new.valid & self.old.valid
 
     @property
     def flipped(self) -> np.ndarray:
-        """Completions whose advantage is positive by one reward and negative by the other."""
+        """Mask of completions whose advantage is positive by one reward and negative by the
+        other."""
         return self.both & (np.sign(self.new.advantages) * np.sign(self.old_advantages) < 0)
 
     def record(self, n: int) -> dict[str, Any]:
-        """One group in full."""
+        """Returns one group in full, as a record."""
         return {
             "step": self.step,
             "group": n,
@@ -166,7 +168,8 @@ class RescoredStep:
 def rescore_step(
     step: int, file: Path, pool: RewardPool, algorithm: AlgorithmSection
 ) -> RescoredStep:
-    """A step's groups in order; functions are called a group at a time, as in a run."""
+    """Scores the groups in a step's file. The functions are called for a group at a time, in order,
+    as in a run. `algorithm`: the settings by which advantages are computed."""
     stored = read_file(file)
     groups = [entry.group for entry in stored]
     started = time.perf_counter()
@@ -241,8 +244,9 @@ def rescore_step(
 def find_hacks(
     steps: Sequence[RescoredStep], files: Mapping[int, Path], old: np.ndarray, new: np.ndarray
 ) -> list[dict[str, Any]]:
-    """Completions that the new reward scores above its median and the stored one scored lowest.
-    `old`, `new`: the rewards of all completions that both scored."""
+    """Returns records of completions that the new reward scores above its median although the
+    stored one scored them lowest, the highest new rewards first. `old`, `new`: the rewards of all
+    completions that both scored. Empty if the stored rewards are all equal."""
     if not len(old) or old.min() == old.max():
         return []
     lowest = old.min()
@@ -254,7 +258,7 @@ def find_hacks(
         for group, completion in np.argwhere(rescored.both & was_lowest & is_high).tolist():
             reward = rescored.new.rewards[group, completion]
             candidates.append((reward, rescored.step, group, completion))
-    # Stable: of equal ones in order of step and group.
+    # The sort is stable: equal rewards stay in the order of steps and groups.
     candidates.sort(key=itemgetter(0), reverse=True)
     hacks = []
     for reward, step, group, completion in candidates[:NUM_SHOWN]:
@@ -273,7 +277,8 @@ def find_hacks(
 
 
 def lint_reward(steps: Sequence[RescoredStep], skips_failures: bool) -> dict[str, Any]:
-    """The new reward's distribution, cost and failures, and `warnings` about them."""
+    """Returns figures about the new reward: its distribution, cost and failures, and `warnings`
+    about them. `skips_failures`: completions for which a function fails get no score."""
     valid_rewards = []
     valid_lengths = []
     constant_groups = []
@@ -297,7 +302,7 @@ def lint_reward(steps: Sequence[RescoredStep], skips_failures: bool) -> dict[str
         seconds += rescored.seconds
         num_completions += rescored.new.valid.size
         unscorable += int((~rescored.new.valid).sum())
-    if skips_failures:  # a failed completion's score is NaN, as that of a None
+    if skips_failures:  # a failure's score is NaN, like the score of a function that returns None
         without_score.subtract(failed_completions)
     rewards = np.concatenate(valid_rewards)
     lengths = np.concatenate(valid_lengths)
@@ -326,7 +331,7 @@ def lint_reward(steps: Sequence[RescoredStep], skips_failures: bool) -> dict[str
 
 
 def _diagnosed_figures(lint: Mapping[str, Any], num_groups: int) -> list[Figure]:
-    """What `lint_reward` measured, for the table of findings."""
+    """Returns the figures of `lint_reward` in the form that `diagnose` judges."""
     diagnosed = [Figure("distinct_rewards", lint["num_distinct"])]
     if lint["num_distinct"] > 1:
         words = {"number": "the groups"}
@@ -348,13 +353,15 @@ def _diagnosed_figures(lint: Mapping[str, Any], num_groups: int) -> list[Figure]
 
 
 def rank_correlation(a: np.ndarray, b: np.ndarray) -> float | None:
-    """Spearman's rank correlation, ties sharing their mean rank; None where a or b is constant."""
+    """Returns Spearman's rank correlation, in which ties share their mean rank; None if a or b is
+    constant."""
     if len(a) < 2 or a.min() == a.max() or b.min() == b.max():
         return None
     return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
+    """Returns the rank of each value; equal values share their mean rank."""
     _, value_index, counts = np.unique(values, return_inverse=True, return_counts=True)
     mean_rank = np.cumsum(counts) - (counts - 1) / 2
     return mean_rank[value_index]
@@ -364,7 +371,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def _no_progress(done: int, total: int) -> None:
-    """In place of a report of progress."""
+    """Does nothing; stands in for a function that reports progress."""
 
 
 def score_texts(
@@ -376,8 +383,9 @@ def score_texts(
     progress: Callable[[int, int], None] = _no_progress,
     messages: Sequence[Sequence[Sequence[Mapping[str, Any]]]] = (),
 ) -> list[Scores]:
-    """The scores of each group, arrays [1, G]; `progress` is called with the groups done and their
-    number. `messages`, [P][G], are those of rollouts with turns, empty for others."""
+    """Scores groups of completions in the pool and returns the scores of each group, arrays [1, G].
+    `progress` is called with the number of groups that are done and of all. `messages`, [P][G]: the
+    dialogue of each rollout with turns, empty for others."""
     scores: dict[Any, Scores] = {}
 
     def take(wait: bool) -> None:
@@ -385,7 +393,7 @@ def score_texts(
             scores[number] = scores_of_group
             progress(len(scores), len(examples))
 
-    # All before the first wait: remote rewards get many at once.
+    # All groups are submitted before the first wait, so that remote rewards get many at once.
     for number, example in enumerate(examples):
         turns: Sequence[Any] = ()
         if messages and any(messages[number]):
@@ -401,33 +409,33 @@ NOT_FOUND = "its question is not in the task's data"
 
 
 TEXT = "response"
-"""The column of an answer's text."""
+"""Column that has the text of an answer."""
 
 
 QUESTIONS = ("question", "prompt", "problem")
-"""Columns that may hold the question, where a row lacks the task's own; the first present
-counts."""
+"""Columns that may hold the question if a row lacks the task's own column; the first that the row
+has is used."""
 
 
 Key: TypeAlias = "tuple[Any, ...]"
-"""What a question is looked up by: a whole conversation, or a text that is a question alone or the
-last of several messages."""
+"""What a question is looked up by: a whole conversation, or a text together with whether it is the
+only message or the last of several."""
 
 
 @dataclass(frozen=True)
 class Response:
-    """A row of the file; `line` is `FILE, line N`, `keys` are what its question is looked up by,
-    in order."""
+    """A row of the file of answers. `line`: its position as text, `FILE, line N`. `keys`: the keys
+    by which its question is looked up, the most specific first."""
 
     line: str
     row: Mapping[str, Any]
-    question: str  # of a conversation the last message
+    question: str  # in a conversation, the last message
     keys: tuple[Key, ...]
     text: str
 
 
 def load_with_data(section: TaskSection, console: Console) -> Task:
-    """The task with all its questions."""
+    """Loads the task with all its questions, and prints its notes."""
     with evaluating():
         task = load_task(replace(section, num_eval_questions=0))
     for note in task.notes:
@@ -439,8 +447,8 @@ def load_with_data(section: TaskSection, console: Console) -> Task:
 
 
 def read_responses(path: Path, question: str, console: Console) -> list[Response]:
-    """The rows of a jsonl file; ShoalError naming the first line without a question or a
-    response."""
+    """Reads the rows of a jsonl file. ShoalError if the file cannot be read, or a line has no
+    question or no response; the error names the first such line."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
@@ -472,7 +480,7 @@ def read_responses(path: Path, question: str, console: Console) -> list[Response
 
 
 def _response(text: str, line: str, question: str) -> Response:
-    """The row of a line's text."""
+    """Parses the text of one line; `line` names the line in errors."""
     try:
         row = json.loads(text)
         if "\\u" in text:  # half of a surrogate pair, which UTF-8 files cannot hold, becomes ?
@@ -508,6 +516,7 @@ def _response(text: str, line: str, question: str) -> Response:
 
 
 def _no_text(line: str, row: Mapping[str, Any], column: str) -> ShoalError:
+    """Returns the error of a row whose column is missing or is not text."""
     given = f"is {json.dumps(row[column]):.60}" if column in row else "is missing"
     return ShoalError(f"{line}: `{column}` {given}; expected text")
 
@@ -523,11 +532,11 @@ def match_examples(
     section: TaskSection,
     console: Console,
 ) -> list[Example | str]:
-    """The example of each response: from its own columns, else from the task's data; a reason where
-    there is none."""
+    """Returns for each response the example that it answers: made from the row's own columns, else
+    looked up in the task's data. If there is none, the reason, as text, stands in its place."""
     published = set(getattr(getattr(module, "PUBLISHED", None), "columns", ())) - {task.question}
     examples = []
-    lost: dict[int, Response] = {}  # those without an example of their own
+    lost: dict[int, Response] = {}  # responses whose own columns make no example
     for number, response in enumerate(responses):
         example = _own_example(number, response, task, published)
         examples.append(example)
@@ -536,13 +545,14 @@ def match_examples(
     if lost:
         try:
             with_data = with_data or load_with_data(section, console)
-        except ShoalError as error:  # the rows with their own answers need no data
+        except ShoalError as error:  # goes on: rows that have their own answers need no data
             if NOT_FOUND in examples and len(lost) == len(examples):
                 raise
             console.warning(f"the other questions cannot be looked up: {error}")
         else:
             splits = dict(with_data.evaluations)
-            if not isinstance(with_data.train, MadeRows):  # generated rows have no end
+            if not isinstance(with_data.train, MadeRows):
+                # Only stored rows are searched: there is no end of generated ones.
                 splits["training"] = with_data.train
             matches = find_examples(lost, splits, task.question, console)
             for number, example in matches.items():
@@ -556,8 +566,8 @@ def match_examples(
 
 
 def _own_example(number: int, response: Response, task: Task, published: Set[str]) -> Example | str:
-    """The example in a row's own columns: the published ones, or for a task without these any of
-    GOLD_COLUMNS."""
+    """Returns the example that a row's own columns make: the row must have all published columns of
+    the task, or, for a task without these, one of GOLD_COLUMNS. Else returns the reason as text."""
     filled = {column for column, value in response.row.items() if value is not None and value != ""}
     if published:
         has_own = published <= filled
@@ -577,10 +587,11 @@ def find_examples(
     column: str,
     console: Console,
 ) -> dict[int, Example]:
-    """The example of each response, by its first key that the first split with any of them has.
+    """Returns number of a response -> the example that it answers. Splits are searched in order; in
+    the first one that has any key of the response, its first key that is there counts.
 
-    Warns of questions that match several examples with different ground truth; the first is
-    taken."""
+    Warns of questions that match several examples with different ground truth; the first is used.
+    """
     matched: dict[int, Example] = {}
     ambiguous: list[str] = []
     for split, examples in splits.items():
@@ -623,7 +634,7 @@ def find_examples(
 
 
 def example_keys(example: Example, column: str) -> list[Key]:
-    """The keys that an example is looked up by."""
+    """Returns the keys by which the question of an example is found."""
     own = example.columns.get(column)
     prompt = example.prompt
     if isinstance(own, str):
@@ -636,6 +647,7 @@ def example_keys(example: Example, column: str) -> list[Key]:
 
 
 def _conversation(messages: Sequence[Mapping[str, Any]]) -> Key:
+    """Returns the key of a whole conversation: the role and the text of each message."""
     parts: list[Any] = ["conversation"]
     for message in messages:
         role = str(message.get("role", ""))
@@ -645,10 +657,12 @@ def _conversation(messages: Sequence[Mapping[str, Any]]) -> Key:
 
 
 def _alone(text: str) -> Key:
+    """Returns the key of a question that is the only message."""
     return "question", normalized(text)
 
 
 def _last(text: str) -> Key:
+    """Returns the key of a question that is the last of several messages."""
     return "last message", normalized(text)
 
 
@@ -656,7 +670,7 @@ _QUOTES = str.maketrans({"‘": "'", "’": "'", "“": '"', "”": '"', "–": 
 
 
 def normalized(question: str) -> str:
-    """A question with one form for equivalent characters, quotes and white space.
+    """Returns a question with one form for equivalent characters, quotes and white space.
 
     >>> normalized("Janet\\u2019s\\u00a0 eggs?\\n")
     "Janet's eggs?"
@@ -665,13 +679,15 @@ def normalized(question: str) -> str:
 
 
 def _gold_text(example: Example) -> str:
+    """Returns the ground truth of an example as text, all columns if it has none; to compare
+    examples."""
     gold = ground_truth(example.columns)
     return repr(example.columns if gold is None else gold)
 
 
 def question_text(example: Example, column: str) -> str:
-    """The question of an example as published: its column of that name, else the last message, else
-    the prompt."""
+    """Returns the question of an example as it was published: the text in `column`, else the last
+    message of the prompt, else the prompt."""
     own = example.columns.get(column)
     if isinstance(own, str):
         return own
@@ -683,7 +699,7 @@ def question_text(example: Example, column: str) -> str:
 def report_unscored(
     responses: Sequence[Response], examples: Sequence[Example | str], task: Task, console: Console
 ) -> int:
-    """The number of responses without an example, with a warning; ShoalError if all are."""
+    """Returns how many responses have no example, and warns of them. ShoalError if none has one."""
     lost = []
     for response, reason in zip(responses, examples, strict=True):
         if isinstance(reason, str):
@@ -711,7 +727,9 @@ def give_verdicts(
     rewarded: bool,
     console: Console,
 ) -> list[dict[str, Any] | None]:
-    """The task's verdict on each response; None where there is no example."""
+    """Returns the task's verdict on each response as a dict, None for a response without an
+    example. ShoalError if the task does not define what is correct, and `rewarded`, whether a
+    reward scores the responses too, is False."""
     if task.verdict is None and task.correct is None and not rewarded:
         raise ShoalError(
             f"task {task.name} does not define what is correct, so answers made elsewhere cannot "
@@ -739,8 +757,8 @@ def add_rewards(
     section: RewardSection,
     console: Console,
 ) -> list[Failure]:
-    """Adds each response's rewards to its verdict, every response a group of one; returns the
-    failures."""
+    """Scores each response as a group of one, and adds `reward` and `rewards` to its verdict in
+    `verdicts`; returns the failures of reward functions."""
     texts = []
     questions = []
     scored = []
@@ -749,7 +767,8 @@ def add_rewards(
             texts.append([response.text])
             questions.append(example)
             scored.append(verdict)
-    no_ids: list[list[list[int]]] = [[[]]] * len(texts)  # of answers made elsewhere none are known
+    # The token ids of answers that were made elsewhere are not known.
+    no_ids: list[list[list[int]]] = [[[]]] * len(texts)
 
     def report(done: int, total: int) -> None:
         console.answered("rewards", done, total)
@@ -769,8 +788,8 @@ def add_rewards(
 def response_figures(
     responses: Sequence[Response], verdicts: Sequence[Mapping[str, Any] | None], task: Task
 ) -> dict[str, Any]:
-    """Accuracy over the scored responses, its interval, the task's own figures, mean rewards, and
-    their numbers."""
+    """Returns the figures of all scored responses: accuracy with its interval, the task's own
+    figures, mean rewards, and how many responses and questions there were."""
     scored = []
     questions = set()
     for response, verdict in zip(responses, verdicts, strict=True):

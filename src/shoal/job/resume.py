@@ -1,5 +1,5 @@
-"""Resumes a run: finds its folder, composes its configuration, and restores its newest
-checkpoint."""
+"""Resumes a run: finds its folder, lays the given keys over its stored configuration, and restores
+its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ RUN_NAMES = ("resume", "base_output_directory")
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """A run's configuration, and the folder of a resumed run."""
+    """What `resolve_run` decided: the configuration of the run, and the folder of the run that is
+    resumed; `run` is None for a new run."""
 
     config: Config
     run: Path | None = None
@@ -47,8 +48,9 @@ class ResumePlan:
 
 
 def config_for_resume(config_type: type, argv: Sequence[str]) -> tuple[Any, Resolved]:
-    """`compose` for a command with `resume`: if it names a run, the given keys lie over that run's
-    configuration.
+    """Returns the configuration that a command's arguments give, and where each value comes from.
+    If `resume` names a run, the arguments' values lie over that run's stored configuration, else
+    over the defaults.
 
     >>> config, resolved = config_for_resume(Config, ["resume=last", "steps=200"])
     """
@@ -56,7 +58,7 @@ def config_for_resume(config_type: type, argv: Sequence[str]) -> tuple[Any, Reso
     run = named_run(config_type, arguments)
     if run is None:
         return load(config_type, arguments)
-    # `last` has a path now.
+    # `resume=last` is replaced by the path that it was resolved to.
     words = [word for word in arguments.words if word.name != "resume"]
     words.append(Word("resume", address(run), COMMAND_LINE))
     arguments = replace(arguments, words=tuple(words))
@@ -64,13 +66,14 @@ def config_for_resume(config_type: type, argv: Sequence[str]) -> tuple[Any, Reso
 
 
 def overrides_for_resume(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:
-    """Overrides from Python, with the path of the run that their `resume` names; and its folder,
-    None without one."""
+    """Returns (overrides, run): keyword arguments from Python in which `resume` is the path of the
+    run that it names, for example in place of `last`; and that run's folder, or None without
+    `resume`."""
     names = {name: value for name, value in overrides.items() if name != "config_name"}
     words = []
     for name, value in python_leaves(Config, names):
         key = key_of(Config, name)
-        # A name without a key is another system's flag, which may name the run.
+        # A name that is no key of ours is another system's flag, and that may name the run.
         if key is None or key.name in RUN_NAMES:
             if value is not None:
                 value = str(value)
@@ -86,8 +89,9 @@ def overrides_for_resume(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], 
 def from_overrides_on_run(
     overrides: Mapping[str, Any],
 ) -> tuple[Config, Resolved, tuple[Callable[..., Any], ...]]:
-    """`from_overrides` for training: if `resume` names a run, the keys that are given lie over its
-    configuration.
+    """Returns the training configuration of keyword arguments from Python, where each value comes
+    from, and the reward functions among them. If `resume` names a run, the arguments lie over that
+    run's stored configuration, else over the defaults.
 
     >>> config, resolved, functions = from_overrides_on_run({"resume": "last", "steps": 200})
     """
@@ -98,7 +102,8 @@ def from_overrides_on_run(
 
 
 def named_run(config_type: type, arguments: Arguments) -> Path | None:
-    """The run that `resume` names in the user's own file and keys; None without `resume`."""
+    """Returns the folder of the run that `resume` names in the user's file or keys; None without
+    `resume`. ShoalError if there is no such run."""
     keys = keys_of(config_type)
     given = given_values(config_type, arguments, *RUN_NAMES)
     resume = given.get("resume", keys["resume"].default)
@@ -110,13 +115,15 @@ def named_run(config_type: type, arguments: Arguments) -> Path | None:
 
 
 def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
-    """Decides whether a run is new or resumed, and with which configuration.
+    """Decides whether a run is new or resumed, and with which configuration; reports what changes.
 
-    With `resume`, `config` was composed on the stored request, and what a changed key does is
-    declared with it (`on_resume` of `config/key.py`): nothing, a warning, or an error. If
-    `run_name` names a run, the same must be requested, except for keys that are free and for those
-    of other devices, which are a warning too. What is left open stays open: `Job` decides it, as
-    before while nothing has changed that it follows from."""
+    With `resume`, `config` has been composed over the stored request. The `on_resume` of each key
+    (`config/key.py`) says what its change does: nothing, a warning, or ShoalError. If instead
+    `run_name` names an existing run, that run is resumed, and its request must be repeated:
+    ShoalError for a change, except of keys that may change freely and of keys that describe
+    devices, which are a warning. Keys that are left open stay open: `Job` decides them, with the
+    earlier value as long as nothing that it was decided from has changed.
+    """
     check_local(config.base_output_directory, "base_output_directory", RUNS)
     if config.resume:
         run = find_run(config.resume, config.base_output_directory, groups=False)
@@ -172,9 +179,9 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
 
 
 def _check_steps(run: Path, stored: Config, config: Config, report: Console | Findings) -> None:
-    """ShoalError for fewer steps than the run has made, and where its checkpoints are gone, so that
-    it would start again and write over its records; a warning where the steps move the learning
-    rate's schedule."""
+    """Raises ShoalError if `steps` is fewer than the run has made already, or if its checkpoints
+    are gone although it has made steps, because it would start again and overwrite its records.
+    Warns if another number of steps changes the learning rate's schedule."""
     from shoal.weights.checkpoints import FOLDER, versions
 
     saved = versions(run)
@@ -188,8 +195,8 @@ def _check_steps(run: Path, stored: Config, config: Config, report: Console | Fi
         )
     if not saved and ended < config.steps:
         recorded = max(StoredRun(run).metrics(), default=0)
-        # A run ends with a checkpoint. One that is under way has written its first before the
-        # second is due.
+        # A run that has ended wrote a checkpoint. A run that has recorded two intervals of
+        # checkpoints has written the first.
         if ended or 0 < 2 * stored.checkpoint.every < recorded:
             raise ShoalError(
                 f"the run {run} has made {count(max(made, recorded), 'step')}, but {run / FOLDER} "
@@ -205,19 +212,21 @@ def _check_steps(run: Path, stored: Config, config: Config, report: Console | Fi
 
 
 def _is_move(stored: Config, config: Config, key: str) -> bool:
-    """True for a changed key by which a run moves to other devices: numbers differ in their last
-    bits at most. Between this process and Ray's workers, too, which run the same programs; vLLM's
-    are others."""
+    """True if the changed key only moves a run to other devices, so that numbers differ in their
+    last bits at most. A change of `sampler.kind` between this process and Ray's workers counts as
+    one, because both run the same programs; vLLM runs others."""
     if key == "sampler.kind":
         return not stored.sampler.engine and not config.sampler.engine
     return keys_of(Config)[key].on_resume == "bits"
 
 
 def changed_keys(stored: Config, requested: Config) -> list[str]:
-    """Keys that differ, except those that are free to change and those that are left open now,
-    which the run decides: where it decides otherwise than before, it says so.
+    """Returns the names of keys whose requested value differs from the one that the run has worked
+    with. Leaves out keys that may change freely, and keys that are left open now: the run decides
+    these, and warns itself if its decision changes.
 
-    `stored`: what the run works with."""
+    `stored`: the run's configuration with its decisions; `requested`: the new request.
+    """
     left_open = open_keys(requested)
     changed = []
     for name, key in keys_of(Config).items():
@@ -240,9 +249,13 @@ def restore_latest(
     world: World,
     frozen: Params | None = None,
 ) -> Restored | None:
-    """The newest intact checkpoint of a run, with the frozen weights; None without one, the run
-    then starts from its beginning. `shapes`: of the sampler's weights; `facts`: the `fingerprint`
-    of this process."""
+    """Restores the newest intact checkpoint of a run, with the weights that training does not
+    change (`frozen`). Returns None if there is none; the run's records are then cleared, because it
+    starts from its beginning. Warns, or raises ShoalError, if the data, rewards or models are not
+    those of the checkpoint.
+
+    `shapes`: of the sampler's published weights; `facts`: the `fingerprint` of this process.
+    """
     from shoal.weights.checkpoints import restore_newest
 
     restored = restore_newest(folder.path, learner.shapes(), shapes, console.warning, world)

@@ -2,7 +2,8 @@
 completions.
 
 prompt, completions -> text and tokens by the classifier's own template -> rows, in which the tokens
-that all begin with stand once -> `forward` -> the head's value at each completion's last token
+that all sequences begin with stand once -> `forward` -> the head's value at each completion's last
+token
 """
 
 from __future__ import annotations
@@ -41,16 +42,17 @@ from shoal.weights.source import PREFIX, check_positions, make_model
 
 @dataclass(frozen=True)
 class Classifier:
-    """A sequence classifier without its weights."""
+    """A sequence classifier, without its weights."""
 
     folder: Path
     architecture: Architecture
     tokenizer: Tokenizer
-    pad_id: int | None  # a sequence's score is that of its last other token
+    pad_id: int | None  # the score is the value at the last token that is not this one
 
     @classmethod
     def read(cls, path: str, folder: Path) -> Classifier:
-        """ShoalError for another kind of model, and for several labels."""
+        """Reads the sizes and the tokenizer of the classifier in `folder`. ShoalError if it is
+        another kind of model, or has several labels. `path`: its name in errors."""
         a, config = families.architecture_of(folder), families.read_config(folder)
         known = []
         for family in families.FAMILIES.values():
@@ -63,7 +65,7 @@ class Classifier:
                 f"{' or '.join(known)}, with one label",
                 "reward.functions",
             )
-        # transformers writes the labels' names, and has two labels where config.json names none.
+        # transformers writes the labels' names, and assumes two labels if config.json names none.
         num_labels = len(config.get("id2label") or ()) or config.get("num_labels", 2)
         if num_labels != 1:
             raise ShoalError(
@@ -77,7 +79,7 @@ class Classifier:
 
 
 class RewardModel:
-    """A reward function that is a classifier on the reference's devices. Its weights are read when
+    """A reward function that is a classifier on the reference's devices. It reads its weights when
     it first scores.
 
     >>> answers = [[{"role": "assistant", "content": text}] for text in ("4", "5")]
@@ -88,7 +90,7 @@ class RewardModel:
     def __init__(self, path: str) -> None:
         self.path = path
         self.__name__ = Path(path).name
-        # That its chat template writes, of the run; None for the present one.
+        # The run's date, which the chat template may write; None: the present date.
         self.date: datetime | None = None
         self._section = ModelSection()
         self._find_role = _default_role
@@ -97,15 +99,16 @@ class RewardModel:
 
     @cached_property
     def classifier(self) -> Classifier:
-        """ShoalError unless the model is one; of a model on the hub all but the weights is
-        downloaded."""
+        """The classifier, read when first needed. ShoalError if the model is none. Side effect:
+        downloads a model on the hub, except its weights."""
         return Classifier.read(self.path, locate(self.path, weights=False))
 
     def prepare(
         self, section: ModelSection, sampling: SamplingSection, find_role: Callable[[], Role]
     ) -> None:
-        """Says where and how it computes. ShoalError where completions may be longer than it
-        reads."""
+        """Sets the model settings and the devices that the reward model computes with; must be
+        called before it scores. ShoalError if completions may be longer than the classifier can
+        read."""
         self._section = section
         self._find_role = find_role
         c = self.classifier
@@ -115,13 +118,15 @@ class RewardModel:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The classifier's tokenizer, on the date of the run."""
+        """The classifier's tokenizer; its chat template writes the run's date."""
         if self.date is None:
             return self.classifier.tokenizer
         return Tokenizer.load(self.classifier.folder, date=self.date)
 
     @cached_property
     def loaded(self) -> tuple[Model, Params]:
+        """The model and its weights, read onto the devices when first needed. ShoalError in a run
+        with several processes."""
         if jax.process_count() > 1:
             raise ShoalError(
                 f"reward={PREFIX}{self.path}: reward models run in one process, and mesh.processes="
@@ -135,14 +140,16 @@ class RewardModel:
         return model, huggingface.load(locate(self.path), a, role, model.dtype, specs=specs)
 
     def digest(self) -> str:
-        """A checksum of the weights."""
+        """Returns a checksum of the weights, which it reads if they are not loaded."""
         return weights_text(self.loaded[1])
 
     def __call__(
         self, prompts: Sequence[Prompt], completions: Sequence[Any], **kwargs: Any
     ) -> list[float]:
+        """Returns the score of each completion; completions of one prompt that follow each other
+        share it."""
         scores: list[float] = []
-        sequences: list[list[int]] = []  # of the prompt at hand
+        sequences: list[list[int]] = []  # of the present prompt
         last_prompt: Prompt | None = None
         for prompt, completion in zip(prompts, completions, strict=True):
             if sequences and prompt != last_prompt:
@@ -155,7 +162,9 @@ class RewardModel:
         return scores
 
     def _encode(self, prompt: Prompt, text: str) -> list[int]:
-        """The tokens up to the one whose score counts."""
+        """Returns the tokens of a prompt with its answer, up to the token whose value is the score.
+        ShoalError if messages need a chat template and there is none; ValueError if the text is too
+        long."""
         c = self.classifier
         if not (isinstance(prompt, str) or c.tokenizer.has_template):
             raise ShoalError(
@@ -174,10 +183,12 @@ class RewardModel:
         return ids
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """Scores of sequences that begin alike."""
+        """Returns the scores of sequences that begin with the same tokens, which are computed
+        once."""
         model, parameters = self.loaded
         lengths = [len(ids) for ids in sequences]
-        # The tokens that all begin with, short of the last of the shortest, whose score counts.
+        # The number of tokens that all sequences begin with. It leaves out the last token of the
+        # shortest sequence, because the value there is its score.
         shared = 0
         while shared < min(lengths) - 1 and _have_equal_token(sequences, shared):
             shared += 1
@@ -185,8 +196,8 @@ class RewardModel:
         ends = [np.array(ids[shared:], np.int32) for ids in sequences]
         end_lengths = {index: len(end) for index, end in enumerate(ends)}
         total = shared + sum(end_lengths.values())
-        # Powers of two: groups of many lengths share few programs, and a group always has the same
-        # one.
+        # Powers of two, so that groups of many lengths share few programs, and a group always uses
+        # the same program.
         shapes = row_shapes(
             _round_up(max(lengths)),
             _round_up(total),
@@ -213,21 +224,24 @@ def _default_role() -> Role:
 
 
 def _have_equal_token(sequences: Sequence[Sequence[int]], position: int) -> bool:
+    """True if all sequences have the same token at this position."""
     first = sequences[0][position]
     return all(ids[position] == first for ids in sequences)
 
 
 def _round_up(count: int) -> int:
+    """Returns the smallest power of two that is not below `count`."""
     return 1 << (count - 1).bit_length()
 
 
 @lru_cache(PROGRAMS_KEPT)
 def _program(model: Model) -> Program:
+    """Returns the compiled program of a model; few are kept."""
     return model.role.jit(partial(_head_values, model), out_shardings=model.role.host_layout)
 
 
 def _head_values(model: Model, parameters: Params, batch: LearnerBatch) -> jax.Array:
-    """The head's value at each token, float32[R, T]."""
+    """Returns the head's value at each token, float32[R, T]; compiled."""
     role = model.role
     tokens = role.split_rows(batch.tokens)
     position = role.split_rows(batch.position)
@@ -239,7 +253,7 @@ def _head_values(model: Model, parameters: Params, batch: LearnerBatch) -> jax.A
 
 
 def reward_models(functions: Iterable[Any]) -> list[RewardModel]:
-    """The reward models among reward functions."""
+    """Returns the reward models among reward functions."""
     models = []
     for function in functions:
         if isinstance(function.function, RewardModel):

@@ -1,10 +1,10 @@
-"""Stages: the parts of a job, in one list, each of which says what it needs.
+"""The stages of a job: an ordered list of parts, each of which declares which others it needs.
 
 @stage("reward", "reward.functions", needs=("scorers",), commands=("train", "eval"), forks=True)
 def pool(self) -> RewardPool: ...
 
-job.pool        opens `scorers` first, then `pool`; each once
-job.check()     opens all that the job's command can be refused for, in the order of the list
+job.pool        opens `scorers` first, then `pool`; each is opened once
+job.check()     opens every stage that can refuse the job's command, in the order of the list
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from shoal.records import ShoalError
 from shoal.stop import NotHere
 
 Command = Literal["train", "doctor", "eval", "generate", "serve", "figures"]
-"""What a job is opened for. `figures`: it reckons, or computes again, with a model that was given;
-it reads no data and has no processes of its own."""
+"""The command that a job is opened for. `figures`: a job that only estimates, or computes again,
+with a model that was passed to it; it reads no data and starts no processes."""
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class Stage(Generic[T]):
-    """A part of a job that opens when it is first read, after what it needs. What it becomes, or
-    the error that it raises, is kept. `stage` declares one."""
+    """One part of a job, like its model or its prompts. Reading the attribute `job.NAME` opens the
+    stage, after the stages that it needs, and returns what its method returned. The result, or the
+    error that the method raised, is kept by the job, so a stage is opened once. The decorator
+    `stage` makes one of a method."""
 
     name: str
     function: Callable[..., T]
@@ -51,6 +53,7 @@ class Stage(Generic[T]):
         self.starts_threads = starts_threads
 
     def __set_name__(self, owner: type[StagedJob], name: str) -> None:
+        """Adds the stage to the list of its class, under the method's name."""
         self.name = name
         owner.stages = owner.stages | {name: self}
 
@@ -61,6 +64,8 @@ class Stage(Generic[T]):
     def __get__(self, job: StagedJob, owner: type) -> T: ...
 
     def __get__(self, job: StagedJob | None, owner: type) -> T | Stage[T]:
+        """Opens the stage of a job and returns what it becomes; on the class, returns the
+        `Stage`."""
         if job is None:
             return self
         return job.open(self.name)
@@ -76,19 +81,21 @@ def stage(
     forks: bool = False,
     starts_threads: bool = False,
 ) -> Callable[[Callable[..., R]], Stage[R]]:
-    """Makes a method of a job a stage.
+    """Returns a decorator that makes a method of a job a stage.
 
-    `check`: what it checks, as findings call it. `cure`: the key that fixes it, unless the error
-    names another. `needs`: the stages that are opened before it; where one of them fails, this one
-    fails with the same error. `after`: those that are opened before it if they can be; it works
-    without them. It reads no other stage while it opens.
+    `check`: the name under which findings list this stage. `cure`: the configuration key that fixes
+    a failure, unless the error names another. `needs`: stages that are opened before this one; if
+    one of them fails, this one fails with the same error. `after`: stages that are opened before
+    this one too, but whose failure is ignored. While a stage opens it may read only stages of
+    `needs` and `after`.
 
-    `commands`: the commands that have this stage, and open it before weights are read, to see
-    whether it can be refused. For others it is nobody's need. Empty: no command opens it for
-    itself, and all have it that have a use for it.
+    `commands`: the commands that have this stage. They open it before weights are read, to learn
+    whether the job is refused. A job of another command does not have it, and skips it where other
+    stages need it. Empty: all commands have it, and open it only when something reads it.
 
-    `forks`: it forks processes, for which this one must not have threads of JAX yet.
-    `starts_threads`: from here on it has."""
+    `forks`: this stage forks processes, which is safe only while this process has no threads of
+    JAX. `starts_threads`: this process has threads of JAX once this stage has been opened.
+    """
 
     def declare(function: Callable[..., R]) -> Stage[R]:
         declared: Stage[R] = Stage(check, cure, needs, after, commands, forks, starts_threads)
@@ -100,11 +107,11 @@ def stage(
 
 
 class StagedJob:
-    """A job as the list of its stages: which of them are open, which have failed. Each is opened
-    once, after what it needs."""
+    """Base class of a job: opens its stages, each once and after those that it needs, and keeps
+    which of them are open and which have failed."""
 
     stages: ClassVar[dict[str, Stage[Any]]] = {}
-    """By name, in the order in which they are checked."""
+    """Name -> stage, in the order in which they are checked."""
 
     def __init__(self, command: Command, findings: Findings) -> None:
         self.command = command
@@ -116,13 +123,15 @@ class StagedJob:
         self._opening: list[Stage[Any]] = []
 
     def has(self, name: str) -> bool:
-        """True for a stage that this job's command has."""
+        """True if the job's command has this stage, and it was not left out."""
         commands = self.stages[name].commands
         return name not in self._left_out and (not commands or self.command in commands)
 
     def open(self, name: str) -> Any:
-        """What a stage becomes, opened after what it needs if it is not open yet. Raises the
-        ShoalError of a stage that failed, or of the need that did."""
+        """Returns what a stage becomes. If it is not open yet, first opens the stages that it
+        needs, then the stage. Raises the ShoalError with which the stage, or one that it needs,
+        failed, each time it is called; RuntimeError if the stage that is being opened reads one
+        that it did not declare."""
         if self._opening:
             reader = self._opening[-1]
             if name not in reader.needs and name not in reader.after:
@@ -138,6 +147,8 @@ class StagedJob:
         return self.opened[name]
 
     def _opened(self, opening: Stage[T]) -> T:
+        """Opens the stages of `after` and `needs`, then calls the method of the stage and returns
+        its result."""
         self._opening.append(opening)
         try:
             for need in opening.after:
@@ -153,11 +164,13 @@ class StagedJob:
             self._opening.pop()
 
     def _try_open(self, name: str) -> None:
-        # The error is kept: whoever needs the stage gets it.
+        """Opens a stage, and ignores it if that fails or needs a download in a dry run."""
+        # `open` keeps the error, and raises it again for every stage that needs this one.
         with contextlib.suppress(ShoalError, NotHere):
             self.open(name)
 
     def _refuse_threads(self, forking: Stage[Any]) -> None:
+        """RuntimeError if a stage that starts threads of JAX is open already."""
         for name in self.opened:
             if self.stages[name].starts_threads:
                 raise RuntimeError(
@@ -166,32 +179,34 @@ class StagedJob:
                 )
 
     def leave_out(self, name: str) -> None:
-        """This job has neither the stage nor any that needs it."""
+        """Removes from this job a stage and every stage that needs it, directly or not."""
         self._left_out.add(name)
         for other, declared in self.stages.items():
             if name in declared.needs and other not in self._left_out:
                 self.leave_out(other)
 
     def _checked(self) -> Iterator[Stage[Any]]:
-        """The stages that this job can be refused for before its weights are read, in order."""
+        """Yields the stages that can refuse this job before its weights are read, in the order of
+        the list."""
         for name, declared in self.stages.items():
             if declared.commands and self.has(name):
                 yield declared
 
     def check(self) -> None:
-        """Opens everything that can be wrong with a job before its weights are read, of a dry run
-        what needs no download. Raises the first ShoalError."""
+        """Opens every stage that can refuse the job before its weights are read, and raises the
+        first ShoalError. In a dry run a stage that needs a download is skipped, with a finding that
+        says so."""
         for declared in self._checked():
             try:
                 self.open(declared.name)
-            except NotHere as missing:  # raised in a dry run alone
+            except NotHere as missing:  # only a dry run raises it
                 self.findings.of(NOT_HERE).ok(
                     f"{missing} is not on this machine, and so not checked"
                 )
 
     def collect(self, through: str) -> None:
-        """`check` up to the stage `through`, that notes what is wrong with each stage and goes on
-        with the next, in place of raising it."""
+        """Opens the same stages as `check`, up to and including `through`, but records each
+        ShoalError as a finding and continues with the next stage in place of raising."""
         for declared in self._checked():
             try:
                 self.open(declared.name)
@@ -202,10 +217,12 @@ class StagedJob:
         raise LookupError(f"shoal {self.command} has no stage {through}")
 
     def _note(self, error: ShoalError) -> None:
-        if error in self._noted:  # of a stage that others need
+        """Records an error as a finding, once: several stages fail with the same error if they need
+        the one that raised it."""
+        if error in self._noted:  # a stage needs one that has failed already
             return
         self._noted.append(error)
-        # The first to fail with it is the one that raised it.
+        # The first stage that failed with this error is the one that raised it.
         for name, known in self.failed.items():
             if known is error:
                 failed = self.stages[name]
@@ -213,4 +230,5 @@ class StagedJob:
                 return
 
     def is_open(self, *names: str) -> bool:
+        """True if all of these stages have been opened."""
         return all(name in self.opened for name in names)

@@ -1,7 +1,7 @@
-"""A trial of one step: the run's own engine and learner, on the run's first prompts; the memory
-that it takes, and what a whole run would take.
+"""Tries one step of a run: samples and trains on its first prompts with the run's own engine and
+learner, and estimates from that the memory and the time of the whole run.
 
-The sampler's log-probs are compared with the trainer's on the same tokens, and everything is timed.
+The sampler's log-probs are compared with the trainer's on the same tokens.
 """
 
 from __future__ import annotations
@@ -55,15 +55,16 @@ SAMPLING_SECONDS = 20.0
 
 
 NUM_MICRO_BATCHES = 3
-"""Micro-batches that are computed: the first warms up, the others are timed."""
+"""Number of micro-batches that are computed; the first warms up, the others are timed."""
 
 
 class TimedProgram:
-    """A jitted function that is compiled once a shape and reports the seconds and the memory this
-    took.
+    """A jitted function that is compiled once for each shape of its arguments and measures the
+    seconds and the memory that compiling takes.
 
-    On a CPU, whose memory is this process's: `compile_bytes`, the most that a compilation took
-    beside what was there before, and `code_bytes`, what stays of all."""
+    On a CPU, whose memory is that of this process: `compile_bytes`, the most that a compilation
+    took in passing, and `code_bytes`, what all of them left.
+    """
 
     def __init__(self, function: Any) -> None:
         self.function = function
@@ -72,6 +73,7 @@ class TimedProgram:
         self.compile_bytes, self.code_bytes = 0, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function; compiles it first if these shapes are new, and measures that."""
         leaves = jax.tree.leaves((args, kwargs))
         key = tuple((leaf.shape, str(np.dtype(leaf.dtype))) for leaf in leaves)
         if key not in self.compiled:
@@ -85,8 +87,8 @@ class TimedProgram:
 
     @property
     def extra_bytes(self) -> int:
-        """The most memory that a call needs on a device besides its arguments: temporaries, and
-        results that overwrite none. 0 if the compiler does not report it."""
+        """The most bytes that a call needs on a device besides its arguments: temporaries, and
+        results that do not overwrite an argument. 0 if the compiler does not report them."""
         most = 0
         for program in self.compiled.values():
             report = program.memory_analysis()
@@ -98,30 +100,32 @@ class TimedProgram:
 
 @dataclass
 class StepTrial:
-    """What was sampled, and how long sampling and updating took."""
+    """What the trial of a step sampled, and what it measured of sampling, rewards and the
+    update."""
 
     groups: list[Group]
-    cancelled: int  # completions
+    cancelled: int  # completions that were cancelled before they ended
     sample_seconds: float
     reward_seconds: float
     programs: dict[str, TimedProgram]
     shape: Shape
-    num_batches: int = 0  # micro-batches of one pass over all groups
-    accumulate_seconds: float = 0.0  # of one micro-batch
+    num_batches: int = 0  # micro-batches in one pass over all groups
+    accumulate_seconds: float = 0.0  # for one micro-batch
     apply_seconds: float = 0.0
-    # |trainer's - sampler's log-prob|, by token
+    # |trainer's - sampler's log-prob| of each token
     differences: np.ndarray = field(default_factory=lambda: np.zeros(0))
     entropy: float = 0.0
-    skipped: bool = False  # the update had no finite gradient, and no smaller loss scale would help
-    process_bytes: int = 0  # of this process in RAM without its arrays, when all programs had run
-    worker_bytes: int = 0  # in RAM, of its children, among them the workers of rewards
+    skipped: bool = False  # the gradient was not finite, and no smaller loss scale would help
+    process_bytes: int = 0  # RAM of this process besides arrays, after all programs had run
+    worker_bytes: int = 0  # RAM of its child processes, among them the workers of rewards
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each completion."""
+        """Tokens of each completion, of all groups one after the other."""
         return np.array([len(completion) for completion in self._completions()])
 
     def _completions(self) -> list[Completion]:
+        """Returns the completions of all groups in one list."""
         completions: list[Completion] = []
         for group in self.groups:
             completions.extend(group.completions)
@@ -129,7 +133,7 @@ class StepTrial:
 
     @property
     def truncated(self) -> float:
-        """Share of completions that reached their limit."""
+        """Share of completions that reached their limit of tokens."""
         reached = []
         for completion in self._completions():
             reached.append(completion.stop_reason == StopReason.LENGTH)
@@ -137,11 +141,12 @@ class StepTrial:
 
     @property
     def compile_seconds(self) -> float:
+        """Seconds spent compiling all programs."""
         return sum(program.seconds for program in self.programs.values())
 
     @property
     def nonzero_std(self) -> float:
-        """Share of groups whose rewards differ."""
+        """Share of groups whose rewards differ; only these have a signal to learn from."""
         differs = []
         for group in self.groups:
             differs.append(nonzero_std(group.rewards[None], group.valid[None])[0])
@@ -149,6 +154,7 @@ class StepTrial:
 
     @property
     def mean_reward(self) -> float:
+        """Mean of the valid rewards; NaN if there is none."""
         rewards: list[float] = []
         for group in self.groups:
             rewards.extend(float(reward) for reward in group.rewards[group.valid])
@@ -158,7 +164,7 @@ class StepTrial:
 
     @property
     def padding(self) -> float:
-        """Share of the tokens computed in the update that are padding."""
+        """Share of padding among the tokens that the update computes."""
         real = sum(len(group.prompt_ids) for group in self.groups) + int(self.lengths.sum())
         return max(0.0, 1 - real / (self.num_batches * self.shape.tokens))
 
@@ -173,8 +179,10 @@ def try_step(
     parameters: Params,
     prompts: Sequence[TokenizedExample],
 ) -> StepTrial:
-    """Samples the groups of the run's first step, as many as the engine holds at once, and makes
-    part of an update on them. The weights that it gives are discarded."""
+    """Samples the groups of the run's first step, as many as the engine holds at once, scores them,
+    and makes a part of an update on them. Returns what was measured; the updated weights are
+    discarded. Side effect: replaces the programs of `engine` and `learner` by ones that are
+    timed."""
     programs: dict[str, TimedProgram] = {}
     for owner in (engine, learner):
         timed = {name: TimedProgram(function) for name, function in owner.programs.items()}
@@ -220,7 +228,7 @@ def try_step(
     shape = micro_batch_shapes(config, learner.model.role.row_shards)[0]
     trial = StepTrial(groups, cancelled, sample_seconds, reward_seconds, programs, shape)
     _update(trial, config, learner, parameters)
-    load_orbax()  # a library that the run loads for its checkpoints
+    load_orbax()  # a run loads this library for its checkpoints, so its memory counts
     trial.process_bytes, trial.worker_bytes = process_bytes(), children_bytes()
     return trial
 
@@ -228,9 +236,11 @@ def try_step(
 def _sample(
     engine: Engine, programs: dict[str, TimedProgram]
 ) -> tuple[dict[int, list[Completion]], float]:
-    """Completions by request, and the seconds without compilation."""
+    """Samples until all completions are done, or cancels the rest after SAMPLING_SECONDS. Returns
+    (request -> its completions, the seconds that this took without compilation)."""
 
     def clock() -> float:
+        """Returns the present time without the seconds spent compiling."""
         return time.perf_counter() - sum(program.seconds for program in programs.values())
 
     completions: dict[int, list[Completion]] = {}
@@ -246,10 +256,10 @@ def _sample(
 
 
 def _update(trial: StepTrial, config: Config, learner: Learner, parameters: Params) -> None:
-    """Part of an update on the trial's groups, those without variance included: times, and the
-    trainer's log-probs."""
+    """Makes a part of an update on the trial's groups, including those whose rewards do not differ,
+    and writes into `trial` its times and how the trainer's log-probs differ from the sampler's."""
     table = StepTable.of(trial.groups, config.algorithm)
-    # Invalid completions have log-probs to compare, too.
+    # Completions whose reward is invalid are included, because their log-probs can be compared too.
     groups = [replace(group, valid=np.ones(group.size, bool)) for group in trial.groups]
     valid = np.ones_like(table.valid)
     weights = token_weights(
@@ -299,25 +309,26 @@ def _update(trial: StepTrial, config: Config, learner: Learner, parameters: Para
 
 
 SCORING = 1 / 3
-"""Cost of a pass for log-probs alone, as a share of one with its gradient."""
+"""Cost of a pass that only computes log-probs, as a share of a pass with gradients."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """Estimated seconds, from one sampled batch and a few micro-batches."""
+    """Estimated seconds of a run, from one sampled batch and a few micro-batches."""
 
-    sample_seconds: float  # of a step
+    sample_seconds: float  # in a step
     reward_seconds: float
     update_seconds: float
-    evaluation_seconds: float  # of the whole run
+    evaluation_seconds: float  # in the whole run
     compile_seconds: float
     run_seconds: float
-    step_seconds: float  # in a long run: sampling and update may overlap
-    sampled_tokens: int  # of a step
-    trained_tokens: int  # of a step: prompts once a group, without padding
+    step_seconds: float  # mean in a long run, in which sampling and update may overlap
+    sampled_tokens: int  # in a step
+    trained_tokens: int  # in a step, without padding; a prompt counts once for its group
     padding: float
 
     def describe(self) -> str:
+        """Returns the estimate as one line of text."""
         return (
             f"about {seconds_text(self.step_seconds)} a step (sampling "
             f"{seconds_text(self.sample_seconds)}, rewards {seconds_text(self.reward_seconds)}, "
@@ -331,8 +342,9 @@ class Times:
 def estimate_times(
     config: Config, trial: StepTrial, slot_groups: int, evaluated: int, own_devices: bool
 ) -> Times:
-    """`slot_groups`: groups that the sampler holds at once, on `own_devices` or the trainer's;
-    `evaluated`: completions of all evaluations."""
+    """Estimates the seconds of a run from its trial. `slot_groups`: groups that the sampler holds
+    at once; `evaluated`: completions of all evaluations; `own_devices`: the sampler shares none
+    with the trainer."""
     b, a = config.batch, config.algorithm
     scale = b.prompts_per_step / len(trial.groups)
     longer = 1.0
@@ -371,8 +383,9 @@ def estimate_times(
 
 
 def trial_budget(budget: Budget, trial: StepTrial, engines: Mapping[str, Engine]) -> Budget:
-    """The budget of a job whose programs were tried. Their memory is scaled from the trial's shapes
-    to the longest allowed, and to the engine that prefills most prompts at once."""
+    """Returns the budget of a job with the memory that the trial of its programs measured. It is
+    scaled from the shapes of the trial to the longest prompts and rows that the settings allow, and
+    to the engine that prefills most prompts at once."""
     training = engines["training"]
     bucket = prompt_bucket(budget.config.sampling.slot_prompt)
     largest = max(engine.scheduler.batch_rows(bucket) for engine in engines.values()) * bucket
@@ -388,7 +401,7 @@ def trial_budget(budget: Budget, trial: StepTrial, engines: Mapping[str, Engine]
         program = trial.programs[name]
         extra = round(program.extra_bytes * scale.get(name, 1.0))
         if is_cpu:
-            # A program is compiled beside all that is held, but before it takes memory itself.
+            # While a program is compiled all arrays are held, but the program needs no memory yet.
             extra = max(extra, program.compile_bytes)
         costs[name] = ProgramCost(extra_bytes=extra)
     process_bytes = None
@@ -398,8 +411,8 @@ def trial_budget(budget: Budget, trial: StepTrial, engines: Mapping[str, Engine]
 
 
 def cpu_process_bytes(trial: StepTrial, engines: Mapping[str, Engine]) -> dict[str, int]:
-    """Bytes of RAM that a run on a CPU takes besides arrays, by part. Engines of evaluations
-    compile programs of their own, as large as those of training, which were tried."""
+    """Returns part -> bytes of RAM that a run on a CPU needs besides arrays. Engines of evaluations
+    compile programs of their own; they count as much as those of training, which were measured."""
     others = {id(engine) for engine in engines.values()} - {id(engines["training"])}
     code_bytes = sum(trial.programs[name].code_bytes for name in engines["training"].programs)
     return {
@@ -411,8 +424,8 @@ def cpu_process_bytes(trial: StepTrial, engines: Mapping[str, Engine]) -> dict[s
 def best_advice(
     config: Config, budget: Budget, describe: Describe, times: Times, available: AvailableMemory
 ) -> dict[str, Any]:
-    """The key whose change would help the run's time most, as far as that is known; else what takes
-    most."""
+    """Returns the advice, as `text` and `key`, that shortens the run most as far as that is known.
+    If no key stands out, the text says what takes most of a step and `key` is empty."""
     share = times.evaluation_seconds / max(times.run_seconds, 1e-9)
     if share >= 0.5 and num_updates(config):
         return {
@@ -439,11 +452,11 @@ PROC = Path("/proc")
 
 
 PEAK_SECONDS = 0.02
-"""Seconds between two readings for a peak."""
+"""Seconds between two readings of this process's memory."""
 
 
 def resident_bytes() -> int:
-    """Bytes of this process in RAM; 0 where the system does not say it."""
+    """Returns the bytes of RAM that this process holds; 0 if the system does not report them."""
     try:
         pages = (PROC / "self" / "statm").read_text().split()[1]
     except (OSError, IndexError):
@@ -452,7 +465,8 @@ def resident_bytes() -> int:
 
 
 def array_bytes() -> int:
-    """Bytes of the arrays on this process's devices; those that share memory count once."""
+    """Returns the bytes of all JAX arrays on this process's devices; memory that several arrays
+    share counts once."""
     sizes: dict[int, int] = {}
     for array in jax.live_arrays():
         for shard in array.addressable_shards:
@@ -461,8 +475,9 @@ def array_bytes() -> int:
 
 
 def process_bytes() -> int:
-    """Bytes of this process in RAM without its arrays: libraries, compiled programs, data. 0 if
-    they are not known."""
+    """Returns the bytes of RAM that this process holds besides JAX arrays: libraries, compiled
+    programs, data. 0 if the system does not report them. Side effects: collects garbage and gives
+    freed memory back to the system."""
     gc.collect()
     return_freed_memory()
     resident = resident_bytes()
@@ -472,8 +487,8 @@ def process_bytes() -> int:
 
 
 def children_bytes(pid: int = 0) -> int:
-    """Bytes in RAM that the children of a process (0: of this one), and theirs, share with no
-    other."""
+    """Returns the bytes of RAM that only the descendants of a process use, without memory that they
+    share with other processes. `pid`: the process; 0: this one."""
     process = PROC / str(pid or os.getpid())
     total = 0
     for task in (process / "task").glob("*"):
@@ -485,6 +500,7 @@ def children_bytes(pid: int = 0) -> int:
 
 
 def _read(file: Path) -> str:
+    """Returns a file's text, or '' if its process has ended."""
     try:
         return file.read_text()
     except OSError:  # the process has ended
@@ -492,8 +508,8 @@ def _read(file: Path) -> str:
 
 
 class ResidentPeak:
-    """The most that this process takes in RAM within a block, beyond what it had before; what stays
-    of it.
+    """Measures, around a block, by how much this process's RAM grew at most (`bytes`) and in the
+    end (`stays`). A thread reads it every PEAK_SECONDS.
 
     >>> with ResidentPeak() as peak:
     ...     compiled = lowered.compile()

@@ -1,5 +1,4 @@
-"""Loads the task of a run: its data, by name or from Python, with the reward functions that the run
-names."""
+"""Loads the task of a run: its data, by name or from Python, and its reward functions."""
 
 from __future__ import annotations
 
@@ -22,16 +21,17 @@ from shoal.trainer.prompts import Encode, TokenizedExample, prepare
 
 
 def _zero_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
+    """Gives each completion a reward of 0."""
     return [0.0] * len(completions)
 
 
 MOST_MEASURED = 10_000
-"""Training prompts that are all tokenised before a run begins, to find the longest: some five
-seconds."""
+"""Most training prompts for which all are tokenised before a run begins, to find the longest; that
+takes some five seconds."""
 
 
 UNREWARDED = (RewardFunction("unrewarded", _zero_reward, runs_in_process=True),)
-"""The rewards of data without a function, where a teacher alone gives the signal."""
+"""The rewards of a run that uses none, because only a teacher gives the signal."""
 
 
 def load_task(
@@ -39,11 +39,10 @@ def load_task(
     reward: RewardSection | None = None,
     functions: Sequence[Callable[..., Any]] = (),
 ) -> Task:
-    """The task of a name; functions given (`reward.functions` first, then `functions`) replace its
-    own rewards.
-
-    ShoalError for an unknown task, for whatever is wrong with its data or with the functions'
-    files, and, with a `reward` section, for a task without a function."""
+    """Loads the task that `task.name` names. The functions that are given replace its own rewards,
+    those of `reward.functions` first, then `functions`. ShoalError if the task is unknown, if its
+    data or the functions' files are wrong, and, if `reward` is given, if there is no reward
+    function."""
     section = reward or RewardSection()
     return with_rewards(
         load_questions(task, section), task, section, functions, required=reward is not None
@@ -51,8 +50,8 @@ def load_task(
 
 
 def load_questions(task: TaskSection, reward: RewardSection) -> Task:
-    """The task of a name with its own rewards; every evaluation set is cut to its first
-    `task.num_eval_questions`."""
+    """Loads the task that `task.name` names, with its own rewards; each evaluation set is cut to
+    its first `task.num_eval_questions`."""
     if task.name == ROWS:
         raise ShoalError(
             "task.name='rows': the data of this run came from Python, give it again there with its "
@@ -64,8 +63,8 @@ def load_questions(task: TaskSection, reward: RewardSection) -> Task:
 def own_rewards(
     loaded: Task, task: TaskSection, reward: RewardSection, required: bool
 ) -> tuple[RewardFunction, ...]:
-    """The task's own reward functions, weighted; ShoalError where it has none and one is
-    `required`."""
+    """Returns the task's own reward functions, with the weights of `reward.weights`. ShoalError if
+    there is none although one is `required`, or if the number of weights is wrong."""
     rewards = loaded.rewards
     if required and not rewards:
         raise no_reward(task)
@@ -87,20 +86,21 @@ def own_rewards(
 def find_functions(
     reward: RewardSection, specs: Sequence[str]
 ) -> list[Callable[..., Any] | RewardFunction]:
-    """The functions that are named: ready ones, `model:PATH`, `judge:URL`, or
-    `file.py:function`."""
+    """Returns the function for each text in `specs`: a packaged function's name, `model:PATH`,
+    `judge:URL`, or `file.py:function`."""
     ready = {}
     for spec in specs:
         function = _find_model(spec, reward) or find_builtin(spec)
         if function:
             ready[spec] = function
-    # Together: functions of one file are of one module.
+    # Loaded in one call, so that functions of one file share one module.
     loaded = iter(load_functions([spec for spec in specs if spec not in ready]))
     return [ready.get(spec) or next(loaded) for spec in specs]
 
 
 def _find_model(spec: str, reward: RewardSection) -> Any:
-    """A reward model or a judge; None for other functions."""
+    """Returns the reward model of `model:PATH` or the judge of `judge:URL`; None for any other
+    text."""
     kind, _, address = spec.partition(":")
     if kind == "judge":
         return JudgeFunction(address, reward)
@@ -119,8 +119,8 @@ def with_rewards(
     functions: Sequence[Callable[..., Any]] = (),
     required: bool = False,
 ) -> Task:
-    """The task with evaluation sets cut to `task.num_eval_questions`, and with the reward functions
-    given, if any."""
+    """Returns the task with its evaluation sets cut to `task.num_eval_questions`, and with the
+    reward functions that are given in place of its own, if any are."""
     rewards = given_rewards(reward, functions) or own_rewards(loaded, task, reward, required)
     return replace(with_fewer_questions(loaded, task), rewards=rewards)
 
@@ -128,8 +128,9 @@ def with_rewards(
 def given_rewards(
     reward: RewardSection, functions: Sequence[Callable[..., Any]] = ()
 ) -> tuple[RewardFunction, ...]:
-    """The reward functions of `reward.functions` and those from Python, weighted; ShoalError for
-    one that is missing, or that came from Python and is not given again."""
+    """Returns the reward functions of `reward.functions` and those passed from Python, with their
+    weights; empty if none are given. ShoalError if a function is missing, also if a stored
+    configuration names one from Python and it was not passed again."""
     files = [spec for spec in reward.functions if not spec.startswith(FROM_PYTHON)]
     if len(files) < len(reward.functions) and not functions:
         names = ", ".join(spec.removeprefix(FROM_PYTHON) for spec in reward.functions)
@@ -145,7 +146,8 @@ def given_rewards(
 
 
 def with_fewer_questions(loaded: Task, task: TaskSection) -> Task:
-    """The task with each evaluation set cut to its first `task.num_eval_questions` (0: all)."""
+    """Returns the task with each evaluation set cut to its first `task.num_eval_questions` (0:
+    all)."""
     count = task.num_eval_questions or None
     return replace(
         loaded, evaluations={name: rows[:count] for name, rows in loaded.evaluations.items()}
@@ -160,8 +162,9 @@ def task_of_data(
     reward: RewardSection,
     functions: Sequence[Callable[..., Any]],
 ) -> Task:
-    """The task of data given from Python, rows or a whole `Task`, with the reward functions
-    given."""
+    """Makes the task of data that were passed from Python, rows or a whole `Task`, with the reward
+    functions that are given. ShoalError if rows come without a reward function, or with keys of
+    `task.` that have no effect on them."""
     if isinstance(data, Task):
         if held_out is not None or correct is not None:
             raise ShoalError(
@@ -186,9 +189,9 @@ def task_of_data(
 
 
 def check_truths(task: Task, rewards: Sequence[RewardFunction]) -> None:
-    """ShoalError, with the first row, where a function in verl's convention would get no right
-    answer from a row."""
-    if not task.data.train_files:  # what is generated has its answers
+    """Raises ShoalError if rows lack the right answer that a function in verl's convention compares
+    with; the error names the first of them."""
+    if not task.data.train_files:  # generated rows always have their answers
         return
     for reward in rewards:
         is_verls_own = reward.function is verl_reward
@@ -199,8 +202,8 @@ def check_truths(task: Task, rewards: Sequence[RewardFunction]) -> None:
             num_lacking = 0
             for example in examples:
                 columns = example.columns
-                # verl's own function reads this column alone; where it is missing, the fault names
-                # every argument.
+                # verl's own function reads only this column; without it, the fault names every
+                # argument that could hold the truth.
                 if is_verls_own and "reward_model" in columns:
                     columns = {"reward_model": columns["reward_model"]}
                 fault = truth_fault(columns)
@@ -220,8 +223,8 @@ def check_truths(task: Task, rewards: Sequence[RewardFunction]) -> None:
 def with_overlong(
     rewards: tuple[RewardFunction, ...], reward: RewardSection, max_tokens: int
 ) -> tuple[RewardFunction, ...]:
-    """The reward functions with the penalty on long completions as a further one, where
-    `reward.overlong_buffer_tokens` is set."""
+    """Returns the reward functions; if `reward.overlong_buffer_tokens` is set, with the penalty on
+    long completions as one more. ShoalError if the buffer is longer than a completion."""
     buffer = reward.overlong_buffer_tokens
     if buffer == -1:
         buffer = max(1, max_tokens // 5)
@@ -254,8 +257,9 @@ def longest_prompt(
     encode: Encode,
     sampling: SamplingSection,
 ) -> int:
-    """Tokens of the longest prompt that is not dropped, in training and in the evaluation `sets`;
-    the longest that is allowed where there are too many rows to read all of them first."""
+    """Returns the tokens of the longest prompt, in `train` and in the evaluation `sets`, that is
+    not dropped. If there are more than MOST_MEASURED training rows they are not read: it then
+    returns the limit `sampling.max_prompt_tokens`."""
     if len(train) > MOST_MEASURED:
         return sampling.max_prompt_tokens
     longest = 0
@@ -277,8 +281,9 @@ def encode_all(
     sampling: SamplingSection,
     warn: Callable[[str], None],
 ) -> list[TokenizedExample]:
-    """The prompts of a set with their tokens. Those too long or refused are dropped with a warning;
-    ShoalError where there are no others: the set would have no figures."""
+    """Returns the prompts of an evaluation set with their tokens. Prompts that are too long, or
+    that the template refuses, are dropped with a warning. ShoalError if no prompt remains, because
+    the set would have no figures."""
     refused: list[str] = []
     limit = sampling.max_prompt_tokens
     prepared = []

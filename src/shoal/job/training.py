@@ -1,4 +1,4 @@
-"""Opens a training run: from a job to its folder, weights, source, updater and recorder."""
+"""Opens a training run: makes the run's folder, weights, source, updater and recorder of a job."""
 
 from __future__ import annotations
 
@@ -52,14 +52,16 @@ if TYPE_CHECKING:
 
 
 def open_run(job: Job) -> Run:
-    """The training run: its folder, locked, with everything that a run is made of. ShoalError for
-    whatever is wrong with the configuration, before the folder exists."""
+    """Makes and returns the training run of a job: locks the run's folder, reads the weights or the
+    newest checkpoint, and makes everything that the loop uses. Wrong weights or settings raise
+    ShoalError before the folder exists, so a refused new run leaves none behind. Side effect: from
+    here on SIGINT and SIGTERM request a stop of the run."""
     config = job.config
     world = job.world
     spec = job.spec
     roles = job.roles
-    # Before the folder exists: bad weights leave none behind. A resumed run reads them for KL and
-    # what is frozen.
+    # Read before the folder exists, so that bad weights leave no folder behind. A resumed run needs
+    # the model's own weights only for the reference and for what an adapter freezes.
     reads_model = (
         not job.resumed or bool(spec.architecture.adapter) or config.algorithm.scores_reference
     )
@@ -75,7 +77,7 @@ def open_run(job: Job) -> Run:
     if job.teacher:
         check_same_model(world, "the teacher", "teacher.path", job.teacher)
         teacher = load_scorer(config.model, job.teacher, roles.reference)
-    # Each process has tried the kernels on its own GPU, and all of them compile one program.
+    # Each process has tried the kernels on its own GPU, but all must compile the same program.
     check_same(
         world,
         "the kernels of attention, which model.attention=blocked does without",
@@ -99,7 +101,7 @@ def open_run(job: Job) -> Run:
     first = restored.version if restored else 0
     requested_text, decided_text = texts_of(job.requested, job.decisions)
     if world.is_main:
-        if not job.resumed:  # of a resumed run the loop writes them, with its first checkpoint
+        if not job.resumed:  # in a resumed run the loop writes them with its first checkpoint
             folder.write_config(requested_text, decided_text)
             if config.report.hydra:
                 changed = difference_from_defaults(job.requested)
@@ -142,11 +144,11 @@ def open_run(job: Job) -> Run:
         weights = job.load_weights()
     recorder.spent("start", time.perf_counter() - job.started)
     command = resume_command(folder.path, config, world.count)
-    # Last: before this a signal ends the process at once.
+    # This comes last, because until then a signal may end the process at once.
     text_at_stop = partial(kept_text, folder.path, command)
     job.stack.enter_context(stop_on_signals(job.stop, text_at_stop))
-    # Of several processes the source agrees on a stop when it takes groups; elsewhere they would
-    # part.
+    # With several processes only the source reacts to a stop, when it takes groups, because there
+    # all processes agree on it; elsewhere some would stop and others continue.
     stop = job.stop if world.count == 1 else StopSignal()
     profiled_steps = config.report.profile if world.is_main else ()
     profiler = Profiler(profiled_steps, folder.path / "profile", job.console.warning)
@@ -186,8 +188,10 @@ def open_run(job: Job) -> Run:
 def open_folder(
     config: Config, run: Path | None, console: Console, stack: ExitStack, world: World
 ) -> RunWriter:
-    """The run's folder, locked: a new one, or that of the `run` that is resumed. Of several
-    processes the first has it, for all."""
+    """Returns the run's folder, locked until `stack` closes: a new one, or the one at `run` if a
+    run is resumed. ShoalError if another process has just started the same run. With several
+    processes the first one locks and writes the folder; the others get a writer that knows its path
+    and writes nothing."""
     if not world.is_main:
         folder_names = world.exchange_json("the run folder's name", "")
         return stack.enter_context(NullRunWriter(folder_names[0]))
@@ -200,8 +204,8 @@ def open_folder(
         if not run:
             refuse_foreign(path)
     folder = stack.enter_context(RunWriter(path, mirror))
-    # Given twice at once, a command finds no run in either process; the lock decides which of them
-    # makes it.
+    # If a command is given twice at the same time, neither process finds a run at first; the lock
+    # decides which of them makes it.
     if not run and is_run(folder.path):
         raise ShoalError(
             f"another process has just started the run {address(folder.path)}: give the same "
@@ -218,7 +222,8 @@ def open_folder(
 
 
 def write_head(folder: RunWriter, spec: ModelSource, config: Config, resumed: bool) -> None:
-    """Writes the model's files into a run's folder, and makes `last` name this run."""
+    """Writes the model's configuration and tokenizer files into a run's folder, and makes the name
+    `last` refer to this run."""
     folder.remember(config.base_output_directory)
     model_folder = folder.path / MODEL_FOLDER
     is_own_model = spec.folder == model_folder
@@ -243,8 +248,10 @@ def open_recorder(
     utilisation: Utilisation | None,
     is_main: bool,
 ) -> Recorder:
-    """The recorder with its sinks. `resumed_at`: the version that a resumed run starts from, else
-    None."""
+    """Makes the recorder of a run's metrics and groups, with its sinks; `stack` closes both.
+    `resumed_at`: the version that a resumed run starts from, else None. `started`: the time at
+    which the job was opened, by `time.perf_counter`. `compilations`: returns how many programs were
+    compiled."""
     sinks = []
     if is_main:
         sinks = make_sinks(
@@ -276,9 +283,9 @@ def open_recorder(
 
 
 def resume_command(folder: Path, config: Config, processes: int) -> str:
-    """What resumes a run: a line for the shell, or for Python where its task or a reward came from
-    there."""
-    # The folder holds no code: a shell could not load what was passed to shoal.train.
+    """Returns the command that resumes a run, as text: a line for the shell, or a call of
+    `shoal.train` if the run's task or functions were passed from Python."""
+    # The folder contains no code, so a shell could not load functions passed to shoal.train.
     where = address(folder)
     environment = config.environment
     object_names = [*config.reward.functions, *environment.tools]
@@ -294,8 +301,9 @@ def resume_command(folder: Path, config: Config, processes: int) -> str:
 
 
 def kept_text(folder: Path, command: str) -> str:
-    """What a run that is stopped at once leaves: read from the disk, as a signal may come while
-    anything is locked."""
+    """Returns a sentence that says which checkpoint a run leaves if it is stopped at once, and the
+    command that resumes it. Reads the folder on disk, because it is called in a signal handler,
+    which may interrupt code that holds any lock."""
     saved_steps = versions(folder)
     if saved_steps:
         return (
@@ -306,14 +314,14 @@ def kept_text(folder: Path, command: str) -> str:
 
 
 def peak_bytes() -> int:
-    """Most memory used on a device: the accelerator's own figure, on CPU the process's resident
-    peak."""
+    """Returns the most bytes that were in use so far: of the first local device as JAX reports it,
+    or on CPU the largest resident memory of this process."""
     stats = memory_stats(jax.local_devices()[0])
     if "peak_bytes_in_use" in stats:
         return int(stats["peak_bytes_in_use"])
     import resource
 
-    # Linux gives KiB.
+    # On Linux `ru_maxrss` is in KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -324,11 +332,13 @@ _count = 0
 
 
 TRIMMED_SECONDS = 0.5
-"""Seconds of a compilation after which freed memory goes back to the system: a shorter one leaves
-little."""
+"""If a compilation takes longer than this, freed memory is given back to the system afterwards; a
+shorter one leaves little."""
 
 
 def _listen(event: str, duration_secs: float, **_: str | int) -> None:
+    """Counts an event of JAX if it is a compilation, and gives freed memory back to the system
+    after a long one."""
     global _count
     if event != _EVENT:
         return
@@ -341,21 +351,23 @@ jax.monitoring.register_event_duration_secs_listener(_listen)
 
 
 class CompilationCounter:
-    """Counts the programs that this process compiles, or reads from the persistent cache, from its
-    creation on."""
+    """Counts the programs that this process has compiled, or read from the persistent cache, since
+    the counter was made."""
 
     def __init__(self) -> None:
         self._start = _count
 
     def read(self) -> int:
+        """Returns the number of programs so far."""
         return _count - self._start
 
 
 class Profiler:
-    """Traces the chosen steps, counted from 1, to `<folder>/step_000012/`, for XProf, TensorBoard
-    and Perfetto.
+    """Writes a trace of each chosen step, counted from 1, to `<folder>/step_000012/`, for XProf,
+    TensorBoard and Perfetto.
 
-    A step that has a trace is not traced again. A trace that cannot be written is a warning.
+    A step that has a trace already is not traced again. If a trace cannot be written, `warn` is
+    called and training continues.
 
     >>> with profiler.step(12):
     ...     train_one_step()
@@ -368,8 +380,7 @@ class Profiler:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Traces the block, if this step was chosen, and closes the trace however the block
-        ends."""
+        """Traces the block if this step was chosen, and closes the trace however the block ends."""
         target = self.folder / f"step_{step:06d}"
         is_traced = step in self.steps and not any(target.rglob("*"))
         if is_traced:
@@ -388,6 +399,7 @@ class Profiler:
         jax.profiler.start_trace(target)
 
     def _attempt(self, step: int, action: Callable[..., None], *arguments: Path) -> bool:
+        """Calls `action` and returns True; if it fails, warns and returns False."""
         try:
             action(*arguments)
         except (RuntimeError, OSError) as error:

@@ -1,8 +1,8 @@
-"""Compiles one program of a job and reads from it what it costs; keeps what the compiler said, by
-what it was asked.
+"""Compiles one program of a job and computes its cost from what the compiler reports. These reports
+are kept on disk.
 
-The same program for the same devices and compiler is not compiled twice, whatever the job around
-it.
+The same program for the same devices and compiler is not compiled twice, whatever job it belongs
+to.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ _COMPILERS = ("jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
 _UNITS = {"K": 10, "M": 20, "G": 30, "T": 40}
 
 MOST_SHOWN = 12
-"""Rows of a table of sources or temporaries that are kept."""
+"""Most rows that are kept of a table of sources or temporaries."""
 
 ANSWER_SECONDS = 1e-5
-"""Of a GPU, assumed: until its host has read whether a loop goes on."""
+"""Seconds, assumed, until the host of a GPU has read whether a loop goes on."""
 
 
 def analyse(job: PlannedJob, name: str) -> ProgramCost:
-    """What one program of the job costs on a device of its role."""
+    """Returns what one run of a program costs on a device of its role. If the compiler refuses the
+    program, because memory does not suffice, the cost has an `error` and the bytes that it would
+    need."""
     planned = job.programs()[name]
     traced = planned.program.trace(*planned.args, **planned.kwargs)
     compiled = _compiled(job, planned, traced.lower())
@@ -86,9 +88,9 @@ def analyse(job: PlannedJob, name: str) -> ProgramCost:
 
 
 def _longest_sources(costs: Costs, kind: Accelerator | None) -> dict[str, float]:
-    """Line of code -> seconds that its operations take, the longest first: by a TPU's cycles, or by
-    what they read and write."""
-    rate = math.inf  # of cycles or bytes a second
+    """Returns line of code -> seconds that its operations take, the longest first: by the cycles
+    that a TPU's compiler estimates, or by the bytes that the operations read and write."""
+    rate = math.inf  # cycles or bytes a second
     if kind is not None:
         rate = kind.clock if kind.is_tpu else kind.hbm
     by_source = costs.cycles or costs.bytes
@@ -97,11 +99,12 @@ def _longest_sources(costs: Costs, kind: Accelerator | None) -> dict[str, float]
 
 
 def traced_costs(job: PlannedJob, planned: Planned, traced: Any) -> tuple[float, float, float]:
-    """On a device, what is known before a program is compiled: (operations of products, those of
-    them in kernels, the least seconds that it could take: the products at the peak rate, or what it
-    reads at the memory's)."""
-    # As a compiler does it: recomputation by a rule of our own (`gated_product`) traces a product
-    # that nobody reads.
+    """Returns what is known of a program, on a device, before it is compiled: (FLOPs of its matrix
+    products, how many of these are in kernels, the least seconds that it could take). The last is
+    the longer of the products at the peak rate and of reading its arguments at the memory's
+    rate."""
+    # Removes dead code, as a compiler does: our own rule for recomputation (`gated_product`)
+    # traces a product that nothing reads.
     whole = traced.jaxpr.jaxpr
     jaxpr, _ = partial_eval.dce_jaxpr(whole, [True] * len(whole.outvars), instantiate=True)
     devices = planned.role.mesh.size
@@ -117,12 +120,14 @@ def traced_costs(job: PlannedJob, planned: Planned, traced: Any) -> tuple[float,
 
 
 def _compute_seconds(job: PlannedJob, costs: Costs, kernel_flops: float) -> float:
-    """Seconds of a program without transfers between devices; 0 where the device is not known.
+    """Returns the seconds of a program without transfers between devices; 0 if the device is
+    unknown.
 
-    TPU: the compiler's estimate of cycles, and the waits for copies. GPU, and operations without
-    such an estimate: the longest of an operation's memory traffic, its products and (GPU) its
-    launch. Both: of kernels, into which no compiler's account looks, the operations at a share of
-    the peak rate, as far as that is longer than their memory traffic."""
+    On a TPU: the compiler's estimate of cycles, and the waits for copies. On a GPU, and for
+    operations without such an estimate: for each operation the longest of its memory traffic, its
+    products and (GPU) its launch. On both: for kernels, which no compiler looks into, their FLOPs
+    at a share of the peak rate, as far as that takes longer than their memory traffic.
+    """
     kind = job.accelerator
     if kind is None:
         return 0.0
@@ -151,15 +156,16 @@ class Compiled:
     """What a compiler made of a program, or why it made nothing; kept on disk as JSON."""
 
     error: str = ""
-    excess: int = 0  # bytes that a refused program needs
-    largest: Sequence[Any] = ()  # [bytes, shape, operator] of what these are for
+    excess: int = 0  # bytes that a program needs which was refused for lack of memory
+    largest: Sequence[Any] = ()  # its largest arrays: [bytes, shape, operator]
     text: str = ""  # optimised HLO
     memory: Mapping[str, int] = field(default_factory=dict)
     seconds: float = 0.0
 
 
 def _compiled(job: PlannedJob, planned: Planned, lowered: Any) -> Compiled:
-    """The compiled program's text and memory, from the disk if it was compiled before."""
+    """Returns the text and memory of the compiled program, from the disk if it was compiled
+    before."""
     file = _folder() / f"{_key(job, planned, lowered.as_text())}.json.gz"
     stored = _read_compiled(file)
     if stored is not None:
@@ -190,8 +196,8 @@ def _compiled(job: PlannedJob, planned: Planned, lowered: Any) -> Compiled:
 
 
 def _read_compiled(file: Path) -> Compiled | None:
-    """What was kept of a compiled program; None where nothing was, or the file is damaged: it is
-    then compiled again, and the file replaced."""
+    """Reads what was kept of a compiled program. None if nothing was, or if the file is damaged;
+    the program is then compiled again, and the file replaced."""
     try:
         stored = json.loads(gzip.decompress(file.read_bytes()))
     except (OSError, EOFError, ValueError, zlib.error):
@@ -203,8 +209,8 @@ def _read_compiled(file: Path) -> Compiled | None:
 
 
 def _exhausted(text: str) -> Compiled:
-    """What the compiler says of a program that needs more memory than the device has: how much, and
-    for what."""
+    """Parses the compiler's message about a program that needs more memory than the device has: how
+    much, and for which arrays."""
     asked = re.search(r"(?:Used|requires?d?[^(]*\() ?([\d.]+)([KMGT])", text)
     excess = 0
     if asked:
@@ -219,16 +225,18 @@ def _exhausted(text: str) -> Compiled:
 
 
 def _bytes(number: str, unit: str) -> int:
-    """Bytes of `1.5` and `G`."""
+    """Returns the bytes that a number like `1.5` with a unit like `G` stands for."""
     return int(float(number) * (1 << _UNITS[unit]))
 
 
 def _folder() -> Path:
+    """Returns the folder in which compilers' reports are kept."""
     return Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or cache_folder("jax")) / "plan"
 
 
 def _key(job: PlannedJob, planned: Planned, text: str) -> str:
-    """What a compiled program depends on: its text, the devices, the compiler and its options."""
+    """Returns a hash of everything that a compiled program depends on: its text, the devices, the
+    compiler and its options."""
     device = planned.role.mesh.devices.flat[0]
     numbers = [device.id for device in planned.role.mesh.devices.flat]
     parts = [
@@ -236,7 +244,7 @@ def _key(job: PlannedJob, planned: Planned, text: str) -> str:
         str(job.topology or device.client.platform_version),
         device.device_kind,
         str(numbers),
-        "with code",  # what is kept
+        "with code",  # version of what is kept
     ]
     for compiler in _COMPILERS:
         parts.append(f"{compiler} {package_version(compiler)}")
@@ -248,9 +256,9 @@ def _key(job: PlannedJob, planned: Planned, text: str) -> str:
 
 
 def jaxpr_flops(jaxpr: Any, assumed_trips: Sequence[float] = (), of_kernels: bool = False) -> float:
-    """Operations of a jaxpr's matrix products, two for each multiplication; with `of_kernels` of
-    those in kernels. `assumed_trips`: of `while` loops, whose number of rounds a jaxpr does not
-    say, the outermost first."""
+    """Returns the FLOPs of a jaxpr's matrix products outside of kernels, two for each
+    multiplication; with `of_kernels`, instead of those in kernels. `assumed_trips`: rounds of
+    `while` loops, whose number a jaxpr does not say, the outermost first."""
     total = 0.0
     for equation in jaxpr.eqns:
         primitive = equation.primitive.name
@@ -259,7 +267,7 @@ def jaxpr_flops(jaxpr: Any, assumed_trips: Sequence[float] = (), of_kernels: boo
                 total += _product_flops(equation)
             continue
         if primitive == "pallas_call":
-            # It says the cost of all blocks of keys, of which a share is read.
+            # A kernel declares the cost of all blocks of keys, but reads only a share of them.
             share = assumed_trips[0] if assumed_trips else 0.5
             total += equation.params["cost_estimate"].flops * share
             continue
@@ -270,13 +278,13 @@ def jaxpr_flops(jaxpr: Any, assumed_trips: Sequence[float] = (), of_kernels: boo
         elif primitive == "while" and assumed_trips:
             times = assumed_trips[0]
             trips = assumed_trips[1:]
-        elif primitive == "shard_map":  # its body is of one device
+        elif primitive == "shard_map":  # its body computes the part of one device
             mesh = equation.params["mesh"].shape
             times = float(math.prod(mesh[axis] for axis in equation.params["newly_manual_axes"]))
         inside = []
         for inner in inner_jaxprs(equation.params):
             inside.append(jaxpr_flops(inner, trips, of_kernels))
-        if primitive == "cond":  # one of its branches runs
+        if primitive == "cond":  # only one of its branches runs
             total += times * max(inside, default=0.0)
         else:
             total += times * sum(inside)
@@ -284,6 +292,7 @@ def jaxpr_flops(jaxpr: Any, assumed_trips: Sequence[float] = (), of_kernels: boo
 
 
 def _product_flops(equation: Any) -> float:
+    """Returns the FLOPs of a `dot_general`."""
     (contracted, _), _ = equation.params["dimension_numbers"]
     shape = equation.invars[0].aval.shape
     size = math.prod(equation.outvars[0].aval.shape) * math.prod(shape[dim] for dim in contracted)
@@ -291,8 +300,8 @@ def _product_flops(equation: Any) -> float:
 
 
 def inner_jaxprs(params: dict[str, Any]) -> list[Any]:
-    """The jaxprs among an equation's parameters, as the body of a loop or the branches of a
-    condition."""
+    """Returns the jaxprs among an equation's parameters, like the body of a loop or the branches of
+    a condition."""
     jaxprs = []
     for value in params.values():
         candidates = value if isinstance(value, tuple | list) else (value,)

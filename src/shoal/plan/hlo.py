@@ -1,12 +1,12 @@
-"""Reads a compiled program, XLA's optimised HLO as text: what moves between devices, what it reads,
-how long it takes.
+"""Reads a compiled program, XLA's optimised HLO as text, and computes what it moves between
+devices, what it reads, and how long it takes.
 
-Figures are of one device. Loops are multiplied by their trip counts; where the compiler does not
-know one, by the number that the caller assumes.
+All figures are for one device. What is in a loop is multiplied by the loop's trip count; if the
+compiler does not know it, by the number that the caller assumes.
 
 A TPU's copies into its on-chip memory and out of it run beside other operations, and the compiler's
-account has no cycles for them. They are queued (`_Copies`): the device's memory serves the
-operations first, then the copies in their order, and what needs one waits for it.
+estimate has no cycles for them. They are queued (`_Copies`): the device's memory serves the
+operations first, then the copies in their order, and what needs a copy waits for it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SIZES = {
 }
 _ARRAY = re.compile(rf"\b({'|'.join(_SIZES)})\[([\d,]*)\]")
 _ON_CHIP = re.compile(r"\b\w+\[[\d,]*\]\{[^}]*S\(\d+\)\}")
-"""An array that a TPU holds on the chip, not in the device's memory."""
+"""Matches an array that a TPU holds on the chip, not in the device's memory."""
 
 COLLECTIVES = (
     "all-gather",
@@ -72,13 +72,14 @@ _FREE = {
     "call-start",
     "iota",
 }
-"""Operations that read and write nothing themselves, besides those that end in `-done`."""
+"""Operations that themselves read and write nothing; those whose names end in `-done` do not
+either."""
 
 _COPIES = {"copy-start", "slice-start"}
 """Operations that start a copy, of all or a part of an array."""
 
 _KERNEL = "__gpu$xla.gpu.triton"
-"""The target of a kernel for GPUs that is a program's own."""
+"""The target of custom calls that are the program's own kernels for GPUs."""
 
 _SLICES = {"dynamic-slice", "gather", "slice"}
 
@@ -87,14 +88,15 @@ _BITCASTS = frozenset({"bitcast", "copy", "convert"})
 _ELEMENTWISE = frozenset(
     {"add", "divide", "exponential", "maximum", "multiply", "pad", "reshape", "select", "subtract"}
 )
-"""Of these a fusion computes only what a slice of their result needs."""
+"""Operations of which a fusion computes only what a slice of their result needs."""
 
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
-"""Operations that write a part of their first operand, in place -> the operand that is written."""
+"""Operations that overwrite a part of their first operand in place -> the number of the operand
+that has the new values."""
 
 
 def arrays_of(shape: str) -> list[int]:
-    """Bytes of the arrays in a shape's text.
+    """Returns the bytes of each array in the text of a shape.
 
     >>> arrays_of("(bf16[2,4]{1,0}, f32[])")
     [16, 4]
@@ -103,12 +105,12 @@ def arrays_of(shape: str) -> list[int]:
 
 
 def _array_bytes(kind: str, sizes: str) -> int:
-    """Bytes of an array of a type, whose sizes are `2,4`."""
+    """Returns the bytes of an array of type `kind` whose sizes are a text like `2,4`."""
     return _SIZES[kind] * math.prod(_numbers(sizes))
 
 
 def _numbers(text: str) -> list[int]:
-    """The whole numbers of `2,4`; none of an empty text."""
+    """Returns the whole numbers in a text like `2,4`; none for an empty text."""
     return [int(number) for number in re.findall(r"\d+", text)]
 
 
@@ -127,7 +129,7 @@ class Instruction(NamedTuple):
         return sum(arrays_of(self.shape))
 
     def named(self, attribute: str) -> str:
-        """The computation that an attribute such as `body` names; empty without."""
+        """Returns the computation that an attribute such as `body` names; '' if it is missing."""
         match = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
         if match is None:
             return ""
@@ -135,7 +137,7 @@ class Instruction(NamedTuple):
 
     @property
     def collective(self) -> str:
-        """The collective that it is or starts, as `all-gather`; empty for others."""
+        """The collective that the instruction is or starts, like `all-gather`; '' for others."""
         kind = self.op.removesuffix("-start")
         if kind not in COLLECTIVES:
             return ""
@@ -143,7 +145,7 @@ class Instruction(NamedTuple):
 
     @property
     def is_free(self) -> bool:
-        """True if it reads and writes nothing itself."""
+        """True if the instruction itself reads and writes nothing."""
         return self.op in _FREE or self.op.endswith("-done")
 
     @property
@@ -157,13 +159,13 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Collective:
-    """A transfer of a program. `bytes` are those of the whole array, as a device
-    holds it after a gather or before a scatter."""
+    """A transfer between devices. `bytes`: of the whole array, as a device holds it after a gather
+    or before a scatter."""
 
     kind: str
     bytes: int
     times: float
-    groups: str  # as in the text: which devices exchange
+    groups: str  # which devices exchange, as the program's text says it
     source: str
 
     @property
@@ -172,8 +174,8 @@ class Collective:
 
 
 class Operation(NamedTuple):
-    """An operation: how often it runs, the bytes that it reads and writes, and the FLOPs of its
-    products, each time."""
+    """An operation: how often it runs, and for each time the bytes that it reads and writes, and
+    the FLOPs of its products."""
 
     times: float
     bytes: float
@@ -186,14 +188,14 @@ class Costs:
 
     collectives: list[Collective] = field(default_factory=list)
     cycles: dict[str, float] = field(default_factory=dict)
-    """Source -> cycles. TPU: the compiler's estimate, with the waits for copies."""
-    bytes: dict[str, float] = field(default_factory=dict)  # source -> read and written
+    """Source -> cycles. Only for TPUs: the compiler's estimate, with the waits for copies."""
+    bytes: dict[str, float] = field(default_factory=dict)  # source -> bytes read and written
     operations: list[Operation] = field(default_factory=list)  # without collectives
-    unknown: list[Operation] = field(default_factory=list)  # whose cycles the compiler lacks
-    in_kernels: float = 0.0  # bytes of operations that are kernels for GPUs, or decoding's for TPUs
+    unknown: list[Operation] = field(default_factory=list)  # those without an estimate of cycles
+    in_kernels: float = 0.0  # bytes moved by GPU kernels, and by the TPU kernel of decoding
     memory: float = 0.0
-    """Bytes that operations read from a device's memory and write to it, without copies that run
-    beside them."""
+    """Bytes that operations read from a device's memory and write to it, without copies that run at
+    the same time."""
     largest: list[tuple[int, str, str]] = field(default_factory=list)  # (bytes, shape, source)
     assumed: list[str] = field(default_factory=list)  # loops whose trip count was assumed
     awaited: float = 0.0  # how often a GPU's host is asked whether such a loop goes on
@@ -205,11 +207,11 @@ class _Copies:
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
-        self.left: dict[str, float] = {}  # name -> bytes that are not copied yet, in their order
+        self.left: dict[str, float] = {}  # copy -> its bytes that are not copied yet, oldest first
 
     def advance(self, cycles: float, size: float) -> None:
-        """Copies while an operation of so many cycles leaves the memory free, which reads or writes
-        `size` bytes."""
+        """Lets the copies proceed while an operation runs for `cycles` cycles, as far as its own
+        `size` bytes leave the memory free."""
         free = cycles * self.rate - size
         for name, left in self.left.items():
             moved = max(0.0, min(left, free))
@@ -217,7 +219,8 @@ class _Copies:
             self.left[name] -= moved
 
     def wait(self, name: str) -> float:
-        """Cycles until a copy is done, and with it those before it."""
+        """Returns the cycles until a copy is done, and with it the copies before it; removes
+        them."""
         waited = 0.0
         while name in self.left:
             first = next(iter(self.left))
@@ -226,7 +229,7 @@ class _Copies:
 
 
 class Module:
-    """The computations of a program.
+    """A compiled program, parsed into its computations.
 
     >>> Module(compiled.as_text()).costs(assumed_trips=[32, 6])
     """
@@ -249,13 +252,13 @@ class Module:
                 if head[1]:
                     self.entry = current
             elif re.match(r"\}(,|$)", line):
-                # Not `}}`: what a kernel says of itself has lines of its own.
+                # `}}` does not end a computation: it belongs to the description of a kernel.
                 current = ""
 
     def costs(self, assumed_trips: Sequence[float] = (), memory_rate: float = 0.0) -> Costs:
-        """The costs of one run. `assumed_trips`: of loops without a known trip count, the outermost
-        first. `memory_rate`: bytes a cycle of a TPU's memory; `cycles` then hold what waits for
-        copies."""
+        """Returns the costs of one run. `assumed_trips`: rounds of loops without a known trip
+        count, the outermost first. `memory_rate`: bytes a cycle of a TPU's memory, with which
+        `cycles` include the waits for copies; 0: they do not."""
         visit = _Visit(self, memory_rate)
         visit.computation(self.entry, 1.0, tuple(assumed_trips))
         costs = visit.costs
@@ -267,7 +270,7 @@ class Module:
         return costs
 
     def inside(self, computation: str) -> Iterator[Instruction]:
-        """The instructions of a fused computation, and of those that it calls."""
+        """Yields the instructions of a fused computation, and of those that it calls."""
         for instruction in self.computations.get(computation, []):
             yield instruction
             if instruction.op in ("fusion", "call", "async-start"):
@@ -275,7 +278,7 @@ class Module:
                     yield from self.inside(called)
 
     def called(self, instruction: Instruction) -> list[str]:
-        """The computations that an instruction calls, or of which it chooses one."""
+        """Returns the computations that an instruction calls, or from which it chooses one."""
         computations = []
         for attribute in ("to_apply", "calls", "called_computations"):
             name = instruction.named(attribute)
@@ -289,11 +292,11 @@ class Module:
     # ---- where an operation comes from
 
     def source(self, instruction: Instruction) -> str:
-        """The line of code that made an operation, with the one that called it, and the operation's
-        name."""
+        """Returns a text with the line of code that made an operation, the line that called it, and
+        the operation's name."""
         name = re.search(r'op_name="([^"]*)"', instruction.attributes)
         if name is None and instruction.op == "fusion":
-            # Nameless, as of several operations: the last that has a name.
+            # A fusion of several operations has no name: the last of them that has one counts.
             for part in reversed(self.computations.get(instruction.named("calls"), [])):
                 if "op_name=" in part.attributes:
                     return self.source(part)
@@ -307,7 +310,8 @@ class Module:
         return f"{' < '.join(lines)} {last}"
 
     def _lines_of(self, instruction: Instruction) -> list[str]:
-        """The innermost two lines of this package that made an operation."""
+        """Returns the innermost two lines of this package that made an operation; empty if
+        unknown."""
         frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
         if frame is None:
             line = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes)
@@ -338,7 +342,7 @@ class Module:
 
     @cached_property
     def _locations(self) -> dict[int, str]:
-        """Location -> `model/linear.py:29`."""
+        """Location -> a text like `model/linear.py:29`."""
         head = self.text.partition("\n%")[0]
         names_table = head.partition("FileNames")[2].partition("FunctionNames")[0]
         names = dict(re.findall(r'^(\d+) "([^"]*)"$', names_table, re.MULTILINE))
@@ -352,13 +356,13 @@ class Module:
     # ---- loops
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """How often a loop runs, where the program says it."""
+        """Returns how often a loop runs; None if the program does not say it."""
         known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)
         if known:
             return int(known[1])
         condition = self.computations.get(loop.named("condition"), [])
         root = _root(condition)
-        # `i < constant` from 0, as JAX and XLA make counted loops.
+        # Counted loops of JAX and XLA start from 0 and have the condition `i < constant`.
         if root is None or root.op != "compare" or "direction=LT" not in root.attributes:
             return None
         counter, bound = (_named(condition, operand) for operand in root.operands)
@@ -368,8 +372,8 @@ class Module:
         return -(-number // self._step(loop, counter))
 
     def _step(self, loop: Instruction, counter: Instruction | None) -> int:
-        """What a loop adds to its counter: 2 where XLA has unrolled a product with the exchange of
-        its parts."""
+        """Returns what a loop adds to its counter: 1, or 2 if XLA has unrolled a product together
+        with the exchange of its parts."""
         if counter is None:
             return 1
         index = re.search(r"index=(\d+)", counter.attributes)
@@ -390,6 +394,7 @@ class Module:
 
     @cached_property
     def by_name(self) -> dict[str, Instruction]:
+        """All instructions of the program by name."""
         instructions = {}
         for computation in self.computations.values():
             for instruction in computation:
@@ -397,7 +402,8 @@ class Module:
         return instructions
 
     def moved_bytes(self, instruction: Instruction, shapes: Mapping[str, str]) -> int:
-        """Bytes that an operation reads and writes, of arrays of these shapes."""
+        """Returns the bytes that an operation reads and writes. `shapes`: name of an operand ->
+        text of its shape."""
         op = instruction.op
         written = instruction.bytes
         read = [sum(arrays_of(shapes.get(name, ""))) for name in instruction.operands]
@@ -412,13 +418,14 @@ class Module:
             written = sum(read)
         elif op == "custom-call" and instruction.is_gpu_kernel:
             written -= sum(read[number] for number in _aliased(instruction))
-        elif op.endswith("-start"):  # its shape holds what it reads, too
+        elif op.endswith("-start"):  # its shape also contains what it reads
             written = sum(arrays_of(_results(instruction)))
         return written + sum(read)
 
     def _fused_bytes(self, fusion: Instruction, operands: list[int]) -> tuple[int, list[int]]:
-        """(written, read by operand) of a fusion, from the bytes of its operands: of an operand
-        that it only slices, the slices; of a result that it updates in place, the update."""
+        """Returns (bytes that a fusion writes, bytes that it reads of each operand). `operands`:
+        the bytes of its operands. If it only slices an operand, only the slices count; if it
+        updates an operand in place, only the update counts."""
         inside = self.computations.get(fusion.named("calls"), [])
         users: dict[str, list[Instruction]] = {}
         for instruction in inside:
@@ -445,7 +452,8 @@ class Module:
         return written, read
 
     def _needed(self, use: Instruction, operand: Instruction) -> int:
-        """Bytes of an operand that an operation of a fusion reads, which may be a fusion itself."""
+        """Returns the bytes of an operand that an operation in a fusion, perhaps a fusion itself,
+        reads."""
         if use.op == "fusion" and operand.name in use.operands:
             alone = [operand.bytes if name == operand.name else 0 for name in use.operands]
             _, read = self._fused_bytes(use, alone)
@@ -455,7 +463,7 @@ class Module:
         return operand.bytes
 
     def product_flops(self, instruction: Instruction, shapes: Mapping[str, str]) -> float:
-        """Operations of the matrix products of an instruction, or in its fusion."""
+        """Returns the FLOPs of the matrix products of an instruction, or of its fusion."""
         if instruction.op != "fusion":
             if instruction.op in ("dot", "convolution", "custom-call"):
                 return _product_flops(instruction, shapes)
@@ -470,17 +478,17 @@ class Module:
 
 
 class _Visit:
-    """The costs of a program as they are added up, instruction by instruction."""
+    """Visits the instructions of a program and adds up their costs."""
 
     def __init__(self, module: Module, memory_rate: float) -> None:
         self.module = module
         self.memory_rate = memory_rate
         self.costs = Costs()
-        self.channels: set[str] = set()  # of collectives that were counted
+        self.channels: set[str] = set()  # channels of the collectives that were counted
 
     def computation(self, name: str, times: float, trips: tuple[float, ...]) -> None:
-        """Adds a computation that runs so many times. `trips`: of loops in it without a known trip
-        count, the outermost first."""
+        """Adds the costs of a computation that runs `times` times. `trips`: rounds of loops in it
+        without a known trip count, the outermost first."""
         instructions = self.module.computations.get(name, [])
         shapes = {instruction.name: instruction.shape for instruction in instructions}
         copies = _Copies(self.memory_rate)
@@ -501,6 +509,7 @@ class _Visit:
                     self.add_cycles(f"waits for {self.module.source(instruction)}", times * waited)
 
     def add_cycles(self, source: str, cycles: float) -> None:
+        """Adds cycles to those of a source."""
         self.costs.cycles[source] = self.costs.cycles.get(source, 0) + cycles
 
     def instruction(
@@ -511,21 +520,22 @@ class _Visit:
         times: float,
         trips: tuple[float, ...],
     ) -> None:
+        """Adds the costs of one instruction, and of what it calls."""
         op = instruction.op
         if op == "while":
             self.loop(instruction, times, trips)
             return
         self.collective(instruction, instruction, computation, times)
         estimate = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
-        # The largest integer stands where the compiler has no estimate, as of products with 8-bit
-        # weights on v6e.
+        # The largest integer means that the compiler has no estimate, for example of products with
+        # 8-bit weights on v6e.
         lacks_cycles = estimate is not None and int(estimate[1]) >= 2**62
         if estimate is not None and not lacks_cycles:
             self.add_cycles(self.module.source(instruction), times * int(estimate[1]))
         if op in ("call", "async-start"):
             for called in self.module.called(instruction):
                 self.computation(called, times, trips)
-        elif op == "conditional":  # one of its branches runs: that which makes most
+        elif op == "conditional":  # only one branch runs: assume the one that makes most bytes
             branches = self.module.called(instruction)
             self.computation(max(branches, key=self._made_bytes), times, trips)
         elif op in ("fusion", "call-start"):  # TPU: the second is run by a SparseCore
@@ -541,9 +551,11 @@ class _Visit:
                 self.costs.unknown.append(operation)
 
     def _made_bytes(self, computation: str) -> int:
+        """Returns the bytes of all results of a computation."""
         return sum(instruction.bytes for instruction in self.module.computations[computation])
 
     def loop(self, loop: Instruction, times: float, trips: tuple[float, ...]) -> None:
+        """Adds the costs of a loop, with its trip count, or with the one that is assumed."""
         count: float | None = self.module.trip_count(loop)
         if count is None:
             count = 1
@@ -558,8 +570,8 @@ class _Visit:
     def collective(
         self, instruction: Instruction, around: Instruction, computation: str, times: float
     ) -> None:
-        """Adds an instruction of a computation if it is a collective, inside of the fusion
-        `around`."""
+        """Adds an instruction if it is a collective. `around`: the instruction whose fusion
+        contains it, else the instruction itself."""
         kind = instruction.collective
         if not kind:
             return
@@ -580,8 +592,9 @@ class _Visit:
         self.costs.collectives.append(Collective(kind, size, times, groups, source))
 
     def _collective_source(self, instruction: Instruction, around: Instruction) -> str:
-        """The first source with a line of code, of a collective, its fusion, and what it sends: the
-        parts of a fusion may be unnamed, and a sum that the compiler made; what it sums is not."""
+        """Returns the source of a collective: the first that names a line of code among the
+        collective, its fusion and what it sends. The parts of a fusion may have no name, and
+        neither may a sum that the compiler made, but what it sums has."""
         sent = around
         if around.operands:
             sent = self.module.by_name.get(around.operands[0], around)
@@ -598,8 +611,8 @@ class _Visit:
         times: float,
         trips: tuple[float, ...],
     ) -> Operation:
-        """What one operation does each time. Of decoding's kernel the first of `trips` is the share
-        that it reads of its caches."""
+        """Returns what one operation does each time it runs, and adds it to the costs. For the
+        kernel of decoding the first of `trips` is the share of its caches that it reads."""
         costs = self.costs
         source = self.module.source(instruction)
         share = 1.0
@@ -616,7 +629,8 @@ class _Visit:
             result = instruction._replace(shape=_ON_CHIP.sub("", instruction.shape))
             moved = times * share * self.module.moved_bytes(result, off_chip)
             costs.memory += moved
-            if instruction.is_decoding_kernel:  # which has no cycles: as long as it reads
+            if instruction.is_decoding_kernel:
+                # The compiler has no estimate of this kernel: it takes as long as it reads.
                 costs.in_kernels += moved
                 self.add_cycles(source, moved / self.memory_rate)
         costs.bytes[source] = costs.bytes.get(source, 0) + times * size
@@ -628,6 +642,7 @@ class _Visit:
 
 
 def _named(computation: Sequence[Instruction], name: str) -> Instruction | None:
+    """Returns the instruction of this name; None if there is none."""
     for instruction in computation:
         if instruction.name == name:
             return instruction
@@ -635,6 +650,7 @@ def _named(computation: Sequence[Instruction], name: str) -> Instruction | None:
 
 
 def _root(computation: Sequence[Instruction]) -> Instruction | None:
+    """Returns the instruction whose result is that of the computation; None if there is none."""
     for instruction in computation:
         if instruction.root:
             return instruction
@@ -642,7 +658,7 @@ def _root(computation: Sequence[Instruction]) -> Instruction | None:
 
 
 def _aliased(instruction: Instruction) -> list[int]:
-    """The operands that a custom call writes in place."""
+    """Returns the numbers of the operands that a custom call overwrites in place."""
     aliases = re.search(r"output_to_operand_aliasing=\{(.*?)\}, \w+=", instruction.attributes)
     if aliases is None:
         return []
@@ -650,11 +666,12 @@ def _aliased(instruction: Instruction) -> list[int]:
 
 
 def _whole_bytes(instruction: Instruction, kind: str, devices: int) -> int:
-    """Bytes of the whole arrays of a collective: what a gather makes, what a reduce-scatter
-    takes."""
+    """Returns the bytes of the whole arrays of a collective: what a gather makes, what a
+    reduce-scatter takes."""
     if kind != "reduce-scatter":
         return sum(arrays_of(_results(instruction)))
-    # Its start shows the operands, whole; else only the part that each of the group keeps is shown.
+    # The shape of its start contains the whole operands; otherwise the shape is only the part that
+    # each device of the group keeps.
     parts = _parts(instruction.shape)
     if instruction.op.endswith("-start") and parts:
         return sum(arrays_of(parts[0]))
@@ -662,8 +679,9 @@ def _whole_bytes(instruction: Instruction, kind: str, devices: int) -> int:
 
 
 def _results(instruction: Instruction) -> str:
-    """The shape of what an operation makes. That of a `-start` is `(operands, results, ...)`, each
-    one array or several in parentheses, and of an `all-reduce-start` the results alone."""
+    """Returns the shape of what an operation makes. A `-start` has the shape `(operands, results,
+    ...)`, each one array or several in parentheses, except an `all-reduce-start`, which has only
+    the results."""
     if instruction.op.endswith("-start") and instruction.op != "all-reduce-start":
         parts = _parts(instruction.shape)
         if len(parts) > 1:
@@ -672,8 +690,8 @@ def _results(instruction: Instruction) -> str:
 
 
 def _copied_bytes(instruction: Instruction) -> int:
-    """Bytes that a copy moves through the device's memory: in, out, or both where neither side is
-    on the chip."""
+    """Returns the bytes that a copy moves through the device's memory: once if one side is on the
+    chip, twice if neither is."""
     parts = _parts(instruction.shape)
     first, second = parts[0], parts[1]
     moved = sum(arrays_of(second))
@@ -688,7 +706,7 @@ _DEPTHS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 
 def _parts(shape: str) -> list[str]:
-    """The parts of a tuple's shape; empty for an array.
+    """Returns the parts of a tuple's shape; empty for an array.
 
     >>> _parts("((f32[8]{0}, f32[16]{0}), (f32[2]{0}, f32[4]{0}))")
     ['(f32[8]{0}, f32[16]{0})', '(f32[2]{0}, f32[4]{0})']
@@ -709,7 +727,8 @@ def _parts(shape: str) -> list[str]:
 def _through(
     name: str, users: Mapping[str, list[Instruction]], more: frozenset[str] = frozenset()
 ) -> list[Instruction]:
-    """The users of a value, seen through bitcasts and operations of `more` kinds."""
+    """Returns the instructions that use a value. Bitcasts and operations in `more` are looked
+    through: their users count in their place."""
     seen_through = _BITCASTS | more
     uses: list[Instruction] = []
     for use in users.get(name, []):
@@ -721,7 +740,7 @@ def _through(
 
 
 def _constant(instruction: Instruction | None) -> int | None:
-    """The value of a constant whole number."""
+    """Returns the value of a constant whole number; None for any other instruction."""
     if instruction is None or instruction.op != "constant":
         return None
     if not instruction.operands[0].isdigit():
@@ -730,8 +749,8 @@ def _constant(instruction: Instruction | None) -> int | None:
 
 
 def _product_flops(instruction: Instruction, shapes: Mapping[str, str]) -> float:
-    """Operations of a matrix product: two for each element of the result and of the contracted
-    dimensions."""
+    """Returns the FLOPs of a matrix product: two for each pair of an element of the result and one
+    of the contracted dimensions."""
     if not instruction.operands:
         return 0.0
     contracted = re.search(
@@ -750,6 +769,7 @@ def _product_flops(instruction: Instruction, shapes: Mapping[str, str]) -> float
 
 
 def _instruction(line: str) -> Instruction | None:
+    """Parses a line of a computation; None if it is no instruction."""
     head = re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)
     if head is None:
         return None
@@ -766,14 +786,14 @@ def _instruction(line: str) -> Instruction | None:
     end = _closing(rest, len(op))
     inside = rest[len(op) + 1 : end]
     operands = re.findall(r"%([\w.\-]+)", inside)
-    if not operands:  # of a constant its value, of a parameter its number
+    if not operands:  # the value of a constant, or the number of a parameter
         operands = [part.strip() for part in inside.split(",") if part.strip()]
     attributes = rest[end + 1 :]
     return Instruction(head[2], shape, op.strip(), tuple(operands), attributes, bool(head[1]))
 
 
 def _closing(text: str, start: int) -> int:
-    """The position of the parenthesis that closes the one at `start`."""
+    """Returns the position of the parenthesis that closes the one at `start`."""
     depth = 0
     for position in range(start, len(text)):
         if text[position] == "(":
@@ -786,7 +806,8 @@ def _closing(text: str, start: int) -> int:
 
 
 def _line_of_package(file: str, line: str) -> str:
-    """`model/linear.py:29`; empty outside of the package, and for what calls programs."""
+    """Returns a text like `model/linear.py:29`; '' for files outside of the package, and for the
+    code that only calls programs."""
     if "/shoal/" not in file:
         return ""
     name = file.rpartition("/shoal/")[2]

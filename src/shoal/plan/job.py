@@ -1,8 +1,7 @@
-"""A job on the devices of a topology: its roles, what they hold, and the programs that they run,
-all as shapes.
+"""Describes a job on the devices of a topology: its roles, what they hold, and the programs that
+they run, all as shapes.
 
-These are the run's own learner and engines, made as a run makes them; nothing is loaded or
-allocated.
+The learner and the engines are made as in a run; nothing is loaded or allocated.
 """
 
 from __future__ import annotations
@@ -59,26 +58,27 @@ from shoal.weights.source import ModelSource, check_positions, planned_architect
 
 @dataclass(frozen=True)
 class Planned:
-    """One program of a step, with the shapes of what it is called with."""
+    """One program of a step, with the shapes of the arguments that it is called with."""
 
     program: Program
     role: Role
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    runs: float = 1.0  # a step
-    assumed_trips: tuple[float, ...] = ()  # of loops whose rounds no compiler knows
-    batch_bytes: int = 0  # of its arguments on a device that are nothing that a role holds
-    weights_read: float = 1.0  # how often a run reads its weights
-    looked_up: int = 0  # bytes of the weights on a device of which it reads single rows
-    keys_read: float = 0.0  # bytes of keys and values that it reads on a device
+    runs: float = 1.0  # in a step
+    assumed_trips: tuple[float, ...] = ()  # rounds of loops for which the compiler knows no number
+    batch_bytes: int = 0  # on a device, of arguments that no role's items contain
+    weights_read: float = 1.0  # how often one run of the program reads the weights
+    looked_up: int = 0  # on a device, bytes of weights of which it reads only single rows
+    keys_read: float = 0.0  # on a device, bytes of keys and values that it reads
 
 
 @contextmanager
 def planned_job(
     config: Config, topology: str, layers: int = 0, compiles: bool = True
 ) -> Iterator[PlannedJob]:
-    """A training job on a topology (empty: the devices here). `layers`: fewer than the model has, 0
-    for all. Where nothing `compiles` no compiler need be installed."""
+    """Yields a training job on a topology (empty: the devices here). `layers`: fewer layers than
+    the model has; 0: all. If `compiles` is False, placeholders stand for the devices, so no
+    compiler for them need be installed. ShoalError if such a job is impossible."""
     parsed = None
     if topology:
         if config.optimizer.offload and not compiles:
@@ -103,6 +103,8 @@ def planned_job(
 
 @lru_cache
 def _devices(topology: str, compiles: bool) -> Sequence[Any]:
+    """Returns the devices of a topology: described by its compiler, or placeholders if nothing
+    compiles."""
     parsed = parse_topology(topology)
     if compiles:
         return topology_devices(parsed)
@@ -110,7 +112,7 @@ def _devices(topology: str, compiles: bool) -> Sequence[Any]:
 
 
 class PlannedJob:
-    """The learner and the engines of a job, with the programs that they run; `planned_job` opens
+    """The learner and the engines of a job, with the programs that they run. `planned_job` makes
     it."""
 
     def __init__(self, job: Job, topology: Topology | None, layers: int) -> None:
@@ -120,32 +122,34 @@ class PlannedJob:
         self.config = job.config
         self.architecture = job.spec.architecture
         if layers:
-            # Of the job's model: with fewer layers model.remat=auto would choose another program.
+            # Made from the job's model, because with fewer layers model.remat=auto might choose
+            # another program.
             shallow = replace(self.architecture, num_layers=layers)
             job.opened["model"] = replace(job.model, architecture=shallow)
         self.model = job.model
         self.learner = job.learner
-        # The whole shape comes first.
+        # The full shape comes first.
         self.shapes = micro_batch_shapes(self.config, self.roles.trainer.row_shards)
         self.shape = self.shapes[0]
 
     @property
     def known(self) -> Accelerator | None:
-        """What the makers say of its devices."""
+        """The job's kind of devices with the figures of its maker; None if unknown."""
         if self.topology is None:
             return accelerator_of(self.roles.trainer.device_kind)
         return self.topology.accelerator
 
     @cached_property
     def calibration(self) -> Mapping[str, Any] | None:
-        """What was measured on such a device."""
+        """What was measured on such a device; None without `calibration`."""
         if not isinstance(self.config, PlanConfig) or not self.config.calibration:
             return None
         return read_calibration(self.config.calibration, self.roles.trainer.device_kind, self.known)
 
     @property
     def accelerator(self) -> Accelerator | None:
-        """What is assumed of its devices: what was measured, else what the makers say."""
+        """The job's kind of devices with the figures that the plan assumes: measured ones if there
+        are any, else the maker's. None if unknown."""
         if self.calibration:
             return calibrated(self.known, self.calibration)
         return self.known
@@ -158,7 +162,7 @@ class PlannedJob:
         )
 
     def _copied(self) -> list[tuple[Any, Any]]:
-        """(trainer's shapes, sampler's shapes) of the arrays that publication copies."""
+        """Returns (trainer's shapes, sampler's shapes) of the arrays that publication copies."""
         return copied_shapes(
             self.learner.shapes().trainable,
             trained_specs(self.model.architecture),
@@ -168,7 +172,7 @@ class PlannedJob:
         )
 
     def _scorers(self) -> dict[str, Model]:
-        """The models whose weights are only scored with, on the reference's devices."""
+        """Returns name -> model of the reference and the teacher, on the reference's devices."""
         models = {}
         model = self.model.on(self.roles.reference)
         if self.config.algorithm.scores_reference:
@@ -182,12 +186,12 @@ class PlannedJob:
     # ---- what they run
 
     def programs(self) -> dict[str, Planned]:
-        """The programs of a step by name, in the order of a step."""
+        """Returns the programs of a step by name, in the order in which they run."""
         return {**self._sampling(), **self._learning(), **self._publishing()}
 
     def _sampling(self) -> dict[str, Planned]:
-        """The programs of the training engine: prefilling of all prompts, joining of further rows,
-        decoding of all tokens."""
+        """Returns the programs of the training engine: prefilling all prompts, joining further
+        rows, decoding all tokens."""
         config = self.config
         role = self.roles.sampler
         engine = self.engines["training"]
@@ -210,7 +214,7 @@ class PlannedJob:
             "decode": self._decode_trips(engine, chunk),
         }
         parameters = published_shapes(engine.model)
-        # An embedding that is no head is read in single rows.
+        # If the embedding is not used as the head too, only single rows of it are read.
         embedding = bytes_per_device(parameters.embed_tokens)
         looked_up = {"embed": embedding}
         if parameters.lm_head is not None:
@@ -235,10 +239,11 @@ class PlannedJob:
         return planned
 
     def _decode_trips(self, engine: Engine, chunk: float) -> tuple[float, float]:
-        """Rounds of decoding's loops: over the tokens of a dispatch, and over blocks of keys; of a
-        kernel, which says what all keys would cost, the share of them that it reads."""
+        """Returns how often the loops of decoding run: over the tokens of a dispatch, and over
+        blocks of keys. If a kernel decodes, the second number is the share of all keys that it
+        reads, because the kernel declares the cost of all."""
         sampling = self.config.sampling
-        if decodes_by_kernel(engine.model):  # of all keys, those in its blocks that are live
+        if decodes_by_kernel(engine.model):  # the share of keys that lie in live blocks
             block = PAGE if by_pages(engine.model) else KEY_BLOCK
             all_keys = bytes_per_device(engine.state_shapes().caches)
             return chunk, self._live_keys(engine, block) / all_keys
@@ -249,8 +254,7 @@ class PlannedJob:
         )
         prompt_blocks = -(-prompt // keys_at_once(platform, prompt))
         own_blocks = -(-own // keys_at_once(platform, own))
-        # Keys in one block need no loop. Over a completion's tokens its own keys grow from one
-        # block to all.
+        # Keys in a single block need no loop. A completion's own keys grow from one block to all.
         loops = []
         if prompt_blocks > 1:
             loops.append(prompt_blocks)
@@ -259,8 +263,8 @@ class PlannedJob:
         return chunk, sum(loops) / max(1, len(loops))
 
     def _prefill_trips(self, engine: Engine) -> tuple[float, ...]:
-        """Rounds of prefilling's loops: over the pieces of a long prompt, and over blocks of keys;
-        none where a prompt is one piece."""
+        """Returns how often the loops of prefilling run: over the pieces of a long prompt, and over
+        blocks of keys; empty if a prompt is one piece."""
         piece = engine.scheduler.whole
         pieces = -(-self.config.sampling.max_prompt_tokens // piece)
         if pieces == 1:
@@ -270,9 +274,9 @@ class PlannedJob:
         return pieces, (blocks + 1) / 2
 
     def _live_keys(self, engine: Engine, block: int = 1) -> float:
-        """Bytes on a device of the keys and values that one token of every slot reads, in whole
-        blocks: of the longest prompts, and half of completions, as these grow, of the mean length
-        where it is set, or of the longest."""
+        """Returns the bytes on a device of the keys and values that are read to sample one token in
+        every slot, in whole blocks of `block` tokens. Assumes the longest prompts, and that
+        completions of the mean length, if it is set, else of the greatest, are half done."""
         sampling = self.config.sampling
         parts = engine.model.key_parts
         prompt = block * -(-sampling.max_prompt_tokens // block)
@@ -282,7 +286,7 @@ class PlannedJob:
         for cache in engine.state_shapes().caches:
             if cache.own_k.ndim == 5:
                 room = math.prod(cache.own_k.shape[2:-1]) // engine.model.key_heads
-            else:  # a slot's share of a pool
+            else:  # caches by pages: a slot's share of the pool
                 tokens = cache.own_k.shape[0] * cache.own_k.shape[2]
                 room = tokens / (engine.num_rows * engine.siblings)
             prompt_bytes = bytes_per_device((cache.prefix_k, cache.prefix_v))
@@ -292,7 +296,7 @@ class PlannedJob:
         return total
 
     def _learning(self) -> dict[str, Planned]:
-        """The programs of the learner and of what scores for it."""
+        """Returns the programs of the learner, and of the models that score for it."""
         config = self.config
         algorithm = config.algorithm
         role = self.roles.trainer
@@ -300,7 +304,7 @@ class PlannedJob:
         batch = self._batch(role)
         batch_bytes = bytes_per_device(batch)
         prompts = config.batch.prompts_per_step
-        scored = self._runs(prompts)  # whole steps, whatever the mini-batches
+        scored = self._runs(prompts)  # scoring takes whole steps, not mini-batches
         programs: dict[str, Any] = self.learner.programs
         planned = {}
         if needs_old_logprobs(algorithm, bool(config.teacher.path)):
@@ -325,7 +329,7 @@ class PlannedJob:
             )
         total = programs["zero"].eval_shape()
         minibatches = algorithm.num_minibatches
-        larger = prompts % minibatches  # so many mini-batches have a prompt more
+        larger = prompts % minibatches  # this many mini-batches have one prompt more
         smaller = minibatches - larger
         runs_of_smaller = self._runs(prompts // minibatches)
         runs_of_larger = self._runs(prompts // minibatches + 1)
@@ -351,9 +355,9 @@ class PlannedJob:
         return planned
 
     def _moments_in_flight(self, trainable: Parameters) -> int:
-        """Bytes that an update with `optimizer.offload` brings to a device at a time. Of a GPU that
-        is only described JAX knows no memory of the host, and compiles the update as if the moments
-        stayed on it."""
+        """Returns the bytes of Adam's moments that an update with `optimizer.offload` has on a
+        device at a time. For a GPU that is only described, JAX knows no host memory, and compiles
+        the update as if all moments stayed on the device."""
         section = self.config.optimizer
         if not section.offload:
             return 0
@@ -365,14 +369,15 @@ class PlannedJob:
         return 2 * 2 * of_a_moment  # two moments, in and out
 
     def _runs(self, prompts: int) -> float:
-        """Runs over the groups of so many prompts. A micro-batch in a shorter shape is a part of
-        one: a program of the whole shape stands for all, and its memory for the largest."""
+        """Returns how often a program must run for the groups of `prompts` prompts, as a fraction:
+        a micro-batch of a shorter shape counts as a part of a full one, because the program of the
+        full shape stands for all."""
         return packed_tokens(self.config, self.shapes, prompts) / self.shape.tokens
 
     def _blocks_read(self, model: Model) -> tuple[float, ...]:
-        """Blocks of keys that attention goes through for one of queries, at the longest prompt and
-        completion; of kernels, which say what all would cost, the share of them; empty where it
-        computes all scores."""
+        """Returns how many blocks of keys attention reads for each block of queries, with the
+        longest prompt and completion, as a tuple of one; for kernels, which declare the cost of all
+        blocks, the share that they read. Empty if attention computes all scores at once."""
         size = self.shape.length
         context = model.role.context
         platform = model.role.platform
@@ -381,7 +386,7 @@ class PlannedJob:
         kind = attention_kind(model, self.shape.rows, size)
         if kind == "reference":
             return ()
-        if kind == "pallas":  # each as many as it needs
+        if kind == "pallas":  # each block of queries reads as many as it needs
             if platform == "tpu":
                 from shoal.model.attention.tpu import block_size as tpu_block_size
 
@@ -390,20 +395,21 @@ class PlannedJob:
                 from shoal.model.attention.gpu import block_size as gpu_block_size
 
                 block = gpu_block_size(model.architecture.head_dim, model.dtype)
-            # Of a row's parts the last reads most, and the others wait for it.
+            # The last part of a row reads most, and the devices with the others wait for it.
             share = 1 - 0.5 / context
             return (min(1.0, (prompt + completion * share + block) / size),)
-        block = block_size(size // context, platform)  # all as many as any needs
+        # Each block of queries reads as many blocks as the one that needs most.
+        block = block_size(size // context, platform)
         return (min(size / block, (prompt + completion) / block + 2),)
 
     def _publishing(self) -> dict[str, Planned]:
-        """The largest array's program, as often as all arrays together are larger: there is one for
-        each array."""
+        """Returns the program that publishes the largest array. There is one for each array; it
+        counts as often as all arrays together are larger than this one."""
         pairs = self._copied()
         if not pairs:
             return {}
         mine, own = max(pairs, key=lambda pair: bytes_per_device(pair[1]))
-        if isinstance(own, Quantised):  # made before
+        if isinstance(own, Quantised):  # quantised before it is copied
             own, mine = own.values, mine.update(dtype=own.values.dtype)
         mine = mine.update(sharding=in_order_of(mine.sharding, own.sharding))
         program = publication_program(
@@ -420,12 +426,14 @@ class PlannedJob:
         }
 
     def _batch(self, role: Role) -> LearnerBatch:
-        """The shapes of a micro-batch, laid out as `put_batch` does it, with rows for all of the
-        role's devices."""
+        """Returns the shapes of a micro-batch, laid out as `put_batch` lays it out, with rows for
+        all of the role's devices."""
         shape = self.shape
         grid = (shape.rows + -shape.rows % role.batch_shards, shape.length)
 
         def rows(dtype: Any, sizes: tuple[int, ...] = grid) -> jax.ShapeDtypeStruct:
+            """Returns the shape of an array of `sizes` whose first dimension is rows, split over
+            the devices."""
             sharding = role.sharding(("batch", *(None,) * (len(sizes) - 1)), sizes)
             return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
 
@@ -454,7 +462,7 @@ class PlannedJob:
     # ---- in figures
 
     def budget(self) -> Budget:
-        """What is known before anything is compiled."""
+        """Returns the budget of the job before anything is compiled."""
         budget = job_budget(self.job)
         memory = budget.memory
         if self.accelerator and self.accelerator.usable_bytes:
@@ -475,6 +483,7 @@ class PlannedJob:
         )
 
     def _planned_step(self) -> PlannedStep:
+        """Returns what only the plan knows: devices, hosts, tokens and FLOPs of a step."""
         config = self.config
         if self.topology:
             devices = self.topology.describe()
@@ -507,10 +516,11 @@ class PlannedJob:
         )
 
     def _rates(self) -> DeviceRates | None:
+        """Returns the speeds that are assumed of a device; None if its kind is unknown."""
         device = self.accelerator
         if device is None:
             return None
-        # What was measured on a device is no peak rate.
+        # The peak rate is the maker's, because a measured rate is no peak.
         maker = self.known or device
         return DeviceRates(
             peak_flops=maker.peaks.get(self.model.dtype.name),
@@ -524,4 +534,4 @@ class PlannedJob:
 
 
 _NO_TOKENIZER: Any = SimpleNamespace(eos_ids=(0,), decode=None)
-"""In place of a tokenizer: which tokens end a completion changes no cost."""
+"""Stands in for a tokenizer, because costs do not depend on which tokens end a completion."""

@@ -1,5 +1,5 @@
-"""Makes the plan of a job: describes it, compiles its programs side by side, and joins their
-figures.
+"""Makes the plan of a job: describes the job, compiles its programs side by side, and joins their
+costs.
 
 config, topology -> PlannedJob.budget (a process) -> prints what is held, and what is impossible
                  -> each program compiled, a deep model's decoding with 2 and 4 layers -> Budget
@@ -31,20 +31,22 @@ from shoal.weights.source import planned_architecture
 from shoal.workers.process import KILL_WITH_PARENT, limit_memory, num_cores, prctl
 
 Call = tuple[Any, ...]
-"""`describe`, `cost` or `advise_plan`, and what it is called with."""
+"""One of the functions `describe`, `cost` and `advise_plan`, followed by its arguments."""
 Answers = Callable[..., list[Any]]
+"""A function: (calls, done) -> what the calls return, in order; see `compilers`."""
 Done = Callable[[Call, Any], None]
+"""A function that gets a call and what it returned, as soon as that is there."""
 
 SHALLOW = (2, 4)
-"""Numbers of layers at which a deep model's decoding is compiled: it is unrolled over layers, and
-each further layer costs what the one before did."""
+"""Numbers of layers with which a deep model's decoding is compiled. It is unrolled over layers, and
+each further layer costs as much as the one before."""
 
 DEEP = 8
-"""Layers above which a model is deep."""
+"""A model with more layers counts as deep."""
 
 COMPILER_BYTES = 3 << 29
 LARGE_BYTES = 3 << 30
-"""Memory of a process that compiles, and what it needs besides for a model of 70e9 parameters
+"""Bytes of a process that compiles, and how many more it needs for a model of 70e9 parameters
 (measured)."""
 
 _LONGEST_FIRST = (
@@ -69,9 +71,11 @@ def make_plan(
     show: Callable[[Budget], None] | None = None,
     compiles: bool = True,
 ) -> Budget:
-    """The budget of a job with the costs of its programs, and advice; that estimated where nothing
-    `compiles`. `show` is given the job before anything is compiled, and at an interrupt what was
-    compiled by then."""
+    """Returns the budget of a job with the costs of its programs and with advice. If `compiles` is
+    False the costs are estimated; if what roles hold does not fit, nothing is compiled and there
+    are no costs. Before anything is compiled, `show` is called with the budget so far; if the user
+    interrupts, it is called again with what has been compiled. `say`: called with lines of
+    progress."""
     size = parameter_count(planned_architecture(config.model))
     bytes_of_a_compiler = COMPILER_BYTES + LARGE_BYTES * size / 70e9
     _, available = machine_memory()
@@ -82,7 +86,7 @@ def make_plan(
             show(budget)
         if not compiles:
             budget = budget.estimated()
-        elif budget.fits():  # by what is held alone
+        elif budget.fits():  # judged only by what roles hold
             assert budget.step is not None
             say(f"{budget.step.devices}: compiling its programs, {count} at once")
             costs: dict[str, ProgramCost] = {}
@@ -106,7 +110,8 @@ def _compile(
     say: Callable[[str], None],
     costs: dict[str, ProgramCost],
 ) -> None:
-    """Puts what each program costs into `costs`, as it is compiled."""
+    """Compiles the programs of a job and writes the cost of each into `costs` as soon as it is
+    known."""
     layers = budget.model.layers
     calls: dict[tuple[str, int], Call] = {}  # (program, layers: 0 for all)
     for name in sorted(budget.programs, key=_LONGEST_FIRST.index):
@@ -118,11 +123,13 @@ def _compile(
     done: dict[tuple[str, int], ProgramCost] = {}
 
     def title(name: str, depth: int) -> str:
+        """Returns the name of a program for progress, with its layers if these are not all."""
         if not depth:
             return name
         return f"{name} ({depth} layers)"
 
     def take(call: Call, answer: ProgramCost) -> None:
+        """Stores the cost of one compiled program, and prints progress."""
         name, depth = call[-2:]
         done[name, depth] = answer
         if not depth:
@@ -144,9 +151,9 @@ def _compile(
 
 
 def _is_shallow(config: PlanConfig, program: str, layers: int) -> bool:
-    """True for a program that is compiled with few layers instead of all of them."""
+    """True if a program is compiled with few layers instead of all of them."""
     if layers <= DEEP or program == "publish":
-        # Publication goes by arrays, and which is the largest depends on the layers.
+        # Publication copies array by array, and which array is the largest depends on the layers.
         return False
     if config.layers == "auto":
         return program == "decode"
@@ -154,11 +161,12 @@ def _is_shallow(config: PlanConfig, program: str, layers: int) -> bool:
 
 
 def extrapolate(shallow: ProgramCost, deeper: ProgramCost, layers: int) -> ProgramCost:
-    """The cost of a program with `layers` layers, from those with two smaller numbers of them: each
-    further layer costs what those between the two did."""
+    """Returns the cost of a program with `layers` layers, extrapolated from its costs with two
+    smaller numbers of layers: each further layer costs as much as one of those between the two."""
     first, second = shallow.layers, deeper.layers
 
     def line(at_first: float, at_second: float) -> float:
+        """Returns the value at `layers` of the line through two values; at least 0."""
         of_a_layer = (at_second - at_first) / (second - first)
         return max(0.0, at_first + of_a_layer * (layers - first))
 
@@ -202,42 +210,43 @@ def extrapolate(shallow: ProgramCost, deeper: ProgramCost, layers: int) -> Progr
 
 
 def describe(config: Config, topology: str, compiles: bool = True) -> Budget:
-    """What is known of a job before anything is compiled."""
+    """Returns the budget of a job before anything is compiled."""
     with planned_job(config, topology, compiles=compiles) as job:
         return job.budget()
 
 
 def cost(config: Config, topology: str, program: str, layers: int) -> ProgramCost:
-    """What one program of a job costs, with fewer layers than the model has, or 0 for all."""
+    """Compiles one program of a job and returns its cost. `layers`: fewer than the model has; 0:
+    all."""
     with planned_job(config, topology, layers) as job:
         return analyse(job, program)
 
 
 def advise_plan(budget: Budget, topology: str, compiles: bool = True) -> list[Advice]:
-    """Keys to change, each tried on the devices of the plan."""
+    """Returns keys to change, each tried on the devices of the plan."""
     with planned_job(budget.config, topology, compiles=compiles) as job:
         return advise(budget, job.job.described)
 
 
 @contextmanager
 def compilers(count: int, topology: str) -> Iterator[Answers]:
-    """A function of calls that gives their answers, in their order; `done(call, answer)` as each
-    comes. At most `count` processes work at once; without a topology this process itself answers,
-    for its own devices.
+    """Yields a function that answers calls in parallel processes and returns their results in
+    order. With `done`, it calls `done(call, result)` as soon as each is there. At most `count`
+    processes work at once. Without a topology this process itself answers, for its own devices.
 
         with compilers(4, "v5p-8") as answers:
             decode, apply = answers(
                 [(cost, config, "v5p-8", "decode", 2), (cost, config, "v5p-8", "apply", 0)]
             )
 
-    Processes of their own, because a compiler's settings stand in the environment, and JAX takes
-    one backend for good.
+    Separate processes are needed, because a compiler reads its settings from the environment, and
+    JAX keeps the first backend that it finds. Leaving the block kills them.
     """
     if not topology:
         yield _answers_here
         return
     before = dict(os.environ)
-    os.environ.update(ENVIRONMENT)  # a process takes it over when it starts
+    os.environ.update(ENVIRONMENT)  # processes inherit it when they start
     pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _start)
 
     def answers(calls: Sequence[Call], done: Done | None = None) -> list[Any]:
@@ -246,7 +255,7 @@ def compilers(count: int, topology: str) -> Iterator[Answers]:
     try:
         yield answers
     finally:
-        # A compiler does not hear that it is to stop.
+        # Killed, because a process does not react to a request to stop while it compiles.
         for process in list((pool._processes or {}).values()):
             process.kill()
         pool.shutdown(cancel_futures=True)
@@ -255,6 +264,7 @@ def compilers(count: int, topology: str) -> Iterator[Answers]:
 
 
 def _answers_here(calls: Sequence[Call], done: Done | None = None) -> list[Any]:
+    """Answers the calls in this process, one after the other."""
     answers = []
     for call in calls:
         function, *arguments = call
@@ -266,6 +276,8 @@ def _answers_here(calls: Sequence[Call], done: Done | None = None) -> list[Any]:
 
 
 def _answers(pool: ProcessPoolExecutor, calls: Sequence[Call], done: Done | None) -> list[Any]:
+    """Answers the calls in the pool's processes. ShoalError if a process ends without an answer,
+    which happens if the machine runs out of memory."""
     futures: dict[Future[Any], Call] = {pool.submit(*call): call for call in calls}
     try:
         for future in as_completed(futures):
@@ -281,7 +293,9 @@ def _answers(pool: ProcessPoolExecutor, calls: Sequence[Call], done: Done | None
 
 
 def _start() -> None:
+    """Prepares a process that compiles: it ends with its parent, is the first to be killed if
+    memory runs out, and prints nothing."""
     prctl(KILL_WITH_PARENT, signal.SIGKILL)
-    limit_memory(0)  # no limit, but the first to go where memory ends
-    for stream in (1, 2):  # libtpu tells much about a TPU that it does not find
+    limit_memory(0)  # no limit, but this process is killed first if memory runs out
+    for stream in (1, 2):  # libtpu prints much about a TPU that it does not find
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)

@@ -1,5 +1,5 @@
-"""What moves between devices: which of them exchange in a collective, along which axes, and over
-which links."""
+"""Computes what moves between devices: which devices exchange in a collective operation, along
+which axes of the mesh, and over which links."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from shoal.mesh.accelerators import Accelerator
 from shoal.mesh.topology import Topology
 
 HOP_SECONDS, MACHINE_SECONDS, NETWORK_SECONDS = 1e-6, 1e-5, 3e-5
-"""What a transfer takes before its bytes, assumed: for each chip on the way of a TPU's
-(jax-ml.github.io/scaling-book says about 1 us), for NCCL's within a machine, and for one between
+"""Seconds, assumed, that a transfer takes before its first byte: for each chip that it passes
+between TPUs (jax-ml.github.io/scaling-book says about 1 us), by NCCL within a machine, and between
 machines or slices."""
 
 if TYPE_CHECKING:
@@ -31,13 +31,14 @@ def transfer_rows(
     kind: Accelerator | None,
     mesh: Any,
 ) -> list[Transfers]:
-    """Collectives by kind, mesh axes and source, with bytes of the whole arrays, and seconds by the
-    links."""
+    """Returns the collectives of a program, summed up by their kind, mesh axes and source, with the
+    bytes of the whole arrays and the seconds that their links need; the most bytes first. `kind`:
+    the devices; None: unknown."""
     rows: dict[tuple[str, str, str], Transfers] = {}
     links: dict[tuple[str, bool], GroupLink] = {}
     for collective in collectives:
-        # Of an array that all of a group get or sum up, a machine's devices take a part each from
-        # other machines.
+        # If all devices of a group get or sum up the same array, each device of a machine receives
+        # only a part of it from other machines.
         in_parts = collective.kind in ("all-gather", "all-reduce", "reduce-scatter")
         key = (collective.groups, in_parts)
         if key not in links:
@@ -50,7 +51,7 @@ def transfer_rows(
             )
         row = rows[row_key]
         moving = _moved(collective.kind, collective.total, link.size) / link.rate
-        # An all-reduce scatters, then gathers.
+        # An all-reduce is two transfers: it scatters, then gathers.
         waiting = collective.times * link.latency
         if collective.kind == "all-reduce":
             waiting *= 2
@@ -65,8 +66,8 @@ def transfer_rows(
 
 @dataclass(frozen=True)
 class GroupLink:
-    """How the groups of a collective exchange: along these axes of the mesh, at `rate` bytes a
-    second for each device, `latency` seconds before the bytes, `size` devices with one another."""
+    """How the devices of a group exchange: along the mesh axes `axes`, at `rate` bytes a second for
+    each device, with `latency` seconds before the first byte, in groups of `size` devices."""
 
     axes: str
     rate: float
@@ -81,11 +82,12 @@ def _group_link(
     mesh: Any,
     in_parts: bool,
 ) -> GroupLink:
+    """Returns how the groups of a collective exchange. `in_parts`: as in `link_of`."""
     groups = device_groups(collective.groups) or [[]]
     highest = max((max(group) for group in groups if group), default=0)
     if highest >= mesh.size:
         groups = [[]]
-    # Of pairs the farthest are waited for; groups are alike.
+    # Groups are alike, so one is enough; pairs are not, and the slowest one counts.
     measured = groups[:1]
     if collective.kind == "collective-permute":
         measured = groups
@@ -100,7 +102,8 @@ def _group_link(
 
 
 def _moved(kind: str, size: float, devices: int) -> float:
-    """Bytes that a device receives."""
+    """Returns the bytes that one device receives in a collective of this kind on an array of `size`
+    bytes."""
     share = (devices - 1) / devices
     if kind == "all-reduce":
         return 2 * share * size
@@ -118,11 +121,12 @@ GROUP_FORMS = (
     r"replica_groups=(\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?)",
     r"source_target_pairs=(\{[\d,{}]*\})",
 )
-"""The attributes in which XLA writes which devices exchange."""
+"""Patterns of the attributes in which XLA writes which devices exchange."""
 
 
 def groups_text(attributes: str) -> str:
-    """Which devices exchange, as the attributes of an operation say it."""
+    """Returns the text that says which devices exchange, taken from the attributes of an operation;
+    '' if they do not say it."""
     for pattern in GROUP_FORMS:
         match = re.search(pattern, attributes)
         if match:
@@ -131,8 +135,8 @@ def groups_text(attributes: str) -> str:
 
 
 def device_groups(text: str) -> list[list[int]]:
-    """The groups of devices that exchange, from any of the forms in which XLA writes them; empty if
-    it is another.
+    """Returns the groups of devices that exchange, parsed from any of the forms in which XLA writes
+    them; empty if the form is unknown.
 
     >>> device_groups("[2,2]<=[2,2]T(1,0)"), device_groups("mesh['a'=2,'b'=2] {'b'}")
     ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
@@ -149,12 +153,13 @@ def device_groups(text: str) -> list[list[int]]:
 
 
 def _numbers(text: str) -> list[int]:
+    """Returns the whole numbers in a text."""
     return [int(digits) for digits in re.findall(r"\d+", text)]
 
 
 def _order(text: str) -> np.ndarray:
-    """The numbers of devices in the order of `[2,4]T(1,0)`: counted in a grid that is then
-    transposed."""
+    """Returns the numbers of devices in the order that a text like `[2,4]T(1,0)` describes: counted
+    in a grid that is then transposed."""
     dims, _, order = text.partition("T")
     shape = _numbers(dims)
     grid = np.arange(math.prod(shape)).reshape(shape)
@@ -164,8 +169,9 @@ def _order(text: str) -> np.ndarray:
 
 
 def _mesh_groups(text: str) -> list[list[int]]:
-    """`mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}`: axes of a grid of devices in this
-    order, or parts of axes (after 2, of size 2)."""
+    """Returns the groups of a text like `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}`: a
+    grid of devices in this order, whose devices exchange along axes or along parts of axes (here of
+    size 2, after 2). Empty if the text has another form."""
     match = re.fullmatch(r"mesh\[([^\]]*)\](?:, device_ids=\((.*)\))?\s*\{([^}]*)\}", text)
     if match is None:
         return []
@@ -177,7 +183,7 @@ def _mesh_groups(text: str) -> list[list[int]]:
     for name, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", axes_text):
         if name in sizes:
             parts[name] = (int(before or 1), int(size or sizes[name]))
-    # Each axis as three: what is before the part, the part, what is after it.
+    # Splits each axis into three: what is before the part, the part, what is after it.
     shape = []
     inside = []
     for name, size in sizes.items():
@@ -197,11 +203,12 @@ def _mesh_groups(text: str) -> list[list[int]]:
 
 
 def group_size(text: str) -> int:
-    """Devices that exchange with one another."""
+    """Returns how many devices exchange with one another; for pairs of sender and receiver that
+    form a ring, the devices of the ring."""
     groups = device_groups(text)
     if not groups:
         return 1
-    are_pairs = all(len(group) == 2 for group in groups)  # of a sender and a receiver
+    are_pairs = all(len(group) == 2 for group in groups)  # each a sender and a receiver
     if text.startswith("{{") and are_pairs:
         devices: set[int] = set()
         for pair in groups:
@@ -216,8 +223,8 @@ def group_size(text: str) -> int:
 
 
 def axes_of(mesh: Any, group: Sequence[int]) -> str:
-    """The axes of a mesh along which a group of its devices lies, as `fsdp` or `data+fsdp`; `?` for
-    no group."""
+    """Returns the axes of a mesh along which a group of its devices lies, like `fsdp` or
+    `data+fsdp`; `?` for an empty group."""
     if not group:
         return "?"
     coordinates = np.array([np.unravel_index(number, mesh.devices.shape) for number in group])
@@ -235,9 +242,9 @@ def link_of(
     group: Sequence[int],
     in_parts: bool = True,
 ) -> tuple[float, float]:
-    """(bytes a second that each device of a group can receive from the others, seconds before the
-    bytes). `in_parts`: what comes from other machines or slices comes once, a part to each of the
-    group's devices there."""
+    """Returns (bytes a second that each device of a group can receive from the others, seconds
+    before the first byte). `in_parts`: what comes from other machines or slices comes once, a part
+    to each of the group's devices there."""
     if kind is None or len(group) < 2:
         return math.inf, 0.0
     devices = [mesh.devices.flat[number] for number in group]
@@ -263,28 +270,29 @@ def link_of(
 def _within(
     topology: Topology | None, kind: Accelerator, sizes: Mapping[int, int], count: int
 ) -> tuple[float, float]:
-    """`link_of` for `count` devices of one machine or slice, so many along each dimension."""
+    """Returns `link_of` for a group of `count` devices within one machine or slice. `sizes`:
+    dimension of the torus -> how many devices of the group lie along it."""
     if not kind.is_tpu:
         return kind.link or kind.hbm / 2, MACHINE_SECONDS  # or devices in one memory
     shape = topology.shape if topology else ()
     ways = 0
     hops = 0
     for axis, size in sizes.items():
-        # The ends of a dimension are joined: a group that spans all of it exchanges both ways
-        # round, a part does not.
+        # If the ends of a dimension are connected, a group that spans all of it exchanges in both
+        # directions; a group in a part of it does not.
         is_ring = _wraps(kind, shape, axis) and size == shape[axis]
         if size > 1:
             ways += 2 if is_ring else 1
         hops += size // 2 if is_ring else size - 1
     if ways == 0:  # two devices of one chip
         return kind.hbm / 2, 0.0
-    if count == 2:  # two chips exchange along one way, however it turns
+    if count == 2:  # two chips exchange along a single path, even if it turns
         ways = 1
     return kind.link * ways, HOP_SECONDS * hops
 
 
 def _wraps(kind: Accelerator, shape: Sequence[int], axis: int) -> bool:
-    """True where the ends of a dimension are joined."""
+    """True if the two ends of a torus's dimension are connected."""
     if axis >= len(shape):
         return False
     if kind.torus == 2:

@@ -2,5 +2,5 @@
 KL and weights.
 
 Nothing here knows the configuration, the model or the trainer. A new algorithm is one function in
-the file of its noun, and one row in `shoal.config.choices`.
+the module that is called like what it computes, and one row in `shoal.config.choices`.
 """

@@ -1,16 +1,16 @@
 """Turns the rewards of a group into advantages: float64 on the host, before anything is packed.
 
-Each function has a row in `shoal.config.choices`, and takes what it needs of these:
+Each estimator has a row in `shoal.config.choices`, and uses what it needs of these:
 
     estimator(rewards[P, G], valid[P, G], components=, weights=, lengths=, **settings)
         -> float64[P, G]
 
-`valid` is False where a sibling is missing or unscorable: whatever its reward holds, NaN included,
-it is left out of every mean and deviation, and its advantage is 0. A NaN at a valid place is not
-hidden: it spreads over its group. `components[F, P, G]` are the values of the F reward functions,
-NaN where one could not judge, `weights[F]` their weights. `lengths[P, G]` are numbers of sampled
-tokens, None where forms that whiten over the step count each completion once (verl counts it once a
-token). Settings are those that the row names.
+`valid` is False if a completion is missing or could not be scored: whatever its reward holds, NaN
+included, it is left out of every mean and deviation, and its advantage is 0. A NaN where `valid` is
+True is not hidden: it spreads over its group. `components[F, P, G]` are the values of the F reward
+functions, NaN where one could not judge; `weights[F]` are their weights. `lengths[P, G]` are
+numbers of sampled tokens; None if estimators that whiten over the step should count each completion
+once (verl counts it once a token). Settings are those that the row names.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ Lengths = Int[np.ndarray, "P G"]
 
 
 def nonzero_std(rewards: Rewards, valid: Valid) -> Bool[np.ndarray, "P"]:
-    """True for each group that has two valid siblings or more whose rewards are not all the same.
+    """True for each group that has two or more valid completions whose rewards are not all the
+    same.
 
-    The largest and the smallest are compared exactly: the computed deviation of equal rewards need
-    not be 0 (0.1, 0.1, 0.1 have a mean that is not 0.1).
+    The largest and the smallest reward are compared exactly: the computed deviation of equal
+    rewards need not be 0 (0.1, 0.1, 0.1 have a mean that is not 0.1).
     """
     largest = np.where(valid, rewards, -np.inf).max(axis=1)
     smallest = np.where(valid, rewards, np.inf).min(axis=1)
@@ -35,9 +36,9 @@ def nonzero_std(rewards: Rewards, valid: Valid) -> Bool[np.ndarray, "P"]:
 
 
 def has_variance(valid: Bool[np.ndarray, "G"], values: Float[np.ndarray, "N G"]) -> bool:
-    """True if the valid siblings of one group differ in any of N values; a NaN leaves its sibling
-    out of that value. Dynamic sampling replaces groups without: all right or all wrong, they have
-    no gradient (DAPO, arXiv 2503.14476, eq. 11)."""
+    """True if the valid completions of one group differ in any of N values; a completion is left
+    out of a value that is NaN for it. Dynamic sampling replaces the other groups: all right or all
+    wrong, they have no gradient (DAPO, arXiv 2503.14476, eq. 11)."""
     return bool(nonzero_std(values, valid & ~np.isnan(values)).any())
 
 
@@ -50,9 +51,10 @@ def grpo(
     std_eps_mode: str = "add",
     **unread: object,
 ) -> Rewards:
-    """(r - mean) / (std + std_eps) within each group; `std_eps_mode="max"`: / max(std, std_eps).
+    """Returns (r - mean) / (std + std_eps) within each group; with `std_eps_mode="max"` (r - mean)
+    / max(std, std_eps).
 
-    The variance divides by the number of valid siblings less `std_ddof`. DeepSeekMath, arXiv
+    The variance divides by the number of valid completions less `std_ddof`. DeepSeekMath, arXiv
     2402.03300, section 4.1.2 (outcome supervision).
     """
     centred = _centred(rewards, valid)
@@ -60,16 +62,16 @@ def grpo(
 
 
 def dr_grpo(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
-    """r - mean, not divided by the deviation, which would give very easy and very hard prompts more
-    weight. Dr. GRPO, arXiv 2503.20783, section 3.2."""
+    """Returns r - mean of the group, not divided by the deviation, which would give very easy and
+    very hard prompts more weight. Dr. GRPO, arXiv 2503.20783, section 3.2."""
     return _centred(rewards, valid)
 
 
 def rloo(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
-    """r - mean of the other valid siblings. Kool et al., "Buy 4 REINFORCE Samples, Get a Baseline
-    for Free!" (2019); for language models RLOO, arXiv 2402.14740."""
-    # r less the others' mean is (r - mean) n / (n - 1): scaled, a group of equal rewards stays
-    # exactly 0.
+    """Returns r - mean of the group's other valid completions. Kool et al., "Buy 4 REINFORCE
+    Samples, Get a Baseline for Free!" (2019); for language models RLOO, arXiv 2402.14740."""
+    # r minus the others' mean is (r - mean) n / (n - 1): computed by scaling, a group of equal
+    # rewards stays exactly 0.
     number = valid.sum(axis=1, keepdims=True)
     return _centred(rewards, valid) * (number / np.maximum(number - 1, 1))
 
@@ -83,8 +85,8 @@ def batch_std(
     std_eps_mode: str = "add",
     **unread: object,
 ) -> Rewards:
-    """(r - mean of the group) / (std of all valid rewards of the step + std_eps). "Tricks or
-    Traps", arXiv 2508.08221; TRL's scale_rewards="batch"."""
+    """Returns (r - mean of the group) / (std of all valid rewards of the step + std_eps). "Tricks
+    or Traps", arXiv 2508.08221; TRL's scale_rewards="batch"."""
     spread = _std(_centred_over(rewards, valid, axis=None), valid, std_ddof, axis=None)
     return _centred(rewards, valid) / _divisor(spread, std_eps, std_eps_mode)
 
@@ -100,8 +102,8 @@ def reinforce_pp(
     lengths: Lengths | None = None,
     **unread: object,
 ) -> Rewards:
-    """(r - mean) / (std + std_eps) over all valid rewards of the step, whatever their group.
-    REINFORCE++, arXiv 2501.03262."""
+    """Returns (r - mean) / (std + std_eps) over all valid rewards of the step, whatever their
+    group. REINFORCE++, arXiv 2501.03262."""
     if whiten_over != "tokens":
         lengths = None
     return _whitened(rewards, valid, lengths, std_ddof, std_eps, std_eps_mode)
@@ -118,7 +120,7 @@ def reinforce_pp_baseline(
     lengths: Lengths | None = None,
     **unread: object,
 ) -> Rewards:
-    """r - mean of the group, then whitened over the step. REINFORCE++-baseline, arXiv
+    """Returns r - mean of the group, whitened over the step. REINFORCE++-baseline, arXiv
     2501.03262."""
     centred = _centred(rewards, valid)
     if whiten_over != "tokens":
@@ -127,9 +129,10 @@ def reinforce_pp_baseline(
 
 
 def maxrl(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
-    """(r - mean) / mean of the group: with rewards 0 and 1 the mean gradient is that of a truncated
-    log-likelihood of success. Defined for rewards of 0 or more, where it is at most G - 1: a group
-    with a reward below 0, or with none above 0, has advantage 0. MaxRL, arXiv 2602.02710."""
+    """Returns (r - mean) / mean of the group: with rewards 0 and 1 the mean gradient is that of a
+    truncated log-likelihood of success. Defined for rewards of 0 or more, for which it is at most G
+    - 1: a group with a reward below 0, or with none above 0, has advantage 0. MaxRL, arXiv
+    2602.02710."""
     # Near a mean of 0 the quotient has no bound: with a penalty below 0, (1, -0.99) would have
     # advantages of 199.
     number = np.maximum(valid.sum(axis=1, keepdims=True), 1)
@@ -158,8 +161,8 @@ def gdpo(
     scale = np.ones(len(parts)) if weights is None else weights
     total = np.zeros(rewards.shape)
     for part, weight in zip(parts, scale, strict=True):
-        # As 0 a completion that one function could not judge would move that function's mean for
-        # its siblings.
+        # A NaN must not count as 0: a completion that one function could not judge would then move
+        # that function's mean for the others.
         judged = valid & ~np.isnan(part)
         total += weight * grpo(
             part, judged, std_ddof=std_ddof, std_eps=std_eps, std_eps_mode=std_eps_mode
@@ -170,23 +173,24 @@ def gdpo(
 
 
 def none(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
-    """0 everywhere: a teacher's log-probs are the only signal."""
+    """Returns 0 everywhere: a teacher's log-probs are the only signal."""
     return np.zeros(rewards.shape)
 
 
 def sft(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
-    """1 for each completion: with the loss `reinforce`, the data's answers are learned by their
-    log-likelihood."""
+    """Returns 1 for each valid completion: with the loss `reinforce`, the data's answers are
+    learned by their log-likelihood."""
     return valid.astype(np.float64)
 
 
 def _centred(rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:
-    """r - mean of the group; exactly 0 in a group that is not `nonzero_std`."""
+    """Returns r - mean of the group; exactly 0 in a group that is not `nonzero_std`."""
     return _centred_over(rewards, valid & nonzero_std(rewards, valid)[:, None], axis=1)
 
 
 def _centred_over(values: np.ndarray, counts: np.ndarray, axis: int | None) -> np.ndarray:
-    """x - mean, where each x counts `counts` times; 0 where it counts nothing."""
+    """Returns x - mean, for a mean in which each x counts `counts` times; 0 where x does not
+    count."""
     # Masked before the product: 0 times the NaN of an invalid sibling is NaN.
     kept = np.where(counts, values, 0.0).astype(np.float64)
     total = (counts * kept).sum(axis=axis, keepdims=True)
@@ -195,13 +199,15 @@ def _centred_over(values: np.ndarray, counts: np.ndarray, axis: int | None) -> n
 
 
 def _std(centred: np.ndarray, counts: np.ndarray, ddof: int, axis: int | None) -> np.ndarray:
+    """Returns the standard deviation of centred values that each count `counts` times."""
     number = counts.sum(axis=axis, keepdims=True)
     total = (counts * centred**2).sum(axis=axis, keepdims=True)
     return np.sqrt(total / np.maximum(number - ddof, 1))
 
 
 def _divisor(std: np.ndarray, eps: float, eps_mode: str) -> np.ndarray:
-    """The size to divide by; 1 where it would be 0, since then every numerator is 0 too."""
+    """Returns what to divide by: the deviation with `eps` added, or at least `eps`; 1 where that is
+    0, since then every numerator is 0 too."""
     # TRL, verl and Tunix add (1e-4, 1e-6, 1e-6); TorchRL takes the maximum. With G=2 and rewards 0
     # and 1 the ddof matters more: 0.707 with ddof 1, 1.0 with ddof 0 (MaxText).
     size = np.maximum(std, eps) if eps_mode == "max" else std + eps
@@ -216,8 +222,8 @@ def _whitened(
     eps: float,
     eps_mode: str,
 ) -> np.ndarray:
-    """(x - mean) / (std + eps) over the step's completions, or their tokens; exactly 0 where all x
-    are the same."""
+    """Returns (x - mean) / (std + eps) over the step's completions, or over their tokens if
+    `lengths` is given; exactly 0 if all x are the same."""
     counts = valid if lengths is None else np.where(valid, lengths, 0)
     if not nonzero_std(values.reshape(1, -1), (counts > 0).reshape(1, -1))[0]:
         return np.zeros(values.shape)
@@ -233,11 +239,11 @@ def _whitened_groups(
     eps: float,
     eps_mode: str,
 ) -> np.ndarray:
-    """`_whitened` of values whose mean is 0 within each group, and so over completions (not over
-    tokens).
+    """Whitens values whose mean is 0 within each group, and therefore over completions (but not
+    over tokens).
 
-    There nothing is subtracted again: rounding would make a group's exact zeros small numbers, and
-    such a group would then be computed for nothing.
+    Over completions no mean is subtracted again: rounding would turn a group's exact zeros into
+    small numbers, and such a group would then be computed for nothing.
     """
     if lengths is not None:
         return _whitened(values, valid, lengths, ddof, eps, eps_mode)

@@ -1,7 +1,8 @@
-"""Log-probs and entropies from hidden states, a chunk of tokens at a time: logits of all tokens are
-never in memory.
+"""Computes log-probs and entropies from hidden states, a chunk of tokens at a time, so that logits
+of all tokens are never in memory.
 
-For 64k tokens of a vocabulary of 152k they would take 37 GiB in float32, forward alone.
+For 64k tokens and a vocabulary of 152k they would take 37 GiB in float32, for the forward pass
+alone.
 """
 
 from __future__ import annotations
@@ -34,16 +35,18 @@ def token_logprobs(
     entropy_gradient: bool = False,
     dense: bool = False,
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
-    """(log-prob of the target, entropy of the distribution) in nats at each position.
+    """Returns (log-prob of the target, entropy of the distribution) in nats at each position.
 
     hidden[r, t] is the state *before* the target; `project` turns [..., D] into float32 logits
-    [..., V], which are divided by the temperature. `chunk` tokens of each row are computed at once,
-    and, of several chunks, again in the backward pass. `support_ids` are the tokens that a
-    truncating sampler chose from (-1 fills up): the distribution is then over these alone, and over
-    the whole vocabulary where a position has none. The entropy has a gradient only if
-    `entropy_gradient` is set. `dense` is for XLA on GPU: the gradient of the targets' logits is one
-    of all logits, fused with the normaliser's, where a scatter would stand between and all pass
-    through memory twice; and the entropy has no guards, of which each is a constant as large as the
+    [..., V], which are divided by the temperature. `chunk` tokens of each row are computed at once;
+    if there are several chunks, the backward pass computes each again. `support_ids` are the tokens
+    that a truncating sampler chose from (filled up with -1): the distribution is then over these
+    alone, or over the whole vocabulary at a position that has none. The entropy has a gradient only
+    if `entropy_gradient` is set.
+
+    `dense` is for XLA on GPU. The gradient of the targets' logits is then computed for all logits,
+    fused with that of the normaliser; a scatter between the two would make all logits pass through
+    memory twice. And the entropy has no guards, because each of them is a constant as large as the
     logits, read in every chunk.
     """
     rows, size, _ = hidden.shape
@@ -51,7 +54,8 @@ def token_logprobs(
     target_score = _picked if dense else _taken
 
     def by_chunk(x: jax.Array) -> jax.Array:
-        """[R, T, ...] -> [count, R, chunk, ...]"""
+        """Splits rows into chunks, with padding at the end: [R, T, ...] -> [count, R, chunk,
+        ...]."""
         padding = [(0, 0)] * x.ndim
         padding[1] = (0, count * chunk - size)
         padded = jnp.pad(x, padding)
@@ -60,11 +64,12 @@ def token_logprobs(
     def of_chunk(
         inputs: tuple[jax.Array, jax.Array, jax.Array | None],
     ) -> tuple[jax.Array, jax.Array]:
+        """Returns log-probs and entropies of one chunk."""
         states, ids, support = inputs
         scores = project(states) / temperature
         target = target_score(scores, ids)
-        # One normaliser serves the log-prob and the entropy: both are of the same logits, which
-        # exist only here.
+        # One normaliser serves the log-prob and the entropy, because both are of the same logits,
+        # which exist only here.
         normaliser = jax.nn.logsumexp(scores, axis=-1)
         entropy = _entropy(scores - normaliser[..., None], entropy_gradient, guarded=not dense)
         if support is not None:
@@ -85,24 +90,26 @@ def token_logprobs(
         logprob = logprob[None]
         entropy = entropy[None]
     else:
-        # Else the backward pass would keep every chunk's logits, all of [tokens, V]. A loop needs
-        # no barrier against common subexpressions, which would hold what `project` never reads.
+        # Computed again in the backward pass, which would otherwise keep every chunk's logits, all
+        # of [tokens, V]. A loop needs no barrier against common subexpressions; the barrier would
+        # keep what `project` never reads.
         logprob, entropy = jax.lax.map(jax.checkpoint(of_chunk, prevent_cse=False), chunks)
 
     def by_row(x: jax.Array) -> jax.Array:
-        """[count, R, chunk] -> [R, T]"""
+        """Joins chunks to rows again, without padding: [count, R, chunk] -> [R, T]."""
         return x.swapaxes(0, 1).reshape(rows, -1)[:, :size]
 
     return by_row(logprob), by_row(entropy)
 
 
 def _taken(scores: jax.Array, ids: jax.Array) -> jax.Array:
+    """Returns the score of each id."""
     return jnp.take_along_axis(scores, ids[..., None], axis=-1)[..., 0]
 
 
 @jax.custom_vjp
 def _picked(scores: jax.Array, ids: jax.Array) -> jax.Array:
-    """`_taken`, with a gradient of all scores in place of a scatter."""
+    """Computes `_taken`, but its gradient is an array of all scores in place of a scatter."""
     return _taken(scores, ids)
 
 
@@ -129,20 +136,22 @@ def sliced_logprobs(
     support_ids: Int[Array, "R T K"] | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
-    """`token_logprobs` for all tokens at once, a slice of the vocabulary at a time: neither the
-    head nor its gradient is ever whole on a device.
+    """Computes `token_logprobs` for all tokens at once, a slice of the vocabulary at a time:
+    neither the head nor its gradient is ever whole on a device.
 
-    `project(slice, hidden)` gives the float32 logits of a slice's v tokens; those from `vocabulary`
-    on are padding.
+    `project(slice, hidden)` returns the float32 logits of a slice's v tokens; those from number
+    `vocabulary` on are padding.
     """
     width = slices.shape[-1]
-    ids = targets[..., None]  # the tokens whose scores are picked: the targets come first
+    ids = targets[..., None]  # the tokens whose scores are wanted: the target first
     if support_ids is not None:
         ids = jnp.concatenate([ids, support_ids], -1)
-    states = hidden.astype(jnp.float32)  # in which the slices' gradients are summed
+    states = hidden.astype(jnp.float32)  # the type in which gradients from all slices are summed
 
     @partial(jax.checkpoint, prevent_cse=False)
     def add_slice(carry: tuple, inputs: tuple[jax.Array, jax.Array]) -> tuple[tuple, None]:
+        """Adds a slice's logits to the running sums, and picks the wanted scores that are in the
+        slice."""
         peak, total, mean, picked = carry
         weights, start = inputs
         scores = project(weights, states.astype(hidden.dtype)) / temperature
@@ -180,8 +189,8 @@ def sliced_logprobs(
 def _over_support(
     kept: jax.Array, support: jax.Array, normaliser: jax.Array, entropy: jax.Array, gradient: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """(normaliser, entropy) over the tokens `support`[..., K] alone, of logits `kept`, where a
-    position has any."""
+    """Returns (normaliser, entropy) over only the tokens `support`[..., K], whose logits are
+    `kept`; at a position without any the given normaliser and entropy."""
     used = support >= 0
     truncated = used.any(-1)
     kept = jnp.where(used | ~truncated[..., None], kept, -jnp.inf)
@@ -192,7 +201,7 @@ def _over_support(
 
 
 def _entropy(logs: jax.Array, gradient: bool, guarded: bool = True) -> jax.Array:
-    """The entropy of log-probs[..., V], of which some may be -inf where it is `guarded`."""
+    """Returns the entropy of log-probs[..., V]; some of them may be -inf if `guarded`."""
     if not gradient:
         logs = jax.lax.stop_gradient(logs)
     if not guarded:
@@ -202,7 +211,8 @@ def _entropy(logs: jax.Array, gradient: bool, guarded: bool = True) -> jax.Array
 
 
 def chunk_size(rows: int, size: int, vocabulary: int, budget: int) -> int:
-    """Tokens of each of `rows` rows to compute at once, so that their logits stay within the
-    budget; 8 fit any. Chunks are equal, as the last could else be mostly padding."""
+    """Returns how many tokens of each of `rows` rows to compute at once, so that their logits stay
+    within `budget` elements; at least about 8. All chunks are equal, because the last could
+    otherwise be mostly padding."""
     count = -(-size // max(8, budget // (rows * vocabulary)))
     return -(-size // count)

@@ -1,11 +1,11 @@
-"""The loss of GRPO and its kin for each token, from log-probs and advantages; pure and
-differentiable.
+"""The loss of GRPO and its kin for each token, from log-probs and advantages: pure,
+differentiable functions.
 
     ratio       = exp(lp - old)                                     policy_log_ratio: of a token,
                                                                     or a completion
     policy loss = -min(ratio A, clip(ratio, 1 - low, 1 + high) A)   `clipped`, or another below
     w           = exp(sg(old - sampler)), truncated or masked       correction_weights
-    mask        = without what is too far from the sampler          kept_tokens
+    mask        = tokens that are not too far from the sampler      kept_tokens
     token loss  = w x policy loss + kl_coef x KL(lp, ref) - entropy_coef x entropy
                   + kl_sampler_coef x k3(lp, sampler)
     loss        = sum(weight x token loss)                          weights of a whole update:
@@ -13,15 +13,15 @@ differentiable.
     objective   = sum(weight x w x policy loss)                     a metric: the loss without KL
                                                                     and entropy
 
-`lp` are the log-probs of the policy that is trained, `old` the trainer's from before the first
-update on this batch, `sampler` those that the tokens were sampled with, `ref` the reference's; A is
-the completion's advantage (`advantage`). If a batch gets one update only, `old` is lp itself
-without gradient: every ratio is 1, and clipping never acts.
+`lp` are the log-probs of the policy that is trained; `old` those of the trainer before the first
+update on this batch; `sampler` those that the tokens were sampled with; `ref` those of the
+reference; A is the completion's advantage (`advantage`). If a batch gets one update only, `old` is
+lp itself without gradient: every ratio is 1, and clipping never acts.
 
 Arrays are [R, T], in nats: rows of prompts and completions. `mask` is True at tokens that the model
 sampled; `segment` numbers the prompts and completions within a row from 1, 0 is padding. Where the
-mask is False every part and its gradient are exactly 0, whatever the inputs hold. Where it is True
-nothing is guarded: a log-prob that is not finite shows in the loss.
+mask is False, every term and its gradient are exactly 0, whatever the inputs hold. Where it is
+True, nothing is guarded: a log-prob that is not finite shows in the loss.
 
 Policy losses, KL estimators and corrections have rows in `shoal.config.choices`.
 """
@@ -38,8 +38,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 Metrics: TypeAlias = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]
-"""Name -> (sum, count): the value is sum / count, after sums and counts of all micro-batches are
-added."""
+"""Name -> (sum, count): the metric is sum / count, after sums and counts of all micro-batches have
+been added."""
 
 Tokens = Float[Array, "R T"]
 Mask = Bool[Array, "R T"]
@@ -48,30 +48,36 @@ Segments = Int[Array, "R T"]
 
 @dataclass(frozen=True)
 class Objective:
-    """Terms and settings of what an update minimises: static, a key of the compiled programs."""
+    """Terms and settings of what an update minimises: static, because compiled programs are cached
+    by it."""
 
-    loss: Callable[..., Any]  # `clipped`, ...
-    kl: Callable[..., Any]  # `k3`, ...
-    settings: tuple[tuple[str, Any], ...] = ()  # of the loss, by name
-    ratio: str = "token"  # the level of the loss's ratio
-    kl_metric: bool = False  # the batch holds ref_logprobs
-    # of the term in the loss; a KL that is subtracted from the reward is not part of it
+    loss: Callable[..., Any]  # the policy loss, for example `clipped`
+    kl: Callable[..., Any]  # the KL estimator, for example `k3`
+    settings: tuple[tuple[str, Any], ...] = ()  # settings of the loss, by name
+    ratio: str = "token"  # level of the loss's ratio, see `policy_log_ratio`
+    kl_metric: bool = False  # True: KL is only a metric, and the batch has ref_logprobs
+    # coefficient of the KL in the loss; a KL that is subtracted from the reward is not included
     kl_coef: float = 0.0
     kl_sampler_coef: float = 0.0
-    to_sampler: bool = False  # the ratio is to the log-probs that the tokens were sampled with
-    # the batch holds old_logprobs; else they are this update's own, and clipping never acts
+    # True: the ratio is to the log-probs that the tokens were sampled with
+    to_sampler: bool = False
+    # True: the batch has old_logprobs; else they are those of this update itself, and clipping
+    # never acts
     use_old: bool = False
-    kl_clamps: tuple[float, float] = (0.0, 0.0)  # of input and value; 0 for none
+    # limits of the estimator's input and of its value; 0: no limit
+    kl_clamps: tuple[float, float] = (0.0, 0.0)
     kl_weighted: bool = False
     entropy_coef: float = 0.0
     correction: Callable[..., Any] | None = None
     correction_level: str = "token"
-    correction_bounds: tuple[float, float] = (1.0, 0.0)  # cap, floor
-    rejection: Callable[..., Any] | None = None  # `k1`, ...
+    correction_bounds: tuple[float, float] = (1.0, 0.0)  # (cap, floor)
+    # for example `k1`; None: nothing is rejected
+    rejection: Callable[..., Any] | None = None
     rejection_level: str = "token"
-    rejection_bounds: tuple[float, float] = (-float("inf"), float("inf"))  # of the estimate
-    given: bool = False  # the tokens are the data's, and no sampler has log-probs of them
-    chunk_elements: int = 0  # logits at once; 0: by device, see CHUNK_ELEMENTS
+    # bounds of the estimate within which tokens are kept
+    rejection_bounds: tuple[float, float] = (-float("inf"), float("inf"))
+    given: bool = False  # True: the tokens are the data's, and no sampler has log-probs of them
+    chunk_elements: int = 0  # most logits at once; 0: by device, see CHUNK_ELEMENTS
 
 
 def token_losses(
@@ -87,17 +93,18 @@ def token_losses(
     sampler_logprobs: Tokens,
     ref_logprobs: Tokens,
 ) -> tuple[Tokens, Metrics, Metrics]:
-    """(token losses, sums, maxima) of a micro-batch; sums and maxima of 0 or more are (value,
-    count) by metric.
+    """Returns (token losses, sums, maxima) of a micro-batch. Sums and maxima map a metric to
+    (value, count); maxima are of values of 0 or more.
 
-    Tokens of weight 0 (with `mask_truncated` those of truncated completions) count in the metrics
-    of sampler and trainer's difference and in no other; completions without a reward are not in a
+    Tokens of weight 0 (with `mask_truncated` those of truncated completions) count only in the
+    metrics of the difference between sampler and trainer; completions without a reward are not in a
     batch at all.
     """
-    # Weight 0 is not enough: a NaN of a masked token would survive the product with 0.
+    # The mask is needed besides the weight 0, because a NaN of a masked token would survive the
+    # product with 0.
     sampled = loss_mask & (weight > 0)
     mask = sampled
-    # With one update a batch `old` equals lp to the bit: a forward pass of its own would compute
+    # With one update a batch `old` equals lp to the bit: a separate forward pass would compute
     # nothing new.
     if not o.use_old:
         old_logprobs = jax.lax.stop_gradient(lp)
@@ -135,8 +142,8 @@ def token_losses(
             floor,
         )
         w = jnp.where(mask, w, 0)
-        # The correction multiplies the policy term alone: KL and entropy are of the trainer's own
-        # distribution.
+        # The correction multiplies the policy term alone, because KL and entropy are of the
+        # trainer's own distribution.
         token_loss = w * token_loss
         sums["correction/weight"] = (w.sum(), count)
         sums["correction/zero"] = ((mask & (w == 0)).sum(dtype=jnp.float32), count)
@@ -145,7 +152,8 @@ def token_losses(
             (sampled & ~mask).sum(dtype=jnp.float32),
             sampled.sum(dtype=jnp.float32),
         )
-    # Its count is no number of tokens: the sums of an update's micro-batches are its value.
+    # Only the sum of this metric is used, summed over an update's micro-batches; its count is not a
+    # divisor.
     sums["objective"] = (jax.lax.stop_gradient(weight * token_loss).sum(), count)
     if o.kl_coef or o.kl_metric:
         clamp_input, clamp_value = o.kl_clamps
@@ -171,14 +179,15 @@ def token_losses(
 def policy_log_ratio(
     level: str, lp: Tokens, old_logprobs: Tokens, mask: Mask, segment: Segments
 ) -> Tokens:
-    """The logarithm of the ratio of policy and old policy, 0 outside the mask at the level of
-    tokens.
+    """Returns the logarithm of the ratio of policy and old policy; at the level of tokens it is 0
+    outside the mask.
 
-    `token`: lp - old. `sequence`: its mean over the completion's sampled tokens, GSPO, arXiv
-    2507.18071, eqs. 5 to 7. `sequence-token`: the same in value, with the gradient of the token's
-    own: sg(mean) + lp - sg(lp), GSPO-token, eqs. 13 and 14.
+    `token`: lp - old. `sequence`: the mean of that over the completion's sampled tokens, GSPO,
+    arXiv 2507.18071, eqs. 5 to 7. `sequence-token`: the same value, but with the gradient of the
+    token alone: sg(mean) + lp - sg(lp), GSPO-token, eqs. 13 and 14.
     """
-    # Before the maths, not only after: the derivative of exp at infinity times 0 would be NaN.
+    # Masked before the maths, not only after: the derivative of exp at infinity times 0 would be
+    # NaN.
     lp = jnp.where(mask, lp, 0)
     old_logprobs = jnp.where(mask, old_logprobs, 0)
     if level == "token":
@@ -198,11 +207,11 @@ def policy_loss(
     segment: Segments,
     **settings: Any,
 ) -> tuple[Tokens, Metrics]:
-    """The token losses of one of the functions below, and the metrics of its bounds.
+    """Returns the token losses by one of the functions below, and the metrics of its bounds.
 
-    Each of them takes (log_ratio, lp, advantage, mask, segment) and its settings, and gives (token
-    losses, True where the lower bound is active, True where the upper one is); outside the mask,
-    `lp` and `advantage` are 0 there and what it gives is dropped.
+    Each of them takes (log_ratio, lp, advantage, mask, segment) and its settings, and returns
+    (token losses, True where the lower bound is active, True where the upper bound is active).
+    Outside the mask `lp` and `advantage` are 0, and what it returns is dropped.
     """
     lp = jnp.where(mask, lp, 0)
     advantage = jnp.where(mask, advantage, 0)
@@ -234,13 +243,13 @@ def clipped(
     clip_high: float,
     clip_dual: float,
 ) -> tuple[Tokens, Mask, Mask]:
-    """-min(ratio A, clip(ratio, 1 - low, 1 + high) A): the loss of GRPO with the token's ratio, of
-    GSPO with the completion's.
+    """Returns -min(ratio A, clip(ratio, 1 - low, 1 + high) A): the loss of GRPO with the token's
+    ratio, of GSPO with the completion's.
 
     PPO, arXiv 1707.06347, eq. 7, as in GRPO: DeepSeekMath, arXiv 2402.03300, eq. 3 (without its KL
     term, which is `kl`). With high > low it is the clip-higher of DAPO, arXiv 2503.14476, eq. 10.
     GSPO's paper clips at 3e-4 below and 4e-4 above: a completion's ratio moves far less than a
-    token's does. With `clip_dual` c, where A < 0 the loss is at most -c A: arXiv 1912.09729, eq. 5;
+    token's does. With `clip_dual` c, the loss is at most -c A where A < 0: arXiv 1912.09729, eq. 5;
     0 turns it off.
 
     Where the clipped loss is strictly above the unclipped one its gradient is 0; at a tie the
@@ -277,14 +286,14 @@ def cispo(
     clip_high: float,
     cispo_bound: str,
 ) -> tuple[Tokens, Mask, Mask]:
-    """-sg(bounded ratio) A lp: the weight is bounded, and no token loses its gradient. MiniMax-M1,
-    arXiv 2506.13585, eqs. 4 and 5.
+    """Returns -sg(bounded ratio) A lp: the weight is bounded, and no token loses its gradient.
+    MiniMax-M1, arXiv 2506.13585, eqs. 4 and 5.
 
     `cispo_bound`: `paper`, at most 1 + high; `absolute`, at most high (TRL); `both`, also at least
     1 - low (verl). A bound is active where it changed the weight.
     """
-    # Without the stop-gradient the bounded tokens would have none at all: the fault of a port that
-    # clips the ratio and forgets the log-prob.
+    # Without the stop-gradient the bounded tokens would have no gradient at all: the fault of a
+    # port that clips the ratio and forgets the log-prob.
     ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
     upper = clip_high if cispo_bound == "absolute" else 1 + clip_high
     lower = 1 - clip_low if cispo_bound == "both" else None
@@ -295,8 +304,8 @@ def cispo(
 def reinforce(
     log_ratio: Tokens, lp: Tokens, advantage: Tokens, mask: Mask, segment: Segments
 ) -> tuple[Tokens, Mask, Mask]:
-    """-A lp, without a ratio or a bound: Williams 1992, doi 10.1007/BF00992696, section 4. Where A
-    is 1 it is the negative log-likelihood, the loss of supervised fine-tuning."""
+    """Returns -A lp, without a ratio or a bound: Williams 1992, doi 10.1007/BF00992696, section 4.
+    If A is 1 it is the negative log-likelihood, the loss of supervised fine-tuning."""
     never = jnp.zeros_like(mask)
     return -advantage * lp, never, never
 
@@ -311,15 +320,14 @@ def gmpo(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Tokens, Mask, Mask]:
-    """-A times the geometric mean over a completion of its tokens' clipped ratios, gradient through
-    those not clipped.
+    """Returns -A times the geometric mean, over a completion, of its tokens' clipped ratios; the
+    gradient goes through those not clipped.
 
     Ratios are clipped in logarithms, from above at `clip_high` where A > 0, from below at
     -`clip_low` where A < 0; the paper has 0.4 for both. Every token has its completion's loss.
     GMPO, arXiv 2507.20673.
     """
-    # The bounds are decided by the value: a comparison has no gradient, but a clipped term must not
-    # carry one either.
+    # The bounds are decided by the value without gradient: a clipped term must not have a gradient.
     value = jax.lax.stop_gradient(log_ratio)
     above = (advantage > 0) & (value > clip_high)
     below = (advantage < 0) & (value < -clip_low)
@@ -337,8 +345,8 @@ def sapo(
     sapo_positive: float,
     sapo_negative: float,
 ) -> tuple[Tokens, Mask, Mask]:
-    """-(4 / tau) sigmoid(tau (ratio - 1)) A, tau by the sign of the advantage: in place of a clip,
-    a gate that closes smoothly on both sides. SAPO, arXiv 2511.20347."""
+    """Returns -(4 / tau) sigmoid(tau (ratio - 1)) A, with tau by the sign of the advantage: in
+    place of a clip, a gate that closes smoothly on both sides. SAPO, arXiv 2511.20347."""
     # Above exp(88) the ratio is inf in float32, and its slope times that of the closed gate, 0,
     # would be NaN.
     ratio = jnp.exp(jnp.minimum(log_ratio, 80.0))
@@ -359,8 +367,8 @@ def token_kl(
     clamp_input: float = 0.0,
     clamp_value: float = 0.0,
 ) -> Float[Array, "*tokens"]:
-    """The estimate where `mask` is True; elsewhere value and gradient are exactly 0, whatever the
-    inputs hold.
+    """Returns the estimate of KL where `mask` is True; elsewhere value and gradient are exactly 0,
+    whatever the inputs hold.
 
     `clamp_input` limits |ref - lp| and `clamp_value` the size of the estimate (verl: 20 and 10); 0
     sets no limit. Beyond a limit the gradient is 0.
@@ -377,21 +385,22 @@ def token_kl(
 
 
 def k1(log_ratio: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
-    """lp - ref: unbiased, of either sign. Subtracted from the reward it regularises; as a term of
-    the loss its on-policy gradient is zero in expectation."""
+    """Returns lp - ref: unbiased, of either sign. Subtracted from the reward it regularises; as a
+    term of the loss its on-policy gradient is zero in expectation."""
     return -log_ratio
 
 
 def k2(log_ratio: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
-    """(lp - ref)^2 / 2: biased, but as a term of the loss its on-policy gradient is that of the
-    true KL."""
+    """Returns (lp - ref)^2 / 2: biased, but as a term of the loss its on-policy gradient is that of
+    the true KL."""
     # The score function's part of KL's gradient is E[(lp - ref) grad lp]: exactly this value's own
     # derivative.
     return log_ratio**2 / 2
 
 
 def k3(log_ratio: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
-    """exp(ref - lp) - (ref - lp) - 1: unbiased, never negative, 0 with gradient 0 where both agree.
+    """Returns exp(ref - lp) - (ref - lp) - 1: unbiased, never negative, 0 with gradient 0 where
+    both agree.
 
     DeepSeekMath, arXiv 2402.03300, eq. 4.
     """
@@ -414,7 +423,8 @@ def correction_weights(
     cap: float,
     floor: float,
 ) -> Float[Array, "R T"]:
-    """The weight of each token where `mask` is True, 0 elsewhere.
+    """Returns the importance weight of each token where `mask` is True, 0 elsewhere. `kind` bounds
+    the weights (`tis`, `mis`).
 
     `level`: `token`, the token's own ratio; `sequence`, the product over the sampled tokens of its
     completion; `geometric`, their geometric mean (GSPO's ratio, which does not grow with length).
@@ -426,7 +436,7 @@ def correction_weights(
         log_ratio = segment_sum(log_ratio, segment)
     elif level == "geometric":
         log_ratio = segment_mean(log_ratio, segment, mask)
-    # Completions that a correction drops keep their place in every denominator, as in verl and TRL.
+    # Completions that a correction drops still count in every denominator, as in verl and TRL.
     return jnp.where(mask, kind(jnp.exp(log_ratio), cap, floor), 0)
 
 
@@ -440,11 +450,12 @@ def kept_tokens(
     least: float,
     most: float,
 ) -> Mask:
-    """`mask` without the tokens whose divergence of trainer and sampler is outside of [least,
-    most].
+    """Returns `mask` without the tokens whose divergence between trainer and sampler is outside of
+    [least, most].
 
-    `level`: `token`, its own estimate; `seq_sum`, `seq_mean`, `seq_max`, that of its completion's
-    sampled tokens. J. Liu et al., "When Speed Kills Stability" (2025); verl's rollout_rs.
+    `level`: `token`, the token's own estimate; `seq_sum`, `seq_mean`, `seq_max`, that of its
+    completion's sampled tokens. J. Liu et al., "When Speed Kills Stability" (2025); verl's
+    rollout_rs.
     """
     value = estimator(sampler_log_ratio(old_logprobs, sampler_logprobs, mask))
     if level == "seq_mean":
@@ -452,27 +463,28 @@ def kept_tokens(
     elif level != "token":  # k2 and k3 are 0 or more: a token outside the mask is no maximum
         reduce = jax.ops.segment_max if level == "seq_max" else jax.ops.segment_sum
         value = segment_sum(value, segment, reduce)
-    # An estimate that is not a number is outside of nothing, and shows in the loss.
+    # A NaN is not rejected, so that it shows in the loss.
     return mask & ~((value < least) | (value > most))
 
 
 def sampler_log_ratio(old_logprobs: Tokens, sampler_logprobs: Tokens, mask: Mask) -> Tokens:
-    """old - sampler without a gradient, 0 outside the mask."""
+    """Returns old - sampler without a gradient, 0 outside the mask."""
     return jax.lax.stop_gradient(
         jnp.where(mask, old_logprobs, 0) - jnp.where(mask, sampler_logprobs, 0)
     )
 
 
 def tis(w: Float[Array, "*tokens"], cap: float, floor: float) -> Float[Array, "*tokens"]:
-    """w clipped to [floor, cap]: truncated importance sampling. F. Yao et al., "Your Efficient RL
-    Framework Secretly Brings You Off-Policy RL Training" (2025); the lower bound is TRL's."""
+    """Returns w clipped to [floor, cap]: truncated importance sampling. F. Yao et al., "Your
+    Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025); the lower bound is
+    TRL's."""
     return jnp.clip(w, floor, cap)
 
 
 def mis(w: Float[Array, "*tokens"], cap: float, floor: float) -> Float[Array, "*tokens"]:
-    """w where floor <= w <= cap, else 0: masked importance sampling. J. Liu et al., "When Speed
-    Kills Stability" (2025), without a floor; with one it is IcePop, in "Every Step Evolves", arXiv
-    2510.18855."""
+    """Returns w where floor <= w <= cap, else 0: masked importance sampling. J. Liu et al., "When
+    Speed Kills Stability" (2025), without a floor; with one it is IcePop, in "Every Step Evolves",
+    arXiv 2510.18855."""
     return jnp.where((w >= floor) & (w <= cap), w, 0)
 
 
@@ -484,23 +496,23 @@ def segment_sum(
     segment: Int[Array, "*rows T"],
     reduce: Callable[..., Array] = jax.ops.segment_sum,
 ) -> Float[Array, "*rows T"]:
-    """The sum of `x` over a token's segment, or what else `reduce` makes of it, at each of its
-    tokens, in x's type. Segment numbers are at most T."""
+    """Returns at each token the sum of `x` over the token's segment (or what else `reduce` computes
+    from the segment), in x's type. Segment numbers are at most T."""
 
     def in_row(x: jax.Array, segment: jax.Array) -> jax.Array:
-        # Number 0, padding, has a bucket of its own: its sum is computed and read by nobody.
+        # Number 0, padding, has its own bucket, whose sum nobody reads.
         return reduce(x, segment, num_segments=segment.shape[0] + 1)[segment]
 
-    # A matrix of which token belongs to which segment would be T x T a row: 64 MiB at 4,096 tokens,
-    # for each row.
+    # Not by a matrix of which token belongs to which segment: it would be T x T, 64 MiB for each
+    # row at 4,096 tokens.
     return jnp.vectorize(in_row, signature="(t),(t)->(t)")(x, segment)
 
 
 def segment_mean(
     x: Float[Array, "*rows T"], segment: Int[Array, "*rows T"], mask: Bool[Array, "*rows T"]
 ) -> Float[Array, "*rows T"]:
-    """The mean of `x` over the tokens of a segment where `mask` is True, at each token of the
-    segment (masked-out ones too); 0 where the mask has none."""
+    """Returns at each token (masked-out ones too) the mean of `x` over the tokens of its segment
+    where `mask` is True; 0 if there are none."""
     total = segment_sum(jnp.where(mask, x, 0), segment)
     return total / jnp.maximum(segment_sum(mask.astype(x.dtype), segment), 1)
 
@@ -508,8 +520,8 @@ def segment_mean(
 def sampler_gap(
     old_logprobs: Tokens, sampler_logprobs: Tokens, loss_mask: Mask
 ) -> tuple[Metrics, Metrics]:
-    """(sums, maxima): how far the trainer's log-probs are from the sampler's, over all sampled
-    tokens."""
+    """Returns (sums, maxima): metrics of how far the trainer's log-probs are from the sampler's,
+    over all sampled tokens."""
     log_ratio = jnp.where(loss_mask, old_logprobs - sampler_logprobs, 0.0)
     difference = jnp.abs(log_ratio)
     w = jnp.where(loss_mask, jnp.exp(log_ratio), 0.0)
@@ -523,8 +535,8 @@ def sampler_gap(
 
 
 def metric_shapes(o: Objective) -> tuple[Any, Any]:
-    """Names and shapes of the sums and maxima that `token_losses` returns: they are named there
-    alone."""
+    """Returns names and shapes of the sums and maxima that `token_losses` returns, by tracing it,
+    because their names are written there alone."""
     real = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     _, sums, maxima = jax.eval_shape(
         partial(token_losses, o),

@@ -1,4 +1,5 @@
-"""Adapters (LoRA): which weights they change, and their merge into these."""
+"""Adapters (LoRA): decides which weights an adapter changes, and merges adapters into the
+weights."""
 
 from __future__ import annotations
 
@@ -17,20 +18,20 @@ from shoal.records import ShoalError
 from shoal.text import did_you_mean
 
 ALL = "all-linear"
-"""PEFT's name for all products of a layer."""
+"""PEFT's name for all matrices of a layer."""
 
 
 def make_adapter(
     a: Architecture, rank: int, alpha: float, targets: Sequence[str], rslora: bool
 ) -> Adapter:
-    """The adapter of an architecture; ShoalError for targets that it does not have, and for too
-    high a rank.
+    """Returns the adapter that these settings mean for an architecture. ShoalError if the
+    architecture lacks a target, or the rank is too high.
 
-    `targets`: names of products (q_proj, ...), ends of their paths (self_attn.q_proj), one regular
-    expression over whole paths (`.*_attn\\.(q|v)_proj`), or `all-linear`.
+    `targets` are names of products (q_proj, ...), ends of their paths (self_attn.q_proj), one
+    regular expression over whole paths (`.*_attn\\.(q|v)_proj`), or `all-linear`.
     """
     paths = _paths(a)
-    covered: list[set[str]] = []  # of each layer, the products with an adapter
+    covered: list[set[str]] = []  # by layer: the products that have an adapter
     for _ in range(a.num_layers):
         covered.append(set())
     named_by: dict[str, str] = {}  # product -> a target that names it
@@ -48,8 +49,8 @@ def make_adapter(
                 f"model.lora.targets={target}: no product of the model is called so; it has "
                 f"{', '.join(PRODUCTS)}, and {ALL} for all of them{did_you_mean(target, PRODUCTS)}"
             )
-    # PEFT writes the product of each layer in full where an adapter has fewer than 20: together
-    # they may be all layers.
+    # PEFT lists the product of each layer in full if an adapter has fewer than 20: together these
+    # may be all layers.
     for name, target in named_by.items():
         if any(name not in products for products in covered):
             raise ShoalError(
@@ -70,7 +71,8 @@ def make_adapter(
 
 
 def _kernels(a: Architecture) -> dict[str, ParamSpec]:
-    """The kernel of each product of the base, of all layers, by the product's name."""
+    """Returns the specs of the base model's kernels (each for all layers), by the name of the
+    product."""
     kernels: dict[str, ParamSpec] = {}
     for spec in jax.tree.leaves(param_specs(a.base).blocks):
         if not spec.is_vector:
@@ -80,7 +82,7 @@ def _kernels(a: Architecture) -> dict[str, ParamSpec]:
 
 
 def _paths(a: Architecture) -> dict[str, str]:
-    """Name -> path of each product of the first layer."""
+    """Returns the path of each product in the first layer, by the product's name."""
     paths: dict[str, str] = {}
     for name, spec in _kernels(a).items():
         paths[name] = spec.tensor_names[0].removesuffix(".weight")
@@ -88,7 +90,8 @@ def _paths(a: Architecture) -> dict[str, str]:
 
 
 def _products_of(target: str, paths: Mapping[str, str], layer: int) -> set[str]:
-    """The products of a layer that a target names; `paths` are the first layer's."""
+    """Returns the names of a layer's products that a target means; `paths` are those of the first
+    layer."""
     names = set()
     for name, path in paths.items():
         if _matches(target, name, path.replace(".0.", f".{layer}.")):
@@ -97,6 +100,7 @@ def _products_of(target: str, paths: Mapping[str, str], layer: int) -> set[str]:
 
 
 def _matches(target: str, name: str, path: str) -> bool:
+    """True if a target means the product with this name and path."""
     if target in (ALL, name) or path.endswith(f".{target}"):
         return True
     try:
@@ -106,7 +110,8 @@ def _matches(target: str, name: str, path: str) -> bool:
 
 
 def merge(a: Architecture, parameters: Parameters, role: Role) -> Parameters:
-    """The parameters of the base with the adapter's change added to each kernel, in float32."""
+    """Returns the parameters of the base model with the adapter's change added to each kernel, in
+    float32; `parameters` itself if there is no adapter."""
     if a.adapter is None:
         return parameters
 
@@ -114,6 +119,8 @@ def merge(a: Architecture, parameters: Parameters, role: Role) -> Parameters:
         return isinstance(weight, Adapted)
 
     def merged_weight(weight: Any) -> Any:
+        """Returns a kernel with its adapter's change added, in float32; any other weight as it
+        is."""
         if not is_adapted(weight):
             return weight
         change = jnp.matmul(

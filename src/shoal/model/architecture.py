@@ -28,8 +28,9 @@ class Adapter:
 
     rank: int
     alpha: float
-    targets: tuple[str, ...]  # of PRODUCTS
-    # scale alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732) in place of alpha / rank
+    targets: tuple[str, ...]  # names from PRODUCTS
+    # True: scale is alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732) in place of alpha /
+    # rank
     rslora: bool = False
 
     @property
@@ -61,16 +62,17 @@ class Architecture:
     output_bias: bool = False  # on the attention's output projection (Llama's `attention_bias`)
     mlp_bias: bool = False
     qk_norm: bool = False
-    adapter: Adapter | None = None  # where there is one, it alone is trained
-    # the type of frozen products' weights; empty: as the others'
+    # None, or an adapter, which is then the only part that is trained
+    adapter: Adapter | None = None
+    # the type of the weights of frozen products; "": like all others
     quantised: Literal["", "int8", "float8_e4m3fn"] = ""
-    # Tokens of the longest sequence that its positions are made for; 0: not known. No other model
-    # without it.
+    # Tokens of the longest sequence that its positions are made for; 0: not known. Architectures
+    # that differ only in this are equal.
     max_positions: int = field(default=0, compare=False)
 
     def key_parts(self, tensor: int) -> int:
-        """Devices of `tensor` that share a key/value head: each holds a part of the positions of
-        its cache."""
+        """Returns how many devices of `tensor` share a key/value head; each holds a part of the
+        positions of the head's cache."""
         return max(1, tensor // self.num_kv_heads)
 
     @property

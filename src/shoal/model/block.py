@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 
 AttentionFn = Callable[..., tuple[jax.Array, Any]]
-"""(q[R, T, H, A], k[R, T, K, A], v[R, T, K, A], cache of the layer) -> (out[R, T, H, A], cache).
-One with `rotates` is given q and k without rotary positions, and `rope`, what `rotary` gives."""
+"""(q[R, T, H, A], k[R, T, K, A], v[R, T, K, A], cache of the layer) -> (out[R, T, H, A], new
+cache). An AttentionFn with a true attribute `rotates` rotates q and k itself: it gets both without
+rotary positions, and as `rope` what `rotary` returns."""
 
 
 def block(
@@ -32,7 +33,7 @@ def block(
     attention: AttentionFn,
     cache: Any,
 ) -> tuple[jax.Array, Any]:
-    """One layer: x[R, T, D] -> (x[R, T, D], cache)."""
+    """Computes one layer: x[R, T, D] -> (x[R, T, D], what `attention` returned as the cache)."""
     a = model.architecture
     habits = habits_of(model, is_decoding=cache is not None)
     kept = partial(checkpoint_name, name="attention")
@@ -63,7 +64,7 @@ def block(
 def _heads(
     model: Model, w: Block, h: jax.Array, habits: Habits
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """q[R, T, H, A], k[R, T, K, A] and v of h[R, T, D]."""
+    """Computes q[R, T, H, A], k[R, T, K, A] and v[R, T, K, A] from h[R, T, D]."""
     if w.k is None:
         return split_product(model, linear(w.q, h))
 
@@ -79,10 +80,10 @@ def _heads(
 
 
 def _feed_forward(model: Model, w: Block, h: jax.Array, habits: Habits) -> jax.Array:
-    """The gated feed-forward part, [R, T, D] -> [R, T, D]."""
+    """Computes the gated feed-forward part, [R, T, D] -> [R, T, D]."""
     if not isinstance(w.down, tuple):
         return habits.gated_product(model, linear(w.gate, h), linear(w.up, h), w.down)
-    # Chunks, each of which gives a part of the sum.
+    # The matrices are split into chunks, each of which gives a term of the sum.
     total: Any = None
     for gate, up, down in zip(w.gate, w.up, w.down, strict=True):
         inner = habits.inner_of_chunk(gated(model, linear(gate, h), linear(up, h)))
@@ -94,8 +95,10 @@ def _feed_forward(model: Model, w: Block, h: jax.Array, habits: Habits) -> jax.A
 def cast_weight(
     model: Model, weight: jax.Array, axes: tuple[str | None, ...], trained: bool = True
 ) -> jax.Array | Cast:
-    """A kernel in the type of the computation, with its master; vectors, what has that type and
-    what is frozen stay as they are."""
+    """Returns a weight as a layer reads it, gathered along `embed`. A trained matrix of another
+    type is cast to the type of the computation, with its float32 master for the gradient (`Cast`).
+    Vectors, matrices that have that type already, and frozen ones are returned without a cast.
+    `axes` are the weight's logical axes."""
     whole = tuple(None if axis == "embed" else axis for axis in axes)
 
     def gathered(kernel: jax.Array) -> jax.Array:
@@ -104,7 +107,7 @@ def cast_weight(
         split = model.role.constrain(kernel, *axes)
         return model.role.constrain(split, *whole)
 
-    if not trained and weight.ndim > 1:  # in the bytes that are stored
+    if not trained and weight.ndim > 1:  # gathered in the bytes that are stored
         return gathered(weight)
     if weight.ndim == 1 or weight.dtype == model.dtype:
         return weight
@@ -113,7 +116,8 @@ def cast_weight(
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; mean and division in float32."""
+    """Computes x / sqrt(mean(x^2) + eps) * weight over the last dimension; mean and division are in
+    float32."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     # Rounded before the weight, as transformers' LlamaRMSNorm does: parity in bfloat16 needs the

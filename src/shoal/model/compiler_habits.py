@@ -1,8 +1,8 @@
 """What is written around a layer's maths because of the habits of one compiler.
 
-Barriers against fusion, gradients that are arrays of their own, other forms of the same product:
-each changes a program's time or memory, never what it computes. `block` asks for the `Habits` of
-its model and has no branch by platform of its own.
+Barriers against fusion, gradients that are separate arrays, other forms of the same product: each
+changes a program's time or memory, never what it computes. `block` asks for the `Habits` of its
+model, and has no branch by platform itself.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def unchanged(x: jax.Array) -> jax.Array:
 
 
 def computed_once(arrays: Any) -> Any:
-    """A tree of arrays that are computed before what reads them, not within each of its readers
-    again."""
+    """Returns the same tree of arrays behind a barrier: the compiler computes them once, before
+    whatever reads them, instead of again within each reader."""
     return jax.lax.optimization_barrier(arrays)
 
 
 @jax.custom_vjp
 def separate_gradient(x: jax.Array) -> jax.Array:
-    """x, whose gradient is an array of its own: fused with the products that give it, a norm's
-    backward pass halves their rate on TPU."""
+    """Returns x, and makes the gradient of x a separate array. If XLA fused it with the products
+    that compute it, a norm's backward pass would halve their rate on TPU."""
     return x
 
 
@@ -52,18 +52,19 @@ separate_gradient.defvjp(_separate_gradient_forward, _separate_gradient_backward
 
 
 def gated(model: Model, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """What the feed-forward part computes between its products."""
+    """Computes what the feed-forward part has between its products: silu(gate) * up."""
     return model.role.constrain(jax.nn.silu(gate) * up, "rows", None, "mlp")
 
 
 def plain_gated_product(model: Model, gate: jax.Array, up: jax.Array, down: Weight) -> jax.Array:
+    """Computes `down` of silu(gate) * up, the end of the feed-forward part."""
     return linear(down, gated(model, gate, up))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gated_product(model: Model, gate: jax.Array, up: jax.Array, down: Weight) -> jax.Array:
-    """`plain_gated_product` for TPU: XLA would compute silu and its gradient within products, for
-    each of their blocks again."""
+    """Computes `plain_gated_product` in a form for TPU: without it XLA would compute silu and its
+    gradient within the products, again for each of their blocks."""
     return linear(down, computed_once(gated(model, gate, up)))
 
 
@@ -74,6 +75,7 @@ def _gated_product_forward(
 
 
 def _gated_product_backward(model: Model, kept: tuple, gradient: jax.Array) -> tuple:
+    """Returns the gradients; silu(gate) * up is computed again, with barriers around it."""
     gate, up, down = kept
     gate, up = computed_once((gate, up))
     inner, backward_of_gated = jax.vjp(partial(gated, model), gate, up)
@@ -90,22 +92,21 @@ gated_product.defvjp(_gated_product_forward, _gated_product_backward)
 class Habits:
     """How one layer is written for a compiler: a function for each place where it matters."""
 
-    normed: Callable[[jax.Array], jax.Array] = unchanged  # of a norm's result
-    # Of the product of q, before its heads are made.
+    normed: Callable[[jax.Array], jax.Array] = unchanged  # applied to the result of a norm
+    # Applied to the product that gives q, before it is split into heads.
     queries: Callable[[jax.Array], jax.Array] = unchanged
-    # (q or k, cos, sin), as `rotary.rotate`
+    # (q or k, cos, sin) -> the rotated array, like `rotary.rotate`
     rotate: Callable[..., Any] = rotate
-    # (model, gate, up, down), as `plain_gated_product`
+    # (model, gate, up, down) -> the product, like `plain_gated_product`
     gated_product: Callable[..., Any] = plain_gated_product
-    # Of what is between the products of a chunk of the feed-forward part.
+    # Applied to what is between the products of a chunk of the feed-forward part.
     inner_of_chunk: Callable[[jax.Array], jax.Array] = unchanged
 
 
 PLAIN = Habits()
 
-# Decoding has few rows, whose elementwise operations are better done within the products. But XLA
-# for TPU would make the heads of q inside the product, for which it copies the weight in another
-# order.
+# Decoding has few rows, so elementwise operations are better done within the products. But XLA for
+# TPU would split q into heads inside the product, for which it copies the weight in another order.
 DECODING = Habits(queries=computed_once)
 
 TPU = Habits(
@@ -119,7 +120,7 @@ TPU_PREFILL = replace(TPU, queries=computed_once)
 
 
 def habits_of(model: Model, is_decoding: bool) -> Habits:
-    """The habits for a layer that decodes, or for one that computes whole rows."""
+    """Returns the habits for a layer that decodes, or for one that computes whole rows."""
     if is_decoding:
         return DECODING
     if model.role.platform != "tpu":
@@ -128,9 +129,10 @@ def habits_of(model: Model, is_decoding: bool) -> Habits:
 
 
 def products_joined(block: Block) -> Block:
-    """A layer's block with the weights of k and v beside those of q, for one product in place of
-    three, and None in their places; itself where they are no such weights (an adapter's are
-    products of two)."""
+    """Returns a layer's block with the weights of q, k and v in one array, in the place of q's, and
+    None for k and v: one product instead of three. Returns the block itself if the weights cannot
+    be joined, because they have an adapter (whose weights are products of two) or are of different
+    classes."""
     kernel = block.q.kernel if isinstance(block.q, Biased) else block.q
     weights = block.q, block.k, block.v
     kinds = {jax.tree.structure(weight) for weight in weights}
@@ -138,6 +140,7 @@ def products_joined(block: Block) -> Block:
         return block
 
     def side_by_side(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """Concatenates along the last dimension, the outputs."""
         return jnp.concatenate([q, k, v], -1)
 
     joined = jax.tree.map(side_by_side, block.q, block.k, block.v)
@@ -145,7 +148,7 @@ def products_joined(block: Block) -> Block:
 
 
 def split_product(model: Model, heads: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """q, k and v by head, of the one product of `products_joined`."""
+    """Splits the one product of `products_joined` into q, k and v by head."""
     a = model.architecture
     rows, size, _ = heads.shape
     by_head = heads.reshape(rows, size, -1, a.head_dim)

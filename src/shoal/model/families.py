@@ -1,4 +1,4 @@
-"""config.json: the architecture of a model folder, read and written."""
+"""Reads and writes config.json, which describes the architecture of a model folder."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from shoal.records import ShoalError
 
 @dataclass(frozen=True)
 class Family:
-    """What a `model_type` of config.json implies beside the entries of the file.
+    """What a `model_type` of config.json implies besides the entries of the file.
 
-    Entries that its class in transformers does not read are ignored here too; `config_of` writes
-    those that it reads.
+    Entries that the family's class in transformers does not read are ignored here too; `config_of`
+    writes those that it reads.
     """
 
     transformers_class: str
-    biases: tuple[str, ...] = ()  # entries for biases that it reads, of attention_bias and mlp_bias
-    qkv_bias: bool = False  # always, whatever attention_bias says
+    # entries for biases that the class reads: attention_bias, mlp_bias
+    biases: tuple[str, ...] = ()
+    qkv_bias: bool = False  # True: always, whatever attention_bias says
     qk_norm: bool = False
-    head_dim: int = 0  # without the entry; 0: hidden_size / heads
-    windows: bool = True  # it reads use_sliding_window
-    computed: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # beside COMPUTED
+    head_dim: int = 0  # without the entry head_dim; 0: hidden_size / heads
+    windows: bool = True  # the class reads use_sliding_window
+    # like COMPUTED, for this family only
+    computed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def has(self, a: Architecture) -> bool:
-        """True if a model of the family may have these switches."""
+        """True if a model of this family may have the biases and norms of an architecture."""
         possible = [(self.qkv_bias, False)]
         if "attention_bias" in self.biases:
             possible.append((True, True))
@@ -45,35 +47,37 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
     "qwen3": Family("Qwen3ForCausalLM", ("attention_bias",), qk_norm=True, head_dim=128),
 }
-"""`model_type` of config.json -> the family."""
+"""`model_type` in config.json -> its family."""
 
 MOST_LAYERS, MOST_HEADS, MOST_OF_A_SIZE = 10_000, 100_000, 2**31 - 1
-"""What a config.json may say: a list of 10^9 layers would be made before any of their weights is
-missed."""
+"""Largest values that a config.json may have: a list of 10^9 layers would be made before the first
+of their weights is missed."""
 MOST_OF_A_NUMBER = 1e18
-"""Above are infinity and what no position can be multiplied by."""
+"""Larger numbers are infinity, or such that no position can be multiplied by them."""
 
 COMPUTED: Mapping[str, Sequence[Any]] = {
     "hidden_act": ("silu",),
     "partial_rotary_factor": (1,),
     "rope_type": ("default", "linear", "llama3"),
 }
-"""Entry of config.json -> the values that `forward` computes; absent, null or empty is right, too.
-Any other is an error, which is better than wrong logits."""
+"""Entry of config.json -> the values that `forward` computes; absent, null or empty is accepted,
+too. Any other is an error, which is better than wrong logits."""
 
 
 class _Entries:
-    """The entries of a folder's config.json, checked as they are read."""
+    """The entries of a folder's config.json, checked when they are read."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         self.folder = folder
         self.config = config
 
     def is_set(self, key: str) -> bool:
+        """True if an entry is present and not empty, 0 or false."""
         return bool(self.config.get(key))
 
     def check_type(self, key: str, expected: type, words: str) -> None:
-        """ShoalError for an entry that is neither empty nor of this type."""
+        """Raises ShoalError if an entry is neither empty nor of this type; `words` name the type in
+        the message."""
         value = self.config.get(key)
         if value and not isinstance(value, expected):
             raise ShoalError(
@@ -81,7 +85,7 @@ class _Entries:
             )
 
     def check_value(self, key: str, supported: Sequence[Any]) -> None:
-        """ShoalError for an entry that is neither empty nor one of these values."""
+        """Raises ShoalError if an entry is neither empty nor one of these values."""
         value = self.config.get(key)
         if value and value not in supported:
             raise ShoalError(
@@ -90,6 +94,8 @@ class _Entries:
             )
 
     def number(self, key: str, least: float = 0.0, whole: bool = False) -> Any:
+        """Returns an entry that is a number of at least `least`; ShoalError if it is anything else,
+        or missing."""
         value: Any = self.config.get(key)
         accepted = int if whole else (int, float)
         is_number = isinstance(value, accepted) and not isinstance(value, bool)
@@ -102,6 +108,8 @@ class _Entries:
         return value
 
     def size(self, key: str, most: int = MOST_OF_A_SIZE) -> int:
+        """Returns an entry that is a whole number from 1 to `most`; ShoalError if it is anything
+        else."""
         value = self.number(key, least=1, whole=True)
         if value > most:
             raise ShoalError(
@@ -111,8 +119,8 @@ class _Entries:
 
 
 def architecture_of(folder: str | Path) -> Architecture:
-    """Reads config.json, as transformers 4 or 5 writes it. ShoalError for a model that is not
-    supported."""
+    """Reads config.json, as transformers 4 or 5 writes it, and returns the architecture. ShoalError
+    if the model is not supported."""
     folder = Path(folder)
     config = read_config(folder)
     family = FAMILIES.get(str(config.get("model_type")))
@@ -126,7 +134,8 @@ def architecture_of(folder: str | Path) -> Architecture:
     entries.check_type("rope_parameters", dict, "a mapping")
     entries.check_type("quantization_config", dict, "a mapping")
     entries.check_type("layer_types", list, "a list")
-    # rope_scaling of transformers 4, rope_parameters of 5, which may write one a kind of layer.
+    # rope_scaling is written by transformers 4, rope_parameters by 5, which may write one for each
+    # kind of layer.
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
     config["rope_type"] = rope.get("type")
@@ -177,6 +186,7 @@ def architecture_of(folder: str | Path) -> Architecture:
 
 
 def _rope_scaling(entries: _Entries) -> RopeScaling | None:
+    """Returns the scaling of rotary frequencies; None if there is none."""
     kind = entries.config["rope_type"]
     if kind == "linear":
         return RopeScaling("linear", float(entries.number("factor")))
@@ -196,8 +206,9 @@ def _rope_scaling(entries: _Entries) -> RopeScaling | None:
 
 
 def _max_positions(config: Mapping[str, Any], scaling: RopeScaling | None) -> int:
-    """Tokens of the longest sequence; 0 where the file does not say. Linear scaling stretches the
-    positions of max_position_embeddings; with Llama 3's rule they are those after it."""
+    """Returns the tokens of the longest sequence; 0 if the file does not say. Linear scaling
+    stretches max_position_embeddings; with Llama 3's rule that entry already is the stretched
+    number."""
     positions = config.get("max_position_embeddings")
     if not isinstance(positions, int) or isinstance(positions, bool) or positions < 1:
         return 0
@@ -207,9 +218,9 @@ def _max_positions(config: Mapping[str, Any], scaling: RopeScaling | None) -> in
 
 
 def weight_block(folder: Path) -> tuple[int, int] | None:
-    """Rows and columns of a block of 8-bit floats with one scale, where a folder's weights are
-    stored so, as DeepSeek's and Qwen3's are; None where they are not quantised. ShoalError where
-    they are in another way."""
+    """Returns (rows, columns) of a block of 8-bit floats with one scale, if a folder's weights are
+    stored like that, as DeepSeek's and Qwen3's are; None if they are not quantised. ShoalError if
+    they are quantised in another way."""
     quantisation = read_config(folder).get("quantization_config") or {}
     method = quantisation.get("quant_method")
     is_known = (
@@ -236,8 +247,8 @@ def weight_block(folder: Path) -> tuple[int, int] | None:
 
 
 def _refuse_windows(config: Mapping[str, Any], layers: int, folder: Path) -> None:
-    """ShoalError where a layer attends to a window. Newer files name each layer's kind; older ones
-    have switches, and windows from layer max_window_layers on."""
+    """Raises ShoalError if a layer attends to a window only. Newer files name each layer's kind;
+    older ones have switches, and windows from layer max_window_layers on."""
     kinds = config.get("layer_types")
     if not kinds and config.get("use_sliding_window") and config.get("sliding_window"):
         first = config.get("max_window_layers", 28)
@@ -251,7 +262,7 @@ def _refuse_windows(config: Mapping[str, Any], layers: int, folder: Path) -> Non
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a model folder; ShoalError where there is none."""
+    """Returns the content of a model folder's config.json; ShoalError if there is none."""
     file = folder / "config.json"
     if not file.is_file():
         raise ShoalError(
@@ -261,10 +272,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def config_of(a: Architecture) -> dict[str, Any]:
-    """A config.json for an architecture; ShoalError if no family of transformers has it."""
+    """Returns a config.json for an architecture; ShoalError if no family of transformers has it."""
     name, family = _family_of(a)
     positions = a.max_positions or 32768
-    if a.rope_scaling and a.rope_scaling.kind == "linear":  # of which the file has those before it
+    if a.rope_scaling and a.rope_scaling.kind == "linear":  # the file has the number before scaling
         positions = round(positions / a.rope_scaling.factor)
     config: dict[str, Any] = {
         "architectures": [family.transformers_class],
@@ -281,7 +292,8 @@ def config_of(a: Architecture) -> dict[str, Any]:
         "rms_norm_eps": a.norm_eps,
         "rope_theta": a.rope_theta,
         "tie_word_embeddings": a.tie_embeddings,
-        # Named as none: without them Llama's class takes ids 1 and 2, which may be any tokens here.
+        # Explicitly None: without these entries Llama's class uses ids 1 and 2, which may be any
+        # tokens here.
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -305,6 +317,7 @@ def config_of(a: Architecture) -> dict[str, Any]:
 
 
 def _family_of(a: Architecture) -> tuple[str, Family]:
+    """Returns (model_type, family) of an architecture; ShoalError if there is none."""
     for name, family in FAMILIES.items():
         if family.has(a):
             return name, family
@@ -314,8 +327,8 @@ def _family_of(a: Architecture) -> tuple[str, Family]:
 def config_to_save(
     a: Architecture, source: Path | None, config: dict[str, Any] | None, dtype: np.dtype
 ) -> dict[str, Any]:
-    """The config.json to write with parameters of `dtype`: the given one, else the source's, else
-    one made from the architecture."""
+    """Returns the config.json to write with parameters of `dtype`: the given one, else the
+    source's, else one made from the architecture."""
     if config is None and source is not None and (source / "config.json").is_file():
         if architecture_of(source) != a:
             raise ShoalError(
@@ -323,7 +336,8 @@ def config_to_save(
             )
         config = read_config(source)
     saved = dict(config or make_config(a, source))
-    saved.pop("quantization_config", None)  # of the source's files: what is written is widened
+    # describes the source's files; the ones to write are not quantised
+    saved.pop("quantization_config", None)
     dtype_key = "dtype" if "dtype" in saved else "torch_dtype"
     saved[dtype_key] = dtype.name
     return saved
@@ -332,8 +346,8 @@ def config_to_save(
 def make_config(
     a: Architecture, tokenizer: Path | None, config: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """A config for an architecture (or the given one), with the special token ids of a tokenizer's
-    folder."""
+    """Returns a config for an architecture (`config` if given), with the special token ids of a
+    tokenizer's folder."""
     made = dict(config or config_of(a))
     for name in ("config.json", "generation_config.json"):
         if tokenizer and (tokenizer / name).is_file():
@@ -347,7 +361,8 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def describes(folder: Path, a: Architecture) -> bool:
-    """True if the config.json in a folder describes this architecture."""
+    """True if the config.json in a folder describes this architecture; False also if there is
+    none."""
     try:
         return architecture_of(folder) == a
     except ShoalError:  # no config.json, or a model that is not supported

@@ -1,11 +1,11 @@
-"""Floating point operations that a step needs, from which its MFU (model FLOPs utilisation) is
-computed.
+"""Computes the floating point operations that a step needs, and from them its MFU (model FLOPs
+utilisation).
 
 A product of a matrix with n elements and a vector counts 2n. Counted are the products with weights
 and the two products of attention, as in the PaLM paper (Chowdhery et al. 2022, arXiv:2204.02311,
-appendix B), but with the number of keys that each token really has; norms, activations and sampling
+appendix B), but with the number of keys that each token really has. Norms, activations and sampling
 are left out, and so is what a program recomputes or computes on padding. A backward pass costs two
-forward passes; of frozen weights' products, one.
+forward passes, but for products with frozen weights one.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from shoal.model.parameters import param_specs
 from shoal.records import Group
 
 GroupLengths = tuple[int, Sequence[int]]
-"""Tokens of a prompt, and of each of its completions."""
+"""(tokens of a prompt, tokens of each of its completions)."""
 
 
 def forward_flops(a: Architecture, prompt: int, completions: Sequence[int]) -> float:
-    """One forward pass over a prompt, once, and its completions: with N the weights of the blocks'
-    products,
+    """Returns the operations of one forward pass over a prompt, computed once, and its completions.
+    With N the weights of the blocks' products:
 
         prompt        2 N Tp            + 4 L H A Tp (Tp + 1) / 2
         completion    2 (N + D V) T     + 4 L H A (T Tp + T (T + 1) / 2)
 
-    since a prompt's tokens need no logits and a completion's tokens attend to the prompt too.
+    because a prompt's tokens need no logits, and a completion's tokens attend to the prompt too.
     """
     pairs = prompt * (prompt + 1) / 2
     for length in completions:
@@ -44,8 +44,8 @@ def forward_flops(a: Architecture, prompt: int, completions: Sequence[int]) -> f
 
 
 def _product_flops(a: Architecture, prompt: int, completions: Sequence[int]) -> float:
-    """The products with weights in one forward pass; those of an adapter, some hundredths of them,
-    are left out."""
+    """Returns the operations of the products with weights in one forward pass, without those of an
+    adapter, which are some hundredths of them."""
     tokens = sum(completions)
     head = a.hidden_size * a.vocab_size
     return 2.0 * (_block_weights(a) * (prompt + tokens) + head * tokens)
@@ -53,7 +53,7 @@ def _product_flops(a: Architecture, prompt: int, completions: Sequence[int]) -> 
 
 @lru_cache
 def _block_weights(a: Architecture) -> int:
-    """Elements of all matrices of all layers, as they are declared."""
+    """Returns the number of elements of all matrices of all layers."""
     weights = 0
     for spec in jax.tree.leaves(param_specs(replace(a, adapter=None, quantised="")).blocks):
         if not spec.is_vector:
@@ -68,9 +68,9 @@ def model_flops(
     num_epochs: int = 1,
     num_scorings: int = 0,
 ) -> float:
-    """A whole step: a forward pass over what was sampled; over what was trained on, a forward and a
-    backward pass an epoch and a forward pass for each scoring (the reference's, and the one before
-    the first of several updates)."""
+    """Returns the operations of a whole step: a forward pass over what was sampled; over what was
+    trained on, a forward and a backward pass for each epoch and a forward pass for each scoring
+    (the reference's, and the one before the first of several updates)."""
     forward_of_sampled = 0.0
     for prompt, completions in sampled:
         forward_of_sampled += forward_flops(a, prompt, completions)
@@ -88,12 +88,13 @@ def model_flops(
 
 @dataclass(frozen=True)
 class Utilisation:
-    """The figures from which MFU is computed; `peak` is in operations a second of all devices."""
+    """What MFU is computed from; `peak` is in operations a second, of all devices together."""
 
     architecture: Architecture
     peak: float
     num_epochs: int
-    # forward passes over the trained tokens besides the updates: old, reference, teacher
+    # number of forward passes over the trained tokens besides the updates: for old, reference and
+    # teacher log-probs
     num_scorings: int
 
     @classmethod
@@ -105,7 +106,8 @@ class Utilisation:
         num_epochs: int = 1,
         num_scorings: int = 0,
     ) -> Utilisation | None:
-        """None if the peak rate of a device is unknown, as that of any CPU."""
+        """Returns the figures for these devices; None if the peak rate of a device is unknown, as
+        that of any CPU is."""
         peak = 0.0
         for device in devices:
             rate = peak_flops(device.device_kind, dtype)
@@ -119,8 +121,8 @@ class Utilisation:
     def share(
         self, groups: Sequence[Group], entered: Container[tuple[int, int]], seconds: float
     ) -> float:
-        """MFU of a step of so many seconds; `entered` holds the (group, completion) pairs that
-        entered the update."""
+        """Returns the MFU of a step that took so many seconds; `entered` has the (group,
+        completion) pairs that entered the update."""
         sampled: list[GroupLengths] = []
         trained: list[GroupLengths] = []
         for number, group in enumerate(groups):
@@ -133,7 +135,7 @@ class Utilisation:
                     if (number, index) in entered:
                         trained_lengths.append(length)
                 sampled.append((len(prompt), sampled_lengths))
-                if trained_lengths:  # else the prompt was not computed either
+                if trained_lengths:  # without any, the prompt was not computed in training either
                     trained.append((len(prompt), trained_lengths))
         flops = model_flops(self.architecture, sampled, trained, self.num_epochs, self.num_scorings)
         return flops / (self.peak * seconds)

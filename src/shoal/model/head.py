@@ -1,5 +1,5 @@
-"""The end of the model: logits of all tokens, or of the slices of the vocabulary that a loss
-reads."""
+"""The end of the model: computes logits of all tokens, or of the slices of the vocabulary that a
+loss reads."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ if TYPE_CHECKING:
 
 
 def logits(model: Model, parameters: Parameters, hidden: jax.Array) -> jax.Array:
-    """hidden[..., D] -> float32[..., V]."""
+    """Computes logits float32[..., V] from hidden[..., D]."""
     return _project(output_head(parameters), hidden.astype(model.dtype))
 
 
 def output_head(parameters: Parameters) -> jax.Array:
-    """[D, V]"""
+    """Returns the head [D, V]: the embedding transposed if they are tied."""
     if parameters.lm_head is None:
         return parameters.embed_tokens.T
     return parameters.lm_head
 
 
 def _project(head: Weight, hidden: jax.Array) -> jax.Array:
-    # float32 out: bfloat16 has 8 significant bits, and ratios are made of differences of these.
+    # float32, because bfloat16 has 8 significant bits, and ratios are computed from differences of
+    # logits.
     return linear(head, hidden, jnp.float32)
 
 
 def head_slices(head: jax.Array, size: int) -> jax.Array:
-    """A head[D, V] as slices [n, D, v], v at most `size`, by whole registers; the last ones are
-    filled up by zeros."""
+    """Returns a head[D, V] as n slices [n, D, v], with v at most about `size` and a multiple of a
+    register's 128; the last slices are filled up with zeros."""
     vocab_size = head.shape[1]
     count = -(-vocab_size // size)
     width = -(-vocab_size // (128 * count)) * 128
@@ -46,19 +47,21 @@ def head_slices(head: jax.Array, size: int) -> jax.Array:
 
 
 def head_projection(model: Model, head: jax.Array) -> Callable[[jax.Array], jax.Array]:
-    """`logits` for many chunks hidden[R, T, D] of a batch: the head[D, V] is cast and gathered
-    once, before the first, and its gradient is summed over the devices once, after the last."""
+    """Returns the function that computes `logits` of chunks hidden[R, T, D] of a batch. The head[D,
+    V] is cast and gathered once, before the first chunk, and its gradient is summed over the
+    devices once, after the last."""
     role = model.role
     shards = role.row_shards
     if shards == 1:
         return partial(_project, cast_weight(model, head, ("embed", model.vocab_axis)))
-    # A copy for each part of the rows, each on that part's devices: in a loop over chunks the
-    # products are then local, and so is the sum of their gradients. One head for all would be
-    # summed over the devices in every chunk.
+    # Each part of the rows gets its own copy of the head, on that part's devices: in a loop over
+    # chunks the products are then local, and so is the sum of their gradients. The gradient of a
+    # single head would be summed over the devices in every chunk.
     kernel = jax.lax.stop_gradient(_copies(model, jnp.float32, head.astype(model.dtype)))
     master = _copies(model, model.reduce_dtype, head)
 
     def project(hidden: jax.Array) -> jax.Array:
+        """Returns logits of a chunk, with each part of the rows times its own copy of the head."""
         flat = role.constrain(hidden.reshape(shards, -1, hidden.shape[-1]), "rows", None, None)
         product: jax.Array = cast_product(flat, kernel, master, jnp.float32, jnp.float32)
         rows, size, _ = hidden.shape
@@ -70,8 +73,8 @@ def head_projection(model: Model, head: jax.Array) -> Callable[[jax.Array], jax.
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _copies(model: Model, reduce_dtype: Any, head: jax.Array) -> jax.Array:
-    """[D, V] -> a copy for each part of the rows, on its devices; the gradient is summed over them
-    in `reduce_dtype`."""
+    """Returns a copy of the head[D, V] for each part of the rows, on that part's devices; the
+    gradient is summed over the copies in `reduce_dtype`."""
     hidden_size, vocab_size = head.shape
     copies = jnp.broadcast_to(head, (model.role.row_shards, hidden_size, vocab_size))
     return model.role.constrain(copies, "rows", None, model.vocab_axis)
@@ -84,6 +87,7 @@ def _copies_forward(model: Model, reduce_dtype: Any, head: jax.Array) -> tuple[j
 def _copies_backward(
     model: Model, reduce_dtype: Any, _: None, gradient: jax.Array
 ) -> tuple[jax.Array]:
+    """Sums the gradients of all copies to the gradient of the head."""
     role = model.role
     vocab = model.vocab_axis
     gradient = role.constrain(gradient, "rows", None, vocab).astype(reduce_dtype)

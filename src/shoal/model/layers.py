@@ -1,8 +1,9 @@
-"""Layers of a model's weights: whether they are stacked in one array or apart, and access to each.
+"""How a sampler holds the layers of a model: stacked in one array, or each in its own arrays; and
+access to single layers.
 
-A trainer stacks all layers along a first dimension. A sampler reads them so where they may be the
-trainer's own arrays, which costs no copy; or apart, an array a layer, where its compiler reads such
-arrays faster (`ffn_chunks` decides). Programs read either through `by_layer`.
+A trainer stacks all layers along a first dimension. A sampler does the same if its arrays may be
+the trainer's own, which costs no copy; or it has separate arrays for each layer, if its compiler
+reads those faster (`ffn_chunks` decides). Programs read either form through `by_layer`.
 """
 
 from __future__ import annotations
@@ -24,26 +25,27 @@ if TYPE_CHECKING:
     from shoal.model.transformer import Model
 
 FFN_CHUNK_BYTES = 16 << 20
-"""Of a device's part of a feed-forward matrix, the most in one array of a TPU's sampler: as much is
-copied into on-chip memory while the product before is computed. A matrix of at most two such chunks
-is left whole."""
+"""Most bytes that one array of a TPU's sampler has of a device's part of a feed-forward matrix: as
+much is copied into on-chip memory while the product before is computed. A matrix of at most two
+such chunks is not split."""
 
 
 def ffn_chunks(a: Architecture, role: Role, dtype: Any) -> int:
-    """Into how many column chunks each feed-forward matrix is split for a sampler on these devices.
-    1: one array a layer; 0: all layers stacked.
+    """Returns how a sampler on these devices holds each feed-forward matrix. 0: all layers are
+    stacked; 1: one array a layer; n > 1: each layer's matrix is split into n chunks of columns.
 
     XLA for GPU copies nearly all of a layer out of stacked weights before its products, at every
-    token; for TPU it reads them in place, but copies no part of them into on-chip memory ahead. By
+    token; XLA for TPU reads them in place, but copies no part of them into on-chip memory ahead. By
     its account, with waits for copies, 70B on 8 v5p takes 10.4 ms a token in 4 chunks, 13.4 with
-    layers apart and 14.9 stacked; 8B on one v6e 14.3 in 8 chunks, 17.2 and 18.0 (int8: 10.8 apart,
-    18.7 stacked). What is frozen, or in the trainer's float32, stays stacked on TPUs: on one mesh
-    it is the trainer's array.
+    separate layers and 14.9 stacked; 8B on one v6e 14.3 in 8 chunks, 17.2 and 18.0 (int8: 10.8 with
+    separate layers, 18.7 stacked). Weights that are frozen, or in the trainer's float32, stay
+    stacked on TPUs: on one mesh the sampler reads the trainer's array.
     """
     if role.device_kind not in CHUNKED_OPTIONS:
         return int(role.platform == "gpu")
     if a.quantised and not a.adapter:
-        # Made for the sampler. A part of a matrix of 8 bits is not copied ahead.
+        # Quantised arrays are made for the sampler alone. A part of a matrix of 8 bits is not
+        # copied ahead.
         return 1
     width = a.intermediate_size // role.tensor
     itemsize = jnp.dtype(dtype).itemsize
@@ -57,7 +59,8 @@ def ffn_chunks(a: Architecture, role: Role, dtype: Any) -> int:
 
 
 def published_specs(model: Model) -> Parameters:
-    """The `param_specs` of what the sampler of a model is given."""
+    """Returns the specs of the parameters as the sampler of a model gets them: `param_specs`,
+    stacked, or with a tuple of L blocks."""
     specs = param_specs(model.architecture)
     num_chunks = model.ffn_chunks
     if not num_chunks:
@@ -67,8 +70,8 @@ def published_specs(model: Model) -> Parameters:
 
 
 def _layer_spec(spec: ParamSpec, num_chunks: int) -> ParamSpec | tuple[ParamSpec, ...]:
-    """One layer of a stacked parameter; a feed-forward matrix's as its chunks, if there are
-    several."""
+    """Returns the spec of one layer of a stacked parameter; of a feed-forward matrix a tuple of its
+    chunks, if there are several."""
     shape = list(spec.shape[1:])
     axes = spec.axes[1:]
     if num_chunks == 1 or "mlp" not in axes:
@@ -80,8 +83,8 @@ def _layer_spec(spec: ParamSpec, num_chunks: int) -> ParamSpec | tuple[ParamSpec
 def split_layers(
     stacked: jax.Array, spec: ParamSpec, num_chunks: int, tensor: int
 ) -> tuple[Any, ...]:
-    """Each layer of a stacked array, as `published_specs` has it. A chunk is the same part of what
-    each of `tensor` devices has: nothing is exchanged."""
+    """Splits a stacked array into its layers, in the form of `published_specs`. A chunk consists of
+    the same part of what each of the `tensor` devices holds, so that devices exchange nothing."""
     if num_chunks == 1 or "mlp" not in spec.axes:
         return tuple(stacked)
     at = spec.axes.index("mlp")
@@ -96,7 +99,8 @@ def split_layers(
 
 
 def unstack_layers(parameters: Parameters, num_layers: int) -> Parameters:
-    """Parameters with a tuple of L blocks in place of one whose leaves are tuples of L layers."""
+    """Converts parameters whose one block has tuples of L layers as leaves to parameters with a
+    tuple of L blocks."""
     blocks = []
     for number in range(num_layers):
         layer = jax.tree.map(
@@ -107,12 +111,12 @@ def unstack_layers(parameters: Parameters, num_layers: int) -> Parameters:
 
 
 def by_layer(model: Model, blocks: Any) -> tuple[Block, ...]:
-    """The layers one by one, of stacked or separate ones."""
+    """Returns the layers one by one, whether `blocks` is stacked or a tuple of layers already."""
     if isinstance(blocks, Block):
         return unstacked(blocks, model.architecture.num_layers)
     return blocks
 
 
 def unstacked(tree: Any, num_layers: int) -> tuple[Any, ...]:
-    """The layers of a tree whose leaves have L in front, one by one."""
+    """Returns the L layers of a tree whose leaves have L in front."""
     return tuple(jax.tree.map(itemgetter(number), tree) for number in range(num_layers))

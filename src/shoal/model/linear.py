@@ -1,5 +1,5 @@
-"""The one matrix product of the model: kinds of weight (plain, biased, adapted, quantised, cast)
-differ here alone."""
+"""The one matrix product of the model. Kinds of weight (plain, biased, adapted, quantised, cast)
+are told apart here alone."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ class Adapted:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantised:
-    """A frozen kernel in one byte an element: `values[in, out] * scale[out]`, by output channel.
-    `scale` is a bfloat16 value, so that a computation in bfloat16 does not round it."""
+    """A frozen kernel in one byte an element: `values[in, out] * scale[out]`, with one scale for
+    each output channel. Each scale is a bfloat16 value, so that a computation in bfloat16 does not
+    round it."""
 
     values: Any
     scale: Any
@@ -46,8 +47,9 @@ class Quantised:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cast:
-    """A kernel in the type of the computation. Its gradient goes to `master` (same shape, never
-    read) in that one's type, and is summed over devices in `reduce_dtype`.
+    """A kernel cast to the type of the computation, and its master. The gradient goes to `master`
+    (same shape, values never read) in the master's type, and is summed over devices in
+    `reduce_dtype`.
 
     Autodiff alone would give the gradient the kernel's type: rounded to bfloat16 before every sum.
     """
@@ -61,12 +63,12 @@ Weight: TypeAlias = "jax.Array | Biased | Adapted | Quantised | Cast"
 
 
 QUANTISED = {"none": "", "int8": "int8", "fp8": "float8_e4m3fn"}
-"""Types of weights in 8 bits by the names that keys give them."""
+"""The type of quantised weights for each value of `model.quantise`."""
 
 
 def linear(weight: Weight, x: jax.Array, out_dtype: Any = None) -> jax.Array:
-    """x[..., in] -> [..., out]: the weight is cast to x's type, and so is the result unless
-    `out_dtype` is given."""
+    """Computes x[..., in] times a weight of any kind -> [..., out]. The weight is cast to x's type;
+    the result has x's type, or `out_dtype` if given."""
     product: jax.Array
     if isinstance(weight, Biased):
         product = linear(weight.kernel, x, out_dtype)
@@ -75,8 +77,8 @@ def linear(weight: Weight, x: jax.Array, out_dtype: Any = None) -> jax.Array:
         product = adapted_product(weight.scale, out_dtype, x, weight.kernel, (weight.a, weight.b))
         return checkpoint_name(product, "product")
     if isinstance(weight, Quantised):
-        # Else XLA for GPU widens the values of all layers at the start of a token, as no widening
-        # waits for anything.
+        # Without a barrier XLA for GPU widens the values of all layers at the start of a token,
+        # because widening waits for nothing.
         values, x = jax.lax.optimization_barrier((weight.values, x))
         product = linear(values, x, out_dtype)
         return product * weight.scale.astype(product.dtype)
@@ -96,27 +98,28 @@ def linear(weight: Weight, x: jax.Array, out_dtype: Any = None) -> jax.Array:
 def cast_product(
     x: jax.Array, kernel: jax.Array, master: jax.Array | None, out_dtype: Any, reduce_dtype: Any
 ) -> jax.Array:
-    """x[..., T, in] times `Cast`'s kernel[..., in, out]; without a master the gradient is the
-    kernel's own."""
+    """Computes x[..., T, in] times the kernel[..., in, out] of a `Cast`. The gradient goes to
+    `master`; if that is None, to the kernel."""
     return jnp.matmul(x, kernel, preferred_element_type=out_dtype)
 
 
 def _cast_product_forward(
     x: jax.Array, kernel: jax.Array, master: jax.Array | None, out_dtype: Any, reduce_dtype: Any
 ) -> tuple[jax.Array, Any]:
-    # Not `cast_product` again: no policy of `jax.checkpoint` looks into it, so that none would keep
-    # the product.
+    # Not `cast_product` again: no policy of `jax.checkpoint` looks into a custom_vjp, so none would
+    # keep the product.
     return jnp.matmul(x, kernel, preferred_element_type=out_dtype), (x, kernel)
 
 
 def _cast_product_backward(
     out_dtype: Any, reduce_dtype: Any, kept: Any, gradient: jax.Array
 ) -> tuple:
+    """Returns the gradients of x, and of the master or the kernel."""
     x, kernel = kept
-    # Of x's type also where the product is float32 (logits): the kernel would be converted whole
-    # for float32 products.
+    # The gradient is cast to x's type even if the product is float32 (logits): otherwise the whole
+    # kernel would be converted for float32 products.
     gradient = gradient.astype(x.dtype)
-    # The partitioner sums over devices what the product gives, so its type is that of the
+    # The partitioner sums this product over devices, so the product's type is that of the
     # reduction.
     of_kernel = jnp.matmul(x.mT, gradient, preferred_element_type=reduce_dtype)
     of_x = jnp.matmul(gradient, kernel.mT)
@@ -131,7 +134,8 @@ cast_product.defvjp(_cast_product_forward, _cast_product_backward)
 def _adapted(
     scale: float, out_dtype: Any, x: jax.Array, kernel: Weight, pair: tuple[Weight, Weight]
 ) -> jax.Array:
-    # Never merged into the kernel, whose type would round an update's change away.
+    """Computes the product of a kernel with an adapter, without a rule for its gradient."""
+    # The adapter is never merged into the kernel, whose type would round an update's change away.
     a, b = pair
     product = linear(kernel, x, out_dtype)
     return product + linear(b, linear(a, x) * scale, out_dtype)
@@ -141,10 +145,12 @@ def _adapted(
 def adapted_product(
     scale: float, out_dtype: Any, x: jax.Array, kernel: Weight, pair: tuple[Weight, Weight]
 ) -> jax.Array:
-    """x[..., in] kernel + (x a) b * scale -> [..., out]; the kernel is frozen and has no gradient.
+    """Computes x[..., in] kernel + (x a) b * scale -> [..., out], with `pair` = (a, b); the kernel
+    is frozen and has no gradient.
 
-    No policy of `jax.checkpoint` looks into it: the sum, named `product`, is kept in place of what
-    it is made of, and the backward pass computes only x a again, which is little."""
+    No policy of `jax.checkpoint` looks into a custom_vjp: the sum, named `product`, is kept in
+    place of its terms, and the backward pass computes only x a again, which is little.
+    """
     return _adapted(scale, out_dtype, x, kernel, pair)
 
 
@@ -157,16 +163,18 @@ def _adapted_product_forward(
 def _adapted_product_backward(
     scale: float, out_dtype: Any, kept: Any, gradient: jax.Array
 ) -> tuple:
+    """Returns the gradients of x and of the adapter's two matrices."""
     x, kernel, pair = kept
 
     def of_trained(x: jax.Array, pair: tuple[Weight, Weight]) -> jax.Array:
+        """Computes the product from the arguments that have a gradient."""
         return _adapted(scale, out_dtype, x, kernel, pair)
 
     _, backward = jax.vjp(of_trained, x, pair)
     of_x, (of_a, of_b) = backward(gradient)
 
-    # Computed as [rank, in], four times as fast on CPU; without a barrier XLA exchanges the
-    # product's factors again.
+    # The gradient is computed as [rank, in], which is four times as fast on CPU; without a barrier
+    # XLA would exchange the product's factors again.
     def transposed_first(gradient: jax.Array) -> jax.Array:
         return jax.lax.optimization_barrier(gradient.mT).mT
 
@@ -177,16 +185,16 @@ adapted_product.defvjp(_adapted_product_forward, _adapted_product_backward)
 
 
 def quantise(kernel: jax.Array, dtype: Any) -> Quantised:
-    """kernel[..., in, out] in one byte an element, int8 or a float of 8 bits: the nearest of them
-    by output channel."""
+    """Quantises kernel[..., in, out] to one byte an element, int8 or a float of 8 bits: the nearest
+    values, with one scale for each output channel."""
     wide = kernel.astype(jnp.float32)
     dtype = jnp.dtype(dtype)
     is_integer = dtype.kind == "i"
     limits = jnp.iinfo(dtype) if is_integer else jnp.finfo(dtype)
     most = float(limits.max)
     scale = jnp.abs(wide).max(axis=-2) / most
-    # Up to the next bfloat16, whose upper 16 bits are float32's: no value may pass the type's
-    # largest.
+    # The scale is rounded up to the next bfloat16, which is the upper 16 bits of a float32: no
+    # value may pass the type's largest.
     bits = jax.lax.bitcast_convert_type(scale, jnp.uint32) + jnp.uint32(0xFFFF)
     bits = bits & jnp.uint32(0xFFFF0000)
     scale = jnp.where(scale > 0, jax.lax.bitcast_convert_type(bits, jnp.float32), 1.0)
@@ -197,8 +205,8 @@ def quantise(kernel: jax.Array, dtype: Any) -> Quantised:
 
 
 def broadcast(vector: jax.Array, like: jax.Array) -> jax.Array:
-    """A norm's weight or a bias in another array's type, ready to meet it; the gradient is summed
-    in the vector's."""
+    """Returns a vector (a norm's weight or a bias) in the type of `like`, and in its shape if the
+    vector is float32; its gradient is then summed in float32."""
     if vector.dtype != jnp.float32:
         return vector.astype(like.dtype)
     return _broadcast(vector, like.shape, like.dtype)
@@ -218,6 +226,7 @@ def _broadcast_forward(
 def _broadcast_backward(
     shape: tuple[int, ...], dtype: Any, _: None, gradient: jax.Array
 ) -> tuple[jax.Array]:
+    """Sums the gradient over all rows, in float32."""
     rows = gradient.reshape(-1, shape[-1])
     if dtype == jnp.float32:
         # A product: XLA's sum over rows on CPU has an eighth of its speed, an eighth of a small

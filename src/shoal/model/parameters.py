@@ -1,4 +1,5 @@
-"""The parameters of a model, each declared once: shape, logical axes, initialisation."""
+"""The parameters of a model, each declared once: shape, logical axes, initialisation, names in
+files."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ from shoal.records import ShoalError
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Block:
-    """Parameters of one layer, or of all L stacked along a first dimension."""
+    """Parameters of one layer, or of all L layers stacked along a first dimension."""
 
     attention_norm: Any  # [D]
-    q: Any  # [D, H*A]; in decoding [D, (H + 2*K)*A] where k and v are None
+    q: Any  # [D, H*A]; if k and v are None, as in decoding, all three: [D, (H + 2*K)*A]
     k: Any  # [D, K*A]
     v: Any  # [D, K*A]
     o: Any  # [H*A, D]
@@ -38,11 +39,15 @@ class Block:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Parameters:
+    """All parameters of a model. The same class holds trees of specs, shapes, shardings or
+    gradients."""
+
     embed_tokens: Any  # [V, D]
-    # a Block whose leaves have L in front; or, where a sampler reads layers apart, L Blocks
+    # A Block whose leaves have L in front; or a tuple of L Blocks, if a sampler reads each layer
+    # from its own arrays.
     blocks: Any
     final_norm: Any  # [D]
-    lm_head: Any = None  # [D, V]; None where tied to the embedding
+    lm_head: Any = None  # [D, V]; None if tied to the embedding
 
 
 @dataclass(frozen=True)
@@ -54,36 +59,39 @@ class ParamSpec:
     axes: tuple[str | None, ...]
     init: Literal["normal", "uniform", "ones", "zeros"] = "normal"
     stddev: float = 0.02
-    heads: int = 0  # that a dimension over `heads` is made of
-    transposed: bool = False  # files hold kernels as [out, in]
-    name: str = field(default="", compare=False)  # of its tensors; `{layer}` is the layer's number
-    # else frozen: in the type of the computation, without gradient and moments
+    heads: int = 0  # number of heads that a dimension over `heads` consists of
+    transposed: bool = False  # True if files hold the kernel as [out, in]
+    # name of its tensors in files; `{layer}` stands for the layer's number
+    name: str = field(default="", compare=False)
+    # False: frozen, in the type of the computation, without gradient and moments
     trained: bool = True
-    # on devices, whatever the computation's is; empty: that one's, or float32 of what is trained
+    # Type on devices, whatever the computation's is; "": the computation's, or float32 for a
+    # trained parameter
     dtype: str = ""
 
     @property
     def stacked(self) -> bool:
-        """True for all layers' in one array; files hold a tensor for each."""
+        """True if one array has the parameter of all layers; files hold a tensor for each layer."""
         return self.axes[0] == "layers"
 
     @property
     def num_layers(self) -> int:
-        """Layers that it holds; 1 where it belongs to none."""
+        """Number of layers in the array; 1 if the parameter belongs to no layer."""
         return self.shape[0] if self.stacked else 1
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
-        """Shape of one layer's part."""
+        """Shape of one layer's part of the array."""
         return self.shape[1:] if self.stacked else self.shape
 
     @property
     def tensor_names(self) -> list[str]:
+        """Names of the parameter's tensors in files, one a layer."""
         return [self.name.format(layer=layer) for layer in range(self.num_layers)]
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
-        """Shape of each of its tensors in files."""
+        """Shape of each of the parameter's tensors in files."""
         return self.layer_shape[::-1] if self.transposed else self.layer_shape
 
     @property
@@ -92,14 +100,16 @@ class ParamSpec:
 
     @property
     def file_shape(self) -> tuple[int, int, int]:
-        """Layers (1 if it has none), rows, columns (1 for a vector) of its tensors in files."""
+        """(layers, rows, columns) of the parameter's tensors in files: 1 layer if it belongs to
+        none, 1 column for a vector."""
         if self.is_vector:
             return self.num_layers, self.tensor_shape[0], 1
         rows, columns = self.tensor_shape
         return self.num_layers, rows, columns
 
     def from_file(self, values: Any) -> Any:
-        """[layers, rows, columns] -> the parameter's own dimensions."""
+        """Converts values from the form of files, [layers, rows, columns], to the parameter's own
+        dimensions."""
         if self.transposed:
             values = values.swapaxes(1, 2)
         if self.is_vector:
@@ -107,7 +117,8 @@ class ParamSpec:
         return values if self.stacked else values[0]
 
     def to_file(self, values: Any) -> Any:
-        """The way back."""
+        """Converts values from the parameter's dimensions to the form of files: the inverse of
+        `from_file`."""
         if not self.stacked:
             values = values[None]
         if self.is_vector:
@@ -115,12 +126,14 @@ class ParamSpec:
         return values.swapaxes(1, 2) if self.transposed else values
 
     def sharding(self, role: Role) -> NamedSharding:
+        """Returns how a role's devices split the parameter."""
         return role.sharding(self.axes_on(role), self.shape)
 
     def axes_on(self, role: Role) -> tuple[str | None, ...]:
-        """The axes that a role splits, by whole heads. Key/value heads fewer than `tensor`, and a
-        vocabulary that it does not divide (a resized embedding may have any size), are whole on
-        each of its devices: None."""
+        """Returns the logical axes that a role splits the parameter along, None for a dimension
+        that is not split. Heads are split as whole heads only: if `tensor` does not divide them, or
+        the vocabulary (a resized embedding may have any size), each device of `tensor` has all of
+        that dimension."""
         axes: list[str | None] = []
         for axis, size in zip(self.axes, self.shape, strict=True):
             is_whole = (axis == "heads" and self.heads % role.tensor) or (
@@ -136,14 +149,15 @@ class ParamSpec:
 
 
 ADAPTER_PREFIX = "base_model.model."
-"""Before the names of an adapter's tensors in PEFT's files."""
+"""Prefix of the names of an adapter's tensors in PEFT's files."""
 
 
 def param_specs(a: Architecture) -> Parameters:
-    """Every parameter of an architecture: `Parameters` with `ParamSpec` leaves, the one place that
-    declares them.
+    """Returns every parameter of an architecture: `Parameters` with `ParamSpec` leaves. This is the
+    one place that declares them.
 
-    An adapter's have the names of PEFT's files. With one, all others are frozen."""
+    An adapter's parameters have the names of PEFT's files. With an adapter, all others are frozen.
+    """
     trained = a.adapter is None
     lm_head = None
     if not a.tie_embeddings:
@@ -170,12 +184,12 @@ def param_specs(a: Architecture) -> Parameters:
 
 
 def _block_specs(a: Architecture) -> Block:
-    """The parameters of all layers, stacked."""
+    """Returns the specs of the parameters of all layers, stacked."""
     hidden = a.hidden_size
     inner = a.intermediate_size
     queries = a.num_heads * a.head_dim
     keys = a.num_kv_heads * a.head_dim
-    # Outputs to the residual stream start smaller, as in GPT-2.
+    # Weights of outputs to the residual stream start smaller, as in GPT-2.
     depth = (2 * a.num_layers) ** -0.5
     product = partial(_product_specs, a)
     norm = partial(_norm_spec, a)
@@ -221,7 +235,8 @@ def _layer_spec(
     scale: float = 1.0,
     heads: int = 0,
 ) -> ParamSpec:
-    """A parameter of each layer, stacked; `shape` and `axes` are one layer's."""
+    """Returns the spec of a parameter that each layer has, stacked; `shape` and `axes` are those of
+    one layer."""
     return ParamSpec(
         shape=(a.num_layers, *shape),
         axes=("layers", *axes),
@@ -248,8 +263,8 @@ def _product_specs(
     scale: float = 1.0,
     heads: int = 0,
 ) -> Any:
-    """A kernel[rows, columns] of each layer, with what belongs to it: scales in 8 bits, an adapter,
-    a bias."""
+    """Returns the specs of a kernel[rows, columns] that each layer has, with what belongs to it by
+    the architecture: scales in 8 bits, an adapter, a bias."""
     row_axis, column_axis = axes
     kernel: Any = _layer_spec(a, f"{name}.weight", (rows, columns), axes, scale=scale, heads=heads)
     if a.quantised:
@@ -289,20 +304,20 @@ def _product_specs(
 
 
 def classifier_specs(a: Architecture) -> Parameters:
-    """The `param_specs` of a sequence classifier with one label: its head is in place of that of
-    logits."""
+    """Returns the `param_specs` of a sequence classifier with one label, whose head takes the place
+    of the head for logits."""
     head = ParamSpec((a.hidden_size, 1), ("embed", None), transposed=True, name="score.weight")
     return replace(param_specs(a), lm_head=head)
 
 
 def trained_specs(a: Architecture) -> Parameters:
-    """The `param_specs` that are trained, None in place of the others: leaves that JAX's trees do
-    not have."""
+    """Returns the `param_specs` of the trained parameters, with None in place of the others; JAX's
+    trees have no leaf there."""
     return trained_of(param_specs(a))
 
 
 def trained_of(specs: Any) -> Any:
-    """The `ParamSpec`s of a tree that are trained, None in place of the others."""
+    """Returns a tree of `ParamSpec`s with None in place of those that are not trained."""
 
     def if_trained(spec: ParamSpec) -> ParamSpec | None:
         return spec if spec.trained else None
@@ -311,7 +326,8 @@ def trained_of(specs: Any) -> Any:
 
 
 def frozen_specs(a: Architecture) -> Parameters | None:
-    """The `param_specs` that are not trained; None where all are trained."""
+    """Returns the `param_specs` of the frozen parameters, with None in place of the others; None if
+    all parameters are trained."""
     if not a.adapter:
         return None
 
@@ -326,7 +342,8 @@ def _is_none(leaf: Any) -> bool:
 
 
 def select(specs: Any, tree: Any) -> Any:
-    """The leaves of a tree of parameters that `trained_specs` or `frozen_specs` have."""
+    """Returns a tree of parameters with None wherever `specs` (`trained_specs` or `frozen_specs`)
+    has None. None if `specs` is None."""
     if specs is None:
         return None
 
@@ -337,7 +354,8 @@ def select(specs: Any, tree: Any) -> Any:
 
 
 def joined(part: Any, other: Any) -> Any:
-    """The whole of two parts; `other` may be None, without any."""
+    """Returns one tree from two that complement each other: the leaf of `part`, or that of `other`
+    where `part` has None. `other` may be None."""
     if other is None:
         return part
 
@@ -348,7 +366,8 @@ def joined(part: Any, other: Any) -> Any:
 
 
 def without_adapter(a: Architecture, parameters: Parameters) -> Parameters:
-    """The parameters of the base of an architecture: the same arrays."""
+    """Returns the parameters of the base model, without the adapter's: the same arrays in the tree
+    of `a.base`. Returns `parameters` itself if the architecture has no adapter."""
     if not a.adapter:
         return parameters
     frozen = jax.tree.leaves(select(frozen_specs(a), parameters))
@@ -356,18 +375,19 @@ def without_adapter(a: Architecture, parameters: Parameters) -> Parameters:
 
 
 def as_frozen(a: Architecture, base: Parameters) -> Parameters:
-    """The parameters of the base of an architecture where its adapter has them, None in place of
-    the adapter's."""
+    """Returns the base model's parameters in the tree of the architecture with its adapter, with
+    None in place of the adapter's parameters: the inverse of `without_adapter`. Only for an
+    architecture with an adapter."""
     return jax.tree.unflatten(jax.tree.structure(frozen_specs(a)), jax.tree.leaves(base))
 
 
 def shardings(a: Architecture, role: Role) -> Parameters:
-    """A NamedSharding for every parameter."""
+    """Returns a NamedSharding for every parameter of an architecture."""
     return shardings_of(param_specs(a), role)
 
 
 def shardings_of(specs: Any, role: Role) -> Any:
-    """A NamedSharding for every parameter in a tree of `ParamSpec`."""
+    """Returns a NamedSharding for every `ParamSpec` in a tree."""
 
     def sharding(spec: ParamSpec) -> NamedSharding:
         return spec.sharding(role)
@@ -376,8 +396,8 @@ def shardings_of(specs: Any, role: Role) -> Any:
 
 
 def param_shapes(specs: Any, role: Role, dtype: Any) -> Any:
-    """Shapes, type and layout on a role's devices of the parameters in a tree of `ParamSpec`;
-    nothing is allocated."""
+    """Returns shape, type and sharding of each parameter in a tree of `ParamSpec`, as
+    ShapeDtypeStructs; nothing is allocated. `dtype` is for the specs that name no type."""
 
     def shape(spec: ParamSpec) -> jax.ShapeDtypeStruct:
         held = jnp.dtype(spec.dtype or dtype)
@@ -387,17 +407,17 @@ def param_shapes(specs: Any, role: Role, dtype: Any) -> Any:
 
 
 Keep = Callable[[ParamSpec, jax.Array], Any]
-"""(a parameter, its array as it was read) -> what takes the array's place."""
+"""(a parameter's spec, its array as it was read) -> what takes the array's place."""
 
 
 def keep_as_read(spec: ParamSpec, array: jax.Array) -> Any:
-    """The `Keep` that takes each array as it is."""
+    """Returns the array as it is: the `Keep` that changes nothing."""
     return array
 
 
 def quantised_specs(a: Architecture) -> dict[str, Quantised]:
-    """The quantised weights of an architecture, by the name of the kernel in whose place they
-    are."""
+    """Returns the specs of an architecture's quantised weights, by the tensor name (in files) of
+    the kernel that each replaces."""
 
     def is_quantised(weight: Any) -> bool:
         return isinstance(weight, Quantised)
@@ -410,7 +430,8 @@ def quantised_specs(a: Architecture) -> dict[str, Quantised]:
 
 
 def quantiser(a: Architecture, role: Role) -> Keep:
-    """A `Keep` that quantises the kernels that `param_specs` of the architecture has quantised."""
+    """Returns a `Keep` that quantises those kernels that are quantised in the architecture's
+    `param_specs`."""
     by_name = quantised_specs(a)
 
     def keep(spec: ParamSpec, array: jax.Array) -> Any:
@@ -423,11 +444,12 @@ def quantiser(a: Architecture, role: Role) -> Keep:
 
 
 def check_mesh(a: Architecture, role: Role) -> None:
-    """ShoalError unless the mesh divides the model's heads, feed-forward size and hidden size.
+    """Raises ShoalError unless the mesh divides the model's heads, feed-forward size and hidden
+    size.
 
-    Key/value heads may be fewer than `tensor`, which is then a multiple of theirs: they are
-    repeated in groups. A vocabulary that does not divide is whole on each device (a warning at the
-    head of a run says so).
+    Key/value heads may be fewer than `tensor` if `tensor` is a multiple of their number: they are
+    then repeated in groups. A vocabulary that `tensor` does not divide is whole on each device (a
+    warning at the start of a run says so).
     """
     tensor = role.tensor
     fsdp = role.mesh.shape.get("fsdp", 1)
@@ -457,7 +479,8 @@ def check_mesh(a: Architecture, role: Role) -> None:
 
 
 def tensor_sizes(a: Architecture, count: int) -> list[int]:
-    """The sizes of `tensor` into which a model, and so many devices, can be divided."""
+    """Returns the sizes of `tensor` that divide `count` devices and that this model can be split
+    by."""
     sizes = []
     for size in range(1, count + 1):
         divides_all = not (count % size or a.num_heads % size or a.intermediate_size % size)
@@ -468,16 +491,17 @@ def tensor_sizes(a: Architecture, count: int) -> list[int]:
 
 
 def initialise(a: Architecture, seed: int, role: Role) -> Parameters:
-    """Random float32 parameters, created on the devices that hold them."""
+    """Returns random float32 parameters, created on the devices that hold them."""
     return initialise_specs(param_specs(a), seed, role)
 
 
 def initialise_specs(specs: Any, seed: int, role: Role) -> Any:
-    """Random float32 arrays for a tree of `ParamSpec`, on the devices that hold them. A leaf's
-    number in the tree seeds it."""
+    """Returns random float32 arrays for a tree of `ParamSpec`, created on the devices that hold
+    them. The seed of each array is `seed` folded with the leaf's number in the tree."""
     leaves, structure = jax.tree.flatten(specs)
 
     def make() -> Any:
+        """Makes all arrays; compiled, so that each is created on the devices that hold it."""
         arrays = []
         for number, spec in enumerate(leaves):
             key = jax.random.fold_in(jax.random.key(seed), number)
@@ -488,6 +512,7 @@ def initialise_specs(specs: Any, seed: int, role: Role) -> Any:
 
 
 def _initial(spec: ParamSpec, key: jax.Array) -> jax.Array:
+    """Returns the initial values of one parameter."""
     if spec.init == "ones":
         return jnp.ones(spec.shape)
     if spec.init == "zeros":

@@ -1,9 +1,9 @@
-"""Models that MaxText names, with their sizes.
+"""Models that MaxText has a name for, with their sizes.
 
 Sizes are those of MaxText's `src/maxtext/configs/models/<name>.yml`, hub ids those of its
-`src/maxtext/utils/globals.py` where it has the name; of Llama 3.2 and of Qwen2.5 in sizes that it
-has not, those of the hub's config.json. Llama 3.1 to 3.3 stretch their rotary frequencies as their
-config.json on the hub says.
+`src/maxtext/utils/globals.py` if it has the name. For Llama 3.2, and for Qwen2.5 in sizes that
+MaxText does not have, the sizes are those of the hub's config.json. Llama 3.1 to 3.3 stretch their
+rotary frequencies as their config.json on the hub says.
 """
 
 from __future__ import annotations
@@ -188,17 +188,18 @@ MODELS: Mapping[str, NamedModel] = {
     "qwen3-14b-base": NamedModel("Qwen/Qwen3-14B-Base", _QWEN3_14B),
     "qwen3-32b": NamedModel("Qwen/Qwen3-32B", _qwen3(5120, 25600, 64, 64)),
 }
-"""MaxText's name -> the model; those of its families that Shoal computes."""
+"""MaxText's name -> the model, for those of MaxText's families that Shoal computes."""
 
 
 UNSUPPORTED = re.compile(
     "gemma|mi[sx]tral|deepseek|qwen3.*-a[0-9]+b|qwen3-next|llama4|gpt|kimi|olmo|vision|simple"
 )
-"""How MaxText's names of other families begin."""
+"""Matches the beginnings of MaxText's names of other families."""
 
 
 def model_named(name: str) -> NamedModel:
-    """The model of a name, whatever its case; ShoalError with the nearest where there is none."""
+    """Returns the model of a name, in whatever case; ShoalError, which suggests the nearest name,
+    if there is none."""
     by_lower = {known.lower(): model for known, model in MODELS.items()}
     if name.lower() == "tiny":
         raise ShoalError(
@@ -221,8 +222,8 @@ def model_named(name: str) -> NamedModel:
 
 
 def check_name(name: str, a: Architecture, where: object, key: str) -> None:
-    """ShoalError unless `a`, the model at `where`, is the one that `name`, the value of `key`,
-    means."""
+    """Raises ShoalError unless `a`, the model at `where`, is the one that `name` means; `key` is
+    the setting that has `name` as its value."""
     if model_named(name).architecture != a:
         raise ShoalError(
             f"{key}={name} is not the model at {where}, whose config.json has other sizes: leave "

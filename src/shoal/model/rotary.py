@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al. 2021, arXiv:2104.09864): pairs of a head's dimensions turned by
+"""Rotary positions (Su et al. 2021, arXiv:2104.09864): rotates pairs of a head's dimensions by
 angles that grow with the position."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from shoal.model.architecture import Architecture
 
 
 def frequencies(a: Architecture) -> jax.Array:
-    """Rotary frequencies, float32[A/2], scaled by the architecture's rule.
+    """Returns the rotary frequencies, float32[A/2], scaled by the architecture's rule.
 
     Llama 3's rule divides the frequencies of long wavelengths by `factor`, keeps those of short
     ones and interpolates between. https://github.com/meta-llama/llama-models, `apply_scaling`.
@@ -21,7 +21,8 @@ def frequencies(a: Architecture) -> jax.Array:
         return base
     if scaling.kind == "linear":
         return base / scaling.factor
-    # Llama 3.1's rule goes by turns, not by wavelengths: the same bounds, without a division.
+    # Llama 3.1's rule is computed from turns instead of wavelengths: the same bounds, without a
+    # division.
     turns = scaling.original_max_position * base / (2 * jnp.pi)  # within the original length
     share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     share = jnp.clip(share, 0.0, 1.0)
@@ -29,13 +30,13 @@ def frequencies(a: Architecture) -> jax.Array:
 
 
 def rotary(a: Architecture, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(cos, sin) of positions[R, T], float32[R, T, 1, A/2]."""
+    """Returns (cos, sin) of the angles at positions[R, T], float32[R, T, 1, A/2] each."""
     angles = positions[..., None, None].astype(jnp.float32) * frequencies(a)
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the pairs (i, i + A/2) of x[R, T, heads, A]: the layout of Hugging Face
+    """Rotates the pairs (i, i + A/2) of x[R, T, heads, A] by the angles: the layout of Hugging Face
     checkpoints."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -44,8 +45,8 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def rotate_by_product(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """`rotate` with the halves exchanged by a product with a permutation, exact in any type: XLA
-    for TPU would copy halves of a register's 128 lanes."""
+    """Computes `rotate`, but exchanges the halves of a head by a product with a permutation matrix,
+    which is exact in any type: XLA for TPU would copy halves of a register's 128 lanes."""
     half = x.shape[-1] // 2
     exchange = jnp.roll(jnp.eye(2 * half, dtype=x.dtype), half, axis=1)
     cos = jnp.concatenate([cos, cos], -1)

@@ -1,9 +1,9 @@
-"""The model: an architecture, its parameters declared once, and the one `forward`.
+"""The model: its static description, and the one `forward` that every use of it shares.
 
 `forward` runs on rows of tokens [R, T] and takes attention as an `AttentionFn`: in training and
 scoring, completions attend to a shared prompt; in prefill, a prompt attends to itself and its keys
-and values are returned; in decoding, one new token a row attends to caches. Everything else, and so
-every number, is the same code.
+and values are returned; in decoding, one new token in each row attends to caches. Everything else,
+and so every number, comes from the same code.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from shoal.records import ShoalError
 @dataclass(frozen=True)
 class Model:
     """Static description of a model on the devices of a role: what `forward` needs besides
-    parameters. Immutable and hashable, a key of the compiled programs; it holds no arrays."""
+    parameters. Immutable and hashable, because compiled programs are cached by it; it holds no
+    arrays."""
 
     architecture: Architecture
     role: Role
-    dtype: Any = jnp.float32  # of the computation; parameters are float32
-    # What is computed again, see REMAT.
+    dtype: Any = jnp.float32  # type of the computation; trained parameters are float32
+    # What the backward pass computes again, see REMAT.
     remat: Literal["none", "dots", "attention", "full", "offload"] = "dots"
-    # Of training, scoring and prefill.
+    # The form of attention in training, scoring and prefill.
     attention: Literal["auto", "reference", "blocked", "pallas"] = "auto"
-    reduce_dtype: Any = jnp.float32  # in which gradients are summed over the mesh
-    sampler_type: str = ""  # of the sampler's products' weights, in 8 bits; empty: as the trainer's
+    reduce_dtype: Any = jnp.float32  # type in which gradients are summed over the mesh
+    sampler_type: str = ""  # 8-bit type of the sampler's matrices; "": as the trainer's
 
     def __post_init__(self) -> None:
         if self.dtype == jnp.float16 and self.role.platform == "tpu":
@@ -50,29 +51,31 @@ class Model:
 
     @property
     def key_heads(self) -> int:
-        """Key/value heads as attention has them, repeated in groups where devices outnumber them.
-        Caches have as many: in place of copies, the parts of the positions of each
-        (`key_parts`)."""
+        """Number of key/value heads that attention computes with: if `tensor` has more devices than
+        the model has heads, each head is repeated, one copy for each device. Caches have as many
+        entries, but instead of copies each holds a part of a head's positions (`key_parts`)."""
         return max(self.architecture.num_kv_heads, self.role.tensor)
 
     @property
     def key_parts(self) -> int:
-        """Parts into which the positions of a key/value head's cache are split, one on each device
-        that has it."""
+        """Number of parts that the positions of a key/value head's cache are split into, one on
+        each device that has the head."""
         return self.architecture.key_parts(self.role.tensor)
 
     @property
     def vocab_axis(self) -> str | None:
-        """The logical axis of logits: None where `tensor` does not divide the vocabulary."""
+        """The logical axis that splits logits; None if `tensor` does not divide the vocabulary, so
+        that each device has all logits."""
         return None if self.architecture.vocab_size % self.role.tensor else "vocab"
 
     @property
     def ffn_chunks(self) -> int:
-        """`layers.ffn_chunks` of a sampler."""
+        """How a sampler holds each feed-forward matrix, as `layers.ffn_chunks` returns it."""
         return ffn_chunks(self.architecture, self.role, self.dtype)
 
     def on(self, role: Role) -> Model:
-        """The model on the devices of another role; of a sampler with its own type of weights."""
+        """Returns the model on the devices of another role; for the sampler also with the sampler's
+        type of weights, if it has its own."""
         architecture = self.architecture
         if role.name == "sampler" and self.sampler_type:
             architecture = replace(architecture, quantised=self.sampler_type)
@@ -104,11 +107,15 @@ REMAT: dict[str, Callable[[Callable], Callable]] = {
         ),
     ),
 }
-"""What a block's backward pass computes again: nothing; all but products with weights; the
-feed-forward part; all; and the feed-forward part, with what is kept, the block's input too, in the
-host's memory. `kernel`: output and log-sum-exp of an attention with its own backward pass;
-`attention`: its inputs, and x behind it; `product`: of a kernel with an adapter. On CPU `dots` is
-fastest: `none` writes and reads four times the memory (docs/LOG.md)."""
+"""What a block's backward pass computes again, by `model.remat`. `none`: nothing. `dots`: all but
+products with weights. `attention`: the feed-forward part. `full`: everything. `offload`: the
+feed-forward part; what is kept, the block's input too, is in the host's memory.
+
+Names of kept results: `kernel` are output and log-sum-exp of an attention with its own backward
+pass; `attention` are the inputs of attention, and x after it; `product` is the product of a kernel
+with an adapter. On CPU `dots` is fastest: `none` writes and reads four times the memory
+(docs/LOG.md).
+"""
 
 
 def forward(
@@ -119,15 +126,15 @@ def forward(
     attention: AttentionFn,
     caches: Any = None,
 ) -> tuple[jax.Array, Any]:
-    """Hidden states of tokens[R, T] at positions[R, T] -> (hidden[R, T, D], aux).
+    """Returns (hidden states [R, T, D], aux) of tokens[R, T] at positions[R, T].
 
-    aux is what `attention` returned next to its output, an entry a layer: nothing in training, new
-    caches in decoding.
+    aux is what `attention` returned next to its output, one entry a layer: None each in training,
+    the new caches in decoding. `caches` has one entry a layer, or is None.
     """
     x = embed(model, parameters.embed_tokens, tokens)
     rope = rotary(model.architecture, positions)
     if caches is not None:
-        # Else XLA for CPU computes each cosine again for each head and layer.
+        # Otherwise XLA for CPU would compute each cosine again for each head and layer.
         rope = computed_once(rope)
     layer = partial(block, model, rope=rope, attention=attention)
     x, aux = through_layers(model, parameters.blocks, x, layer, caches)
@@ -141,8 +148,12 @@ def through_layers(
     layer: Callable[..., tuple[jax.Array, Any]],
     caches: Any = None,
 ) -> tuple[jax.Array, tuple]:
-    """x[R, T, D] through layers, each (weights, x, cache) -> (x, aux): (x, the aux of each).
-    Stacked ones are scanned; unrolled with caches, one a layer, and where they are apart."""
+    """Passes x[R, T, D] through all layers, and returns (x, a tuple of the aux of each layer).
+    `layer` is (weights, x, cache) -> (x, aux).
+
+    Stacked layers without caches are scanned; with caches (one a layer), or if each layer has its
+    own arrays, the layers are unrolled.
+    """
     # Decoding is unrolled because a scan copies each layer's cache in and out: 46M parameters, 16
     # rows and 256 keys on two CPU cores take 67 ms a token with the caches as the scan's input and
     # output, 44 as its carry, 29 unrolled.
@@ -154,7 +165,8 @@ def through_layers(
 def _scanned(
     model: Model, blocks: Block, x: jax.Array, layer: Callable[..., tuple[jax.Array, Any]]
 ) -> tuple[jax.Array, tuple]:
-    """Through stacked layers: compiled once, and computed again as `model.remat` has it."""
+    """Passes x through stacked layers by a scan: one layer is compiled, and its backward pass
+    computes again what `model.remat` says."""
     specs = param_specs(model.architecture).blocks
 
     def cast(weight: jax.Array, spec: Any) -> Any:
@@ -175,6 +187,8 @@ def _unrolled(
     layer: Callable[..., tuple[jax.Array, Any]],
     caches: Any,
 ) -> tuple[jax.Array, tuple]:
+    """Passes x through layers one after the other, each compiled separately; `caches` may be
+    None."""
     aux = ()
     caches = caches or (None,) * len(layers)
     for weights, cache in zip(layers, caches, strict=True):
@@ -184,7 +198,8 @@ def _unrolled(
 
 
 def embed(model: Model, table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """table[V, D] at tokens[R, T] -> [R, T, D]."""
+    """Returns the rows of table[V, D] for tokens[R, T], as [R, T, D] in the type of the
+    computation."""
     constrain = model.role.constrain
 
     def look_up(tokens: jax.Array) -> jax.Array:
@@ -192,8 +207,8 @@ def embed(model: Model, table: jax.Array, tokens: jax.Array) -> jax.Array:
 
     if "fsdp" not in model.role.row_axes:
         return constrain(look_up(tokens), "rows", None, None)
-    # A device of `fsdp` looks up its columns for the rows of all of these, then columns and rows
-    # change places. From tokens alone the partitioner makes [R, T, D] whole on each device where
-    # `data` splits rows too.
+    # Each device of `fsdp` looks up its own columns for the rows of all these devices; then columns
+    # and rows change places. From tokens alone, the partitioner would make all of [R, T, D] on each
+    # device if `data` splits rows too.
     columns = constrain(look_up(constrain(tokens, "fsdp_rows", None)), "fsdp_rows", None, "embed")
     return constrain(columns, "rows", None, None)

@@ -1,9 +1,9 @@
-"""Packs groups into rows of tokens, and unpacks values by token.
+"""Packs groups into rows of tokens, and unpacks values of tokens from rows.
 
 A row is one stream of tokens: a prompt, completions of it, the next prompt, its completions, and
-padding at the end. Rows have one length for a whole run, or a quarter, a sixteenth, ... of it where
-an update has few tokens, and for what is left over at its end: the lengths of prompts and
-completions compile nothing again.
+padding at the end. All rows of a run have one length; or a quarter, a sixteenth, ... of it if an
+update has few tokens, and for what is left over at an update's end. So the lengths of prompts and
+completions never lead to another compilation.
 """
 
 from __future__ import annotations
@@ -37,59 +37,66 @@ class LearnerBatch:
     """
 
     tokens: Any  # int32[R, T]
-    position: Any  # int32[R, T]: in its sequence, the prompt included
-    # int32[R, T]: index in the row of the token before it in its sequence; its own where none is
+    position: Any  # int32[R, T]: position in its sequence, which includes the prompt
+    # int32[R, T]: index in the row of the token's predecessor in its sequence; its own index if it
+    # has none
     before: Any
-    # int32[R, T]: 0 = padding, else the number of the token's prompt or completion in the row, from
-    # 1
+    # int32[R, T]: 0 = padding, else the number of the token's prompt or completion in the row,
+    # counted from 1
     segment: Any
-    prompt: Any  # int32[R, T]: the segment of its prompt; of a prompt's token its own
-    # bool[R, T]: the model sampled this token; only such tokens have loss, KL and entropy
+    prompt: Any  # int32[R, T]: the segment of its prompt; for a prompt's token its own segment
+    # bool[R, T]: True if the model sampled the token; only such tokens have loss, KL and entropy
     loss_mask: Any
-    # float32[R, T]: of the token's loss; it holds aggregation and denominator of the whole update
+    # float32[R, T]: factor of the token's loss, which includes aggregation and denominator of the
+    # whole update
     weight: Any
     advantage: Any  # float32[R, T]
-    sampler_logprobs: Any  # float32[R, T]: the sampler's
-    old_logprobs: Any  # float32[R, T]: the trainer's before the first update on this batch
-    ref_logprobs: Any  # float32[R, T]: the reference's
+    sampler_logprobs: Any  # float32[R, T]: log-probs by the sampler
+    # float32[R, T]: log-probs by the trainer before the first update on this batch
+    old_logprobs: Any
+    ref_logprobs: Any  # float32[R, T]: log-probs by the reference
     temperature: Any  # float32[]
-    # int32[R, T, K]: tokens that a truncating sampler chose from, -1 fills up
+    # int32[R, T, K]: the tokens that a truncating sampler chose from, filled up with -1; None if it
+    # did not truncate
     support_ids: Any = None
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Rows of a micro-batch, and the tokens of each."""
+    """The shape of a micro-batch: its rows, and the tokens of each row."""
 
     rows: int
     length: int
 
     @property
     def tokens(self) -> int:
+        """Tokens of the micro-batch, padding included."""
         return self.rows * self.length
 
 
 Key = tuple[int, int, int]
-"""(group, completion, the first of its tokens): what follows one prompt"""
+"""(group, completion, index of its first token): a part of a completion that follows one prompt"""
 
 TokenValues = dict[tuple[int, int], np.ndarray]
-"""Values by token, float32[T] for each (group, completion)."""
+"""Values of tokens: float32[T] for each (group, completion)."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A LearnerBatch of host arrays that prompts and completions are added to, and where in it each
-    completion is."""
+    """A LearnerBatch of host arrays, to which prompts and completions are added, and the places of
+    the completions in it."""
 
     arrays: LearnerBatch
-    used: list[int]  # tokens of each row so far
-    # The row of each completion, and its tokens there.
+    used: list[int]  # tokens in each row so far
+    # Part of a completion -> (its row, the slice of its tokens there).
     positions: dict[Key, tuple[int, slice]] = field(default_factory=dict)
-    # Tokens of each prompt, completions that follow it.
+    # For each prompt: (its tokens, the number of completions that follow it).
     prompts: list[tuple[int, int]] = field(default_factory=list)
 
     @classmethod
     def empty(cls, shape: Shape, temperature: float, max_support: int = 0) -> MicroBatch:
+        """Returns a micro-batch that is all padding. `max_support` is the K of `support_ids`; 0 for
+        none."""
         grid = (shape.rows, shape.length)
         support_ids = None
         if max_support:
@@ -112,7 +119,7 @@ class MicroBatch:
         return cls(arrays, [0] * shape.rows)
 
     def add(self, row: int, prompt: np.ndarray, completions: Mapping[Key, np.ndarray]) -> None:
-        """Adds a prompt and completions of it, token ids each, to a row."""
+        """Adds a prompt and completions of it, each as token ids, to a row."""
         first_token = self.used[row]
         last_token = first_token + len(prompt) - 1
         segment, _ = self._add(row, prompt, 0, first_token)
@@ -124,8 +131,8 @@ class MicroBatch:
     def _add(
         self, row: int, ids: np.ndarray, position: int, before: int
     ) -> tuple[int, tuple[int, slice]]:
-        """The number of a new segment in its row, and where its tokens are. `position` and `before`
-        are those of its first token."""
+        """Adds a segment to a row, and returns its number in the row and where its tokens are.
+        `position` and `before` are those of the segment's first token."""
         start = self.used[row]
         stop = start + len(ids)
         tokens = (row, slice(start, stop))
@@ -135,7 +142,7 @@ class MicroBatch:
         self.arrays.tokens[tokens] = ids
         self.arrays.segment[tokens] = segment
         self.arrays.position[tokens] = np.arange(position, position + len(ids))
-        self.arrays.before[tokens] -= 1  # each was its own
+        self.arrays.before[tokens] -= 1  # until here each token's predecessor was itself
         self.arrays.before[row, start] = before
         self.used[row] = stop
         return segment, tokens
@@ -147,13 +154,14 @@ class MicroBatch:
 
 
 def unpack(batches: Iterable[MicroBatch], values: Iterable[np.ndarray]) -> TokenValues:
-    """values[R, T] of each micro-batch -> the values of each completion's tokens, whatever prompts
-    they follow."""
+    """Returns the values of each completion's tokens from `values`, an array [R, T] for each
+    micro-batch. A completion that was divided, because it follows several prompts, is joined again.
+    """
     by_key: dict[Key, np.ndarray] = {}
     for batch, array in zip(batches, values, strict=True):
         for key, tokens in batch.positions.items():
             by_key[key] = array[tokens]
-    # A completion's parts in the order of its tokens, which the keys end with.
+    # The parts of a completion in the order of its tokens: keys end with the part's first token.
     parts_of: dict[tuple[int, int], list[np.ndarray]] = defaultdict(list)
     for key in sorted(by_key):
         group, completion, _ = key
@@ -168,13 +176,13 @@ def unpack(batches: Iterable[MicroBatch], values: Iterable[np.ndarray]) -> Token
 
 
 NUM_SHAPES = 4
-"""Shapes of micro-batches, each a program to compile; the smaller ones are for updates of few
-tokens and for what is left over at an update's end."""
+"""Most shapes of micro-batches of a run, each with a program to compile. The smaller ones are for
+updates of few tokens and for what is left over at an update's end."""
 
 
 def row_unit(tokens: int) -> int:
-    """What divides the length of a row of about so many tokens: attention works in blocks that
-    divide it."""
+    """Returns the unit of which the length of a row of about so many tokens must be a multiple:
+    attention works in blocks that divide the unit."""
     return min(256, 2 ** max(4, (tokens // 8).bit_length() - 1))
 
 
@@ -186,17 +194,19 @@ def row_shapes(
     count: int = NUM_SHAPES,
     context: int = 1,
 ) -> tuple[Shape, ...]:
-    """The shapes of micro-batches, the largest first: rows of `micro_tokens` a device, of a
-    quarter, a sixteenth, ... of them. They depend on settings alone. `row_shards` parts of rows are
-    on a device each, `context` of them a row.
+    """Returns the shapes of micro-batches, the largest first: rows of `micro_tokens` tokens a
+    device, then of a quarter, a sixteenth, ... of them, `count` shapes at most. They depend on
+    settings alone.
 
-    A row of the first holds `longest` tokens, a prompt with its completion, however few
-    `micro_tokens` are. An update has at most `most` tokens, if it computes each prompt once; one
-    micro-batch holds them where it may.
+    A micro-batch is split into `row_shards` parts, one on each device; a row consists of `context`
+    such parts. Rows of the first shape hold `longest` tokens, a prompt with its completion, even if
+    `micro_tokens` is smaller. `most` is the number of tokens of the largest update, if each prompt
+    is computed once; one micro-batch holds them if `micro_tokens` allows.
     """
     tokens_per_device = max(1, min(micro_tokens, -(-most // row_shards)))
     unit = row_unit(tokens_per_device)
-    # In units: what the update fills, not above `micro_tokens`, but enough for `longest`.
+    # In units: enough for the update's tokens, but not above `micro_tokens`, except that `longest`
+    # must fit.
     units_filled = min(-(-tokens_per_device // unit), micro_tokens // unit)
     units_of_longest = -(-longest // (context * unit))
     largest = max(units_filled, units_of_longest) * unit
@@ -221,14 +231,16 @@ def pack(
     teacher_bonus: TokenValues | None = None,
     max_support: int = 0,
 ) -> list[MicroBatch]:
-    """Packs the groups numbered in `include` into micro-batches of `shapes` (`row_shapes`).
+    """Packs the groups numbered in `include` into micro-batches of `shapes` (`row_shapes`), and
+    returns these.
 
-    `advantages[P, G]` and `weights[P, G]` are those of each token of a completion. Completions that
-    are not valid are left out. `teacher_bonus` is added to the advantage of each token.
-    `max_support` is K, the number of tokens recorded for a truncating sampler; 0 if it kept all. At
-    least one micro-batch is returned: an update without rows applies a gradient of 0.
+    `advantages[P, G]` and `weights[P, G]` have one number for all tokens of a completion.
+    Completions that are not valid are left out. `teacher_bonus` is added to the advantage of each
+    token. `max_support` is K, the number of tokens recorded for a truncating sampler; 0 if it kept
+    all. At least one micro-batch is returned: an update without rows applies a gradient of 0.
     """
-    # By (group, prompt of the group): its token ids, and its size with those of its completions.
+    # By (group, prompt of the group): the prompt's token ids; its number of tokens, with those of
+    # its completions.
     prompts: dict[tuple[int, int], np.ndarray] = {}
     sizes: dict[tuple[int, int], tuple[int, dict[Key, int]]] = {}
     tokens_of: dict[Key, slice] = {}  # within the completion
@@ -277,8 +289,8 @@ def pack(
                 arrays.ref_logprobs[slots] += ref_logprobs[completion_key][tokens]
             if teacher_bonus:
                 arrays.advantage[slots] += teacher_bonus[completion_key][tokens]
-            # The sampler's own set, not one recomputed from newer weights: that may leave the
-            # sampled token out.
+            # The set that the sampler recorded, not one recomputed from newer weights, which may
+            # leave the sampled token out.
             if arrays.support_ids is not None:
                 support_ids = completion.extra["support_ids"][tokens]
                 row, columns = slots
@@ -288,16 +300,16 @@ def pack(
 
 @dataclass
 class Row:
-    """What one row holds: completions of each of its prompts, by (prompt, numbers of
-    completions)."""
+    """The content of one row: `free` tokens, and for each prompt (key of the prompt, sorted keys of
+    the completions that follow it there)."""
 
     free: int
     parts: list[tuple[Any, list[Any]]] = field(default_factory=list)
 
 
 class OpenRows:
-    """Rows in the order that they were made, and an index of their free tokens: a search visits few
-    of them."""
+    """Rows in the order in which they were made, with an index by free tokens, so that a search
+    visits few rows."""
 
     def __init__(self, length: int):
         self.length = length
@@ -305,7 +317,8 @@ class OpenRows:
         self._by_free: list[tuple[int, int]] = []  # (free tokens, number of the row), sorted
 
     def add(self, number: int | None, group: Any, members: Iterable[Any], tokens: int) -> None:
-        """Puts completions of a group into the row of this number, None for a new one."""
+        """Puts completions of a group, and so its prompt, into the row of this number (None: a new
+        row). `tokens` are those of prompt and completions together."""
         if number is None:
             number = len(self.rows)
             self.rows.append(Row(self.length))
@@ -317,7 +330,8 @@ class OpenRows:
         insort(self._by_free, (row.free, number))
 
     def tightest(self, tokens: int) -> int | None:
-        """The row with the least room for so many tokens; None if none has."""
+        """Returns the number of the row with the least free tokens that still has `tokens` of them;
+        None if no row has."""
         first = bisect_left(self._by_free, (tokens, 0))
         if first == len(self._by_free):
             return None
@@ -327,16 +341,17 @@ class OpenRows:
     def with_most_of(
         self, prompt: int, members: Mapping[Any, int]
     ) -> tuple[int | None, dict[Any, int]]:
-        """The row that can take most tokens of a group's completions, and these: more than the
-        prompt, which that row computes once more. None without such a row. Of equal rows the first
-        is chosen."""
+        """Returns the row that can take the most tokens of a group's completions, and the
+        completions that it takes. `prompt` is the number of the prompt's tokens, which the row
+        computes once more. (None, {}) if no row can take more tokens than the prompt has. Of equal
+        rows the first is chosen."""
         best_row: int | None = None
         best_taken: dict[Any, int] = {}
         best_rank = (prompt, 1)  # (tokens taken, minus the row's number)
         shortest = min(members.values())
         stop = len(self._by_free)
         while stop > 0:
-            # The first row with so many free tokens: the others with as many would take the same.
+            # The first row with so many free tokens; other rows with as many could take no more.
             most_free, _ = self._by_free[stop - 1]
             stop = bisect_left(self._by_free, (most_free, 0))
             free, number = self._by_free[stop]
@@ -354,12 +369,12 @@ class OpenRows:
 
 
 def fill_rows(sizes: Mapping[Any, tuple[int, Mapping[Any, int]]], length: int) -> list[Row]:
-    """Rows of at most `length` tokens for groups: number, or what else is in an order -> (tokens of
-    the prompt, tokens of each completion).
+    """Returns rows of at most `length` tokens that hold all groups. `sizes` maps a group's number,
+    or any other key that can be sorted, to (tokens of its prompt, tokens of each completion).
 
-    Large groups first, each whole into the row that it leaves least room in (best fit decreasing).
-    One that fits nowhere is divided, where a row has room for more of it than its prompt, which
-    each row then computes once more.
+    Large groups come first, each whole into the row that it leaves the least free tokens in (best
+    fit decreasing). A group that fits nowhere is divided if a row has free tokens for more of it
+    than its prompt, which each of its rows then computes once more.
     """
     rows = OpenRows(length)
 
@@ -392,7 +407,8 @@ def fill_rows(sizes: Mapping[Any, tuple[int, Mapping[Any, int]]], length: int) -
 
 
 def _that_fit(members: Mapping[Any, int], room: int) -> dict[Any, int]:
-    """Those of a group's completions, in their order, that fit into so many tokens together."""
+    """Returns the completions that fit into `room` tokens together, taken in their order; one that
+    is too long is skipped."""
     taken: dict[Any, int] = {}
     for index, size in members.items():
         if size <= room:
@@ -402,11 +418,11 @@ def _that_fit(members: Mapping[Any, int], room: int) -> dict[Any, int]:
 
 
 LEAST_SAVED = 0.2
-"""Share of an update's tokens that shorter rows must save: they are a program of their own to
-compile."""
+"""Share of an update's tokens that shorter rows must save to be used: they need another program,
+which must be compiled."""
 
 BATCH_TOKENS = 96
-"""Tokens that could be computed in the time that a micro-batch more costs, on CPU."""
+"""Tokens that could be computed, on CPU, in the time that one more micro-batch costs."""
 
 Batches = list[tuple[Shape, list[Row]]]
 
@@ -414,7 +430,8 @@ Batches = list[tuple[Shape, list[Row]]]
 def in_batches(
     sizes: Mapping[Any, tuple[int, Mapping[Any, int]]], shapes: Sequence[Shape]
 ) -> Batches:
-    """Rows for groups (`fill_rows`) by micro-batch, in the shapes that compute least."""
+    """Returns the micro-batches that hold all groups: (shape, rows) for each. Of `shapes` those are
+    chosen that compute least. `sizes` is that of `fill_rows`."""
     longest = 0  # tokens of a prompt with its longest completion
     least = 0  # tokens, if each prompt is computed once
     for prompt, members in sizes.values():
@@ -422,6 +439,8 @@ def in_batches(
         least += prompt + sum(members.values())
 
     def cost(batches: Batches) -> int:
+        """Returns the cost of micro-batches: their tokens, padding included, plus `BATCH_TOKENS`
+        for each."""
         return sum(shape.tokens + BATCH_TOKENS for shape, _ in batches)
 
     chosen = _of_shape(fill_rows(sizes, shapes[0].length), shapes)
@@ -435,12 +454,12 @@ def in_batches(
 
 
 def _of_shape(rows: list[Row], shapes: Sequence[Shape]) -> Batches:
-    """Rows in micro-batches of the first shape; the last one, of the emptiest rows, in the shortest
-    that holds it."""
+    """Divides rows into micro-batches of the first shape. The last micro-batch gets the emptiest
+    rows, and the smallest shape that holds them, if that saves enough."""
     rows = sorted(rows, key=attrgetter("free"))  # stable: equal rows stay in order
     largest = shapes[0]
     batches: Batches = []
-    # Without any rows there is one micro-batch of none.
+    # If there are no rows, one micro-batch without content is made.
     for start in range(0, max(1, len(rows)), largest.rows):
         batches.append((largest, rows[start : start + largest.rows]))
     _, last_rows = batches[-1]

@@ -1,5 +1,5 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): how many groups to request, and which of
-them to learn from."""
+"""Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): how many groups to request, and which of them
+to train on."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from shoal.records import Group
 from shoal.rewards.scores import weighted_sum
 
 MOST_AHEAD = 3
-"""At most so many times the groups of a step are requested before anything of it is known."""
+"""Before any group of a step is known, at most so many times the step's groups are requested."""
 
 
 def num_extra(wanted: int, useful_share: float) -> int:
-    """Groups to request beyond `wanted` where that is done before the step's turn: as many as the
-    newest known share of useful groups makes likely to be needed. A further round would have to be
-    waited for."""
+    """Returns how many groups to request beyond `wanted`, if a step's groups are requested before
+    its turn: as many as are likely to be needed if the newest share of useful groups holds. Later a
+    further round would have to be waited for."""
     expected = -int(-wanted // max(useful_share, 1e-9))  # rounded up
     return min(MOST_AHEAD * wanted, expected) - wanted
 
 
 def num_missing(groups: Sequence[Group], wanted: int, is_useful: Callable[[Group], bool]) -> int:
-    """Further groups to request, 0 once there are enough useful ones: as many as the share of
-    useful groups so far makes likely to be needed, so that one more round mostly suffices."""
+    """Returns how many further groups to request, 0 once there are enough useful ones: as many as
+    the share of useful groups so far makes likely to be needed, so that one more round is usually
+    enough."""
     num_useful = sum(map(is_useful, groups))
     num_lacking = max(0, wanted - num_useful)
     expected = -(-num_lacking * len(groups) // max(num_useful, 1))  # rounded up
@@ -37,8 +38,8 @@ def num_missing(groups: Sequence[Group], wanted: int, is_useful: Callable[[Group
 def select(
     groups: Sequence[Group], wanted: int, is_useful: Callable[[Group], bool]
 ) -> tuple[list[Group], list[Group]]:
-    """(the groups of the step, those that are discarded): useful ones first, in the order of the
-    prompts, since the choice must not depend on which finished first."""
+    """Returns (the groups to train on, those that are discarded), both in the order of the prompts.
+    Useful groups are chosen first; the choice does not depend on which finished first."""
     useful = []
     others = []
     for number, group in enumerate(groups):
@@ -58,12 +59,13 @@ def select(
 
 
 def has_signal(group: Group, a: AlgorithmSection, penalty: str = "") -> bool:
-    """True if dynamic sampling keeps the group: its completions differ in what
+    """True if dynamic sampling keeps the group, because its completions differ in what
     `dynamic_sampling_by` names.
 
-    That is the task's verdict of right or wrong; without a verdict the reward less the function
-    called `penalty`; or the whole reward. Where the advantage normalises each function separately,
-    a difference in a single function that has a weight is enough.
+    With "correct" that is the task's verdict of right or wrong; if there is no verdict, the reward
+    without the function called `penalty`. Otherwise it is the whole reward. If the advantage
+    normalises each reward function separately, a difference in a single function that has a weight
+    is enough.
     """
     left_out = ""
     if a.dynamic_sampling_by == "correct":

@@ -1,5 +1,5 @@
-"""Evaluation as requests: greedy accuracy, and unbiased pass@k and maj@k of samples, with their
-protocol."""
+"""Evaluation as requests for completions: greedy accuracy, and unbiased pass@k and maj@k of
+samples, with a text that says how they were sampled."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ from shoal.trainer.prompts import TokenizedExample
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers of one version to the Q questions of a set."""
+    """The answers of one version to the Q questions of a data set."""
 
-    greedy: Sequence[Group]  # Q, of one completion each
-    # At most Q, of `pass_k` completions each; empty where none were requested.
+    greedy: Sequence[Group]  # Q groups of one completion each
+    # At most Q groups of `pass_k` completions each; empty if none were requested.
     sampled: Sequence[Group] = ()
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates one version. A full evaluation requests a greedy completion for each question of
-    each data set, and `pass_k` sampled ones for the first `quick_questions` (0: all) of the main
-    set, the first; a quick evaluation requests greedy completions alone, for these questions of
-    each set. `task` decides what is counted of them."""
+    """Evaluates one version of the weights.
+
+    A full evaluation requests a greedy completion for each question of each data set, and `pass_k`
+    sampled ones for the first `quick_questions` (0: all) questions of the main data set, which is
+    the first of `sets`. A quick evaluation requests greedy completions alone, for the first
+    `quick_questions` of each set. `task` decides which figures are computed.
+    """
 
     sets: Mapping[str, Sequence[TokenizedExample]]
     params: SamplingParams
@@ -43,22 +46,22 @@ class Evaluator:
     def passes(
         self, subset: str, full: bool
     ) -> list[tuple[Sequence[TokenizedExample], int, SamplingParams]]:
-        """The passes over a set, each as questions, completions a question and their settings: a
-        greedy one, and in a full evaluation of the main set a sampled one."""
+        """Returns the passes over a data set, each as (questions, completions a question, sampling
+        settings): a greedy one first, then in a full evaluation of the main set a sampled one."""
         questions = self.sets[subset]
         quick_questions = questions[: self.quick_questions or None]
         greedy_questions = questions if full else quick_questions
         passes = [(greedy_questions, 1, self.params.as_greedy())]
         is_main = subset == next(iter(self.sets))
-        # At temperature 0 every sample would be the greedy answer: pass@k would say nothing and
-        # cost k times as much.
+        # Not at temperature 0, where every sample would be the greedy answer: pass@k would say
+        # nothing and cost k times as much.
         if full and is_main and self.pass_k > 0 and self.params.temperature > 0:
             passes.append((quick_questions, self.pass_k, self.params))
         return passes
 
     def num_completions(self, full: bool) -> int:
-        """How many completions an evaluation takes; a full one, as at a run's ends, those of pass@k
-        too."""
+        """Returns how many completions an evaluation takes; a full one, which is made at a run's
+        start and end, includes those for pass@k."""
         total = 0
         for subset in self.sets:
             for questions, count, _ in self.passes(subset, full):
@@ -66,7 +69,7 @@ class Evaluator:
         return total
 
     def request_answers(self, source: RolloutSource, step: int, version: int, full: bool) -> None:
-        """Requests the answers of one version; `collect` takes them."""
+        """Requests the answers of one version; `collect` waits for them."""
         for subset in self.sets:
             for questions, count, params in self.passes(subset, full):
                 requests = []
@@ -85,10 +88,11 @@ class Evaluator:
                 source.request(requests)
 
     def collect(self, source: RolloutSource, step: int, full: bool) -> dict[str, Answers]:
-        """The requested answers by data set; nothing where there is no data set."""
+        """Waits for the requested answers, and returns them by data set; {} if there is no data
+        set. `step` and `full` must be those of the request."""
         if not self.sets:
             return {}
-        # In the order in which they were requested, whichever finished first.
+        # Groups come in the order in which they were requested, whichever finished first.
         taken = iter(source.take(Purpose.EVALUATE, step))
         answers = {}
         for subset in self.sets:
@@ -102,11 +106,12 @@ class Evaluator:
     def answers(
         self, source: RolloutSource, step: int, version: int, full: bool
     ) -> dict[str, Answers]:
-        """The answers by data set, requested and waited for."""
+        """Requests the answers of one version, waits for them, and returns them by data set."""
         self.request_answers(source, step, version, full)
         return self.collect(source, step, full)
 
     def figures(self, answers: Answers) -> dict[str, Any]:
+        """Returns the figures of one data set's answers, by name."""
         return score_greedy(answers.greedy, self.task) | score_sampled(
             answers.sampled, self.params, self.task
         )
@@ -114,7 +119,7 @@ class Evaluator:
     def score(
         self, answers: Mapping[str, Answers]
     ) -> tuple[dict[str, dict[str, Any]], list[Group]]:
-        """Figures by data set, and the greedy groups."""
+        """Returns (figures by data set, the greedy groups of all sets)."""
         figures = {}
         greedy_groups: list[Group] = []
         for subset, of_set in answers.items():
@@ -124,9 +129,9 @@ class Evaluator:
 
 
 def score_greedy(groups: Sequence[Group], task: Task) -> dict[str, Any]:
-    """Accuracy and its interval where the task defines `correct`, the task's own figures, the share
-    of answers in the form that the task requires, if it requires one, the mean of each reward,
-    lengths."""
+    """Returns figures of greedy answers by name: accuracy with its interval if the task defines
+    `correct`, the task's own figures, the share of answers in the form that the task requires (if
+    it requires one), the mean of each reward, lengths."""
     total = len(groups)
     rewards = [group.rewards[0] for group in groups]
     figures: dict[str, Any] = {"num_questions": total, "protocol": "greedy"}
@@ -139,8 +144,8 @@ def score_greedy(groups: Sequence[Group], task: Task) -> dict[str, Any]:
         right = int(solved[:, 0].sum())
         figures["accuracy"] = right / total
         figures["accuracy_interval"] = list(wilson_interval(right, total))
-    # The text alone is judged again: a reward may be a mixture, and IFEval has four verdicts of one
-    # answer.
+    # The task judges the texts again, because a reward may be a mixture, and IFEval has four
+    # verdicts on one answer.
     if task.figures is not None and task.verdict is not None:
         verdicts = [task.verdict(group.answers[0], group.example) for group in groups]
         figures |= task.figures(verdicts)
@@ -158,15 +163,17 @@ def score_greedy(groups: Sequence[Group], task: Task) -> dict[str, Any]:
 
 
 def score_sampled(groups: Sequence[Group], params: SamplingParams, task: Task) -> dict[str, Any]:
-    """pass@k of all k samples, of 1 and of the powers of 2 between, maj@k where the task extracts
-    answers, the samples' mean reward, and their protocol.
+    """Returns figures of sampled answers by name: pass@k for k samples, for 1 and for the powers of
+    2 between, maj@k if the task extracts answers, the samples' mean reward, and a text that says
+    how they were sampled. {} if there are no groups.
 
     A figure's `_error` is the standard error of its mean over questions, which are independent;
-    samples of one question are not."""
+    samples of one question are not.
+    """
     if not groups:
         return {}
     k = groups[0].size
-    by_question: dict[str, list[float]] = {}  # figure -> a value a question
+    by_question: dict[str, list[float]] = {}  # figure -> one value for each question
     solved = _solved(groups)
     if solved is not None:
         counts = [int(row.sum()) for row in solved]
@@ -193,7 +200,7 @@ def score_sampled(groups: Sequence[Group], params: SamplingParams, task: Task) -
 def _majorities(
     groups: Sequence[Group], solved: np.ndarray, extract: Callable[[str], Any]
 ) -> list[float]:
-    """maj@k of each question."""
+    """Returns maj@k of each question."""
     majorities = []
     for group, row in zip(groups, solved, strict=True):
         answers = [extract(text) for text in group.answers]
@@ -202,7 +209,8 @@ def _majorities(
 
 
 def sampled_protocol(k: int, params: SamplingParams) -> str:
-    """`8 completions a question at temperature 1, top_k 50`."""
+    """Returns a text that says how samples were taken, for example `8 completions a question at
+    temperature 1, top_k 50`."""
     text = f"{k} completions a question at temperature {exact(params.temperature)}"
     truncation = (
         ("top_k", params.top_k, 0),
@@ -216,6 +224,6 @@ def sampled_protocol(k: int, params: SamplingParams) -> str:
 
 
 def _solved(groups: Sequence[Group]) -> np.ndarray | None:
-    """bool[Q, G]: which completions are right; None where the task defines no `correct`."""
+    """Returns bool[Q, G]: which completions are right; None if the task defines no `correct`."""
     known = [group.correct for group in groups if group.correct is not None]
     return np.stack(known) if known else None

@@ -1,5 +1,5 @@
-"""The loop, in life-cycle order: evaluate; at each step take groups, update, publish, record;
-evaluate again.
+"""The training loop, in the order of a run's life: evaluate the first weights; at each step take
+groups, update the weights, publish and record them; evaluate again.
 
 Steps are numbered from 0, versions of the weights too: step s trains version s into version s + 1,
 and is shown to people as step s + 1.
@@ -8,8 +8,8 @@ Synchronous is asynchronous with zero staleness: each step's groups are requeste
 as soon as that version is published (up to `lookahead.steps` steps ahead), and the loop never knows
 where the tokens come from.
 
-A step that is given up leaves no trace: state, prompts and pending requests are those that it began
-with.
+A step that is given up leaves no trace: state, prompts and pending requests are then what they were
+when the step began.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ NOTHING_KEPT = "nothing was kept, as the run has no checkpoint yet"
 class Run:
     """One training run: its configuration, its parts, and its progress.
 
-    `train` runs the steps that remain. The run owns the loop's own state (`requested`, `pending`,
-    `evaluating`, `saved`); each part owns what it holds, and the run closes none of them.
+    `train` runs the steps that remain. The run owns the state of the loop itself (`requested`,
+    `pending`, `evaluating`, `saved`); each part owns what it holds, and the run closes none of the
+    parts. Steps are numbered from 0, and version N of the weights is the one after N steps.
     """
 
     config: Config
-    parameters: Params | None  # the first weights; None where `restored` has others
+    parameters: Params | None  # the first weights; None if `restored` has others
     updater: Updater
     source: RolloutSource
     prompts: PromptStream
@@ -59,21 +60,22 @@ class Run:
     recorder: Recorder
     schedule: Schedule = field(default_factory=Schedule)
     restored: Restored | None = None
-    # Of machine and data, stored in each checkpoint.
+    # Facts about machine and data, which are stored in each checkpoint.
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     stop: StopSignal = field(default_factory=StopSignal)
     resume_command: str = ""
     around_step: Callable[[int], AbstractContextManager[Any]] = lambda step: nullcontext()
     after_step: Callable[[int, dict[str, float]], None] | None = None
     after_save: Callable[[int], None] = lambda version: None
-    # Of a resumed run: stores its settings for later resumes.
+    # Stores the settings of a resumed run for later resumes; None for a new run.
     keep_settings: Callable[[], None] | None = None
     requested: int = 0  # steps whose groups have been requested
-    # Step -> rows that were requested and not trained on yet.
+    # Step -> rows of the data that were requested for the step and not trained on yet.
     pending: dict[int, list[int]] = field(default_factory=dict)
-    # Version -> when its evaluation was requested.
+    # Version -> time at which its evaluation was requested.
     evaluating: dict[int, float] = field(default_factory=dict)
-    useful_share: float = 1.0  # of the newest step's groups, with dynamic sampling
+    # share of the newest step's groups that had signal, with dynamic sampling
+    useful_share: float = 1.0
     timeline: Timeline = field(default_factory=Timeline)
     saved: int = -1  # the newest version that has a checkpoint
 
@@ -81,8 +83,8 @@ class Run:
         self.lookahead = Lookahead(self.schedule)
 
     def train(self) -> dict[str, Any]:
-        """All steps that remain, and the summary. Raises KeyboardInterrupt, whose text says how to
-        resume, where somebody asked the run to stop."""
+        """Runs all steps that remain, and returns the run's summary. Raises KeyboardInterrupt,
+        whose text says how to resume, if somebody asked the run to stop."""
         try:
             return self.run_steps()
         except KeyboardInterrupt as stop:
@@ -100,6 +102,8 @@ class Run:
             raise
 
     def run_steps(self) -> dict[str, Any]:
+        """Runs the loop itself: begins or restores the run, runs each step, and returns the summary
+        after the last evaluation. Errors and stops pass through; `train` handles them."""
         # Begun here: a caller that held this state would keep the first weights in memory for all
         # of the run.
         state, first = self.begin()
@@ -162,8 +166,9 @@ class Run:
         return self.recorder.finish(last)
 
     def begin(self) -> tuple[TrainState, int]:
-        """The trainer's state and the first step: of a new run after its first evaluation, or of a
-        checkpoint."""
+        """Returns the trainer's state and the first step to run: for a new run after evaluating
+        version 0, for a resumed run as the checkpoint has them. Also publishes the weights, and
+        requests a resumed run's pending groups and evaluations again."""
         if self.restored is None:
             # Version 0 is evaluated before anything is requested: its figures are those that
             # training starts from.
@@ -189,7 +194,7 @@ class Run:
             self.source.request(self.group_requests(step, prompts))
         self.requested = version + len(self.pending)
         self.saved = version
-        # Before publication, which releases the weights that nobody asks for.
+        # Before publication, which drops the weights that nobody has requested.
         self.evaluating = {}
         for number in extra.get("evaluating", ()):
             if number in self.restored.published:
@@ -198,8 +203,8 @@ class Run:
             self.evaluator.request_answers(self.source, number, number, full=False)
         for number, params in self.restored.published.items():
             self.publish(number, params, version)
-        # By the settings of now: `train.evaluate_every` may have changed, and with it what must be
-        # published.
+        # Decided by the present settings: `train.evaluate_every` may have changed, and with it what
+        # must be published.
         if self.publication_due(version):
             self.publish(version, state.trainable)
         self.recorder.restore(extra["recorder"], version, extra["evaluated"], self.evaluating)
@@ -219,12 +224,15 @@ class Run:
 
     @contextmanager
     def saved_if_given_up(self, version: int, state: TrainState) -> Iterator[None]:
-        """Where a step or an evaluation that starts from `state` is given up (a reward raises,
-        somebody asks the run to stop), a checkpoint is saved from which it starts again."""
+        """Saves a checkpoint of `state`, which has this version, if the body raises ShoalError or
+        StopRequested (a reward raises, somebody asks the run to stop); then raises that exception
+        again. The step or evaluation in the body can then start again from the checkpoint. Saves
+        nothing if an update has consumed `state`; version 0 is saved only by a stop after its
+        evaluation."""
         prompts = self.prompts.state() if self.config.algorithm.dynamic_sampling else None
         try:
             yield
-        # Any other exception is a fault of the program: what it left behind is not worth a
+        # Any other exception is a fault of the program, and the state that it leaves is not worth a
         # checkpoint.
         except (ShoalError, StopRequested) as reason:
             if prompts is not None:
@@ -240,8 +248,8 @@ class Run:
             raise
 
     def end_if_warned(self, version: int, state: TrainState) -> None:
-        """Raises ShoalError where a warning since the last step is hopeless, or
-        train.on_warning=stop."""
+        """Raises ShoalError if a warning since the last step is hopeless, or if there is any and
+        train.on_warning=stop; saves a checkpoint first in the second case only."""
         warned = self.recorder.warned
         self.recorder.warned = []
         hopeless = [finding for finding in warned if finding.level == "wrong"]
@@ -276,6 +284,8 @@ class Run:
         return max(good, default=None)
 
     def stopped_text(self) -> str:
+        """Returns the sentence that tells the user what was saved, and the command that resumes or
+        restarts."""
         if self.saved < 0:
             return f"stopped: {NOTHING_KEPT}; start again: {self.resume_command}"
         if self.saved == 0:
@@ -289,8 +299,8 @@ class Run:
         )
 
     def request_published(self, version: int) -> None:
-        """Requests the groups of every step that may sample from `version` or an older one; none
-        once the data is exhausted."""
+        """Requests the groups of every step that may sample from `version` or an older one.
+        Requests nothing more once the data is exhausted, which the recorder reports."""
         prompts_per_step = self.config.batch.prompts_per_step
         end = min(self.config.steps, version + self.lookahead.steps + 1)
         while self.requested < end and self.schedule.version(self.requested) <= version:
@@ -310,13 +320,14 @@ class Run:
             self.requested += 1
 
     def ends_at(self, version: int) -> bool:
-        """True if the data is exhausted and no step follows, so that the final evaluation is of
-        this version."""
+        """True if the data is exhausted and no step follows `version`, so that the final evaluation
+        is of this version."""
         return version not in self.pending and self.prompts.is_exhausted(
             self.config.batch.prompts_per_step
         )
 
     def group_requests(self, step: int, prompts: Sequence[TokenizedExample]) -> list[GroupRequest]:
+        """Returns the requests for a step's groups, one for each prompt; sends nothing."""
         group_size = self.config.batch.group_size
         params = self.config.sampling.params
         version = self.schedule.version(step)
@@ -338,9 +349,10 @@ class Run:
 
     @timed("trainer", "wait for groups")
     def take(self, step: int) -> tuple[list[Group], list[Group]]:
-        """The step's groups, and those that were discarded. With dynamic sampling more groups
-        replace those without variance: requested at the same version, in the order of the
-        prompts."""
+        """Waits for the step's groups and returns (groups to train on, groups that were discarded).
+        With dynamic sampling, groups without variance are replaced, in at most
+        `max_sampling_rounds` rounds: more prompts are requested at the same version, in the order
+        of the prompts."""
         self.stop.begin(f"the completions of step {step + 1}")
         a = self.config.algorithm
         prompts_per_step = self.config.batch.prompts_per_step
@@ -360,10 +372,14 @@ class Run:
         return dynamic_sampling.select(groups, prompts_per_step, self.is_useful)
 
     def is_useful(self, group: Group) -> bool:
+        """True if dynamic sampling keeps the group, because its completions differ
+        (`has_signal`)."""
         penalty = PENALTY if self.config.reward.overlong_buffer_tokens else ""
         return dynamic_sampling.has_signal(group, self.config.algorithm, penalty)
 
     def step_done(self, step: int, groups: Sequence[Group], discarded: Sequence[Group]) -> None:
+        """Notes that a step's groups were used: removes the step from the pending requests, and
+        updates the share of useful groups and the pass rates of prompts."""
         del self.pending[step]
         sampled = [*groups, *discarded]
         if self.config.algorithm.dynamic_sampling:
@@ -376,7 +392,7 @@ class Run:
             self.source.publish_frozen(state.frozen)
 
     def check_frozen(self, state: TrainState) -> None:
-        """RuntimeError unless frozen weights have the bits that they had at the start."""
+        """Raises RuntimeError if the bits of the frozen weights have changed since the start."""
         if state.frozen is None:
             return
         at_start = self.fingerprint["base"]
@@ -390,9 +406,9 @@ class Run:
 
     @timed("publication", "publish")
     def publish(self, version: int, params: Params, step: int | None = None) -> None:
-        """Publishes weights before `step` (None: the version's own). The version that this step
-        samples from is kept, since the step may ask for more groups, or be given up and start
-        again."""
+        """Publishes weights as `version`, before `step` begins (None: the step that starts from
+        this version). The version that this step samples from is kept, since the step may ask for
+        more groups, or be given up and start again."""
         if step is None:
             step = version
         self.source.publish(version, params, keep_from=self.schedule.keep_from(step))
@@ -406,6 +422,8 @@ class Run:
         )
 
     def evaluation_due(self, version: int) -> bool:
+        """True if `evaluate_every` asks for an evaluation of this version during training; the last
+        version's evaluation does not count, since it is always made."""
         every = self.config.evaluate_every
         return every > 0 and version % every == 0 and version < self.config.steps
 
@@ -453,6 +471,7 @@ class Run:
         outcome: UpdateResult,
         seconds: float,
     ) -> dict[str, float]:
+        """Records one step in metrics, files and terminal, and returns its metrics by name."""
         table = outcome.table
         record = StepRecord(
             step,
@@ -469,6 +488,8 @@ class Run:
         return self.recorder.step(record)
 
     def save_due(self, version: int) -> bool:
+        """True if a checkpoint of this version is due: on schedule, because it may be the best, or
+        at the end."""
         c = self.config.checkpoint
         on_schedule = c.every > 0 and version % c.every == 0
         may_be_best = c.keep_best > 0 and self.evaluation_due(version)
@@ -476,12 +497,14 @@ class Run:
 
     @timed("trainer", "save")
     def save(self, version: int, state: TrainState) -> None:
+        """Saves a checkpoint of `state` as this version; does nothing if the newest checkpoint
+        already is of this version."""
         if version == self.saved:
             return
         started = time.perf_counter()
         self.stop.begin(f"the checkpoint of step {version}")
-        # Groups and metrics of the covered steps reach the disk first: a kill between the two loses
-        # none of them.
+        # Groups and metrics of the covered steps are written to disk first, so that a kill between
+        # the two loses nothing.
         self.recorder.sync(self.prompts.rates.record())
         published = self.source.published()
         extra = {

@@ -1,9 +1,10 @@
-"""The loss of one micro-batch, and log-probs alone: from a batch through the model to
+"""Computes the loss of one micro-batch, or log-probs alone: from a batch through the model to
 `shoal.algorithm.loss`.
 
     LearnerBatch -> forward -> token_logprobs -> token_losses -> sum(weight * token loss)
 
-Weights hold aggregation and denominator of the whole update, so the losses of micro-batches add up.
+Weights include aggregation and denominator of the whole update, so the losses of its micro-batches
+add up.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from shoal.trainer.batch import LearnerBatch
 
 
 def make_objective(a: AlgorithmSection) -> Objective:
-    """What the settings minimise."""
+    """Returns what the settings of `algorithm` minimise, as an `Objective` with its functions
+    loaded."""
     loss = POLICY_LOSSES[a.loss]
     correction = CORRECTIONS[a.correction]
     rejection = REJECTIONS[a.rejection]
@@ -61,11 +63,12 @@ def batch_logprobs(
     chunk_elements: int = 0,
     entropy_gradient: bool = False,
 ) -> Any:
-    """Log-probs and entropies of completions' tokens, float32[R, T] each, 0 elsewhere; a prompt is
-    computed once for all completions that follow it in its row.
+    """Returns (log-probs, entropies) of the tokens of completions, float32[R, T] each, with 0 at
+    all other tokens. A prompt is computed once for all completions that follow it in its row.
 
-    A token's log-prob comes from the hidden state before it; for a completion's first token that is
-    its prompt's last.
+    A token's log-prob comes from the hidden state of the token before it; for a completion's first
+    token that is its prompt's last. `chunk_elements` bounds the logits that exist at once (0: the
+    platform's default). With `entropy_gradient` entropies have a gradient.
     """
     role = model.role
     tokens = role.split_rows(batch.tokens)
@@ -84,12 +87,13 @@ def batch_logprobs(
     head = output_head(parameters)
     vocab_size = model.architecture.vocab_size
     chunk = chunk_size(rows_per_device, length, vocab_size, budget)
-    # Of all tokens: to leave chunks of prompts out by a condition costs a second gradient of the
-    # head (docs/LOG.md).
+    # All tokens are computed, prompts' too: leaving out chunks of prompts by a condition costs a
+    # second gradient of the head (docs/LOG.md).
     states = _states_at(role, hidden, before)
     if role.platform == "tpu" and role.tensor == 1 and chunk < length:
 
         def project(head_slice: Any, hidden: jax.Array) -> jax.Array:
+            """Returns the logits of a slice of the vocabulary."""
             return head_projection(model, head_slice)(hidden)
 
         slices = head_slices(head, max(128, budget // (rows_per_device * length)))
@@ -116,6 +120,7 @@ def batch_logprobs(
         )
 
     def of_completions(values: jax.Array) -> jax.Array:
+        """Returns values of rows with 0 at prompts' tokens and at padding."""
         return jnp.where(batch.segment != batch.prompt, role.join_rows(values), 0.0)
 
     return of_completions(logprobs), of_completions(entropies)
@@ -124,7 +129,8 @@ def batch_logprobs(
 def next_token_logits(
     model: Model, parameters: Params, batch: LearnerBatch, positions: jax.Array
 ) -> jax.Array:
-    """Logits float32[K, V] of what follows the tokens at positions[K] in the batch's first row."""
+    """Returns the logits float32[K, V] of what follows the tokens at positions[K] in the batch's
+    first row."""
     role = model.role
     tokens = role.split_rows(batch.tokens)
     position = role.split_rows(batch.position)
@@ -137,8 +143,8 @@ def next_token_logits(
 
 
 def _states_at(role: Role, hidden: jax.Array, index: jax.Array) -> jax.Array:
-    """hidden[R, T, D] at the indices [R, T] in its rows; rows that are split over devices are
-    gathered for it."""
+    """Returns hidden[R, T, D] at the indices [R, T] within each row; rows that are split over
+    devices are gathered first."""
 
     def of_rows(hidden: jax.Array, index: jax.Array) -> jax.Array:
         if role.context > 1:
@@ -159,8 +165,8 @@ def _states_at(role: Role, hidden: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def batch_loss(model: Model, objective: Objective, parameters: Params, batch: LearnerBatch) -> Any:
-    """(loss, (sums, maxima, log-probs)): a micro-batch's part of the update's loss, and its
-    metrics."""
+    """Returns (loss, (sums, maxima, log-probs)) of a micro-batch: its part of the update's loss,
+    its metrics, and its tokens' log-probs float32[R, T] without gradient."""
     lp, entropy = batch_logprobs(
         model, parameters, batch, objective.chunk_elements, objective.entropy_coef > 0
     )

@@ -18,29 +18,31 @@ from shoal.mesh import PINNED_HOST
 from shoal.records import Params
 
 FIRST_SCALE = 2.0**16
-"""The loss scale at the start."""
+"""The loss scale of a run's first update."""
 LARGEST_SCALE = 2.0**24
-"""Its limit, which keeps gradients that are 0 for long from raising it without end."""
+"""The largest loss scale: it keeps gradients that are 0 for long from raising the scale without
+end."""
 GROWTH_INTERVAL = 2000
-"""Updates in a row without overflow that double it."""
+"""After so many updates in a row without overflow, the loss scale is doubled."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossScale:
-    """By what the loss is multiplied before its gradient is computed in float16, whose smallest
-    number is 6e-8: without it small parts are lost (Micikevicius et al. 2017, arXiv 1710.03740). A
-    power of two, so that it rounds nothing."""
+    """The number by which the loss is multiplied before its gradient is computed in float16, whose
+    smallest number is 6e-8: without it small parts are lost (Micikevicius et al. 2017, arXiv
+    1710.03740). A power of two, so that it rounds nothing."""
 
     value: Any  # float32[]
-    good: Any  # int32[]: updates in a row without overflow since it changed
+    good: Any  # int32[]: updates in a row without overflow since the scale last changed
 
     @classmethod
     def first(cls) -> LossScale:
         return cls(np.float32(FIRST_SCALE), np.int32(0))
 
     def after(self, finite: jax.Array) -> LossScale:
-        """The scale of the next update; `finite`: whether this one's gradient was."""
+        """Returns the scale of the next update; `finite` says whether the gradient of this update
+        was finite."""
         good = jnp.where(finite, self.good + 1, 0)
         doubled = good >= GROWTH_INTERVAL
         value = self.value * jnp.where(finite, jnp.where(doubled, 2.0, 1.0), 0.5)
@@ -48,8 +50,8 @@ class LossScale:
 
 
 def learning_rate(section: OptimizerSection, num_updates: int) -> Callable[[Any], Any]:
-    """Update number (from 0) -> learning rate: a linear warm-up, then constant or a decay towards
-    0.
+    """Returns a function from an update's number (from 0) to its learning rate: a linear warm-up,
+    then constant or a decay towards 0.
 
     The first update already has 1/warmup_steps of the rate (torch's schedules start at 0), and the
     update after the last would have 0.
@@ -74,11 +76,16 @@ def learning_rate(section: OptimizerSection, num_updates: int) -> Callable[[Any]
 def make_optimizer(
     section: OptimizerSection, rate: Callable[[Any], Any], weight_decay: Any, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
-    """`weight_decay` is a tree of bools over the parameters, or a function that makes it of them:
-    weight decay applies where it is True. `seed` is that of `optimizer.moments=bfloat16`, whose
-    update needs its `number` as an extra argument. An update of some parameters alone needs the
-    `norm` of the whole gradient, of one layer's its `layer`."""
-    # A part that is left out leaves no state either, so 0 or not is part of a checkpoint's layout.
+    """Returns AdamW with the settings' clipping and type of moments.
+
+    `weight_decay` is a tree of bools over the parameters, or a function that makes that tree from
+    parameters: weight decay applies where it is True. `seed` is for the random rounding of
+    `optimizer.moments=bfloat16`, whose update needs the extra argument `number`, the update's
+    number. An update of only some parameters needs the extra argument `norm`, the norm of the whole
+    gradient; an update of one layer also `layer`, its number.
+    """
+    # A part that is left out has no state, so whether a setting is 0 is part of a checkpoint's
+    # layout.
     parts = []
     if section.clip_grad_norm:
         parts.append(clip_by_norm(section.clip_grad_norm))
@@ -98,12 +105,13 @@ def make_optimizer(
 
 
 def clip_by_norm(most: float) -> optax.GradientTransformationExtraArgs:
-    """`optax.clip_by_global_norm`, where an extra argument `norm` may stand for that of the
-    gradient given."""
+    """Returns a transformation like `optax.clip_by_global_norm`, but an extra argument `norm` may
+    replace the norm of the gradient that is passed."""
 
     def update(
         gradient: Any, state: Any, parameters: Any = None, *, norm: Any = None, **_: Any
     ) -> tuple[Any, Any]:
+        """Scales the gradient down if its norm, or the given one, exceeds the limit."""
         if norm is None:
             norm = optax.tree.norm(gradient)
 
@@ -118,10 +126,12 @@ def clip_by_norm(most: float) -> optax.GradientTransformationExtraArgs:
 def rounded(
     optimizer: optax.GradientTransformationExtraArgs, seed: int
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer whose moments are bfloat16 between its updates, and float32 in them.
+    """Returns an optimizer whose moments are bfloat16 between its updates, and float32 within them.
 
-    Rounded to the nearest, a moment that changes by less than 1/256 of itself would stand still:
-    the second moment's decay of 0.999 would never lower it. Rounded at random its mean is right."""
+    Rounded to the nearest value, a moment that changes by less than 1/256 of itself would stand
+    still: the second moment's decay of 0.999 would never lower it. Rounded at random, its mean is
+    right.
+    """
 
     def map_moments(function: Callable[[jax.Array], jax.Array], state: Any) -> Any:
         return optax.tree_utils.tree_map_params(optimizer, function, state)
@@ -144,6 +154,7 @@ def rounded(
         layer: Any = None,
         **more: Any,
     ) -> tuple[Any, Any]:
+        """Updates with moments widened to float32, and rounds the new moments at random."""
         change, state = optimizer.update(gradient, map_moments(widen, state), parameters, **more)
         key = jax.random.fold_in(jax.random.key(seed), number)
         if layer is not None:
@@ -159,10 +170,10 @@ def rounded(
 
 
 def round_at_random(values: jax.Array, key: jax.Array) -> jax.Array:
-    """float32 -> bfloat16, to one of the two next to a value, with the chances that give it as the
-    mean."""
-    # bfloat16 is float32's upper 16 bits: added to the lower ones, random bits carry as often as
-    # those say.
+    """Rounds float32 to bfloat16: to one of the two values next to each number, with the
+    probabilities for which the mean is that number."""
+    # bfloat16 is the upper 16 bits of float32: random bits added to the lower ones carry with the
+    # right probability.
     noise = jax.random.bits(key, values.shape, jnp.uint16).astype(jnp.uint32)
     bits = (jax.lax.bitcast_convert_type(values, jnp.uint32) + noise) & jnp.uint32(0xFFFF0000)
     return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(jnp.bfloat16)
@@ -175,8 +186,8 @@ def state_shardings(
     other: Any,
     offload: bool = False,
 ) -> Any:
-    """Shardings of the optimizer's state: moments as their parameters, with `offload` in the host's
-    memory; counters as `other`."""
+    """Returns the shardings of the optimizer's state: moments like their parameters, with `offload`
+    in the host's memory; counters like `other`."""
 
     def of_moment(_: Any, sharding: Any) -> Any:
         if offload:
@@ -186,8 +197,8 @@ def state_shardings(
     def of_counter(_: Any) -> Any:
         return other
 
-    # By optax's own map, not by shape: a counter and a scalar parameter, or two parameters, may
-    # have one shape.
+    # By optax's own map, not by shape, because a counter and a scalar parameter, or two parameters,
+    # may have the same shape.
     state = jax.eval_shape(optimizer.init, shapes)
     return optax.tree_utils.tree_map_params(
         optimizer, of_moment, state, shardings, transform_non_params=of_counter

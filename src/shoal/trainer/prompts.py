@@ -1,4 +1,4 @@
-"""The order of the training prompts: a seeded permutation for each epoch, read with a cursor; and
+"""The order of the training prompts: a seeded permutation for each epoch, read with a cursor. Also
 their pass rates."""
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from shoal.text import count as counted
 from shoal.text import exact
 
 Encode = Callable[[Example], np.ndarray]
-"""The token ids of an example's prompt, int32[T]."""
+"""Returns the token ids of an example's prompt, int32[T]."""
 
 
 class DataExhausted(ShoalError):
-    """Too few prompts are left that are not retired: training ends here."""
+    """Raised if too few prompts are left that are not retired: training ends here."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class PassRates:
     """
 
     bound: float = 1.0
-    # Row -> completions sampled, passed.
+    # Row -> (number of completions sampled, number that passed).
     counts: dict[int, tuple[int, float]] = field(default_factory=dict)
     at_epoch: dict[int, float] = field(default_factory=dict)  # row -> rate when the epoch began
 
     def add(self, groups: Sequence[Group]) -> None:
-        """Counts valid completions; passed are the right ones, or without a verdict the reward in
-        [0, 1]."""
+        """Counts the valid completions of groups. The right ones passed; without a verdict the
+        reward, clipped to [0, 1], counts as the part that passed."""
         for group in groups:
             if group.correct is None:
                 passed = group.rewards.clip(0, 1)
@@ -59,8 +59,9 @@ class PassRates:
             self.counts[row] = (sampled_before + num_sampled, passed_before + num_passed)
 
     def begin_epoch(self) -> None:
-        # Frozen for an epoch: were rates of its own steps to act, its order would depend on how far
-        # ahead it is asked.
+        """Fixes the rates that act during the epoch that begins."""
+        # Fixed for an epoch: if the rates of its own steps acted, the order would depend on how far
+        # ahead prompts are asked for.
         rates: dict[int, float] = {}
         for row, (sampled, passed) in self.counts.items():
             if sampled:
@@ -69,18 +70,19 @@ class PassRates:
 
     @property
     def active(self) -> bool:
+        """True if the curriculum is on."""
         return self.bound < 1
 
     def retired(self) -> np.ndarray:
-        """Rows that are left out of this epoch."""
+        """Returns the rows that are left out of this epoch."""
         return np.array([row for row, rate in self.at_epoch.items() if rate > self.bound], np.int64)
 
     def times(self, uniforms: np.ndarray) -> np.ndarray:
-        """How often each row occurs in the epoch, int[rows], from one uniform in [0, 1) for each
-        row."""
+        """Returns how often each row occurs in the epoch, int[rows], drawn with one uniform number
+        in [0, 1) for each row."""
         times = np.ones(len(uniforms), np.int64)
         for row, rate in self.at_epoch.items():
-            if row >= len(times):  # of data that was longer before the run was resumed
+            if row >= len(times):  # a row of data that was longer before the run was resumed
                 continue
             if rate > self.bound:
                 times[row] = 0
@@ -89,7 +91,8 @@ class PassRates:
         return times
 
     def record(self) -> list[dict[str, Any]]:
-        """One entry for each prompt that was sampled, in order of its row."""
+        """Returns one entry for each prompt that was sampled, in the order of rows, for the file of
+        pass rates."""
         entries: list[dict[str, Any]] = []
         for row, (sampled, passed) in sorted(self.counts.items()):
             rate = passed / sampled if sampled else None
@@ -105,6 +108,7 @@ class PassRates:
         return entries
 
     def state(self) -> dict[str, Any]:
+        """Returns what a checkpoint stores, as JSON values."""
         return {
             "counts": [[row, sampled, passed] for row, (sampled, passed) in self.counts.items()],
             "at_epoch": [[row, rate] for row, rate in self.at_epoch.items()],
@@ -117,7 +121,7 @@ class PassRates:
 
 @dataclass(frozen=True)
 class _Position:
-    """A position in the order of prompts, to return to."""
+    """A position in the order of prompts, from which reading can go on again."""
 
     epoch: int
     cursor: int
@@ -130,14 +134,14 @@ class _Position:
 class PromptStream:
     """The training prompts in order: P different ones a step, in another order each epoch.
 
-    The order depends on the data, the seed and the pass rates alone: a resumed run repeats it. The
-    run owns it.
+    The order depends on the data, the seed and the pass rates alone, so a resumed run repeats it.
+    The run owns the stream.
 
-    At an epoch's border a step may meet a row that it has already: the next step takes that row, so
-    each epoch trains on all rows.
+    At the border of two epochs a step may meet a row that it has already: the next step takes that
+    row, so each epoch trains on all rows.
 
-    A prompt of more than `max_tokens`, or that `encode` refuses, is dropped and counted in
-    `dropped`, or is an error; it is never truncated.
+    A prompt of more than `max_tokens`, or one that `encode` refuses, is either dropped and counted
+    in `dropped`, or an error, by `long_prompts`; it is never truncated.
     """
 
     examples: Sequence[Example]
@@ -147,40 +151,39 @@ class PromptStream:
     long_prompts: str = "drop"
     rates: PassRates = field(default_factory=PassRates)
     epoch: int = 0
-    cursor: int = 0  # within the epoch
-    # Rows that were passed over, for the next step.
+    cursor: int = 0  # number of rows read within the epoch
+    # Rows that were passed over, which the next step takes first.
     postponed: list[int] = field(default_factory=list)
     dropped: int = 0
-    refusal: str = ""  # why the chat template refused a prompt, the last time
-    # The bound of the rates and the `count` with which `next` failed.
+    refusal: str = ""  # why the chat template refused the prompt that it refused last; "" for none
+    # (bound of the rates, `count`) for which `next` found the data exhausted; None if it is not.
     ended: tuple[float, int] | None = None
     _order: tuple[int, np.ndarray] = field(default=(-1, np.empty(0, np.int64)), repr=False)
 
     def more(self, count: int, taken: Collection[int]) -> list[TokenizedExample]:
-        """Up to `count` more prompts for a step that already has the rows `taken`, searched once
-        through the data.
+        """Returns up to `count` more prompts for a step that already has the rows `taken`,
+        searching at most once through the data.
 
-        If there is none, the cursor stays where it was.
+        If there are none, the cursor stays where it was.
         """
         before = self._position()
-        # Through the data once: with the curriculum an epoch may hold nothing but rows that are
-        # taken.
+        # At most once: with the curriculum an epoch may consist of rows that are taken.
         prompts = self._read(count, len(self.examples), taken)
         if not prompts:
             self._return_to(before)
         return prompts
 
     def next(self, count: int) -> list[TokenizedExample]:
-        """The next `count` prompts, no row twice. Raises `DataExhausted` once too few are left, and
-        from then on."""
+        """Returns the next `count` prompts, with no row twice, and moves the cursor. Raises
+        `DataExhausted` once too few are left, and at every later call."""
         if len(self.examples) < count:
             raise ShoalError(
                 f"the data has {counted(len(self.examples), 'prompt')}, fewer than "
                 f"batch.prompts_per_step={count}: lower it, or add data",
                 "batch.prompts_per_step",
             )
-        # Kept in checkpoints: a resumed run ends where this one did, unless the bound or the step's
-        # size was changed.
+        # Checkpoints store this: a resumed run ends where this one did, unless the bound or the
+        # step's size was changed.
         has_ended = self.ended == (self.rates.bound, count)
         prompts: list[TokenizedExample] = []
         if not has_ended:
@@ -188,7 +191,7 @@ class PromptStream:
         if len(prompts) == count:
             self.ended = None
             return prompts
-        if not has_ended:  # four epochs of rows were passed over: each is kept once
+        if not has_ended:  # rows of up to four epochs were passed over: each is kept once
             self.postponed = [prompt.example.row for prompt in prompts]
         num_retired = len(self.rates.retired())
         if num_retired:
@@ -207,8 +210,9 @@ class PromptStream:
     def _read(
         self, count: int, most_rows: int, taken: Collection[int] = ()
     ) -> list[TokenizedExample]:
-        """Up to `count` prompts, no row twice and none of `taken`: postponed ones, then from at
-        most so many rows after the cursor. Rows that are passed over are postponed."""
+        """Reads up to `count` prompts, with no row twice and none of `taken`: postponed ones first,
+        then from at most `most_rows` rows after the cursor. Rows that are passed over are
+        postponed."""
         by_row: dict[int, TokenizedExample] = {}
         waiting = self.postponed
         self.postponed = []
@@ -240,7 +244,8 @@ class PromptStream:
             return True
 
     def peek(self, count: int = 1) -> TokenizedExample:
-        """The first of the `count` prompts that `next` will return; the cursor does not move."""
+        """Returns the first of the `count` prompts that `next` will return; the cursor does not
+        move."""
         before = self._position()
         ended = self.ended
         try:
@@ -250,25 +255,26 @@ class PromptStream:
             self.ended = ended
 
     def check(self, count: int) -> None:
-        """Raises ShoalError for a prompt among the next `count` that is too long or refused, with
-        `long_prompts=error`. Each row is read once, however many epochs these prompts are."""
+        """Raises ShoalError if a prompt among the next `count` is too long or refused, with
+        `long_prompts=error`. Each row is read at most once, even if `count` is several epochs."""
         for row in self._order_of(self.epoch)[:count]:
             self._prepare(int(row))
 
     def of_row(self, row: int) -> TokenizedExample:
-        """One example by its row, without moving the cursor."""
+        """Returns the example of one row with its token ids, without moving the cursor. ShoalError
+        if the row does not exist, or its prompt is too long or refused."""
         if not 0 <= row < len(self.examples):
             raise ShoalError(
                 f"row {row} is not in the data, which has {counted(len(self.examples), 'row')}"
             )
-        # A row asked for by number was sampled before: dropping it in silence would change a step
+        # A row asked for by number was sampled before: dropping it silently would change a step
         # that is repeated.
         prepared = prepare(self.examples[row], self.encode, self.max_tokens, "error")
         assert prepared is not None
         return prepared
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold, as JSON values."""
+        """Returns what a checkpoint must store, as JSON values."""
         return {
             "epoch": self.epoch,
             "cursor": self.cursor,
@@ -279,12 +285,13 @@ class PromptStream:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Sets the stream to a stored state."""
         self.rates.restore(state)
         self.ended = None
         if state["ended"]:
             bound, count = state["ended"]
             self.ended = (bound, count)
-        # Older checkpoints have none; and data that is given anew may have fewer rows.
+        # Older checkpoints have no postponed rows, and data that was replaced may have fewer rows.
         postponed = [row for row in state.get("postponed", []) if row < len(self.examples)]
         position = _Position(
             state["epoch"], state["cursor"], postponed, state["dropped"], self.rates.at_epoch
@@ -292,11 +299,13 @@ class PromptStream:
         self._return_to(position)
 
     def _position(self) -> _Position:
+        """Returns the position that reading is at."""
         return _Position(
             self.epoch, self.cursor, list(self.postponed), self.dropped, self.rates.at_epoch
         )
 
     def _return_to(self, position: _Position) -> None:
+        """Goes back to a position."""
         self.epoch = position.epoch
         self.cursor = position.cursor
         self.dropped = position.dropped
@@ -305,7 +314,8 @@ class PromptStream:
         self._order = (-1, np.empty(0, np.int64))
 
     def _next_row(self) -> int | None:
-        """None where all prompts are retired."""
+        """Moves the cursor, and returns the next row; None if all prompts are retired. Begins a new
+        epoch at the end of one."""
         if self.cursor >= len(self._order_of(self.epoch)):
             self.epoch += 1
             self.cursor = 0
@@ -317,23 +327,26 @@ class PromptStream:
         return int(order[self.cursor - 1])
 
     def _order_of(self, epoch: int) -> np.ndarray:
-        """The rows of an epoch, shuffled: each once, or with the curriculum as often as
-        `PassRates.times` says."""
+        """Returns the rows of an epoch in random order: each once, or with the curriculum as often
+        as `PassRates.times` says."""
         if self._order[0] != epoch:
-            # From (seed, epoch) alone, so that a checkpoint holds two numbers and not an order or a
-            # generator's state.
+            # The order follows from (seed, epoch) alone, so that a checkpoint stores two numbers
+            # and not an order or a generator's state.
             random = np.random.default_rng(NoiseKey(self.seed, "order", epoch, 0).key(0).tolist())
             order = random.permutation(len(self.examples))
             if self.rates.active:
                 times = self.rates.times(random.random(len(self.examples)))
-                # Repeats come after the whole epoch, shuffled anew: side by side, a step would skip
-                # the second.
+                # Repeats come after the whole epoch, shuffled again: next to the first occurrence,
+                # a step would skip the second.
                 again = order[times[order] > 1]
                 order = np.concatenate([order[times[order] > 0], random.permutation(again)])
             self._order = (epoch, order)
         return self._order[1]
 
     def _prepare(self, row: int) -> TokenizedExample | None:
+        """Returns the example of a row with its token ids; None if it is dropped, which is
+        counted."""
+
         def refuse(reason: str) -> None:
             self.refusal = reason
 
@@ -352,10 +365,9 @@ def prepare(
     long_prompts: str,
     refuse: Callable[[str], object] | None = None,
 ) -> TokenizedExample | None:
-    """The example with its prompt's token ids; None if it is too long and `long_prompts` is "drop".
-    A prompt that the chat template refuses raises ShoalError; with "drop" and `refuse`, that is
-    called with the error, and None returned.
-    """
+    """Returns the example with its prompt's token ids; None if it is too long and `long_prompts` is
+    "drop". A prompt that the chat template refuses raises ShoalError; but with "drop" and `refuse`
+    given, `refuse` is called with the reason, and None is returned."""
     try:
         ids = encode(example)
     except ShoalError as error:

@@ -1,4 +1,5 @@
-"""Which version of the weights a step samples from, and when the sampler takes a new one."""
+"""Decides which version of the weights each step samples from, and how many steps are requested
+ahead."""
 
 from __future__ import annotations
 
@@ -10,17 +11,17 @@ from shoal.config.sections.train import TrainSection
 from shoal.records import Group
 
 WAITED = 0.05
-"""Share of the time that the trainer waits for samples, from which on more steps are requested
+"""If the trainer waits for samples for more than this share of the time, more steps are requested
 ahead."""
 
 
 FEWEST = 3
-"""Steps in which that share is measured at least: lengths differ from step to step."""
+"""That share is measured over at least so many steps, because lengths differ from step to step."""
 
 
 PATIENCE = 10
-"""Steps without such waits after which fewer steps are requested ahead; twice as many each time
-that was too few."""
+"""Steps without such waits after which fewer steps are requested ahead; doubled each time that
+fewer were too few."""
 
 
 MOST_PATIENCE = 16 * PATIENCE
@@ -31,25 +32,25 @@ class Schedule:
     """Which version each step samples from: n * floor(max(0, step - lag) / n), with n =
     `weight_sync_interval`.
 
-    With `newest` that is the oldest on which a group of the step may start. A version that a
-    resumed run's checkpoint does not hold, since the run had another schedule before, gives way to
-    the next one that it holds.
+    With `newest` this is the oldest version on which a group of the step may start. If a resumed
+    run's checkpoint does not hold that version, because the run had another schedule before, the
+    next version that it holds is used instead.
     """
 
     lag: int = 0
     weight_sync_interval: int = 1
     newest: bool = False
     held: tuple[int, ...] = ()
-    """Versions that a resumed run began with, in order: the checkpoint's own is the last."""
+    """Versions that a resumed run began with, in order; the last is the checkpoint's own."""
 
     @property
     def max_staleness(self) -> int:
-        """How many versions old a token may be when a step learns from it."""
+        """How many versions old a token may be when a step trains on it."""
         return self.lag + self.weight_sync_interval - 1
 
     def check(self, groups: Sequence[Group]) -> None:
-        """RuntimeError where a step is to learn from tokens older than the bound, or of later
-        weights than its own, whatever was requested and answered."""
+        """Raises RuntimeError if a step's groups have tokens that are older than the bound, or from
+        later weights than the step's own, whatever was requested and answered."""
         for group in groups:
             for completion in group.completions:
                 if not completion.num_sampled:
@@ -65,7 +66,7 @@ class Schedule:
                     )
 
     def version(self, step: int) -> int:
-        """The version that a step samples from."""
+        """Returns the version that a step samples from."""
         interval = self.weight_sync_interval
         wanted = interval * (max(0, step - self.lag) // interval)
         for version in self.held:
@@ -74,11 +75,12 @@ class Schedule:
         return wanted
 
     def keep_from(self, step: int) -> int:
-        """The oldest version that may be sampled from once a step begins."""
+        """Returns the oldest version that may be sampled from once a step begins."""
         return step if self.newest else self.version(step)
 
     def older_versions(self, version: int) -> list[int]:
-        """Versions before this one from which the steps that follow it sample."""
+        """Returns the versions before this one that the steps after it sample from, in order; []
+        with `newest`."""
         if self.newest:
             return []
         return sorted(number for number in self._sampled_after(version) if number < version)
@@ -88,14 +90,15 @@ class Schedule:
         return version in self._sampled_after(version)
 
     def _sampled_after(self, version: int) -> set[int]:
-        """The versions that steps sample from after so many updates, but for later ones."""
+        """Returns all versions up to `version` that the steps after `version` updates sample from,
+        and some later ones."""
         return {self.version(step) for step in range(version, version + self.max_staleness + 1)}
 
 
 class Lookahead:
-    """How many steps are requested before their turn: with newest weights as few as keep the
-    trainer from waiting, so that samples are as fresh as full speed allows; of fixed versions, all
-    that the lag allows."""
+    """How many steps are requested before their turn (`steps`). With newest weights these are as
+    few as keep the trainer from waiting, so that samples are as fresh as full speed allows; with
+    fixed versions, as many as the lag allows."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.adapts = schedule.newest
@@ -106,7 +109,8 @@ class Lookahead:
         self._measure(after=0)
 
     def note(self, waited: float, seconds: float) -> None:
-        """Adds how many of a step's seconds the trainer waited for its groups."""
+        """Notes that the trainer waited for its groups for `waited` of a step's `seconds`, and
+        adjusts `steps`."""
         if not self.adapts:
             return
         self._count += 1
@@ -130,8 +134,8 @@ class Lookahead:
             self._measure(after=self.steps)
 
     def _measure(self, after: int) -> None:
-        """Begins to measure once the groups of so many steps, which were requested before, are used
-        up."""
+        """Starts a new measurement after `after` more steps, whose groups were requested before and
+        have to be used up."""
         self._waited = 0.0
         self._seconds = 0.0
         self._count = -after
@@ -141,17 +145,19 @@ class Lookahead:
 
 
 def schedule_of(t: TrainSection) -> Schedule:
-    """The version that each step samples from: `max_staleness = lag + weight_sync_interval - 1`."""
-    # The n - 1 steps between two publications are stale anyway; only what exceeds them is a lag.
+    """Returns the schedule of the settings, for which `max_staleness = lag + weight_sync_interval -
+    1`."""
+    # The n - 1 steps between two publications are stale anyway; only what exceeds n - 1 is a lag.
     lag = 0 if t.max_staleness == -1 else t.max_staleness - (t.weight_sync_interval - 1)
     return Schedule(lag, t.weight_sync_interval, t.versions == "newest")
 
 
 def step_seconds(schedule: Schedule, sampling: float, training: float, own_devices: bool) -> float:
-    """Mean seconds of a step in a long run.
+    """Returns the mean seconds of a step in a long run.
 
-    Sampling waits for the weights that its step is sampled from, training for its step's samples.
-    Where the sampler has no devices of its own, the two take turns.
+    `sampling` and `training` are the seconds that a step needs for each. Sampling a step waits for
+    the weights that the step is sampled from, training waits for the step's samples. Without
+    `own_devices`, that is devices that only sample, the two take turns.
 
     >>> step_seconds(Schedule(lag=0), 3.0, 2.0, own_devices=True)
     5.0
@@ -164,8 +170,8 @@ def step_seconds(schedule: Schedule, sampling: float, training: float, own_devic
     trained = [0.0]  # when each step's update has ended; the first entry is the start
     steady = ROUNDS * schedule.weight_sync_interval
     for step in range(2 * steady):
-        # Requested as early as its age allows, and answered by the version that was published for
-        # it.
+        # A step is requested as early as its age allows, and sampled from the version that was
+        # published for it.
         oldest_allowed = trained[max(0, step - schedule.max_staleness)]
         published = trained[schedule.version(step)]
         sampled = max(sampled, oldest_allowed, published) + sampling

@@ -1,4 +1,5 @@
-"""Models that score and do not learn: the reference, a teacher, the policy before the update."""
+"""Models that score tokens and do not learn: the reference, a teacher, the policy before the
+update."""
 
 from __future__ import annotations
 
@@ -20,9 +21,10 @@ from shoal.weights.source import ModelSource, check_positions, make_model, open_
 
 
 def find_teacher(config: Config, student: ModelSource, console: Printer | None) -> ModelSource:
-    """The teacher without its weights; raises ShoalError if its vocabulary is not the student's."""
+    """Returns the teacher without its weights; ShoalError if its vocabulary is not the student's,
+    or its files or positions do not fit."""
     teacher = open_model(section_of(config.model, config.teacher.path), console)
-    # By vocabulary, not by family: log-probs are compared id by id.
+    # Vocabularies are compared, not families, because log-probs are compared id by id.
     if teacher.tokenizer.vocabulary() != student.tokenizer.vocabulary():
         raise ShoalError(
             f"teacher.path={config.teacher.path}: its vocabulary is not that of the model "
@@ -35,14 +37,14 @@ def find_teacher(config: Config, student: ModelSource, console: Printer | None) 
 
 
 def load_scorer(section: ModelSection, source: ModelSource, role: Role) -> ModelScorer:
-    """A model that only scores, with its weights, in the dtype of the computation."""
+    """Loads a model that only scores, with its weights, in the type of the computation."""
     model = make_model(section, source.architecture, role)
     return ModelScorer(model, source.load(role, model.dtype))
 
 
 @dataclass(frozen=True)
 class ParameterScorer:
-    """The `Scorer` with other parameters of the trained model: the trainer's before an update."""
+    """A `Scorer` by the trained model with given parameters: the trainer's before an update."""
 
     learner: Learner
     parameters: Params
@@ -53,13 +55,15 @@ class ParameterScorer:
 
 @dataclass(frozen=True)
 class ModelScorer:
-    """The `Scorer` of weights that are never trained, on devices of their own: the reference, or a
-    teacher, which is another model with the same vocabulary."""
+    """A `Scorer` by another model on its own devices, with weights that are never trained: the
+    reference, or a teacher with the same vocabulary."""
 
     model: Model
     parameters: Params
 
     def score(self, batch: LearnerBatch) -> jax.Array:
+        """Returns the log-probs float32[R, T] of the batch's tokens, without rows that were added
+        as padding."""
         num_rows = len(batch.tokens)
         score = score_program(self.model, Objective.chunk_elements)
         logprobs = score(self.parameters, self.put(batch))
@@ -69,7 +73,8 @@ class ModelScorer:
             return logprobs
 
     def put(self, batch: LearnerBatch) -> LearnerBatch:
-        """The batch on these devices, with rows of padding where they do not divide its rows."""
+        """Puts the batch on this model's devices; rows of padding are added if the devices do not
+        divide its rows."""
         num_padding = -len(batch.tokens) % self.model.role.batch_shards
         if num_padding == 0:
             return put_batch(self.model, batch)

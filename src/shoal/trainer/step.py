@@ -1,8 +1,8 @@
-"""The compiled steps of the trainer: `accumulate` a micro-batch's gradient, `apply` the sum,
-`score` log-probs.
+"""The compiled steps of the trainer: `accumulate` adds a micro-batch's gradient, `apply` updates
+the weights with the sum, `score` computes log-probs alone.
 
-`accumulate` runs once a micro-batch, `apply` once an update: their number never compiles anything
-again.
+`accumulate` runs once for each micro-batch, `apply` once for each update: how many there are never
+leads to another compilation.
 """
 
 from __future__ import annotations
@@ -41,28 +41,32 @@ from shoal.trainer.loss import batch_logprobs, batch_loss
 from shoal.trainer.optimizer import LossScale, learning_rate, make_optimizer, state_shardings
 
 PROGRAMS_KEPT = 4
-"""Sets of programs (models, settings) kept by this process: a second learner like an earlier one
-compiles nothing."""
+"""Sets of programs (for models and settings) that this process keeps: a second learner with the
+settings of an earlier one compiles nothing."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """What an update changes and a checkpoint holds, and beside it the frozen parameters."""
+    """What an update changes and a checkpoint stores; and the frozen parameters, which no update
+    changes and no checkpoint stores."""
 
-    trainable: Params  # float32; None in place of frozen ones
+    trainable: Params  # float32; None in the places of frozen parameters
     optimizer: Any
-    updates: Any  # int32[]: updates applied; a skipped one does not count
-    loss_scale: LossScale | None = None  # of a computation in float16
-    # In the type of the computation, None in place of trained ones; None: all are trained.
+    updates: Any  # int32[]: number of updates applied, without skipped ones
+    loss_scale: LossScale | None = None  # None unless the computation is in float16
+    # In the type of the computation, None in the places of trained parameters. None if all are
+    # trained.
     frozen: Params | None = None
 
     @property
     def parameters(self) -> Params:
+        """All parameters, trained and frozen, in one tree."""
         return joined(self.trainable, self.frozen)
 
     def to_trees(self) -> dict[str, Any]:
-        """What a checkpoint holds of it, by name; `from_trees` is the inverse."""
+        """Returns what a checkpoint stores of the state, by name, without frozen parameters;
+        `from_trees` is the inverse."""
         trees = {
             "trainable": self.trainable,
             "optimizer": self.optimizer,
@@ -74,12 +78,12 @@ class TrainState:
 
     @classmethod
     def from_trees(cls, trees: Mapping[str, Any]) -> TrainState:
-        """The state, without frozen parameters, which no checkpoint holds."""
+        """Returns the state without frozen parameters, which no checkpoint stores."""
         return cls(**trees)
 
 
 def is_intact(state: TrainState) -> bool:
-    """True while no update has consumed the state's buffers."""
+    """True if no update has consumed (donated) any buffer of the state."""
     return not any(
         leaf.is_deleted() for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)
     )
@@ -88,9 +92,9 @@ def is_intact(state: TrainState) -> bool:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GradientSum:
-    """Sums over the micro-batches of one update."""
+    """Sums over the micro-batches of one update so far."""
 
-    gradient: Params  # times the loss scale, if there is one
+    gradient: Params  # sum of gradients, times the loss scale if there is one
     loss: Any
     sums: Any  # name -> (sum, count)
     maxima: Any  # name -> (largest, count)
@@ -103,14 +107,16 @@ class UpdateMetrics:
     loss: Any
     grad_norm: Any
     lr: Any
-    skipped: Any  # 1 if the gradient was not finite: parameters and moments are then unchanged
-    loss_scale: Any = None  # with which the gradient was computed; None without one
-    # 1 if the gradient overflowed, but not the loss, so that a smaller loss scale is tried next.
+    # 1 if the gradient was not finite: parameters and moments were then left unchanged
+    skipped: Any
+    loss_scale: Any = None  # the scale that the gradient was computed with; None without one
+    # 1 if the gradient overflowed though the loss did not, so that a smaller loss scale is tried
+    # next.
     overflow: Any = 0
 
 
 class Learner:
-    """The trainer's compiled steps on one model and objective.
+    """The trainer's compiled steps for one model and objective.
 
     Parameters are not donated, because a sampler may hold them; the gradient's buffers are, and the
     new parameters are written into them.
@@ -125,14 +131,15 @@ class Learner:
         seed: int = 0,
     ):
         self.objective = objective
-        # In a float32 computation the partitioner sums layers in float32, whatever is asked.
+        # In a float32 computation the partitioner sums layers in float32, whatever `reduce_dtype`
+        # asks for.
         reduce_dtype = jnp.float32
         if model.dtype != jnp.float32:
             reduce_dtype = getattr(jnp, section.reduce_dtype)
         model = replace(model, reduce_dtype=reduce_dtype)
         self.model = model
-        # What changes no program is left out: runs of other lengths, or seeds, would compile them
-        # again.
+        # Settings that change no program are left out of the cache's key: else runs of other
+        # lengths, or with other seeds, would compile the programs again.
         schedule_updates = num_updates if section.schedule != "constant" else 0
         rounding_seed = seed if section.moments == "bfloat16" else 0
         self.optimizer, self.layout, init, apply = _optimizer_programs(
@@ -153,11 +160,12 @@ class Learner:
         }
 
     def init(self, parameters: Params) -> TrainState:
+        """Returns the state of a new run: these parameters, zero moments, and no updates."""
         a = self.model.architecture
         trainable = select(trained_specs(a), parameters)
         frozen = select(frozen_specs(a), parameters)
-        # A host number has no sharding: the first `apply` would be compiled for it, the second for
-        # the array returned.
+        # Put on the devices, because a host number has no sharding: the first `apply` would be
+        # compiled for the number, the second once more for the array that the first returned.
         replicate = partial(put, sharding=self.model.role.replicated)
         updates = replicate(np.int32(0))
         scale = None
@@ -167,7 +175,8 @@ class Learner:
         return TrainState(trainable, optimizer, updates, scale, frozen)
 
     def shapes(self) -> TrainState:
-        """Shapes, types and layout of the state that `init` makes; nothing is allocated."""
+        """Returns the state that `init` makes, with shapes, types and shardings in place of arrays;
+        nothing is allocated."""
 
         def with_sharding(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -184,10 +193,11 @@ class Learner:
     def accumulate(
         self, total: GradientSum | None, state: TrainState, batch: LearnerBatch
     ) -> tuple[GradientSum, Any]:
-        """(the sum with a micro-batch's gradient and metrics added, its log-probs float32[R,
-        T])."""
-        # From zeros: a program of its own for the first micro-batch doubled the longest compilation
-        # (5 s), and the buffer is the only one, as layers add to it where they stand.
+        """Adds a micro-batch's gradient and metrics to `total` (None for the first one), which is
+        donated. Returns (the new sum, the log-probs of the micro-batch's tokens, float32[R, T])."""
+        # The first micro-batch adds to zeros: a separate program for it doubled the longest
+        # compilation (5 s), and this buffer is the only one, as layers add their gradients to it in
+        # place.
         if total is None:
             total = self.programs["zero"]()
         on_device = put_batch(self.model, batch)
@@ -196,7 +206,8 @@ class Learner:
         )
 
     def apply(self, state: TrainState, total: GradientSum) -> tuple[TrainState, UpdateMetrics]:
-        """One update of the optimizer. The buffers of `total` and of the moments are donated."""
+        """Makes one update with the optimizer, and returns the new state and the update's metrics.
+        The buffers of the gradient in `total` and of the moments in `state` are donated."""
         new_state, applied = self.programs["apply"](
             total.loss,
             state.trainable,
@@ -208,21 +219,24 @@ class Learner:
         return replace(new_state, frozen=state.frozen), UpdateMetrics(*applied)
 
     def score(self, parameters: Params, batch: LearnerBatch) -> jax.Array:
-        """Log-probs float32[R, T] of the batch's tokens under any parameters of this
+        """Returns the log-probs float32[R, T] of the batch's tokens under any parameters of this
         architecture."""
         return self.programs["score"](parameters, put_batch(self.model, batch))
 
 
 def put_batch(model: Model, batch: LearnerBatch) -> LearnerBatch:
+    """Puts the batch's arrays on the model's devices, split by rows; the temperature is on every
+    device."""
     temperature = put(batch.temperature, model.role.replicated)
     rows = model.role.put_rows(replace(batch, temperature=None))
     return replace(rows, temperature=temperature)
 
 
 def _streams(section: OptimizerSection, role: Role) -> bool:
-    """True if moments are fetched and updated a layer at a time."""
-    # A CPU's own memory is the host's: in one piece the update is faster there, and bitwise the one
-    # without offload.
+    """True if moments are kept in the host's memory, and are fetched and updated one layer at a
+    time."""
+    # On CPU the device's memory is the host's: updating all layers at once is faster there, and
+    # bitwise equal to an update without offload.
     return section.offload and role.platform != "cpu"
 
 
@@ -235,12 +249,14 @@ def _optimizer_programs(
     scaled: bool,
     seed: int,
 ) -> tuple[optax.GradientTransformation, TrainState, Callable, Callable]:
-    """The optimizer, the layout of the train state, and two programs: init and apply."""
-    # By updates applied, not by steps: with several mini-batches a step moves the schedule several
-    # times.
+    """Returns the optimizer, the layout (shardings) of the train state, and two programs: init and
+    apply. `scaled` means that there is a loss scale."""
+    # The schedule counts updates applied, not steps: with several mini-batches a step moves it
+    # several times.
     rate = learning_rate(section, num_updates)
     by_layer = _streams(section, role)
-    # One layer's parameters lack the specs' dimension for layers: there, shapes tell the matrices.
+    # A single layer's parameters lack the dimension for layers that specs have: there the matrices
+    # are found by their shapes.
     weight_decay = _matrices
     if not by_layer:
         weight_decay = _map_specs(attrgetter("weight_decay"), a)
@@ -266,8 +282,8 @@ def _optimizer_programs(
 def _begin(
     role: Role, optimizer: optax.GradientTransformation, shardings: Any, parameters: Params
 ) -> Any:
-    """The state of `optimizer.init`, which is all zeros, made one array at a time: a device might
-    not hold all outputs of one program."""
+    """Makes the state that `optimizer.init` would return, which is all zeros, one array at a time:
+    a device might not hold all outputs of one program."""
 
     @cache
     def make(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Program:
@@ -281,8 +297,9 @@ def _begin(
 
 @lru_cache(PROGRAMS_KEPT)
 def _gradient_programs(model: Model, objective: Objective) -> tuple[Callable, Callable, Callable]:
-    """Three programs: a gradient of zeros, its sum with a micro-batch's, log-probs alone."""
-    # Log-probs keep the layout of rows where one process reads them.
+    """Returns three programs: one that makes a gradient sum of zeros, one that adds a micro-batch's
+    gradient to a sum, one that computes log-probs alone."""
+    # Log-probs keep the layout of rows if one process can read all of them.
     role = model.role
     everywhere = role.replicated
     split = shardings_of(trained_specs(model.architecture), role)
@@ -295,7 +312,7 @@ def _gradient_programs(model: Model, objective: Objective) -> tuple[Callable, Ca
         donate_argnums=0,
         out_shardings=(sums, role.host_layout),
     )
-    # Scoring sums no gradients: one program, whatever their type is.
+    # Scoring sums no gradients, so one program serves every `reduce_dtype`.
     scoring_model = replace(model, reduce_dtype=Model.reduce_dtype)
     score = score_program(scoring_model, objective.chunk_elements)
     return zero, accumulate, score
@@ -303,17 +320,20 @@ def _gradient_programs(model: Model, objective: Objective) -> tuple[Callable, Ca
 
 @lru_cache(PROGRAMS_KEPT)
 def score_program(model: Model, chunk_elements: int) -> Program:
-    """The program of log-probs alone: (parameters, batch) -> float32[R, T]."""
+    """Returns the program that computes log-probs alone: (parameters, batch) -> float32[R, T]."""
     return model.role.jit(
         partial(_score, model, chunk_elements), out_shardings=model.role.host_layout
     )
 
 
 def _map_specs(read: Callable[[ParamSpec], Any], a: Architecture) -> Params:
+    """Returns a tree of what `read` returns for each trained parameter's spec."""
     return jax.tree.map(read, trained_specs(a))
 
 
 def _gradient_shapes(a: Architecture) -> Params:
+    """Returns the shapes of the gradient: float32, for trained parameters only."""
+
     def shape_of(spec: ParamSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(spec.shape, jnp.float32)
 
@@ -321,6 +341,7 @@ def _gradient_shapes(a: Architecture) -> Params:
 
 
 def _zero(shapes: Params, objective: Objective) -> GradientSum:
+    """Returns a `GradientSum` of zeros."""
     sums, maxima = metric_shapes(objective)
     total = GradientSum(shapes, jax.ShapeDtypeStruct((), jnp.float32), sums, maxima)
     return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), total)
@@ -335,18 +356,21 @@ def _accumulate(
     batch: LearnerBatch,
     scale: LossScale | None = None,
 ) -> tuple[GradientSum, jax.Array]:
+    """Returns `total` plus the gradient and metrics of one micro-batch, and the log-probs of its
+    tokens. Compiled as the program of `Learner.accumulate`."""
+
     def loss(trainable: Params) -> Any:
         return batch_loss(model, objective, joined(trainable, frozen), batch)
 
-    # The loss is the first output alone. Another system sums a whole record, metrics included: 1/8
-    # of the gradient.
+    # The loss alone is differentiated; the metrics are auxiliary. A system that differentiates a
+    # whole record, metrics included, gets 1/8 of the gradient.
     backward: Any
     value, backward, (sums, maxima, lp) = jax.vjp(loss, trainable, has_aux=True)
-    # The backward pass adds each layer's gradient to the sum's own buffer: stacked, they would be a
-    # second gradient.
+    # The backward pass adds each layer's gradient to the sum's own buffer: returned as a stack, the
+    # gradients of the layers would need the memory of a second gradient.
     layers = jax.tree.map(jax.new_ref, total.gradient.blocks)
-    # The gradient is linear in this: scaled here, it is scaled all the way, and loss and metrics
-    # are not.
+    # The gradient is linear in this seed: scaled here, it is scaled through the whole backward
+    # pass, while loss and metrics are not.
     seed = jnp.ones_like(value) if scale is None else scale.value
     (rest,) = backward.with_refs(replace(total.gradient, blocks=layers))(seed)
     sum_outside = replace(total.gradient, blocks=None)
@@ -370,19 +394,26 @@ def _apply(
     gradient: Params,
     moments: Any,
 ) -> tuple[TrainState, Any]:
+    """Returns the new state and the values of `UpdateMetrics`, in the order of its fields. If the
+    gradient is not finite, parameters and moments are unchanged. Compiled as the program of
+    `Learner.apply`."""
     if scale is not None:
         gradient = jax.tree.map(lambda g: g / scale.value, gradient)
-    # The norm before clipping is the metric; one NaN or inf anywhere makes it not finite.
+    # The metric is the norm before clipping; one NaN or inf anywhere makes it not finite.
     norm = optax.tree.norm(gradient)
     finite = jnp.isfinite(norm)
 
     def keep(new: jax.Array, old: jax.Array) -> jax.Array:
+        """Returns `new`, or `old` if the gradient is not finite."""
         return jnp.where(finite, new, old)
 
     def change(gradient: Any, moments: Any, parameters: Any, **more: Any) -> tuple[Any, Any]:
+        """Returns (parameters, moments) after one optimizer update; both unchanged if the gradient
+        is not finite. The arguments may be all parameters, or those of one layer; offloaded moments
+        are fetched to the device, and the new ones are moved back to the host."""
         if offloads:
             moments = _moved(moments, jax.memory.Space.Device)
-        # Zeros in place of a gradient that is not finite keep NaN out of the optimizer, whose
+        # A gradient that is not finite is replaced by zeros, to keep NaN out of the optimizer; the
         # result is then dropped.
         safe = jax.tree.map(lambda g: jnp.where(finite, g, 0.0), gradient)
         step, new_moments = optimizer.update(safe, moments, parameters, number=updates, **more)
@@ -403,7 +434,8 @@ def _apply(
     applied = (loss, norm, rate(updates), 1 - finite.astype(jnp.int32))
     if scale is None:
         return state, applied
-    # A loss that is not finite, or a gradient that is not even unscaled, has another cause.
+    # If the loss is not finite, or the gradient is not even without a scale, the cause is another
+    # one.
     overflow = ~finite & jnp.isfinite(loss) & (scale.value > 1)
     return state, (*applied, scale.value, overflow.astype(jnp.int32))
 
@@ -414,14 +446,15 @@ def _change_by_layer(
     moments: Any,
     parameters: Parameters,
 ) -> tuple[Parameters, Any]:
-    """`change` of the parameters outside of layers, then of one layer after the other, in the place
-    of its gradient and its moments: of these a device needs one layer's."""
+    """Applies `change` to the parameters outside of layers, then to one layer after the other. New
+    parameters are written over the gradient and new moments over the old ones, and a device needs
+    the moments of one layer at a time. Returns (parameters, moments)."""
 
     def update_layer(
         layer: jax.Array, buffers: tuple[Block, list[Block]]
     ) -> tuple[Block, list[Block]]:
-        """The buffers (gradient, moments) of all layers, where this layer's now hold its new
-        parameters and moments."""
+        """Returns the buffers (gradient, moments) of all layers, with this layer's new parameters
+        and moments written over its gradient and moments."""
 
         def of_layer(stacked: jax.Array) -> jax.Array:
             return jax.lax.dynamic_index_in_dim(stacked, index=layer, axis=0, keepdims=False)
@@ -459,16 +492,19 @@ def _change_by_layer(
 
 
 def _is_part(node: Any) -> bool:
+    """True for a subtree of an optimizer's state that has the form of the parameters."""
     return isinstance(node, Parameters)
 
 
 def _parts(moments: Any) -> list[Parameters]:
-    """The trees of an optimizer's state that have the parameters' form."""
+    """Returns the subtrees of an optimizer's state that have the parameters' form, for example the
+    two moments of Adam."""
     return [node for node in jax.tree.leaves(moments, is_leaf=_is_part) if _is_part(node)]
 
 
 def _with_parts(moments: Any, parts: Iterable[Parameters]) -> Any:
-    """The optimizer's state with `parts` in place of its own, in the order of `_parts`."""
+    """Returns the optimizer's state with `parts` in place of its own parts, in the order of
+    `_parts`."""
     new_parts = iter(parts)
 
     def new_node(node: Any) -> Any:
@@ -478,20 +514,24 @@ def _with_parts(moments: Any, parts: Iterable[Parameters]) -> Any:
 
 
 def _alone(blocks: Block) -> Parameters:
+    """Returns `Parameters` that hold layers only."""
     return Parameters(None, blocks, None)
 
 
 def _matrices(parameters: Any) -> Any:
-    """What has weight decay, of parameters without a dimension for layers."""
+    """Returns True for each parameter that has weight decay, from parameters without a dimension
+    for layers."""
     return jax.tree.map(lambda leaf: leaf.ndim == 2, parameters)
 
 
 def _moved(moments: Any, space: Any) -> Any:
-    """The state with its moments in another memory; its counters stay on the devices."""
+    """Returns the optimizer's state with its moments moved to another memory; its counters stay on
+    the devices."""
     moved = [jax.device_put(part, space) for part in _parts(moments)]
     return _with_parts(moments, moved)
 
 
 def _score(model: Model, chunk_elements: int, parameters: Params, batch: LearnerBatch) -> jax.Array:
+    """Returns log-probs alone. Compiled as the program of `Learner.score`."""
     logprobs, _ = batch_logprobs(model, parameters, batch, chunk_elements)
     return logprobs

@@ -1,5 +1,5 @@
-"""A step's groups as arrays, and their advantages by the settings of `algorithm`. Loads no JAX, for
-`shoal rescore`."""
+"""The groups of a step as arrays, and their advantages by the settings of `algorithm`. Does not
+load JAX, so that `shoal rescore` starts fast."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from shoal.records import Group, StopReason
 
 @dataclass(frozen=True)
 class StepTable:
-    """A step's groups as arrays, [P, G]."""
+    """The groups of a step as arrays, [P, G] each: P prompts, G completions."""
 
     rewards: np.ndarray
     valid: np.ndarray
-    lengths: np.ndarray  # tokens that the model sampled
-    truncated: np.ndarray  # the completion reached the limit
+    lengths: np.ndarray  # number of tokens that the model sampled
+    truncated: np.ndarray  # True if the completion reached the limit
     advantages: np.ndarray
     nonzero_std: np.ndarray  # [P]
 
@@ -29,8 +29,9 @@ class StepTable:
     def of(
         cls, groups: Sequence[Group], a: AlgorithmSection, penalty: np.ndarray | None = None
     ) -> StepTable:
-        """`penalty[P, G]` is subtracted from the rewards before they become advantages; `gdpo`
-        ignores it, since it reads the functions' own values."""
+        """Makes the table of a step's groups, advantages included. `penalty[P, G]` is subtracted
+        from the rewards before they become advantages; `gdpo` ignores it, since it reads the reward
+        functions' own values."""
         rewards = np.stack([group.rewards for group in groups])
         valid = np.stack([group.valid for group in groups])
         components = [group.reward_components for group in groups]
@@ -56,11 +57,11 @@ def step_advantages(
     components: Sequence[Mapping[str, np.ndarray]] = (),
     weights: Mapping[str, float] | None = None,
 ) -> np.ndarray:
-    """Advantages float64[P, G] of one step's rewards[P, G]; `lengths[P, G]` are numbers of sampled
-    tokens.
+    """Computes advantages float64[P, G] from the rewards[P, G] of one step; `lengths[P, G]` are
+    numbers of sampled tokens.
 
     `components` are each group's rewards by function and `weights` the functions' weights, for the
-    form that normalises the functions separately.
+    estimator that normalises the functions separately.
     """
     stacked = None  # [functions, P, G]
     function_weights = None

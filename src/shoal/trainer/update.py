@@ -1,4 +1,4 @@
-"""The updates of one step: from its groups to new weights and the step's metrics.
+"""All updates of one step: from its groups to new weights and the step's metrics.
 
 groups -> log-probs computed beforehand (old, reference, teacher) -> advantages[P, G]
        -> for each epoch, each mini-batch: token weights -> micro-batches -> accumulate, apply
@@ -31,27 +31,28 @@ from shoal.trainer.step import Learner, TrainState, UpdateMetrics
 from shoal.trainer.step_table import StepTable
 
 PATIENCE_SECONDS = 5.0
-"""How long a requested stop waits for the updates of a step after its first. The first one consumes
-the moments that the step began with, so a step that is dropped then falls back to the newest
-checkpoint."""
+"""Seconds that a requested stop waits for the updates of a step after its first. The first update
+consumes the moments that the step began with, so a step that is dropped after it falls back to the
+newest checkpoint."""
 
 
 def needs_all_groups(a: AlgorithmSection, has_teacher: bool) -> bool:
-    """True if a KL, entropy or teacher term gives groups whose advantages are all 0 a gradient."""
+    """True if a KL, entropy or teacher term gives a gradient even to groups whose advantages are
+    all 0."""
     return a.kl_coef > 0 or a.kl_sampler_coef > 0 or a.entropy_coef > 0 or has_teacher
 
 
 def needs_old_logprobs(a: AlgorithmSection, has_teacher: bool) -> bool:
-    """True if the trainer's log-probs are needed before the first update: for several updates a
-    step, a KL in the reward, or a teacher."""
+    """True if the trainer's log-probs are needed before the first update: because a step has
+    several updates, the reward includes a KL, or there is a teacher."""
     several_updates = make_objective(a).use_old
     kl_in_reward = a.kl_placement == "reward" and a.kl_coef > 0
     return several_updates or kl_in_reward or has_teacher
 
 
 def num_scorings(a: AlgorithmSection, has_teacher: bool) -> int:
-    """Forward passes over a step's batch besides the updates: for old, reference and teacher
-    log-probs."""
+    """Returns how many forward passes over a step's batch come before the updates: one each for
+    old, reference and teacher log-probs, if they are needed."""
     return needs_old_logprobs(a, has_teacher) + a.scores_reference + has_teacher
 
 
@@ -63,8 +64,11 @@ def update_shapes(
     row_shards: int,
     context: int,
 ) -> tuple[Shape, ...]:
-    """The shapes of an update's micro-batches; `longest`: tokens of the longest prompt with the
-    longest completion, which has `max_tokens`."""
+    """Returns the shapes of an update's micro-batches, the largest first (`row_shapes`).
+
+    `longest` is the number of tokens of the longest prompt with the longest completion; that
+    completion has `max_tokens`.
+    """
     group = longest + (batch.group_size - 1) * max_tokens
     most = -(-batch.prompts_per_step // num_minibatches) * group
     return row_shapes(longest, most, batch.micro_tokens, row_shards, context=context)
@@ -72,19 +76,18 @@ def update_shapes(
 
 @dataclass
 class UpdateResult:
-    """What the updates of one step gave: metrics, and the trainer's log-probs before the first of
-    them."""
+    """What the updates of one step gave. `logprobs` are the trainer's before the first update."""
 
     table: StepTable
     metrics: MetricSet
     logprobs: TokenValues = field(default_factory=dict)
-    # Sums of w, 1 and w^2, where w = exp(old - sampler).
+    # The sums over tokens of w, 1 and w^2, with w = exp(old - sampler).
     correction: np.ndarray = field(default_factory=partial(np.zeros, 3))
 
 
 @dataclass(frozen=True)
 class PrecomputedLogprobs:
-    """Log-probs from before the first update; None where nothing reads them."""
+    """Log-probs from before the first update; None for those that nothing reads."""
 
     old_logprobs: TokenValues | None = None
     ref_logprobs: TokenValues | None = None
@@ -95,13 +98,13 @@ class PrecomputedLogprobs:
 class Updater:
     """The update phase of a step: from its groups to new weights.
 
-    `update` changes nothing but the state that it returns; the moments of the state that it was
-    called with are consumed by its first update. The run owns it.
+    `update` changes nothing but the state that it returns; its first update consumes the moments of
+    the state that was passed. The run owns the updater.
 
-    `reference` scores for the KL term, None without one. `teacher` gives on-policy distillation:
-    its log-prob minus the policy's, times `teacher_coef`, is added to each token's advantage.
-    `max_tokens` is the longest completion, `longest` the longest prompt with the longest
-    completion, `max_support` the K of `pack`.
+    `reference` scores tokens for the KL term; None if there is no such term. `teacher` gives
+    on-policy distillation: its log-prob minus the policy's, times `teacher_coef`, is added to each
+    token's advantage. `max_tokens` is the length of the longest completion, `longest` that of the
+    longest prompt with the longest completion, `max_support` the K of `pack`.
     """
 
     learner: Learner
@@ -120,13 +123,15 @@ class Updater:
     def update(
         self, state: TrainState, groups: Sequence[Group], step: int
     ) -> tuple[TrainState, UpdateResult]:
+        """Trains on a step's groups: runs all epochs and mini-batches, and returns the new state
+        and what the updates gave (metrics, log-probs)."""
         started = time.perf_counter()
         first_state = state
         metrics = MetricSet()
         table = StepTable.of(groups, self.algorithm)
         precomputed = self._precompute(state, groups, table)
-        # A KL in the reward needs log-probs, which need packed groups: the table is made twice,
-        # without and with it.
+        # A KL in the reward needs log-probs, which need packed groups: so the table is made twice,
+        # first without that KL, then with it.
         penalty = self._kl_penalty(groups, table, precomputed, metrics)
         if penalty is not None:
             table = StepTable.of(groups, self.algorithm, penalty)
@@ -149,8 +154,8 @@ class Updater:
                 )
                 trained += sum(batch.num_tokens for batch in batches)
                 _record_packing(metrics, batches)
-        # The effective sample size of the whole step, (sum w)^2 / (N sum w^2): a mean of
-        # micro-batches' would differ.
+        # The effective sample size of the whole step, (sum w)^2 / (N sum w^2): a mean of the sizes
+        # of micro-batches would differ.
         w, count, squares = result.correction
         if count:
             metrics.add("sampler_gap/ess", w**2 / (count * squares))
@@ -161,8 +166,8 @@ class Updater:
         return state, result
 
     def shapes(self, groups: Sequence[Group]) -> tuple[Shape, ...]:
-        """The shapes of micro-batches: the same in every step, unless groups are longer than
-        `longest`."""
+        """Returns the shapes of micro-batches for a step with these groups: the same in every step,
+        unless a group is longer than `longest`."""
         longest = self.longest
         for group in groups:
             longest_completion = max(map(len, group.completions), default=0)
@@ -178,8 +183,8 @@ class Updater:
         )
 
     def _minibatches(self, count: int, step: int, epoch: int) -> list[np.ndarray]:
-        """Numbers of the groups in each update of an epoch; shuffled by address, so that a resumed
-        run repeats it."""
+        """Returns the numbers of the groups in each update of an epoch. With several updates the
+        order is shuffled by (seed, step, epoch), so a resumed run repeats it."""
         num_minibatches = self.algorithm.num_minibatches
         order = np.arange(count)
         if num_minibatches > 1:
@@ -196,10 +201,12 @@ class Updater:
         ref_logprobs: TokenValues | None,
         teacher_bonus: TokenValues | None,
     ) -> list[MicroBatch]:
-        """The micro-batches of one update, with the weight of each token.
+        """Returns the micro-batches of one update, with the weight of each token. `members` are the
+        numbers of the update's groups.
 
-        Groups without variance count in the denominator or not, by `zero_std_groups`. With
-        `mask_truncated` a truncated completion counts as a completion, but none of its tokens does.
+        The setting `zero_std_groups` decides whether groups without variance count in the
+        denominator. With `mask_truncated`, a truncated completion counts as a completion, but none
+        of its tokens does.
         """
         a = self.algorithm
         included = self._included(table, members)
@@ -210,8 +217,8 @@ class Updater:
         if a.mask_truncated:
             lengths = np.where(table.truncated, 0, lengths)
         weights = np.zeros(table.valid.shape)
-        # The denominator is that of these members, the whole mini-batch, whatever micro-batches it
-        # is packed into.
+        # The denominator is that of the whole mini-batch (`members`), however it is packed into
+        # micro-batches.
         weights[members] = token_weights(
             AGGREGATIONS[a.aggregation].load(),
             lengths[members],
@@ -233,8 +240,8 @@ class Updater:
         )
 
     def _included(self, table: StepTable, members: np.ndarray) -> list[int]:
-        """Groups to compute: one whose advantages are all 0 is left out unless another term gives
-        it a gradient."""
+        """Returns the numbers of the groups to compute. A group whose advantages are all 0 is left
+        out, unless another term gives it a gradient."""
         if needs_all_groups(self.algorithm, self.teacher is not None):
             return [int(n) for n in members]
         return [int(n) for n in members if (table.advantages[n] != 0).any()]
@@ -242,13 +249,15 @@ class Updater:
     def _precompute(
         self, state: TrainState, groups: Sequence[Group], table: StepTable
     ) -> PrecomputedLogprobs:
-        """Log-probs that need a forward pass of their own before the first update."""
+        """Computes the log-probs that need a forward pass before the first update: of the policy,
+        the reference and the teacher, if they are needed."""
         policy: Scorer | None = None
         if needs_old_logprobs(self.algorithm, self.teacher is not None):
             policy = ParameterScorer(self.learner, state.parameters)
         if policy is None and self.reference is None and self.teacher is None:
             return PrecomputedLogprobs()
-        # Scoring reads tokens alone; advantages and weights come after a KL in the reward is known.
+        # Scoring reads tokens alone, so advantages and weights are zeros: they are computed once a
+        # KL in the reward is known.
         zeros = np.zeros_like(table.advantages)
         batches = pack(
             groups,
@@ -272,10 +281,10 @@ class Updater:
         precomputed: PrecomputedLogprobs,
         metrics: MetricSet,
     ) -> np.ndarray | None:
-        """The KL in the reward, [P, G]: its weight times the sum over a completion's sampled
-        tokens.
+        """Returns the KL in the reward, float[P, G]: `kl_coef` times the KL's sum over a
+        completion's sampled tokens. None if the reward includes no KL.
 
-        The metric `kl` covers the tokens that are trained on.
+        Adds the metric `kl`, which covers the tokens that are trained on.
         """
         a = self.algorithm
         old = precomputed.old_logprobs
@@ -316,8 +325,9 @@ class Updater:
     def _teacher_bonus(
         self, groups: Sequence[Group], precomputed: PrecomputedLogprobs, metrics: MetricSet
     ) -> TokenValues | None:
-        """The teacher's part of each token's advantage: minus the reverse KL from it, estimated
-        from one sample."""
+        """Returns what the teacher adds to each token's advantage: `teacher_coef` times (the
+        teacher's log-prob minus the policy's), which estimates minus the reverse KL from one
+        sample. None without a teacher. Adds the metric `teacher/kl`."""
         teacher = precomputed.teacher
         old = precomputed.old_logprobs
         if teacher is None or old is None:
@@ -330,11 +340,12 @@ class Updater:
         return {key: coef * values for key, values in log_ratio.items()}
 
     def _scores(self, scorer: Scorer | None, batches: Sequence[MicroBatch]) -> TokenValues | None:
-        """Log-probs by token; None without a scorer."""
+        """Returns the log-probs of each completion's tokens by this scorer; None without a
+        scorer."""
         if scorer is None:
             return None
-        # All are dispatched before the first is read: reading each at once would leave the device
-        # idle in between.
+        # All batches are dispatched before the first result is read: reading each at once would
+        # leave the device idle in between.
         values = []
         for batch in batches:
             self.stop.check()
@@ -349,8 +360,11 @@ class Updater:
         keep: bool,
         patience_seconds: float,
     ) -> TrainState:
-        """One update from its micro-batches. `keep` records their log-probs, those from before the
-        first update."""
+        """Makes one update of the weights from its micro-batches, and adds its metrics to `result`.
+
+        With `keep` the log-probs of the micro-batches, which are from before this update, are
+        stored in `result`. A requested stop waits up to `patience_seconds` before it interrupts.
+        """
         total = None
         logprobs = []
         for batch in batches:
@@ -358,12 +372,12 @@ class Updater:
             total, lp = self.learner.accumulate(total, state, batch.arrays)
             logprobs.append(lp)
         assert total is not None
-        # `apply` donates the rest of `total`.
+        # `apply` donates the gradient in `total`, so these are taken out first.
         sums = total.sums
         maxima = total.maxima
         state, applied = self.learner.apply(state, total)
         kept_logprobs = logprobs if keep else []
-        # One transfer: each `float(x)` of its own waits for the device.
+        # One transfer for all: each separate `float(x)` would wait for the device.
         sums, maxima, applied, values = jax.device_get((sums, maxima, applied, kept_logprobs))
         w, count = sums.pop("sampler_gap/w")
         squares, _ = sums.pop("sampler_gap/w2")
@@ -376,8 +390,9 @@ class Updater:
 
 
 def _record_packing(metrics: MetricSet, batches: Sequence[MicroBatch]) -> None:
-    """The share of computed tokens that are padding; the share of prompt tokens that were not
-    computed, of those that one prompt a completion would have cost."""
+    """Adds two metrics: the share of computed tokens that are padding, and the share of prompt
+    tokens that sharing saved, of those computed if each completion had its own copy of the prompt.
+    """
     for batch in batches:
         computed = batch.arrays.tokens.size
         metrics.add("tokens/padding", computed - batch.num_tokens, computed)
@@ -387,6 +402,7 @@ def _record_packing(metrics: MetricSet, batches: Sequence[MicroBatch]) -> None:
 
 
 def _record_update(metrics: MetricSet, values: dict, applied: UpdateMetrics) -> None:
+    """Adds the metrics of one update: `values` maps a metric's name to (value, count)."""
     for name, (value, number) in values.items():
         metrics.add(name, value, number)
     metrics.add("loss", float(applied.loss))

@@ -1,4 +1,5 @@
-"""Checkpoints of a run: parameters, optimizer state and all that an exact resumption needs.
+"""Checkpoints of a run: parameters, optimizer state and everything else that an exact resumption
+needs.
 
     checkpoints/<version>/state       parameters, optimizer, update counter
     checkpoints/<version>/published   weights of older versions that are still sampled from, if
@@ -6,7 +7,7 @@
     checkpoints/<version>/extra       JSON: data position, pending prompts, checksums of the others,
                                       ...
 
-A checkpoint appears whole (Orbax renames it into place) and is compared bit for bit, by checksum,
+A checkpoint appears whole (Orbax renames it into place), and is compared bit for bit, by checksum,
 when it is read.
 """
 
@@ -49,11 +50,11 @@ from shoal.weights.tensor_files import LazyArray
 
 FOLDER = "checkpoints"
 DAMAGED_FOLDER = "checkpoints_damaged"
-"""In a run folder: where damaged checkpoints are moved."""
+"""Folder in a run's folder to which damaged checkpoints are moved."""
 
 
 class Checkpointed(Protocol):
-    """The trainer's state, or its shapes: what a checkpoint holds, as trees of arrays by name."""
+    """The trainer's state, or its shapes, as a checkpoint stores it: trees of arrays by name."""
 
     @property
     def trainable(self) -> Params: ...
@@ -66,18 +67,18 @@ class Checkpointed(Protocol):
 
 @dataclass(frozen=True)
 class Restored:
-    """A checkpoint as it was saved."""
+    """What was read from a checkpoint."""
 
     version: int
-    state: Any  # of the class of the shapes that were given to `restore`
+    state: Any  # of the same class as the shapes that were passed to `restore`
     extra: dict[str, Any]
     published: dict[int, Params] = field(default_factory=dict)
-    """Older versions that are still sampled from, as saved."""
+    """Weights of older versions that were still sampled from when the checkpoint was saved."""
 
 
 class Checkpoints:
-    """Writes the checkpoints of one run and keeps the newest `keep_last` and the `keep_best` of the
-    highest score."""
+    """Writes the checkpoints of one run, and keeps the newest `keep_last` and the `keep_best` with
+    the highest scores."""
 
     def __init__(
         self,
@@ -87,10 +88,13 @@ class Checkpoints:
         in_background: bool | None = None,
         largest_array: int = 0,
     ):
-        """`in_background` writes while training goes on; None does so where it is safe. On CPU it
-        is not: the arrays being written are memory that the next step reuses. `largest_array`:
-        bytes of the largest that `save` will be given; a checkpoint on CPU is then written with
-        little memory beside the arrays."""
+        """Opens the folder, creates it if need be, and removes what an interrupted save left in it.
+
+        `in_background` writes while training goes on; None does so where it is safe. On CPU it is
+        not safe: the next step reuses the memory that is being written. `largest_array` is the
+        number of bytes of the largest array that `save` will get; with it, a checkpoint on CPU is
+        written with little memory besides the arrays.
+        """
         ocp = load_orbax()
         self.folder = folder.absolute()
         self.keep_last = keep_last
@@ -98,7 +102,7 @@ class Checkpoints:
         if in_background is None:
             in_background = jax.default_backend() != "cpu"
         self.in_background = in_background
-        self.protected: int | None = None  # a version that is kept whatever comes after it
+        self.protected: int | None = None  # a version whose checkpoint is never deleted
         self._scores: Mapping[int, float] = {}
         options = ocp.CheckpointManagerOptions(
             create=True, enable_async_checkpointing=self.in_background, cleanup_tmp_directories=True
@@ -118,7 +122,8 @@ class Checkpoints:
         self._args = ocp.args
 
     def writing(self, name: str = "") -> AbstractContextManager[None]:
-        """Around what writes a checkpoint: errors say from which one the run can go on."""
+        """Returns a context for code that writes a checkpoint: its errors tell from which
+        checkpoint the run can go on."""
         saved = versions(self.folder.parent)
         if saved:
             then = f"resume the run, which goes on from the checkpoint of step {saved[-1]}"
@@ -134,12 +139,12 @@ class Checkpoints:
         published: Mapping[int, Params] | None = None,
         scores: Mapping[int, float] | None = None,
     ) -> None:
-        """Saves the state, `extra` as JSON, and `published` weights of older versions, on devices
-        or as `LazyArray`s.
+        """Saves the state, `extra` as JSON, and `published` weights of older versions, which are on
+        devices or `LazyArray`s.
 
         `scores` of evaluated versions decide which older checkpoints are kept; none is deleted
-        before a newer one is whole. ShoalError if it cannot be written: the older checkpoints are
-        then kept.
+        before a newer one is whole. ShoalError if the checkpoint cannot be written: the older ones
+        are then kept.
         """
         self.finish()
         items = {"state": state.to_trees()}
@@ -176,16 +181,17 @@ class Checkpoints:
             self._prune()
 
     def versions(self) -> list[int]:
-        """The versions that have a checkpoint, in order."""
+        """Returns the versions that have a checkpoint, in order."""
         return sorted(self._manager.all_steps())
 
     def _prune(self) -> None:
+        """Deletes the checkpoints that are not kept."""
         saved = self.versions()
         keep = set(saved[-self.keep_last :])
         if self.keep_best:
             scored = [version for version in saved if version in self._scores]
-            # Of equal scores the newer is kept: with few questions ties are common, and it has
-            # trained longer.
+            # Of equal scores the newer is kept: with few questions ties are common, and the newer
+            # has trained longer.
             scored.sort(key=lambda version: (self._scores[version], version))
             keep.update(scored[-self.keep_best :])
         for version in saved:
@@ -198,8 +204,8 @@ class Checkpoints:
 
 
 def layout(tree: Any) -> str:
-    """A digest of names, shapes and types: where it differs, the model or optimizer is another, not
-    damaged."""
+    """Returns a digest of the names, shapes and types of a tree. If it differs from a checkpoint's,
+    that was saved with another model or optimizer, and is not damaged."""
     lines = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         lines.append(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}")
@@ -207,19 +213,19 @@ def layout(tree: Any) -> str:
 
 
 def checkpoint_bytes(shapes: Checkpointed) -> int:
-    """Of the arrays of one checkpoint."""
+    """Returns the bytes of the arrays of one checkpoint."""
     leaves = jax.tree.leaves(shapes.to_trees())
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def largest_array(shapes: Checkpointed) -> int:
-    """Bytes of the largest array of a checkpoint."""
+    """Returns the bytes of the largest array of a checkpoint."""
     leaves = jax.tree.leaves(shapes.to_trees())
     return max(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def versions(run: Path) -> list[int]:
-    """The versions that a run has checkpoints of, in order."""
+    """Returns the versions that a run has checkpoints of, in order."""
     folder = run / FOLDER
     if not folder.is_dir():
         return []
@@ -228,8 +234,9 @@ def versions(run: Path) -> list[int]:
 
 
 def find_checkpoint(folder: Path) -> tuple[Path, int] | None:
-    """(run folder, version) of a run folder (its newest), `<run>/checkpoints` or one of its
-    numbers; ShoalError for a run that has none."""
+    """Returns (run folder, version) for a run folder (its newest version), `<run>/checkpoints`
+    (also the newest) or one of the numbered folders in it; None if `folder` is no run's. ShoalError
+    for a run that has no checkpoint."""
     folder = folder.resolve()  # the names of `.` and `..` say nothing
     if folder.name.isdigit() and folder.parent.name == FOLDER and folder.is_dir():
         return folder.parent.parent, int(folder.name)
@@ -249,7 +256,7 @@ def find_checkpoint(folder: Path) -> tuple[Path, int] | None:
 
 
 class DamagedCheckpoint(ShoalError):
-    """A checkpoint whose content differs from what was saved."""
+    """Raised for a checkpoint whose content differs from what was saved."""
 
 
 def restore(
@@ -259,19 +266,22 @@ def restore(
     sampler: Params | None = None,
     world: World | None = None,
 ) -> Restored:
-    """Reads a checkpoint, each array in the layout of `shapes`. `sampler` holds the shapes and
-    layout of published weights, which are `LazyArray`s of the checkpoint where they have no layout;
-    None does not read them.
+    """Reads a checkpoint, each array in the layout of `shapes`. `sampler` has shapes and layouts
+    for published weights: if it has no layouts, these weights become `LazyArray`s of the
+    checkpoint; if it is None, they are not read.
 
     Raises `DamagedCheckpoint` if a part is missing or differs by a single bit from what was saved,
-    ShoalError if it was saved with another model or optimizer, or if the machine cannot read it now
-    (memory, permissions, network). Of several processes all raise the same, whichever has met it.
+    ShoalError if the checkpoint was saved with another model or optimizer, or if the machine cannot
+    read it now (memory, permissions, network). If there are several processes, all raise the same,
+    whichever of them met it.
     """
     path = (run / FOLDER / str(version)).absolute()
     wanted: dict[str, Any] = {"state": shapes.to_trees()}
     world = world or World()
 
     def read_extra() -> tuple[dict[str, Any], list[str], dict[str, int]]:
+        """Returns (extra, names of trees whose layout differs from the saved one, checksums). Adds
+        the published weights to what is wanted."""
         with _reader(load_orbax().JsonCheckpointHandler()) as reader:
             extra = reader.restore(path / "extra")
         if sampler is not None and extra["published"]:
@@ -281,6 +291,7 @@ def restore(
         return extra, others, extra["checksums"]
 
     def read_arrays(name: str) -> Any:
+        """Reads the tree of this name."""
         if name == "published":
             leaves = jax.tree.leaves(wanted[name])
             if all(leaf.sharding is None for leaf in leaves):
@@ -313,21 +324,22 @@ def restore(
 
 
 def _lazily(folder: Path, keys: Any, wanted: jax.ShapeDtypeStruct) -> LazyArray:
+    """Returns an array of a checkpoint that is read when it is used."""
     name = jax.tree_util.keystr(keys, simple=True, separator=".")
     return LazyArray(wanted.shape, np.dtype(wanted.dtype), StoredArray(folder, name).read)
 
 
 def _reader(handler: Any) -> Any:
-    """A reader of Orbax that waits for no other process: by default it meets all of them after each
-    part, and one that has met a damaged file would never come."""
+    """Returns a reader of Orbax that waits for no other process: by default it meets all processes
+    after each part, and one that has met a damaged file would never come."""
     ocp = load_orbax()
     alone = ocp.options.MultiprocessingOptions(active_processes={jax.process_index()})
     return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
 def _read_everywhere(path: Path, part: str, read: Callable[[], Any], world: World) -> Any:
-    """What `read` returns, once it has returned in all processes; else all raise the fault of one
-    of them."""
+    """Calls `read` in every process, and returns its result once all have returned. If any failed,
+    all raise the fault of one of them."""
     content = None
     error = None
     fault = None
@@ -341,7 +353,7 @@ def _read_everywhere(path: Path, part: str, read: Callable[[], Any], world: Worl
     faults = [fault for fault in of_all if fault]
     if not faults:
         return content
-    # Where a machine is at fault the checkpoint may be whole, whatever another process has met.
+    # If a machine is at fault, the checkpoint may be whole, whatever another process has met.
     is_machine, text = max(faults, key=operator.itemgetter(0))
     if is_machine:
         raise ShoalError(
@@ -352,7 +364,8 @@ def _read_everywhere(path: Path, part: str, read: Callable[[], Any], world: Worl
 
 
 def _is_machine_fault(error: Exception) -> bool:
-    """True for trouble with memory, permissions or a network disk: the checkpoint may be whole."""
+    """True for trouble with memory, permissions or a network disk, in spite of which the checkpoint
+    may be whole."""
     if isinstance(error, MemoryError | Unreachable):
         return True
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
@@ -362,17 +375,17 @@ def _is_machine_fault(error: Exception) -> bool:
 
 
 _MACHINE_FAULTS = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "Out of memory")
-"""What XLA and TensorStore write into errors of a machine."""
+"""Texts in errors of XLA and TensorStore that mean a fault of the machine."""
 
 
 def restore_newest(
     run: Path, shapes: Checkpointed, sampler: Params, warn: Callable[[str], None], world: World
 ) -> Restored | None:
-    """Reads the newest checkpoint that is whole; damaged newer ones are named in a warning and
-    moved away.
+    """Reads the newest checkpoint that is whole, and returns it. Damaged newer ones are moved away,
+    and named in a warning.
 
-    None if the run has no checkpoint; ShoalError, with nothing moved, if every one is damaged.
-    Several processes read the same ones, those that the first sees.
+    None if the run has no checkpoint; ShoalError, with nothing moved, if every one is damaged. If
+    there are several processes, all read the checkpoints that the first one sees.
     """
     damaged: dict[int, str] = {}
     for version in reversed(world.exchange_json("checkpoints", versions(run))[0]):
@@ -395,6 +408,7 @@ def restore_newest(
 
 
 def _move_away(run: Path, version: int) -> Path:
+    """Moves a damaged checkpoint to `DAMAGED_FOLDER`, and returns where it is now."""
     # Moved, not deleted: a file that is lost today may be on a disk that comes back.
     folder = run / DAMAGED_FOLDER
     folder.mkdir(exist_ok=True)
@@ -407,8 +421,8 @@ def _move_away(run: Path, version: int) -> Path:
 
 
 def read_extra(run: Path, version: int, name: str) -> dict[str, Any]:
-    """One entry of what a checkpoint holds beside arrays: `facts`, of the inputs of its run, or
-    `checksums`. Empty where it cannot be read, which its weights then say."""
+    """Returns one entry of a checkpoint's JSON: `facts`, about the inputs of its run, or
+    `checksums`. {} if it cannot be read; the error comes when the weights are read."""
     file = run / FOLDER / str(version) / "extra" / "metadata"
     try:
         return json.loads(file.read_text("utf-8"))[name]
@@ -424,16 +438,16 @@ def load_parameters(
     dtype: Any = jnp.float32,
     keep: Keep = keep_as_read,
 ) -> Params:
-    """Reads the trained parameters of one checkpoint, each in this role's layout and in `dtype`;
-    `keep` is given each, once all are read, and returns what takes its place. ShoalError where they
-    are not those that were saved."""
+    """Reads the trained parameters of one checkpoint, each in this role's layout and in `dtype`.
+    `keep` is called with each one, after all have been read, and returns what takes its place.
+    ShoalError if they are not what was saved."""
     ocp = load_orbax()
     specs = trained_specs(architecture)
     wanted = {"trainable": param_shapes(specs, role, dtype)}
     path = (run / FOLDER / str(version) / "state").absolute()
     complete(path.parent)
-    # In part: the two moments of Adam would triple what is read, and evaluation has no optimizer to
-    # say their shapes.
+    # Only a part is read: the two moments of Adam would triple what is read, and evaluation has no
+    # optimizer to tell their shapes.
     restore_args = ocp.args.PyTreeRestore(
         item=wanted,
         partial_restore=True,
@@ -451,8 +465,8 @@ def load_parameters(
     if saved_sum is not None:
         as_saved = parameters
         if dtype != jnp.float32:
-            # Beside those of another type there would be no room for all of them as they were
-            # saved: the files are read again, by pieces.
+            # The files are read again, by pieces: in memory there would not be room for all
+            # parameters both in `dtype` and as they were saved.
             whole = {"trainable": param_shapes(specs, role, jnp.float32)}
             as_saved = jax.tree_util.tree_map_with_path(partial(_lazily, path), whole)
         if checksum(as_saved) != saved_sum:

@@ -13,19 +13,19 @@ from shoal.mesh import PINNED_HOST, dispatching
 from shoal.weights.tensor_files import grid
 
 POSITIONS = 2**32
-"""Elements of an array whose positions differ in 32 bits."""
+"""Number of elements of an array whose positions differ in 32 bits."""
 PIECE_BYTES = 2**28
-"""Of an array outside of any device, the bytes that are on one at the same time."""
+"""Most bytes that are on a device at once of an array outside of any device."""
 FOLD = 8
-"""Neighbours that a CPU adds first."""
+"""Neighbouring elements that a CPU adds first."""
 
 
 def checksum(parameters: Any) -> int:
-    """32 bits over the bits of every array of a tree, independent of how the arrays are split over
-    devices. Arrays outside of any device are brought to one, a piece at a time; those in the memory
-    of a device's host one by one."""
-    # Of leaves: a tree with names that change, as the numbers of versions, would be traced and
-    # compiled again.
+    """Returns 32 bits computed from the bits of every array of a tree, independent of how the
+    arrays are split over devices. Arrays outside of any device are copied to one, a piece at a
+    time; those in the memory of a device's host are copied to the device one by one."""
+    # Computed from the list of leaves: a tree with names that change, such as numbers of versions,
+    # would be traced and compiled again.
     leaves = jax.tree.leaves(parameters)
     devices: set[Any] = set()
     all_on_devices = True
@@ -54,18 +54,19 @@ def _is_offloaded(array: jax.Array) -> bool:
 
 
 def weights_text(parameters: Any) -> str:
-    """Their checksum as a run's records have it."""
+    """Returns the checksum of parameters as text, in the form that a run's records have."""
     return f"{checksum(parameters):#010x}"
 
 
 def types_text(parameters: Any) -> str:
-    """Their types, of which equal values have other checksums."""
+    """Returns the types of the arrays as text. Equal values of different types have different
+    checksums."""
     return ", ".join(sorted({leaf.dtype.name for leaf in jax.tree.leaves(parameters)}))
 
 
 def host_checksum(array: np.ndarray, number: int) -> int:
-    """`array_checksum` of an array outside of any device. Of a whole one, which on devices is split
-    over them, there may be no room on one."""
+    """Returns the `array_checksum` of an array outside of any device, computed piece by piece,
+    because a single device might not have room for an array that is usually split over devices."""
     most = PIECE_BYTES // array.dtype.itemsize
     steps = []
     for axis, size in enumerate(array.shape):
@@ -80,8 +81,8 @@ def host_checksum(array: np.ndarray, number: int) -> int:
 
 @jax.jit
 def _checksum(leaves: list[jax.Array]) -> jax.Array:
-    # Arrays of one shape are traced once, for both sums of a checkpoint: that was a sixth of what a
-    # tiny run traces.
+    # A function of single arrays, which is traced once for arrays of one shape, for both sums of a
+    # checkpoint: that was a sixth of what a tiny run traces.
     total = jnp.uint32(0)
     for number, leaf in enumerate(leaves):
         total = jnp.add(total, _part(leaf, jnp.uint32(number)))
@@ -94,15 +95,17 @@ def array_checksum(
     whole: tuple[int, ...] | None = None,
     start: jax.Array | None = None,
 ) -> jax.Array:
-    """The part of the array of this number (uint32, from 0) in the checksum of a tree; of a piece
-    of an array, from `start` (uint32, by axis) in the `whole`, the piece's part.
+    """Returns what an array adds to the checksum of a tree, in which it has this number (uint32,
+    from 0). If `array` is a piece, `whole` is the shape of the whole array and `start` the piece's
+    first index in it (uint32, by axis); the result is then what the piece adds.
 
-    Each element's bits are mixed with its position first (one to one), so that any change of one
-    element, and any exchange of two, changes the sum. Sums of integers have no rounding, hence no
-    order.
+    Each element's bits are first mixed with its position (one to one), so that any change of one
+    element, and any exchange of two, changes the sum. Sums of integers have no rounding, hence do
+    not depend on order.
     """
 
     def index(axis: int) -> jax.Array:
+        """Returns each element's index along an axis, in the whole array."""
         indices = jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
         return indices if start is None else indices + start[axis]
 
@@ -111,7 +114,8 @@ def array_checksum(
     bits = jax.lax.bitcast_convert_type(array, bits_dtype)
     number = mixed(number + jnp.uint32(1))
     position = jnp.zeros(array.shape, jnp.uint32)
-    if math.prod(shape) > POSITIONS:  # which begin again in a later layer
+    # positions begin again at 0, so the index of the first axis is mixed in
+    if math.prod(shape) > POSITIONS:
         number = mixed(number + index(0))
     for axis, size in enumerate(shape):
         position = position * jnp.uint32(size) + index(axis)
@@ -123,8 +127,8 @@ _part = jax.jit(array_checksum, static_argnames="whole")
 
 
 def _fold_and_sum(terms: jax.Array) -> jax.Array:
-    """The sum of all. XLA for CPU sums a whole array element by element, at 2.4 ns each; a few
-    neighbours it adds by vectors, at 0.35 ns."""
+    """Returns the sum of all terms. XLA for CPU sums a whole array element by element, at 2.4 ns
+    each; a few neighbours it adds by vectors, at 0.35 ns."""
     size = math.gcd(FOLD, terms.shape[-1]) if terms.ndim else 1
     if size > 1:
         folded = jnp.sum(terms.reshape(*terms.shape[:-1], -1, size), axis=-1)
@@ -133,8 +137,8 @@ def _fold_and_sum(terms: jax.Array) -> jax.Array:
 
 
 def mixed(x: jax.Array) -> jax.Array:
-    """The finaliser of MurmurHash3: uint32 -> uint32, one to one, each bit of the input moves half
-    of the output."""
+    """Mixes bits by the finaliser of MurmurHash3: uint32 -> uint32, one to one, so that each bit of
+    the input changes about half of the output's."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

@@ -1,4 +1,4 @@
-"""The store for other engines: versions as model folders that they read by themselves."""
+"""The store for other engines: each version is a model folder that an engine reads by itself."""
 
 from __future__ import annotations
 
@@ -31,26 +31,28 @@ from shoal.workers.process import Watcher
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-"""Tensors that are one where embeddings are tied."""
+"""Two names of the same tensor if embeddings are tied."""
 
 
 class ProbeScores(NamedTuple):
-    """What the trainer's weights give for a probe's N tokens. An engine with the same weights must
-    give the same, whatever it samples."""
+    """What the trainer's weights compute for the N tokens of a probe. An engine with the same
+    weights must compute the same, whatever it samples."""
 
-    logprobs: np.ndarray  # float32[N-1]: of each token after the first
+    logprobs: np.ndarray  # float32[N-1]: log-prob of each token after the first
     next_token: np.ndarray
     """float32[K, V]: log-probs of the token that follows each of K beginnings of the probe, under
     the run's own temperature and truncation."""
 
 
 class FolderStore(FileStore):
-    """Versions as model folders in Hugging Face's format, an adapter merged into its base; or, with
-    `adapters`, as folders of PEFT's with the adapter alone. `starts`: servers are started here, and
-    read the base from `base`.
+    """Versions as model folders in Hugging Face's format, with an adapter merged into its base; or,
+    with `adapters`, as PEFT folders with the adapter alone. `starts` means that this process starts
+    the servers, which then read the base from `base`, a folder that is written here.
 
-    `score` gives what the trainer's parameters make of a probe; `source` has the tokenizer,
-    and config.json unless there is `config`. `model` is the trainer's, as are the parameters."""
+    `score` computes `ProbeScores` from the trainer's parameters. `source` is a folder with the
+    tokenizer, and with config.json unless `config` is given. `model` is the trainer's, and so are
+    the parameters.
+    """
 
     def __init__(
         self,
@@ -70,15 +72,20 @@ class FolderStore(FileStore):
         self.starts = starts
         self.base = self.folder / "base"
         self._base_params: Params | None = None
-        self.watcher = Watcher()  # of processes that read the folders
+        # once this process has ended, kills the servers and removes the folder
+        self.watcher = Watcher()
         self.watcher.remove(self.folder)
 
     def put_frozen(self, params: Params) -> None:
+        """Keeps the frozen parameters, and writes them as the folder `base` if servers are started
+        here and get adapters."""
         self._base_params = params
         if self.adapters and self.starts:
             self._save(self.base, without_adapter(self.model.architecture, params))
 
     def write(self, version: int, params: Params) -> Version:
+        """Writes a version's folder, scores the probe, and sets `num_bytes` to the folder's
+        size."""
         folder = self.new_path(f"{version:06d}")
         a = self.model.architecture
         whole = joined(params, self._base_params)
@@ -98,11 +105,12 @@ class FolderStore(FileStore):
         )
 
     def _save(self, folder: Path, weights: Params) -> None:
+        """Writes a base model's folder."""
         a = self.model.architecture
         tensors = list(huggingface.output_tensors(weights, param_specs(a.base)))
         config = self.config or read_json(self.source / "config.json")
         if a.tie_embeddings and self.model.role.platform == "cpu":
-            # vLLM 0.32 on a CPU packs the head, and packs it again only where the files have it.
+            # vLLM 0.32 on a CPU packs the head once, and again only if the files have the head.
             for tensor in tensors:
                 if tensor.name == EMBEDDING:
                     tensors.append(replace(tensor, name=HEAD))
@@ -117,20 +125,22 @@ class FolderStore(FileStore):
         )
 
     def close(self) -> None:
+        """Deletes all folders, and kills the servers that were started with the watcher's
+        environment."""
         super().close()
         self.watcher.close()
 
 
 @dataclass(frozen=True)
 class FolderVersion:
-    """A version in a model folder, which an engine is given instead of weights."""
+    """A version in a model folder, whose path an engine gets instead of weights."""
 
     version: int
     folder: Path
-    probe: ProbeScores  # what the trainer makes of the probe with it
-    checksum: int  # of the trained parameters
-    adapter: Params | None = None  # the adapter's parameters, of a model with one
-    base: Path | None = None  # the base model's folder, where `folder` holds the adapter alone
+    probe: ProbeScores  # what the trainer computes for the probe with these weights
+    checksum: int  # that of the trained parameters
+    adapter: Params | None = None  # the adapter's parameters, if the model has an adapter
+    base: Path | None = None  # the base model's folder, if `folder` holds only the adapter
 
     @property
     def exists(self) -> bool:
@@ -142,7 +152,8 @@ class FolderVersion:
     def read(
         self, model: Model, frozen: MutableMapping[str, Any] | None = None
     ) -> Future[Callable[[], Params]]:
-        """Gives itself: the engine reads the files."""
+        """Returns a done future of a function that returns this version itself, since the engine
+        reads the files. LookupError if the folder was removed."""
         if not self.exists:
             raise LookupError(f"version {self.version} is not published any more")
         done: Future[Callable[[], Params]] = Future()
@@ -150,6 +161,7 @@ class FolderVersion:
         return done
 
     def parameters(self, model: Model) -> Params:
+        """Returns the trained parameters: the adapter's, or all, read from the folder."""
         if self.adapter is not None:
             return self.adapter
         return huggingface.load(self.folder, model.architecture, model.role, model.dtype)

@@ -1,4 +1,5 @@
-"""The folder of a model: of a path, of a packaged one, or of a hub id, which is downloaded."""
+"""Finds the folder of a model: a local one, a packaged one, or that of a hub id, which is
+downloaded."""
 
 from __future__ import annotations
 
@@ -17,19 +18,21 @@ HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 PACKAGED = ("tiny", "tiny-tools")
-"""Models that come with Shoal: for word problems, and for the tasks calculator and guess."""
+"""Names of the models that come with Shoal: for word problems, and for the tasks calculator and
+guess."""
 
 
 def locate(path: str | Path, token: str | None = None, weights: bool = True) -> Path:
-    """The folder of a model: a local one, the copy of one in a bucket, a packaged one by its name,
-    or a downloaded one of a hub id.
+    """Returns the folder of a model: a local folder, the copy of one in a bucket, a packaged model
+    by its name, or the folder to which a hub id is downloaded.
 
-    `token` is the hub's access token; None for the one in HF_TOKEN. Without `weights`, config and
-    tokenizer alone are downloaded. A local folder called `tiny` is `./tiny`. ShoalError if there is
-    no such model.
+    `token` is the hub's access token; None means the one in HF_TOKEN. Without `weights`, only
+    config and tokenizer are downloaded. To name a local folder called `tiny`, write `./tiny`.
+    ShoalError if there is no such model; NotHere if it would have to be downloaded during a dry
+    run.
     """
-    # Before folders are looked at: a run must not change because a folder `tiny` lies where it is
-    # started.
+    # Packaged names come before folders: a run must not change because a folder `tiny` happens to
+    # be where it is started.
     if str(path) in PACKAGED:
         folder = Path(str(resources.files("shoal").joinpath("assets", str(path))))
         if not folder.is_dir():
@@ -57,13 +60,15 @@ def locate(path: str | Path, token: str | None = None, weights: bool = True) -> 
 
 
 def cached_folder(path: str) -> Path | None:
-    """The folder of a model whose config.json is on this machine: a local one, or one in the hub's
-    cache."""
+    """Returns the folder of a model if it is on this machine, without downloading anything: a
+    packaged model's, a local folder, or, for a hub id, the snapshot that `main` refers to in the
+    hub's cache, if it has a config.json. None if there is none. The weights may be missing."""
     if path in PACKAGED or Path(path).expanduser().is_dir():
         return locate(path)
     if not HUB_ID.fullmatch(path):
         return None
-    # By hand: a dry run does not wait for huggingface_hub to be imported.
+    # The cache is read by hand, because a dry run should not wait for huggingface_hub to be
+    # imported.
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
     model = cache / f"models--{path.replace('/', '--')}"
@@ -75,9 +80,9 @@ def cached_folder(path: str) -> Path | None:
 
 
 def _other_folders() -> tuple[str, ...]:
-    """Patterns of the hub's files in subfolders that are not downloaded with a model: other
-    subfolders hold the same weights in other formats. Each pattern names the folders that differ
-    from the folder of templates in their next letter."""
+    """Returns patterns of files that are not downloaded with a model: those in subfolders, which
+    hold the same weights in other formats, except the folder of chat templates. Each pattern but
+    the first names the folders whose names differ from that folder's at one letter."""
     patterns = ["*/*/*"]
     for length, letter in enumerate(NAMED_TEMPLATES):
         patterns.append(f"{NAMED_TEMPLATES[:length]}[!{letter}]*/*")
@@ -88,11 +93,10 @@ OTHER_FOLDERS = _other_folders()
 
 
 def _download(repository: str, token: str | None, weights: bool) -> Path:
-    """The folder in the cache of the hub to which a model is downloaded; ShoalError if it cannot
-    be."""
+    """Downloads a model and returns its folder in the hub's cache. ShoalError if that fails."""
     from huggingface_hub import errors
 
-    # No *.bin: pickles are never read.
+    # Without *.bin: pickles are never read.
     patterns = ["*.json", "*.jinja", "merges.txt", "tokenizer.model"]
     if weights:
         patterns.append("*.safetensors")

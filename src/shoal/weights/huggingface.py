@@ -1,9 +1,9 @@
-"""Model folders in Hugging Face format, read and written.
+"""Reads and writes model folders in Hugging Face format.
 
     load    its safetensors -> parameters, each array created on the devices that hold it
     save    parameters -> a folder that transformers loads
 
-`param_specs` holds each parameter's name in the files. Values pass in windows
+`param_specs` has each parameter's name in the files. Values pass in windows
 (`shoal.weights.layout`), so the host never holds a second copy of the model, nor of one parameter.
 """
 
@@ -67,15 +67,15 @@ def load(
     keep: Keep = keep_as_read,
     specs: Parameters | None = None,
 ) -> Parameters:
-    """The parameters in a folder's safetensors (bf16, f16, f32, or fp8 by blocks) as `dtype`, in
-    the role's sharding; `keep` is given each as soon as it is read, and returns what takes its
-    place. `specs`: others than `param_specs`.
+    """Reads the parameters in a folder's safetensors (bf16, f16, f32, or fp8 by blocks) and returns
+    them as `dtype`, in the role's sharding. `keep` is called with each as soon as it is read, and
+    returns what takes its place. `specs` are used in place of `param_specs`.
 
     Every byte is read once, by one of the processes. ShoalError names every tensor that is missing,
     left over or misshapen, and a truncated file.
     """
-    # Checked whole before the first read: a wrong file is refused in a second, not after half of
-    # 100 GB.
+    # All headers are checked before the first read: a wrong file is refused in a second, not after
+    # half of 100 GB.
     specs = specs or param_specs(architecture)
     return read_tensors(open_tensors(folder, architecture, specs), specs, role, dtype, keep)
 
@@ -87,7 +87,8 @@ def read_tensors(
     dtype: Any,
     keep: Keep = keep_as_read,
 ) -> Any:
-    """The parameters in a tree of `ParamSpec`, each created on the devices that hold it."""
+    """Reads the parameters in a tree of `ParamSpec`, each created on the devices that hold it, and
+    returns them in the same tree."""
 
     def read(spec: ParamSpec) -> Any:
         array = load_sharded(stored[spec.name], ParamLayout.of(spec, role), dtype)
@@ -97,9 +98,9 @@ def read_tensors(
 
 
 def stored_architecture(folder: Path) -> Architecture:
-    """The architecture of a model folder: of its config.json, but with a head of its own where that
-    says that it is the embedding and the files hold another, as merged adapters do. transformers 5
-    loads both, too."""
+    """Returns the architecture of a model folder by its config.json; but if that says that the head
+    is the embedding, and the files hold another head, as those of merged adapters do, the head is
+    not tied. transformers 5 loads both, too."""
     a = architecture_of(folder)
     if not a.tie_embeddings or not has_weights(folder):
         return a
@@ -107,7 +108,7 @@ def stored_architecture(folder: Path) -> Architecture:
 
 
 def _has_other_head(folder: Path) -> bool:
-    """True if a model's files hold a head that is not its embedding."""
+    """True if a model's files hold a head that is not its embedding; compares their values."""
     stored = _read_headers(folder)
     head = stored.get("lm_head.weight")
     embedding = stored.get("model.embed_tokens.weight")
@@ -130,11 +131,12 @@ def _has_other_head(folder: Path) -> bool:
 
 
 def _read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a folder's files by name, those of 8 bits with their scales."""
+    """Returns the tensors of a folder's files by name; those of 8 bits include their scales."""
     stored: dict[str, StoredTensor] = {}
     for file in _weight_files(folder):
         stored |= read_header(file)
-    # Old Llama files store the rotary frequencies, which are computed here.
+    # Old Llama files store the rotary frequencies; they are left out, because `rotary` computes
+    # them.
     stored = {
         name: tensor for name, tensor in stored.items() if not name.endswith("rotary_emb.inv_freq")
     }
@@ -147,11 +149,13 @@ def _read_headers(folder: Path) -> dict[str, StoredTensor]:
 def open_tensors(
     folder: str | Path, a: Architecture, specs: Parameters | None = None
 ) -> dict[str, StoredParameter]:
-    """The parameters in a folder's safetensors, by their names in `param_specs`; ShoalError unless
-    they are exactly those of the architecture, or of the `specs` given."""
+    """Returns the parameters in a folder's safetensors, by their names in `param_specs`, without
+    reading values. ShoalError unless they are exactly those of the architecture, or of `specs` if
+    given."""
     folder = Path(folder)
     stored = _read_headers(folder)
-    if a.tie_embeddings and "lm_head.weight" in stored:  # the same tensor once more, or alone
+    # the embedding once more, or under this name only
+    if a.tie_embeddings and "lm_head.weight" in stored:
         stored.setdefault("model.embed_tokens.weight", stored.pop("lm_head.weight"))
     return check_tensors(stored, specs or param_specs(a), f"{folder} do not fit its config.json")
 
@@ -159,8 +163,8 @@ def open_tensors(
 def check_tensors(
     stored: Mapping[str, StoredTensor], specs: Any, where: str
 ) -> dict[str, StoredParameter]:
-    """Stored tensors by the names of a tree of `ParamSpec`; ShoalError unless they are exactly
-    those."""
+    """Returns stored tensors by the names of a tree of `ParamSpec`. ShoalError unless names, shapes
+    and types are exactly those; `where` names the files in the message."""
     specs = jax.tree.leaves(specs)
     shapes: dict[str, tuple[int, ...]] = {}
     for spec in specs:
@@ -192,7 +196,7 @@ def check_tensors(
 
 
 def has_weights(folder: Path) -> bool:
-    """True if a folder has all safetensors files that it names."""
+    """True if a folder has safetensors files, and all that its index names."""
     try:
         return bool(_weight_files(folder))
     except ShoalError:
@@ -200,7 +204,8 @@ def has_weights(folder: Path) -> bool:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: the only one, those that its index names, or all."""
+    """Returns the safetensors files of a folder: the only one, those that its index names, or all.
+    ShoalError if there is none, or one is missing."""
     if not folder.is_dir():
         raise ShoalError(
             f"{folder}: this machine has no such folder; expected one with a model's safetensors "
@@ -256,8 +261,9 @@ def save(
     files.
 
     The config is the given one, or the source's own, with the type of the weights set; without a
-    source it is made from the architecture. Everything is written to a temporary folder and renamed
-    at the end. ShoalError if the folder holds files.
+    source it is made from the architecture. `shard_bytes` is the largest size of a file. Everything
+    is written to a temporary folder, which is renamed at the end. ShoalError if the folder is not
+    empty.
     """
     folder = Path(folder).expanduser()
     source = None if source_folder is None else Path(source_folder)
@@ -289,8 +295,8 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def output_tensors(parameters: Any, specs: Any) -> Iterator[OutputTensor]:
-    """The tensors of parameters as files hold them, each read when it is written; `specs`: a tree
-    of `ParamSpec`."""
+    """Yields the tensors of parameters as files hold them, each of which is read when it is
+    written; `specs` is a tree of `ParamSpec`."""
     for array, spec in zip(jax.tree.leaves(parameters), jax.tree.leaves(specs), strict=True):
         if tuple(array.shape) != spec.shape:
             raise ValueError(
@@ -304,7 +310,7 @@ def output_tensors(parameters: Any, specs: Any) -> Iterator[OutputTensor]:
 def _write_shards(
     folder: Path, tensors: Iterable[OutputTensor], dtype: np.dtype, shard_bytes: int
 ) -> None:
-    """Writes one file, or files of at most `shard_bytes` with an index."""
+    """Writes one file, or several of at most `shard_bytes` with an index."""
     shards: list[list[OutputTensor]] = [[]]
     sizes = [0]
     for tensor in tensors:

@@ -1,9 +1,10 @@
-"""Layouts: how a parameter lies on devices and in files, the windows in which it passes between
-them, and its way from the files that several hosts read to all of their devices.
+"""How a parameter lies on devices and in files, the windows in which it passes between the two, and
+its way from files that several hosts read to all of their devices.
 
-A file holds a parameter as `layers` tensors [rows, columns]; the array is [layers, columns, rows]
-where the kernel is transposed, without `layers` where it has none. A window is some rows of some
-layers. It passes through the devices as runs of rows, one run a device.
+A file holds a parameter as `layers` tensors [rows, columns]; the array is [layers, rows, columns],
+or [layers, columns, rows] if the kernel is transposed, without `layers` if it belongs to none. A
+window is some rows of some layers. It is spread over the devices as runs of rows, one run for each
+device.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from shoal.model.parameters import ParamSpec
 from shoal.weights.tensor_files import StoredParameter
 
 WINDOW_BYTES = 32 << 20
-"""Bytes of the files in one window of a process. A window is cast and moved: about ten copies of it
-exist at once."""
+"""Bytes of the files in one window of a process. A window is cast and moved, so about ten copies of
+it exist at once."""
 
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """The layout of one parameter on devices. A key of the compiled programs."""
+    """The layout of one parameter on devices. Compiled programs are cached by it."""
 
     mesh: Mesh
     spec: PartitionSpec
@@ -40,11 +41,12 @@ class ParamLayout:
 
     @classmethod
     def of(cls, declared: ParamSpec, role: Role) -> ParamLayout:
+        """Returns the layout of a parameter on a role's devices."""
         return cls(role.mesh, declared.sharding(role).spec, declared)
 
     @classmethod
     def on(cls, array: jax.Array, declared: ParamSpec) -> ParamLayout:
-        """The layout that an array has."""
+        """Returns the layout that an array has now."""
         sharding = array.sharding
         if not isinstance(sharding, NamedSharding):  # one device
             devices = np.asarray(list(array.devices()))
@@ -65,19 +67,19 @@ class ParamLayout:
 
     @property
     def row_dim(self) -> int:
-        """The array's dimension that is the rows of its files."""
+        """The dimension of the array that corresponds to the rows of its files."""
         if self.declared.transposed:
             return len(self.spec) - 1
         return int(self.stacked)
 
     @property
     def row_axes(self) -> tuple[str, ...]:
-        """Mesh axes that split the rows."""
+        """Mesh axes that split the rows of the files."""
         return self._mesh_axes(self.row_dim)
 
     @property
     def column_axes(self) -> tuple[str, ...]:
-        """Mesh axes that split the columns."""
+        """Mesh axes that split the columns of the files."""
         axes: tuple[str, ...] = ()
         for dim in range(int(self.stacked), len(self.spec)):
             if dim != self.row_dim:
@@ -86,7 +88,7 @@ class ParamLayout:
 
     @property
     def copy_axes(self) -> tuple[str, ...]:
-        """Mesh axes along which every device holds the same."""
+        """Mesh axes that split neither, so that all devices along them hold the same."""
         splitting = self.row_axes + self.column_axes
         return tuple(
             axis for axis, size in self.mesh.shape.items() if size > 1 and axis not in splitting
@@ -94,14 +96,14 @@ class ParamLayout:
 
     @property
     def runs(self) -> PartitionSpec:
-        """A window [layers, rows, columns] split into runs of rows, one a device: the parts of
-        `row_axes`, in each of them runs for `column_axes`, in each of these runs for
-        `copy_axes`."""
+        """How a window [layers, rows, columns] is split into runs of rows, one for each device:
+        first into the parts of `row_axes`, each of these into runs for `column_axes`, each of these
+        into runs for `copy_axes`."""
         axes = self.row_axes + self.column_axes + self.copy_axes
         return PartitionSpec(None, axes or None, None)
 
     def _mesh_axes(self, dim: int) -> tuple[str, ...]:
-        """Mesh axes that split a dimension, without those of size 1."""
+        """Mesh axes that split a dimension of the array, without those of size 1."""
         entry = self.spec[dim]
         if entry is None:
             return ()
@@ -109,11 +111,11 @@ class ParamLayout:
         return tuple(name for name in names if self.mesh.shape[name] > 1)
 
     def parts(self, axes: tuple[str, ...]) -> int:
-        """Devices along these axes."""
+        """Returns the number of devices along these axes together."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     def starts(self, layer: Any, row: Any) -> list[Any]:
-        """Where a window begins in a device's part of the array."""
+        """Returns the index at which a window begins in a device's part of the array."""
         starts: list[Any] = [0] * len(self.spec)
         starts[self.row_dim] = row
         if self.stacked:
@@ -121,7 +123,8 @@ class ParamLayout:
         return starts
 
     def sizes(self, height: int, shape: tuple[int, ...]) -> list[int]:
-        """The sizes of a window of one layer of an array of this shape."""
+        """Returns the sizes of a window with one layer and `height` rows, in an array of this
+        shape."""
         sizes = list(shape)
         sizes[self.row_dim] = height
         if self.stacked:
@@ -129,9 +132,9 @@ class ParamLayout:
         return sizes
 
     def windows(self, itemsize: int) -> Iterator[tuple[slice, slice]]:
-        """Layers and rows of each window; rows are counted within each of the parts that the rows
-        are split into, of which a window has the same: so a device writes into its own part
-        alone."""
+        """Yields (layers, rows) of each window. Rows are counted within each of the parts that
+        `row_axes` split them into; a window has the same rows of every part, so that a device
+        writes only into its own part."""
         num_layers, num_rows, num_columns = self.declared.file_shape
         part_rows = num_rows // self.parts(self.row_axes)
         tensor_bytes = num_rows * num_columns * itemsize
@@ -149,8 +152,8 @@ class ParamLayout:
 
 
 def _even_step(size: int, most: int) -> int:
-    """A step of at most `most` that divides `size` if there is a large one: each size of window is
-    compiled."""
+    """Returns a step of at most `most` that divides `size`, unless all such steps are small: fewer
+    sizes of windows mean fewer programs to compile."""
     divisor = most
     while size % divisor:
         divisor -= 1
@@ -160,14 +163,14 @@ def _even_step(size: int, most: int) -> int:
 
 
 SMALL_BYTES = 32 << 20
-"""Largest parameter that one process lays out on the host: no program is compiled for norms and
-tiny models."""
+"""Largest parameter (in bytes) that one process lays out on the host, so that no program is
+compiled for norms and tiny models."""
 
 
 def transfer_dtype(dtype: Any, mesh: Any) -> np.dtype:
-    """The type in which values are moved. On CPU, XLA widens bfloat16 to float32 even for that: a
-    whole array to write a part of it (525 MB: 220 ms, as integers 3), and all that devices exchange
-    (five times the cost)."""
+    """Returns the type in which values of `dtype` are moved: 16-bit floats as integers on CPU,
+    where XLA would widen bfloat16 to float32 even to move it: a whole array to write a part of it
+    (525 MB: 220 ms, as integers 3), and all that devices exchange (five times the cost)."""
     dtype = np.dtype(dtype)
     if dtype.itemsize == 2 and mesh.devices.flat[0].platform == "cpu":
         return np.dtype(np.uint16)
@@ -175,7 +178,7 @@ def transfer_dtype(dtype: Any, mesh: Any) -> np.dtype:
 
 
 def is_small(layout: ParamLayout, itemsize: int) -> bool:
-    """True for a parameter that one process lays out on the host."""
+    """True for a parameter that one process lays out on the host, without compiled programs."""
     num_bytes = math.prod(layout.declared.shape) * itemsize
     return num_bytes <= SMALL_BYTES and not layout.mesh.is_multi_process
 
@@ -184,7 +187,7 @@ def is_small(layout: ParamLayout, itemsize: int) -> bool:
 
 
 def load_sharded(stored: StoredParameter, layout: ParamLayout, dtype: Any) -> jax.Array:
-    """The parameter as `dtype`, in its layout."""
+    """Reads a parameter from files, and returns it as `dtype` in its layout."""
     dtype = np.dtype(dtype)
     shape = layout.declared.shape
     if is_small(layout, stored.dtype.itemsize):
@@ -200,8 +203,7 @@ def load_sharded(stored: StoredParameter, layout: ParamLayout, dtype: Any) -> ja
         return jax.make_array_from_callback(shape, layout.sharding, shard)
     array = zeros(shape, transfer_dtype(dtype, layout.mesh), layout.sharding)
     windows = list(layout.windows(stored.dtype.itemsize))
-    # One window is read while the one before it is on its way; a thread, because reading holds no
-    # lock.
+    # One window is read while the one before is moved; in a thread, because reading holds no lock.
     with ThreadPoolExecutor(1) as reader:
 
         def begin_reading(number: int) -> Future[jax.Array]:
@@ -216,26 +218,26 @@ def load_sharded(stored: StoredParameter, layout: ParamLayout, dtype: Any) -> ja
             moved = _move(window, layout, rows.stop - rows.start, stored.dtype, dtype)
             array = _write(array, moved, layers.start, rows.start, layout)
             del window, moved
-            array.block_until_ready()  # else windows, and steps with collectives, queue up
+            array.block_until_ready()  # else windows, and steps with collectives, would queue up
     return finished(array, layout.sharding, dtype)
 
 
 def finished(array: jax.Array, sharding: NamedSharding, dtype: np.dtype) -> jax.Array:
-    """An array of `transfer_dtype` as `dtype`, in the same memory."""
+    """Returns an array that was moved in `transfer_dtype` as `dtype`, in the same memory."""
     parts = [shard.data for shard in array.addressable_shards]
     if array.dtype != dtype:
-        # Through NumPy's views: a compiled cast would need the memory twice.
+        # By NumPy's views, because a compiled cast would need the memory twice.
         parts = [jax.device_put(np.asarray(part).view(dtype), part.sharding) for part in parts]
-    # Compiled programs leave mesh axes of size 1 out of a sharding: another spelling, for which
-    # others compile again.
+    # Compiled programs leave mesh axes of size 1 out of a sharding, which is then spelled
+    # differently, and programs would be compiled again for it.
     return jax.make_array_from_single_device_arrays(array.shape, sharding, parts, dtype=dtype)
 
 
 def _put_rows(
     stored: StoredParameter, layout: ParamLayout, layers: slice, rows: slice
 ) -> jax.Array:
-    """A window on the devices in the file's form, a run of rows each; the last runs are filled
-    up."""
+    """Reads a window to the devices in the file's form, one run of rows for each device; the last
+    runs are filled up."""
     _, all_rows, num_columns = stored.shape
     num_parts = layout.parts(layout.row_axes)
     part_rows = all_rows // num_parts
@@ -246,12 +248,13 @@ def _put_rows(
     moved_dtype = transfer_dtype(stored.dtype, layout.mesh)
 
     def read(index: Any) -> np.ndarray:
+        """Reads the run of one device."""
         start, stop, _ = index[1].indices(num_parts * padded_height)
         part, first = divmod(start, padded_height)
         last = first + stop - start
         origin = part * part_rows + rows.start
         wanted = slice(origin + min(first, height), origin + min(last, height))
-        # Never used again: JAX on CPU may keep it as the array.
+        # The values are never used again, because JAX on CPU may keep this memory as the array.
         values = stored.read(layers, wanted).view(moved_dtype)
         num_missing = stop - start - values.shape[1]
         if not num_missing:
@@ -265,6 +268,7 @@ def _put_rows(
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> jax.Array:
+    """Returns an array of zeros in a sharding."""
     return lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding)
 
 
@@ -272,14 +276,15 @@ def zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> jax.Ar
 def _move(
     block: jax.Array, layout: ParamLayout, height: int, stored: np.dtype, dtype: np.dtype
 ) -> jax.Array:
-    """A window from runs of rows to the array's layout, transposed and cast."""
+    """Moves a window from runs of rows to the array's layout, transposed and cast."""
 
     def local(x: jax.Array) -> jax.Array:
+        """Converts one device's run to the device's part of the window."""
         if layout.copy_axes:
             x = lax.all_gather(x, layout.copy_axes, axis=1, tiled=True)
         if layout.column_axes:
-            # A dimension of its own for the parts: split within one, on CPU it takes three times as
-            # long.
+            # The parts get a separate dimension: splitting within one dimension takes three times
+            # as long on CPU.
             num_layers, num_rows, _ = x.shape
             by_part = x.reshape(num_layers, num_rows, layout.parts(layout.column_axes), -1)
             x = lax.all_to_all(by_part, layout.column_axes, split_axis=2, concat_axis=1, tiled=True)
@@ -292,12 +297,14 @@ def _move(
     )(block)
 
 
-# A program of its own: in one with the transposition XLA writes element by element on CPU (81 ms
-# for 16 MiB; apart 12).
+# A separate program, because in one with the transposition XLA writes element by element on CPU (81
+# ms for 16 MiB; separately 12).
 @partial(jax.jit, static_argnums=4, donate_argnums=0)
 def _write(
     array: jax.Array, moved: jax.Array, layer: Any, row: Any, layout: ParamLayout
 ) -> jax.Array:
+    """Writes a window into the array, whose buffer is donated, at the given layer and row."""
+
     def local(array: jax.Array, moved: jax.Array, layer: jax.Array, row: jax.Array) -> jax.Array:
         return lax.dynamic_update_slice(array, moved, layout.starts(layer, row))
 
@@ -315,14 +322,15 @@ def _write(
 
 
 Part = tuple[tuple[slice, ...], Callable[[], np.ndarray]]
-"""The index of a part in an array, and a function that reads it."""
+"""(index of a part in an array, function that reads the part)."""
 
 
 def assemble(
     parts: Iterable[Part], sharding: NamedSharding, shape: tuple[int, ...], dtype: Any
 ) -> jax.Array:
-    """The array of parts that are laid out as it is. A process reads those that its devices hold,
-    each once."""
+    """Returns the array that consists of these parts, which have the array's own dimensions. A
+    process reads only the parts that its devices hold some of, each once; if the array is small,
+    all parts."""
     dtype = np.dtype(dtype)
     if math.prod(shape) * dtype.itemsize <= SMALL_BYTES:
         whole = np.empty(shape, dtype)
@@ -363,12 +371,12 @@ def assemble(
 
 
 def _with_bounds(index: Sequence[slice], shape: Sequence[int]) -> tuple[slice, ...]:
-    """An index with the numbers of its bounds in place of None."""
+    """Returns an index with numbers as its bounds, in place of None."""
     return tuple(slice(*cut.indices(size)) for cut, size in zip(index, shape, strict=True))
 
 
 def _intersection(first: Sequence[slice], second: Sequence[slice]) -> tuple[slice, ...] | None:
-    """The index of what two parts of an array share; None where they share nothing."""
+    """Returns the index of what two parts of an array share; None if they share nothing."""
     common = []
     for a, b in zip(first, second, strict=True):
         start = max(a.start, b.start)
@@ -380,7 +388,8 @@ def _intersection(first: Sequence[slice], second: Sequence[slice]) -> tuple[slic
 
 
 def _relative_to(index: Sequence[slice], outer: Sequence[slice]) -> tuple[slice, ...]:
-    """An index of an array as the index of the same in the part `outer` of it."""
+    """Converts an index in an array to the index of the same values in the part `outer` of the
+    array."""
     return tuple(
         slice(cut.start - around.start, cut.stop - around.start)
         for cut, around in zip(index, outer, strict=True)
@@ -389,6 +398,7 @@ def _relative_to(index: Sequence[slice], outer: Sequence[slice]) -> tuple[slice,
 
 @partial(jax.jit, donate_argnums=0)
 def _paste(array: jax.Array, part: jax.Array, starts: list[Any]) -> jax.Array:
+    """Writes a part into an array, whose buffer is donated."""
     return lax.dynamic_update_slice(array, part, starts)
 
 
@@ -398,7 +408,8 @@ def _paste(array: jax.Array, part: jax.Array, starts: list[Any]) -> jax.Array:
 def collect(
     array: Any, layout: ParamLayout, layer: int, dtype: Any
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """One layer in the file's form: runs of rows, each with the number of its first row."""
+    """Yields one layer of a parameter in the file's form, in runs of rows: (number of the first
+    row, values [rows, columns]). `dtype` is the type of the values."""
     if is_small(layout, array.dtype.itemsize):
         yield 0, layout.declared.to_file(np.asarray(array))[layer]
         return
@@ -428,9 +439,11 @@ def collect(
 def _take(
     array: jax.Array, layer: Any, row: Any, layout: ParamLayout, height: int, dtype: np.dtype
 ) -> jax.Array:
-    """A window of one layer as runs of rows, over `row_axes` and in them over `column_axes`."""
+    """Returns a window of one layer as runs of rows, split over `row_axes`, and each part over
+    `column_axes`."""
 
     def local(array: jax.Array, layer: jax.Array, row: jax.Array) -> jax.Array:
+        """Converts the window in one device's part of the array to the device's run."""
         part = lax.dynamic_slice(
             array, layout.starts(layer, row), layout.sizes(height, array.shape)
         )

@@ -1,25 +1,26 @@
-"""MaxText's checkpoints: the names, shapes and numbers of their arrays, to and from Shoal's
-parameters.
+"""Converts MaxText's checkpoints to Shoal's parameters and back: the names, shapes and numbers of
+their arrays.
 
-Read from MaxText's sources, where this comes from (folders under `src/maxtext/`):
+The rules come from MaxText's sources (folders under `src/maxtext/`):
 
     names, transposition        checkpoint_conversion/utils/param_mapping.py, Llama 3.1's and Qwen's
                                 mappings
-    layers stacked on axis 1    configs/base.yml, `param_scan_axis`; else `layers_0`, `layers_1`,
-                                ...
-    query divided by sqrt(A)    layers/attentions.py, `init_query_w`: attention does not scale,
+    layers stacked on axis 1    configs/base.yml, `param_scan_axis`; otherwise `layers_0`,
+                                `layers_1`, ...
+    query divided by sqrt(A)    layers/attentions.py, `init_query_w`: attention does not scale, so
                                 Llama's queries are stored scaled; models/qwen2.py and qwen3.py
-                                scale at run time, theirs are not
+                                scale at run time, so Qwen's queries are not
     order of rotary dimensions  layers/attentions.py, `init_rotary_embedding`: pairs
-                                (x0 y0 x1 y1 ...) where the model's name starts with llama3.1, else
+                                (x0 y0 x1 y1 ...) if the model's name begins with llama3.1, else
                                 halves (x0 x1 ... y0 y1 ...), as in HF
     norms without an offset     layers/normalizations.py, `scale_offset` is 0
-    where the tree stands       common/checkpointing.py: `params/params/...` in the item `items` of
-                                step 0; a training checkpoint has `opt_state` beside it
+    place of the tree           common/checkpointing.py: `params/params/...` in the item `items` of
+                                step 0; a training checkpoint also has `opt_state` there
 
 For llama3.3-70b MaxText disagrees with itself: `llama_or_mistral_ckpt.py` leaves Meta's own files
 in pairs and Hugging Face's in halves, its attention computes in halves. Halves are read and written
-under that name; one in pairs is read under the name llama3.1-70b, which has the same sizes.
+under that name; a checkpoint in pairs is read under the name llama3.1-70b, which has the same
+sizes.
 """
 
 from __future__ import annotations
@@ -60,17 +61,17 @@ from shoal.weights.orbax import (
 from shoal.weights.tensor_files import LazyArray, OutputTensor, grid
 
 ROOTS = ("params/params/", "params/", "")
-"""Prefixes under which a checkpoint may hold the parameters, tried in order."""
+"""Prefixes that the names of a checkpoint's parameters may have, tried in order."""
 STACKED_AXIS = 1
-"""The axis of layers in a stacked array."""
+"""The axis of layers in a stacked array of MaxText's."""
 FILE_BYTES = 2 << 30
-"""Target size of Orbax's files, the one that MaxText sets."""
+"""Size of Orbax's files to aim at, the one that MaxText sets."""
 INNER = Path("0", "items")
-"""Where MaxText looks for a tree in a folder of checkpoints."""
+"""Path, within a folder of checkpoints, at which MaxText looks for a tree."""
 
 ReadPart = Callable[[ParamSpec, tuple[slice, ...]], np.ndarray]
-"""A parameter and the index of a part of it, all columns of some rows of Hugging Face's tensors ->
-the part."""
+"""(a parameter, the index of a part of it that is all columns of some rows of Hugging Face's
+tensors) -> the part's values."""
 
 _ATTENTION, _MLP = "decoder/{layers}/self_attention/", "decoder/{layers}/mlp/"
 _NAMES: Mapping[str, str] = {
@@ -92,7 +93,7 @@ _NAMES: Mapping[str, str] = {
     "norm.weight": "decoder/decoder_norm/scale",
     "lm_head.weight": "decoder/logits_dense/kernel",
 }
-"""The last two parts of a tensor's name in Hugging Face's files -> MaxText's name."""
+"""The last two parts of a tensor's name in Hugging Face's files -> MaxText's name of the array."""
 
 
 # ---- an array
@@ -100,30 +101,33 @@ _NAMES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class MaxTextArray:
-    """An array of MaxText's: a parameter, or one layer of it."""
+    """An array as MaxText stores it: a parameter, or one layer of one. Its methods convert between
+    Shoal's form and MaxText's."""
 
     name: str
-    """As "decoder/layers/self_attention/query/kernel"."""
+    """MaxText's name, for example "decoder/layers/self_attention/query/kernel"."""
     spec: ParamSpec
-    """Of the parameter."""
+    """Spec of the parameter in Shoal."""
     layer: int | None = None
-    """The layer that it holds; None for all."""
+    """Number of the layer that the array holds; None if it holds all, or the parameter belongs to
+    none."""
     head_dim: int = 0
     head_axis: int | None = None
-    """Axis of the heads in one layer. All heads and a head's width, one dimension in Shoal, are two
-    here."""
+    """Axis of the heads in one layer; None if there are no heads. MaxText has two dimensions, heads
+    and a head's width, where Shoal has one."""
     in_pairs: bool = False
-    """True if its last dimension is rotated by position, in another order than Shoal's."""
+    """True if the last dimension is rotated by position in pairs, unlike Shoal's halves."""
     factor: float = 1.0
-    """MaxText's values are Shoal's times this."""
+    """MaxText's values are Shoal's values times this."""
 
     @property
     def scanned(self) -> bool:
-        """True if it holds all layers."""
+        """True if the array holds all layers."""
         return self.spec.stacked and self.layer is None
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of MaxText's array."""
         shape = list(self.spec.shape)
         num_layers = shape.pop(0) if self.spec.stacked else 0
         if self.head_axis is not None:
@@ -135,7 +139,7 @@ class MaxTextArray:
 
     @property
     def row_axis(self) -> int:
-        """Its axis that is the rows of Hugging Face's tensor."""
+        """The axis of MaxText's array that is the rows of Hugging Face's tensor."""
         if not self.spec.transposed:
             return 0
         if self.head_axis == 1:
@@ -144,13 +148,14 @@ class MaxTextArray:
 
     @property
     def whole_axis(self) -> int | None:
-        """Its axis that is the width of a head, which no part cuts."""
+        """The axis that is the width of a head, along which no part may be cut; None if there are
+        no heads."""
         if self.head_axis is None:
             return None
         return self.head_axis + 1 + int(self.scanned)
 
     def index(self, part: tuple[slice, ...]) -> tuple[slice, ...]:
-        """Where a part is in Shoal's parameter."""
+        """Converts the index of a part in MaxText's array to its index in Shoal's parameter."""
         cuts = list(part)
         layers: slice | None = None
         if self.scanned:
@@ -166,7 +171,7 @@ class MaxTextArray:
         return tuple(cuts)
 
     def from_shoal(self, values: np.ndarray) -> np.ndarray:
-        """A part of Shoal's parameter as it is here."""
+        """Converts a part of Shoal's parameter to MaxText's form."""
         if self.head_axis is not None:
             axis = self.head_axis + int(self.spec.stacked)
             shape = list(values.shape)
@@ -184,7 +189,7 @@ class MaxTextArray:
         return values
 
     def to_shoal(self, values: np.ndarray) -> np.ndarray:
-        """The way back."""
+        """Converts a part of MaxText's array to Shoal's form: the inverse of `from_shoal`."""
         if self.scanned:
             values = np.moveaxis(values, STACKED_AXIS, 0)
         elif self.spec.stacked:
@@ -203,13 +208,14 @@ class MaxTextArray:
 
 
 def arrays_of(a: Architecture, scan_layers: bool, pairs: bool) -> list[MaxTextArray]:
-    """All arrays of an architecture; ShoalError where MaxText has no such model."""
+    """Returns all arrays of an architecture as MaxText has them; ShoalError if MaxText has no such
+    model."""
     if a.output_bias or a.mlp_bias or (a.qkv_bias and a.qk_norm):
         raise ShoalError(
             "MaxText has no model with these biases (on the attention's output, the feed-forward "
             "part, or together with norms on queries and keys): keep it in Hugging Face's format"
         )
-    # Attention does not scale there: Llama's queries are stored scaled.
+    # MaxText's attention does not scale scores: Llama's queries are stored scaled.
     query_factor = float(np.float32(a.head_dim**-0.5))
     if a.qkv_bias or a.qk_norm:  # Qwen's are scaled at run time
         query_factor = 1.0
@@ -238,14 +244,15 @@ def arrays_of(a: Architecture, scan_layers: bool, pairs: bool) -> list[MaxTextAr
 
 
 def name_in_pairs(name: str, a: Architecture) -> bool:
-    """True if rotary dimensions that belong together are adjacent: by MaxText's name of the model;
-    without one, where the frequencies are stretched as in Llama 3.1."""
+    """True if a model's rotary dimensions that belong together are adjacent. Decided by MaxText's
+    name of the model; without a name, True if its frequencies are stretched as in Llama 3.1."""
     if name:
         return name.lower().startswith("llama3.1")
     return a.rope_scaling is not None and a.rope_scaling.kind == "llama3"
 
 
 def layout_text(scan_layers: bool, pairs: bool) -> str:
+    """Describes the layout of a checkpoint, for messages."""
     layers = "stacked" if scan_layers else "one by one"
     order = "pairs" if pairs else "halves"
     return f"layers {layers}, rotary dimensions in {order}"
@@ -255,12 +262,12 @@ def layout_text(scan_layers: bool, pairs: bool) -> str:
 
 
 def find_tree(folder: Path) -> Path | None:
-    """The tree at a path, in its `items`, or in its newest step; None unless Orbax wrote it and it
-    is not part of a run of Shoal's."""
+    """Returns the folder of an Orbax tree: `folder` itself, its `items`, or that of its newest
+    step. None if there is no tree, or it is part of a Shoal run's checkpoint."""
     for path in (folder, folder / INNER.name):
         if (path / "_METADATA").is_file() and not (path / "config.json").exists():
-            # Our own checkpoints are Orbax trees, too; `checkpoints.py` reads those, and compares
-            # checksums.
+            # Shoal's own checkpoints are Orbax trees, too; `checkpoints.py` reads those, and
+            # compares checksums.
             if path.parent.parent.name == FOLDER and (path.parent / "extra").exists():
                 return None
             return path
@@ -277,21 +284,22 @@ def find_tree(folder: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class MaxTextCheckpoint:
-    """A MaxText checkpoint that fits an architecture."""
+    """A MaxText checkpoint that was found to fit an architecture."""
 
     folder: Path
     architecture: Architecture
     scan_layers: bool
-    pairs: bool  # order of rotary dimensions
+    pairs: bool  # True: rotary dimensions are in pairs
     root: str
-    dtypes: Mapping[str, Any]  # of its arrays, by name
+    dtypes: Mapping[str, Any]  # types of the arrays, by name
 
     def describe(self) -> str:
+        """Names the checkpoint and its layout, for messages."""
         return f"MaxText checkpoint {self.folder}: {layout_text(self.scan_layers, self.pairs)}"
 
     def load(self, role: Role, dtype: Any = np.float32, keep: Keep = keep_as_read) -> Params:
-        """The parameters in the role's layout, read a part at a time, each part once by a process;
-        `keep` as in `huggingface.load`."""
+        """Reads the parameters and returns them in the role's layout. They are read a part at a
+        time, each part once in a process; `keep` as in `huggingface.load`."""
 
         def read(spec: ParamSpec) -> Any:
             array = assemble(self._parts(spec), spec.sharding(role), spec.shape, dtype)
@@ -300,8 +308,8 @@ class MaxTextCheckpoint:
         return jax.tree.map(read, param_specs(self.architecture))
 
     def digests(self) -> dict[str, str]:
-        """A digest of the size of each file and of bytes from all over it, by name: a copy of the
-        checkpoint has the same."""
+        """Returns, by file name, a digest of each file's size and of bytes from all over it: a copy
+        of the checkpoint has the same digests."""
         digests = {}
         for file in sorted(self.folder.rglob("*")):
             if file.is_file():
@@ -311,11 +319,13 @@ class MaxTextCheckpoint:
         return digests
 
     def tensors(self, file: IO[bytes], dtype: np.dtype) -> Iterator[OutputTensor]:
-        """The tensors of Hugging Face's files, each read when it is written: one parameter at a
-        time is in `file`, from which its tensors are read in windows."""
+        """Yields the tensors of Hugging Face's files, each of which is read when it is written.
+        `file` holds one parameter at a time, from which its tensors are read in windows."""
         staged = ""
 
         def read(spec: ParamSpec, layer: int, _: np.dtype) -> Iterator[tuple[int, np.ndarray]]:
+            """Yields one tensor in windows of rows; first writes its parameter to `file`, if that
+            holds another."""
             nonlocal staged
             if spec.name != staged:
                 self._stage(spec, file, dtype)
@@ -324,8 +334,8 @@ class MaxTextCheckpoint:
             tensor_bytes = math.prod(spec.tensor_shape) * dtype.itemsize
             step = max(1, num_rows * WINDOW_BYTES // tensor_bytes)
             for start in range(0, num_rows, step):
-                # Mapped again for each window: pages that were read count as this process's memory
-                # until then.
+                # Mapped again for each window, because pages that were read count as this process's
+                # memory as long as the mapping exists.
                 mapped = np.memmap(file, dtype, "r", shape=spec.shape)
                 tensor = mapped[layer] if spec.stacked else mapped
                 rows = slice(start, start + step)
@@ -339,16 +349,17 @@ class MaxTextCheckpoint:
                 yield OutputTensor(name, spec.tensor_shape, partial(read, spec, layer))
 
     def _stage(self, spec: ParamSpec, file: IO[bytes], dtype: np.dtype) -> None:
-        """Writes a parameter in Shoal's form to a file."""
+        """Writes a parameter in Shoal's form to a file, over what it held."""
         file.truncate(0)
-        if hasattr(os, "posix_fallocate"):  # else a full disk ends the process by a signal
+        # otherwise a full disk would end the process by a signal
+        if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, math.prod(spec.shape) * dtype.itemsize)
         for index, read in self._parts(spec):
             np.memmap(file, dtype, "r+", shape=spec.shape)[index] = read().astype(dtype)
 
     def _parts(self, spec: ParamSpec) -> Iterator[Part]:
-        """All of a parameter in parts of a window, or of a piece of the file where pieces are
-        larger."""
+        """Yields all of a parameter in parts, each about a window, or a piece of the file if pieces
+        are larger."""
         for array in arrays_of(self.architecture, self.scan_layers, self.pairs):
             if array.spec.name != spec.name:
                 continue
@@ -360,13 +371,13 @@ class MaxTextCheckpoint:
 
 
 def _read_part(array: MaxTextArray, stored: StoredArray, part: tuple[slice, ...]) -> np.ndarray:
-    """A part of a stored array in Shoal's form."""
+    """Reads a part of a stored array, and returns it in Shoal's form."""
     return array.to_shoal(stored.read(part))
 
 
 def part_steps(array: StoredArray, itemsize: int, whole: int | None) -> list[int]:
-    """Steps along an array's axes: a piece of the file, and as many more as a window holds; the
-    axis `whole` is not cut."""
+    """Returns steps along an array's axes for reading it: a piece of the file, and as many more as
+    a window holds. The axis `whole` is not cut."""
     steps = [min(piece, size) for piece, size in zip(array.pieces, array.shape, strict=True)]
     if whole is not None:
         steps[whole] = array.shape[whole]
@@ -377,7 +388,8 @@ def part_steps(array: StoredArray, itemsize: int, whole: int | None) -> list[int
 
 
 def transpose(values: np.ndarray) -> np.ndarray:
-    """A copy of `values.T`, by blocks of rows: three times as fast as at once."""
+    """Returns a copy of `values.T`, made by blocks of rows, which is three times as fast as at
+    once."""
     copy = np.empty(values.shape[::-1], values.dtype)
     for start in range(0, len(values), 64):
         copy[:, start : start + 64] = values[start : start + 64].T
@@ -391,8 +403,9 @@ def open_checkpoint(
     scan_layers: bool,
     keys: tuple[str, str] = ("model.name", "model.tokenizer"),
 ) -> MaxTextCheckpoint:
-    """The checkpoint, checked against the model of a name, else of the config.json beside the
-    tokenizer. `keys`: of both, for errors."""
+    """Returns a MaxText checkpoint without reading its values, after checking it against the model
+    of a name, or else of the config.json next to the tokenizer. `keys` are the settings for both,
+    for messages. ShoalError if it does not fit."""
     if not (model_name or tokenizer):
         raise ShoalError(
             f"{tree_folder} is a MaxText checkpoint, which does not say what model it is: give "
@@ -417,16 +430,17 @@ def open_checkpoint(
         shapes: dict[str, tuple[int, ...]] = {}
         dtypes: dict[str, Any] = {}
         for path, leaf in jax.tree_util.tree_leaves_with_path(metadata.tree):
-            if hasattr(leaf, "shape"):  # leaves of text have none
+            if hasattr(leaf, "shape"):  # leaves of text have no shape
                 array_name = jax.tree_util.keystr(path, simple=True, separator="/")
                 shapes[array_name] = tuple(leaf.shape or ())
                 dtypes[array_name] = leaf.dtype
     if a.tie_embeddings:
         has_head = any(root + _NAMES["lm_head.weight"] in shapes for root in ROOTS)
-        if has_head:  # as `huggingface.stored_architecture`
+        if has_head:  # the files have a head, as in `huggingface.stored_architecture`
             a = replace(a, tie_embeddings=False)
     root = _check_arrays(shapes, a, scan_layers, tree_folder, model)
-    pairs = (metadata.custom_metadata or {}).get("rope_in_pairs")  # written by `shoal convert`
+    # an entry that `shoal convert` writes
+    pairs = (metadata.custom_metadata or {}).get("rope_in_pairs")
     if pairs is None:
         pairs = name_in_pairs(name, a)
     return MaxTextCheckpoint(tree_folder, a, scan_layers, bool(pairs), root, dtypes)
@@ -439,8 +453,8 @@ def _check_arrays(
     where: Path,
     model: str,
 ) -> str:
-    """The prefix of the parameters' names, where they fit the architecture of `model` one to one;
-    else ShoalError with the first that does not."""
+    """Returns the prefix of the parameters' names, if they fit the architecture of `model` one to
+    one; else raises ShoalError, which names the first that does not."""
     roots = [root for root in ROOTS if root + "token_embedder/embedding" in shapes]
     if not roots:
         raise ShoalError(
@@ -452,7 +466,7 @@ def _check_arrays(
     for name, shape in shapes.items():
         if not name.startswith(root):
             continue
-        # Without a root the optimizer's state and the step stand beside the parameters.
+        # Without a prefix, the optimizer's state and the step stand next to the parameters.
         if root or name.startswith(("decoder/", "token_embedder/")):
             stored[name.removeprefix(root)] = shape
     stacked = any(name.startswith("decoder/layers/") for name in stored)
@@ -474,7 +488,8 @@ def _check_arrays(
 
 
 def _first_misfit(stored: Mapping[str, tuple[int, ...]], arrays: Sequence[MaxTextArray]) -> str:
-    """What of the stored arrays, by name, is not as wanted; "" where they fit one to one."""
+    """Returns what is wrong with the first stored array that does not fit; "" if all fit one to
+    one."""
     wanted = {array.name: array.shape for array in arrays}
     for name, shape in wanted.items():
         if name in stored and stored[name] != shape:
@@ -489,6 +504,7 @@ def _first_misfit(stored: Mapping[str, tuple[int, ...]], arrays: Sequence[MaxTex
 
 
 def _first_of(names: Collection[str]) -> str:
+    """Names the first of some names, and how many more there are."""
     if len(names) == 1:
         return min(names)
     return f"{min(names)} and {len(names) - 1} more"
@@ -500,7 +516,8 @@ def _first_of(names: Collection[str]) -> str:
 def arrays_to_write(
     read: ReadPart, arrays: Iterable[MaxTextArray], dtype: np.dtype
 ) -> dict[str, LazyArray]:
-    """The arrays of MaxText's tree by name, each read and converted when it is written."""
+    """Returns the arrays of MaxText's tree by name, each of which is read and converted when it is
+    written."""
 
     def part_of(array: MaxTextArray, part: tuple[slice, ...]) -> np.ndarray:
         return array.from_shoal(read(array.spec, array.index(part))).astype(dtype, copy=False)
@@ -526,8 +543,8 @@ def write_tree(
 ) -> None:
     """Writes `folder/0/items` as MaxText does: the step, the arrays, an empty optimizer state.
 
-    One piece of one array at a time is in memory; `on_written` gets the bytes of each. Errors name
-    `target`, the folder that the result will be moved to.
+    One piece of one array at a time is in memory; `on_written` is called with the bytes of each.
+    Errors name `target`, the folder to which the result will be moved.
     """
     ocp = load_orbax()
     step, item = INNER.parts

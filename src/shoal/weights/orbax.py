@@ -1,5 +1,5 @@
 """Access to Orbax, the library that writes and reads arrays: import, errors, free space, and arrays
-that are read and written in parts. No other file imports it.
+that are read and written in parts. No other file imports Orbax.
 
 Orbax reports trouble in several ways (exceptions of any kind, log lines, tracebacks of its event
 loop); here each failure becomes one `ShoalError`.
@@ -34,30 +34,31 @@ CHUNK_BYTES = 64 << 20
 """Largest piece of an array on disk and in memory."""
 
 WRITTEN_BYTES = 256 << 20
-"""Of arrays that are written at once on a CPU, where Orbax copies and compresses all of them at
-once by itself: with a checkpoint of 1.6 GB it takes 1.4 GB more while it writes, within this bound
-0.45 GB, and as long."""
+"""Most bytes of arrays that are written at once on a CPU. By itself Orbax copies and compresses all
+arrays at once: with a checkpoint of 1.6 GB it takes 1.4 GB more while it writes, within this bound
+0.45 GB, in the same time."""
 
 GB = 10**9
-"""Orbax's unit of the bytes that are written at once."""
+"""Unit in which Orbax takes the bound on bytes that are written at once."""
 
 REPLICA_BYTES = 1 << 20
-"""Smallest part of an array that a replica writes for the others: each part is cut out by a program
-of its own."""
+"""Smallest part of an array that one replica writes for the others: each part is cut out by a
+separate program."""
 
 LONGEST_CAUSE = 120
-"""Characters of an error's line that are shown whole."""
+"""Longest text of an error's line, in characters, that is shown whole."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @functools.cache
 def load_orbax() -> Any:
-    """The module `orbax.checkpoint`, imported late because it takes a second.
+    """Imports and returns the module `orbax.checkpoint`; late, because that takes a second.
 
-    From here on one message of its event loops is dropped. When one array of many cannot be read or
-    written, Orbax closes its loop, and threads that are not Python's call back for each other array
-    at any later moment."""
+    As a side effect one message of its event loops is dropped from now on. When one array of many
+    cannot be read or written, Orbax closes its loop, and for each other array a thread that is not
+    Python's calls back at any later moment.
+    """
     import orbax.checkpoint as ocp
 
     hook = sys.unraisablehook
@@ -74,10 +75,10 @@ def load_orbax() -> Any:
 
 
 async def _read_to_the_end(read: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """What Orbax's handler of arrays reads. Where one array, or a part of it, cannot be read, Orbax
-    raises while the others are being read, and drops these: threads of TensorStore then call back
-    for each at any later moment, beside a run that goes on from an older checkpoint. Here they have
-    all ended when the error is raised."""
+    """Reads arrays as Orbax's handler does, but raises an error only after all reads have ended. If
+    one array, or a part of it, cannot be read, Orbax raises while the others are still being read,
+    and drops these: threads of TensorStore would then call back for each of them at any later
+    moment, during a run that goes on from an older checkpoint."""
     begun_before = asyncio.all_tasks()
     try:
         return await read(*args, **options)
@@ -86,13 +87,13 @@ async def _read_to_the_end(read: Callable[..., Any], *args: Any, **options: Any)
         if dropped:
             await asyncio.wait(dropped)
             for task in dropped:
-                task.exception()  # looked at, else Python prints it
+                task.exception()  # retrieved, because otherwise Python prints it
 
 
 @contextmanager
 def orbax_silenced() -> Iterator[None]:
-    """Drops what Orbax logs and warns of beside the errors that it raises, until the end of the
-    block."""
+    """Drops what Orbax logs and warns of in addition to the errors that it raises, until the end of
+    the block."""
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
@@ -109,14 +110,15 @@ def orbax_silenced() -> Iterator[None]:
 
 
 def written_at_once(largest_array: int) -> int:
-    """Bytes of arrays that are written at once on a CPU. Orbax refuses an array that is as large as
-    its bound."""
+    """Returns the bound on the bytes of arrays that are written at once on a CPU. It exceeds the
+    largest array, because Orbax refuses an array that is as large as the bound."""
     return max(WRITTEN_BYTES, largest_array + GB // 1000)
 
 
 @contextmanager
 def writing(path: Path, then: str = "give the same command again") -> Iterator[None]:
-    """Turns whatever Orbax raises while it writes `path` into one ShoalError."""
+    """Turns whatever Orbax raises while it writes `path` into one ShoalError, whose text ends with
+    the advice `then`."""
     try:
         yield
     except Exception as error:
@@ -135,7 +137,8 @@ def _is_full_disk(error: Exception) -> bool:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turns whatever Orbax raises while it reads `path` into one ShoalError."""
+    """Turns whatever Orbax raises while it reads `path` into one ShoalError, which advises to copy
+    the checkpoint again."""
     try:
         yield
     except Exception as error:
@@ -145,11 +148,12 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def cause(error: BaseException) -> str:
-    """The reason in the first line of an error: of Orbax's long ones, the last clause before a list
-    of settings.
+    """Returns the reason of an error for a message: its first line; if that is one of Orbax's long
+    ones, its last clause before a list of settings.
 
-    Frees what the error's frames hold: a coroutine that is freed later would warn then, after the
-    end of `orbax_silenced`."""
+    Also frees what the error's frames hold: a coroutine that is freed later would warn then, after
+    the end of `orbax_silenced`.
+    """
     unfreed: list[BaseException | None] = [error]
     while unfreed:
         current = unfreed.pop()
@@ -170,7 +174,8 @@ def cause(error: BaseException) -> str:
 
 
 def check_room(folder: Path, tree: Any) -> None:
-    """OSError if the disk has less room than the arrays take, raised before anything is written."""
+    """Raises OSError if the disk has less room than the arrays take, before anything is written.
+    Does nothing if there are several processes."""
     needed = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
     free = shutil.disk_usage(folder).free
     if jax.process_count() == 1 and free < needed:
@@ -183,16 +188,17 @@ def check_room(folder: Path, tree: Any) -> None:
 
 @dataclass(frozen=True)
 class StoredArray:
-    """An array of a tree, of which parts can be read."""
+    """An array in a tree on disk, which can be read in parts."""
 
     folder: Path
     name: str
 
     @functools.cached_property
     def opened(self) -> Any:
+        """The array's store, opened at the first use."""
         import tensorstore
 
-        # As Orbax stores it: in one store with all arrays, or in a folder of its own; Zarr of
+        # Orbax stores an array in one store with all others, or in a folder of its own; as Zarr of
         # either version.
         name = self.name.replace("/", ".")
         base = self.folder.absolute()
@@ -208,7 +214,8 @@ class StoredArray:
 
     @property
     def pieces(self) -> tuple[int, ...]:
-        """Shape of its pieces on disk: to read a part of one, all of it is decompressed."""
+        """Shape of the array's pieces on disk: to read a part of a piece, all of it is
+        decompressed."""
         return tuple(self.opened.chunk_layout.read_chunk.shape)
 
     def read(self, part: tuple[slice, ...]) -> np.ndarray:
@@ -217,30 +224,34 @@ class StoredArray:
 
 
 def leaf_types(on_written: Callable[[int], None] = lambda size: None) -> Any:
-    """Orbax's registry of leaf types, with a handler that writes a `LazyArray` part by part;
-    `on_written` gets the bytes of each."""
+    """Returns Orbax's registry of leaf types, with a handler that writes a `LazyArray` part by
+    part; `on_written` is called with the bytes of each part."""
     import tensorstore
 
     type_handlers = load_orbax().type_handlers
 
     class Slices(type_handlers.NumpyHandler):
+        """Orbax's handler of NumPy arrays, changed to write a `LazyArray` part by part."""
+
         async def serialize(
             self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
         ) -> Sequence[Any]:
+            """Writes arrays in batches, and returns when all are written."""
             assert args is not None
             for batch in _batches(values):
-                # All at once, as Orbax does it, every array would have a slice in memory at the
-                # same time.
+                # Batch by batch: Orbax would write all at once, and every array would have a slice
+                # in memory at the same time.
                 for saved in await super().serialize(values[batch], infos[batch], args[batch]):
-                    saved.result()  # done before the next batch is read
+                    saved.result()  # waits, so that a batch is written before the next is read
             return []
 
         async def _open_and_write(self, value: Any, tspec: Any, ts_context: Any) -> None:
+            """Writes one array in parts, each read from it when it is written."""
             array: Any = await tensorstore.open(
                 tensorstore.Spec(tspec), create=True, open=True, context=ts_context
             )
-            # In the file's own pieces: one written twice in part is read, merged and compressed
-            # twice.
+            # In the file's own pieces, because a piece that is written in two parts is read, merged
+            # and compressed twice.
             piece = array.chunk_layout.write_chunk.shape
             steps = list(value.shape)
             for axis in value.axes:
@@ -258,7 +269,7 @@ def leaf_types(on_written: Callable[[int], None] = lambda size: None) -> Any:
 
 
 def save_args(leaf: Any) -> Any:
-    """How Orbax cuts a `LazyArray` into pieces."""
+    """Returns Orbax's settings for writing a leaf: how a large `LazyArray` is cut into pieces."""
     save_args_of = load_orbax().SaveArgs
     if not isinstance(leaf, LazyArray) or leaf.nbytes <= CHUNK_BYTES:
         return save_args_of()
@@ -267,8 +278,8 @@ def save_args(leaf: Any) -> Any:
 
 
 def _batches(values: Sequence[LazyArray]) -> Iterator[slice]:
-    """Runs of arrays of at most CHUNK_BYTES together, or of one array; each run is written at
-    once."""
+    """Yields slices of arrays that are written at the same time: runs of arrays with at most
+    CHUNK_BYTES together, or one array."""
     start = 0
     total = 0
     for number, value in enumerate(values):

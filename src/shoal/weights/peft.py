@@ -1,4 +1,4 @@
-"""Adapters (LoRA) in PEFT's format, read and written: adapter_config.json,
+"""Reads and writes adapters (LoRA) in PEFT's format: adapter_config.json,
 adapter_model.safetensors."""
 
 from __future__ import annotations
@@ -46,22 +46,25 @@ REFUSED = (
     "velora_config",
     "alora_invocation_tokens",
 )
-"""Entries of adapter_config.json from which another computation follows, where they are set."""
+"""Entries of adapter_config.json that change the computation if they are set: an adapter with one
+is refused."""
 
 
 BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
-"""`init_lora_weights` that leave the base as it is."""
+"""Values of `init_lora_weights` that leave the base model as it is."""
 
 
 # In
 
 
 def is_adapter(folder: Path) -> bool:
+    """True if a folder has PEFT's adapter_config.json."""
     return (folder / CONFIG).is_file()
 
 
 def read_base(folder: Path) -> str:
-    """Folder or hub id of the model that an adapter was trained on."""
+    """Returns the folder or hub id of the model that an adapter was trained on; ShoalError if its
+    config does not name it."""
     base = read_json(folder / CONFIG).get("base_model_name_or_path")
     if not base:
         raise ShoalError(
@@ -72,8 +75,8 @@ def read_base(folder: Path) -> str:
 
 
 def read_adapter(folder: Path, a: Architecture) -> Adapter:
-    """The adapter in a folder of PEFT's, for a model; ShoalError where it is none of the kind
-    computed here."""
+    """Reads adapter_config.json, and returns the adapter for a model. ShoalError if it is not of a
+    kind that is computed here."""
     config = read_json(folder / CONFIG)
     unsupported = [name for name in REFUSED if config.get(name)]
     if config.get("init_lora_weights") not in BEGINNINGS:
@@ -105,8 +108,8 @@ def read_adapter(folder: Path, a: Architecture) -> Adapter:
 
 
 def open_tensors(folder: Path, a: Architecture) -> dict[str, StoredParameter]:
-    """The tensors of an adapter in a folder; ShoalError unless they are exactly those of the
-    architecture."""
+    """Returns the tensors of an adapter in a folder, without reading values. ShoalError unless they
+    are exactly those of the architecture."""
     if not (folder / WEIGHTS).is_file():
         raise ShoalError(f"{folder} holds no {WEIGHTS}: expected an adapter as PEFT saves it")
     stored = read_header(folder / WEIGHTS)
@@ -138,13 +141,14 @@ def open_tensors(folder: Path, a: Architecture) -> dict[str, StoredParameter]:
 
 
 def load(folder: Path, a: Architecture, role: Role, dtype: Any) -> Parameters:
-    """The trained parameters of an adapter in a folder, in the role's sharding."""
+    """Reads the trained parameters of an adapter in a folder, and returns them in the role's
+    sharding."""
     return huggingface.read_tensors(open_tensors(folder, a), trained_specs(a), role, dtype)
 
 
 def begin(a: Architecture, role: Role, dtype: Any, seed: int) -> Parameters:
-    """An adapter that changes nothing yet, as PEFT makes it: A uniform within 1/sqrt(in), B
-    zero."""
+    """Returns the parameters of a new adapter, which changes nothing yet, as PEFT makes it: A
+    uniform within 1/sqrt(in), B zero."""
 
     def cast(leaf: jax.Array) -> jax.Array:
         return leaf.astype(dtype)
@@ -156,8 +160,8 @@ def begin(a: Architecture, role: Role, dtype: Any, seed: int) -> Parameters:
 
 
 def write_config(folder: Path, adapter: Adapter, base: str) -> None:
-    """adapter_config.json with the entries that PEFT writes; `base`: folder or hub id of the frozen
-    model."""
+    """Writes adapter_config.json with the entries that PEFT writes; `base` is the folder or hub id
+    of the frozen model."""
     config = {
         "alpha_pattern": {},
         "base_model_name_or_path": base,
@@ -188,7 +192,7 @@ def save(
     dtype: Any = "float32",
 ) -> None:
     """Writes a folder that `peft.PeftModel.from_pretrained` loads on the base, with the tokenizer's
-    files; `parameters`: those of the adapter."""
+    files; `parameters` are those of the adapter."""
     assert a.adapter
     tensors = list(huggingface.output_tensors(parameters, trained_specs(a)))
     with scratch_folder(folder) as scratch:

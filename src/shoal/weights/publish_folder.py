@@ -1,5 +1,5 @@
-"""Folders that published versions are written to: where they are, whose they are, and the removal
-of those whose process was killed."""
+"""Folders that published versions are written to: chooses where they are, marks whose they are, and
+removes those of processes that were killed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 
 KEY = "publish.folder"
 MEMORY_FOLDER = Path("/dev/shm")
-"""Linux's file system in memory that every process may use."""
+"""Linux's file system in memory, which every process may use."""
 COPIES_IN_MEMORY = 4
-"""Copies of the weights that MEMORY_FOLDER must have room for to be chosen: versions that wait, and
-the next."""
+"""MEMORY_FOLDER is chosen if it has room for so many copies of the weights: versions that wait to
+be read, and the next one."""
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 LOCAL_FILE_SYSTEMS = (
     "tmpfs",
@@ -30,16 +30,18 @@ LOCAL_FILE_SYSTEMS = (
     "zfs",
     "f2fs",
 )
-"""Kinds of file systems that one machine alone writes to."""
+"""Types of file systems to which only one machine writes."""
 MOUNTS = Path("/proc/mounts")
 OWNER = "owner.json"
-"""The file that marks a folder as made here. Its process keeps it locked while it lives."""
+"""File that marks a folder as made by this module. The process that made the folder keeps the file
+locked while it lives."""
 PROGRAM = "shoal: published weights"
-"""What `OWNER` says of the folder."""
+"""The entry `program` of the file `OWNER`."""
 
 
 def file_system(folder: Path, mounts: Path = MOUNTS) -> str:
-    """The kind of file system that a folder lies in; "" where the system does not say."""
+    """Returns the type of the file system that a folder lies in, for example "tmpfs" or "ext4"; ""
+    if the system does not say."""
     try:
         lines = mounts.read_text().splitlines()
         resolved = folder.resolve()
@@ -56,8 +58,8 @@ def file_system(folder: Path, mounts: Path = MOUNTS) -> str:
 
 
 def default_folder(num_bytes: int) -> Path:
-    """Where versions of so many bytes are written: a file system in memory with room for them, else
-    a temporary one."""
+    """Returns the folder for versions of `num_bytes` bytes each: a file system in memory if it has
+    room for them, else the system's folder for temporary files."""
     with contextlib.suppress(OSError):
         if shutil.disk_usage(MEMORY_FOLDER).free >= COPIES_IN_MEMORY * num_bytes:
             with tempfile.TemporaryFile(dir=MEMORY_FOLDER):
@@ -66,33 +68,37 @@ def default_folder(num_bytes: int) -> Path:
 
 
 def mark_folder(folder: Path) -> int:
-    """Marks a folder as this process's. Returns the marker's open file, which stays locked until
-    the process ends."""
+    """Marks a folder as this process's, by the file `OWNER` in it. Returns the descriptor of that
+    file, which stays locked until it is closed or the process ends."""
     import fcntl
 
     file = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    # Locked before it says anything: what is neither empty nor locked is abandoned.
+    # Locked before anything is written: a file that is neither empty nor locked belongs to a
+    # process that has ended.
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.write(file, json.dumps({**_owner_of(folder), "process": os.getpid()}).encode())
     return file
 
 
 def remove_abandoned(parent: Path, mounts: Path = MOUNTS) -> None:
-    """Removes marked folders of this machine whose process has ended. Nothing where other machines
-    may write: their processes cannot be seen."""
+    """Removes folders in `parent` that this machine's processes have marked, if their process has
+    ended. Removes nothing on a file system that other machines may write to, because their
+    processes cannot be seen."""
     import fcntl
 
     if file_system(parent, mounts) not in LOCAL_FILE_SYSTEMS:
         return
     for folder in parent.glob("shoal-*"):
-        # Opened, never made: only what this program has marked is its own.
+        # The file is opened, never created: only folders that this program has marked may be
+        # removed.
         with contextlib.suppress(OSError, ValueError), open(folder / OWNER, "r+b") as file:
             owner = json.loads(file.read(4096))
             if isinstance(owner, dict) and _owner_of(folder).items() <= owner.items():
-                # BlockingIOError, an OSError, while its process lives.
+                # Raises BlockingIOError, an OSError, if the process still lives.
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 def _owner_of(folder: Path) -> dict[str, str]:
+    """Returns what `OWNER` says of a folder, except the process."""
     return {"program": PROGRAM, "folder": str(folder.resolve()), "host": socket.gethostname()}

@@ -1,5 +1,5 @@
-"""The store for hosts on other machines: versions as objects of Ray, which its nodes fetch from
-each other."""
+"""The store for hosts on other machines: each version's tensors are objects of Ray, which nodes
+fetch from each other."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from shoal.weights.sampler_copy import named_leaves, named_specs, published_dtyp
 from shoal.weights.store import FROZEN, StoredVersion, WeightStore
 
 FETCH_BYTES = 1 << 30
-"""Bytes of tensors that a node fetches from another at once: one by one, each takes the network's
-delay."""
+"""Bytes of tensors that a node fetches from another at once: fetched one by one, each tensor would
+cost the network's delay."""
 
 
 class RayStore(WeightStore):
-    """Versions as Ray's objects, one a tensor."""
+    """Versions as objects of Ray, one for each tensor."""
 
     _frozen: RayVersion | None = None
 
@@ -36,6 +36,8 @@ class RayStore(WeightStore):
         return replace(self._put_objects(version, params), frozen=self._frozen)
 
     def _put_objects(self, version: int, params: Params) -> RayVersion:
+        """Puts the tensors into Ray's object store, and returns them as a version. ShoalError if
+        the store is full."""
         refs: dict[str, Any] = {}
         checksums: dict[str, int] = {}
         try:
@@ -52,8 +54,8 @@ class RayStore(WeightStore):
 
 @dataclass(frozen=True)
 class RayVersion(StoredVersion):
-    """A version in Ray's object store, which keeps an object as long as any process refers to
-    it."""
+    """A version in Ray's object store. The store keeps an object as long as any process refers to
+    the object."""
 
     version: int
     refs: dict[str, Any]
@@ -72,6 +74,8 @@ class RayVersion(StoredVersion):
         self.refs.clear()
 
     def open(self, model: Model) -> Callable[[str], np.ndarray]:
+        """Returns a function that reads a tensor by name; it fetches the next tensors at the same
+        time. LookupError if the version was removed."""
         refs = dict(self.refs)
         if not refs:
             raise LookupError(f"{self.title} is not in {self.location} any more")
@@ -80,6 +84,7 @@ class RayVersion(StoredVersion):
         fetched: dict[str, Any] = {}
 
         def read(name: str) -> np.ndarray:
+            """Returns a tensor; fetches it, and the next ones, if it was not fetched yet."""
             nonlocal fetched
             if name not in fetched:
                 batch = _first_bytes(model, specs, names[names.index(name) :], FETCH_BYTES)
@@ -94,7 +99,8 @@ class RayVersion(StoredVersion):
 def _first_bytes(
     model: Model, specs: Mapping[str, ParamSpec], names: Sequence[str], most: int
 ) -> list[str]:
-    """The first of some tensors that have at most so many bytes together, or the first alone."""
+    """Returns the first names whose tensors have at most `most` bytes together; at least one
+    name."""
     first: list[str] = []
     size = 0
     for name in names:

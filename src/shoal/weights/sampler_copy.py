@@ -1,17 +1,17 @@
-"""How the trainer's weights become the sampler's: an array at a time, to its type, layout and
-devices, verified.
+"""Turns the trainer's weights into the sampler's: one array at a time, in the sampler's type,
+layout and devices, verified by checksum.
 
-    trainer's array -> where the sampler's mesh has the same devices in another order, their parts
+    trainer's array -> if the sampler's mesh has the same devices in another order, their parts are
                        exchanged
                     -> cast and laid out as the sampler has it, on the trainer's devices (one
                        program)
-                    -> the same devices: done; others: copied part by part, without a detour over
-                       the host
+                    -> on the same devices: done; on others: copied part by part, without a detour
+                       over the host
 
-To a sampler in another process they go over the host: `to_host` here, `from_host` there.
+To a sampler in another process the weights go over the host: `to_host` here, `from_host` there.
 
 Parameters may be a part of a model's, with None in place of the others: frozen ones are published
-once, each version then has the trained ones alone.
+once, and each version then has the trained ones alone.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from shoal.records import Params, ShoalError
 from shoal.weights.checksum import array_checksum, host_checksum
 
 PROGRAMS_KEPT = 64
-"""Programs (layouts of arrays) kept by this process."""
+"""Number of programs (each for one layout of an array) that this process keeps."""
 
 
 def publish_to(model: Model, params: Params, delete_source: bool = False) -> Params:
-    """The sampler's parameters for `model`: those of `place_parameters`, with layers apart where it
-    reads them so. `delete_source`: arrays of `params` that were copied are deleted one by one, else
-    there are two of each."""
+    """Returns the sampler's parameters for `model`, as `place_parameters` does, but split into
+    layers if the sampler reads each layer from its own arrays. `delete_source` deletes arrays of
+    `params` one by one once they are copied, because otherwise there would be two of each."""
     if isinstance(params.blocks, tuple):  # published before, and read from a checkpoint
         return params
     params = quantised(model, params)
@@ -56,8 +56,8 @@ def publish_to(model: Model, params: Params, delete_source: bool = False) -> Par
 
 
 def quantised(model: Model, params: Params) -> Params:
-    """Parameters in 8 bits an element where the sampler has them and the trainer has not, on the
-    trainer's devices."""
+    """Returns the parameters with kernels quantised to 8 bits, on the trainer's devices, if the
+    sampler's architecture has them quantised and `params` has not."""
     if not model.architecture.quantised:
         return params
     specs, structure = jax.tree.flatten(
@@ -75,18 +75,18 @@ def quantised(model: Model, params: Params) -> Params:
 
 
 def place_parameters(model: Model, params: Params) -> Params:
-    """The parameters in the type, layout and devices of `model`: the arrays themselves where these
-    are its own.
+    """Returns the parameters in the type, layout and devices of `model`: the same arrays where
+    nothing changes, else copies.
 
-    What is copied is compared with the original by checksum, so that computing with old or missing
-    weights cannot go unnoticed. RuntimeError where they differ.
+    Each copy is compared with its original by checksum, so that sampling from old or missing
+    weights cannot go unnoticed. RuntimeError if they differ.
     """
     return _placed(model, params, is_apart=False)
 
 
 def _placed(model: Model, params: Params, is_apart: bool, delete_source: bool = False) -> Params:
-    """The parameters for `model`, with `is_apart` a tuple of layers in place of each stacked
-    one."""
+    """Returns the parameters for `model`; with `is_apart`, each stacked array is replaced by a
+    tuple of its layers."""
     specs, structure = jax.tree.flatten(param_specs(model.architecture))
     placed: list[Any] = []
     sums = []
@@ -96,12 +96,13 @@ def _placed(model: Model, params: Params, is_apart: bool, delete_source: bool = 
             continue
         sharding = spec.sharding(model.role)
         dtype = published_dtype(model, spec)
-        # The array itself where nothing changes: a copy would cost a model's memory at each step.
+        # The same array if nothing changes: a copy would cost a model's memory at each step.
         array = leaf
         if leaf.dtype != dtype or not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
             array, expected = _publish(model, leaf, sharding, dtype, np.uint32(number))
             sums.append((expected, _checksum(model)(array, np.uint32(number))))
-        # One by one: only of one array are there both the stacked layers and the layers apart.
+        # One array after the other, so that stacked layers and separate layers exist both for one
+        # array only.
         if is_apart and spec.stacked:
             array = _layers(model, spec, model.ffn_chunks)(array)
         placed.append(array)
@@ -120,7 +121,7 @@ def _placed(model: Model, params: Params, is_apart: bool, delete_source: bool = 
 
 
 def shards_of(params: Params) -> list[dict[Any, jax.Array]]:
-    """What each device of this process holds of each parameter, for `part_of`."""
+    """Returns for each parameter what each device of this process holds of it, for `part_of`."""
     shards = []
     for leaf in jax.tree.leaves(params):
         shards.append({shard.device: shard.data for shard in leaf.addressable_shards})
@@ -128,8 +129,8 @@ def shards_of(params: Params) -> list[dict[Any, jax.Array]]:
 
 
 def part_of(model: Model, shards: Sequence[Mapping[Any, jax.Array]]) -> Params:
-    """Published parameters as arrays of the devices of `model`, which hold whole replicas; nothing
-    is copied."""
+    """Returns published parameters as arrays on the devices of `model`, a part of the sampler's
+    that hold whole replicas. Nothing is copied. `shards` is what `shards_of` returned."""
     shapes, structure = jax.tree.flatten(published_shapes(model))
     arrays = []
     for wanted, by_device in zip(shapes, shards, strict=True):
@@ -141,12 +142,13 @@ def part_of(model: Model, shards: Sequence[Mapping[Any, jax.Array]]) -> Params:
 
 
 def published_shapes(model: Model) -> Params:
-    """Shapes, type and layout of what `publish_to` returns."""
+    """Returns shapes, types and shardings of what `publish_to` returns."""
     return param_shapes(published_specs(model), model.role, model.dtype)
 
 
 def named_specs(model: Model) -> dict[str, ParamSpec]:
-    """The parameters by name, layers stacked, in the order of a tree of parameters."""
+    """Returns the specs of all parameters by name, with layers stacked, in the order of a tree of
+    parameters."""
     specs: dict[str, ParamSpec] = {}
     for path, spec in jax.tree_util.tree_leaves_with_path(param_specs(model.architecture)):
         specs[jax.tree_util.keystr(path, simple=True, separator=".")] = spec
@@ -154,12 +156,13 @@ def named_specs(model: Model) -> dict[str, ParamSpec]:
 
 
 def published_dtype(model: Model, spec: ParamSpec) -> np.dtype:
-    """The type in which the sampler has a parameter."""
+    """Returns the type in which the sampler has a parameter."""
     return np.dtype(jnp.dtype(spec.dtype or model.dtype))
 
 
 def num_bytes(model: Model, trained: bool = True) -> int:
-    """Bytes of what a version has in the sampler's type; else of what is published once."""
+    """Returns the bytes of a version's weights in the sampler's type; with trained=False, those of
+    the frozen parameters, which are published once."""
     total = 0
     for spec in named_specs(model).values():
         if spec.trained is trained:
@@ -168,8 +171,8 @@ def num_bytes(model: Model, trained: bool = True) -> int:
 
 
 def named_leaves(model: Model, params: Params) -> dict[str, tuple[int, ParamSpec, Any]]:
-    """The parameters that there are by name, as the sampler has them: number in a tree of all,
-    spec, array."""
+    """Returns the parameters that are present (not None) by name, in the sampler's quantisation:
+    (number in the tree of all parameters, spec, array)."""
     structure = jax.tree.structure(param_specs(model.architecture))
     leaves = structure.flatten_up_to(quantised(model, params))
     named: dict[str, tuple[int, ParamSpec, Any]] = {}
@@ -183,16 +186,16 @@ def named_leaves(model: Model, params: Params) -> dict[str, tuple[int, ParamSpec
 def to_host(
     model: Model, leaves: Mapping[str, tuple[int, ParamSpec, Any]]
 ) -> Iterator[tuple[str, np.ndarray, jax.Array | int]]:
-    """Name, values in the sampler's type, and checksum (computed meanwhile) of each of
-    `named_leaves`, layers stacked. One at a time is on the host, and only of one is there a copy on
-    the trainer's devices."""
+    """Yields (name, values in the sampler's type, checksum) for each of `named_leaves`, with layers
+    stacked. One array at a time is on the host, and for one at a time there is a copy on the
+    trainer's devices. The checksum may still be in computation when it is yielded."""
     for name, (number, spec, leaf) in leaves.items():
         dtype = published_dtype(model, spec)
         if isinstance(leaf, jax.Array):
             cast = jnp.asarray(leaf, dtype)
             array_sum = _sum(cast, np.uint32(number))
             yield name, np.asarray(cast), array_sum
-        else:  # of a checkpoint's, read here: whole, it may have no room on a device
+        else:  # a checkpoint's array, read here: as a whole it might not fit a device
             values = np.asarray(leaf, dtype)
             yield name, values, host_checksum(values, number)
 
@@ -204,12 +207,13 @@ def from_host(
     location: str,
     frozen: MutableMapping[str, Any],
 ) -> Callable[[], Params]:
-    """Brings what `to_host` gave to the devices of `model`; `read` gives a tensor by name,
-    `location` says from where. `frozen` holds by name the parameters that an earlier call read and
-    that no version changes.
+    """Puts what `to_host` yielded on the devices of `model`, and returns a function that verifies
+    and returns the parameters, once; it raises ShoalError if a checksum differs.
 
-    No program runs, so a sampler may sample meanwhile. The function that is returned returns the
-    parameters, once; it raises ShoalError where one differs."""
+    `read` returns a tensor by name, `location` says in messages where it comes from. `frozen` holds
+    by name the frozen parameters that an earlier call has read; those are not read again. No
+    program runs, so a sampler may sample meanwhile.
+    """
     arrays: dict[str, jax.Array] = {}
     for name, spec in named_specs(model).items():
         if name not in frozen:
@@ -225,8 +229,8 @@ def _verified(
     location: str,
     frozen: MutableMapping[str, Any],
 ) -> Params:
-    """The parameters of `unverified`, which is emptied, and of `frozen`, which gets those that are
-    lacking there."""
+    """Compares checksums, and returns the parameters of `unverified` (which is emptied) and of
+    `frozen` in one tree. Frozen parameters that `frozen` lacks are added to it."""
     is_apart = model.ffn_chunks > 0
     specs = named_specs(model)
     arrays: dict[str, Any] = dict(frozen)
@@ -234,7 +238,8 @@ def _verified(
     for number, (name, spec) in enumerate(specs.items()):
         if name in frozen:
             continue
-        # Taken out: only of one array are there both the stacked layers and the layers apart.
+        # Taken out of the mapping, so that stacked layers and separate layers exist both for one
+        # array only.
         array = unverified.pop(name)
         sums[name] = _checksum(model)(array, np.uint32(number))
         if is_apart and spec.stacked:
@@ -261,11 +266,12 @@ def _verified(
 def publication_program(
     model: Model, source: NamedSharding, target: NamedSharding, dtype: Any
 ) -> Program:
-    """The program that lays an array of the trainer's out for the sampler, in `dtype` on the
-    trainer's devices, and gives its checksum.
+    """Returns the program that lays out one of the trainer's arrays for the sampler, in `dtype` and
+    on the trainer's devices, and computes its checksum: (array, its number) -> (array, checksum).
 
-    On other devices than the sampler's, each holds the part that a replica of as many devices would
-    have there; on the same, `source` has them in the sampler's order (`in_order_of`).
+    If the sampler has other devices, each of the trainer's gets the part that a replica on as many
+    devices would have there; if it has the same ones, `source` must have them in the sampler's
+    order (`in_order_of`).
     """
     role = view_of(model.role, list(np.asarray(source.mesh.devices).flat))
     on_source = NamedSharding(role.mesh, target.spec)
@@ -283,17 +289,20 @@ _quantise = jax.jit(quantise, static_argnums=1)
 
 @lru_cache(PROGRAMS_KEPT)
 def _exchange(model: Model, source: NamedSharding, ordered: NamedSharding) -> Program:
+    """Returns the program that exchanges parts between devices, so that their order is the
+    sampler's."""
     return model.role.jit(lambda array: exchange_parts(array, source, ordered))
 
 
 @lru_cache(PROGRAMS_KEPT)
 def _checksum(model: Model) -> Program:
+    """Returns the program that computes an array's checksum on the model's devices."""
     return model.role.jit(array_checksum, out_shardings=model.role.replicated)
 
 
 @lru_cache(PROGRAMS_KEPT)
 def _layers(model: Model, spec: ParamSpec, num_chunks: int) -> Program:
-    """The program that takes the layers of a stacked array apart."""
+    """Returns the program that splits a stacked array into its layers."""
     layer_axes = spec.sharding(model.role).spec[1:]
     apart = NamedSharding(model.role.mesh, PartitionSpec(*layer_axes))
     split = partial(split_layers, spec=spec, num_chunks=num_chunks, tensor=model.role.tensor)
@@ -303,9 +312,10 @@ def _layers(model: Model, spec: ParamSpec, num_chunks: int) -> Program:
 def _publish(
     model: Model, leaf: jax.Array, target: NamedSharding, dtype: np.dtype, number: np.uint32
 ) -> tuple[jax.Array, jax.Array]:
-    """(the sampler's array, the checksum of the trainer's in the sampler's type)."""
+    """Returns (the sampler's array, the checksum that it must have: that of the trainer's array in
+    the sampler's type)."""
     source = leaf.sharding
-    if not isinstance(source, NamedSharding):  # of one device, made without a mesh
+    if not isinstance(source, NamedSharding):  # an array of one device, made without a mesh
         one_device = as_mesh(np.asarray(list(leaf.devices())), ("data",))
         source = NamedSharding(one_device, PartitionSpec())
     ordered = in_order_of(source, target)
@@ -321,10 +331,11 @@ def _publish(
 
 
 def _copied(array: jax.Array, target: NamedSharding) -> jax.Array:
-    """The array on other devices, each part from a device that holds it, these in turn.
+    """Returns a copy of the array on other devices. Each part is copied from a device that holds
+    it; if several do, they take turns.
 
-    By parts, not by `jax.device_put` of the whole: where no part has exactly the bounds that are
-    wanted, that would gather the array on the host.
+    It is copied by parts, because `jax.device_put` of the whole would gather the array on the host
+    if no part has exactly the wanted bounds.
     """
     shards: dict[tuple, list[Any]] = {}
     for shard in array.addressable_shards:
@@ -346,17 +357,18 @@ def _copied(array: jax.Array, target: NamedSharding) -> jax.Array:
             data = data[tuple(cuts)]
         parts.append(jax.device_put(data, device))
     copy = jax.make_array_from_single_device_arrays(array.shape, target, parts)
-    # Waited for: with all arrays under way at once, the trainer's devices would hold a whole
-    # replica's weights.
+    # Waits for the copy: with all arrays in transfer at once, the trainer's devices would hold a
+    # whole replica's weights.
     return jax.block_until_ready(copy)
 
 
 def _bounds(index: Any, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """(first, last + 1) of each axis of an index."""
+    """Returns (first, last + 1) of each axis of an index."""
     return tuple(cut.indices(size)[:2] for cut, size in zip(index, shape, strict=True))
 
 
 def _contains(outer: Sequence[tuple[int, int]], inner: Sequence[tuple[int, int]]) -> bool:
+    """True if the bounds `inner` lie within the bounds `outer`."""
     for (outer_first, outer_last), (first, last) in zip(outer, inner, strict=True):
         if first < outer_first or last > outer_last:
             return False

@@ -1,5 +1,5 @@
-"""Loads the model that `model.path` names: a folder in Hugging Face format, a hub id, a run, or
-another system's checkpoint."""
+"""Finds and loads the model that `model.path` names: a folder in Hugging Face format, a hub id, a
+run, or another system's checkpoint."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ MATMUL_PRECISION = "jax_default_matmul_precision"
 
 
 def no_weights(role: Role, dtype: Any, seed: int = 0) -> Params:
+    """Raises RuntimeError: the `read` of a source that has no weights."""
     raise RuntimeError("a model of sizes alone has no weights to read")
 
 
@@ -59,40 +60,44 @@ class ModelSource:
     """
 
     folder: Path
-    """Holds the tokenizer, and config.json unless there is `config`."""
+    """Folder with the tokenizer, and with config.json unless `config` is given."""
     architecture: Architecture
     read: Callable[..., Params] = no_weights
-    """(role, dtype, keep) -> the weights without an adapter, as `huggingface.load`."""
+    """(role, dtype, keep) -> the weights without an adapter, like `huggingface.load`."""
     config: dict[str, Any] | None = None
-    """A config.json in place of the folder's."""
+    """A config.json that is used in place of the folder's; None for the folder's."""
     notes: tuple[str, ...] = ()
     """What the user should know about the files."""
     template: str = ""
-    """A chat template in place of the folder's."""
+    """A chat template that is used in place of the folder's; "" for the folder's."""
     date: datetime | None = None
-    """The date that the chat template writes; None for the folder's, else the present one."""
+    """The date that the chat template writes; None for the folder's date, or today if the folder
+    has none."""
     read_adapter: Callable[[Role, Any, int], Params] = no_weights
-    """(role, dtype, seed) -> the adapter's weights; of the seed, if it has none yet."""
+    """(role, dtype, seed) -> the adapter's weights; a new adapter, which has none yet, is made from
+    the seed."""
     base: str = ""
     """Folder or hub id of the weights without the adapter."""
     check: Callable[[], Any] = dict
-    """ShoalError for files whose headers are not those of the model."""
+    """Raises ShoalError if the headers of the weight files do not fit the model."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What the adapter's checkpoint says of its inputs, by `fingerprint`."""
+    """Facts about the inputs of the adapter's training, from its checkpoint (`fingerprint`)."""
     digests: Callable[[], Mapping[str, str]] = dict
-    """Digests of samples of all weights that are read, by name."""
+    """Returns digests of samples of all weights that are read, by name."""
 
     def load(self, role: Role, dtype: Any, frozen_dtype: Any = None, seed: int = 0) -> Params:
-        """The weights in a role's layout: in `dtype`, those that an adapter freezes in
-        `frozen_dtype` (None: too)."""
+        """Reads the weights and returns them in a role's layout: trained ones in `dtype`, those
+        that an adapter freezes in `frozen_dtype` (None: also `dtype`). `seed` is for an adapter
+        that is new."""
         if not self.architecture.adapter:
             return self.read(role, dtype)
         frozen = self.load_frozen(role, dtype if frozen_dtype is None else frozen_dtype)
         return joined(self.read_adapter(role, dtype, seed), frozen)
 
     def load_frozen(self, role: Role, dtype: Any) -> Params | None:
-        """The weights that an adapter freezes, None in place of its own; None without one.
-        ShoalError where they are not those that it was trained on, of the same types."""
+        """Reads the weights that an adapter freezes, with None in the places of the adapter's own;
+        returns None if the model has no adapter. ShoalError if the adapter was trained on weights
+        of the same types but with another checksum."""
         if not self.architecture.adapter:
             return None
         frozen = as_frozen(self.architecture, self.read(role, dtype))
@@ -108,21 +113,23 @@ class ModelSource:
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, read from `folder` at the first use."""
         return Tokenizer.load(self.folder, self.template, self.date)
 
 
 def open_model(
     section: ModelSection, console: Printer | None, as_stored: bool = False
 ) -> ModelSource:
-    """The model that the settings name, checked against its tokenizer. Prints notes about both to
-    `console`. `as_stored`: without the type of weights that a run was trained with."""
+    """Finds the model that the settings name, checks it against its tokenizer, and returns it
+    without its weights. Prints notes about both to `console`. With `as_stored` the model is as its
+    files have it, without the adapter and the type of weights of the settings."""
     source = _resolve(with_run(section)) if as_stored else resolve_model(section)
     return _checked(source, console)
 
 
 def _checked(source: ModelSource, console: Printer | None) -> ModelSource:
-    """The same source, its notes printed; ShoalError if the tokenizer has ids that the model does
-    not."""
+    """Returns the same source, after printing its notes; ShoalError if the tokenizer has ids that
+    the model does not have."""
     source.tokenizer.check_vocabulary(source.architecture.vocab_size)
     if console is not None:
         for note in source.notes:
@@ -133,11 +140,11 @@ def _checked(source: ModelSource, console: Printer | None) -> ModelSource:
 
 
 def open_run_model(section: ModelSection, run: Path | None, console: Printer | None) -> ModelSource:
-    """The model of a training run. A resumed run loads the files in its folder, and `model.path`
-    only for the first weights."""
+    """Finds the model of a training run. A resumed run uses the files in its own folder; it reads
+    `model.path` only for the first weights. `run` is None for a run that is not resumed."""
     if run is None or not (run / MODEL_FOLDER / "config.json").is_file():
         return open_model(section, console)
-    # The run's own files: what `model.path` names may have changed since, or be gone.
+    # The run's own files, because what `model.path` names may have changed since, or be gone.
     own_section = section_of(section, str(run / MODEL_FOLDER))
     stored = resolve_model(replace(own_section, quantise=section.quantise))
     open_first = functools.cache(functools.partial(open_model, section, console))
@@ -152,23 +159,25 @@ def open_run_model(section: ModelSection, run: Path | None, console: Printer | N
         return open_first().digests()
 
     resumed = replace(stored, check=dict, read_adapter=read_first_adapter)
-    # What an adapter was trained on is what its file names: where `model.path` is a run, that may
-    # have trained further since.
+    # The base of an adapter is the one that the adapter's file names: if `model.path` is a run,
+    # that run may have trained further since.
     if not stored.architecture.adapter:
         resumed = replace(resumed, read=read_first, digests=digest_first)
     return _checked(resumed, console)
 
 
 def section_of(section: ModelSection, path: str) -> ModelSection:
-    """A section for another path, of which the files say all."""
+    """Returns a section for another path, without settings that would override what its files
+    say."""
     return replace(
         section, path=path, name="", tokenizer="", template="", lora=LoraSection(), quantise="none"
     )
 
 
 def with_run(section: ModelSection) -> ModelSection:
-    """The section with how the run that it names read the base of its adapter, where it says
-    nothing else."""
+    """Returns the section with the settings for reading weights of the run that it names
+    (`scan_layers`, `quantise`), if the section has no others; the section itself if it names no
+    run."""
     local = find_input(section.path, "model.path")
     checkpoint = find_checkpoint(local) if local.is_dir() else None
     if checkpoint is None:
@@ -176,7 +185,7 @@ def with_run(section: ModelSection) -> ModelSection:
     run, _ = checkpoint
     try:
         stored = read_requested(run).model
-    except ShoalError:  # of another version, or gone: its weights can be read all the same
+    except ShoalError:  # settings of another version, or gone: the weights can be read all the same
         return section
     quantise = stored.quantise if section.quantise == "none" else section.quantise
     return replace(
@@ -185,7 +194,8 @@ def with_run(section: ModelSection) -> ModelSection:
 
 
 def resolve_model(section: ModelSection) -> ModelSource:
-    """Finds the model that the settings name; a model on the hub is downloaded."""
+    """Finds the model that the settings name, with its adapter and type of weights. A model on the
+    hub is downloaded."""
     section = with_run(section)
     source = _with_lora(section.lora, _resolve(section))
     if section.quantise == "none":
@@ -194,8 +204,8 @@ def resolve_model(section: ModelSection) -> ModelSource:
 
 
 def _quantised(section: ModelSection, source: ModelSource) -> ModelSource:
-    """The model with its products' frozen weights in one byte an element, from when each is
-    read."""
+    """Returns the source with the frozen weights of its products in one byte an element; each is
+    quantised as soon as it is read."""
     a = quantised(section, source.architecture)
 
     def read(role: Role, dtype: Any) -> Params:
@@ -205,7 +215,8 @@ def _quantised(section: ModelSection, source: ModelSource) -> ModelSource:
 
 
 def _with_lora(lora: LoraSection, source: ModelSource) -> ModelSource:
-    """The model with the adapter of the settings, if they have one."""
+    """Returns the source with the adapter of the settings, if they have one. ShoalError if the
+    source has an adapter already, or the settings' does not fit."""
     if not (lora.rank or lora.path):
         return source
     if source.architecture.adapter:
@@ -237,7 +248,8 @@ def _with_lora(lora: LoraSection, source: ModelSource) -> ModelSource:
 
 
 def adapted(lora: LoraSection, a: Architecture) -> Architecture:
-    """The architecture with the adapter that the settings describe, if they do."""
+    """Returns the architecture with the adapter that the settings describe; the same architecture
+    if they describe none."""
     if lora.path:
         folder, _ = _find_files(lora.path, find_input(lora.path, "model.lora.path"))
         return replace(a, adapter=peft.read_adapter(folder, a))
@@ -248,12 +260,12 @@ def adapted(lora: LoraSection, a: Architecture) -> Architecture:
 
 
 def quantised(section: ModelSection, a: Architecture) -> Architecture:
-    """The architecture with the type of weights of `model.quantise`."""
+    """Returns the architecture with the type of weights that `model.quantise` asks for."""
     return replace(a, quantised=QUANTISED[section.quantise])
 
 
 def check_quantised(section: ModelSection, a: Architecture) -> None:
-    """ShoalError for a model in training whose weights of 8 bits would be trained."""
+    """Raises ShoalError if a model for training would have trained weights in 8 bits."""
     if a.quantised and not a.adapter:
         raise ShoalError(
             f"model.quantise={section.quantise}: expected none, or model.lora.rank=16 with it: "
@@ -263,14 +275,15 @@ def check_quantised(section: ModelSection, a: Architecture) -> None:
 
 
 def _find_files(path: str, local: Path) -> tuple[Path, tuple[Path, int] | None]:
-    """The folder with the files of a model; and, of a run, (run folder, version) of the checkpoint
-    with its weights."""
+    """Returns (the folder with the files of a model, None); for a run (its model folder, (run
+    folder, version) of the checkpoint with the weights). A model on the hub is downloaded."""
     if local.is_dir():
         checkpoint = find_checkpoint(local)
         if checkpoint is not None:
             run, _ = checkpoint
             return run / MODEL_FOLDER, checkpoint
-    # A model that is not supported is refused before its weights are downloaded.
+    # Looks at config.json first, so that a model that is not supported is refused before its
+    # weights are downloaded.
     without_weights = locate(path, weights=False)
     if (without_weights / "config.json").is_file():
         families.architecture_of(without_weights)
@@ -278,16 +291,17 @@ def _find_files(path: str, local: Path) -> tuple[Path, tuple[Path, int] | None]:
 
 
 def _resolve(section: ModelSection, base: ModelSource | None = None) -> ModelSource:
-    """The model of the path; `base`: the one that an adapter there belongs to, in place of what its
-    files name."""
+    """Finds the model of the path, as its files have it. If the path is an adapter's, `base` is
+    used as its base model, in place of the one that its files name."""
     path = model_path(section)
     local = find_input(path, "model.path")
-    # First: another system's folder may hold a config.json too.
+    # MaxText comes first, because another system's folder may hold a config.json too.
     maxtext_tree = maxtext.find_tree(local)
     if maxtext_tree is not None:
         return _maxtext_model(section, maxtext_tree)
     folder, checkpoint = _find_files(path, local)
-    is_untied = False  # its files hold another head than the embedding that config.json names
+    # True if the files hold a head other than the embedding, which config.json names as the head
+    is_untied = False
     if peft.is_adapter(folder):
         source = _adapter_model(section, folder, checkpoint, base)
     elif checkpoint is not None:
@@ -312,14 +326,14 @@ def _resolve(section: ModelSection, base: ModelSource | None = None) -> ModelSou
 
 
 def _checkpoint_model(folder: Path, run: Path, version: int) -> ModelSource:
-    """The model of a run's folder, with the weights of one of its checkpoints."""
+    """Returns the model of a run's folder, with the weights of one of its checkpoints."""
     a = families.architecture_of(folder)
     return ModelSource(
         folder,
         a,
         functools.partial(load_parameters, run, version, a),
-        # The checkpoint itself, not its run, which may train further: an adapter belongs to these
-        # weights.
+        # `base` is the checkpoint, not its run, which may train further: an adapter belongs to
+        # these weights.
         base=address(run / CHECKPOINTS / str(version)),
         digests=functools.partial(_checkpoint_digests, run, version),
     )
@@ -328,8 +342,8 @@ def _checkpoint_model(folder: Path, run: Path, version: int) -> ModelSource:
 def _folder_model(
     path: str, local: Path, folder: Path, a: Architecture, is_untied: bool
 ) -> ModelSource:
-    """The model of a folder in Hugging Face's format; `path` is what the settings name, `local`
-    where a folder of that name would be."""
+    """Returns the model of a folder in Hugging Face's format. `path` is what the settings name,
+    `local` where a local folder of that name would be."""
 
     def digests() -> Mapping[str, str]:
         return tensor_digests(huggingface.open_tensors(folder, a))
@@ -349,22 +363,22 @@ def _folder_model(
         f"the config.json of {path} says that the head is the embedding, and its files "
         "hold another head, which is used, as transformers 5 does"
     )
-    # Written into the run and its exports: there the head is a parameter.
+    # This config is written into the run and its exports, because there the head is a parameter.
     config = {**families.read_config(folder), "tie_word_embeddings": False}
     return replace(source, config=config, notes=(note,))
 
 
 def _checkpoint_digests(run: Path, version: int) -> dict[str, str]:
-    """The checksum of the weights of a checkpoint, which they are compared with when they are
-    read."""
+    """Returns the checksum of a checkpoint's weights as a digest, under a name. Nothing is read but
+    the stored checksum, with which the weights are compared when they are read."""
     checksum = read_extra(run, version, "checksums").get("trainable")
     text = "none" if checksum is None else f"{checksum:#010x}"
     return {f"the weights of {run.name}/{CHECKPOINTS}/{version}": text}
 
 
 def _check_tensors(path: str, folder: Path, a: Architecture) -> None:
-    """ShoalError for weights whose headers are not the model's. NotHere where a run would download
-    them first."""
+    """Raises ShoalError if the headers of the weight files do not fit the model; NotHere if a run
+    would download the weights first."""
     is_hub_id = HUB_ID.fullmatch(path) and not Path(path).is_dir()  # `models/mine` may be either
     if is_hub_id and waits_for_hub():
         if folder == cached_folder(path) and not huggingface.has_weights(folder):
@@ -378,14 +392,15 @@ def _adapter_model(
     checkpoint: tuple[Path, int] | None,
     base: ModelSource | None,
 ) -> ModelSource:
-    """The model of a folder with an adapter: PEFT's, or a run's, whose weights are in a
-    checkpoint."""
+    """Returns the model of a folder with an adapter: PEFT's, or a run's, whose weights are in a
+    checkpoint. `base` as in `_resolve`."""
     base_name = peft.read_base(folder) if base is None else base.base
-    # A run's folder has the sizes: there the base is looked for only when its weights are read.
+    # A run's folder has the sizes, so its base is looked for only when the base's weights are read.
     has_config = (folder / "config.json").is_file()
 
     @functools.cache
     def find_base() -> ModelSource:
+        """Finds the base model, once."""
         if base is not None:
             return base
         return _base_of(section, folder, base_name)
@@ -398,7 +413,7 @@ def _adapter_model(
         a = find_base().architecture
     a = replace(a, adapter=peft.read_adapter(folder, a))
     if checkpoint is None and not has_config:
-        # Wrong files are refused now, as the base's weights are read first.
+        # Wrong files are refused now, because the base's weights are read first.
         peft.open_tensors(folder, a)
 
     if not (folder / "tokenizer.json").is_file():
@@ -421,6 +436,7 @@ def _adapter_model(
         return load_parameters(run, version, a, role, dtype)
 
     def digests() -> dict[str, str]:
+        """Returns the digests of the base and of the adapter."""
         all_digests = dict(find_base().digests())
         if checkpoint is None:
             all_digests |= tensor_digests(peft.open_tensors(folder, a))
@@ -446,8 +462,8 @@ def _adapter_model(
 
 
 def _base_of(section: ModelSection, folder: Path, base_name: str) -> ModelSource:
-    """The model that an adapter in a folder was trained on."""
-    # A MaxText checkpoint says no sizes: a run's folder does.
+    """Finds the model that an adapter in a folder was trained on."""
+    # A MaxText checkpoint does not say its sizes: a run's folder does.
     tokenizer = str(folder) if (folder / "config.json").is_file() else ""
     base = ModelSection(path=base_name, scan_layers=section.scan_layers, tokenizer=tokenizer)
     try:
@@ -457,8 +473,8 @@ def _base_of(section: ModelSection, folder: Path, base_name: str) -> ModelSource
 
 
 def _maxtext_model(section: ModelSection, tree: Path) -> ModelSource:
-    """The model of a MaxText checkpoint, with the tokenizer of the settings, or of the named
-    model."""
+    """Returns the model of a MaxText checkpoint, with the tokenizer of the settings, or of the
+    model that `model.name` names."""
     name = section.name
     if section.tokenizer:
         tokenizer_source = section.tokenizer
@@ -497,15 +513,15 @@ def _maxtext_model(section: ModelSection, tree: Path) -> ModelSource:
 
 
 def model_path(section: ModelSection) -> str:
-    """`model.path`; if it is the default or empty, the hub's model of `model.name`."""
+    """Returns `model.path`; if that is the default or empty, the hub id of `model.name`."""
     if not section.name or section.path not in ("", ModelSection.path):
         return section.path
     return section.name if "/" in section.name else model_named(section.name).hub_id
 
 
 def known_architecture(section: ModelSection) -> Architecture | None:
-    """The sizes of a model that is a folder or has a well-known name, with its adapter; None for
-    others, which the hub knows."""
+    """Returns the sizes of a model that is a local folder or has a well-known name, with the
+    adapter of the settings; None for others, whose config only the hub has."""
     path = model_path(section)
     if Path(path).expanduser().is_dir() or path in PACKAGED:
         return resolve_model(section).architecture
@@ -518,12 +534,14 @@ def known_architecture(section: ModelSection) -> Architecture | None:
 
 
 def _with_settings(section: ModelSection, a: Architecture) -> Architecture:
-    """The architecture of a base with the adapter and the type of weights of the settings."""
+    """Returns the architecture of a base model with the adapter and the type of weights of the
+    settings."""
     return quantised(section, adapted(section.lora, a))
 
 
 def planned_architecture(section: ModelSection) -> Architecture:
-    """The model's sizes, from its name or a config.json alone; ShoalError if neither can be had."""
+    """Returns the model's sizes, from its name or a config.json alone (which may be downloaded);
+    ShoalError if neither can be had."""
     known = known_architecture(section)
     if known is not None:
         return known
@@ -532,8 +550,8 @@ def planned_architecture(section: ModelSection) -> Architecture:
 
 
 def check_positions(a: Architecture, sampling: SamplingSection, whose: str) -> None:
-    """ShoalError where sequences may be longer than a model's positions reach. `whose`: the key and
-    value that name it."""
+    """Raises ShoalError if sequences may be longer than a model's positions reach. `whose` names
+    the model in the message, as "key=value"."""
     prompt, completion = sampling.max_prompt_tokens, sampling.max_completion_tokens
     if 0 < a.max_positions < prompt + completion:
         raise ShoalError(
@@ -545,7 +563,8 @@ def check_positions(a: Architecture, sampling: SamplingSection, whose: str) -> N
 
 
 def compute_dtype(name: str, platform: str) -> Any:
-    """The dtype of `model.dtype`: for `auto`, float32 on CPU and bfloat16 on accelerators."""
+    """Returns the dtype for a value of `model.dtype`: for `auto`, float32 on CPU and bfloat16 on
+    accelerators."""
     if name == "auto":
         # Most CPUs have no bfloat16 products: XLA converts to float32 and back, which is slower.
         name = "float32" if platform == "cpu" else "bfloat16"
@@ -553,17 +572,19 @@ def compute_dtype(name: str, platform: str) -> Any:
 
 
 def multiply_exactly(dtype: Any, stack: ExitStack) -> None:
-    """Until `stack` closes, float32 is multiplied as float32, of which accelerators keep fewer bits
-    by default."""
+    """Makes float32 be multiplied as float32, if `dtype` is float32: sets JAX's global precision
+    until `stack` closes. By default accelerators keep fewer bits."""
     if dtype != jnp.float32:
         return
-    # For all threads, some of which sample: `jax.default_matmul_precision` is for its own alone.
+    # The global setting covers all threads, some of which sample; `jax.default_matmul_precision`
+    # would cover the calling thread alone.
     stack.callback(jax.config.update, MATMUL_PRECISION, jax.config.values[MATMUL_PRECISION])
     jax.config.update(MATMUL_PRECISION, "highest")
 
 
 def make_model(section: ModelSection, a: Architecture, role: Role) -> Model:
-    """The `Model` on a role's devices; one that is trained is `trained_model`'s."""
+    """Returns the `Model` of an architecture on a role's devices; `trained_model` makes the one
+    that is trained. Its attention is `blocked` if the kernels do not work on this device."""
     dtype = compute_dtype(section.dtype, role.platform)
     remat = "dots" if section.remat == "auto" else section.remat
     model = Model(a, role, dtype, remat, section.attention)
@@ -573,10 +594,10 @@ def make_model(section: ModelSection, a: Architecture, role: Role) -> Model:
 
 
 def copy_model_files(model: ModelSource, target: Path) -> None:
-    """Copies tokenizer, chat template and config.json, so that checkpoints need nothing else.
-    config.json comes last: it marks the folder as complete."""
+    """Copies tokenizer, chat template and config.json to `target`, so that checkpoints need nothing
+    else. config.json comes last, because it marks the folder as complete."""
     target.mkdir(parents=True, exist_ok=True)
-    # The template may be the user's own; exported, the model must be asked as it was trained.
+    # The template may be the user's own, and an exported model must be asked as it was trained.
     model.tokenizer.write_templates(target)
     if model.tokenizer.date is not None and model.tokenizer.writes_date:
         write_date(model.tokenizer.date, target)
@@ -594,11 +615,11 @@ def copy_model_files(model: ModelSource, target: Path) -> None:
 
 
 PREFIX = "model:"
-"""Begins the name of a reward model in `reward.functions`."""
+"""Prefix of a reward model's path in `reward.functions`."""
 
 
 def reward_architectures(section: RewardSection) -> dict[str, Architecture]:
-    """The sizes of the reward models whose files are on this machine, by path."""
+    """Returns the sizes of those reward models whose files are on this machine, by path."""
     architectures: dict[str, Architecture] = {}
     for spec in section.functions:
         if not spec.startswith(PREFIX):

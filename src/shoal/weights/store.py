@@ -1,4 +1,5 @@
-"""Stores of weights: the versions that the trainer publishes and hosts read when they like.
+"""Stores of weights: each holds the versions that the trainer publishes, and hosts read a version
+when they like.
 
     MemoryStore   arrays on the sampler's devices, which are this process's
     FileStore     files, for hosts in other processes: in memory, or in a folder that several
@@ -7,9 +8,9 @@
     FolderStore   model folders in Hugging Face's format, or PEFT's, for other engines
                   (folder_store.py)
 
-A version appears whole or not at all; it is written once and dropped when nobody may request it any
-more. The trainer never waits for a host, nor a host for the trainer. Frozen parameters are put in
-once, before the first version.
+A version appears whole or not at all; it is written once, and dropped when nobody may request it
+any more. The trainer never waits for a host, nor a host for the trainer. Frozen parameters are
+stored once, before the first version.
 """
 
 from __future__ import annotations
@@ -70,13 +71,15 @@ from shoal.weights.tensor_files import (
 )
 
 FROZEN = -1
-"""Version number of the frozen parameters, which are put in once."""
+"""Version number of the frozen parameters, which are stored once."""
 
 
 class WeightStore(abc.ABC):
-    """Versions of the trainer's weights, by number, each until it is dropped. The fleet owns it.
+    """Versions of the trainer's weights, by number, each kept until it is dropped. The fleet owns
+    the store.
 
-    `model` is the sampler's, on all of its devices in this process."""
+    `model` is the sampler's, on all of its devices in this process.
+    """
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -87,14 +90,17 @@ class WeightStore(abc.ABC):
 
     @abc.abstractmethod
     def put_frozen(self, params: Params) -> None:
-        """Stores the parameters that no version changes; None in place of the others."""
+        """Stores the parameters that no version changes; `params` has None in the places of the
+        others."""
 
     @abc.abstractmethod
     def write(self, version: int, params: Params) -> Version:
-        """Writes the trained parameters, None in place of the frozen ones."""
+        """Writes the trained parameters as a new version, and returns it without adding it to
+        `versions` (`put` does). `params` has None in the places of the frozen ones."""
 
     def put(self, version: int, params: Params) -> Version:
-        """Stores a version; one of the same number is replaced."""
+        """Writes a version, adds it to `versions` and returns it. An older version of the same
+        number is replaced and removed."""
         replaced = self.versions.get(version)
         written = self.write(version, params)
         self.versions = {**self.versions, version: written}
@@ -103,7 +109,7 @@ class WeightStore(abc.ABC):
         return written
 
     def drop(self, versions: Iterable[int]) -> None:
-        """Removes these versions. Hosts that sample from one keep their own copy."""
+        """Removes these versions. Hosts that sample from one of them keep their own copy."""
         previous = self.versions
         dropped = set(versions)
         self.versions = {
@@ -113,7 +119,8 @@ class WeightStore(abc.ABC):
             previous[number].remove()
 
     def published_shapes(self) -> Params:
-        """Shapes and type of a version's weights, and their layout where they are on devices."""
+        """Returns shapes and types of a version's weights, and their shardings if the store keeps
+        them on devices."""
 
         def shape_of(spec: ParamSpec) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(spec.shape, published_dtype(self.model, spec))
@@ -121,6 +128,7 @@ class WeightStore(abc.ABC):
         return jax.tree.map(shape_of, trained_specs(self.model.architecture))
 
     def close(self) -> None:
+        """Drops all versions."""
         self.drop(list(self.versions))
 
 
@@ -128,11 +136,13 @@ class WeightStore(abc.ABC):
 
 
 class MemoryStore(WeightStore):
-    """Weights in arrays of this process, copied where the sampler has other devices, types or
-    layouts (copies are compared by checksum).
+    """Versions as arrays of this process: the trainer's own arrays, or copies if the sampler has
+    other devices, types or layouts (a copy is compared by checksum).
 
-    `in_parts`: each host has some of the sampler's devices, with whole replicas. `delete_source`:
-    nothing trains, so arrays are deleted once they are copied (see `publish_to`)."""
+    `in_parts`: there are several hosts, each with some of the sampler's devices, which hold whole
+    replicas. `delete_source`: nothing trains, so the arrays of `params` are deleted once they are
+    copied (see `publish_to`).
+    """
 
     def __init__(self, model: Model, in_parts: bool = False, delete_source: bool = False) -> None:
         super().__init__(model)
@@ -141,9 +151,12 @@ class MemoryStore(WeightStore):
         self._frozen: Params | None = None
 
     def put_frozen(self, params: Params) -> None:
+        """Puts the frozen parameters on the sampler's devices."""
         self._frozen = publish_to(self.model, params)
 
     def write(self, version: int, params: Params) -> Version:
+        """Puts trained parameters on the sampler's devices, and sets `num_bytes` to what was
+        copied."""
         trainers_own = {id(leaf) for leaf in jax.tree.leaves(params)}
         trained = publish_to(self.model, params, self.delete_source)
         self.num_bytes = 0
@@ -151,8 +164,8 @@ class MemoryStore(WeightStore):
             if id(leaf) not in trainers_own:
                 self.num_bytes += leaf.nbytes
         whole = joined(trained, self._frozen)
-        # In this thread: JAX fills an array's list of shards at the first read, and a host that
-        # reads it meanwhile gets an incomplete list.
+        # In this thread, because JAX fills an array's list of shards at the first read, and a host
+        # that reads the list meanwhile gets an incomplete one.
         shards = shards_of(whole) if self.in_parts else None
         return MemoryVersion(version, HeldArrays(trained, whole, shards))
 
@@ -166,13 +179,14 @@ class HeldArrays(NamedTuple):
     """The arrays of a version in memory."""
 
     trained: Params
-    whole: Params  # with the frozen ones
-    shards: list[dict[Any, jax.Array]] | None  # of `whole`, where each host has some of the devices
+    whole: Params  # trained and frozen parameters together
+    # shards of `whole` by device, if each host has some of the devices; else None
+    shards: list[dict[Any, jax.Array]] | None
 
 
 @dataclass
 class MemoryVersion:
-    """A version in arrays of this process; `held` is None once it is removed."""
+    """A version in arrays of this process; `held` is None once the version is removed."""
 
     version: int
     held: HeldArrays | None
@@ -184,11 +198,14 @@ class MemoryVersion:
     def read(
         self, model: Model, frozen: MutableMapping[str, Any] | None = None
     ) -> Future[Callable[[], Params]]:
+        """Returns a future that is done: a function that returns the arrays on the devices of
+        `model`, or raises LookupError if the version was removed. `frozen` is not used."""
         done: Future[Callable[[], Params]] = Future()
         done.set_result(partial(self._arrays_of, model))
         return done
 
     def _arrays_of(self, model: Model) -> Params:
+        """Returns the version's arrays, or the parts of them that are on the devices of `model`."""
         held = self.held  # read once: another thread may remove the version meanwhile
         if held is None:
             raise LookupError(f"version {self.version} is not published any more")
@@ -197,10 +214,12 @@ class MemoryVersion:
         return part_of(model, held.shards)
 
     def parameters(self, model: Model) -> Params:
+        """Returns the trained parameters."""
         assert self.held is not None
         return self.held.trained
 
     def remove(self) -> None:
+        """Gives up the arrays; hosts that have read them keep them alive."""
         self.held = None
 
 
@@ -208,21 +227,22 @@ class MemoryVersion:
 
 
 class StoredVersion(abc.ABC):
-    """A version outside of any device, verified when it is read; it can be sent to another
-    process."""
+    """A version outside of any device, which is verified when it is read, and can be sent to
+    another process."""
 
     version: int
-    checksums: Mapping[str, int]  # by the names of its tensors
-    frozen: StoredVersion | None  # what was put in once
+    checksums: Mapping[str, int]  # by names of tensors, as `named_specs` has them
+    # the frozen parameters, which were stored once; None if all are trained
+    frozen: StoredVersion | None
 
     @property
     @abc.abstractmethod
     def location(self) -> str:
-        """Where its tensors are, for messages."""
+        """Says where the version's tensors are, for messages."""
 
     @property
     def title(self) -> str:
-        """What it is, for messages."""
+        """Names the version, for messages."""
         if self.version == FROZEN:
             return "what is frozen in all versions"
         return f"version {self.version}"
@@ -236,11 +256,16 @@ class StoredVersion(abc.ABC):
 
     @abc.abstractmethod
     def open(self, model: Model) -> Callable[[str], np.ndarray]:
-        """A function that reads one of its tensors, by name."""
+        """Returns a function that reads one of the version's tensors by name. LookupError if the
+        version was removed."""
 
     def read_now(self, model: Model, frozen: MutableMapping[str, Any]) -> Callable[[], Params]:
-        """Reads the weights to the devices of `model`. The function that it returns verifies them
-        and returns them, once."""
+        """Reads the weights to the devices of `model`, waits for them, and returns a function that
+        verifies their checksums and returns them. That function can be called once.
+
+        `frozen` is the caller's store of frozen parameters by name: if it is empty, they are read
+        too and put in there; else they are taken from it.
+        """
         versions: list[StoredVersion] = [self]
         if self.frozen is not None and not frozen:
             versions.append(self.frozen)
@@ -260,15 +285,19 @@ class StoredVersion(abc.ABC):
     def read(
         self, model: Model, frozen: MutableMapping[str, Any] | None = None
     ) -> Future[Callable[[], Params]]:
-        # The background thread computes nothing: only the host's own thread dispatches programs to
-        # its devices.
+        """Runs `read_now` in a background thread, and returns the future of its result."""
+        # The background thread computes nothing: only the host's own thread may dispatch programs
+        # to its devices.
         pool = ThreadPoolExecutor(1, "weights")
         reading = pool.submit(self.read_now, model, {} if frozen is None else frozen)
         pool.shutdown(wait=False)
         return reading
 
     def parameters(self, model: Model) -> Params:
-        # Lazily: on devices, each of the trainer's would hold a replica's weights beside its own.
+        """Returns the trained parameters as `LazyArray`s, with None in the places of the frozen
+        ones."""
+        # Lazily: arrays on devices would make each of the trainer's devices hold a replica's
+        # weights besides the trainer's.
         reader = self.open(model)
 
         def read_part(name: str, part: tuple[slice, ...]) -> np.ndarray:
@@ -285,10 +314,11 @@ class StoredVersion(abc.ABC):
 
 
 class FileStore(WeightStore):
-    """Versions as safetensors files in a new folder in `parent`, which goes when the store is
-    closed.
+    """Versions as safetensors files in a new folder within `parent`. The new folder is deleted when
+    the store is closed.
 
-    Folders in `parent` of processes of this machine that were killed are removed first.
+    Creating a store also removes such folders in `parent` of processes of this machine that were
+    killed.
 
         shoal-x81k2/owner.json            names the folder's process, which keeps the file locked
                     000003-4.safetensors  a version: tensors in the sampler's type, layers stacked
@@ -300,7 +330,8 @@ class FileStore(WeightStore):
         self.num_written = 0
         self._frozen: FileVersion | None = None
         with writing(parent, KEY):
-            parent.mkdir(exist_ok=True)  # not its parents: a mount that is missing is not made
+            # without its parents: if a mount is missing, it must not be created as a folder
+            parent.mkdir(exist_ok=True)
             remove_abandoned(parent)
             self.folder = Path(tempfile.mkdtemp(prefix="shoal-", dir=parent))
             self._owner_file = mark_folder(self.folder)
@@ -312,19 +343,23 @@ class FileStore(WeightStore):
         return replace(self._write_file(f"{version:06d}", version, params), frozen=self._frozen)
 
     def new_path(self, name: str) -> Path:
-        """A path that no version had before."""
+        """Returns a path in the store's folder that no version had before."""
         self.num_written += 1
         return self.folder / f"{name}-{self.num_written}"
 
     def _write_file(self, name: str, version: int, params: Params) -> FileVersion:
+        """Writes parameters to a new safetensors file, and returns it as a version with the
+        checksums of its tensors."""
         # A new file each time: JAX on CPU computes with mapped files as they are, without copying
-        # them, so overwriting one would change the weights of samplers that are at work.
+        # them, so overwriting a file would change the weights of samplers that are working.
         path = self.new_path(name).with_suffix(".safetensors")
         leaves = named_leaves(self.model, params)
         values = to_host(self.model, leaves)
         checksums: dict[str, int] = {}
 
         def runs(name: str, _: np.dtype) -> Iterator[tuple[int, np.ndarray]]:
+            """Yields the one run of a tensor, all of it, and notes its checksum. Tensors must be
+            asked for in order."""
             tensor_name, array, array_sum = next(values)
             assert tensor_name == name
             yield 0, array
@@ -339,6 +374,7 @@ class FileStore(WeightStore):
         return FileVersion(version, path, checksums)
 
     def close(self) -> None:
+        """Drops all versions, and deletes the store's folder."""
         super().close()
         shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._owner_file)
@@ -365,6 +401,8 @@ class FileVersion(StoredVersion):
         self.path.unlink(missing_ok=True)
 
     def open(self, model: Model) -> Callable[[str], np.ndarray]:
+        """Returns a function that reads one tensor of the file by name. ShoalError if this machine
+        does not have the folder, LookupError if it has the folder without the file."""
         folder = self.path.parent
         if not folder.is_dir():
             raise ShoalError(
@@ -377,13 +415,14 @@ class FileVersion(StoredVersion):
         except OSError as error:
             raise LookupError(f"{self.title} is not in {folder} any more") from error
         # In a file system in memory the file is mapped, and on a CPU the parameters are the mapped
-        # file itself. Not on a disk that several hosts share: what was not read yet is lost there
-        # once the file is removed.
+        # file itself. It is not mapped on a disk that several hosts share: there, what was not read
+        # yet is lost once the file is removed.
         mapped: np.memmap | None = None
         if file_system(self.path) in MEMORY_FILE_SYSTEMS:
             mapped = np.memmap(self.path, np.uint8, "r")
 
         def read(name: str) -> np.ndarray:
+            """Returns a tensor: a view of the mapped file, or a new array."""
             tensor: StoredTensor = tensors[name]
             dtype = OWN_DTYPES[tensor.dtype]
             if mapped is None:
@@ -397,6 +436,8 @@ class FileVersion(StoredVersion):
         return read
 
     def read_now(self, model: Model, frozen: MutableMapping[str, Any]) -> Callable[[], Params]:
+        """Reads the weights as `StoredVersion.read_now` does, but raises LookupError instead of
+        ShoalError if reading failed because the file was removed meanwhile."""
         try:
             return super().read_now(model, frozen)
         except ShoalError as error:

@@ -1,5 +1,5 @@
-"""Tensors in safetensors files, read by rows and written; arrays outside of any device that are
-read when they are used, whole or a part at a time."""
+"""Tensors in safetensors files: reads them by rows, and writes them. Also arrays outside of any
+device that are read when they are used, whole or in parts."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from shoal.records import ShoalError
 
 @dataclass(frozen=True)
 class LazyArray:
-    """An array whose values are read each time that they are used. A large one is written in parts
-    along `axes`."""
+    """An array whose values are read anew each time that they are used. A large one is written in
+    parts along `axes`."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
     read: Callable[[tuple[slice, ...]], np.ndarray]
     axes: tuple[int, ...] = ()
     one_by_one: int | None = None
-    """On disk, a large array has separate pieces for each index of this axis."""
+    """If set: on disk, a large array has separate pieces for each index of this axis."""
 
     @property
     def ndim(self) -> int:
@@ -57,7 +57,7 @@ class LazyArray:
 
 
 def grid(shape: Sequence[int], steps: Sequence[int]) -> Iterator[tuple[slice, ...]]:
-    """The parts of an array in steps along its axes, in order."""
+    """Yields the parts of an array that steps along its axes give, in order, each as an index."""
     cuts_by_axis = []
     for size, step in zip(shape, steps, strict=True):
         starts = range(0, size, step)
@@ -77,18 +77,19 @@ OWN_DTYPES: Mapping[str, np.dtype] = {
     "I8": np.dtype(np.int8),
     "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
 }
-"""Those of the files that are written here for samplers, too."""
+"""Types by their names in the files that are written here for samplers: `DTYPES` and the 8-bit
+ones."""
 
 
 ALIGNMENT = 64
-"""Of the first tensor in a file that is written, in bytes: JAX on CPU uses mapped memory aligned so
-as it is."""
+"""Bytes to which the first tensor in a written file is aligned: JAX on CPU uses mapped memory with
+this alignment as it is."""
 
 
 WRITERS = 4
-"""Threads that write: new pages cost six times a copy, also in memory."""
+"""Threads that write a file: filling new pages costs six times a copy, also in memory."""
 PART_BYTES = 2**25
-"""Bytes that one of them writes at a time."""
+"""Bytes that one of these threads writes at a time."""
 
 
 SAMPLERS = 16
@@ -97,17 +98,17 @@ SAMPLERS = 16
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a safetensors file, of which rows can be read."""
+    """A tensor in a safetensors file, whose rows can be read separately."""
 
     file: Path
     name: str
-    dtype: str  # by the format's names, as in DTYPES
+    dtype: str  # the format's name of the type, as in OWN_DTYPES
     shape: tuple[int, ...]
-    offset: int  # of its first byte in the file
+    offset: int  # byte in the file at which the tensor begins
 
     def read(self, start: int, values: np.ndarray) -> None:
-        """Fills `values` with rows from `start` on. ShoalError with the byte where the file cannot
-        be read further."""
+        """Fills `values` with the rows from `start` on. ShoalError, which names the byte, if the
+        file cannot be read further."""
         if not len(values):  # the run of a device that comes after the last row
             return
         position = self.offset + start * values[0].nbytes
@@ -134,20 +135,22 @@ class StoredTensor:
             ) from error
 
     def sample(self) -> bytes:
-        """Type, shape and bytes from all over the tensor: those of another model differ."""
+        """Returns the tensor's type and shape, and bytes from all over the tensor: enough to tell
+        it from another model's."""
         size = OWN_DTYPES[self.dtype].itemsize * math.prod(self.shape)
         return f"{self.dtype} {self.shape} ".encode() + sample_of(self.file, self.offset, size)
 
 
 @dataclass(frozen=True)
 class BlockScaledTensor(StoredTensor):
-    """A matrix of 8-bit floats with a scale for each block of it, read as their products in
-    float32."""
+    """A matrix of 8-bit floats with a scale for each block of the matrix. It is read as float32:
+    values times scales."""
 
     scales: StoredTensor
     block: tuple[int, int]  # rows and columns; the last ones may be smaller
 
     def read(self, start: int, values: np.ndarray) -> None:
+        """Fills `values` with scaled rows from `start` on."""
         block_rows, block_columns = self.block
         num_rows = len(values)
         stored = np.empty(values.shape, OWN_DTYPES["F8_E4M3"])
@@ -170,7 +173,8 @@ class BlockScaledTensor(StoredTensor):
 def with_scales(
     stored: Mapping[str, StoredTensor], block: tuple[int, int]
 ) -> dict[str, StoredTensor]:
-    """The tensors of a file in which `NAME_scale_inv` holds the factors of the blocks of NAME."""
+    """Returns the tensors with each matrix NAME that has scales NAME_scale_inv replaced by a
+    `BlockScaledTensor`, and without these scales. `block` is (rows, columns) of a block."""
     scaled = dict(stored)
     for name, tensor in stored.items():
         scales = stored.get(f"{name}_scale_inv")
@@ -190,13 +194,13 @@ def with_scales(
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """A parameter in the files: one tensor, or one a layer."""
+    """A parameter in files: one tensor, or one for each layer."""
 
     tensors: Sequence[StoredTensor]
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Layers (1 if it has none), rows, columns (1 for a vector)."""
+        """(layers, rows, columns): 1 layer if it belongs to none, 1 column for a vector."""
         shape = self.tensors[0].shape
         num_rows = shape[0]
         num_columns = shape[1] if len(shape) > 1 else 1
@@ -204,13 +208,14 @@ class StoredParameter:
 
     @property
     def dtype(self) -> np.dtype:
+        """The type of the tensors; float32 if they differ."""
         types = {DTYPES[tensor.dtype] for tensor in self.tensors}
         if len(types) > 1:
-            return np.dtype(np.float32)  # it holds the values of all of them
+            return np.dtype(np.float32)  # float32 holds the values of each of them
         return types.pop()
 
     def read(self, layers: slice, rows: slice) -> np.ndarray:
-        """Some rows of some layers, [layers, rows, columns]."""
+        """Returns some rows of some layers, [layers, rows, columns]."""
         tensors = self.tensors[layers]
         _, _, num_columns = self.shape
         values = np.empty((len(tensors), rows.stop - rows.start, num_columns), self.dtype)
@@ -226,10 +231,11 @@ class StoredParameter:
 
 
 def digests(stored: Mapping[str, StoredParameter]) -> dict[str, str]:
-    """A digest of each parameter's `StoredTensor.sample`s, by name. ShoalError for a file that
-    cannot be read."""
+    """Returns a digest of the samples (`StoredTensor.sample`) of each parameter's tensors, by name.
+    ShoalError if a file cannot be read."""
 
     def digest(parameter: StoredParameter) -> str:
+        """Returns the digest of one parameter."""
         hashed = hashlib.blake2b(digest_size=8)
         for tensor in parameter.tensors:
             try:
@@ -246,9 +252,9 @@ def digests(stored: Mapping[str, StoredParameter]) -> dict[str, str]:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file by name. ShoalError if the file is truncated or is
-    something else."""
-    if file.exists() and not file.is_file():  # whoever opens a pipe waits for its writer for ever
+    """Returns the tensors of a safetensors file by name; their values are not read. ShoalError if
+    the file is truncated or is something else."""
+    if file.exists() and not file.is_file():  # opening a pipe would wait for its writer for ever
         raise ShoalError(
             f"{file} is no file but a pipe, a device or a folder. Put the weights there."
         )
@@ -275,18 +281,18 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor to be written: `runs` gives its rows in a type, in runs, each with the number of its
-    first row."""
+    """A tensor to be written. `runs(dtype)` yields its rows in that type, in runs: (number of the
+    first row, values)."""
 
     name: str
     shape: tuple[int, ...]
     runs: Callable[[np.dtype], Iterator[tuple[int, np.ndarray]]]
-    dtype: np.dtype | None = None  # None: that of its file
+    dtype: np.dtype | None = None  # None: the type of the file
 
 
 def write_file(file: Path, tensors: Sequence[OutputTensor], dtype: np.dtype) -> None:
-    """Writes a file; each run of rows is fetched when it is written, its parts by several
-    threads."""
+    """Writes a safetensors file. Each run of rows is fetched when it is written, and several
+    threads write its parts. `dtype` is for tensors without a type of their own."""
     dtype_names = {value: name for name, value in OWN_DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts = []
@@ -313,12 +319,13 @@ def write_file(file: Path, tensors: Sequence[OutputTensor], dtype: np.dtype) -> 
                 data = np.ascontiguousarray(values, tensor_dtype).reshape(-1).view(np.uint8).data
                 position = data_offset + start + row * row_bytes
                 write = partial(_write_part, stream.fileno(), position, data)
-                # A list, so that the errors of all of them are raised.
+                # list() waits for all parts, and raises the error of any.
                 list(pool.map(write, range(0, len(data), PART_BYTES)))
 
 
 def _write_part(descriptor: int, position: int, data: memoryview, first: int) -> None:
-    """Writes PART_BYTES of `data` from `first` on; `position` is that of the data in the file."""
+    """Writes PART_BYTES of `data` from byte `first` on; `position` is where `data` begins in the
+    file."""
     left = data[first : first + PART_BYTES]
     position += first
     while left:

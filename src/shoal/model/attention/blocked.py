@@ -1,11 +1,11 @@
-"""Attention of rows of several sequences, by blocks of queries and the blocks of keys that they
-read.
+"""Attention of rows of several sequences without a kernel: each block of queries with the blocks of
+keys that it reads.
 
 A block of queries goes through the list of its blocks of keys; what lies between, other groups and
-other completions, is never computed. Memory grows with tokens, not with their square: one softmax
-gathered over blocks (Milakov and Gimelshein 2018, arXiv 1805.02867), whose scores the backward pass
-computes again from the log-sum-exp (FlashAttention-2, Dao 2023, arXiv 2307.08691, algorithm 2).
-`attend` is its reference.
+other completions, is never computed. Memory grows with the number of tokens, not with its square:
+one softmax is gathered over blocks (Milakov and Gimelshein 2018, arXiv 1805.02867), and the
+backward pass computes the scores again from the log-sum-exp (FlashAttention-2, Dao 2023, arXiv
+2307.08691, algorithm 2). `reference.attend` is what it is tested against.
 """
 
 from __future__ import annotations
@@ -29,26 +29,28 @@ from shoal.model.attention.softmax import (
 )
 
 BLOCK = {"cpu": 64, "gpu": 256, "tpu": 512}
-"""Queries, and keys, of a block. On CPU 32 and 128 take longer (docs/LOG.md)."""
+"""Most tokens of a block, of queries and of keys, by platform. On CPU 32 and 128 take longer
+(docs/LOG.md)."""
 
 
 SCORES_AT_ONCE = 2**18
-"""Scores of a pass over blocks on CPU: 1 MiB, beyond which each operation on them would leave the
-cache."""
+"""Scores that one pass over blocks computes at once on CPU: 1 MiB, beyond which each operation on
+them would leave the cache."""
 
 
 def block_size(size: int, platform: str) -> int:
-    """Tokens of a block of rows of `size` tokens."""
+    """Returns the tokens of a block for rows of `size` tokens."""
     return largest_block(size, BLOCK[platform])
 
 
 def attend_by_blocks(
     q: jax.Array, k: jax.Array, v: jax.Array, blocks: Blocks, at_once: int = 0
 ) -> jax.Array:
-    """Softmax attention of q[R, T, H, A] to k, v[R, S, K, A] -> [R, T, H, A]; in whole rows S is T.
+    """Computes softmax attention of q[R, T, H, A] to k, v[R, S, K, A] -> [R, T, H, A]; for whole
+    rows S is T.
 
-    A query reads the keys at or before it of its own segment and of its prompt's; a query of
-    segment 0, padding, none: its result is 0, and so is its gradient. Scores and sums are float32.
+    A query reads the keys at or before it in its own segment and in its prompt's. A query of
+    segment 0, padding, reads none: its result and its gradient are 0. Scores and sums are float32.
     `at_once` blocks of queries are computed together (0: all).
     """
     key_heads, head_dim = k.shape[-2:]
@@ -69,13 +71,15 @@ def _attend(at_once: int, q: jax.Array, k: jax.Array, v: jax.Array, blocks: Bloc
 def _forward(
     at_once: int, q: jax.Array, k: jax.Array, v: jax.Array, blocks: Blocks
 ) -> tuple[jax.Array, Any]:
-    """Output, and what the backward pass reads: output and log-sum-exp of each query beside the
-    inputs."""
+    """Returns the output, and what the backward pass reads: the inputs, the output, and the
+    log-sum-exp of each query."""
 
     def attend_some(inputs: tuple[jax.Array, KeyLists]) -> tuple[jax.Array, jax.Array]:
+        """Returns output and log-sum-exp of some blocks of queries, computed together."""
         q, key_lists = inputs  # n blocks of queries: [n, c, K, g, A]
 
         def add(turn: jax.Array, running: RunningSoftmax) -> RunningSoftmax:
+            """Adds the block of keys that is at place `turn` of each list."""
             number, mask = _keys_of_turn(blocks.other, key_lists, turn)
             scores = masked(einsum32("nckga,ntka->nkgct", q, k[number]), mask)
             values = v[number]
@@ -100,17 +104,21 @@ def _forward(
 
 
 def _backward(at_once: int, residuals: Any, d_out: jax.Array) -> tuple:
-    """Gradients of q, k and v; scores are computed again, a pair of blocks at a time."""
+    """Returns the gradients of q, k and v; scores are computed again, for one pair of blocks at a
+    time."""
     q, k, v, blocks, out, lse = residuals
     # Softmax's gradient: p * (dp - delta), with delta the sum of out * d_out over a head's
     # dimensions.
     delta = jnp.moveaxis(einsum32("nckga,nckga->nckg", out, d_out), 1, 3)
 
     def add_some(d_keys: tuple, inputs: tuple) -> tuple[tuple, jax.Array]:
+        """Adds the gradients of keys and values from some blocks of queries, and returns the
+        gradient of these queries."""
         q, d_out, lse, delta, key_lists = inputs
         d_k, d_v = d_keys
 
         def add(turn: jax.Array, carry: tuple) -> tuple:
+            """Adds the gradients from the block of keys that is at place `turn` of each list."""
             d_q, d_k, d_v = carry
             number, mask = _keys_of_turn(blocks.other, key_lists, turn)
             keys = k[number]
@@ -139,7 +147,8 @@ _attend.defvjp(_forward, _backward)
 
 
 class KeyLists(NamedTuple):
-    """Blocks of queries, and the blocks of keys that each reads: `Blocks` without the keys."""
+    """Blocks of queries with the lists of the blocks of keys that each reads: `Blocks` without the
+    keys themselves."""
 
     own: BlockTokens
     lists: jax.Array
@@ -153,17 +162,17 @@ def _key_lists(blocks: Blocks) -> KeyLists:
 def _keys_of_turn(
     keys: BlockTokens, key_lists: KeyLists, turn: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The blocks of keys that some blocks of queries read in this turn [n], and which of their keys
-    [n, 1, 1, c, t]."""
+    """Returns (numbers [n] of the blocks of keys at place `turn` in the lists of n blocks of
+    queries, a mask [n, 1, 1, c, t] which queries read which of these keys)."""
     number = key_lists.lists[:, turn]
     read = BlockTokens(keys.segment[number], keys.prompt[number], keys.first[number])
     mask = reads(key_lists.own.tokens.to_meet(2), read.tokens.to_meet(1))
-    has_turn = turn < key_lists.counts  # other blocks of queries may have more
+    has_turn = turn < key_lists.counts  # False for a block of queries whose list has ended
     return number, (mask & has_turn[:, None, None])[:, None, None]
 
 
 def _split_blocks(tree: Any, at_once: int) -> Any:
-    """[N, ...] -> [N / at_once, at_once, ...]"""
+    """Groups N blocks by `at_once`: [N, ...] -> [N / at_once, at_once, ...]."""
 
     def split(x: jax.Array) -> jax.Array:
         return x.reshape((-1, at_once, *x.shape[1:]))
@@ -172,7 +181,7 @@ def _split_blocks(tree: Any, at_once: int) -> Any:
 
 
 def _join_blocks(tree: Any) -> Any:
-    """The way back."""
+    """Joins the first two dimensions: the inverse of `_split_blocks`."""
 
     def join(x: jax.Array) -> jax.Array:
         return jax.lax.collapse(x, 0, 2)

@@ -1,5 +1,5 @@
-"""The keys and values of sampling: a prompt's once a row, a completion's in its own slot; one cache
-a layer."""
+"""Caches of the keys and values of sampling, one for each layer: a prompt's once for its row, a
+completion's in its own slot."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from shoal.model.attention.selector import by_pages
 from shoal.model.transformer import Model
 
 KEY_BLOCK = 64
-"""Keys of which the sizes of caches are multiples."""
+"""Sizes of caches are multiples of so many keys."""
 
 
 PAGE = 128
-"""Keys of a completion that a page holds. On TPUs, whose kernel reads pages, sizes of caches are
+"""Keys of a completion that one page holds. On TPUs, whose kernel reads pages, sizes of caches are
 multiples of it."""
 
 
 NO_PAGE = 2**31 - 1
-"""Page number in a table that is past the end of any pool: nothing is written there."""
+"""A page number in a table that is past the end of any pool: nothing is written there."""
 
 
 MOST_SIBLINGS = 32
@@ -33,12 +33,12 @@ MOST_SIBLINGS = 32
 
 
 def keys_at_once(platform: str, keys: int) -> int:
-    """Keys in one block of decoding's online softmax over a cache of so many. One block is read
-    without a loop.
+    """Returns the keys in one block of decoding's online softmax over a cache of `keys` keys. If
+    one block holds all, it is read without a loop.
 
     By the TPU compiler's cycles a token of 70B (8 v5p chips, 512 keys) takes 14.9 ms without a loop
-    and 16.5 with two blocks of 256. On CPU a loop copies each block, but reads no keys that nobody
-    has: there blocks are short.
+    and 16.5 with two blocks of 256. On CPU a loop copies each block, but does not read keys beyond
+    the longest slot: there blocks are short.
     """
     if platform == "cpu":
         return KEY_BLOCK if keys <= 4 * KEY_BLOCK else 2 * KEY_BLOCK
@@ -46,8 +46,8 @@ def keys_at_once(platform: str, keys: int) -> int:
 
 
 def cache_size(tokens: int, platform: str, parts: int = 1) -> int:
-    """Keys of a cache for so many tokens: whole pages on a TPU, else in each part few blocks of
-    equal size, each at most `keys_at_once`.
+    """Returns the keys that a cache for `tokens` tokens has: whole pages on a TPU, else in each of
+    `parts` parts few blocks of equal size, each of at most `keys_at_once` keys.
 
     >>> cache_size(200, "cpu"), cache_size(320, "gpu")
     (256, 320)
@@ -68,14 +68,14 @@ class LayerCache:
     """One layer's keys and values for N rows of W siblings: of prompts [N, K, Tp, A], of
     completions [N, W, K, C, A].
 
-    Heads before positions, as attention reads them: else all keys would be transposed before each
-    product. Where a head is on several devices (`Model.key_parts`), K counts its parts, and
-    position p is the one at p // parts of part p % parts: all parts grow alike.
+    Heads come before positions, as attention reads them: otherwise all keys would be transposed
+    before each product. If a head is on several devices (`Model.key_parts`), K counts parts of
+    heads, and part p % parts holds position p at p // parts: all parts grow alike.
 
-    Where decoding reads by pages (`by_pages`), values stand beside their keys, [.., 2 A], in
-    prefix_k and own_k, and prefix_v and own_v are None; own_k is a pool of pages for all slots, [P,
-    K, PAGE, 2 A]. Which are whose says a table int32[N, W, C / PAGE] of the host's. Of rows that
-    were saved it is [N, W, C / PAGE, K, PAGE, 2 A].
+    If decoding reads by pages (`by_pages`), values stand next to their keys, [.., 2 A], in prefix_k
+    and own_k, and prefix_v and own_v are None; own_k is then a pool of pages for all slots, [P, K,
+    PAGE, 2 A]. A table int32[N, W, C / PAGE] on the host says which pages are whose. For rows that
+    were saved, own_k is [N, W, C / PAGE, K, PAGE, 2 A].
     """
 
     prefix_k: Any
@@ -87,8 +87,9 @@ class LayerCache:
 def empty(
     model: Model, rows: int, siblings: int, prefix: int, own: int, pages: int = 0
 ) -> tuple[LayerCache, ...]:
-    """One cache of zeros for each layer, in the type of the computation. `prefix` and `own`: of all
-    parts. Own keys are by pages: so many, or with 0 each slot's own."""
+    """Returns one cache of zeros for each layer, in the type of the computation. `prefix` and `own`
+    are the keys of a prompt and of a slot, over all parts of a head. If own keys are in pages, the
+    pool has `pages` of them; with 0, each slot has its own."""
     if by_pages(model):
         pool = (pages,) if pages else (rows, siblings, own // PAGE)
         make_layer = partial(_empty_of_pages, model, rows, prefix, pool)
@@ -99,6 +100,7 @@ def empty(
 
 
 def _empty_of_slots(model: Model, rows: int, siblings: int, prefix: int, own: int) -> LayerCache:
+    """Returns a cache of one layer without pages."""
     heads = model.key_heads
     head_dim = model.architecture.head_dim
     of_row = (rows, heads, prefix, head_dim)
@@ -112,6 +114,7 @@ def _empty_of_slots(model: Model, rows: int, siblings: int, prefix: int, own: in
 
 
 def _empty_of_pages(model: Model, rows: int, prefix: int, pool: tuple[int, ...]) -> LayerCache:
+    """Returns a cache of one layer whose own keys are in pages; `pool` is the shape of the pool."""
     heads = model.key_heads
     width = 2 * model.architecture.head_dim  # keys and values
     return LayerCache(
@@ -128,8 +131,8 @@ def write_prefixes(
     keys: Sequence[tuple[jax.Array, jax.Array]],
     rows: jax.Array,
 ) -> tuple[LayerCache, ...]:
-    """Writes prompts' keys and values, (k, v) a layer [R, T, K, A], to rows[R]; a row past the end
-    is dropped.
+    """Writes prompts' keys and values, (k, v) a layer [R, T, K, A], to rows[R] of the caches, and
+    returns these. A row number past the end is dropped.
 
     T may be padded beyond the size of the caches; what is beyond is padding and not written.
     """
@@ -157,7 +160,8 @@ def write_prefixes(
 
 
 def _parts_of(parts: int, keys: Any, part: jax.Array) -> Any:
-    """The positions that part[1] of several holds, of a tree of keys or values [R, T, K, A]."""
+    """Returns the positions that part[0] of `parts` parts holds, in a tree of keys or values [R, T,
+    K, A]."""
 
     def positions_of_part(new: jax.Array) -> jax.Array:
         filled = jnp.pad(new, ((0, 0), (0, -new.shape[1] % parts), (0, 0), (0, 0)))
@@ -171,7 +175,8 @@ def _parts_of(parts: int, keys: Any, part: jax.Array) -> Any:
 def copy_prefixes(
     caches: tuple[LayerCache, ...], sources: jax.Array, rows: jax.Array
 ) -> tuple[LayerCache, ...]:
-    """Copies prompts' keys and values from sources[M] to rows[M]; a row past the end is dropped."""
+    """Copies prompts' keys and values from rows sources[M] to rows[M], and returns the caches. A
+    row number past the end is dropped."""
 
     def copy(cache: jax.Array) -> jax.Array:
         return cache.at[rows].set(cache[sources], mode="drop")
@@ -184,19 +189,19 @@ def copy_prefixes(
 
 
 def read_pages(pool: jax.Array, pages: jax.Array) -> jax.Array:
-    """The pages[..] of a pool [P, K, PAGE, 2 A], [.., K, PAGE, 2 A]; one past the end means the
-    last."""
+    """Returns the pages[..] of a pool [P, K, PAGE, 2 A], as [.., K, PAGE, 2 A]. A page number past
+    the end gives the last page."""
 
     def read_page(page: jax.Array) -> jax.Array:
         return jax.lax.dynamic_index_in_dim(pool, page, keepdims=False)
 
-    # One after another: XLA for TPU reads all of a pool where it gathers pages of it.
+    # One page after another: XLA for TPU reads all of a pool if it gathers pages of it.
     read = jax.lax.map(read_page, pages.reshape(-1))
     return read.reshape(pages.shape + pool.shape[1:])
 
 
 def in_pages(k: jax.Array, v: jax.Array) -> jax.Array:
-    """Keys and values [.., K, C, A] of slots as pages [.., C / PAGE, K, PAGE, 2 A]."""
+    """Converts keys and values [.., K, C, A] of slots to pages [.., C / PAGE, K, PAGE, 2 A]."""
     both = jnp.concatenate([k, v], -1)
     width = both.shape[-1]
     by_page = both.reshape((*both.shape[:-2], -1, PAGE, width))
@@ -204,7 +209,8 @@ def in_pages(k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def out_of_pages(cache: LayerCache) -> LayerCache:
-    """A cache with keys and values apart, and without pages."""
+    """Returns a cache of saved rows without pages, with keys and values in separate arrays; a cache
+    without pages is returned as it is."""
     if cache.own_v is not None:
         return cache
     own = cache.own_k.swapaxes(-4, -3)
@@ -215,14 +221,14 @@ def out_of_pages(cache: LayerCache) -> LayerCache:
 
 
 def on_parts(model: Model, function: Callable, specs: tuple, out: Any, *args: Any) -> Any:
-    """A function of arrays on each device of `tensor`; where a head is on several of them, with the
-    number of the device's part, int32[1], as last argument."""
+    """Calls a function of arrays on each device of `tensor`. If a head is on several devices, the
+    function gets one more argument, the number of the device's part, int32[1]."""
     mesh = model.role.mesh
     if model.key_parts > 1:
         part = jnp.arange(model.key_heads) % model.key_parts
         specs += (PartitionSpec("tensor"),)
         args += (part,)
-    # All axes that are not split by rows already: kernels for TPUs may not have any that XLA could
+    # All axes that are not manual already: in kernels for TPUs there may be no axis that XLA could
     # split.
     return jax.shard_map(
         function,

@@ -1,9 +1,9 @@
-"""Attention of sampling over caches: of a token a slot in decoding, and of a piece of a long prompt
-in prefill.
+"""Attention of sampling over caches: of one token in each slot in decoding, and of a piece of a
+long prompt in prefill.
 
-`online_softmax` is the form without a kernel: one sum over two sets of keys, the prompt's and the
-completion's own, gathered over fixed blocks of keys in order, so that a row's result does not
-depend, to the bit, on how far the caches are padded or on who else is in the batch.
+`online_softmax` is the form without a kernel: one softmax over two sets of keys, the prompt's and
+the completion's own, gathered over fixed blocks of keys in order. So a row's result does not
+depend, to the bit, on how far the caches are padded or on what else is in the batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shoal.model.transformer import Model
 
 
 class Keys(NamedTuple):
-    """A cache's keys and values, and which of them are read.
+    """A cache's keys and values, and a mask which of them are read.
 
     `k, v` are [R, K, T, A], shared by all slots of a row, or [R, S, K, T, A]; `mask` is bool, [R,
     T] or [R, S, T].
@@ -57,25 +57,26 @@ def online_softmax(
     blocks: tuple[int, int],
     merge: Merge | None = None,
 ) -> jax.Array:
-    """`attend` for one token a slot: q[R, S, 1, H, A], an online softmax over fixed blocks of keys,
-    prompt first.
+    """Computes attention of one token in each slot, q[R, S, 1, H, A] -> the same shape, as an
+    online softmax over fixed blocks of keys, the prompt's first.
 
     Keys and values are [R, K, T, A] and [R, S, K, T, A]. Of each set only the first `num_*` keys
     (int32 scalars) are read, rounded up to blocks; the others must be masked. A wholly masked block
     changes no bit of a row that already has a key, so neither the padding of a row nor the other
-    rows of the batch show in its result. A block has the most keys, at most the prompt's and the
-    own of `blocks`, that divide T. No gradient.
+    rows of the batch affect its result. `blocks` are the most keys of a block of the prompt's and
+    of the own keys; a block has the largest number up to that which divides T. There is no
+    gradient.
     """
     prefix_block, own_block = blocks
     q = by_key_head(q, own.k.shape[-3])[:, :, 0]  # [R, S, K, g, A]
     rows, slots, key_heads, share, head_dim = q.shape
-    # The slots of a row are queries of one product each with its prompt's keys and values.
+    # The slots of a row are the queries of one product with the prompt's keys and values.
     of_row = jax.lax.collapse(q.swapaxes(1, 2), 2, 4)  # [R, K, S * g, A]
     running = softmax.start(of_row.shape[:-1], of_row.shape, LOWEST)
     running = _add_keys(running, of_row, prefix, num_prefix, prefix_block)
 
     def by_slot(x: jax.Array) -> jax.Array:
-        """[R, K, S * g, ...] -> [R, S, K, g, ...]"""
+        """Separates the slots again: [R, K, S * g, ...] -> [R, S, K, g, ...]."""
         by_query = x.reshape((rows, key_heads, slots, share, *x.shape[3:]))
         return by_query.swapaxes(1, 2)
 
@@ -90,11 +91,13 @@ def online_softmax(
 def _add_keys(
     running: RunningSoftmax, q: jax.Array, keys: Keys, num_keys: jax.Array, most: int
 ) -> RunningSoftmax:
-    """Adds the first `num_keys` of keys[..., K, T, A], for queries [..., K, M, A]."""
+    """Adds the first `num_keys` of keys[..., K, T, A] to the softmax of queries q[..., K, M, A], in
+    blocks of at most `most` keys. Returns the new state."""
     count = keys.k.shape[-2]
     size = largest_block(count, most)
 
     def add(k: jax.Array, v: jax.Array, mask: jax.Array, running: RunningSoftmax) -> RunningSoftmax:
+        """Adds one block of keys."""
         scores = masked(einsum32("...ma,...ta->...mt", q, k), mask[..., None, None, :])
 
         def weigh_values(weights: jax.Array) -> jax.Array:
@@ -118,8 +121,8 @@ def _add_keys(
 
 @dataclass(frozen=True)
 class SlotKernel:
-    """Decoding by the kernel for GPUs, an `AttentionFn`: it also rotates and writes the new
-    keys."""
+    """The `AttentionFn` of decoding by the kernel for GPUs, which also rotates q and k and writes
+    the new keys and values."""
 
     model: Model
     prefix_len: jax.Array
@@ -139,11 +142,14 @@ class SlotKernel:
     def _attend(
         q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple
     ) -> tuple[jax.Array, LayerCache]:
+        """Calls the kernel on one device's heads, and returns (out, the cache with the new keys and
+        values)."""
         from shoal.model.attention.decode_gpu import attend_slots  # Pallas takes a second to import
 
         cos, sin, prefix_len, position = slots
         keys = cache.prefix_k, cache.prefix_v, cache.own_k, cache.own_v
-        # Of one product, these are slices that XLA sees are beside each other.
+        # If q, k and v are slices of one product, XLA sees that they are adjacent, and does not
+        # copy.
         heads = jnp.concatenate([q, k, v], -2)
         out, own_k, own_v = attend_slots(heads, cos, sin, keys, prefix_len, position)
         return out, replace(cache, own_k=own_k, own_v=own_v)
@@ -151,7 +157,7 @@ class SlotKernel:
 
 @dataclass(frozen=True)
 class PageKernel:
-    """Decoding by the kernel for TPUs, an `AttentionFn`."""
+    """The `AttentionFn` of decoding by the kernel for TPUs, whose own keys are in pages."""
 
     model: Model
     prefix_len: jax.Array
@@ -172,11 +178,13 @@ class PageKernel:
     def _attend(
         q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple
     ) -> tuple[jax.Array, LayerCache]:
+        """Writes the new keys and values into their pages, calls the kernel on one device's heads,
+        and returns (out, new cache)."""
         from shoal.model.attention.decode_tpu import attend_pages  # Pallas takes a second to import
 
         live, prefix_len, position, pages = slots
-        # Slots that sample nothing write past the end, each elsewhere: a scatter whose places might
-        # coincide is a loop.
+        # Slots that sample nothing write past the end, each to another place: XLA compiles a
+        # scatter whose places might coincide to a loop.
         num_pages = len(cache.own_k)
         past_end = num_pages + jnp.arange(live.size, dtype=jnp.int32).reshape(live.shape)
         page = jnp.take_along_axis(pages, position[..., None] // PAGE, 2)
@@ -200,8 +208,8 @@ def _by_heads(
     cache: LayerCache,
     slots: tuple,
 ) -> Any:
-    """An attention of q, k, v [N, W, heads, A], a layer's cache and arrays by slot, on each device
-    of its own heads."""
+    """Calls an attention function of q, k, v [N, W, heads, A], a layer's cache and arrays by slot,
+    on each device for the device's heads."""
     heads = PartitionSpec(None, None, "tensor")
 
     def by_head(keys: jax.Array) -> PartitionSpec:
@@ -232,12 +240,12 @@ def decode_attention(
     live: jax.Array,
     pages: jax.Array | None = None,
 ) -> AttentionFn:
-    """The `AttentionFn` of decoding: one token for each of [N, W] slots.
+    """Returns the `AttentionFn` of decoding: one token for each of [N, W] slots.
 
     The token's key and value are written at position[N, W] of its slot; it then attends to its
-    row's prompt and to its slot. `num_prefix` and `num_own` are upper bounds of the keys that any
-    slot has. Of slots that are not live[N, W] the results mean nothing, and the kernel for TPUs
-    reads and writes no keys. `pages`: its table of them.
+    row's prompt and to its slot. `num_prefix` and `num_own` are upper bounds of the number of keys
+    that any slot has. Results of slots that are not live[N, W] mean nothing, and the kernel for
+    TPUs neither reads nor writes their keys. `pages` is that kernel's table of pages.
     """
     if by_pages(model):
         return PageKernel(model, prefix_len, position, live, pages)
@@ -247,8 +255,8 @@ def decode_attention(
     platform = model.role.platform
     if model.role.tensor == 1:
         return partial(_attend_caches, slots=slots, platform=platform)
-    # Where key heads are not split either: else the partitioner gathers for each device what all of
-    # a replica write.
+    # On each device, even if key heads are not split: otherwise the partitioner gathers for each
+    # device what all devices of a replica write.
     attend = partial(_attend_caches, platform=platform)
     if model.key_parts > 1:
         attend = partial(_attend_part, model.key_parts, model.key_heads, platform)
@@ -272,8 +280,9 @@ def _attend_caches(
     part: Any = 0,
     merge: Merge | None = None,
 ) -> tuple[jax.Array, LayerCache]:
-    """Writes a token of each slot, and attends to the keys of a cache, of which this device may
-    have one part of several."""
+    """Writes the token of each slot into a cache, and attends to the cache's keys. Returns (out,
+    new cache). If a key head is on several devices, this device has `part` of `parts` of its
+    positions, and `merge` joins the sums."""
     prefix_len, position, num_prefix, num_own = slots
     row, slot, head = jnp.indices(k.shape[:3], sparse=True)
     index = position[..., None]
@@ -283,14 +292,15 @@ def _attend_caches(
         mode = "drop"
 
     def write(keys: jax.Array, new: jax.Array) -> jax.Array:
-        # XLA for TPU compiles a scatter to a loop over slots where two of them might coincide.
-        # Written with all heads at once, it transposes the whole cache at both ends of every
+        # XLA for TPU compiles a scatter to a loop over slots if two of them might coincide. If all
+        # heads were written at once, XLA would transpose the whole cache at both ends of every
         # dispatch.
         return keys.at[row, slot, head, index].set(
             new, unique_indices=True, indices_are_sorted=True, mode=mode
         )
 
     def positions(keys: jax.Array) -> jax.Array:
+        """Returns the positions in the sequence of a cache's keys on this device."""
         return parts * jnp.arange(keys.shape[-2]) + part
 
     own_k = write(cache.own_k, k)
@@ -301,8 +311,8 @@ def _attend_caches(
         keys_at_once(platform, cache.prefix_k.shape[2]),
         keys_at_once(platform, cache.own_k.shape[3]),
     )
-    # Up to and with the token itself; what an earlier completion left behind lies beyond and
-    # stays masked.
+    # The mask covers positions up to the token itself; what an earlier completion left behind lies
+    # beyond and stays masked.
     own_mask = positions(cache.own_k) <= position[..., None]
     prefix = Keys(cache.prefix_k, cache.prefix_v, prefix_mask)
     own = Keys(cache.own_k, cache.own_v, own_mask)
@@ -321,8 +331,8 @@ def _attend_part(
     slots: tuple[jax.Array, ...],
     part: jax.Array,
 ) -> tuple[jax.Array, LayerCache]:
-    """Each device computes all queries of its key head against its part, and merges those of its
-    own."""
+    """Computes on each device all queries of its key head against the device's part of the keys,
+    and merges the sums of the device's own queries."""
     groups = [list(range(first, first + parts)) for first in range(0, key_heads, parts)]
     q = jax.lax.all_gather(q, "tensor", axis=2, axis_index_groups=groups, tiled=True)
     prefix_len, position, num_prefix, num_own = slots
@@ -332,7 +342,8 @@ def _attend_part(
 
 
 def _merge_parts(parts: int, groups: list[list[int]], running: RunningSoftmax) -> RunningSoftmax:
-    """The sums of a device's own queries, from those that each part of their keys gave."""
+    """Returns the sums of a device's own queries, joined from those that each part of the keys
+    gave."""
     packed = jnp.concatenate([running.top[..., None], running.total[..., None], running.out], -1)
     packed = packed[:, :, 0]  # [N, W, g, 2 + A]
     packed = jax.lax.all_to_all(packed, "tensor", 2, 2, axis_index_groups=groups, tiled=True)
@@ -347,16 +358,19 @@ def _merge_parts(parts: int, groups: list[list[int]], running: RunningSoftmax) -
 
 
 def piece_attention(start: jax.Array, longest: jax.Array, block: int) -> AttentionFn:
-    """The `AttentionFn` of a piece of R prompts: C tokens of each, from `start` on, of at most
-    `longest`.
+    """Returns the `AttentionFn` of a piece of R prompts: C tokens of each, from position `start`
+    on. `longest` is the length of the longest prompt.
 
-    The cache holds the keys of the pieces before, [R, K, T, A], and then the piece's own too. A
-    token reads its prompt's up to its own, as a slot does in decoding.
+    The cache holds the keys of the pieces before, [R, K, T, A], and afterwards those of this piece,
+    too. A token reads its prompt up to itself, as a slot does in decoding.
     """
 
     def attention(
         q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache
     ) -> tuple[jax.Array, LayerCache]:
+        """Writes the piece's keys and values into the cache, and attends to all keys up to each
+        token."""
+
         def write(before: jax.Array, new: jax.Array) -> jax.Array:
             return jax.lax.dynamic_update_slice_in_dim(before, new.swapaxes(1, 2), start, 2)
 
@@ -364,6 +378,7 @@ def piece_attention(start: jax.Array, longest: jax.Array, block: int) -> Attenti
         prefix_v = write(cache.prefix_v, v)
 
         def attend_block(queries: tuple[jax.Array, jax.Array]) -> jax.Array:
+            """Computes the attention of one block of the piece's queries."""
             q, first = queries  # [R, b, H, A], and the position of the first
             rows = len(q)
             own_k = jax.lax.dynamic_slice_in_dim(prefix_k, first, block, 2)[:, None]
@@ -376,8 +391,8 @@ def piece_attention(start: jax.Array, longest: jax.Array, block: int) -> Attenti
             out = online_softmax(q[:, :, None], before, own, num_before, num_own, (block, block))
             return out[:, :, 0]
 
-        # By blocks of queries, none of which reads keys beyond its own: half of all pairs, and few
-        # scores at once.
+        # By blocks of queries, which do not compute keys after their own block: half of all pairs,
+        # and few scores at once.
         rows, _, heads, head_dim = q.shape
         queries = jnp.moveaxis(q.reshape(rows, -1, block, heads, head_dim), 1, 0)
         first = start + block * jnp.arange(len(queries))
@@ -389,17 +404,19 @@ def piece_attention(start: jax.Array, longest: jax.Array, block: int) -> Attenti
 
 
 def context_attention(platform: str, prefix_len: jax.Array, start: jax.Array) -> AttentionFn:
-    """The `AttentionFn` of C tokens of context of each of M completions, after start[M] tokens of
-    their own.
+    """Returns the `AttentionFn` of C tokens of context for each of M completions, after start[M]
+    tokens of the completion.
 
-    The cache holds their rows' prompts, [M, K, Tp, A], of prefix_len[M] tokens, and their own keys,
-    [M, K, T, A]. A token reads its prompt, and its completion up to itself. Returned are the own
-    keys and values, with the new ones.
+    The cache holds the prompts of their rows, [M, K, Tp, A], of prefix_len[M] tokens, and their own
+    keys, [M, K, T, A]. A token reads its prompt, and its completion up to itself. In place of a new
+    cache, the completion's keys and values are returned, with the new ones.
     """
 
     def attention(
         q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache
     ) -> tuple[jax.Array, tuple]:
+        """Appends the context's keys and values to the completions' own, and attends to prompt and
+        completion."""
         append = jax.vmap(partial(jax.lax.dynamic_update_slice_in_dim, axis=1))
         own_k = append(cache.own_k, k.swapaxes(1, 2), start)
         own_v = append(cache.own_v, v.swapaxes(1, 2), start)

@@ -1,9 +1,9 @@
-"""Attention of decoding by one kernel a layer on GPU, in Pallas for Triton.
+"""Attention of decoding on GPU, by one kernel a layer in Pallas for Triton.
 
-It goes through the keys of a row's prompt, once for all of its slots, then through each slot's own:
-no block is read beyond its row's length, and one softmax is gathered over all. What a slot computes
-depends on no other, to the bit. A program has one key head of some slots of a row; it also turns
-their queries and their new key by rotary positions, and writes that key and its value into the
+The kernel goes through the keys of a row's prompt, once for all of its slots, then through each
+slot's own: no block is read beyond its row's length, and one softmax is gathered over all. What a
+slot computes does not depend on any other, to the bit. A program has one key head of some slots of
+a row; it also rotates their queries and their new key, and writes that key and its value into the
 cache.
 """
 
@@ -22,21 +22,21 @@ from shoal.model.attention import softmax
 from shoal.model.attention.softmax import LOG2E, RunningSoftmax, masked, product32
 
 HEADS = (32, 64, 128, 256)
-"""Dimensions of a head that the kernel takes: powers of two, whose halves it rotates."""
+"""Dimensions of a head for which the kernel works: powers of two, whose halves it rotates."""
 
 
 PROGRAMS = 256
-"""Programs of a kernel that keep a GPU busy: where there are more, each takes more slots, and fewer
-read a prompt."""
+"""Number of programs that keeps a GPU busy: if there are more, each takes more slots, so that fewer
+programs read the same prompt."""
 
 
 MOST_RESULTS = 64 * 128
-"""Queries of a program times the dimensions of a head, of 16 bits: they stay in registers and
+"""Most queries of a program times the dimensions of a head, in 16 bits: they stay in registers and
 shared memory."""
 
 
 def block_keys(head_dim: int, dtype: Any) -> int:
-    """Keys of a block, whose sizes divide all caches."""
+    """Returns the keys of a block; sizes of caches are multiples of it."""
     keys = 64 if head_dim <= 128 else 32
     return keys // 2 if dtype == jnp.float32 else keys
 
@@ -44,7 +44,8 @@ def block_keys(head_dim: int, dtype: Any) -> int:
 def slots_at_once(
     rows: int, siblings: int, heads: int, share: int, width: int, programs: int = PROGRAMS
 ) -> int:
-    """Slots of a row that one program takes, of `share` query heads to a key head."""
+    """Returns how many slots of a row one program takes, if each key head has `share` query
+    heads."""
     for slots in range(siblings, 1, -1):
         if siblings % slots:
             continue
@@ -65,13 +66,14 @@ def attend_slots(
     interpret: bool = False,
     programs: int = PROGRAMS,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Attention of one token for each of [N, W] slots -> (out[N, W, H, A], own keys, own values).
+    """Computes attention of one token in each of [N, W] slots, and writes its key and value into
+    the cache -> (out[N, W, H, A], own keys, own values).
 
-    `heads`[N, W, H + 2 K, A] are queries, key and value as products gave them; cos and sin
-    float32[N, W, A/2]. `keys` are a cache's: of prompts [N, K, Tp, A] twice, of which prefix_len[N]
-    are read; of slots [N, W, K, C, A] twice, of which those before position[N, W], where the new
-    ones are written, in place. A is a power of two from 32 on; Tp and C are multiples of 64. Scores
-    and sums are float32.
+    `heads`[N, W, H + 2 K, A] are queries, key and value as products gave them; cos and sin are
+    float32[N, W, A/2]. `keys` are a cache's keys and values: of prompts [N, K, Tp, A] twice, of
+    which prefix_len[N] are read; of slots [N, W, K, C, A] twice, of which those before position[N,
+    W] are read, where the new ones are written, in place. A is a power of two from 32 on; Tp and C
+    are multiples of 64. Scores and sums are float32.
     """
     prefix_k, prefix_v, own_k, own_v = keys
     rows, siblings, key_heads, size, width = own_k.shape
@@ -79,7 +81,8 @@ def attend_slots(
     share = num_heads // key_heads
     width_of_16_bits = width * heads.dtype.itemsize // 2
     slots = slots_at_once(rows, siblings, key_heads, share, width_of_16_bits, programs)
-    num_scores = rows * siblings * num_heads * (prefix_k.shape[2] + size)  # if every key were read
+    # the number if every key were read
+    num_scores = rows * siblings * num_heads * (prefix_k.shape[2] + size)
     results = pl.pallas_call(
         partial(_kernel, slots, block_keys(width, heads.dtype)),
         [
@@ -90,7 +93,7 @@ def attend_slots(
         grid=(rows, siblings // slots, key_heads),
         interpret=interpret,
         name="decode_kernel",
-        input_output_aliases={5: 1, 6: 2},  # the slots' own keys and values
+        input_output_aliases={5: 1, 6: 2},  # own keys and values are updated in place
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
         cost_estimate=pl.CostEstimate(
             flops=4 * num_scores * width, transcendentals=num_scores, bytes_accessed=0
@@ -115,6 +118,8 @@ def _kernel(
     new_k: Any,
     new_v: Any,
 ) -> None:
+    """Computes the output of one key head of some slots of a row, and writes their new key and
+    value."""
     row = pl.program_id(0)
     part = pl.program_id(1)
     head = pl.program_id(2)
@@ -123,8 +128,8 @@ def _kernel(
     num_heads = out_ref.shape[2]
     share = num_heads // key_heads
     half = width // 2
-    # Triton's arrays have sizes of powers of two, and its products at least 16: what is beyond
-    # repeats the last slot, and writes the same again.
+    # Triton's arrays have sizes of powers of two, and its products at least 16: elements beyond the
+    # last slot repeat that slot, and write the same values again.
     index = jnp.arange(max(16, pl.next_power_of_2(slots * share)), dtype=jnp.int32)
     within = jnp.minimum(jax.lax.div(index, share), slots - 1)
     slot = part * slots + within
@@ -134,7 +139,8 @@ def _kernel(
     position = position_ref[row, slot]
 
     def rotated(number: Any) -> tuple[jax.Array, jax.Array]:
-        """The halves of the heads of these numbers, turned by the slots' positions."""
+        """Returns the halves of the heads with these numbers, rotated by the positions of the
+        slots."""
         first = heads_ref[row, slot, number, pl.ds(0, half)].astype(jnp.float32)
         second = heads_ref[row, slot, number, pl.ds(half, half)].astype(jnp.float32)
         turned_first = first * cos - second * sin
@@ -154,7 +160,7 @@ def _kernel(
     def product_of_rows(a: jax.Array, b: jax.Array) -> jax.Array:
         return (a.astype(jnp.float32) * b.astype(jnp.float32)).sum(1, keepdims=True)
 
-    # The slot's new key, as if it had been read first: its weight is 1.
+    # The softmax starts with the slot's new key, whose weight is 1.
     own_score = (product_of_rows(q_first, k_first) + product_of_rows(q_second, k_second)) * LOG2E
     running = RunningSoftmax(
         top=own_score, total=jnp.ones(own_score.shape, jnp.float32), out=v.astype(jnp.float32)
@@ -169,8 +175,9 @@ def _kernel(
         turn: jax.Array,
         running: RunningSoftmax,
     ) -> RunningSoftmax:
-        """Adds a block of a cache of `length` keys, for the queries that read it (None: all).
-        `read(cache, keys, dimensions)` is of the head."""
+        """Adds a block of a cache that holds `length` keys, for the queries that read it
+        (`is_reader`; None: all). `read(cache, keys, dimensions)` returns a part of the head's keys
+        or values."""
         keys = pl.ds(turn * block, block)
         key = turn * block + jnp.arange(block, dtype=jnp.int32)[None]
         mask = key < length
@@ -198,6 +205,7 @@ def _kernel(
     running = jax.lax.fori_loop(0, num_blocks(num_prefix), add_prefix, running)
 
     def add_slot(number: jax.Array, running: RunningSoftmax) -> RunningSoftmax:
+        """Adds the own keys of the slot with this number in the program."""
         slot = part * slots + number
         num_own = position_ref[row, slot]
         is_reader = (within == number)[:, None]

@@ -1,8 +1,9 @@
-"""Attention of decoding by one kernel a layer on TPU, in Pallas for Mosaic.
+"""Attention of decoding on TPU, by one kernel a layer in Pallas for Mosaic.
 
-A step has some rows; their keys come in turns, prompts' before slots' own, which are in pages
-anywhere, and the next turn's are copied on the chip while one's are read. One softmax is gathered
-over all, and what a slot computes depends on no other, to the bit.
+A step of the grid has some rows. Their keys come in turns, first those of prompts, then the slots'
+own, which are in pages anywhere; the next turn's keys are copied onto the chip while those of one
+turn are read. One softmax is gathered over all turns, and what a slot computes does not depend on
+any other, to the bit.
 """
 
 from __future__ import annotations
@@ -26,26 +27,27 @@ from shoal.model.attention.softmax import (
 )
 
 LANES, SUBLANES = 128, 8
-"""Dimensions of a register of 32 bits; the queries of a slot and a key head fill up its rows."""
+"""Dimensions of a register of 32 bits. The queries of a slot and a key head are filled up to a
+multiple of its rows."""
 
 
 MOST_PAGES = 4
-"""Pages of a slot, or of a prompt, in a turn."""
+"""Most pages of a slot, or of a prompt, that one turn reads."""
 
 
 BUFFER_BYTES = 6 << 20
-"""Bytes of a TPU's on-chip memory for own keys of two turns, unless one page of every slot takes
-more."""
+"""Bytes of a TPU's on-chip memory for the own keys of two turns, unless a single page of every slot
+takes more."""
 
 
 ROWS_OF_PRODUCTS = 64
-"""As many a product of few rows takes a TPU's time of: its keys have to enter the matrix units.
-With products at half of the peak about what Mosaic schedules for a page on v5p."""
+"""A product of few rows takes as long as one of so many, because its keys have to enter the matrix
+units. With products at half of the peak, this is about what Mosaic schedules for a page on v5p."""
 
 
 class Tiles(NamedTuple):
-    """Rows and key heads of a step, and the pages that a turn reads of a prompt and of every
-    slot."""
+    """Sizes of a step: its rows and key heads, and the pages that a turn reads of each prompt and
+    of every slot."""
 
     rows: int
     heads: int
@@ -56,7 +58,8 @@ class Tiles(NamedTuple):
     def of(
         cls, rows: int, slots: int, heads: int, prompt_pages: int, pages: int, page_bytes: int
     ) -> Tiles:
-        """The tiles for sizes on a device; `page_bytes` are of one head's keys and values in a
+        """Returns the tiles for sizes on one device. `prompt_pages` and `pages` are those of a
+        whole prompt and a whole slot; `page_bytes` are the bytes of one head's keys and values in a
         page."""
         most_slot_pages = max(1, BUFFER_BYTES // (2 * page_bytes * slots))
         step_heads = largest_block(heads, most_slot_pages)
@@ -82,12 +85,12 @@ def attend_pages(
     pages: jax.Array,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention of one token for each of [N, W] slots, q[N, W, H, A] -> [N, W, H, A].
+    """Computes attention of one token in each of [N, W] slots, q[N, W, H, A] -> [N, W, H, A].
 
-    Values stand beside their keys: of prompts [N, K, Tp, 2 A], of which prefix_len[N] are read; of
-    slots as pages [P, K, B, 2 A], of which those of length[N, W] keys are read, a slot's being
-    pages[N, W, T]. Where both lengths are 0 a result means nothing. A is a multiple of 64, B of
-    128, and Tp of B. Scores and sums are float32.
+    Values stand next to their keys: of prompts [N, K, Tp, 2 A], of which prefix_len[N] are read; of
+    slots as pages [P, K, B, 2 A], with pages[N, W, T] the numbers of each slot's pages, of whose
+    keys length[N, W] are read. If both lengths are 0, a result means nothing. A is a multiple of
+    64, B of 128, and Tp of B. Scores and sums are float32.
     """
     rows, slots, num_heads, head_dim = q.shape
     _, heads, size, width = prompts.shape
@@ -96,8 +99,10 @@ def attend_pages(
     item = own.dtype.itemsize
     t = Tiles.of(rows, slots, heads, size // page, pages.shape[2], page * width * item)
     steps = rows // t.rows * heads // t.heads
-    grid = (2, steps // 2) if steps % 2 == 0 else (1, steps)  # by core, where a device has two
-    # Heads of half a register's lanes are read with their values, which meet their queries' zeros.
+    # over the cores of a device that has two
+    grid = (2, steps // 2) if steps % 2 == 0 else (1, steps)
+    # Heads of half a register's lanes are read together with their values, which are multiplied by
+    # zeros in the queries.
     beside = 0 if head_dim % LANES == 0 else head_dim
     q = q * jnp.asarray(head_dim**-0.5, q.dtype)
     q = q.reshape(rows, slots, heads, share, head_dim).swapaxes(1, 2)
@@ -122,8 +127,10 @@ def attend_pages(
     keys = pl.BlockSpec(memory_space=tpu.MemorySpace.HBM)
     prompt_buffer = tpu.VMEM((2, t.rows, t.heads, 1, t.prompt_pages * page, width), own.dtype)
     own_buffer = tpu.VMEM((2, t.rows, t.heads, slots, t.pages * page, width), own.dtype)
-    num_scores = rows * heads * (size + slots * pages.shape[2] * page)  # if every key were read
-    # else XLA copies whole caches into on-chip memory and back, as if the kernel read all of them
+    # the number if every key were read
+    num_scores = rows * heads * (size + slots * pages.shape[2] * page)
+    # Without this XLA copies whole caches into on-chip memory and back, as if the kernel read all
+    # of them.
     if not interpret:
         prompts = tpu.with_memory_space_constraint(prompts, tpu.MemorySpace.HBM)
         own = tpu.with_memory_space_constraint(own, tpu.MemorySpace.HBM)
@@ -160,7 +167,7 @@ def attend_pages(
 
 
 def _digits(number: Any, *sizes: int) -> tuple[Any, ...]:
-    """Where an element of this number is in an array of [.., sizes]."""
+    """Returns the index, in an array of [.., sizes], of the element with this number."""
     digits: list[Any] = []
     for size in reversed(sizes):
         digits.insert(0, jax.lax.rem(number, jnp.int32(size)))
@@ -170,8 +177,8 @@ def _digits(number: Any, *sizes: int) -> tuple[Any, ...]:
 
 
 def _products(a: jax.Array, b: jax.Array, contracted: int = 1) -> jax.Array:
-    """Products of U matrices [M, X] with U others, of which X is the first dimension or the second,
-    in float32."""
+    """Multiplies U matrices [M, X] with U others, in float32. `contracted` says which of their
+    dimensions is X."""
     precision = None if b.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     # Mosaic has no other precision of 16 bits.
     return jax.lax.dot_general(a, b, (((2,), (contracted,)), ((0,), (0,))), precision, jnp.float32)
@@ -191,6 +198,7 @@ def _page_kernel(
     own_buffer: Any,
     semaphores: Any,
 ) -> None:
+    """Computes the output of one step: some rows and key heads of all slots."""
     number = pl.program_id(1)
     steps = pl.num_programs(1)
     page = own.shape[2]
@@ -200,7 +208,7 @@ def _page_kernel(
     most_pages = pages.shape[0] // (prompts.shape[0] * slots)
 
     def move(act: str, step: Any, turn: Any, is_own: bool) -> None:
-        """Starts the copies of a turn, or waits for them."""
+        """Starts the copies of a turn's keys (`act` "start"), or waits for them ("wait")."""
         rows, head = _digits(step, parts)
         which = jax.lax.rem(turn, 2)
         buffer = own_buffer if is_own else prompt_buffer
@@ -208,6 +216,8 @@ def _page_kernel(
         each = buffer.shape[4] // page
 
         def move_page(number: Any, _: None) -> None:
+            """Copies one page of a turn, or waits for it; fills the buffer with zeros if the page
+            has no key to read."""
             i, slot, k = _digits(number, count, each)
             row = rows * t.rows + i
             at = turn * each + k  # the page's number in its prompt or slot
@@ -227,7 +237,7 @@ def _page_kernel(
             is_read = at * page < length
             copy = tpu.make_async_copy(source, target, semaphores.at[int(is_own), which])
             pl.when(is_read)(getattr(copy, act))
-            if act == "start":  # what is masked is weighed by 0, and must be a number
+            if act == "start":  # a masked key has weight 0, but its value must be a number
 
                 @pl.when(jnp.logical_not(is_read))
                 def _() -> None:
@@ -238,7 +248,8 @@ def _page_kernel(
     def over_turns(
         is_own: bool, running: RunningSoftmax, then: Callable[[], None]
     ) -> RunningSoftmax:
-        """Adds all turns of prompts, or of slots; after the last, `then`."""
+        """Adds all turns of prompts, or of slots, to the softmax; calls `then` before it reads the
+        last turn."""
         buffer = own_buffer if is_own else prompt_buffer
         rows, _ = _digits(step, parts)
         count = turns[int(is_own), rows]
@@ -254,6 +265,8 @@ def _page_kernel(
         length = jnp.broadcast_to(length[:, None], by_product).reshape(-1, 1, 1)
 
         def add_turn(number: Any, running: RunningSoftmax) -> RunningSoftmax:
+            """Starts the next turn's copies, waits for this turn's, and adds its keys."""
+
             @pl.when(number + 1 < count)
             def _() -> None:
                 move("start", step, number + 1, is_own)

@@ -1,10 +1,10 @@
-"""Attention of rows of several sequences on GPU by kernels in Pallas for Triton: forward; dq; dk
-and dv.
+"""Attention of rows of several sequences on GPU by three kernels in Pallas for Triton: forward; dq;
+dk and dv.
 
 A program of a kernel holds one block of a head, of queries or of keys, and goes through the list of
-the blocks that it reads or that read it: what lies between is neither loaded nor computed, and only
-results are written (FlashAttention-2, Dao 2023, arXiv 2307.08691, algorithms 1 and 2). Gradients of
-keys and values are summed over a key head's query heads.
+the blocks that it reads, or that read it: what lies between is neither loaded nor computed, and
+only results are written (FlashAttention-2, Dao 2023, arXiv 2307.08691, algorithms 1 and 2).
+Gradients of keys and values are summed over a key head's query heads.
 """
 
 from __future__ import annotations
@@ -25,35 +25,37 @@ from shoal.model.attention.softmax import LOG2E, NO_KEY, RunningSoftmax, masked,
 
 
 class BlockLists(NamedTuple):
-    """Which blocks of keys the queries of rows read, and the other way round; rows are rounded up
-    to whole blocks."""
+    """Which blocks of keys each block of queries reads, and which blocks of queries read each block
+    of keys; rows are filled up to whole blocks."""
 
-    # with lists of the blocks of keys that each reads, those that it reads whole first
+    # for each block of queries, the blocks of keys that it reads; those that it reads whole come
+    # first
     queries: Blocks
-    keys: Blocks  # with lists of the blocks of queries that read each
+    keys: Blocks  # for each block of keys, the blocks of queries that read it
 
 
 def block_lists(query: Tokens, key: Tokens, block: int) -> BlockLists:
-    """The lists for rows' queries, or a part of each row's, and all their keys."""
+    """Returns both lists, for queries of whole rows or of a part of each row, and all their
+    keys."""
     return BlockLists(
         blocks_of(query, key, block, whole_first=True), blocks_of(query, key, block, of_keys=True)
     )
 
 
 TILES = {128: (64, 2), 256: (32, 1)}
-"""The most dimensions of a head -> the tokens of a block, of queries and of keys, and the query
-heads of a key head for which a program loads keys and values together: what registers and shared
-memory of an A100, L4, H200 or B200 hold (docs/LOG.md). float32 has half the tokens, and one
-head."""
+"""Largest dimension of a head -> (tokens of a block, of queries and of keys; query heads of a key
+head for which a program loads keys and values together). This is what registers and shared memory
+of an A100, L4, H200 or B200 hold (docs/LOG.md). float32 has half the tokens, and one head."""
 
 
 def block_size(head_dim: int, dtype: Any) -> int:
-    """Tokens of a block."""
+    """Returns the tokens of a block, for heads of this dimension and type."""
     tokens, _heads = _tiles(head_dim)
     return tokens // 2 if dtype == jnp.float32 else tokens
 
 
 def _tiles(head_dim: int) -> tuple[int, int]:
+    """Returns the entry of `TILES` for heads of this dimension."""
     for most, tiles in TILES.items():
         if head_dim <= most:
             return tiles
@@ -63,14 +65,15 @@ def _tiles(head_dim: int) -> tuple[int, int]:
 def attend_rows(
     q: jax.Array, k: jax.Array, v: jax.Array, lists: BlockLists, interpret: bool = False
 ) -> jax.Array:
-    """Softmax attention of q[R, T, H, A] to k, v[R, S, K, A] -> [R, T, H, A]; padding gives 0, and
-    in whole rows S is T. Scores and sums are float32."""
+    """Computes softmax attention of q[R, T, H, A] to k, v[R, S, K, A] -> [R, T, H, A]; for whole
+    rows S is T. Padding gives 0. Scores and sums are float32."""
     rows, size, _, head_dim = q.shape
     block = lists.queries.own.segment.shape[1]
     # Triton's arrays have sizes of powers of two, and its products at least 16.
     width = max(16, pl.next_power_of_2(head_dim))
 
     def by_block(x: jax.Array) -> jax.Array:
+        """Returns an array by blocks [N, block, heads, width], filled up with zeros."""
         heads = x.shape[2]
         x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), (0, 0), (0, width - head_dim)))
         return x.reshape(-1, block, heads, width)
@@ -90,6 +93,8 @@ def _attend(
 def _forward(
     interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, lists: BlockLists
 ) -> tuple[jax.Array, Any]:
+    """Returns the output, and what the backward pass reads: inputs, output, and the log-sum-exp of
+    each query."""
     lse = jax.ShapeDtypeStruct((len(q), q.shape[2], q.shape[1]), jnp.float32)  # [N, H, b]
     out, lse = _call(_forward_kernel, interpret, (q, lse), 2, (q, k, v), lists.queries)
     out = checkpoint_name(out, "kernel")  # see REMAT
@@ -98,6 +103,7 @@ def _forward(
 
 
 def _backward(interpret: bool, residuals: Any, d_out: jax.Array) -> tuple:
+    """Returns the gradients of q, k and v."""
     q, k, v, lists, out, lse = residuals
     delta = jnp.einsum("nbha,nbha->nhb", out, d_out, preferred_element_type=jnp.float32)
     inputs = q, k, v, d_out, lse, delta
@@ -112,8 +118,9 @@ _attend.defvjp(_forward, _backward)
 def _call(
     kernel: Any, interpret: bool, results: tuple, products: int, inputs: tuple, blocks: Blocks
 ) -> Any:
-    """A kernel of so many products a pair of blocks: a program for each block of a key head, or of
-    some query heads. `inputs` begin with q and k."""
+    """Calls a kernel: one program for each block of keys and key head, or for each block of queries
+    and some query heads of a key head. `products` is the number of matrix products a pair of
+    blocks, for the cost estimate. `inputs` begin with q and k."""
     q, k = inputs[:2]
     _, block, num_heads, width = q.shape
     key_heads = k.shape[2]
@@ -137,7 +144,7 @@ def _call(
 
 
 def _heads(q: Any, k: Any) -> tuple[int, int]:
-    """Query heads of a program, and the programs of a key head."""
+    """Returns (query heads of a program, programs for each key head)."""
     share = q.shape[2] // k.shape[2]
     _tokens, most_heads = _tiles(q.shape[3])
     heads = 1 if q.dtype == jnp.float32 else min(most_heads, share)
@@ -145,8 +152,8 @@ def _heads(q: Any, k: Any) -> tuple[int, int]:
 
 
 def _exp2(x: jax.Array) -> jax.Array:
-    """2 to the power of float32 x; 0 below 2^-126, for which each would take three instructions
-    more."""
+    """Returns 2 to the power of float32 x, but 0 for results below 2^-126: to be exact there would
+    take three more instructions for each x."""
     return triton.elementwise_inline_asm(
         "ex2.approx.ftz.f32 $0, $1;",
         args=[x],
@@ -157,16 +164,17 @@ def _exp2(x: jax.Array) -> jax.Array:
 
 
 class Queries(NamedTuple):
-    """The queries of one program: a block of them, of some query heads of a key head."""
+    """The queries of one program: one block of them, in some query heads of one key head."""
 
-    number: jax.Array  # of its block
+    number: jax.Array  # number of the block
     key_head: jax.Array
-    offset: jax.Array  # of each query in the block
-    head: jax.Array  # of each query; beyond the last head it is repeated
+    offset: jax.Array  # of each query: its place in the block
+    head: jax.Array  # of each query: its query head; past the last head the last one is repeated
     tokens: Tokens
 
     @classmethod
     def of_program(cls, q_ref: Any, k_ref: Any, blocks: Any) -> Queries:
+        """Returns the queries of the program that is running."""
         number = pl.program_id(0)
         part = pl.program_id(1)
         share = q_ref.shape[2] // k_ref.shape[2]
@@ -190,11 +198,13 @@ class Queries(NamedTuple):
 
 
 def _over(blocks: Any, number: jax.Array, query: Tokens, add: Callable, carry: Any) -> Any:
-    """`add(mask_scores, other, carry)` for each block of keys that a block reads; `mask_scores`
-    changes the scores of keys that a query does not read. Blocks that are read whole have none
-    such, and a loop of their own."""
+    """Calls `carry = add(mask_scores, other, carry)` for each block of keys, `other`, that the
+    block of queries `number` reads, and returns the last carry. `mask_scores` masks the scores of
+    keys that a query does not read. Blocks that are read whole need no mask, and have their own
+    loop."""
 
     def add_whole(turn: jax.Array, carry: Any) -> Any:
+        """Adds a block that is read whole, without a mask."""
         other = blocks.lists[number, turn]
 
         def unchanged(scores: jax.Array) -> jax.Array:
@@ -203,6 +213,7 @@ def _over(blocks: Any, number: jax.Array, query: Tokens, add: Callable, carry: A
         return add(unchanged, other, carry)
 
     def add_masked(turn: jax.Array, carry: Any) -> Any:
+        """Adds a block of which only some keys are read."""
         other = blocks.lists[number, turn]
 
         def mask_scores(scores: jax.Array) -> jax.Array:
@@ -218,11 +229,12 @@ def _over(blocks: Any, number: jax.Array, query: Tokens, add: Callable, carry: A
 def _forward_kernel(
     exp2: Callable, q_ref: Any, k_ref: Any, v_ref: Any, blocks: Any, out_ref: Any, lse_ref: Any
 ) -> None:
-    """Output and log-sum-exp of one block of queries of some heads."""
+    """Computes output and log-sum-exp of one block of queries of some heads."""
     number, key_head, offset, head, query = Queries.of_program(q_ref, k_ref, blocks)
     q = q_ref[number, offset, head]
 
     def add(mask_scores: Callable, other: jax.Array, running: RunningSoftmax) -> RunningSoftmax:
+        """Adds a block of keys to the softmax."""
         k = k_ref[other, :, key_head]
         v = v_ref[other, :, key_head]
         scores = mask_scores(product32(q, k.T) * LOG2E)
@@ -250,8 +262,8 @@ def _query_kernel(
     blocks: Any,
     d_q_ref: Any,
 ) -> None:
-    """The gradient of one block of queries of some heads. Softmax's, of scores, is p * (dp -
-    delta), with delta the sum of out * d_out over a head's dimensions."""
+    """Computes the gradient of one block of queries of some heads. The gradient of softmax's scores
+    is p * (dp - delta), with delta the sum of out * d_out over a head's dimensions."""
     number, key_head, offset, head, query = Queries.of_program(q_ref, k_ref, blocks)
     q = q_ref[number, offset, head]
     d_out = d_out_ref[number, offset, head]
@@ -259,6 +271,7 @@ def _query_kernel(
     delta = delta_ref[number, head, offset]
 
     def add(mask_scores: Callable, other: jax.Array, d_q: jax.Array) -> jax.Array:
+        """Adds the gradient that a block of keys gives to the queries."""
         k = k_ref[other, :, key_head]
         v = v_ref[other, :, key_head]
         p = exp2(mask_scores(product32(q, k.T) * LOG2E - lse[:, None]))
@@ -281,7 +294,7 @@ def _key_kernel(
     d_k_ref: Any,
     d_v_ref: Any,
 ) -> None:
-    """The gradients of one block of keys and values of a key head."""
+    """Computes the gradients of one block of keys and values of a key head."""
     number = pl.program_id(0)
     key_head = pl.program_id(1)
     share = q_ref.shape[2] // k_ref.shape[2]
@@ -290,16 +303,17 @@ def _key_kernel(
     key = _tokens(blocks.own, number)
 
     def add(turn: jax.Array, carry: tuple) -> tuple:
+        """Adds the gradients that a block of queries, in one head, gives to keys and values."""
         d_k, d_v = carry
-        # One loop over blocks and heads: Triton loads ahead in innermost loops alone.
+        # One loop over blocks and heads, because Triton loads ahead in innermost loops only.
         other = blocks.lists[number, jax.lax.div(turn, share)]
         head = key_head * share + jax.lax.rem(turn, share)
         q = q_ref[other, :, head]
         d_out = d_out_ref[other, :, head]
         mask = _reads(_tokens(blocks.other, other), key).T
         # Scores as [keys, queries], an operand of both sums, stay in registers. All are masked:
-        # with a second loop for two sums each of Hopper's products waits for the one before
-        # (docs/LOG.md).
+        # with a second loop for unmasked blocks, which would carry two sums, each of Hopper's
+        # products waits for the one before (docs/LOG.md).
         scores = product32(k, q.T) * LOG2E
         p = exp2(masked(scores - lse_ref[other, head], mask))
         # d_v first, so that fewer registers are held.
@@ -315,8 +329,8 @@ def _key_kernel(
 
 
 def _tokens(blocks: Any, number: jax.Array) -> Tokens:
-    """The tokens of a block. Positions follow from the first, so that none has to be held beside
-    the others."""
+    """Returns the tokens of a block. Positions are computed from the first one, so that they need
+    not be held next to the others."""
     segment = blocks.segment[number]
     prompt = blocks.prompt[number]
     position = blocks.first[number] + jnp.arange(blocks.segment.shape[1])
@@ -324,5 +338,5 @@ def _tokens(blocks: Any, number: jax.Array) -> Tokens:
 
 
 def _reads(query: Tokens, key: Tokens) -> jax.Array:
-    """bool[queries, keys] of the tokens of two blocks."""
+    """Returns bool[queries, keys] for the tokens of two blocks: which query reads which key."""
     return reads(query.to_meet(1), key.to_meet(0))

@@ -1,4 +1,5 @@
-"""Attention with all scores of a row at once and ordinary autodiff: the reference of the others."""
+"""Attention with all scores of a row at once and ordinary autodiff: what the other forms are tested
+against."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from shoal.model.attention.softmax import LOWEST, by_key_head, einsum32, masked
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    """Softmax attention of q[R, C, H, A] to k, v[R, T, K, A] where mask[R, C, T] is True -> [R, C,
-    H, A].
+    """Computes softmax attention of q[R, C, H, A] to those k, v[R, T, K, A] for which mask[R, C, T]
+    is True -> [R, C, H, A].
 
     H is a multiple of K; each key/value head serves H // K consecutive query heads. Scores and sums
     are float32. A query without any key gives 0, and no gradient.
@@ -20,8 +21,8 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
     scores = masked(einsum32("rckga,rtka->rkgct", q, k), mask[:, None, None])
     # The maximum cancels in the quotient, so it needs no gradient.
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
-    # Not exp alone: in a row without keys all scores equal the maximum, and exp(0) would weigh
-    # padding by 1.
+    # exp alone is not enough: in a row without keys all scores equal the maximum, and exp(0) would
+    # give padding the weight 1.
     p = jnp.where(scores > LOWEST, jnp.exp(scores - top), 0.0)
     total = p.sum(-1)
     total = jnp.where(total == 0.0, 1.0, total)
@@ -34,6 +35,6 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
 def attend_at_once(
     q: jax.Array, k: jax.Array, v: jax.Array, query: Tokens, key: Tokens
 ) -> jax.Array:
-    """`attend` of rows of several sequences, or of queries that are a part of each row, all scores
-    at once: the reference of blocks and kernels."""
+    """Computes `attend` for rows of several sequences, or for queries that are a part of each row,
+    with the mask of `reads`: the reference of blocks and kernels."""
     return attend(q, k, v, reads(query.to_meet(2), key.to_meet(1)))

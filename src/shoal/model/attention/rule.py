@@ -1,5 +1,5 @@
-"""Which tokens read which: those at or before them of their own segment and of their prompt's. As a
-mask, and as lists of the blocks that are needed."""
+"""The rule which tokens read which, as a mask and as lists of the blocks that are needed: a token
+reads those at or before it in its own segment and in its prompt's segment."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import jax.numpy as jnp
 
 
 class Tokens(NamedTuple):
-    """Tokens of rows, or of a part of each, as `reads` sees them: int32[R, T] each."""
+    """Tokens of rows, or of the same part of each row, as `reads` compares them: int32[R, T]
+    each."""
 
     segment: jax.Array
     prompt: jax.Array
-    position: jax.Array  # in the row
+    position: jax.Array  # position in the row, not in the sequence
 
     @classmethod
     def of(cls, segment: jax.Array, prompt: jax.Array) -> Tokens:
-        """The tokens of whole rows."""
+        """Returns the tokens of whole rows."""
         return cls(
             segment,
             prompt,
@@ -26,21 +27,22 @@ class Tokens(NamedTuple):
         )
 
     def to_meet(self, axis: int) -> tuple[jax.Array, ...]:
-        """Each array with one more dimension, along which it meets others."""
+        """Returns the three arrays, each with one more dimension at `axis`, along which it is
+        broadcast against others."""
         return tuple(jnp.expand_dims(x, axis) for x in self)
 
 
 def reads(query: tuple[jax.Array, ...], key: tuple[jax.Array, ...]) -> jax.Array:
-    """Which queries of a row read which keys, from (segment, prompt, position) of both, ready to
-    meet: the tokens at or before them of their own segment and of their prompt's. Padding, segment
-    0, reads nothing."""
+    """Returns a mask which queries read which keys, each given as (segment, prompt, position) in
+    shapes that broadcast. A query reads the keys at or before it in its own segment and in its
+    prompt's. Padding, segment 0, reads nothing."""
     own, prompt, position = query
     segment, _, key_position = key
     return ((segment == own) | (segment == prompt)) & (own > 0) & (key_position <= position)
 
 
 class BlockTokens(NamedTuple):
-    """Tokens as N blocks of b."""
+    """Tokens as N blocks of b tokens."""
 
     segment: jax.Array  # int32[N, b]
     prompt: jax.Array  # int32[N, b]
@@ -48,7 +50,7 @@ class BlockTokens(NamedTuple):
 
     @classmethod
     def of(cls, tokens: Tokens, block: int) -> BlockTokens:
-        """Tokens [R, T] by blocks, filled up to whole ones."""
+        """Divides tokens [R, T] into blocks; each row is filled up with padding to whole blocks."""
         return cls(
             segment=_filled(tokens.segment, block).reshape(-1, block),
             prompt=_filled(tokens.prompt, block).reshape(-1, block),
@@ -57,33 +59,37 @@ class BlockTokens(NamedTuple):
 
     @property
     def tokens(self) -> Tokens:
+        """The same tokens with the position of each, as arrays [N, b]."""
         position = self.first[:, None] + jnp.arange(self.segment.shape[1])
         return Tokens(self.segment, self.prompt, position)
 
 
 class Blocks(NamedTuple):
-    """Blocks of queries, and the blocks of keys that each reads; or of keys, and the blocks of
-    queries that read each."""
+    """Blocks of queries with the blocks of keys that each reads; or blocks of keys with the blocks
+    of queries that read each. `own` are the former, `other` the latter."""
 
-    own: BlockTokens  # N of them
-    other: BlockTokens
-    # int32[N, others of a row]: numbers of other blocks, the first `counts` of them to be read
+    own: BlockTokens  # the N blocks that have a list each
+    other: BlockTokens  # the blocks that the lists refer to, by number over all rows
+    # int32[N, number of other blocks in a row]: numbers of other blocks; only the first `counts` of
+    # each list are needed
     lists: jax.Array
-    counts: jax.Array  # int32[N]
-    # int32[N]: how many of them are read whole, and come first; None: not asked for
+    counts: jax.Array  # int32[N]: length of each list
+    # int32[N]: number of other blocks that are read whole, without a mask; they come first in a
+    # list. None if not asked for
     whole: jax.Array | None = None
 
 
 def blocks_of(
     query: Tokens, key: Tokens, block: int, of_keys: bool = False, whole_first: bool = False
 ) -> Blocks:
-    """The blocks of rows' queries or of their keys. Queries may be a part of each row.
-    `whole_first` is for queries."""
+    """Lists for each block of queries the blocks of keys that it reads; with `of_keys`, for each
+    block of keys the blocks of queries that read it. Queries may be a part of each row.
+    `whole_first` puts the blocks that are read whole first; it is for lists of queries only."""
     is_needed = needed_blocks(query, key, block)
     if of_keys:
         is_needed = is_needed.mT
     rows, _, others = is_needed.shape
-    # Those that are needed first, in order.
+    # Sorting by this rank puts the needed blocks first, in order.
     rank = ~is_needed
     count_whole = None
     if whole_first:
@@ -103,12 +109,13 @@ def blocks_of(
 
 
 def needed_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
-    """bool[R, n, m]: whether any query of a block may read any key of another one, by positions and
-    by segments, whose numbers rise along a row: those of a block are all from the first to the
-    last."""
+    """Returns bool[R, n, m]: True if any query of block n may read any key of block m. Decided by
+    positions and by segments, whose numbers rise along a row: a block has all segments from its
+    first to its last."""
 
     def span(numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The first and the last of each block; 0, padding, is nobody's."""
+        """Returns the lowest and the highest segment number in each block; 0, padding, does not
+        count for the lowest."""
         numbers = _filled(numbers, block).reshape(len(numbers), -1, block)
         first = jnp.where(numbers > 0, numbers, jnp.iinfo(jnp.int32).max).min(-1)
         return first, numbers.max(-1)
@@ -120,19 +127,20 @@ def needed_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
     key_position = key.position[:, ::block]
 
     def meets(first: jax.Array, last: jax.Array) -> jax.Array:
+        """Returns which spans of segments overlap the spans of which blocks of keys."""
         return (key_first[:, None] <= last[..., None]) & (key_last[:, None] >= first[..., None])
 
-    # Of the prompts of a block's tokens, the first token's alone may stand before the block.
+    # Among the prompts of a block's tokens, only the first token's can begin before the block.
     has_keys = meets(first, last) | (meets(prompt, prompt) & (prompt > 0)[..., None])
     return has_keys & (key_position[:, None] < position[..., None] + block)
 
 
 def whole_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
-    """bool[R, n, m]: whether every query of a block reads every key of another one, which is of one
-    segment."""
+    """Returns bool[R, n, m]: True if every query of block n reads every key of block m, and so
+    needs no mask. The keys are then all of one segment."""
 
     def only(numbers: jax.Array) -> jax.Array:
-        """The number that all tokens of a block have; 0, padding's, where they differ."""
+        """Returns the number that all tokens of a block have; 0, as for padding, if they differ."""
         numbers = _filled(numbers, block).reshape(len(numbers), -1, block)
         return jnp.where(numbers.min(-1) == numbers.max(-1), numbers[..., 0], 0)
 
@@ -145,7 +153,7 @@ def whole_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
 
 
 def _filled(x: jax.Array, block: int) -> jax.Array:
-    """[R, T, ...], filled up to whole blocks."""
+    """Fills [R, T, ...] up with zeros, so that T is a multiple of `block`."""
     padding = [(0, 0)] * x.ndim
     padding[1] = (0, -x.shape[1] % block)
     return jnp.pad(x, padding)

@@ -1,5 +1,5 @@
-"""Which attention computes a model's rows on its devices, and why not another: the `AttentionFn`s
-of training, scoring and prefill, and whether a kernel decodes."""
+"""Decides which form of attention computes a model's rows on its devices, and says why not another:
+makes the `AttentionFn`s of training, scoring and prefill, and decides whether a kernel decodes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from shoal.model.transformer import Model
 from shoal.records import ShoalError
 
 SCORE_BYTES = 2**31
-"""Scores on a GPU or TPU above which `model.attention=auto` computes them by blocks, where it takes
-no kernel: of a layer, since the backward pass computes them again, or of all where
-`model.remat=none` keeps them."""
+"""Bytes of scores on a GPU or TPU above which `model.attention=auto` computes by blocks, if it uses
+no kernel. Counted are the scores of one layer, since the backward pass computes them again, or of
+all layers if `model.remat=none` keeps them."""
 
 
 SHORT = 128
@@ -33,24 +33,25 @@ next to nothing."""
 
 
 KERNEL_TOKENS = 512
-"""Tokens of a row from which `auto` takes a kernel. On TPU a shorter row is one or two blocks. By
+"""Tokens of a row from which `auto` uses a kernel. On TPU a shorter row is one or two blocks. By
 the compiler's account of an H200 a micro-batch of 1.5B with a row of 4,096 tokens takes 208 ms with
 all scores at once and 76 with the kernels."""
 
 
 MOST_PALLAS_HEAD = 256
-"""Dimensions of a head in the kernels: of wider ones, not even a small block fits a GPU's
+"""Most dimensions of a head in the kernels: of wider heads not even a small block fits a GPU's
 registers."""
 
 
 MOST_TPU_TOKENS = 2**16
-"""Most tokens of a row in the kernels for TPUs: the list of its pairs of blocks is in the memory of
-the scalar core."""
+"""Most tokens of a row in the kernels for TPUs: the list of its pairs of blocks has to fit the
+scalar core's memory."""
 
 
 def attention_kind(model: Model, rows: int, size: int) -> str:
-    """How attention is computed for rows of so many tokens: `model.attention`; for `auto` by device
-    and shape."""
+    """Returns "reference", "blocked" or "pallas": how attention is computed for rows of so many
+    tokens. It is `model.attention`; for `auto` it depends on device and shape. ShoalError if pallas
+    is asked for and its kernels cannot compute these rows."""
     if model.attention == "auto":
         return _fitting_kind(model, rows, size)
     if model.attention == "pallas":
@@ -64,7 +65,7 @@ def attention_kind(model: Model, rows: int, size: int) -> str:
 
 
 def _fitting_kind(model: Model, rows: int, size: int) -> str:
-    """The kind that `auto` takes."""
+    """Returns the kind of attention that `auto` chooses."""
     role = model.role
     if role.platform == "cpu":
         return "reference" if size <= SHORT else "blocked"
@@ -78,11 +79,13 @@ def _fitting_kind(model: Model, rows: int, size: int) -> str:
 
 
 def kernel_fault(model: Model) -> str:
-    """Why our kernels that `model.attention=auto` takes do not work on this device, found by trying
-    them once a process; empty if they work, or are not taken. Some GPUs have too little shared
-    memory, or are too old for Triton.
+    """Returns why the kernels that `model.attention=auto` would use do not work on this device; ""
+    if they work, or are not used. Runs them once in each process to find out: some GPUs have too
+    little shared memory, or are too old for Triton.
 
-    Never inside of a compiled function: a model is made with `blocked` where there is a fault."""
+    Never call this inside of a compiled function. If there is a fault, a model is made with
+    `blocked`.
+    """
     if model.attention != "auto" or _kernel_refusal(model, KERNEL_TOKENS):
         return ""
     devices = set(model.role.mesh.devices.flat) & set(jax.local_devices())
@@ -96,14 +99,14 @@ def kernel_fault(model: Model) -> str:
 
 
 def platform_fault(attention: str, platform: str) -> str:
-    """Why `model.attention` computes no model on a platform; empty if it may."""
+    """Returns why this value of `model.attention` cannot be used on a platform; "" if it can."""
     if attention != "pallas" or platform in ("gpu", "tpu"):
         return ""
     return f"pallas attention is for GPUs and TPUs, and this is a {platform.upper()}"
 
 
 def _kernel_refusal(model: Model, size: int) -> str:
-    """Why the kernels cannot compute a model's rows of so many tokens; empty if they can."""
+    """Returns why the kernels cannot compute a model's rows of so many tokens; "" if they can."""
     fault = platform_fault("pallas", model.role.platform)
     if fault:
         return fault
@@ -118,18 +121,19 @@ def _kernel_refusal(model: Model, size: int) -> str:
 
 
 class RowForm(NamedTuple):
-    """One way to compute the attention of whole rows, on arrays of one device."""
+    """One way to compute the attention of whole rows, on the arrays of one device."""
 
-    # (tokens of queries, tokens of keys) -> what each token reads, a tree of arrays by row
+    # (tokens of queries, tokens of keys) -> a description of what each token reads, a tree of
+    # arrays by row
     find_reads: Callable[[Tokens, Tokens], Any]
-    # (q[R, T, H, A], k[R, S, K, A], v, what find_reads gave) -> [R, T, H, A]; of a form that
-    # rotates, with heads beside each other, and with the angles of queries and keys after v
+    # (q[R, T, H, A], k[R, S, K, A], v, result of find_reads) -> [R, T, H, A]. A form that rotates
+    # takes heads side by side in one dimension, and the angles of queries and keys after v
     attend: Callable[..., jax.Array]
     rotates: bool = False
 
 
 def _row_form(model: Model, rows: int, size: int) -> RowForm:
-    """The form for rows that are split into parts of `size` tokens."""
+    """Returns the form for rows that are split into parts of `size` tokens."""
     role = model.role
     kind = attention_kind(model, rows // role.context, size * role.context)
     if kind == "reference":
@@ -142,6 +146,8 @@ def _row_form(model: Model, rows: int, size: int) -> RowForm:
 
 
 def _reference_form() -> RowForm:
+    """Returns the form that computes all scores at once."""
+
     def find_reads(query: Tokens, key: Tokens) -> tuple[Tokens, Tokens]:
         return query, key
 
@@ -153,6 +159,7 @@ def _reference_form() -> RowForm:
 
 
 def _blocked_form(model: Model, size: int) -> RowForm:
+    """Returns the form that computes by blocks, without a kernel."""
     role = model.role
     block = block_size(size, role.platform)
     at_once = 0
@@ -163,6 +170,7 @@ def _blocked_form(model: Model, size: int) -> RowForm:
 
 
 def _gpu_form(model: Model) -> RowForm:
+    """Returns the form by the kernels for GPUs."""
     from shoal.model.attention import gpu  # Pallas takes a second to import
 
     block = gpu.block_size(model.architecture.head_dim, model.dtype)
@@ -170,6 +178,7 @@ def _gpu_form(model: Model) -> RowForm:
 
 
 def _tpu_form() -> RowForm:
+    """Returns the form by the kernels for TPUs."""
     from shoal.model.attention import tpu  # Pallas takes a second to import
 
     return RowForm(tpu.row_pairs, tpu.attend_rows, rotates=True)
@@ -177,12 +186,13 @@ def _tpu_form() -> RowForm:
 
 @dataclass(frozen=True)
 class RowAttention:
-    """The `AttentionFn` of whole rows, or of the parts that they are split into, by one form."""
+    """The `AttentionFn` of whole rows, or of the parts that they are split into, computed by one
+    form."""
 
     role: Role
     form: RowForm
-    reads: Any  # what each token reads: found once, not in every layer
-    is_prefill: bool = False  # its keys and values are the new cache
+    reads: Any  # what each token reads, found once and not in every layer
+    is_prefill: bool = False  # True: keys and values are returned as the new cache
 
     @property
     def rotates(self) -> bool:
@@ -191,6 +201,7 @@ class RowAttention:
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, _: None, rope: Any = None
     ) -> tuple[jax.Array, Any]:
+        """Returns (out, (keys, values) in a prefill, else None)."""
         if self.rotates:
             out, k = self._rotate_and_attend(q, k, v, rope)
         else:
@@ -198,15 +209,17 @@ class RowAttention:
         return out, (k, v) if self.is_prefill else None
 
     def _attend(self, heads: tuple[jax.Array, ...], reads: Any) -> jax.Array:
+        """Computes attention on one device, for a form that does not rotate."""
         q, k, v = heads
-        # Queries stay where they are. Keys and values of a row are gathered, those of few heads: a
-        # layer's alone, as the backward pass gathers them again.
+        # Queries stay where they are. The keys and values of a row, which have few heads, are
+        # gathered: for one layer at a time, as the backward pass gathers them again.
         return self.form.attend(q, _whole(self.role, k), _whole(self.role, v), reads)
 
     def _rotate_and_attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, rope: Any
     ) -> tuple[jax.Array, jax.Array]:
-        """(out, k), k as it is kept: of a prefill rotated."""
+        """Returns (out, k), for a form that rotates. k is what a cache keeps: rotated in a
+        prefill."""
         from shoal.model.attention.tpu import (  # Pallas takes a second to import
             side_by_side,
             unrotated,
@@ -214,12 +227,13 @@ class RowAttention:
 
         q_angles = side_by_side(rope)
         k_angles = q_angles
-        if self.is_prefill:  # whose keys are kept as they are read
+        if self.is_prefill:  # the cache keeps rotated keys
             cos, sin = rope
             k = rotate_by_product(k, cos, sin)
             k_angles = unrotated(q_angles)
 
         def attend(heads: tuple[jax.Array, ...], by_row: tuple) -> jax.Array:
+            """Computes attention on one device."""
             q, k, v = heads
             (q_angles, k_angles), reads = by_row
             k = _whole(self.role, k)
@@ -227,8 +241,8 @@ class RowAttention:
             angles = q_angles, _whole(self.role, k_angles)
             return self.form.attend(q, k, v, angles, reads)
 
-        # As products take and give them, for each device: with heads as a dimension XLA would
-        # divide them in products.
+        # Heads and dimensions are flattened to one, as products take and give them, for each
+        # device: with heads as a separate dimension XLA would divide them in products.
         flat = jax.lax.collapse(q, 2), jax.lax.collapse(k, 2), jax.lax.collapse(v, 2)
         by_row = (q_angles, k_angles), self.reads
         out = _on_each_device(self.role, attend, flat, by_row)
@@ -236,16 +250,17 @@ class RowAttention:
 
 
 def segment_attention(model: Model, segment: jax.Array, prompt: jax.Array) -> AttentionFn:
-    """The `AttentionFn` of training and scoring: rows of several sequences, segment[R, T] and
-    prompt[R, T]."""
+    """Returns the `AttentionFn` of training and scoring, for rows of several sequences given by
+    segment[R, T] and prompt[R, T]."""
     rows, size = segment.shape
     form = _row_form(model, rows, size)
     return RowAttention(model.role, form, _reads_of(model.role, form, segment, prompt))
 
 
 def prefill_attention(model: Model, length: jax.Array, size: int, reads: Any = ()) -> AttentionFn:
-    """Prompts [R, T] of length[R] attend to themselves; their keys and values are the new cache.
-    `reads`: of `prompt_reads`, where a program before has found them."""
+    """Returns the `AttentionFn` of a prefill: prompts [R, T] of length[R] attend to themselves, and
+    their keys and values are the new cache. `reads` is what `prompt_reads` returned, if an earlier
+    program has computed it."""
     form = _row_form(model, len(length), size)
     if not reads:
         segment = _prompt_segment(length, size)
@@ -254,22 +269,25 @@ def prefill_attention(model: Model, length: jax.Array, size: int, reads: Any = (
 
 
 def prompt_reads(model: Model, length: jax.Array, size: int) -> Any:
-    """Which keys the tokens of prompts read, as the form of attention takes it: arrays by row."""
+    """Returns which keys the tokens of prompts read, in the form that the model's attention takes:
+    a tree of arrays by row."""
     form = _row_form(model, len(length), size)
     segment = _prompt_segment(length, size)
     return _reads_of(model.role, form, segment, segment)
 
 
 def _prompt_segment(length: jax.Array, size: int) -> jax.Array:
-    """1 at the tokens of prompts of length[R], 0 at padding: int32[R, T]."""
+    """Returns int32[R, T]: 1 at the tokens of prompts of length[R], 0 at padding."""
     return (jnp.arange(size) < length[:, None]).astype(jnp.int32)
 
 
 def _reads_of(role: Role, form: RowForm, segment: jax.Array, prompt: jax.Array) -> Any:
-    """Which keys each token of rows, or of their parts, reads: arrays by row."""
+    """Returns which keys each token of rows, or of their parts, reads, in the form that
+    `form.attend` takes: a tree of arrays by row."""
     size = segment.shape[1]
 
     def find(tokens: tuple[jax.Array, jax.Array], _: None) -> Any:
+        """Finds what each token reads, on one device, whose queries may be a part of each row."""
         segment, prompt = tokens
         key = Tokens.of(_whole(role, segment), _whole(role, prompt))
         query = key
@@ -286,14 +304,14 @@ def _reads_of(role: Role, form: RowForm, segment: jax.Array, prompt: jax.Array) 
 
 
 def _whole(role: Role, x: jax.Array) -> jax.Array:
-    """Whole rows, from the parts that the devices of `context` have."""
+    """Returns whole rows, gathered from the parts that the devices of `context` have."""
     return x if role.context == 1 else jax.lax.all_gather(x, "context", axis=1, tiled=True)
 
 
 def _on_each_device(role: Role, function: Callable, own: tuple[jax.Array, ...], by_row: Any) -> Any:
-    """function(own, by_row) on each device, of its own rows, and of its heads where the arrays of
-    `own` have them, [R, T, heads, ...]: the partitioner cannot split a kernel, nor skip by
-    device."""
+    """Calls function(own, by_row) on each device with the device's rows, and with its heads if the
+    arrays of `own` have heads, [R, T, heads, ...]: the partitioner can neither split a kernel nor
+    skip work by device."""
     if role.mesh.size == 1:
         return function(own, by_row)
     row_axes = role.row_axes or None
@@ -311,7 +329,7 @@ def _on_each_device(role: Role, function: Callable, own: tuple[jax.Array, ...], 
 
 
 def kernel_refusal(model: Model) -> str:
-    """Why decoding's kernel cannot compute a model; empty if it can."""
+    """Returns why decoding's kernel cannot compute a model; "" if it can."""
     platform = model.role.platform
     if platform == "cpu":
         return f"it is for GPUs and TPUs, and this is a {platform.upper()}"
@@ -333,8 +351,8 @@ def kernel_refusal(model: Model) -> str:
 
 
 def decodes_by_kernel(model: Model) -> bool:
-    """True if decoding takes the kernel, as `auto` does where it can. ShoalError if it cannot and
-    was asked for."""
+    """True if decoding uses the kernel, as `auto` does if it can. ShoalError if the kernel was
+    asked for on a GPU or TPU and cannot compute this model."""
     reason = kernel_refusal(model)
     if reason and model.attention == "pallas" and model.role.platform != "cpu":
         raise ShoalError(
@@ -346,5 +364,5 @@ def decodes_by_kernel(model: Model) -> bool:
 
 
 def by_pages(model: Model) -> bool:
-    """True if decoding reads own keys by pages, as the kernel for TPUs does."""
+    """True if decoding reads a slot's own keys by pages, as the kernel for TPUs does."""
     return model.role.platform == "tpu" and decodes_by_kernel(model)

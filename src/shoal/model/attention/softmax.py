@@ -1,6 +1,6 @@
 """The one online softmax that all forms of attention share, and products in float32.
 
-Keys come in blocks. Of each query three things are carried from block to block (`RunningSoftmax`):
+Keys come in blocks. For each query three things are carried from block to block (`RunningSoftmax`):
 the largest score, the sum of weights and the weighted sum of values; the last two are scaled down
 whenever a larger score comes (Milakov and Gimelshein 2018, arXiv 1805.02867). A form of attention
 decides what a block is, which keys are masked, and the base of the powers: e on CPU, 2 in kernels.
@@ -16,28 +16,29 @@ import jax
 import jax.numpy as jnp
 
 LOG2E = math.log2(math.e)
-"""GPUs compute powers of two: in kernels scores, and their log-sum-exp, are exponents in base 2."""
+"""log2(e). GPUs compute powers of two: in kernels scores, and their log-sum-exp, are exponents in
+base 2."""
 
 
 LOWEST = -1e30
-"""Score of a masked key, in place of minus infinity: in a row without any key, -inf minus -inf
+"""Score of a masked key, instead of minus infinity: for a query without any key, -inf minus -inf
 would be NaN."""
 
 
 NO_KEY = LOWEST / 2
-"""The largest score of a query before its first key, where a query may stay without any. It is so
-far above LOWEST that masked keys weigh 0."""
+"""Start value of the largest score, if a query may have no key at all. It is so far above LOWEST
+that masked keys have weight 0."""
 
 
 Power = Callable[[jax.Array], jax.Array]
-"""The base to a power: `jnp.exp`, `jnp.exp2`, or a device's own."""
+"""The base raised to an array of exponents: `jnp.exp`, `jnp.exp2`, or a device's own function."""
 
 
 class RunningSoftmax(NamedTuple):
-    """The softmax of some queries over the keys that they have met so far.
+    """The state of the softmax of some queries over the keys that were added so far.
 
-    `top` and `total` have the dimensions of the queries, with the keys' as one more of size 1 where
-    a kernel keeps it; `out` those of the queries and A.
+    `top` and `total` have one number for each query, with one more dimension of size 1 in place of
+    the keys' if a kernel keeps it; `out` has the queries' dimensions and A.
     """
 
     top: jax.Array  # the largest score
@@ -46,8 +47,8 @@ class RunningSoftmax(NamedTuple):
 
 
 def start(by_query: tuple[int, ...], out: tuple[int, ...], top: float) -> RunningSoftmax:
-    """The state of queries before their first key: `by_query` and `out` are the shapes of sums and
-    of outputs. `top` is NO_KEY, or LOWEST where each query has a key."""
+    """Returns the state of queries before their first key. `by_query` and `out` are the shapes of
+    sums and of outputs. `top` is NO_KEY, or LOWEST if each query has a key."""
     return RunningSoftmax(
         top=jnp.full(by_query, top, jnp.float32),
         total=jnp.zeros(by_query, jnp.float32),
@@ -61,9 +62,10 @@ def add_block(
     weigh_values: Callable[[jax.Array], jax.Array],
     power: Power,
 ) -> RunningSoftmax:
-    """Adds a block of keys, of scores[queries, keys], masked ones at LOWEST.
+    """Adds a block of keys with scores[queries, keys], in which masked keys have LOWEST. Returns
+    the new state.
 
-    `weigh_values(weights)` is the product of float32 weights[queries, keys] with the block's
+    `weigh_values(weights)` returns the product of float32 weights[queries, keys] with the block's
     values. A wholly masked block changes no bit of a query that has a key.
     """
     top = raise_top(running.top, scores)
@@ -72,7 +74,8 @@ def add_block(
 
 
 def raise_top(top: jax.Array, scores: jax.Array, keys_axis: int = -1) -> jax.Array:
-    """The first half of `add_block`: the largest score, with a block of keys besides."""
+    """Returns the largest score of each query, a block's scores included: the first half of
+    `add_block`."""
     keeps_dimension = top.ndim == scores.ndim
     return jnp.maximum(top, scores.max(keys_axis, keepdims=keeps_dimension))
 
@@ -85,8 +88,8 @@ def accumulate(
     power: Power,
     keys_axis: int = -1,
 ) -> RunningSoftmax:
-    """The second half of `add_block`: adds a block's weights, and its values by weight, which are
-    relative to a new `top`."""
+    """Adds a block's weights, and its values times weights, which both are relative to the new
+    `top`: the second half of `add_block`. Returns the new state."""
     keeps_dimension = top.ndim == weights.ndim
     shrink = power(running.top - top)
     total = running.total * shrink + weights.sum(keys_axis, keepdims=keeps_dimension)
@@ -95,47 +98,50 @@ def accumulate(
 
 
 def attention_of(running: RunningSoftmax) -> jax.Array:
-    """The weighted mean of values after the last block, of queries that have a key."""
+    """Returns the weighted mean of values after the last block. Each query must have had a key."""
     return running.out / _against(running.out, running.total)
 
 
 def finish(
     running: RunningSoftmax, log: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """(weighted mean of values, log-sum-exp) after the last block, `log` in the base of the powers.
-    Of a query without keys: 0, and a log-sum-exp that makes no NaN."""
+    """Returns (weighted mean of values, log-sum-exp) after the last block; `log` must have the base
+    of the powers. A query without any key gets 0, and a log-sum-exp that leads to no NaN."""
     total = jnp.where(running.total == 0.0, 1.0, running.total)
     return running.out / _against(running.out, total), running.top + log(total)
 
 
 def _against(array: jax.Array, by_query: jax.Array) -> jax.Array:
-    """A number of each query, ready to meet an array that has one more dimension."""
+    """Returns one number for each query, in a shape that broadcasts against `array`, which has one
+    more dimension."""
     return by_query if by_query.ndim == array.ndim else by_query[..., None]
 
 
 def masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
+    """Returns the scores, with LOWEST where the mask is False."""
     return jnp.where(mask, scores, LOWEST)
 
 
 def by_key_head(q: jax.Array, num_kv_heads: int) -> jax.Array:
-    """Scales by 1/sqrt(A) and splits the heads: [..., H, A] -> [..., K, H // K, A]."""
+    """Scales queries by 1/sqrt(A) and groups their heads by key head: [..., H, A] -> [..., K, H //
+    K, A]."""
     head_dim = q.shape[-1]
     q = q * jnp.asarray(head_dim**-0.5, q.dtype)
     return q.reshape((*q.shape[:-2], num_kv_heads, -1, head_dim))
 
 
 def einsum32(form: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """`jnp.einsum` with a float32 result, whatever the type of the arrays."""
+    """Computes `jnp.einsum` with a float32 result, whatever the type of the arrays."""
     return jnp.einsum(form, a, b, preferred_element_type=jnp.float32)
 
 
 def product32(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The product of two matrices, in float32."""
+    """Computes the product of two matrices in float32."""
     return jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 
 def largest_block(size: int, most: int) -> int:
-    """The largest divisor of `size` that is at most `most`.
+    """Returns the largest divisor of `size` up to `most`; ValueError if `most` is below 1.
 
     >>> largest_block(384, 256), largest_block(1792, 256)
     (192, 256)

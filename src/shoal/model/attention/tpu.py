@@ -1,12 +1,12 @@
-"""Attention of rows of several sequences on TPU by kernels in Pallas for Mosaic: forward; dq; dk
-and dv.
+"""Attention of rows of several sequences on TPU by three kernels in Pallas for Mosaic: forward; dq;
+dk and dv.
 
-The grid of a kernel is the list of the pairs of blocks in which a query may read a key, for each
-key head: what lies between is neither loaded nor computed, and takes no step. Pairs of one block of
-queries follow each other (those of one block of keys in the third kernel), so that its sums stay in
-on-chip memory (FlashAttention-2, Dao 2023, arXiv 2307.08691, algorithms 1 and 2). Heads stay where
-products put them, beside each other in [tokens, heads x A], and q and k are rotated within the
-kernels: between products and attention nothing is transposed or copied.
+The grid of a kernel is, for each key head, the list of the pairs of blocks in which a query may
+read a key: what lies between is neither loaded nor computed, and takes no step. Pairs of the same
+block of queries follow each other (in the third kernel those of the same block of keys), so that
+its sums stay in on-chip memory (FlashAttention-2, Dao 2023, arXiv 2307.08691, algorithms 1 and 2).
+Heads stay where products put them, side by side in [tokens, heads x A], and q and k are rotated
+within the kernels: between products and attention nothing is transposed or copied.
 """
 
 from __future__ import annotations
@@ -28,38 +28,45 @@ from shoal.model.attention.softmax import LOG2E, LOWEST, NO_KEY, RunningSoftmax,
 
 
 class Pairs(NamedTuple):
-    """Pairs of blocks, by their numbers among those of all rows, and -1 after the last: those of
-    queries, or those of keys, in order."""
+    """Pairs (block of queries, block of keys) in the order of one of the two. Blocks are numbered
+    over all rows; after the last pair all numbers are -1."""
 
-    query: jax.Array  # int32[P + 1]
-    key: jax.Array  # int32[P + 1]
-    size: jax.Array  # int32[1]
+    query: jax.Array  # int32[P + 1]: number of the block of queries of each pair
+    key: jax.Array  # int32[P + 1]: number of the block of keys of each pair
+    size: jax.Array  # int32[1]: number of pairs
 
 
 class RowPairs(NamedTuple):
-    """The pairs of blocks in which queries [R, T] read keys [R, S], both rounded up to whole
-    blocks; in whole rows S is T."""
+    """Which blocks of queries [R, T] read which blocks of keys [R, S], and the tokens of both, each
+    row filled up to whole blocks; for whole rows S is T.
 
-    by_query: Pairs
-    by_key: Pairs
-    query: jax.Array  # int32[R * n, 3, b]: segment, prompt and position of each token, by blocks
-    key: jax.Array  # int32[R * S, 3]
+    The mask is computed from each token's three numbers (segment, prompt, position). A kernel's
+    scores are [keys, queries], so a query's numbers lie along the last dimension, a key's along the
+    first.
+    """
+
+    by_query: Pairs  # the pairs in the order of blocks of queries
+    by_key: Pairs  # the pairs in the order of blocks of keys
+    # int32[R * n, 3, b]: by block of queries, (segment, prompt, position) of each of its b tokens
+    query: jax.Array
+    key: jax.Array  # int32[R * S, 3]: (segment, prompt, position) of each key
 
 
 BLOCK = 256
 """Tokens of a block, of queries and of keys: prompts and completions are often not much longer."""
 
 MOST_LANES = 8 * LANES
-"""Most lanes of query heads in a step: one head a step would cost as much again for itself, and its
-products be waited for."""
+"""Most lanes that the query heads of a step take together: with one head a step, the step itself
+would cost as much again as the head, and products would wait for each other."""
 
 LONG = 2**15
-"""Tokens of a row from which blocks are twice as long, as the list of pairs is in the scalar core's
-memory."""
+"""Tokens of a row above which blocks are twice as long, because the list of pairs has to fit the
+scalar core's memory."""
 
 
 def block_size(size: int) -> int:
-    """Tokens of a block of rows of `size` tokens, which are rounded up to whole ones."""
+    """Returns the tokens of a block for rows of `size` tokens, which are filled up to whole
+    blocks."""
     if size <= LANES:
         return LANES
     if size <= LONG:
@@ -68,12 +75,16 @@ def block_size(size: int) -> int:
 
 
 def row_pairs(query: Tokens, key: Tokens) -> RowPairs:
-    """The pairs for rows' queries, or a part of each row's, and all their keys."""
+    """Lists which blocks of queries read which blocks of keys, once ordered by query block and once
+    by key block, together with each token's three numbers (segment, prompt, position). `query` are
+    the tokens of whole rows or of a part of each row, `key` those of whole rows. `RowPairs` says
+    why the numbers of queries and keys lie in different orders."""
     block = block_size(key.segment.shape[1])
     needed = needed_blocks(query, key, block)
 
     def in_columns(tokens: Tokens) -> jax.Array:
-        """int32[R * T, 3], filled up to whole blocks."""
+        """Returns the numbers of each token, int32[R * T, 3]: (segment, prompt, position), with
+        each row filled up to whole blocks."""
         columns = []
         for numbers in tokens:
             filled = jnp.pad(numbers, ((0, 0), (0, -numbers.shape[1] % block)))
@@ -89,12 +100,14 @@ def row_pairs(query: Tokens, key: Tokens) -> RowPairs:
 
 
 def _pairs(needed: jax.Array, of_keys: bool = False) -> Pairs:
-    """The pairs where needed[R, n, m] is True, in the order of queries or of keys."""
+    """Returns the pairs of blocks for which needed[R, n, m] is True, in the order of query blocks,
+    or of key blocks if `of_keys`."""
     needed = needed.mT if of_keys else needed
-    # Each block is in a pair, one that is masked if need be: its results would not be written.
+    # Each block is in at least one pair, if need be in one that is masked: otherwise its results
+    # would never be written.
     needed = needed.at[..., 0].set(needed[..., 0] | ~needed.any(-1))
     rows, count, others = needed.shape
-    # No query reads a key behind it.
+    # No query reads a later key, so whole rows need at most half of all pairs.
     most_of_row = count * (count + 1) // 2 if count == others else count * others
     most = rows * most_of_row
     order = jnp.argsort(~needed.reshape(-1), stable=True)[:most].astype(jnp.int32)
@@ -102,7 +115,7 @@ def _pairs(needed: jax.Array, of_keys: bool = False) -> Pairs:
     is_pair = jnp.arange(most) < total
 
     def ended(numbers: jax.Array) -> jax.Array:
-        """Numbers of blocks, -1 after the last pair."""
+        """Returns numbers of blocks, with -1 after the last pair."""
         return jnp.pad(jnp.where(is_pair, numbers, -1), (0, 1), constant_values=-1)
 
     own = ended(order // others)
@@ -120,9 +133,9 @@ def attend_rows(
     pairs: RowPairs,
     interpret: bool = False,
 ) -> jax.Array:
-    """Softmax attention of q[R, T, H * A] to k, v[R, S, K * A] -> [R, T, H * A]; padding gives 0.
-    Scores and sums are float32. Before it q and k are rotated by `angles`, float32[R, T, A] and [R,
-    S, A] (`side_by_side`)."""
+    """Computes softmax attention of q[R, T, H * A] to k, v[R, S, K * A] -> [R, T, H * A]; padding
+    gives 0. Scores and sums are float32. q and k are first rotated by `angles`, float32[R, T, A]
+    and float32[R, S, A] (`side_by_side`)."""
     rows, size, _ = q.shape
     q_angles, k_angles = angles
     block = block_size(k.shape[1])
@@ -138,7 +151,8 @@ def attend_rows(
     width = static.width
 
     def flat(x: jax.Array) -> jax.Array:
-        """Tokens of all rows, each half of a head filled up to half of its lanes."""
+        """Returns the tokens of all rows in one dimension, with each half of a head filled up to
+        half of the head's lanes."""
         if width != head_dim:
             rows, size, _ = x.shape
             halves = x.reshape(rows, size, -1, 2, head_dim // 2)
@@ -154,12 +168,14 @@ def attend_rows(
 
 
 def side_by_side(rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """cos and sin[R, T, 1, A/2] -> [R, T, A]."""
+    """Joins cos and sin, [R, T, 1, A/2] each, to [R, T, A]: the form in which kernels take
+    angles."""
     return jnp.concatenate(rope, -1)[:, :, 0]
 
 
 def unrotated(angles: jax.Array) -> jax.Array:
-    """The angles of keys that are rotated already."""
+    """Returns angles of 0 (cos 1, sin 0) in the shape of `angles`, for keys that are rotated
+    already."""
     half = angles[..., None, : angles.shape[-1] // 2]
     return side_by_side((jnp.ones_like(half), jnp.zeros_like(half)))
 
@@ -168,20 +184,21 @@ class Static(NamedTuple):
     """Sizes that a kernel is compiled for."""
 
     rows: int
-    share: int  # query heads to a key head
-    heads: int  # key heads
+    share: int  # query heads of each key head
+    heads: int  # number of key heads
     block: int
-    head_dim: int  # before it was filled up to whole registers
+    head_dim: int  # before it is filled up to whole registers
     interpret: bool
 
     @property
     def width(self) -> int:
-        """Lanes of a head."""
+        """Lanes that a head takes: A, rounded up to whole registers."""
         return LANES * -(-self.head_dim // LANES)
 
     @property
     def key_heads_at_once(self) -> int:
-        """Key heads of a step; at least two steps a pair, for devices of two cores."""
+        """Key heads of a step. There are at least two steps a pair if possible, for devices of two
+        cores."""
         most = min(MOST_LANES // (self.share * self.width), self.heads // 2)
         return largest_block(self.heads, max(1, most))
 
@@ -191,7 +208,7 @@ class Static(NamedTuple):
         return self.share * self.key_heads_at_once
 
     def lanes(self, head: int) -> Any:
-        """Where a head of a step is."""
+        """The slice of lanes in which a head of a step is."""
         return pl.ds(head * self.width, self.width)
 
 
@@ -217,6 +234,8 @@ def _forward(
     k_angles: jax.Array,
     pairs: RowPairs,
 ) -> tuple[jax.Array, Any]:
+    """Returns the output, and what the backward pass reads: all inputs, the output, and the
+    log-sum-exp of each query."""
     steps = static.heads // static.key_heads_at_once
     lse = jax.ShapeDtypeStruct((steps, static.heads_at_once, len(q)), jnp.float32)
     shared = [
@@ -235,6 +254,7 @@ def _forward(
 
 
 def _backward(static: Static, residuals: Any, d_out: jax.Array) -> tuple:
+    """Returns the gradients of q, k and v; angles and pairs have none."""
     q, k, v, q_angles, k_angles, pairs, out, lse = residuals
     inputs = [
         (q, "queries"),
@@ -262,8 +282,9 @@ _attend.defvjp(_forward, _backward)
 def _call(
     kernel: Callable, products: int, static: Static, pairs: RowPairs, inputs: list, results: list
 ) -> Any:
-    """A kernel of so many products a pair. Each of inputs and results is (array, what a step has of
-    it): see `block_specs`."""
+    """Calls a kernel over all pairs. Each of `inputs` and `results` is (array, which part of it a
+    step has: a key of `block_specs`). `products` is the number of matrix products a pair, for the
+    cost estimate."""
     block = static.block
     width = static.width
     key_heads = static.key_heads_at_once
@@ -296,7 +317,7 @@ def _call(
         "key angles": pl.BlockSpec((block, width), keys_of_pair),
         "sums of queries": pl.BlockSpec((1, heads, block), sums_of_queries),
     }
-    # Scores are [keys, queries]: what is known of a query, or summed for it, has a lane.
+    # Scores are [keys, queries], so numbers of a query, and sums for it, lie along the lanes.
     query_tokens = pl.BlockSpec((1, 3, block), query_tokens_of_pair)
     key_tokens = pl.BlockSpec((block, 3), keys_of_pair)
     q, _ = inputs[0]
@@ -312,7 +333,7 @@ def _call(
     if kernel is _forward_kernel:
         scratch += [(by_query, jnp.float32), (by_query, jnp.float32)]
     arrays = [x for x, _ in inputs]
-    # If every block read every one of its row.
+    # The number of scores if every block read every other of its row.
     num_scores = len(q) * len(k) // static.rows * static.share * static.heads
     return pl.pallas_call(
         partial(kernel, static),
@@ -351,7 +372,8 @@ def _forward_kernel(
     top: Any,
     total: Any,
 ) -> None:
-    """Output and log-sum-exp of the query heads of some key heads."""
+    """Computes output and log-sum-exp of the query heads of some key heads, for one pair of blocks
+    a step."""
     is_first, is_last = _ends(query)
     heads = range(static.heads_at_once)
 
@@ -369,7 +391,8 @@ def _forward_kernel(
     values = []
     for key_head in range(static.key_heads_at_once):
         values.append(_transposed(v[:, static.lanes(key_head)]))
-    # Stage by stage, not head by head: products of several heads follow each other.
+    # Stage by stage, not head by head, so that the products of several heads follow each other
+    # directly.
     scores = []
     for head in heads:
         products = _product(keys[head // static.share], rotated_q[:, static.lanes(head)], 1)
@@ -418,8 +441,8 @@ def _query_kernel(
     rotated_q: Any,
     sums: Any,
 ) -> None:
-    """The gradient of q. Softmax's, of scores, is p * (dp - delta), with delta the sum of out *
-    d_out over a head's dimensions."""
+    """Computes the gradient of q, and delta, the sum of out * d_out over a head's dimensions. The
+    gradient of softmax's scores is p * (dp - delta)."""
     is_first, is_last = _ends(query)
     heads = range(static.heads_at_once)
 
@@ -482,7 +505,8 @@ def _key_kernel(
     sum_k: Any,
     sum_v: Any,
 ) -> None:
-    """The gradients of keys and values of some key heads, summed over the query heads of each."""
+    """Computes the gradients of keys and values of some key heads, summed over the query heads of
+    each."""
     is_first, is_last = _ends(key)
     heads = range(static.heads_at_once)
     key_heads = range(static.key_heads_at_once)
@@ -522,7 +546,7 @@ def _key_kernel(
 
 
 def _ends(order: Any) -> tuple[jax.Array, jax.Array]:
-    """Whether a step's pair is the first of its block, and the last."""
+    """Returns (True if a step's pair is the first of its block, True if it is the last)."""
     pair = pl.program_id(1)
     is_first = (pair == 0) | (order[jnp.maximum(pair - 1, 0)] != order[pair])
     is_last = order[pair + 1] != order[pair]
@@ -530,7 +554,8 @@ def _ends(order: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _rotated_queries(static: Static, q: Any, angles: Any) -> list[jax.Array]:
-    """Queries by head, rotated and scaled; rounded in between, as elsewhere (`by_key_head`)."""
+    """Returns the queries of each head, rotated and scaled. They are rounded in between, as in the
+    other forms (`by_key_head`)."""
     queries = []
     for head in range(static.heads_at_once):
         rotated = _rotated(q[:, static.lanes(head)], angles).astype(q.dtype).astype(jnp.float32)
@@ -539,11 +564,13 @@ def _rotated_queries(static: Static, q: Any, angles: Any) -> list[jax.Array]:
 
 
 def _scale(static: Static, like: Any) -> jax.Array:
+    """Returns 1/sqrt(A), rounded to the type of `like`, as float32."""
     return jnp.asarray(static.head_dim**-0.5, like.dtype).astype(jnp.float32)
 
 
 def _rotated(x: jax.Array, angles_ref: Any, back: bool = False) -> jax.Array:
-    """x[b, A] rotated by the angles of its tokens (`rotary.rotate`), or back; float32."""
+    """Rotates x[b, A] by the angles of its tokens (like `rotary.rotate`), or back; the result is
+    float32."""
     x = x.astype(jnp.float32)
     angles = angles_ref[...]
     half = x.shape[1] // 2
@@ -555,7 +582,7 @@ def _rotated(x: jax.Array, angles_ref: Any, back: bool = False) -> jax.Array:
 
 
 def _mask(q_tokens: Any, k_tokens: Any) -> jax.Array:
-    """bool[keys, queries]"""
+    """Returns bool[keys, queries]: which query reads which key."""
     query = tuple(q_tokens[0, pl.ds(number, 1)] for number in range(3))
     key = tuple(k_tokens[:, pl.ds(number, 1)] for number in range(3))
     return reads(query, key)
@@ -564,7 +591,7 @@ def _mask(q_tokens: Any, k_tokens: Any) -> jax.Array:
 def _weights(
     keys: jax.Array, queries: jax.Array, mask: jax.Array, lse: Any, head: int
 ) -> jax.Array:
-    """Softmax's, [keys, queries], from its log-sum-exp."""
+    """Returns softmax's weights [keys, queries], computed again from the log-sum-exp."""
     scores = _product(keys, queries, 1) * LOG2E
     return jnp.exp2(jnp.where(mask, scores - lse[0, pl.ds(head, 1)], LOWEST))
 
@@ -574,12 +601,12 @@ def _transposed(x: jax.Array) -> jax.Array:
 
 
 def _product(a: jax.Array, b: jax.Array, contracted: int = 0) -> jax.Array:
-    """a[M, X] with b, of which X is this dimension, in float32."""
+    """Multiplies a[M, X] with b in float32; `contracted` is the dimension of b that is X."""
     precision = None if b.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     # Mosaic has no other precision of 16 bits.
     return jax.lax.dot_general(a, b, (((1,), (contracted,)), ((), ())), precision, jnp.float32)
 
 
 def _sum_of_products(a: list[jax.Array], b: list[jax.Array]) -> jax.Array:
-    """The sum of products of matrices [M, X] and [X, N], as one."""
+    """Returns the sum of the products of matrices [M, X] and [X, N], computed as one product."""
     return _product(jnp.concatenate(a, 1).astype(b[0].dtype), jnp.concatenate(b, 0))

@@ -1,5 +1,5 @@
-"""Whether the kernels are right on this device: each is tried once on small inputs, and compared
-with the reference."""
+"""Finds out whether the kernels are right on this device: each is run once on small inputs, and
+compared with the reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from shoal.model.attention.rule import Tokens
 from shoal.model.rotary import rotate
 
 MOST_DIFFERENCE = {"bfloat16": 2e-2, "float16": 2e-2, "float32": 1e-3}
-"""Between the kernels and the reference in `fault_on`, as a share of the values' norm."""
+"""Largest difference between the kernels and the reference in `fault_on`, as a share of the values'
+norm."""
 
 
 Draw = Callable[..., jax.Array]
@@ -29,6 +30,8 @@ Draw = Callable[..., jax.Array]
 
 
 def _drawing(rng: np.random.Generator, dtype: str, device: Any) -> Draw:
+    """Returns the `Draw` of a generator, for arrays of this type on a device."""
+
     def draw(*shape: int) -> jax.Array:
         return jax.device_put(jnp.asarray(rng.standard_normal(shape), dtype), device)
 
@@ -38,8 +41,8 @@ def _drawing(rng: np.random.Generator, dtype: str, device: Any) -> Draw:
 def trial(
     device: Any, share: int, head_dim: int, dtype: str, interpret: bool
 ) -> tuple[tuple, tuple]:
-    """What the kernel for GPUs gives on a device for a few slots of random numbers, and what the
-    reference does: results, own keys, own values."""
+    """Runs decoding's kernel for GPUs on a device for a few slots of random numbers. Returns what
+    the kernel computes and what the reference computes: (results, own keys, own values) each."""
     rng = np.random.default_rng(0)
     prefix_len = np.array([70, 1])
     position = np.array([[0, 63], [40, 5]])
@@ -54,6 +57,7 @@ def trial(
     keys = prefix_k, prefix_v, own_k, own_v
 
     def by_reference(heads: jax.Array, cos: jax.Array, sin: jax.Array, keys: tuple) -> tuple:
+        """Computes the same with plain rotation, scatter and `reference.attend`."""
         prefix_k, prefix_v, own_k, own_v = keys
         q, k, v = jnp.split(heads, (share, share + 1), axis=2)
         q = rotate(q, cos[:, :, None], sin[:, :, None])
@@ -63,7 +67,7 @@ def trial(
         own_v = own_v.at[row, slot, 0, position].set(v[:, :, 0])
 
         def by_slot(prefix: jax.Array, own: jax.Array) -> jax.Array:
-            """The prompt's and the slot's own, [slots, T, 1, A]."""
+            """Returns the keys (or values) of the prompt and of the slot, [slots, T, 1, A]."""
             own = own.reshape(4, 1, 64, head_dim)
             return jnp.concatenate([jnp.repeat(prefix, 2, 0), own], 2).swapaxes(1, 2)
 
@@ -88,8 +92,8 @@ def trial(
 def trial_of_pages(
     device: Any, share: int, head_dim: int, dtype: str, interpret: bool
 ) -> tuple[tuple, tuple]:
-    """What the kernel for TPUs gives for a few slots of random numbers on scattered pages, in two
-    turns and two steps, and what the reference does."""
+    """Runs decoding's kernel for TPUs for a few slots of random numbers on scattered pages, in two
+    turns and two steps. Returns (result of the kernel,), (result of the reference,)."""
     pages = np.random.default_rng(1).permutation(24).reshape(2, 2, 6)
     prefix_len = np.array([70, 128])
     length = np.array([[1, 128], [700, 385]])
@@ -99,6 +103,7 @@ def trial_of_pages(
     own = draw(24, 2, 128, 2 * head_dim)
 
     def by_reference(q: jax.Array, prompts: jax.Array, own: jax.Array) -> jax.Array:
+        """Computes the same with `reference.attend`, from pages gathered by slot."""
         by_slot = own[pages].swapaxes(2, 3).reshape(4, 2, -1, 2 * head_dim)
         keys = jnp.concatenate([jnp.repeat(prompts, 2, 0), by_slot], 2).swapaxes(1, 2)
         k, v = jnp.split(keys, 2, -1)
@@ -120,28 +125,29 @@ def trial_of_pages(
 
 
 def fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: bool = False) -> str:
-    """What is wrong with our kernels on a device, in seconds: values and gradients of a packed row
-    of three blocks, with `share` query heads to a key head, and decoding's of a few slots, against
-    the reference's; empty if nothing is. Found once a process."""
+    """Returns what is wrong with the kernels on a device; "" if nothing is. Takes seconds, once a
+    process: compares values and gradients of a packed row of three blocks, with `share` query heads
+    to a key head, and decoding of a few slots, with the reference."""
     try:
         return _fault_on(device, share, head_dim, dtype, interpret)
     except jax.errors.JaxRuntimeError as error:
-        # Not kept: other programs' memory may be free the next time.
+        # This fault is not cached: memory that other programs use now may be free the next time.
         return _first_line(error)
 
 
 def _first_line(error: Exception) -> str:
+    """Returns an error's class and the beginning of its text."""
     text = str(error) or "no message"
     return f"{type(error).__name__}: {text.splitlines()[0][:200]}"
 
 
 @lru_cache
 def _fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: bool) -> str:
-    """JaxRuntimeError where memory ends."""
+    """Returns what `fault_on` does, cached. Raises JaxRuntimeError if memory runs out."""
     on_tpu = device.platform == "tpu"
     try:
-        # As the model multiplies; the reference in float32 has nothing that a kernel's faults could
-        # hide behind.
+        # The precision is the model's; for float32 it is the highest, so that no rounding in the
+        # reference could hide a kernel's fault.
         with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
             if on_tpu:
                 pairs = _row_trial_on_tpu(device, share, head_dim, dtype, interpret)
@@ -155,22 +161,23 @@ def _fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: boo
                     names = "results in decoding", "keys in decoding", "values in decoding"
                     pairs += _named(names, ours, exact)
     except Exception as error:
-        # Whatever a compiler or a device may raise: the model goes on without the kernels.
+        # Whatever a compiler or a device raises is a fault: the model goes on without the kernels.
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
             raise
         return _first_line(error)
     for name, ours, exact in pairs:
         difference = float(np.linalg.norm(ours - exact) / np.linalg.norm(exact))
-        if not difference <= MOST_DIFFERENCE[dtype]:  # also where it is no number
+        if not difference <= MOST_DIFFERENCE[dtype]:  # also true if the difference is NaN
             return f"their {name} differ by {difference:.2g} of their norm from the reference"
     return ""
 
 
 Pairs = list[tuple[str, np.ndarray, np.ndarray]]
-"""Results by name: of the kernels, and of the reference."""
+"""(name, the kernel's result, the reference's result) for each result."""
 
 
 def _named(names: tuple[str, ...], ours: tuple, exact: tuple) -> Pairs:
+    """Pairs the kernel's results with the reference's, as float64."""
     pairs = []
     for name, of_kernel, of_reference in zip(names, ours, exact, strict=True):
         pairs.append(
@@ -198,7 +205,8 @@ class _RowInputs:
         self._weight = self.rng.standard_normal((1, self.size, share, head_dim))
 
     def results(self, attention: Callable[..., jax.Array]) -> tuple[np.ndarray, ...]:
-        """Values of an attention of q, k and v, and the gradients of a sum of them by weight."""
+        """Returns the values of an attention function of q, k and v, and the gradients of their
+        weighted sum."""
 
         def weighted_sum(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
             out = attention(q, k, v).astype(jnp.float32)
@@ -216,6 +224,7 @@ _ROW_RESULTS = ("values", "dq", "dk", "dv")
 
 
 def _row_trial_on_gpu(device: Any, share: int, head_dim: int, dtype: str, interpret: bool) -> Pairs:
+    """Runs the kernels for rows on a GPU, and the reference."""
     block = block_size(head_dim, jnp.dtype(dtype))
     row = _RowInputs(device, block, share, head_dim, dtype)
 
@@ -228,6 +237,7 @@ def _row_trial_on_gpu(device: Any, share: int, head_dim: int, dtype: str, interp
 
 
 def _row_trial_on_tpu(device: Any, share: int, head_dim: int, dtype: str, interpret: bool) -> Pairs:
+    """Runs the kernels for rows on a TPU, and the reference."""
     row = _RowInputs(device, tpu_attention.BLOCK, share, head_dim, dtype)
     angles = jnp.asarray(row.rng.uniform(0, 6, (1, row.size, 1, head_dim // 2)), jnp.float32)
     cos = jnp.cos(angles)

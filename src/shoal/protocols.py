@@ -1,5 +1,6 @@
-"""What the parts of a run are to each other: hosts, sources of rollouts, scorers, published
-weights; and the requests and messages that pass between them."""
+"""Protocols and messages that the parts of a run share: `Host` (samples), `RolloutSource` (returns
+finished groups), `Scorer` (computes log-probs), `Version` (published weights), and the requests and
+messages that pass between them."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 class SampleRequest:
     """A request to a `Host` for G completions of one prompt.
 
-    `version`: of the weights that it is sampled from, or with `exact=False` the oldest that it may
-    start on.
+    `version` is the version of the weights to sample from; with `exact=False` it is the oldest
+    version that sampling may start on.
 
     >>> SampleRequest(id=4, prompt_ids=np.array([5, 8, 13]), num_completions=8,
     ...               noise_key=NoiseKey(0, "train", 3, 17), params=SamplingParams(max_tokens=64))
@@ -44,32 +45,35 @@ class SampleRequest:
     purpose: Purpose = Purpose.GENERATE
     version: int = 0
     exact: bool = True
-    first: int = 0  # the index of the first completion
-    # a completion whose turn ends keeps its place until it is extended or ended
+    first: int = 0  # the index, within the group, of this request's first completion
+    # if True, a completion whose turn has ended keeps its slot until `Extend` or `End` arrives
     has_turns: bool = False
-    branch: int = 0  # of a rollout that has begun: it goes ahead of what was asked for before
-    # tokens by completion after which its first turn is cut; 0, or (): no such limit
+    # number of the branch if this continues a rollout that has begun, else 0; a branch enters the
+    # queue before older requests
+    branch: int = 0
+    # for each completion, the number of tokens after which its first turn is cut, 0 for no limit;
+    # (): no limits
     turn_limits: tuple[int, ...] = ()
 
     def turn_limit_of(self, number: int) -> int:
-        """After how many tokens the first turn of a completion is cut, 0 for none; `number`: of the
-        completion within this request, from 0."""
+        """Returns the number of tokens after which a completion's first turn is cut, 0 for no
+        limit. `number` is the completion's position within this request, from 0."""
         if not self.turn_limits:
             return 0
         return self.turn_limits[number]
 
     @property
     def is_read_first(self) -> bool:
-        """True if what follows a token may depend on its text: it may end with a stop string, or be
-        answered."""
+        """True if a completion's tokens must be read on the host before it may continue, because it
+        may end with a stop string, or a tool or an environment may answer it."""
         return bool(self.params.stop) or self.has_turns
 
 
 @dataclass(frozen=True)
 class GroupRequest:
     """A request to a `RolloutSource` for G completions of one example, sampled from the weights of
-    one version; with `exact=False` from that version or newer ones, which may change while they are
-    sampled."""
+    `version`. With `exact=False` sampling may use that version or newer ones, and may change to
+    newer weights before a completion ends."""
 
     purpose: Purpose
     step: int
@@ -84,244 +88,272 @@ class GroupRequest:
 
 @dataclass
 class RolloutStats:
-    """Seconds, tokens and reward failures of a `RolloutSource` since they were last read."""
+    """Seconds, tokens, reward failures and metrics of a `RolloutSource`, counted since the previous
+    `read_stats`."""
 
     sample_seconds: float = 0.0
-    # waited for rewards after sampling ended, not the time that they took
+    # time spent waiting for rewards after sampling had ended; not the time that the reward
+    # functions took
     reward_seconds: float = 0.0
-    tokens: int = 0  # of the groups that were taken
-    busy_seconds: float = 0.0  # in which hosts sampled, in the mean over them
-    # what the hosts' engines counted, whatever became of the completions: `HostProgress.counters`
+    tokens: int = 0  # sampled tokens of the groups that `take` returned
+    busy_seconds: float = 0.0  # time during which a host sampled, as the mean over all hosts
+    # what the hosts' engines counted, including completions that were lost or dropped:
+    # `HostProgress.counters`
     counters: Counter[str] = field(default_factory=Counter)
-    # what rewards logged with log_metric
+    # values that reward functions logged with log_metric, by name
     logged: dict[str, list[float]] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
-    unchanged: int = 0  # publications of the weights of the publication before
+    unchanged: int = 0  # number of publications whose weights equal those of the publication before
     publish: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("seconds", "bytes", "pause_seconds"), 0.0)
     )
-    # share of the slots, over the time since, that drew nothing; None: not counted
+    # share of the hosts' slots, over the time since the previous reading, that sampled nothing;
+    # None if the source does not measure it
     sampler_idle: float | None = None
-    # groups that wait, run, or are sampled and not handed over
+    # number of groups that are "waiting", "running" at a host, or "sampled" but not yet taken
     queue: dict[str, int] = field(default_factory=dict)
     fleet: dict[str, int] = field(default_factory=dict)  # the metrics fleet/*
 
 
 class Printer(Protocol):
-    """Prints lines for the people who watch a run: the console."""
+    """Prints lines for the people who watch a run; the console implements it."""
 
-    def note(self, text: str) -> None: ...
+    def note(self, text: str) -> None:
+        """Prints a line of information."""
+        ...
 
-    def warning(self, text: str, key: str = "") -> None: ...
+    def warning(self, text: str, key: str = "") -> None:
+        """Prints a warning; `key` is the configuration key that it is about, if any."""
+        ...
 
-    def wrong(self, text: str, key: str = "") -> None: ...
+    def wrong(self, text: str, key: str = "") -> None:
+        """Prints that something is wrong; `key` is the configuration key that it is about, if
+        any."""
+        ...
 
 
 class Version(Protocol):
-    """A published version of the weights: where it can be read, verified, by any host. A
-    `WeightStore` keeps it until nobody may request it any more."""
+    """One published version of the weights, which any host can read and verify. A `WeightStore`
+    keeps each version until no request may name it any more."""
 
     @property
     def version(self) -> int: ...
 
     @property
     def exists(self) -> bool:
-        """False once it was removed."""
+        """True until the version is removed."""
         ...
 
     def read(
         self, model: Any, frozen: MutableMapping[str, Any] | None = None
     ) -> Future[Callable[[], Params]]:
-        """Begins to bring the weights to the devices of `model`, in its type and layout, while
-        these may sample. `frozen` is the host's: what no version changes is kept there, and read
-        once.
+        """Starts to bring the weights to the devices of `model`, in its data type and layout; these
+        devices may sample meanwhile.
 
-        The function in the future returns them, once, in the thread that dispatches to these
-        devices. LookupError where the version does not exist any more, ShoalError where the weights
-        are not those that were published."""
+        The returned future holds a function. That function returns the weights; call it once, in
+        the thread that dispatches to these devices. It raises LookupError if the version does not
+        exist any more, and ShoalError if the weights differ from those that were published.
+
+        `frozen` belongs to the host: this method stores there the weights that no version changes,
+        so that they are read once."""
         ...
 
     def parameters(self, model: Any) -> Params:
-        """The trained weights, for a checkpoint."""
+        """Returns the trained weights, to be written to a checkpoint."""
         ...
 
     def remove(self) -> None:
-        """Removes the weights; in another process than the store's, what that process keeps of
-        them. A host that samples from them keeps its own copy."""
+        """Removes the weights. In another process than the store's, removes what that process keeps
+        of them. A host that samples from them keeps its own copy."""
         ...
 
 
 @dataclass
 class HostProgress:
-    """What a host has done since it started, and how much it can have at once."""
+    """What a host has done since it started, and how many completions it can take at once."""
 
-    version: int = -1  # of the weights that it samples from; -1: none yet
-    preparing: bool = False  # it reads weights or compiles: no token may arrive for minutes
-    # completions that it wants to have at once, those that wait included; 0: all there are
+    version: int = -1  # version of the weights that the host samples from; -1: none loaded yet
+    # the host reads weights or compiles, so no token may arrive for minutes
+    preparing: bool = False
+    # most completions that the host wants to have at once, including those that wait in its queue;
+    # 0: no limit; negative: it takes none yet
     capacity: int = 0
-    # What its engines counted, by name. `tokens`: sampled, those of completions under way too;
-    # `active_slots`: slots that sampled a token, of `total_slots`, summed over the tokens of
-    # decoding. Any other name is the metric sampler/NAME.
+    # What the host's engines counted, by name. `tokens`: tokens sampled, including those of
+    # unfinished completions. `total_slots` and `active_slots`: slots, and slots that sampled a
+    # token, summed over the tokens of decoding. Any other name is the metric sampler/NAME.
     counters: Counter[str] = field(default_factory=Counter)
     dispatches: int = 0  # compiled steps whose tokens have arrived
-    # in which it loaded weights; those compiled steps that are under way are waited for
+    # time spent loading weights, including the wait for compiled steps that have begun
     pause_seconds: float = 0.0
-    busy_seconds: float = 0.0  # in which it had completions to sample
-    # its numbers differ from what they should be, and it samples nevertheless
+    busy_seconds: float = 0.0  # time during which the host had completions to sample
+    # the host's numbers differ from what they should be, but it may sample nevertheless
+    # (`WorkerParity`)
     differs: bool = False
-    reports: int = 0  # how often a process elsewhere was heard of: proof of life while it prepares
-    # how long it may not be heard of until it samples; 0: as long as compiling takes
+    # number of reports received from a process elsewhere; a new one shows that the process lives
+    # while it prepares
+    reports: int = 0
+    # longest time without a report while the host prepares or has not sampled yet; 0: as long as
+    # compiling may take
     silence_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Load:
-    """A version of the weights was published. A host fetches it when a request needs it, or, for
-    requests that may start on newer weights, between two compiled steps."""
+    """Says that a version of the weights was published. A host fetches it when a request needs it
+    or, for requests that may start on newer weights, between two compiled steps."""
 
     version: Version
 
 
 @dataclass(frozen=True)
 class Submit:
-    """Requests to queue. ShoalError for one that cannot be sampled, such as a prompt that is too
-    long."""
+    """Requests for the host to queue. The host raises ShoalError for a request that it cannot
+    sample, such as one whose prompt is too long."""
 
     requests: Sequence[SampleRequest]
 
 
 @dataclass(frozen=True)
 class Extend:
-    """A completion whose turn has ended continues after tokens of context.
+    """Continues a completion whose turn has ended, after tokens of context such as a tool's answer.
 
-    The context and one token more fit within the request's `max_tokens`. The new turn is cut after
-    `turn_limit` tokens, if that is not 0: it has then ended as by an end-of-sequence token, with
-    StopReason.LENGTH. Only a turn that was cut so may be continued by an empty context."""
+    The context and one more token must fit within the request's `max_tokens`. If `turn_limit` is
+    not 0, the new turn is cut after that many tokens, with StopReason.LENGTH, and can then be
+    extended like a turn that ended with an end-of-sequence token. `context` may be empty only after
+    a turn that was cut in this way."""
 
     request_id: int
-    index: int  # of the completion within its group
+    index: int  # index of the completion within its group
     context: Sequence[int]
     turn_limit: int = 0
 
 
 @dataclass(frozen=True)
 class End:
-    """A completion whose turn has ended is over: its slot is freed."""
+    """Ends a completion whose turn has ended; its slot becomes free."""
 
     request_id: int
-    index: int  # of the completion within its group
+    index: int  # index of the completion within its group
 
 
 @dataclass(frozen=True)
 class Cancel:
-    """A request is given up, unless it is over. Its completions are what has been sampled; a
-    request that has not begun gets no answer."""
+    """Gives up a request that has not finished. The host answers with the tokens that were sampled
+    so far; a request that has not begun gets no answer."""
 
     request_id: int
 
 
 @dataclass(frozen=True)
 class Pause:
-    """Sampling stops after the compiled steps that have begun, or resumes where it stopped."""
+    """Stops sampling after the compiled steps that have begun (`paused=True`), or resumes it where
+    it stopped (False)."""
 
     paused: bool
 
 
 Message = Load | Submit | Extend | End | Cancel | Pause
-"""What a `Host` is sent. `EngineHost` acts on messages about versions and whole requests, and
-passes all others on to its engine; hosts around another host pass every message on. A new message
-is a class here and a case in `Engine.handle`."""
+"""Any message to a `Host`. `EngineHost` acts on messages about versions and whole requests, and
+passes all others to its engine; a host that wraps another host passes every message on. To add a
+message, write a class here and a case in `Engine.handle`."""
 
 
 class Host(Protocol):
-    """Samples completions by itself, on any machine, from the versions of the weights that `Load`
-    named; it knows nothing of rewards.
+    """Something that samples completions by itself, on any machine, from the versions of the
+    weights that `Load` named. A host knows nothing of rewards.
 
-    `Fleet` calls all members from one thread at a time, and none of them waits for another host.
-    Each may raise HostLost; the fleet then closes the host, requests its groups from another one
-    and restarts it, unless that was HostRefused. A process elsewhere implements it as well as
-    `EngineHost` does: docs/architecture.md, "A sampler on another machine".
-    """
+    `Fleet` calls the members of a host from one thread at a time, and no call may wait for another
+    host. Each member may raise HostLost; the fleet then closes the host, requests its groups from
+    another host, and restarts it, except after HostRefused. A process elsewhere can implement this
+    protocol just as `EngineHost` does: docs/architecture.md, "A sampler on another machine"."""
 
     def handle(self, message: Message) -> None:
-        """Acts on a message, or passes it on. Messages take effect in the order that they were
-        sent."""
+        """Acts on a message, or passes it on to the host or engine inside. Messages take effect in
+        the order in which they were sent."""
         ...
 
     def poll(self) -> dict[int, list[Completion]]:
-        """The requests that have finished since the last call, by id: all completions of each, in
-        order of their index. Of requests with turns: each completion by itself, whenever a turn has
-        ended, and then all of its tokens.
+        """Returns what has finished since the last call, by request id: for each finished request
+        all its completions, in order of their index. For a request with turns, each completion
+        comes by itself whenever one of its turns has ended, each time with all its tokens from the
+        start.
 
-        A host in the caller's thread samples in here, one compiled step at a time. Raises what went
-        wrong."""
+        A host that runs in the caller's thread samples inside this call, one compiled step per
+        call. Raises the error that stopped the host, if there was one."""
         ...
 
-    def progress(self) -> HostProgress: ...
+    def progress(self) -> HostProgress:
+        """Returns what the host has done so far and how much it can take; must not wait."""
+        ...
 
     def close(self) -> None:
-        """Ends what runs by itself, and releases the weights."""
+        """Ends the threads or processes of the host, and releases its weights."""
         ...
 
 
 class Scorer(Protocol):
-    """Log-probs of given tokens: the reference's, a teacher's, or the trainer's before its
-    update."""
+    """Computes the log-probs of given tokens under one model: the reference, a teacher, or the
+    trainer's before its update."""
 
     def score(self, batch: Any) -> Any:
-        """LearnerBatch -> float32[R, T], 0 at prompts and padding."""
+        """Returns the log-probs of a LearnerBatch's tokens, float32[R, T], with 0 at prompts and
+        padding."""
         ...
 
 
 class RolloutSource(Protocol):
-    """Hands over finished groups, with rewards, sampled from the requested version of the
-    weights."""
+    """Returns finished groups, with rewards, that were sampled from the requested version of the
+    weights; the loop publishes new weights to it."""
 
     def request(self, requests: Sequence[GroupRequest]) -> None:
-        """Queues groups."""
+        """Queues requests for groups; `take` returns the groups."""
         ...
 
     def take(self, purpose: Purpose, step: int) -> list[Group]:
-        """The groups that this step requested, in the order of the requests; waits for them."""
+        """Waits for the groups that a step requested, and returns them in the order of the
+        requests."""
         ...
 
     def check_logprobs(
         self, groups: Sequence[Group], logprobs: Mapping[tuple[int, int], np.ndarray], version: int
     ) -> None:
-        """Compares log-probs that a step's groups were sampled with with the trainer's under the
-        weights of `version`, float32[T] by the numbers of group and completion. A host of another
-        engine that differs is given up."""
+        """Compares the log-probs of a step's groups with those that the trainer computed under the
+        weights of `version`, and gives up a host of another engine that differs too much.
+
+        `logprobs`: by (number of the group, index of the completion), the trainer's log-probs,
+        float32[T]."""
         ...
 
     def is_ready(self, purpose: Purpose, step: int) -> bool:
-        """False if `take` would wait for what is sampled meanwhile."""
+        """True if `take` would return without waiting for groups that are sampled in the
+        background."""
         ...
 
     def publish_frozen(self, params: Params) -> None:
-        """Makes weights available that are the same in every version, once, before the first
-        version; None in place of the others, which alone are then published."""
+        """Makes the weights available that are the same in every version. Called once, before the
+        first `publish`. In `params` the weights that change are None; `publish` then passes those
+        alone."""
         ...
 
     def publish(self, version: int, params: Params, keep_from: int | None = None) -> None:
-        """Makes weights available under a number.
+        """Makes weights available to the hosts as `version`.
 
-        Versions from `keep_from` on (None: this one) stay available; an older one is released once
-        no pending request names it.
-        """
+        Versions from `keep_from` on (None: from `version` on) stay available; an older version is
+        released once no pending request names it."""
         ...
 
     def published_shapes(self) -> Params:
-        """Shapes, type and layout of published weights: a checkpoint restores older versions to
-        them."""
+        """Returns the shapes, data types and layout of published weights; a checkpoint restores
+        older versions to them."""
         ...
 
     def read_stats(self, purpose: Purpose) -> RolloutStats:
-        """The figures of a purpose since they were last read; those of the hosts are with
+        """Returns the figures of one purpose and resets them. The figures of the hosts are part of
         training's."""
         ...
 
     def published(self) -> Mapping[int, Params]:
-        """The weights by version that may still be sampled from."""
+        """Returns the weights that may still be sampled from, by version."""
         ...
 
     def close(self) -> None:

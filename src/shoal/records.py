@@ -1,4 +1,4 @@
-"""What crosses the package's folders, as plain data: examples, completions, groups, failures,
+"""Plain data that passes between the package's folders: examples, completions, groups, failures,
 errors."""
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 GOLD_COLUMNS = ("ground_truth", "answer", "solution", "target", "label")
-"""Data columns that may hold the right answer, by priority: where a row has `answer` and
-`solution`, the solution is a worked one."""
+"""Data columns that may hold the right answer, the first found wins. `answer` comes before
+`solution`, because in a row with both the solution is a worked one."""
 
 
 def ground_truth(columns: Mapping[str, Any]) -> Any:
-    """A row's right answer: verl's `reward_model.ground_truth`, else the first of GOLD_COLUMNS that
-    is not empty; None where there is none.
+    """Returns a row's right answer: verl's `reward_model.ground_truth`, else the first of
+    GOLD_COLUMNS that is not empty; None if there is none.
 
     >>> ground_truth({"solution": "2 + 3 = 5", "answer": "5"})
     '5'
@@ -40,14 +40,15 @@ def ground_truth(columns: Mapping[str, Any]) -> Any:
 
 
 def truth_fault(columns: Mapping[str, Any]) -> str:
-    """Why a row gives verl's functions no right answer; empty where it gives one.
+    """Returns why verl's reward functions would get no right answer from a row, as a text for an
+    error; "" if the row has one.
 
     >>> truth_fault({"reward_model": {"style": "rule"}})
     '`reward_model` has no `ground_truth`'
     """
     model = columns.get("reward_model")
-    # verl takes no text either. A right answer elsewhere in the row would be another than the one
-    # that is meant.
+    # verl does not accept a text here either. An answer from another column might not be the one
+    # that `reward_model` means.
     if isinstance(model, str) and model.lstrip().startswith("{"):
         return (
             f"`reward_model` is text, {model[:40]!r}: expected an object with `ground_truth`, "
@@ -80,8 +81,8 @@ Params: TypeAlias = Any
 
 
 class ShoalError(Exception):
-    """An error that the user can fix: its text says what is wrong, what was expected and what to
-    change; `key` is the key that fixes it, where one alone does.
+    """An error that the user can fix. Its text says what is wrong, what was expected and what to
+    change; `key` is the configuration key that fixes it, or "" if no single key does.
 
     The command line prints the text alone, without a traceback."""
 
@@ -91,41 +92,46 @@ class ShoalError(Exception):
 
 
 class HostLost(Exception):
-    """A host does not answer any more: its process has ended, or cannot be reached. Its text says
-    why."""
+    """Raised if a host does not answer any more, because its process has ended or cannot be
+    reached, or if its answers are wrong. The text says why."""
 
 
 class HostRefused(HostLost):
-    """Raised by a host whose numbers differ from those of the others, where they must not. It is
-    not made anew."""
+    """Raised if a host's numbers differ from those of the others although they must be equal. The
+    fleet never restarts such a host."""
 
 
 class Purpose(enum.StrEnum):
+    """What a group is sampled for."""
+
     TRAIN = "train"
     EVALUATE = "evaluate"
     GENERATE = "generate"
 
 
 class StopReason(enum.StrEnum):
+    """Why a completion ended."""
+
     EOS = "eos"  # the model sampled an end-of-sequence token; it is the completion's last token
     STOP = "stop"  # a stop string appeared; the completion ends with the token that completed it
-    # the completion was truncated at max_tokens, or its last turn at a limit of its own
+    # the completion was cut at max_tokens, or its last turn at the limit of that turn
     LENGTH = "length"
     CANCELLED = "cancelled"
-    MAX_TURNS = "max_turns"  # the last turn that a rollout may have ended with a tool call
+    MAX_TURNS = "max_turns"  # the rollout's last permitted turn ended with a tool call
     ENVIRONMENT = "environment"  # the environment said that the rollout is over
     FAILED = "failed"  # the environment failed, or took too long
-    # the data's own answer is over, without an end-of-sequence token: it does not teach to end one
+    # the completion is an answer from the data that ends without an end-of-sequence token, so it
+    # does not teach the model to end one
     DATA = "data"
 
 
 @dataclass(frozen=True)
 class NoiseKey:
-    """The key of a random number: the same key gives the same number, on any machine and in any
+    """The address of a random number: the same key gives the same number, on any machine and in any
     batch.
 
-    One key for each number, in place of a key that is split as sampling goes, makes sampling
-    resumable and independent of what else is sampled.
+    Each number has its own key, instead of one key that is split during sampling; this makes
+    sampling resumable and independent of what else is sampled.
 
     >>> # folded with the position after the prompt, it gives one token's uniform
     >>> NoiseKey(seed=0, purpose="train", step=3, row=17).key(completion=2)
@@ -138,8 +144,8 @@ class NoiseKey:
     row: int
 
     def key(self, completion: int) -> np.ndarray:
-        """The two uint32 words from which a completion's uniforms are derived, position by
-        position."""
+        """Returns the two uint32 words from which the uniforms of one completion are derived, one
+        per position."""
         text = (
             struct.pack("<qqqq", self.seed, self.step, self.row, completion) + self.purpose.encode()
         )
@@ -148,8 +154,8 @@ class NoiseKey:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are sampled. `temperature=0` is greedy. `top_k=0`, `top_p=1`, `min_p=0` truncate
-    nothing."""
+    """How tokens are sampled. `temperature=0` is greedy. `top_k=0`, `top_p=1` and `min_p=0`
+    truncate nothing."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -160,10 +166,12 @@ class SamplingParams:
 
     @property
     def truncated(self) -> bool:
+        """True if top_k, top_p or min_p exclude tokens."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     def as_greedy(self) -> SamplingParams:
-        """The same limits on lengths, with the most likely token always taken."""
+        """Returns a copy with the same limits on lengths that always takes the most likely
+        token."""
         return replace(self, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
@@ -177,24 +185,26 @@ class Example:
     row: int
     prompt: Prompt
     columns: Mapping[str, Any] = field(default_factory=dict)
-    # file and line, for errors; empty where it has none
+    # file and line of the row, for error messages; "" if unknown
     place: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A reward function in TRL's or verl's convention, its name in metrics, and its weight in the
-    sum."""
+    """A reward function in TRL's or verl's convention, with its name in metrics and its weight in
+    the sum of rewards."""
 
     name: str
     function: Callable[..., Any]
     weight: float = 1.0
-    # fast and pure, as those of tasks: called in this process, without limits
+    # if True, the function is fast and pure, like those of tasks: it is called in this process,
+    # without time limits
     runs_in_process: bool = False
 
     @functools.cached_property
     def per_completion(self) -> bool:
-        """True for a function in verl's convention, which is called once a completion."""
+        """True if the function follows verl's convention, that is, is called once per
+        completion."""
         try:
             names = set(inspect.signature(self.function).parameters)
         except (TypeError, ValueError):
@@ -210,21 +220,24 @@ class RewardFunction:
 
 
 class Branch(NamedTuple):
-    """What follows another prompt than the tokens before it, because what had been said was told
-    anew."""
+    """A second or later prompt of a rollout: the tokens from `start` on follow `prompt_ids` rather
+    than the tokens before them, because the conversation was rewritten (an agent or a template
+    changed its history)."""
 
-    start: int  # the first of the completion's tokens that follow it
-    # int32[Tp]; what of it the model had sampled is learned from before, not here
+    start: int  # index of the first token of the completion that follows this prompt
+    # int32[Tp]; tokens in it that the model sampled earlier are trained on where they were sampled,
+    # not here
     prompt_ids: np.ndarray
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One completion of a group; T tokens, the end-of-sequence token included if the model sampled
-    it.
+    """One completion of a group, with T tokens. If the model sampled an end-of-sequence token, that
+    is the last one.
 
+    `loss_mask` is True at tokens that the model sampled, False at context such as a tool's answer.
     `logprobs` are under the distribution that was sampled from (greedy: temperature 1,
-    untruncated); 0 where `loss_mask` is False.
+    untruncated), and 0 where `loss_mask` is False.
 
     >>> Completion(
     ...     request_id=4, index=0,
@@ -241,28 +254,30 @@ class Completion:
     loss_mask: np.ndarray  # bool[T]
     versions: np.ndarray  # int32[T]
     stop_reason: StopReason
-    # further arrays by token, as support_ids int32[T, K]
+    # further arrays with one row per token, such as support_ids int32[T, K]
     extra: Mapping[str, np.ndarray] = field(default_factory=dict)
-    # a turn has ended, and its host holds its place until it is extended or ended
+    # True if only a turn has ended: the host keeps the slot until `Extend` or `End` arrives
     waits: bool = False
-    messages: tuple[Mapping[str, Any], ...] = ()  # what followed the prompt, where there are turns
-    # int32[Tp] of its own, where an environment's first words differ by rollout
+    # the messages after the prompt, if the rollout has turns; else ()
+    messages: tuple[Mapping[str, Any], ...] = ()
+    # int32[Tp], if this rollout's environment began with another prompt than the group's; else None
     prompt_ids: np.ndarray | None = None
-    branches: tuple[Branch, ...] = ()  # in order of their start, beyond the first prompt
+    branches: tuple[Branch, ...] = ()  # the prompts after the first one, in order of `start`
 
     def __len__(self) -> int:
-        """All tokens, those of context too: what memory and computation go by."""
+        """Returns the number of all tokens, including context: the number that memory and
+        computation depend on."""
         return len(self.token_ids)
 
     @property
     def num_sampled(self) -> int:
-        """The tokens that the model sampled: its length, to whoever judges or counts what the model
-        did."""
+        """The number of tokens that the model sampled itself; use this, not len(), to judge or
+        count what the model did."""
         return int(np.count_nonzero(self.loss_mask))
 
     @property
     def sampled_versions(self) -> np.ndarray:
-        """The versions of the tokens that the model sampled, int32."""
+        """The version of the weights behind each token that the model sampled, int32."""
         return self.versions[self.loss_mask]
 
 
@@ -277,20 +292,23 @@ class Group:
     """
 
     purpose: Purpose
-    step: int  # the step that requested it
-    # the weights that it was requested from; with newest weights the oldest that a token is of
+    step: int  # the step that requested the group
+    # the version that was requested; if newer weights were allowed, the oldest version that a token
+    # was sampled from
     version: int
     example: Example
     prompt_ids: np.ndarray  # int32[Tp]
     completions: tuple[Completion, ...]  # G, in order of their index
-    texts: tuple[str, ...]  # decoded, special tokens skipped
+    texts: tuple[str, ...]  # the completions' decoded text, without special tokens
     rewards: np.ndarray  # float64[G]
     reward_components: Mapping[str, np.ndarray]  # name -> float64[G]
     valid: np.ndarray  # bool[G]
-    correct: np.ndarray | None = None  # bool[G], where the task defines it
+    correct: np.ndarray | None = None  # bool[G]; None if the task defines no correctness
     subset: str = "train"  # the name of the data set that the example is from ("held_out", ...)
-    extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # columns that rewards logged
-    reward_weights: Mapping[str, float] = field(default_factory=dict)  # by function
+    # columns that reward functions logged, one value per completion
+    extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    # weight of each reward function, by name
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -298,20 +316,22 @@ class Group:
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """What is judged: the texts, or of rollouts with turns the model's last words."""
+        """The texts that rewards and graders judge: the whole completion or, for a rollout with
+        turns, the content of the last message."""
         return tuple(
             str(one.messages[-1].get("content") or "") if one.messages else text
             for one, text in zip(self.completions, self.texts, strict=True)
         )
 
     def prompt_of(self, number: int) -> np.ndarray:
-        """The prompt of a completion, int32[Tp]: the group's, unless its environment began it with
-        other words."""
+        """Returns the prompt of a completion, int32[Tp]: the group's prompt, unless the
+        completion's environment began with another one."""
         own = self.completions[number].prompt_ids
         return self.prompt_ids if own is None else own
 
     def branches_of(self, number: int) -> list[tuple[np.ndarray, slice]]:
-        """The prompts that a completion's tokens follow, each with the tokens that do."""
+        """Returns the prompts of a completion, each with the slice of the completion's tokens that
+        follow it."""
         one = self.completions[number]
         all = [Branch(0, self.prompt_of(number)), *one.branches]
         stops = [branch.start for branch in all[1:]] + [len(one)]
@@ -321,9 +341,9 @@ class Group:
         ]
 
     def by_prompt(self) -> list[tuple[np.ndarray, list[tuple[int, slice]]]]:
-        """The prompts of its completions, each with the number and the tokens of what follows it:
-        one prompt, unless environments began rollouts differently, or what had been said was told
-        anew."""
+        """Returns the distinct prompts of the group, each with (number of completion, slice of its
+        tokens) for what follows it. There is one prompt, unless environments began rollouts
+        differently or conversations were rewritten (`Branch`)."""
         prompts: dict[bytes, tuple[np.ndarray, list[tuple[int, slice]]]] = {}
         for number in range(self.size):
             for ids, tokens in self.branches_of(number):
@@ -333,8 +353,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Failure:
-    """A completion for which a reward function gave no value because it failed, or whose
-    environment failed.
+    """A completion that has no reward value because a reward function or its environment failed.
 
     >>> Failure(
     ...     "checker", row=17, completion=2, kind="timed out",
@@ -343,8 +362,8 @@ class Failure:
     """
 
     function: str
-    row: int  # of the data
-    # its index in the group; None where a call of several failed and none of them alone
+    row: int  # row of the data
+    # index of the completion in the group; None if a call for several completions failed as a whole
     completion: int | None
     kind: Literal["raised", "timed out", "died", "not a number"]
-    text: str  # one line that names function, step, what happened and the place
+    text: str  # one line that names the function, the step, what happened and the place in the data

@@ -1,2 +1,2 @@
-"""What is reported of a run while it goes: the recorder, sinks, the terminal. Imports no
-trainer."""
+"""Reports on a run while it goes: the recorder, sinks for metrics, the terminal. Imports nothing of
+the trainer."""

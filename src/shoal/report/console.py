@@ -1,5 +1,5 @@
-"""What one sees of a run: colours and a progress bar on a terminal, plain lines in a notebook or a
-file."""
+"""Console: what people see of a run. Colours and a progress bar on a terminal, plain lines in a
+notebook or a file."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from shoal.runs.summary import evaluation_text, step_figures, summary_rows
 from shoal.text import duration, one_line, text_table
 
 LINES_A_RUN, FIRST_STEPS, QUIET_SECONDS = 40, 3, 60.0
-"""A run prints its first steps, then about LINES_A_RUN lines at equal distances; at least one a
-minute."""
+"""A run prints its first FIRST_STEPS steps, then about LINES_A_RUN lines at equal distances, and at
+least one line every QUIET_SECONDS."""
 FIRST_ANSWERS_SECONDS, ANSWERS_SECONDS = 2.0, 10.0
-"""When an evaluation first prints how long it will take, and how often it does from then on."""
+"""Time after which an evaluation first prints how long it will take, and time between such
+lines."""
 _MOST_UNKEPT = 1000
-"""Lines, and events, that wait for a file to be kept in."""
+"""Most lines, and events, that are remembered until there is a file for them."""
 
 WriteEvent: TypeAlias = "Callable[[EventLevel, str, str], None]"
-"""Level, text, key -> a line of events.jsonl: `RunWriter.write_event`."""
+"""Function of (level, text, key) that writes a line of events.jsonl: `RunWriter.write_event`."""
 
 
 class Console:
-    """Prints a run's progress. Use in a `with`, or call `close`, so that the terminal is left as it
-    was.
+    """Prints a run's progress. Use it in a `with`, or call `close`, so that the terminal is left as
+    it was.
 
-    `terminal=None` asks the stream; `clock` gives seconds. No text can make it fail: what the
-    stream cannot show, and control characters, are printed as escapes."""
+    `terminal=None` asks the stream whether it is one; `clock` returns seconds. No text can make it
+    fail: control characters, and characters that the stream cannot show, are printed as escapes."""
 
     def __init__(
         self,
@@ -70,33 +71,35 @@ class Console:
         self._unwritten: deque[tuple[EventLevel, str, str]] = deque(maxlen=_MOST_UNKEPT)
         self._pace, self._programs, self._printed_at = Pace(clock()), 0.0, -math.inf
         self._answers, self._due = Pace(clock()), 0.0
-        # a warning with the flags of another system that set its keys
+        # rewrites a warning with the flags of another system, if these set the keys
         self.in_their_names: Callable[[str], str] = str
 
     def keep_log(self, path: Path) -> None:
-        """Writes the lines printed so far, and all further ones, to the end of a file too."""
+        """Appends all lines to a file, too: those printed so far and all further ones."""
         self._log = path
         while self._unkept:
             self.keep(self._unkept.popleft())
 
     def keep(self, text: str) -> None:
-        """Writes a text to the kept log alone."""
+        """Writes a text to the log file only, not to the screen; remembers it if there is no log
+        file yet."""
         if self._log is None:
             self._unkept.append(text)
             return
-        # a full disk is met where something is written that a run needs
+        # errors are ignored: a full disk shows when something is written that the run needs
         with contextlib.suppress(OSError), self._log.open("a", encoding="utf-8") as file:
             file.write(printable(text) + "\n")
 
     def keep_events(self, write: WriteEvent | None) -> None:
-        """Hands the warnings and errors so far, and all further ones, to `write` too; None: from
-        now on they wait for the next."""
+        """Passes all warnings and errors to `write`, too: those so far and all further ones. None:
+        from now on they are remembered for the next `write`."""
         self._write_event = write
         while write and self._unwritten:
             level, text, key = self._unwritten.popleft()
             write(level, text, key)
 
     def _event(self, level: EventLevel, text: str, key: str = "") -> None:
+        """Passes an event on, or remembers it."""
         if self._write_event is None:
             self._unwritten.append((level, text, key))
         else:
@@ -105,40 +108,42 @@ class Console:
     # ---- lines
 
     def heading(self, text: str) -> None:
-        """Begins a part: evaluation, training."""
+        """Prints a heading, such as "== evaluation"."""
         self.text(f"== {one_line(text)}", "bold cyan")
 
     def note(self, text: str) -> None:
-        """One fact in one line, said once."""
+        """Prints one fact in one line; a text that was printed before is not repeated."""
         self._write_once(one_line(text), "dim")
 
     def wrong(self, text: str, key: str = "") -> None:
-        """One line about what makes a run fail or learn nothing, said once; `key`: of the
-        configuration, what helps."""
+        """Prints one line about something that makes a run fail or learn nothing, once, and writes
+        an event. `key`: the configuration key that helps."""
         line = one_line(self.in_their_names(text))
         if self._write_once(line, "bold red"):
             self._event("wrong", line, key)
 
     def warning(self, text: str, key: str = "") -> None:
-        """One line that asks for attention, said once; `key`: of the configuration, what helps."""
+        """Prints one line that asks for attention, once, and writes an event. `key`: the
+        configuration key that helps."""
         line = one_line(self.in_their_names(text))
         if self._write_once(f"warning: {line}", "yellow"):
             self._event("warning", line, key)
 
     def failed(self, text: str) -> None:
-        """Keeps the error that ends a run in its log and its events; the command prints it."""
+        """Writes the error that ends a run to the log and the events, without printing it; the
+        command prints it."""
         line = one_line(text)
         self.keep(f"error: {line}")
         self._event("error", line)
 
     def text(self, text: str, style: str = "") -> None:
-        """A paragraph as it stands."""
+        """Prints a paragraph unchanged, and ends the progress bar."""
         self.close()
         self._write(text, style)
 
     def passage(self, title: str, text: str, lines: int = 200, characters: int = 2000) -> None:
-        """A text under its title, indented; of one with more lines or characters its beginning and
-        its end."""
+        """Prints a text under a title, indented. If it has more lines or characters than allowed,
+        only its beginning and its end."""
         rows = text.split("\n")
         head = "\n".join(rows[: lines // 2])[: characters // 2]
         tail = "\n".join(rows[-lines // 2 :])[-characters // 2 :]
@@ -149,14 +154,14 @@ class Console:
         self._write("\n".join(f"    {row}".rstrip() for row in rows))
 
     def table(self, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-        """Rows under their head, the first column to the left, the others to the right."""
+        """Prints rows under a head; the first column is aligned left, the others right."""
         self.text("\n".join(text_table(head, rows)))
 
     # ---- a run
 
     def step(self, step: int, steps: int, metrics: Mapping[str, float]) -> None:
-        """`step` of `steps` (from 1) is done: one of about LINES_A_RUN lines that stay, and the
-        bar."""
+        """Notes that `step` of `steps` (from 1) is done: prints its line if it is one of about
+        LINES_A_RUN, and updates the progress bar."""
         now, programs = self._clock(), metrics.get("compilations", 0)
         compiled = round(programs - self._programs)
         self._pace.mark(now, step, compiled=compiled > 0)
@@ -180,6 +185,7 @@ class Console:
             self.close()
 
     def _show_bar(self, step: int, steps: int, text: str) -> None:
+        """Shows or updates the progress bar."""
         from rich.progress import BarColumn, Progress, TextColumn
         from rich.table import Column
 
@@ -199,8 +205,8 @@ class Console:
         )
 
     def answered(self, part: str, done: int, total: int) -> None:
-        """`done` (one more at each call) of the `total` questions of an evaluation's part: a line
-        after 2 s where 10 s or more are left, then every 10 s.
+        """Notes that `done` (one more at each call) of the `total` questions of an evaluation's
+        part are answered. Prints a line after 2 s if 10 s or more are left, then every 10 s.
 
         >>> console.answered("held_out, greedy", 120, 500)
         held_out, greedy: 120 of 500, 0:48 left
@@ -216,7 +222,7 @@ class Console:
                 self._write(f"{one_line(part)}: {done} of {total}, {duration(left)} left")
 
     def evaluation(self, name: str, figures: Mapping[str, Any]) -> None:
-        """The figures of one set of questions, with their number and protocol.
+        """Prints the figures of one data set, with their number of questions and protocol.
 
         >>> console.evaluation("held_out", {
         ...     "accuracy": 0.5, "accuracy_interval": [0.456, 0.544], "pass@8": 0.8,
@@ -234,11 +240,11 @@ class Console:
         facts: Sequence[str] = (),
         reward_since: int = 0,
     ) -> None:
-        """The end: a table of figures by set of questions before and after, facts in a line each,
-        and a question that was answered wrong before and right after, as both groups.
+        """Prints the end of a run: a table of figures by data set before and after, one line per
+        fact, and a question that was answered wrong before and right after, as both groups.
 
-        `before`, `after`: name of the set -> its figures, as given to `evaluation`; `reward_since`:
-        see `summary_rows`."""
+        `before`, `after`: name of the data set -> its figures, as given to `evaluation`;
+        `reward_since`: see `summary_rows`."""
         rows = summary_rows(before, after, reward_since)
         if rows:
             self.table(("", "before", "after", "change"), rows)
@@ -253,7 +259,7 @@ class Console:
             self.passage("after", completion_text(group_after, 0))
 
     def close(self) -> None:
-        """Ends the progress bar and gives the terminal back."""
+        """Ends the progress bar and leaves the terminal as it was."""
         if self._bar is not None:
             self._bar.stop()
         self._bar = None
@@ -265,7 +271,7 @@ class Console:
         self.close()
 
     def _write_once(self, text: str, style: str) -> bool:
-        """Writes a line unless it was written before; True if it was not."""
+        """Writes a line unless it was written before. Returns True if it was written now."""
         if text in self._once:
             return False
         self._once.add(text)
@@ -273,6 +279,7 @@ class Console:
         return True
 
     def _write(self, text: str, style: str = "") -> None:
+        """Writes a text to the screen and to the log."""
         self.keep(text)
         if self._rich is not None:
             from rich.text import Text  # Text, not markup: a model's "[bold]" stays what it is
@@ -283,30 +290,33 @@ class Console:
         self._stream.flush()
 
     def _printable(self, text: str) -> str:
+        """Returns a text in which everything that the stream cannot show is escaped."""
         return printable(text, getattr(self._stream, "encoding", None) or "utf-8")
 
 
 class Pace:
-    """The time that is left, by the mean duration of the last steps. The first step, and steps that
-    compile a program, are left out, since they would make it jump."""
+    """Estimates the time that is left from the mean duration of the last steps. The first step, and
+    steps that compile a program, are left out, because they would make the estimate jump."""
 
     def __init__(self, start: float, window: int = 20) -> None:
         self.start = self._last = start
         self._done = 0
-        # seconds, number of steps, compiled
+        # (seconds, number of steps, whether one compiled a program)
         self._steps: deque[tuple[float, int, bool]] = deque(maxlen=window)
 
     def mark(self, now: float, done: int, compiled: bool = False) -> None:
-        """`done` steps have been made; `compiled`: the last of them compiled a program."""
+        """Notes that `done` steps have been made; `compiled`: the last of them compiled a
+        program."""
         if self._done:
             self._steps.append((now - self._last, done - self._done, compiled))
         self._last, self._done = now, done
 
     def left(self, number: int) -> float | None:
-        """Seconds for so many steps more; None until a step after the first has compiled
-        nothing."""
+        """Returns the estimated seconds for `number` more steps; None until a step after the first
+        has compiled nothing."""
         usual = [step for step in self._steps if not step[2]]
-        if not usual and len(self._steps) > 5:  # every step compiles: that is this run's pace
+        # if every step compiles, compiling is part of the run's pace
+        if not usual and len(self._steps) > 5:
             usual = list(self._steps)
         total_seconds = 0
         num_steps = 0
@@ -317,8 +327,8 @@ class Pace:
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:
-    """The text with control characters (but line ends and tabs) and what `encoding` lacks written
-    as escapes."""
+    """Returns a text in which control characters (except line ends and tabs), and characters that
+    `encoding` lacks, are escapes."""
 
     def escaped(control: re.Match[str]) -> str:
         return control[0].encode("unicode_escape").decode()
@@ -327,11 +337,12 @@ def printable(text: str, encoding: str = "utf-8") -> str:
 
 
 _CONTROL = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069]")
-"""Control characters, but tab and line end, and those that turn the direction of text."""
+"""Control characters, except tab and line end, and characters that change the direction of text."""
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """A prompt for reading: text as it is, messages with their tool calls one below the other."""
+    """Returns a prompt for people to read: a text unchanged, messages with their tool calls one
+    below the other."""
     if isinstance(prompt, str):
         return prompt
     lines = []
@@ -350,7 +361,8 @@ def prompt_text(prompt: Prompt) -> str:
 
 
 def completion_text(group: Group, number: int) -> str:
-    """A completion for reading: its text, or the messages of a rollout with turns."""
+    """Returns a completion for people to read: its text, or the messages of a rollout with
+    turns."""
     messages = group.completions[number].messages
     if not messages:
         return group.texts[number]

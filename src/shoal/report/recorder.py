@@ -1,4 +1,5 @@
-"""What a run leaves behind and shows: each step's metrics and groups, evaluations, the summary."""
+"""Records a run: turns each step's groups and metrics, evaluations and the end into files and into
+lines on the screen."""
 
 from __future__ import annotations
 
@@ -32,36 +33,36 @@ EvaluationFigures: TypeAlias = "Mapping[str, Mapping[str, Any]]"
 """Data set -> figure -> value, of one evaluation."""
 
 MOST_TOOLS = 20
-"""Tools that have figures of their own."""
+"""Most tools that get metrics of their own."""
 SECONDS_TO_STOP = 3.0
-"""What a service for metrics may take to end when somebody asked the run to stop."""
+"""Time that a service for metrics may take to end if somebody asked the run to stop."""
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step as the recorder reads it: P groups of G completions, and what the updates made of
-    them."""
+    """One step as the recorder gets it: P groups of G completions, and what the updates
+    computed."""
 
     step: int  # from 0
     groups: Sequence[Group]
     advantages: np.ndarray  # [P, G]
     nonzero_std: np.ndarray  # [P]
-    logprobs: TokenLogprobs  # the trainer's, before its first update
-    metrics: MetricSet  # of the updates
+    logprobs: TokenLogprobs  # the trainer's log-probs, from before the step's first update
+    metrics: MetricSet  # metrics that the updates measured
     seconds: float
-    num_discarded: int = 0  # groups that dynamic sampling replaced
-    prompts_dropped: int = 0  # since the run began
+    num_discarded: int = 0  # number of groups that dynamic sampling replaced
+    prompts_dropped: int = 0  # number since the run began
     prompts_retired: int = 0
 
 
 @dataclass
 class Recorder:
-    """Turns what happened into metrics, files and lines on the screen. Groups are written by a
-    thread.
+    """Turns what happened in a run into metrics, files and lines on the screen. A thread writes the
+    groups.
 
-    `read_stats` gives the source's figures since the last call, `compilations` the number of
-    programs compiled so far, `mfu` the share of the devices' peak rate that a step used: of groups,
-    the (group, completion) that were trained on, seconds."""
+    `read_stats` returns the source's figures since the last call. `compilations` returns the number
+    of programs compiled so far. `mfu` returns the share of the devices' peak rate that a step used;
+    its arguments are the groups, the (group, completion) that were trained on, and seconds."""
 
     folder: RunWriter
     console: Console
@@ -74,22 +75,26 @@ class Recorder:
     mfu: Callable[[Sequence[Group], Container[tuple[int, int]], float], float] | None = None
     started: float = field(default_factory=time.perf_counter)
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by phase
-    # tokens, by metric
+    # number of tokens, by metric
     totals: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     evaluations: dict[int, EvaluationFigures] = field(default_factory=dict)  # by version
-    # of tokens: sampled by hosts, and what became of them
+    # number of tokens that hosts sampled, and what became of them; see `token_account`
     account: Counter[str] = field(default_factory=Counter)
-    # of rewards, by function and kind
+    # number of failures, by (function, kind)
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)
-    prompts_dropped: int = 0  # up to the last recorded step
+    prompts_dropped: int = 0  # number dropped up to the last recorded step
     watch: Watch = field(default_factory=Watch)
-    # train.on_warning=stop: a warning becomes the run's error, and is printed once as that
+    # True with train.on_warning=stop: a warning then ends the run as its error, and is printed only
+    # as that
     warnings_stop: bool = False
-    warned: list[Finding] = field(default_factory=list)  # since the loop last asked
-    completions_every: int = 0  # steps between tables of completions for the sinks; 0: none
+    warned: list[Finding] = field(default_factory=list)  # findings since the loop last read them
+    # number of steps between tables of completions for the sinks; 0: no tables
+    completions_every: int = 0
     _exhausted: bool = False
-    _evaluation_rate: float | None = None  # seconds a completion, where nothing was compiled
-    # programs, when the newest evaluation began; -1 before this process's first
+    # seconds per completion of the last evaluation in which nothing was compiled
+    _evaluation_rate: float | None = None
+    # number of compiled programs when the newest evaluation began; -1 before this process's first
+    # one
     _compiled_before: int = -1
 
     def __post_init__(self) -> None:
@@ -98,6 +103,7 @@ class Recorder:
     # -- steps
 
     def begin_training(self, first: int) -> None:
+        """Notes that training begins after `first` steps, and says so on the screen."""
         self.begin_step(first + 1)
         if self.steps > first:
             begin = f", from step {first + 1} on" if first else ""
@@ -106,15 +112,18 @@ class Recorder:
             )
 
     def begin_step(self, number: int) -> None:
-        """Step `number` (from 1) begins: what happens from now on is lost with it."""
+        """Notes that step `number` (from 1) begins: events from now on belong to it, and are
+        removed if the run resumes before it."""
         self.folder.begin("training", number)
 
     def _begin_phase(self, text: str) -> None:
+        """Prints a heading, and writes it as an event."""
         self.console.heading(text)
         self.folder.write_event("phase", text)
 
     def step(self, record: StepRecord) -> dict[str, float]:
-        """Records a step under `step + 1`, the number of steps made, and returns its metrics."""
+        """Records a step as number `step + 1`: writes its metrics and groups, prints its line, and
+        warns of what may be wrong. Returns the metrics."""
         number = record.step + 1
         metrics = record.metrics
         stats = self.read_stats(Purpose.TRAIN)
@@ -146,7 +155,7 @@ class Recorder:
                 no_gradient=taken - trained,
                 discarded=stats.tokens - taken,
             )
-        else:  # none was sampled: the tokens are the data's
+        else:  # nothing was sampled, because the tokens come from the data
             self._add_tokens(stats)
         if self.mfu:
             metrics.add("mfu", self.mfu(record.groups, record.logprobs, record.seconds))
@@ -190,9 +199,10 @@ class Recorder:
         return result
 
     def _add_counters(self, metrics: MetricSet, stats: RolloutStats) -> None:
-        """What engines counted. A counter that is 0 has no metric."""
+        """Adds the counters of the samplers' engines as metrics. A counter that is 0 gets no
+        metric."""
         counters = stats.counters.copy()
-        del counters["tokens"]  # `_add_tokens`
+        del counters["tokens"]  # `_add_tokens` counts them
         active_slots = counters.pop("active_slots", 0)
         metrics.add("sampler/places_drawing", active_slots, counters.pop("total_slots", 0))
         for name, value in counters.items():
@@ -200,11 +210,14 @@ class Recorder:
                 metrics.add(f"sampler/{name}", value)
 
     def _add_tokens(self, stats: RolloutStats, **taken: int) -> None:
+        """Adds sampled and lost tokens, and what became of tokens that were `taken`, to the account
+        of the run."""
         lost = stats.fleet.get("tokens_lost", 0)
         self.account.update(sampled=stats.counters["tokens"], lost=lost, **taken)
 
     def _add_rewards(self, metrics: MetricSet, stats: RolloutStats) -> None:
-        """What reward functions logged, and the completions that they failed on."""
+        """Adds metrics that reward functions logged, and the number of completions on which
+        functions failed; counts the failures for the summary."""
         for name, values in stats.logged.items():
             metrics.add(logged_name(name), sum(values), len(values))
         failed = [failure for failure in stats.failures if failure.completion is not None]
@@ -214,26 +227,33 @@ class Recorder:
         self._count_failures(stats.failures)
 
     def _count_failures(self, failures: Sequence[Failure]) -> None:
+        """Counts failures of reward functions and environments, and warns of them."""
         self.failures.update((failure.function, failure.kind) for failure in failures)
         self._warn(self.watch.failures(failures))
 
     def _warn(self, findings: Sequence[Finding]) -> None:
+        """Keeps findings for the loop, and prints the warnings among them unless a warning ends the
+        run."""
         self.warned += findings
         if not self.warnings_stop:
             self._print(findings)
 
     def _print(self, findings: Sequence[Finding]) -> None:
+        """Prints the findings that are warnings."""
         for finding in findings:
-            if finding.level == "warning":  # what is wrong becomes the run's error
+            # a finding of level "wrong" is not printed here, because it becomes the run's error
+            if finding.level == "warning":
                 self.console.warning(finding.text, finding.key)
 
     def spent(self, phase: str, seconds: float) -> None:
+        """Adds seconds to a phase of the run."""
         self.seconds[phase] += seconds
 
     # -- evaluations
 
     def begin_evaluation(self, version: int, num_completions: int) -> None:
-        """Says how many completions are needed, and how long that took last time."""
+        """Says on the screen that an evaluation begins, how many completions it needs and about how
+        long it takes, as far as known. Does nothing if it needs none."""
         if not num_completions:
             return
         rate = self._evaluation_rate
@@ -256,7 +276,8 @@ class Recorder:
         num_completions: int,
         seconds: float,
     ) -> None:
-        """Records the figures of one version by data set, and its greedy answers, in `groups`."""
+        """Records an evaluation of one version: figures by data set, and `groups` with its greedy
+        answers. Warns if it is worse than before training."""
         self.spent("evaluate", seconds)
         if num_completions and self.compilations() == self._compiled_before:
             self._evaluation_rate = seconds / num_completions
@@ -278,8 +299,8 @@ class Recorder:
             self._warn(self.watch.evaluation(version, before, figures.get(main, {})))
 
     def scores(self) -> dict[int, float]:
-        """Accuracy on the main set, else mean reward, by version, of the evaluations with the most
-        questions."""
+        """Returns the accuracy on the first data set, or the mean reward if there is no accuracy,
+        by version. Only evaluations with the most questions count."""
         main_sets = {}
         for version, figures in self.evaluations.items():
             main_sets[version] = next(iter(figures.values()), {})
@@ -294,14 +315,14 @@ class Recorder:
     # -- checkpoints and resumption
 
     def sync(self, pass_rates: Sequence[Mapping[str, Any]]) -> None:
-        """Returns when everything recorded so far would survive a power cut, with the prompts' pass
-        rates of now."""
+        """Writes the prompts' current pass rates, and waits until everything recorded so far would
+        survive a power cut."""
         self._groups.flush()
         self.folder.sync()
         self.folder.write_pass_rates(pass_rates)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold, as JSON."""
+        """Returns what a checkpoint must hold of the recorder, as JSON."""
         failures = []
         for (function, kind), number in self.failures.items():
             failures.append([function, kind, number])
@@ -318,14 +339,15 @@ class Recorder:
     def restore(
         self, state: Mapping[str, Any], version: int, evaluated: bool, again: Collection[int] = ()
     ) -> None:
-        """Continues after `version`: removes what the folder holds of later steps, the evaluation
-        of `version` unless it was `evaluated` completely, and those that are asked for `again`."""
+        """Continues a run after `version`, from the state of its checkpoint. Removes from the
+        folder: what belongs to later steps, the evaluation of `version` unless it was completely
+        `evaluated`, and the evaluations of the versions in `again`, which are to be repeated."""
         self.prompts_dropped = state["dropped"]
         self.failures.update({(name, kind): number for name, kind, number in state["failures"]})
         self.seconds.update(state["seconds"])
         self.totals.update(state["totals"])
         self.account.update(state.get("account", {}))
-        # What was under way was lost with the trainer, which was ended.
+        # Tokens that were under way when the trainer ended are lost.
         self.account["lost"] += token_account(self.account)["unused"]
         self.watch.restore(state["watch"])
         self.started -= state["seconds_total"]
@@ -341,22 +363,24 @@ class Recorder:
     # -- the end
 
     def data_exhausted(self, text: str) -> None:
-        """Says once that no further step is requested."""
+        """Says on the screen, once, that training ends because the data is exhausted."""
         if not self._exhausted:
             self._exhausted = True
             self.console.note(f"{text}; training ends here")
 
     def stop(self) -> None:
-        """Shortens what is waited for at the end: somebody asked the run to stop."""
+        """Shortens the waits at the end of the run, because somebody asked it to stop."""
         for sink in self.sinks:
             sink.seconds_to_close = SECONDS_TO_STOP
 
     def finish(self, last: int) -> dict[str, Any]:
-        """The summary of a run that ended after step `last`, written and shown."""
+        """Ends a run after step `last`: waits for its files, prints the table before and after
+        training and other facts, writes the summary, and returns it as JSON."""
         self.folder.begin("end", last)
         self._groups.flush()
-        self._add_tokens(self.read_stats(Purpose.TRAIN))  # since the last step
-        if self.warnings_stop:  # those of the last evaluation, which ends nothing
+        self._add_tokens(self.read_stats(Purpose.TRAIN))  # tokens sampled since the last step
+        # warnings of the last evaluation, which come too late to end the run
+        if self.warnings_stop:
             self._print(self.warned)
         summary = self._summary(last)
         solved = None
@@ -382,8 +406,8 @@ class Recorder:
         return summary.record()
 
     def next_steps(self, has_weights: bool) -> None:
-        """Says where the run is, how to look at it, and, where it has a checkpoint, what to do with
-        its weights."""
+        """Prints where the run is and how to look at it; with `has_weights` also how to export its
+        weights."""
         where = address(self.folder.path)
         self.console.text(f"the run is in {where}: `shoal view {where}` shows every completion")
         if has_weights:
@@ -392,7 +416,7 @@ class Recorder:
             )
 
     def _summary(self, last: int) -> Summary:
-        """What summary.json holds of a run that ended after step `last`."""
+        """Returns the content of summary.json for a run that ended after step `last`."""
         before = self.evaluations.get(0, {})
         after = self.evaluations.get(last, {})
         main = next(iter(after), "")
@@ -401,6 +425,7 @@ class Recorder:
         phases = {name: value for name, value in self.seconds.items() if name != "training"}
 
         def speed(total: str, phase: str) -> float | None:
+            """Returns tokens per second of a phase; None if no time was spent in it."""
             if not phases.get(phase):
                 return None
             return self.totals[total] / phases[phase]
@@ -436,9 +461,9 @@ class Recorder:
 
 
 def token_account(counts: Mapping[str, int]) -> dict[str, int]:
-    """Tokens that hosts sampled, and what became of them: `other_terms` are in groups without an
-    advantage, which other terms of the loss read; `no_gradient` entered no update, `unused` were
-    under way at the end."""
+    """Returns how many tokens hosts sampled, and what became of them. `other_terms`: in groups
+    without an advantage, so that only other terms of the loss used them. `no_gradient`: entered no
+    update. `unused`: the rest, under way at the end."""
     account = {"sampled": counts.get("sampled", 0)}
     unused = account["sampled"]
     for name in ("trained", "other_terms", "no_gradient", "discarded", "evaluated", "lost"):
@@ -451,8 +476,9 @@ def token_account(counts: Mapping[str, int]) -> dict[str, int]:
 def _add_group_metrics(
     metrics: MetricSet, groups: Sequence[Group], advantages: np.ndarray, nonzero_std: np.ndarray
 ) -> None:
-    """Adds the metrics of P groups of G completions; `advantages[P, G]`, `nonzero_std[P]`."""
-    if groups[0].reward_components:  # else the data's answers are learned
+    """Adds the metrics on rewards, lengths and staleness of P groups of G completions;
+    `advantages[P, G]`, `nonzero_std[P]`."""
+    if groups[0].reward_components:  # otherwise the data's own answers are learned, without rewards
         rewards = np.stack([group.rewards for group in groups])  # [P, G]
         valid = np.stack([group.valid for group in groups])  # [P, G]
         metrics.add("reward/mean", rewards[valid].sum(), valid.sum())
@@ -492,7 +518,7 @@ def _add_group_metrics(
 
 
 def _add_turn_metrics(metrics: MetricSet, groups: Sequence[Group]) -> None:
-    """What tools and environments did; nothing where rollouts have one turn."""
+    """Adds the metrics on turns, tools and environments; none if all rollouts have one turn."""
     rollouts = [rollout for group in groups for rollout in group.completions]
     if not any(
         rollout.messages or rollout.branches or not rollout.loss_mask.all() for rollout in rollouts
@@ -519,8 +545,8 @@ def _add_turn_metrics(metrics: MetricSet, groups: Sequence[Group]) -> None:
     truncated_bytes = sum(message.get("truncated_bytes", 0) for message in messages)
     metrics.add("tools/truncated_bytes", truncated_bytes)
     answers = [message for message in messages if message["role"] == "tool"]
-    # A model may call what is no tool by any name: those that are called most have figures of their
-    # own. Of names that are called as often the first by the alphabet counts.
+    # A model may call any name, also one that is no tool. Only the names that are called most get
+    # metrics of their own; among names that are called equally often, the first by alphabet.
     names = [message["name"] for message in answers]
     names = sorted(name for name in names if re.fullmatch(r"[\w.-]{1,64}", name))
     _add_call_metrics(metrics, "", answers, len(rollouts))
@@ -532,19 +558,19 @@ def _add_turn_metrics(metrics: MetricSet, groups: Sequence[Group]) -> None:
 def _add_call_metrics(
     metrics: MetricSet, ending: str, answers: Sequence[Mapping[str, Any]], num_rollouts: int
 ) -> None:
-    """Adds how often tools were called, and how often that failed, by their `answers`."""
+    """Adds how often tools were called, and how often calls failed, from the messages that answer
+    them. `ending` is added to the metrics' names."""
     num_failed = sum(message["content"].startswith(FAILED_CALL) for message in answers)
     metrics.add(f"tools/call_frequency{ending}", len(answers), num_rollouts)
     metrics.add(f"tools/failure_frequency{ending}", num_failed, len(answers))
 
 
 def _add_age_metrics(metrics: MetricSet, groups: Sequence[Group], logprobs: TokenLogprobs) -> None:
-    """How far samplers and trainer differ, by the age of a completion's oldest token; nothing where
-    all are new.
+    """Adds metrics on how much samplers and trainer differ, by the age of a completion's oldest
+    token; none if all completions are new.
 
-    With w = exp(trainer's - sampler's log-prob) over the tokens that the update learned from,
-    `logprobs[group, index]`.
-    """
+    They are computed from w = exp(trainer's log-prob - sampler's log-prob) of the tokens of
+    completions in `logprobs[group, index]`, which the update trained on."""
     differences: dict[int, list[np.ndarray]] = {}
     for number, group in enumerate(groups):
         for completion in group.completions:

@@ -1,5 +1,5 @@
-"""Where metrics and some completions go besides the run's folder: TensorBoard and Weights & Biases,
-if configured; and the thread that writes groups."""
+"""Sinks for metrics and some completions besides the run's folder: TensorBoard and Weights &
+Biases, if configured. Also the thread that writes groups."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from shoal.records import Group, ShoalError
 from shoal.report.console import completion_text, prompt_text
 
 GROUPS_SHOWN = 4
-"""Groups of a step whose completions a table of completions shows: of each the one of least and of
-most reward."""
+"""Number of groups of a step in a table of completions; each is shown with its completions of least
+and of most reward."""
 
 
 Rows = Sequence[Mapping[str, Any]]
 
 
 class Sink(Protocol):
-    """Accepts figures by name, of a step or of an evaluation (`evaluation_scalars`), and tables of
-    completions (`completion_rows`), in the order of steps; a step's table before its figures."""
+    """Receives figures by name, of a step or an evaluation (`evaluation_scalars`), and tables of
+    completions (`completion_rows`), in the order of steps; a step's table comes before its
+    figures."""
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None: ...
     def write_completions(self, step: int, rows: Rows) -> None: ...
@@ -34,8 +35,8 @@ class Sink(Protocol):
 
 
 class Background:
-    """A sink in a thread. One that fails or hangs neither ends nor delays the run: it is switched
-    off, and `warn` is called once, from the thread that writes here."""
+    """Runs a sink in a thread. A sink that fails or hangs neither ends nor delays the run: it is
+    switched off, and `warn` is called once, in the thread that writes here."""
 
     def __init__(
         self,
@@ -58,15 +59,17 @@ class Background:
         self._thread.start()
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Queues figures for the sink, without waiting."""
         self._put((self._sink.write, step, dict(metrics)))
         self._check()
 
     def write_completions(self, step: int, rows: Rows) -> None:
+        """Queues a table of completions for the sink, without waiting."""
         self._put((self._sink.write_completions, step, rows))
         self._check()
 
     def close(self) -> None:
-        """Waits for pending rows, at most `seconds_to_close`."""
+        """Waits for queued rows, at most `seconds_to_close`, and ends the sink."""
         self._put(None)
         if self._on and self._fault is None:
             self._thread.join(self.seconds_to_close)
@@ -76,6 +79,7 @@ class Background:
         self._on = False
 
     def _put(self, item: tuple[Callable[..., None], int, Any] | None) -> None:
+        """Queues a call for the thread; None ends it. A full queue is a fault of the sink."""
         if self._on and self._fault is None:
             try:
                 self._pending.put_nowait(item)
@@ -83,6 +87,7 @@ class Background:
                 self._fault = f"it accepts no more rows, {self._pending.maxsize} are waiting"
 
     def _check(self) -> None:
+        """Switches the sink off, with a warning, if it has failed."""
         if self._on and self._fault is not None:
             self._on = False
             self._warn(
@@ -91,6 +96,7 @@ class Background:
             )
 
     def _work(self) -> None:
+        """Runs in the sink's thread: makes the queued calls until its end or the first error."""
         try:
             item = self._pending.get()
             while item is not None:
@@ -101,13 +107,13 @@ class Background:
         except Exception as error:
             lines = str(error).strip().splitlines()
             self._fault = f"{type(error).__name__}: {lines[0] if lines else 'without a message'}"
-            with contextlib.suppress(Exception):  # it has failed already
+            with contextlib.suppress(Exception):  # the sink has failed already
                 self._sink.close()
 
 
 def completion_rows(groups: Sequence[Group], advantages: np.ndarray) -> list[dict[str, Any]]:
-    """Prompt, completion, rewards and advantage of a few completions, all with the same names;
-    `advantages[P, G]`."""
+    """Returns prompt, completion, rewards and advantage of a few completions, as rows with the same
+    names; `advantages[P, G]`."""
     rows = []
     for group, of_group in zip(groups[:GROUPS_SHOWN], advantages, strict=False):
         order = np.argsort(group.rewards)  # NaN last
@@ -125,8 +131,8 @@ def completion_rows(groups: Sequence[Group], advantages: np.ndarray) -> list[dic
 
 
 def check_sinks(section: ReportSection) -> None:
-    """ShoalError if a package or a login that `report` needs is missing; nothing is written or
-    sent."""
+    """Raises ShoalError if a package or a login that `report` needs is missing. Writes and sends
+    nothing."""
     if section.tensorboard:
         from shoal.report.tensorboard import load
 
@@ -146,9 +152,9 @@ def make_sinks(
     note: Callable[[str], None],
     warn: Callable[[str], None],
 ) -> list[Background]:
-    """The sinks that `report` configures. `config` is the resolved configuration, `resumed_at` the
-    version that a resumed run continues from. ShoalError if a package or a login is missing, a file
-    cannot be written or a service refuses."""
+    """Returns the sinks that `report` configures. `config` is the resolved configuration,
+    `resumed_at` the version that a resumed run continues from. ShoalError if a package or a login
+    is missing, a file cannot be written or a service refuses."""
     sinks: list[Background] = []
     if section.tensorboard:
         from shoal.report.tensorboard import TensorboardSink
@@ -171,22 +177,21 @@ def make_sinks(
 # ---- the thread that writes while the next step is sampled
 
 MOST_PENDING = 2
-"""Steps that may wait to be written; a disk that is slower than training holds training up from
-then on."""
+"""Number of steps that may wait to be written; with a slower disk, training waits."""
 
 
 STUCK_SECONDS = 300.0
-"""After how long a wait for the disk is given up."""
+"""Time after which waiting for the disk is given up."""
 
 
 class GroupWriter:
-    """Calls `write` in another thread, in order. What it raises is raised by the next `put` or
-    `flush`, once; what was put meanwhile is not written. `folder` is named where the disk does not
-    answer."""
+    """Calls `write` in another thread, in order. An error of `write` is raised by the next `put` or
+    `flush`, once; anything queued meanwhile is not written. `folder` is named in the error if the
+    disk does not answer."""
 
     def __init__(self, write: Callable[..., Any], folder: object = "the run folder") -> None:
         self._write, self._folder = write, folder
-        # An event is set once all before it is written, None ends the thread.
+        # An event is set once everything before it is written; None ends the thread.
         self._pending: queue.Queue[tuple[Any, ...] | threading.Event | None] = queue.Queue(
             MOST_PENDING
         )
@@ -195,13 +200,12 @@ class GroupWriter:
         self._thread: threading.Thread | None = None
 
     def put(self, *arguments: Any) -> None:
-        """Queues one call; waits where MOST_PENDING calls are queued already."""
+        """Queues one call; waits if MOST_PENDING calls are queued already."""
         self._raise_failure()
         self._put(arguments)
 
     def flush(self) -> None:
-        """Returns when everything that was put is on disk: before a checkpoint, whose steps' groups
-        these are."""
+        """Waits until everything that was put is on disk; called before a checkpoint is saved."""
         if self._thread is not None:
             done = threading.Event()
             self._put(done)
@@ -210,8 +214,8 @@ class GroupWriter:
         self._raise_failure()
 
     def close(self) -> None:
-        """Ends the thread after what was put; one that is stuck is left alone, it ends with the
-        process."""
+        """Writes what was put and ends the thread. A thread that is stuck is left alone; it ends
+        with the process."""
         if self._thread is not None and not self._stuck:
             self.flush()
             self._put(None)
@@ -219,6 +223,8 @@ class GroupWriter:
             self._thread = None
 
     def _put(self, item: tuple[Any, ...] | threading.Event | None) -> None:
+        """Queues an item, starting the thread at the first call. ShoalError if the disk does not
+        answer."""
         if self._stuck:
             self._give_up()
         if self._thread is None:
@@ -230,6 +236,7 @@ class GroupWriter:
             self._give_up()
 
     def _give_up(self) -> NoReturn:
+        """Raises ShoalError because the disk does not answer."""
         self._stuck = True
         raise ShoalError(
             f"{self._folder}: the disk has not answered for {STUCK_SECONDS:.0f} s, and groups are "
@@ -237,14 +244,15 @@ class GroupWriter:
         )
 
     def _raise_failure(self) -> None:
-        # Read once: the thread may set it between a read and a store, and that failure would be
-        # lost.
+        """Raises the thread's error, if there is one, once."""
+        # Read the field once: an error that the thread sets between two reads would be lost.
         failure = self._failure
         if failure is not None:
             self._failure = None
             raise failure
 
     def _work(self) -> None:
+        """Runs in the thread: makes the queued calls; after an error none until it was raised."""
         item = self._pending.get()
         while item is not None:
             if isinstance(item, threading.Event):
@@ -252,6 +260,6 @@ class GroupWriter:
             elif self._failure is None:
                 try:
                     self._write(*item)
-                except BaseException as error:  # raised again where the run can end
+                except BaseException as error:  # raised again in the caller, where the run can end
                     self._failure = error
             item = self._pending.get()

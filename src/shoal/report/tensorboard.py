@@ -1,4 +1,4 @@
-"""Metrics as TensorBoard's event files, by the package `tensorboard` alone."""
+"""Writes metrics as TensorBoard's event files, with the package `tensorboard` alone."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _PREFIX = "events.out.tfevents."
 
 
 class TensorboardSink:
-    """One event file for each start of the run; each row is flushed before the next is accepted.
+    """A sink that writes one event file for each start of a run; each row is flushed before the
+    next is accepted.
 
-    After a resumption the file begins with TensorBoard's mark of a restart: it discards what the
-    killed run wrote beyond the version that is resumed."""
+    After a resumption the file begins with TensorBoard's mark of a restart, which makes TensorBoard
+    discard what the killed run wrote beyond the version that is resumed."""
 
     def __init__(self, folder: Path, resumed_at: int | None = None) -> None:
         events, summaries, text, writer = load()
@@ -37,12 +38,14 @@ class TensorboardSink:
                 self._add(step=resumed_at + 1 if resumed_at else 0, session_log=start)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Writes the numbers of a step."""
         values = []
         for name, value in scalars(metrics).items():
             values.append(self._summary.Value(tag=name, simple_value=value))
         self._add(step=step, summary=self._summary(value=values))
 
     def write_completions(self, step: int, rows: Rows) -> None:
+        """Writes a table of completions as text."""
         if not rows:
             return
         cells = [list(rows[0])]  # the names of the columns
@@ -54,13 +57,14 @@ class TensorboardSink:
         self._file.close()
 
     def _add(self, **content: Any) -> None:
+        """Writes one event and flushes it."""
         self._records.write(self._event(wall_time=time.time(), **content).SerializeToString())
         self._records.flush()
 
 
 def load() -> tuple[Any, Any, Any, Any]:
-    """Messages of events and of summaries, the summary of a text, and the writer of records;
-    ShoalError where the package is missing."""
+    """Imports the package, and returns (messages of events, messages of summaries, function for
+    text summaries, writer of records). ShoalError if the package is missing."""
     try:
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.plugins.text.summary_v2 import text_pb
@@ -74,8 +78,8 @@ def load() -> tuple[Any, Any, Any, Any]:
 
 
 def _next_name(folder: Path) -> str:
-    """TensorBoard reads a run's files in the order of their names: the time, but always after
-    existing files."""
+    """Returns the name of a new event file. TensorBoard reads files in the order of their names, so
+    the name has the time, but always a later one than existing files."""
     number = int(time.time())
     for path in folder.glob(f"{_PREFIX}[0-9]*"):
         existing = int(path.name.removeprefix(_PREFIX)[:10])

@@ -1,9 +1,8 @@
-"""`timeline.json`: what trainer, hosts, rewards and publication did when, in Chrome's trace format,
-for Perfetto.
+"""Writes `timeline.json`: what trainer, hosts, rewards and publication did when, in Chrome's trace
+format, for Perfetto.
 
-Each event is written as it ends: the format lets the closing bracket be missing, so a killed run
-leaves a file that opens.
-"""
+Each event is written when it ends. The format does not need the closing bracket, so a killed run
+leaves a file that opens."""
 
 from __future__ import annotations
 
@@ -22,19 +21,19 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 TIMELINE = "timeline.json"
 LEAST_SECONDS = 1e-4
-"""Shorter events, such as a look at a host that has nothing to do, are left out."""
+"""Events shorter than this, such as a look at a host that has nothing to do, are left out."""
 
 
 class Timeline:
-    """Events by lane, in microseconds since the epoch; nothing without a path. A resumed run adds
-    to the file."""
+    """Writes events by lane, in microseconds since the epoch; writes nothing if there is no path. A
+    resumed run appends to the file."""
 
     def __init__(
         self, path: Path | None = None, warn: Callable[[str], None] = lambda text: None
     ) -> None:
         self._lock, self._warn = threading.Lock(), warn
         self._lanes: dict[str, int] = {}
-        self._ended: dict[str, float] = {}  # lane -> end of its last event
+        self._ended: dict[str, float] = {}  # lane -> end of the lane's last event
         self._file: TextIO | None = None
         if path is not None:
             with writing(path, "report.timeline"):
@@ -45,7 +44,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def span(self, lane: str, name: str) -> Iterator[None]:
-        """An event as long as the block."""
+        """Context manager that becomes an event as long as the block."""
         started = time.time()
         try:
             yield
@@ -53,12 +52,13 @@ class Timeline:
             self._write(lane, name, started, time.time())
 
     def add(self, lane: str, name: str, seconds: float) -> None:
-        """An event that ends now. Reported late, it may seem to begin before the last one's end,
-        which viewers do not show: it begins there."""
+        """Writes an event of `seconds` that ends now. It begins no earlier than the end of the
+        lane's last event, since viewers do not show events that overlap."""
         ended = time.time()
         self._write(lane, name, max(self._ended.get(lane, 0.0), ended - seconds), ended)
 
     def _write(self, lane: str, name: str, started: float, ended: float) -> None:
+        """Writes an event from `started` to `ended`, both in seconds since the epoch."""
         if self._file is None or ended - started < LEAST_SECONDS:
             return
         with self._lock:
@@ -82,22 +82,23 @@ class Timeline:
                     event["pid"] = 0
                     event["tid"] = self._lanes[lane]
                     self._file.write(json.dumps(event) + ",\n")
-            except OSError as error:  # a run does not end for want of its timeline
+            except OSError as error:  # an error ends the timeline, not the run
                 self._close()
                 self._warn(f"report.timeline: {error.strerror or error}; the timeline ends here")
 
     def close(self) -> None:
+        """Closes the file."""
         with self._lock:
             self._close()
 
     def _close(self) -> None:
         if self._file is not None:
-            with contextlib.suppress(OSError):  # closing writes what is left
+            with contextlib.suppress(OSError):  # closing writes what is left, and may fail
                 self._file.close()
 
 
 def timed(lane: str, name: str) -> Callable[[Method], Method]:
-    """A decorator: each call of the method is an event of its object's `timeline`."""
+    """Returns a decorator that makes each call of a method an event in its object's `timeline`."""
 
     def of_method(method: Method) -> Method:
         @functools.wraps(method)

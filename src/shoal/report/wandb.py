@@ -1,4 +1,5 @@
-"""Metrics to Weights & Biases, by its own package: sent at once, or written for `wandb sync`."""
+"""Sends metrics to Weights & Biases with its own package: at once, or written to disk for `wandb
+sync`."""
 
 from __future__ import annotations
 
@@ -17,16 +18,16 @@ from shoal.runs.lines import json_ready, scalars, write_atomically
 SECONDS_TO_START = 60.0
 SECONDS_TO_FINISH = 30.0
 SECONDS_BETWEEN_FLUSHES = 1.0
-"""How much a killed process may lose of the file of an offline run."""
+"""Most seconds that a killed process may lose of the file of an offline run."""
 
 
 class WandbSink:
-    """One run at Weights & Biases for a run folder, however often it is resumed: `wandb/run_id`
-    holds its id.
+    """A sink that keeps one run at Weights & Biases for a run folder, however often it is resumed:
+    `wandb/run_id` holds the id.
 
-    A step's metrics are logged at that step. Evaluations have another axis, `evaluate/step`, since
-    a row that was sent accepts nothing more. Steps that the service has from before a kill are not
-    sent again."""
+    A step's metrics are logged at that step. Evaluations have another axis, `evaluate/step`,
+    because a row that was sent cannot be extended. Steps that the service has from before the
+    process was killed are not sent again."""
 
     def __init__(
         self, folder: Path, section: WandbSection, config: Mapping[str, Any], run_name: str
@@ -35,7 +36,7 @@ class WandbSink:
         id_path = folder / "wandb" / "run_id"
         if not id_path.is_file():
             write_atomically(id_path, [uuid.uuid4().hex[:12]])
-        # no terminal output, nothing of the terminal, of git or of the code is sent
+        # no output on the terminal, and nothing about the terminal, git or the code is sent
         settings = wandb.Settings(
             mode=mode,
             root_dir=str(folder),
@@ -67,6 +68,7 @@ class WandbSink:
         self.url: str | None = None if mode == "offline" else self._run.url
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Logs figures: of an evaluation with the axis `evaluate/step`, of a step at that step."""
         values = scalars(metrics)
         if all(name.startswith("evaluate/") for name in values):
             self._run.log({"evaluate/step": step} | values, commit=False)
@@ -74,6 +76,7 @@ class WandbSink:
             self._run.log(values, step=step, commit=True)
 
     def write_completions(self, step: int, rows: Rows) -> None:
+        """Logs a table of completions, which is sent with the step's metrics."""
         if rows and step >= self._run.step:
             steps_first: list[dict[str, Any]] = [{"step": step, **row} for row in rows]
             cells = [list(row.values()) for row in steps_first]
@@ -85,8 +88,8 @@ class WandbSink:
 
 
 def load(section: WandbSection) -> tuple[Any, str]:
-    """The package `wandb`, and online or offline. ShoalError if it is not installed, or would ask
-    for a key."""
+    """Returns the package `wandb`, and "online" or "offline". ShoalError if it is not installed, or
+    would ask for a key."""
     try:
         with _no_error_reports(section):
             import wandb
@@ -112,8 +115,8 @@ def load(section: WandbSection) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def _no_error_reports(section: WandbSection) -> Iterator[None]:
-    """Around import and start of the package, which for an offline run would report errors to its
-    makers."""
+    """Context manager for the import and start of the package, which would otherwise report errors
+    to its makers even for an offline run."""
     name = "WANDB_ERROR_REPORTING"
     is_set_here = section.mode != "online" and name not in os.environ
     if is_set_here:
@@ -126,6 +129,7 @@ def _no_error_reports(section: WandbSection) -> Iterator[None]:
 
 
 def _refused(section: WandbSection, error: Exception) -> ShoalError:
+    """Returns the ShoalError for an error of Weights & Biases."""
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return ShoalError(
         f"report.wandb.mode={section.mode}: Weights & Biases did not start: {reason}; set "

@@ -1,10 +1,9 @@
-"""Warnings of how training goes: figures of each step and evaluation for `runs/diagnosis.py`, and
-which of its findings were given already.
+"""Warnings while a run trains: computes figures of each step and evaluation for
+`runs/diagnosis.py`, and notes which of its findings were given already.
 
-Each is given once, with the key that helps; some say that the run is hopeless. `train.on_warning`
-acts on them all, so a warning about rewards, completions, updates or accuracy is a row of that
-table: one whose figure is a metric of a step needs nothing here.
-"""
+Each warning is given once, with the key that helps; some say that the run is hopeless.
+`train.on_warning` acts on all of them, so a warning about rewards, completions, updates or accuracy
+should be a row of that table. If the row's figure is a metric of a step, nothing is needed here."""
 
 from __future__ import annotations
 
@@ -21,13 +20,15 @@ from shoal.runs.metrics import ENVIRONMENT
 
 
 def step_figures(metrics: Mapping[str, float]) -> dict[str, Figure]:
-    """A step's metrics as figures by name, and those that say more than one metric does."""
+    """Returns a step's metrics as figures by name, together with figures derived from several
+    metrics."""
     figures = {}
     for name, value in metrics.items():
-        if value is not None:  # nothing was measured: no reward judged, for one
+        # None: nothing was measured, for example because there are no rewards
+        if value is not None:
             figures[name] = Figure(name, value)
     skipped = metrics.get("update/skipped", 0)
-    # A smaller loss scale is to solve these: float16 begins with a few.
+    # Overflows are not counted: a smaller loss scale solves them, and float16 begins with a few.
     not_finite = skipped - metrics.get("update/overflows", 0)
     derived = [Figure("skipped_not_finite", not_finite)]
     if metrics.get("update/count", 0) == 0:
@@ -44,20 +45,20 @@ def step_figures(metrics: Mapping[str, float]) -> dict[str, Figure]:
 
 @dataclass
 class Watch:
-    """Reads each step's metrics and groups, and each evaluation; returns what is to be warned of,
-    each once."""
+    """Reads each step's metrics and groups, and each evaluation, and returns new warnings, each
+    once."""
 
-    # Row -> steps in a row in which it held, and the first of them.
+    # name of a row -> (number of successive steps in which it applied, the first of them)
     in_a_row: dict[str, list[float]] = field(default_factory=dict)
-    given: set[str] = field(default_factory=set)  # warnings that were given already
-    # Function -> min, max, steps, completions, completions that are not 0.
+    given: set[str] = field(default_factory=set)  # names of warnings that were given already
+    # name of a reward function -> [min, max, steps, completions, completions that are not 0]
     rewards: dict[str, list[float]] = field(default_factory=dict)
 
     def step(
         self, number: int, metrics: Mapping[str, float], groups: Sequence[Group]
     ) -> list[Finding]:
-        """The warnings that step `number` (from 1) brings; `wrong` where training cannot
-        recover."""
+        """Returns the warnings that step `number` (from 1) brings; their level is `wrong` if
+        training cannot recover."""
         findings = []
         figures = step_figures(metrics)
         for row in ROWS:
@@ -77,7 +78,8 @@ class Watch:
         return findings
 
     def _reward(self, function: str, values: np.ndarray) -> list[Finding]:
-        """Adds a step's values of a reward function, and returns what all of them show."""
+        """Adds a step's values of a reward function, and returns the warnings that all its values
+        so far show."""
         low, high, steps, count, others = self.rewards.get(function, [np.inf, -np.inf, 0, 0, 0])
         known = values[~np.isnan(values)]
         if known.size:
@@ -91,7 +93,7 @@ class Watch:
             return []
         words = {"low": low, "zeros": count - others}
         figures = [Figure("function_range", high - low, steps, 0, int(count), function, words)]
-        if low == 0:  # not a penalty, below 0
+        if low == 0:  # not for a penalty, which is below 0
             share = others / count
             figures.append(
                 Figure("function_share_above_0", share, steps, 0, int(count), function, words)
@@ -99,8 +101,8 @@ class Watch:
         return self._findings(figures)
 
     def failures(self, failures: Sequence[Failure]) -> list[Finding]:
-        """Warns with the first example of each way in which a reward function, or an environment,
-        failed."""
+        """Returns a warning, with the first example, for each new way in which a reward function or
+        an environment failed."""
         findings = []
         for failure in failures:
             name = f"failed {failure.function}: {failure.kind}"
@@ -116,9 +118,9 @@ class Watch:
     def evaluation(
         self, version: int, first: Mapping[str, Any], now: Mapping[str, Any]
     ) -> list[Finding]:
-        """Warns where accuracy on a set has fallen below the 95% interval that it had before
-        training; that of other questions, as in a quick evaluation, where its whole interval
-        has."""
+        """Returns a warning if accuracy on a data set has fallen below the 95% interval that it had
+        before training. If the evaluations have different questions, as with a quick evaluation,
+        only if the whole new interval is below."""
         low_before = (first.get("accuracy_interval") or [None])[0]
         accuracy = now.get("accuracy")
         highest = accuracy
@@ -129,29 +131,31 @@ class Watch:
         name = "accuracy_below_first"
         reward_before = first.get("mean_reward")
         reward = now.get("mean_reward")
-        # None: no reward judged.
+        # None: there are no rewards.
         if reward is not None and reward_before is not None and reward > reward_before:
             name = "accuracy_below_first_while_reward_rises"
         words = {"version": version, "accuracy": accuracy, "low": low_before}
         return self._findings([Figure(name, low_before - highest, words=words)])
 
     def _findings(self, figures: Sequence[Figure]) -> list[Finding]:
+        """Returns the findings that these figures show and that were not given before."""
         findings = []
         for diagnosis in diagnose(figures):
             findings += self._once(diagnosis.row, diagnosis.figure)
         return findings
 
     def _once(self, row: Row, figure: Figure) -> list[Finding]:
+        """Returns a row's finding in a list, and notes it; [] if it was given before."""
         name = f"{row.name} {figure.subject}".strip()
         if name in self.given:
             return []
-        if row.level != "wrong":  # a run that was resumed ends again
+        if row.level != "wrong":  # not noted, so that a resumed run ends again
             self.given.add(name)
         level: Level = "wrong" if row.level == "wrong" else "warning"
         return [Finding("training", level, row.sentence(figure), row.key)]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold, as JSON."""
+        """Returns what a checkpoint must hold, as JSON."""
         return {
             "in_a_row": dict(self.in_a_row),
             "given": sorted(self.given),
@@ -159,6 +163,7 @@ class Watch:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Sets the state from a checkpoint."""
         self.in_a_row = dict(state["in_a_row"])
         self.given = set(state["given"])
         self.rewards = {name: list(values) for name, values in state["rewards"].items()}

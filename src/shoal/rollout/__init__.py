@@ -1,2 +1,2 @@
-"""Plays groups: a request becomes completions with rewards. Nothing here knows how they are learned
-from."""
+"""Makes groups: a request becomes completions with rewards. Nothing here knows how training uses
+them."""

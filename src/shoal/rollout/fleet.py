@@ -1,12 +1,11 @@
 """Fleet of hosts, the `RolloutSource` of a process: requests groups from hosts, has them rewarded,
-and hands them over in the order of the requests.
+and returns them in the order of the requests.
 
     request -> ledger -> a host with room -> completions -> rewards -> ledger -> take
 
-With a host in the caller's thread all of this happens in `take`. With hosts that run by themselves
-a thread of the fleet's does it while the caller learns; only one thread at a time touches the
-ledger.
-"""
+If the host runs in the caller's thread, all of this happens inside `take`. If hosts run by
+themselves, a thread of the fleet does it while the caller trains. Only one thread at a time uses
+the ledger."""
 
 from __future__ import annotations
 
@@ -51,58 +50,62 @@ from shoal.text import count
 from shoal.weights.store import WeightStore
 
 POLL_SECONDS = 0.01
-"""How often the fleet's thread looks for answers and rewards while some are awaited."""
+"""How often the fleet's thread looks for answers and rewards while it expects some."""
 WAIT_SECONDS = 0.5
-"""How long a wait lasts before it looks again, though nobody has woken it."""
+"""Longest time that a wait lasts before it looks again even if nothing has woken it."""
 LONG_WAIT_SECONDS = 60.0
-"""How long `take` waits before it says what for."""
+"""How long `take` waits silently before it prints what it waits for."""
 END_SECONDS = 5.0
-"""How long the end of a run waits for the fleet's thread."""
+"""How long `close` waits for the fleet's thread to end."""
 
 QUEUES = {
     "waiting": (Stage.WAITING,),
     "running": (Stage.RUNNING,),
     "sampled": (Stage.SAMPLED, Stage.REWARDED),
 }
-"""Metric -> stages of groups."""
+"""Name of the metric -> the stages whose groups it counts."""
 
 
 @dataclass
 class Fleet:
-    """Groups of any purpose from any number of hosts.
+    """Makes groups for any purpose with any number of hosts.
 
-    Which groups a step learns from is what it asked for, not what finishes first: a restarted run
-    asks again, and gets the same. `by_itself`: the hosts sample whenever they have requests; else
-    only while their groups are taken, by `poll` in the caller's thread.
-    """
+    A step trains on the groups that it requested, not on those that finish first: a resumed run
+    requests them again, and gets the same. `by_itself`: True if the hosts sample whenever they have
+    requests; False if they sample only while their groups are taken, through `poll` in the caller's
+    thread."""
 
     store: WeightStore
     hosts: Mapping[str, Host]
     rewards: GroupRewards
     seed: int
     by_itself: bool = False
-    # the hosts' devices are the caller's, who trains only while they have nothing to do
+    # True if hosts and caller share devices; the caller then trains only while the hosts have
+    # nothing to do
     shares_memory: bool = False
-    # makes a new host in place of a lost one; None where hosts are this process's
+    # makes a new host to replace the lost one of that name; None if hosts live in this process
     restart: Callable[[str], Host] | None = None
-    restarts: int = 3  # of each host
-    stall_seconds: float = 0.0  # that a host may make no progress; 0 for auto
-    # mean difference from the trainer's beyond which a host is lost; 0: none is
+    restarts: int = 3  # how often each host may be restarted
+    # longest time without progress after which a host counts as lost; 0: chosen automatically
+    stall_seconds: float = 0.0
+    # a host counts as lost if its log-probs differ from the trainer's by more than this in the
+    # mean; 0: no check
     logprob_tolerance: float = 0.0
     on_note: Callable[[str], None] = lambda text: None
     stop: StopSignal = field(default_factory=StopSignal)
-    # (part of an evaluation, groups done, groups in all)
+    # called with (part of an evaluation, groups done, groups in all)
     on_progress: Callable[[str, int, int], None] | None = None
     ledger: Ledger = field(default_factory=Ledger)
-    keep_from: int = 0  # the oldest version that may yet be requested
+    keep_from: int = 0  # the oldest version that may still be requested
     timeline: Timeline = field(default_factory=Timeline)
     woken: threading.Event = field(default_factory=threading.Event)
-    player: TurnDriver | None = None  # where rollouts have turns
+    player: TurnDriver | None = None  # None if completions are single-turn
 
     def __post_init__(self) -> None:
         self._stats = defaultdict[Purpose, RolloutStats](RolloutStats)
         self._read_at = time.monotonic()
-        # the newest publication: its version, and one of the published arrays
+        # the newest publication: its version, and the smallest of its arrays, whose identity shows
+        # whether the next publication has other weights
         self._last: tuple[int, Any] | None = None
         if self.player is not None:
             self.player.ledger = self.ledger
@@ -114,21 +117,21 @@ class Fleet:
         }
         self._lost = 0
         self._lost_tokens = 0
-        # (step, data row) of the newest step's groups -> the host that sampled it, and its losses
-        # before
+        # (step, data row) of a group of the newest step -> the host that sampled it, and how often
+        # that host had been lost by then
         self._sampled_by: dict[tuple[int, int], tuple[str, int]] = {}
         self._patience = max(LONG_WAIT_SECONDS, 2 * self.stall_seconds)
         self._taking: tuple[Purpose, int] | None = None
         self._failure: BaseException | None = None
         self._closed = False
-        self._changed = threading.Condition()  # holds the lock of the ledger
+        self._changed = threading.Condition()  # its lock guards the ledger
         self._thread: threading.Thread | None = None
         if self.by_itself:
             self._thread = threading.Thread(target=self._run, name="fleet", daemon=True)
             self._thread.start()
 
     def follow(self, timeline: Timeline) -> None:
-        """Writes what hosts and rewards do to a timeline."""
+        """Sets the timeline to which the work of hosts and rewards is written from now on."""
         self.timeline = timeline
         for member in self.members.values():
             member.timeline = timeline
@@ -136,20 +139,25 @@ class Fleet:
     # -- the RolloutSource
 
     def request(self, requests: Sequence[GroupRequest]) -> None:
+        """Queues groups; hosts get them as soon as they have room."""
         with self._changed:
             self.ledger.add(requests)
         self.woken.set()
 
     def publish_frozen(self, params: Params) -> None:
+        """Stores the weights that are the same in every version."""
         self.store.put_frozen(params)
 
     def publish(self, version: int, params: Params, keep_from: int | None = None) -> None:
+        """Stores weights as `version`, tells all hosts of it, and releases versions before
+        `keep_from` (None: before `version`) that no pending request needs."""
         with self._changed:
             self.keep_from = version if keep_from is None else keep_from
-            # before the new version: on a device that is nearly full both may not fit
+            # Release old versions before storing the new one: a device that is nearly full may not
+            # hold both.
             self._release()
         started = time.perf_counter()
-        # without the lock: hosts go on meanwhile
+        # Store without the lock, so that hosts go on meanwhile.
         stored_version = self.store.put(version, params)
         seconds = time.perf_counter() - started
         smallest_array = min(jax.tree.leaves(params), key=operator.attrgetter("nbytes"))
@@ -157,7 +165,8 @@ class Fleet:
             last = self._last
             self._last = (version, smallest_array)
             stats = self._stats[Purpose.TRAIN]
-            # An update makes new arrays, so those of the last version are its old weights.
+            # An update makes new arrays; if the array is the same object, the weights did not
+            # change.
             if last is not None and last[0] != version and last[1] is smallest_array:
                 stats.unchanged += 1
             stats.publish["seconds"] += seconds
@@ -167,6 +176,9 @@ class Fleet:
         self.woken.set()
 
     def take(self, purpose: Purpose, step: int) -> list[Group]:
+        """Waits until the groups of a step are sampled and rewarded, then returns them in the order
+        of the requests and forgets them. ValueError if the step has requested none; RuntimeError if
+        it requested a version that is not published."""
         started = time.perf_counter()
         with self._changed:
             entries = self.ledger.of(purpose, step)
@@ -174,8 +186,8 @@ class Fleet:
                 raise ValueError(f"{purpose} at step {step} has requested no groups")
             for entry in entries:
                 if not self._is_published(entry.request):
-                    # A fault of the schedule: sampling from another version would break the bound
-                    # on staleness unseen.
+                    # An error in the program's schedule: sampling from another version would break
+                    # the bound on staleness unnoticed.
                     raise RuntimeError(
                         f"version {entry.request.version} is requested, but only "
                         f"{sorted(self.store.versions)} are published"
@@ -201,7 +213,8 @@ class Fleet:
             return groups
 
     def _remember_hosts(self, step: int, entries: Sequence[PendingGroup]) -> None:
-        """Keeps who sampled a step's groups until the next step's are taken."""
+        """Notes which host sampled each group of a step, for `check_logprobs`; forgets earlier
+        steps."""
         self._sampled_by = {key: host for key, host in self._sampled_by.items() if key[0] == step}
         for entry in entries:
             if entry.host:
@@ -211,6 +224,8 @@ class Fleet:
     def check_logprobs(
         self, groups: Sequence[Group], logprobs: Mapping[tuple[int, int], np.ndarray], version: int
     ) -> None:
+        """Takes out each host whose log-probs at `version` differ from the trainer's by more than
+        `logprob_tolerance` in the mean; does nothing if that is 0."""
         if not self.logprob_tolerance:
             return
         differences = defaultdict[tuple[str, int], list[np.ndarray]](list)
@@ -218,8 +233,9 @@ class Fleet:
             group = groups[number]
             completion = group.completions[index]
             host = self._sampled_by.get((group.step, group.example.row))
-            # Of older tokens the difference is the trainer's own progress, too. A NaN is the
-            # trainer's own: an answer with one is refused when it comes.
+            # Compare only tokens of this version, because for older ones the difference includes
+            # the progress of training. Skip NaN: the trainer made it, since an answer of a host
+            # that contains one is rejected on arrival.
             compared = (
                 completion.loss_mask & (completion.versions == version) & np.isfinite(trained)
             )
@@ -243,6 +259,9 @@ class Fleet:
         return self.store.published_shapes()
 
     def is_ready(self, purpose: Purpose, step: int) -> bool:
+        """True if `take` need not wait for groups of this step that are sampled in the background.
+        Always True if nothing runs in the background, or if the hosts can sample only while the
+        caller waits."""
         with self._changed:
             if not self.by_itself or self.shares_memory:
                 return True
@@ -250,6 +269,8 @@ class Fleet:
             return all(entry.stage is Stage.REWARDED for entry in entries)
 
     def read_stats(self, purpose: Purpose) -> RolloutStats:
+        """Returns the figures of one purpose since the last call, and resets them. Training's
+        include those of the hosts."""
         with self._changed:
             stats = self._stats.pop(purpose, RolloutStats())
             if purpose is Purpose.TRAIN or not self.by_itself:
@@ -257,8 +278,8 @@ class Fleet:
             return stats
 
     def _add_hosts(self, stats: RolloutStats) -> None:
-        """Adds what hosts did since the last call; in the caller's thread that was all for the same
-        purpose."""
+        """Adds to `stats` what the hosts did since the last call, and resets those figures. If the
+        hosts run in the caller's thread, all of that was for one purpose."""
         now = time.monotonic()
         elapsed = now - self._read_at
         self._read_at = now
@@ -269,7 +290,8 @@ class Fleet:
             stats.publish["pause_seconds"] += member.total.pause_seconds / len(self.members)
             member.total = HostProgress()
         if not self.by_itself:
-            # In the caller's thread rewards that are called there, and texts, are part of sampling.
+            # In the caller's thread, decoding texts and calling rewards in this process count as
+            # sampling.
             stats.busy_seconds = stats.sample_seconds
             return
         busy_share = min(1.0, stats.busy_seconds / max(elapsed, 1e-9))
@@ -293,6 +315,7 @@ class Fleet:
         self.ledger.duplicates = 0
 
     def published(self) -> Mapping[int, Params]:
+        """Returns the weights that are still stored, by version."""
         with self._changed:
             published: dict[int, Params] = {}
             for number, version in self.store.versions.items():
@@ -300,10 +323,13 @@ class Fleet:
             return published
 
     def close(self) -> None:
+        """Ends the fleet's thread, the hosts, the workers of rewards and of environments, and
+        releases the weights."""
         self._closed = True
         self.woken.set()
         if self._thread:
-            self._thread.join(END_SECONDS)  # a function of a user's may hang there
+            # limited, because a user's function may hang in that thread
+            self._thread.join(END_SECONDS)
         for member in self.members.values():
             if member.host is not None:
                 with contextlib.suppress(HostLost):
@@ -316,6 +342,9 @@ class Fleet:
     # -- waiting
 
     def _wait_until(self, entries: Sequence[PendingGroup], stages: set[Stage]) -> None:
+        """Waits until all `entries` have one of the `stages`; called with the lock held. Without a
+        thread of the fleet's, does the sampling itself. Raises what the fleet's thread raised, and
+        stops if the run is to stop."""
         began = time.time()
         while not all(entry.stage in stages for entry in entries):
             self.stop.check()
@@ -326,15 +355,14 @@ class Fleet:
                 with self.stop.raising_at_once():
                     self._changed.wait(WAIT_SECONDS)
             else:
-                # Once all is sampled there is nothing to do but to wait for rewards, which may
-                # hang.
+                # Once all is sampled, only rewards are waited for, and those may hang.
                 unsampled = (Stage.WAITING, Stage.RUNNING)
                 all_sampled = all(entry.stage not in unsampled for entry in entries)
                 self._turn(self.stop.raising_at_once, wait=all_sampled)
 
     def _say_waiting(self, entries: Sequence[PendingGroup], began: float) -> None:
-        """Says what is waited for, once that takes long, and then where it takes twice as long as
-        was said before."""
+        """Prints what `take` waits for, once that takes long; then again only when the wait has
+        taken twice as long as at the last line."""
         seconds = time.time() - began
         if seconds < self._patience:
             return
@@ -355,13 +383,14 @@ class Fleet:
         self.on_note(f"waiting for {what} since {since}, {seconds:.0f} s: {stages}")
 
     def _run(self) -> None:
-        """The fleet's thread."""
+        """Runs in the fleet's thread: repeats `_turn` until the fleet is closed. An error is stored
+        for `take` to raise."""
         while not self._closed:
             self.woken.clear()
             try:
                 self._turn()
             except BaseException as error:
-                # raised by `take`: whoever waits for these groups must learn of it
+                # `take` raises it, so that whoever waits for these groups learns of it
                 with self._changed:
                     self._failure = error
                     self._changed.notify_all()
@@ -375,11 +404,12 @@ class Fleet:
         guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         wait: bool = False,
     ) -> None:
-        """Gives groups to hosts, gathers their answers, has them rewarded. `guard` is around what
-        may hang.
+        """Does one round of work: gives waiting groups to hosts, collects the hosts' answers,
+        submits finished groups to the rewards, and enters the rewards that have come. `guard`
+        returns a context that surrounds calls that may hang; `wait`: wait for a reward.
 
-        The lock is not held where functions of a user's may be called: a caller who gives up must
-        not wait for them."""
+        The lock is released while a user's functions may be called, so that a caller who gives up
+        need not wait for them."""
         with self._changed:
             now = time.monotonic()
             ready = self._play(guard)
@@ -391,7 +421,8 @@ class Fleet:
                     continue
                 answers = self._poll(member)
                 for id, completions in answers.items():
-                    if member.host is None:  # lost: an answer before this one was wrong
+                    # lost, because an earlier answer of this round was wrong
+                    if member.host is None:
                         break
                     entry = self._enter(member, id, completions)
                     if entry is not None:
@@ -410,13 +441,14 @@ class Fleet:
     def _play(
         self, guard: Callable[[], contextlib.AbstractContextManager[None]]
     ) -> list[PendingGroup]:
-        """Has rollouts go on whose tools have answered; the groups that can be rewarded now."""
+        """Continues rollouts whose tools or environments have answered. Returns the groups that are
+        complete and can be rewarded now."""
         if self.player is None:
             return []
         with guard():
             seconds = 0.0
             if not self.by_itself and self.player.waits:
-                # In the caller's thread there is nothing else to do meanwhile.
+                # In the caller's thread there is nothing else to do meanwhile, so wait for a reply.
                 seconds = POLL_SECONDS
             messages = self.player.collect(seconds)
         self._send_all(messages)
@@ -434,11 +466,13 @@ class Fleet:
         return ready
 
     def _send_all(self, messages: Sequence[GroupMessage]) -> None:
+        """Sends each message to the host that has its group."""
         for entry, message in messages:
             self._send(self.members[entry.host], message)
 
     def _settle(self, entry: PendingGroup) -> PendingGroup | None:
-        """Enters a group all of whose rollouts are over."""
+        """Enters a group's completions in the ledger if all its rollouts are over, and returns its
+        entry; else returns None."""
         assert self.player is not None
         completions = self.player.done(entry)
         if completions is None:
@@ -450,8 +484,9 @@ class Fleet:
     def _enter(
         self, member: HostHealth, id: int, completions: Sequence[Completion]
     ) -> PendingGroup | None:
-        """Enters a host's answer; the group that can be rewarded now, if there is one. A host whose
-        answer is wrong is lost, with all that it has."""
+        """Checks a host's answer and enters it in the ledger. Returns the group's entry if the
+        group is complete and can be rewarded now, else None. If the answer is wrong, the host
+        counts as lost, with all the groups that it has."""
         id = self.ledger.parts.get(id, id)
         entry = self.ledger.entries.get(id)
         if self.player is None:
@@ -462,13 +497,14 @@ class Fleet:
             return self._answer(member, id, completions)
         newest = max(self.store.versions, default=-1)
         if self._last is not None:
-            # While a version is copied, the one that hosts sample from may be released already.
+            # While a version is being copied, the version that hosts sample from may be released
+            # already.
             newest = max(newest, self._last[0])
         request = sample_request(entry.request, id, self.seed)
         request = replace(request, has_turns=self.player is not None)
         if member.restarts is None:
-            # This process's own engine is right about the rest; weights that are not finite are the
-            # trainer's to see.
+            # The engine of this process is trusted about the rest; weights that are not finite are
+            # detected by the trainer.
             reason = wrong_versions(request, completions, newest)
         else:
             vocab_size = self.store.model.architecture.vocab_size
@@ -481,7 +517,7 @@ class Fleet:
         if self.player is None:
             return self._answer(member, id, completions)
         for completion in completions:
-            # The host may have been lost by a message that followed the completion before.
+            # Sending a message for the previous completion may have shown that the host is lost.
             if entry.rollouts:
                 self._send_all(self.player.take(entry, completion))
         return self._settle(entry)
@@ -489,7 +525,8 @@ class Fleet:
     def _answer(
         self, member: HostHealth, id: int, completions: Sequence[Completion]
     ) -> PendingGroup | None:
-        """Enters all completions of a group."""
+        """Enters all completions of a group in the ledger, and counts their tokens. Returns the
+        group's entry, or None if it had been answered before."""
         entry = self.ledger.answer(id, completions)
         if entry is None:
             return None
@@ -498,8 +535,9 @@ class Fleet:
         return entry
 
     def _assign(self) -> None:
-        """Gives what waits to hosts with room, each to the one that should end it first: training's
-        groups, the oldest first, then an evaluation's, which have a share of their own."""
+        """Gives waiting groups to hosts with room, each group to the host that is expected to
+        finish it first. Training's groups come first, in order; then those of an evaluation, for
+        which each host reserves a share."""
         waiting = [entry for entry in self.ledger.at(Stage.WAITING) if self._may_start(entry)]
         if self.player is not None:
             self.player.open(waiting)
@@ -523,8 +561,8 @@ class Fleet:
                 size = request.num_completions
                 if (request.purpose is Purpose.TRAIN) != is_training:
                     continue
-                # By room alone one host of four that is ten times slower made every step 4 to 6
-                # times as long.
+                # When only free room decided, one host of four that was ten times slower made every
+                # step 4 to 6 times as long.
                 expected_seconds: dict[str, float] = {}
                 for name, member in self.members.items():
                     if not member.may_start(request):
@@ -552,7 +590,8 @@ class Fleet:
     # -- hosts that come and go
 
     def _tend(self, member: HostHealth, now: float) -> None:
-        """Checks a host's progress, and restarts a lost host when its time has come."""
+        """Checks that a host makes progress, and takes it out if not. Restarts a lost host once its
+        pause is over, and gives it all stored versions."""
         if member.host is not None:
             self._look(member, now)
             if member.restarts is None:
@@ -571,12 +610,13 @@ class Fleet:
                 self._give_version(member, self.store.versions[version])
 
     def _give_version(self, member: HostHealth, version: Version) -> None:
+        """Tells a host of a version, and notes that it has it."""
         self._send(member, Load(version))
         if member.host is not None:
             member.versions.add(version.version)
 
     def _look(self, member: HostHealth, now: float) -> None:
-        """Notes a host's progress; a host that cannot be asked for it is lost."""
+        """Updates what is known of a host's progress; a host that does not answer is taken out."""
         if member.host is None:
             return
         try:
@@ -585,7 +625,8 @@ class Fleet:
             self._lose(member, reason)
 
     def _send(self, member: HostHealth, message: Message) -> None:
-        """Sends a host a message, unless it is lost, or is lost by that."""
+        """Sends a message to a host; does nothing if the host is lost. If sending fails, takes the
+        host out."""
         host = member.host
         if host is None:
             return
@@ -595,7 +636,8 @@ class Fleet:
             self._lose(member, reason)
 
     def _poll(self, member: HostHealth) -> dict[int, list[Completion]]:
-        """A host's answers since the last call; none where it is lost."""
+        """Returns a host's answers since the last call, by request id; {} if the host is lost, or
+        if asking shows that it is."""
         host = member.host
         if host is None:
             return {}
@@ -606,7 +648,9 @@ class Fleet:
             return {}
 
     def _lose(self, member: HostHealth, reason: str | Exception) -> None:
-        """Takes a host out; its groups wait again. Once the last host is gone, `take` raises."""
+        """Takes a host out, so that its groups wait again and it may be restarted later. Prints
+        why. Raises ShoalError if no host is left, RuntimeError if the host belongs to this
+        process."""
         refused = isinstance(reason, HostRefused)
         state = "refused" if refused else "lost"
         text = f"sampler host {member.name} is {state}: {reason}"
@@ -614,7 +658,7 @@ class Fleet:
             raise RuntimeError(text)
         if member.host is not None:
             with contextlib.suppress(HostLost):
-                member.look(time.monotonic())  # at its last progress
+                member.look(time.monotonic())  # so that its last tokens are counted
             with contextlib.suppress(HostLost):
                 member.host.close()
         if self.player is not None:
@@ -634,19 +678,23 @@ class Fleet:
             )
 
     def _may_start(self, entry: PendingGroup) -> bool:
-        """True if a host has the weights, and, in the caller's thread, its step is being taken."""
+        """True if some host has the weights for a group and, if hosts run in the caller's thread,
+        `take` is waiting for the group's step."""
         request = entry.request
         if not self.by_itself and (request.purpose, request.step) != self._taking:
             return False
         return any(member.may_start(request) for member in self.members.values())
 
     def _is_published(self, request: GroupRequest) -> bool:
+        """True if the version of a request, or a newer one if that is allowed, is stored."""
         versions = self.store.versions
         if request.exact:
             return request.version in versions
         return max(versions, default=-1) >= request.version
 
     def _show_progress(self, entry: PendingGroup) -> None:
+        """Reports how many groups of an evaluation's part are sampled; does nothing for other
+        purposes."""
         request = entry.request
         if self.on_progress is None or request.purpose is not Purpose.EVALUATE:
             return
@@ -662,7 +710,7 @@ class Fleet:
         self.on_progress(f"{request.subset}, {mode}", num_done, num_groups)
 
     def _release(self) -> None:
-        """Drops weights that no pending request names and no later one may name."""
+        """Drops stored weights that no pending request needs and no later request may name."""
         needed = {
             entry.request.version for entry in self.ledger.entries.values() if entry.request.exact
         }
@@ -676,6 +724,7 @@ class Fleet:
 
 
 def _count(stats: RolloutStats, entries: Sequence[PendingGroup]) -> None:
+    """Adds the tokens, failures and logged metrics of groups to `stats`."""
     for entry in entries:
         stats.tokens += sum(completion.num_sampled for completion in entry.completions)
         if entry.scores is not None:

@@ -1,7 +1,7 @@
-"""Hosts: engines that run by themselves and are sent messages.
+"""Hosts in this process: engines that take messages and sample by themselves.
 
-EngineHost    samples in the caller's thread, a compiled step at each `poll`
-ThreadHost    the same in a thread of its own, on devices of its own
+EngineHost    samples in the caller's thread, one compiled step per `poll`
+ThreadHost    does the same in a thread of its own, on devices of its own
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shoal.sampler.engine import Engine
 
 
 class Reading(NamedTuple):
-    """A version whose weights are being read."""
+    """A version whose weights are being read in the background."""
 
     version: Version
     weights: Future[Callable[[], Params]]
@@ -37,33 +37,41 @@ class Reading(NamedTuple):
 
 @dataclass
 class EngineHost:
-    """The engines of one mesh, one at work at a time; requests enter in the order submitted.
+    """A host around the engines of one mesh, of which one works at a time. Requests enter in the
+    order in which they were submitted; those for branches of rollouts go first.
 
-    A request of an exact version waits until requests of another version have ended. Requests that
-    may start on newer weights take the newest, and newer ones are loaded while they are sampled.
-    `make_engine` returns the engine of a purpose and a group size, perhaps one for several.
-    """
+    A request with `exact` waits until requests of other versions have ended. Requests that may
+    start on newer weights take the newest, and still newer ones are loaded while they are sampled.
+    `make_engine` returns the engine for a purpose and a group size; it may return the same engine
+    for several."""
 
     make_engine: Callable[[Purpose, int], Engine]
-    # completions that it wants to have at once, those that wait included; 0: all there are
+    # most completions that the host wants to have at once, including those that wait in its queue;
+    # 0: no limit
     capacity: int = 0
-    # with the trainer: caches are freed as soon as nothing is left to sample
+    # True if the devices are also the trainer's: the caches are freed as soon as nothing is left to
+    # sample
     shares_memory: bool = True
     state: HostProgress = field(default_factory=HostProgress)
-    # since the last poll: nothing can be sampled before weights are loaded, or a turn goes on
+    # True if the last poll found nothing to sample, because weights must be loaded or turns
+    # extended first
     stuck: bool = False
-    paused: bool = False  # nothing is sampled, and what has begun stays where it is
+    # True after `Pause`: nothing is sampled, and unfinished completions keep their slots
+    paused: bool = False
     _queue: deque[SampleRequest] = field(default_factory=deque)
-    _versions: dict[int, Version] = field(default_factory=dict)  # that can be fetched
-    _newest: int = -1  # of the versions that `Load` messages have named
+    # versions whose weights can still be read, by number
+    _versions: dict[int, Version] = field(default_factory=dict)
+    _newest: int = -1  # the highest version that a `Load` message has named; -1: none
     _reading: Reading | None = None
     _engine: Engine | None = None
-    _exact: bool = True  # whether what the engine samples is of exactly its version
+    # True if the engine samples requests with `exact`, that is, from one version only
+    _exact: bool = True
     _loading: bool = False
-    # what was read once, as no version changes it
+    # weights that no version changes, read once
     _frozen: dict[str, Any] = field(default_factory=dict)
 
     def handle(self, message: Message) -> None:
+        """Acts on messages about versions and whole requests; passes all others to the engine."""
         match message:
             case Load(version):
                 self._add_version(version)
@@ -74,11 +82,12 @@ class EngineHost:
             case Pause(paused):
                 self.paused = paused
             case _:
-                # About completions that have begun: the engine's affair, whatever it says.
+                # The message is about completions that have begun, so the engine must act on it.
                 assert self._engine is not None
                 self._engine.handle(message)
 
     def _add_version(self, version: Version) -> None:
+        """Notes a version that was published, and forgets those that were removed."""
         available = {}
         for number, older_version in self._versions.items():
             if older_version.exists:
@@ -88,6 +97,7 @@ class EngineHost:
         self._newest = max(self._newest, version.version)
 
     def _queue_requests(self, requests: Sequence[SampleRequest]) -> None:
+        """Queues requests; those for branches of rollouts that have begun go to the front."""
         for request in requests:
             if request.branch:
                 self._queue.appendleft(request)
@@ -95,13 +105,16 @@ class EngineHost:
                 self._queue.append(request)
 
     def _cancel(self, message: Cancel) -> None:
-        # First what may begin: then the engine answers with what has been sampled, if only nothing.
+        """Cancels a request, whether it is in the engine or still queued."""
+        # First give the engine what may begin: the engine then answers with what has been sampled,
+        # even if that is nothing.
         self._feed()
         if self._engine is not None and message.request_id in self._engine.progress:
             self._engine.handle(message)
         self._queue = deque(request for request in self._queue if request.id != message.request_id)
 
     def progress(self) -> HostProgress:
+        """Returns a copy of the host's figures, with the version that its engine has now."""
         version = -1
         if self._engine is not None:
             version = self._engine.version
@@ -115,10 +128,12 @@ class EngineHost:
 
     @property
     def preparing(self) -> bool:
-        """Asked from other threads, too, while this one is busy."""
+        """True while weights are loaded or a program is compiled. Other threads read this while the
+        host's own thread is busy."""
         return self._loading or (self._engine is not None and self._engine.starting)
 
     def close(self) -> None:
+        """Drops the queue, the versions and the engine."""
         self._queue.clear()
         self._versions.clear()
         self._frozen.clear()
@@ -126,9 +141,13 @@ class EngineHost:
 
     @property
     def idle(self) -> bool:
+        """True if nothing is queued, sampled or left to return."""
         return not self._queue and (self._engine is None or self._engine.idle)
 
     def poll(self) -> dict[int, list[Completion]]:
+        """Gives queued requests to the engine, runs one compiled step, and returns what has
+        finished, by request id. Loads newer weights first if the requests allow that. Frees the
+        caches when nothing is left to sample, if the devices are shared."""
         if self.paused:
             self.stuck = True
             return {}
@@ -148,14 +167,14 @@ class EngineHost:
         if answers or not self.stuck:
             self.state.dispatches += 1
         if engine.idle and self.shares_memory and not self._queue:
-            # before rewards are waited for: the update that follows needs the memory
+            # free memory now, before rewards are waited for: the update that follows needs it
             engine.release_memory()
         self.state.busy_seconds += time.perf_counter() - started
         return answers
 
     def _feed(self) -> None:
-        """Hands requests to their engine, as long as the next needs no other engine or weights than
-        what it samples."""
+        """Moves requests from the queue to the engine until one must wait for another engine or
+        other weights than those in use."""
         while self._queue:
             request = self._queue[0]
             engine = self.make_engine(request.purpose, request.num_completions)
@@ -170,8 +189,8 @@ class EngineHost:
             engine.submit([self._queue.popleft()])
 
     def _is_ready(self, engine: Engine, request: SampleRequest) -> bool:
-        """True if the engine has the weights that a request may start on; it loads them where it
-        can."""
+        """True if the engine has weights that the request may start on. Loads them first if nothing
+        that is being sampled prevents that. RuntimeError if the version was never published."""
         if not engine.idle and (self._exact or request.exact):
             return self._exact and request.exact and engine.version == request.version
         if request.exact:
@@ -179,8 +198,8 @@ class EngineHost:
         else:
             is_published = request.version <= self._newest
         if not is_published:
-            # A fault of the schedule: sampling from another version would break the bound on
-            # staleness unseen.
+            # An error in the program's schedule: sampling from another version would break the
+            # bound on staleness unnoticed.
             raise RuntimeError(
                 f"version {request.version} is requested, but only {sorted(self._versions)} are "
                 "published"
@@ -193,16 +212,17 @@ class EngineHost:
         return True
 
     def _load_newest(self, engine: Engine) -> int:
-        """Loads the newest version that can be fetched, if it is newer than the engine's, or goes
-        on reading it in the background. Returns the version that the engine then has, -1 for
-        none."""
+        """Loads the newest version that can be read, if it is newer than the engine's; if the
+        engine is sampling, only continues to read it in the background until it is complete.
+        Returns the version that the engine then has, -1 for none."""
         while True:
             newest = None
             if self._versions:
                 newest = self._versions[max(self._versions)]
             reading = self._reading
             if reading is not None and not engine.idle:
-                # If newer ones were always preferred, a slow host would never end reading.
+                # Finish the version that is being read: if a newer one always replaced it, a slow
+                # host would never finish reading.
                 if reading.version.version > engine.version:
                     newest = reading.version
             if newest is None:
@@ -215,15 +235,15 @@ class EngineHost:
             except LookupError:
                 if newest.exists:
                     raise
-                # The trainer releases a version before it copies the next.
+                # The trainer removes an old version before it copies the next one; try the next.
                 self._versions.pop(newest.version, None)
         if engine.parameters is None:
             return -1
         return engine.version
 
     def _load(self, engine: Engine, version: Version) -> None:
-        """Gives the engine a version's weights; later, where it samples and they are not read
-        yet."""
+        """Starts to read a version's weights, and gives them to the engine once they are there.
+        Waits for them if the engine is idle; otherwise returns at once if they are not read yet."""
         started = time.perf_counter()
         self._loading = True
         try:
@@ -240,13 +260,15 @@ class EngineHost:
 
 
 class ThreadHost:
-    """An `EngineHost` that runs in a thread of its own; `wake` is called there when answers have
-    come."""
+    """An `EngineHost` that runs in a thread of its own. It calls `wake` in that thread when it has
+    answers, or an error, for `poll` to return."""
 
     def __init__(self, host: EngineHost, wake: Callable[[], None], name: str) -> None:
         self.host, self._wake = host, wake
-        self._messages: deque[Message] = deque()  # that the thread is to pass on
-        self._polls_again = False  # though nothing could be sampled when it last polled
+        # messages that the thread has yet to pass to its host
+        self._messages: deque[Message] = deque()
+        # if True, the thread polls its host once more though nothing could be sampled last time
+        self._polls_again = False
         self._answers: dict[int, list[Completion]] = {}
         self._progress = host.progress()
         self._failure: BaseException | None = None
@@ -256,17 +278,20 @@ class ThreadHost:
         self._thread.start()
 
     def handle(self, message: Message) -> None:
+        """Queues a message for the host's thread."""
         with self._changed:
             self._messages.append(message)
             self._changed.notify()
 
     def poll_again(self) -> None:
-        """Has the thread poll its host, though nothing could be sampled when it last did."""
+        """Makes the thread poll its host once more, though nothing could be sampled last time."""
         with self._changed:
             self._polls_again = True
             self._changed.notify()
 
     def poll(self) -> dict[int, list[Completion]]:
+        """Returns the answers since the last call, by request id, without waiting. Raises the error
+        that ended the thread, if there was one."""
         with self._changed:
             if self._failure is not None:
                 raise self._failure
@@ -277,13 +302,16 @@ class ThreadHost:
         return replace(self._progress, preparing=self.host.preparing)
 
     def close(self) -> None:
+        """Ends the thread, waits for that, and closes the host."""
         with self._changed:
             self._closed = True
             self._changed.notify()
-        # at most a compiled step: what it runs cannot be left while the process goes on
+        # lasts at most one compiled step, which cannot be abandoned while the process goes on
         self._thread.join()
 
     def _run(self) -> None:
+        """Runs in the host's thread: polls the host whenever something can be sampled, until
+        closed."""
         try:
             while self._wait_until_sampling():
                 answers = self.host.poll()
@@ -294,7 +322,7 @@ class ThreadHost:
                             self._answers.setdefault(id, []).extend(completions)
                     self._wake()
         except BaseException as error:
-            # raised by the next poll: whoever waits for this host must learn of it
+            # the next poll raises it, so that whoever waits for this host learns of it
             with self._changed:
                 self._failure = error
             self._wake()
@@ -302,8 +330,8 @@ class ThreadHost:
             self.host.close()
 
     def _wait_until_sampling(self) -> bool:
-        """Passes on the messages that have come, and waits for more while nothing can be sampled.
-        False once closed."""
+        """Passes queued messages to the host, and waits for more while nothing can be sampled.
+        Returns True when something can be sampled, False once the host is closed."""
         with self._changed:
             while not self._closed:
                 messages = self._messages

@@ -1,5 +1,5 @@
-"""A host as its fleet sees it: its groups, its progress, its restarts; and what makes an answer
-unusable."""
+"""What a fleet knows of each of its hosts: the groups that the host has, its progress, its
+restarts. Also the checks that show whether a host's answer is usable."""
 
 from __future__ import annotations
 
@@ -16,65 +16,74 @@ from shoal.records import Completion, Purpose
 from shoal.report.timeline import Timeline
 
 FIRST_SECONDS = 600.0
-"""How long a host that reads weights or compiles may be silent, and how long its first compiled
-step may take."""
+"""Longest time that a host which reads weights or compiles may send no report, and longest time
+until its first compiled step has ended."""
 LEAST_SECONDS = 30.0
-"""How long a host may always go without progress."""
+"""Time without progress that is always allowed."""
 MEDIANS = 20
-"""As many medians of the time of a compiled step a host may go without progress."""
+"""Time without progress that is allowed, in multiples of the median time of a compiled step."""
 FEWEST_STEPS = 5
-"""Compiled steps from which the speed of a host is known."""
+"""Number of compiled steps after which a host's speed counts as known."""
 MOST_PAUSE_SECONDS = 60.0
-"""The longest pause between a loss and the restart."""
+"""Longest pause between the loss of a host and its restart."""
 HEALTHY_STEPS = 20
-"""Steps of training with answers of a host after which it may be restarted once more, up to the
-number that it began with."""
+"""Number of training steps with answers from a host after which it may be restarted once more;
+never more often than it was allowed at first."""
 EVALUATION_SHARE = 0.25
-"""Of the completions that a host has, those of an evaluation while training waits for others: about
-as many as it samples at once, since it has four times as many."""
+"""Share of a host's completions that an evaluation may have while training's groups wait, too:
+about as many as the host samples at once, since its capacity is four times that."""
 ROUNDING = 1e-3
-"""How far above 0 the log-prob of a certain token may be."""
+"""How far above 0 the log-prob of a certain token may be, because of rounding."""
 
 
 @dataclass
 class HostHealth:
-    """Health of one host, and the groups that it has. `restarts`: how often it may still be
-    restarted; with None it is this process's own, and a fault in it is one of the program."""
+    """What the fleet knows of one host of its own, and the groups that the host has. The fleet owns
+    it, and it survives the host's restarts.
+
+    `restarts`: how often the host may still be restarted; None for a host in this process, whose
+    faults are errors of the program."""
 
     name: str
-    host: Host | None  # None between a loss and the restart
+    host: Host | None  # None between the loss of the host and its restart
     restarts: int | None = None
-    stall_seconds: float = 0.0  # 0 for auto: MEDIANS, at least LEAST_SECONDS
-    given: dict[int, GroupRequest] = field(default_factory=dict)  # the groups that it has, by id
-    acting: int = 0  # completions of these that wait for tools
-    versions: set[int] = field(default_factory=set)  # that it was given
+    # longest time without progress; 0 for auto: MEDIANS, at least LEAST_SECONDS
+    stall_seconds: float = 0.0
+    # requests of the groups that the host has, by id
+    given: dict[int, GroupRequest] = field(default_factory=dict)
+    acting: int = 0  # completions of `given` that wait for tools or are over
+    # versions of the weights that the host was told of and that are still stored
+    versions: set[int] = field(default_factory=set)
     retry_at: float = 0.0
-    progress: HostProgress = field(default_factory=HostProgress)  # when it was last seen
-    answered: int = 0  # tokens of its answers
-    losses: int = 0  # that are not forgotten
+    # the host's figures when it was last asked
+    progress: HostProgress = field(default_factory=HostProgress)
+    answered: int = 0  # tokens that the host has answered with
+    losses: int = 0  # losses of the host, less those that HEALTHY_STEPS have made up for
     all_losses: int = 0
     refused: bool = False
-    # counters and seconds of it and of the hosts before it, since the fleet last took them
+    # counters and seconds of this host and of those before it under this name, since the fleet last
+    # took them
     total: HostProgress = field(default_factory=HostProgress)
     timeline: Timeline = field(default_factory=Timeline)
     _most_restarts: int = field(init=False)
     _healthy_steps: int = 0
-    _answered_before: int = 0  # tokens, when the last step of training was taken
+    _answered_before: int = 0  # `answered` when the last training step was taken
     _moved_at: float = field(default_factory=time.monotonic)
     _heard_at: float = field(default_factory=time.monotonic)
-    _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=101))  # of a compiled step
+    # recent times of a compiled step
+    _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=101))
 
     def __post_init__(self) -> None:
         self._most_restarts = self.restarts or 0
 
     def may_start(self, request: GroupRequest) -> bool:
-        """True if it was given the weights that the request may start on."""
+        """True if the host has been given weights that the request may start on."""
         if request.exact:
             return request.version in self.versions
         return max(self.versions, default=-1) >= request.version
 
     def completions(self, purpose: Purpose | None = None) -> int:
-        """How many completions it has, of a purpose or of all."""
+        """Returns how many completions the host has, of one purpose or (None) of all."""
         total = 0
         for request in self.given.values():
             if purpose is None or request.purpose == purpose:
@@ -83,13 +92,16 @@ class HostHealth:
 
     @property
     def samples(self) -> bool:
-        """True if it has completions that do not wait for tools."""
+        """True if the host has completions that do not wait for tools."""
         return self.completions() > self.acting
 
     def has_room(self, size: int, is_training: bool, is_shared: bool) -> bool:
-        """True if it could get a group of `size` completions, of training or of other purposes.
-        Where both want it (`is_shared`), training has all but EVALUATION_SHARE of it, and a group
-        larger than that share is taken as the only one of its purpose."""
+        """True if the host can take a group of `size` completions. `is_training`: the group is of
+        training, not of another purpose.
+
+        If both training and another purpose want the host (`is_shared`), training may use all of
+        its capacity but EVALUATION_SHARE, and the others that share. A group larger than its
+        purpose's share is accepted if it is the only one of its purpose."""
         capacity = self.progress.capacity
         if self.host is None or capacity < 0:
             return False
@@ -103,8 +115,8 @@ class HostHealth:
         if not is_training:
             num_own = self.completions() - num_training
         if not num_own and len(self.given) <= 1:
-            # Else, where one group fills the host, the other purpose would wait for as long as more
-            # come.
+            # Accept at least one group of each purpose: where one group fills the host, the other
+            # purpose would wait for as long as more groups come.
             return True
         evaluation_limit = max(1, int(EVALUATION_SHARE * capacity))
         limit = evaluation_limit
@@ -113,18 +125,21 @@ class HostHealth:
         return min(limit - num_own, num_free) >= min(size, limit)
 
     def step_seconds(self) -> float:
-        """The median time of a compiled step; 0 where too few were seen."""
+        """Returns the median time of the host's compiled steps, in seconds; 0 if too few were
+        seen."""
         if len(self._seconds) < FEWEST_STEPS:
             return 0.0
         return median(self._seconds)
 
     def look(self, now: float) -> None:
-        """Notes what the host has done since the last call."""
+        """Asks the host for its progress, and adds what it has done since the last call to the
+        totals."""
         assert self.host is not None
         before = self.progress
         self.progress = self.host.progress()
         counters = self.progress.counters.copy()
-        counters["tokens"] = max(counters["tokens"], self.answered)  # a host need not count them
+        # a host need not count its tokens itself
+        counters["tokens"] = max(counters["tokens"], self.answered)
         self.progress = replace(self.progress, counters=counters)
         for name, value in counters.items():
             self.total.counters[name] += value - before.counters[name]
@@ -149,16 +164,18 @@ class HostHealth:
             self._moved_at = now
 
     def answers(self, tokens: int) -> None:
-        """Counts the tokens of an answer, some of which may be missing in the host's counters."""
+        """Counts the tokens of an answer, also in the counters of the host if the host did not
+        count them all."""
         self.answered += tokens
         uncounted = max(0, self.answered - self.progress.counters["tokens"])
         self.progress.counters["tokens"] += uncounted
         self.total.counters["tokens"] += uncounted
 
     def stalled_seconds(self, now: float) -> float:
-        """For how long the host has made no progress, where that is too long; else 0. While it
-        compiles or reads weights, which may take any time, a report is progress; with
-        `silence_seconds` it must report until it samples."""
+        """Returns for how many seconds the host has made no progress, if that is longer than
+        allowed; else 0. While the host compiles or reads weights, which may take long, each report
+        counts as progress. If `silence_seconds` is set, a host that has not sampled yet must report
+        at least that often."""
         if not self.samples and not self.progress.preparing:
             return 0.0
         idle = now - self._moved_at
@@ -176,8 +193,8 @@ class HostHealth:
         return 0.0
 
     def count_step(self) -> None:
-        """Counts a step of training. After HEALTHY_STEPS with answers of this host a loss is
-        forgotten: over weeks machines are taken away more often than `restarts` allows, each time
+        """Counts a training step. After HEALTHY_STEPS steps with answers from this host, one loss
+        is forgiven: over weeks machines are taken away more often than `restarts` allows, each time
         for another reason."""
         if self.host is None or self.restarts is None or self.answered <= self._answered_before:
             return
@@ -189,8 +206,9 @@ class HostHealth:
             self._healthy_steps = 0
 
     def lose(self, now: float, refused: bool = False) -> int:
-        """Takes the host out. Returns how many tokens it sampled in vain, by its last progress. The
-        fleet may restart it after a pause, which doubles from loss to loss."""
+        """Notes that the host is lost, forgets its groups, and sets the time of its restart, after
+        a pause that doubles from loss to loss. `refused`: never restart it. Returns how many tokens
+        it had sampled in vain."""
         assert self.restarts is not None
         tokens = self.progress.counters["tokens"] - self.answered
         self.host = None
@@ -208,7 +226,7 @@ class HostHealth:
         return tokens
 
     def begin(self, host: Host, now: float) -> None:
-        """Puts a new host in."""
+        """Sets the new host after a restart."""
         self.host = host
         self._moved_at = now
         self._heard_at = now
@@ -216,7 +234,7 @@ class HostHealth:
 
     @property
     def is_gone(self) -> bool:
-        """True if the host was lost and is not restarted any more."""
+        """True if the host is lost for good: refused, or lost with no restart left."""
         if self.refused:
             return True
         return self.host is None and self.restarts is not None and self.restarts < 0
@@ -225,12 +243,12 @@ class HostHealth:
 def wrong_answer(
     request: SampleRequest, completions: Sequence[Completion], vocab_size: int, newest: int
 ) -> str:
-    """What makes an answer unusable, as a host that is out of order gives it; "" if nothing does.
-    `newest`: the newest version that was published."""
+    """Returns why a host's answer is unusable, as a text ("3 completions in place of 8"), or "" if
+    the answer is right. `newest`: the newest version that was published."""
     expected = list(range(request.num_completions))
     indices = [completion.index for completion in completions]
     is_complete = indices == expected
-    if request.has_turns:  # completions come by themselves
+    if request.has_turns:  # any subset may come, because completions with turns come one by one
         is_complete = set(indices) <= set(expected)
     if not is_complete:
         return f"{len(completions)} completions in place of {request.num_completions}"
@@ -250,7 +268,9 @@ def wrong_answer(
 
 
 def wrong_versions(request: SampleRequest, completions: Sequence[Completion], newest: int) -> str:
-    """How tokens break the bound on their age; "" if none does."""
+    """Returns, as a text, how the versions of an answer's tokens break the request: with `exact`
+    any version but the requested one, else a version older than requested or newer than `newest`.
+    Returns "" if all versions are allowed."""
     for completion in completions:
         if not len(completion):
             continue

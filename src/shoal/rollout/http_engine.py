@@ -1,13 +1,13 @@
-"""An engine behind HTTP as a host: its server, the threads that wait for answers, their inbox.
+"""Base of hosts that are servers behind HTTP: the server, the threads that wait for its answers,
+and the inbox that collects them.
 
     Fleet -> HttpHost (a ThreadHost) -> EngineHost -> HttpEngine
         a thread for each completion that is under way: asks the server, again while it is busy
         a thread that reaches or starts the server
         a thread that asks for the counters of its work
 
-A subclass of `HttpEngine` knows the calls of one system, as `vllm.py` does. What is wrong with a
-server is a `HostLost` that says what.
-"""
+A subclass of `HttpEngine` knows the calls of one system, for example `vllm.py`. Any fault of a
+server becomes a `HostLost` that says what is wrong."""
 
 from __future__ import annotations
 
@@ -41,32 +41,32 @@ from shoal.text import describe_error, shorten
 from shoal.weights.folder_store import FolderVersion
 
 CALL_SECONDS = 60.0
-"""How long most calls may take."""
+"""Longest time that most calls may take."""
 CONNECT_SECONDS = 30.0
-"""How long a server that runs already may take to answer."""
+"""Longest time that a server which runs already may take to answer."""
 START_SECONDS = 300.0
-"""How long a server may take to start."""
+"""Longest time that a server may take to start."""
 REQUEST_SECONDS = 1800.0
-"""How long a completion may take, with the time that it waits in the server."""
+"""Longest time that a completion may take, including the time that it waits in the server."""
 NEWS_SECONDS = 1.0
 """How often a server is asked for its counters."""
 BUSY_SECONDS = 2.0
-"""After how long a server that was too busy for a completion is asked for it again."""
+"""Time after which a server that was too busy for a completion is asked again."""
 SILENCE_SECONDS = 60.0
-"""How long a server that reads weights, or has sampled nothing yet, may not answer for its
-counters."""
+"""Longest time without an answer about counters from a server that reads weights or has sampled
+nothing yet."""
 EMPTY_ABORTS = 20
-"""How often in a row a server may give back a completion without a token of it, while nobody asked
-for that."""
+"""How often in a row a server may return a completion unfinished and without a new token, though
+nobody asked for that."""
 CHUNK_BYTES = 1 << 16
 LAST_LINES = 5
-"""Lines of an ended server's output that are shown."""
+"""Number of lines of an ended server's output that are shown."""
 PORTS = range(20_000, 32_000)
-"""Where servers that are started listen: systems connect from higher ports."""
+"""Ports for servers that are started here; systems open outgoing connections from higher ports."""
 
 
 class TurnedDown(HostLost):
-    """A server's answer of another status than 200."""
+    """Raised if a server answers with another status than 200."""
 
     def __init__(self, path: str, status: int, text: str) -> None:
         super().__init__(f"it answered {path} with {status}: {shorten(text, 300)}")
@@ -75,8 +75,8 @@ class TurnedDown(HostLost):
 
 @dataclass(frozen=True)
 class Server:
-    """A server's address and, where it was started here, its process and the file with its output.
-    `api_key`: its secret, empty where it has none."""
+    """A server's address and, if it was started here, its process and the file with its output.
+    `api_key`: the secret that the server asks for; "" if it has none."""
 
     url: str
     process: subprocess.Popen | None = None
@@ -87,8 +87,9 @@ class Server:
     def start(
         cls, words: Sequence[str], environment: Mapping[str, str], log: Path, api_key: str = ""
     ) -> Server:
-        """A process of its own at a port of this machine; `words`: the command without the port."""
-        port = random.choice(PORTS)  # if it is taken, the process says so and ends
+        """Starts a server as a process, at a random port of this machine. `words`: the command
+        without the port."""
+        port = random.choice(PORTS)  # if the port is taken, the process says so and ends
         with open(log, "ab") as output:
             process = subprocess.Popen(
                 [*words, "--host=127.0.0.1", f"--port={port}"],
@@ -103,8 +104,9 @@ class Server:
     def call(
         self, path: str, body: Mapping[str, Any] | None = None, seconds: float = CALL_SECONDS
     ) -> Any:
-        """What it answers: the value of its JSON, or a text. Waits `seconds` at most; raises
-        HostLost."""
+        """Calls the server, with POST if there is a `body`, and returns the value of its JSON
+        answer, or the text if it is not JSON. Waits at most `seconds`. HostLost if there is no
+        answer, or one with another status than 200."""
         url = urlsplit(self.url)
         method, data = "GET", None
         if body is not None:
@@ -144,8 +146,8 @@ class Server:
     def ask(
         self, path: str, body: Mapping[str, Any] | None = None, seconds: float = CALL_SECONDS
     ) -> dict[str, Any]:
-        """`call` for an answer that must be a JSON object; HostLost for anything else, as a proxy's
-        HTML page."""
+        """Like `call`, for an answer that must be a JSON object. HostLost if it is anything else,
+        for example a proxy's HTML page."""
         reply = self.call(path, body, seconds)
         if not isinstance(reply, dict):
             raise HostLost(
@@ -154,8 +156,9 @@ class Server:
         return reply
 
     def ended(self, patience: float = 1.0) -> str:
-        """That its process has ended, with its last lines; "" unless it has. Waits `patience`
-        seconds for the end, as connections end before the process does."""
+        """Returns a text that the server's process has ended, with the last lines of its output; ""
+        if it has not, or was not started here. Waits up to `patience` seconds for the end, because
+        connections end before the process does."""
         if self.process is None:
             return ""
         try:
@@ -168,7 +171,7 @@ class Server:
         return f"its process has ended ({code}); {self.log} ends with: {last_lines}"
 
     def wait_until_ready(self, seconds: float) -> None:
-        """HostLost where it does not answer in time, or its process ends."""
+        """Waits until the server answers. HostLost if it does not in time, or its process ends."""
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -185,17 +188,19 @@ class Server:
             time.sleep(0.2)
 
     def close(self) -> None:
+        """Kills the server's process, if it was started here."""
         if self.process is None:
             return
-        # The whole session: its own processes too, and one that is stopped.
+        # Kill the whole session: also the server's own child processes, and a process that is
+        # stopped.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
 def _read_body(reply: http.client.HTTPResponse, socket: Any, deadline: float) -> bytes:
-    """All of an answer. TimeoutError at the deadline: a socket's own timeout begins again with each
-    byte, so an answer that trickles would never end."""
+    """Returns the whole body of an answer. TimeoutError at the deadline: a socket's own timeout
+    starts again with each byte, so an answer that trickles in would never end."""
     chunks = []
     while True:
         seconds = deadline - time.monotonic()
@@ -214,8 +219,8 @@ def _read_body(reply: http.client.HTTPResponse, socket: Any, deadline: float) ->
 
 @contextlib.contextmanager
 def reading(path: str, reply: Any) -> Iterator[None]:
-    """HostLost, with the beginning of the answer, where it has not the form that is read from
-    it."""
+    """Context manager in which an answer is parsed: if the answer does not have the expected form,
+    the error becomes a HostLost with the beginning of the answer."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -225,22 +230,25 @@ def reading(path: str, reply: Any) -> Iterator[None]:
 
 
 class Settings(NamedTuple):
-    """What the servers of a run share."""
+    """What the servers of a run have in common."""
 
-    probe: Sequence[int]  # token ids whose log-probs are compared after each load
-    tolerance: float  # of a log-prob of the probe
+    # token ids whose log-probs are compared with the trainer's after each load of weights
+    probe: Sequence[int]
+    tolerance: float  # largest difference of the probe's log-probs
     eos_ids: Sequence[int]
-    longest: int  # tokens of a prompt with its completion
-    capacity: int  # completions at once
-    max_support: int = 0  # ids a token of `support_ids`; 0: none are stored
-    sleeps: bool = False  # while it has no completions, as its device is the trainer's, too
-    # lengths of the probe's beginnings after each of which a token is sampled
+    longest: int  # most tokens of a prompt together with its completion
+    capacity: int  # most completions at once
+    max_support: int = 0  # number of ids per token in `support_ids`; 0: none are stored
+    # True if the server gives back memory while it has no completions, because its device is also
+    # the trainer's
+    sleeps: bool = False
+    # lengths of beginnings of the probe; one token is sampled after each, as a check
     beginnings: Sequence[int] = ()
-    params: SamplingParams = SamplingParams()  # how these are sampled: as the run's own tokens
+    params: SamplingParams = SamplingParams()  # how these tokens are sampled: like the run's own
 
 
 class CompletionCall(NamedTuple):
-    """A server's call for the rest of a completion's turn."""
+    """A call to a server for the rest of a completion's turn."""
 
     path: str
     body: dict[str, Any]
@@ -248,24 +256,25 @@ class CompletionCall(NamedTuple):
 
 
 class SampledPart(NamedTuple):
-    """What a server's answer to a `CompletionCall` adds to a completion."""
+    """The tokens that a server's answer to a `CompletionCall` adds to a completion."""
 
     token_ids: list[int]
     logprobs: list[float]
-    versions: list[int]  # of each token
-    support_ids: list[np.ndarray]  # of each token, int32[max_support]; empty without
-    reason: StopReason | None  # None: the server gave it back, and the rest is to be asked for
+    versions: list[int]  # version of the weights, per token
+    support_ids: list[np.ndarray]  # int32[max_support] per token; [] if they are not recorded
+    # why the turn ended; None: the server returned it unfinished, and the rest must be requested
+    reason: StopReason | None
 
 
 class HttpEngine(ABC):
-    """What an `EngineHost` asks of an engine, by the calls of a server. `open_server` gets the
-    first version. A subclass knows the calls of a system.
+    """The engine of an `EngineHost` whose completions a server samples. `open_server` is called
+    with the first version and returns the server. A subclass knows the calls of a system.
 
-    One thread, the host's, calls its methods; threads that wait for an answer leave it in an inbox
+    Only the host's thread calls the methods; threads that wait for an answer put it into an inbox
     and call `wake`."""
 
-    model = None  # its weights have no devices of this process
-    starting = False  # what takes minutes shows in `HttpHost.progress`
+    model = None  # no devices of this process have the weights
+    starting = False  # never True: what takes minutes shows in `HttpHost.progress`
 
     def __init__(
         self,
@@ -277,59 +286,65 @@ class HttpEngine(ABC):
         self.version = -1
         self.parameters: FolderVersion | None = None
         self.progress: dict[int, Progress] = {}
-        # Of tokens alone: how many slots a server has is its own affair.
+        # only counts tokens; the number of the server's slots is unknown
         self.counters = Counter[str]()
         self.busy_seconds = 0.0
-        self.reports = 0  # how often the server was heard of
+        self.reports = 0  # how often the server has answered about its counters
         self.opening: Future[Server] | None = None  # done once the server can be used
         self.server: Server | None = None
-        self.is_asleep = False  # it gave back its device's memory
-        self.is_taking_back = False  # it was told to give back what is under way
+        self.is_asleep = False  # True while the server has given back its device's memory
+        # True while the server is told to return unfinished completions
+        self.is_taking_back = False
         self.is_closed = False
-        self.under_way = Counter[int]()  # completions that the server has, by version
+        self.under_way = Counter[int]()  # number of completions that the server has, by version
         self._open_server = open_server
         self._wake = wake
-        self._waiting: deque[tuple[int, int]] = deque()  # completions: request's id, and number
+        # completions to request: (request id, number of the completion)
+        self._waiting: deque[tuple[int, int]] = deque()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._answers: dict[int, list[Completion]] = {}
         self._counted_at = time.monotonic()
-        self._has_news = False  # since the last `step`
-        self._work = -1.0  # the server's counters when they were last read
-        # by completion: answers in a row that gave it back without a token
+        self._has_news = False  # True if something arrived since the last `step`
+        self._work = -1.0  # sum of the server's counters when it was last read
+        # number of successive answers that returned a completion unfinished and without a token, by
+        # completion
         self._empty_aborts = Counter[tuple[int, int]]()
 
     # -- the calls of a system
 
     @abstractmethod
     def prepare(self, server: Server) -> None:
-        """Called once the server answers, in a thread of its own. ShoalError where it lacks what is
-        needed."""
+        """Checks and sets up the server. Called once the server answers, in a thread of its own.
+        ShoalError if the server lacks what is needed."""
 
     @abstractmethod
     def load(self, version: int, weights: FolderVersion) -> None:
-        """Has the server read a version, and wakes it first if it sleeps. LookupError where the
-        version does not exist any more, HostLost where the server's weights are others."""
+        """Makes the server read a version of the weights, after waking it if it sleeps. LookupError
+        if the version does not exist any more, HostLost if the server then has other weights."""
 
     @abstractmethod
     def release_memory(self) -> None:
-        """Has the server give back its device's memory, where `settings.sleeps`."""
+        """Makes the server give back its device's memory, if `settings.sleeps`."""
 
     @abstractmethod
     def completion_call(self, id: int, number: int) -> CompletionCall:
-        """The call for the rest of a completion's turn."""
+        """Returns the call for the rest of a completion's turn."""
 
     @abstractmethod
     def read_completion(self, call: CompletionCall, reply: Any, version: int) -> SampledPart:
-        """The answer to a call that was made while the server had `version`. LookupError, TypeError
-        or ValueError for one that cannot be right."""
+        """Returns the tokens in the answer to a call that was made while the server had `version`.
+        LookupError, TypeError or ValueError if the answer cannot be right."""
 
     @abstractmethod
     def read_work(self, server: Server) -> float:
-        """The sum of counters that show whether the server makes progress; 0 where it has none."""
+        """Returns the sum of counters that grow while the server makes progress; 0 if it has no
+        counters."""
 
     # -- requests
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
+        """Queues the completions of requests; those that continue rollouts (branches) go to the
+        front. Loads the weights first if the server sleeps."""
         if self.is_asleep and self.parameters:
             self.load(self.version, self.parameters)
         for request in requests:
@@ -345,7 +360,7 @@ class HttpEngine(ABC):
                 self._waiting.extend(completions)
 
     def handle(self, message: Message) -> None:
-        """Acts on a message about completions that have begun. TypeError for any other."""
+        """Acts on a message about completions that have begun. TypeError for any other message."""
         match message:
             case Extend():
                 self._extend(message)
@@ -355,6 +370,7 @@ class HttpEngine(ABC):
                 raise TypeError(f"a server does not act on {type(message).__name__}")
 
     def _extend(self, message: Extend) -> None:
+        """Queues the next turn of a completion, after its context."""
         progress = self.progress[message.request_id]
         number = message.index - progress.request.first
         partial = progress.partials[number]
@@ -363,6 +379,7 @@ class HttpEngine(ABC):
         self._waiting.appendleft((message.request_id, number))
 
     def _end(self, message: End) -> None:
+        """Ends a completion whose turn has ended."""
         progress = self.progress[message.request_id]
         progress.partials[message.index - progress.request.first].waits = False
         if progress.is_done:
@@ -370,15 +387,17 @@ class HttpEngine(ABC):
 
     @property
     def idle(self) -> bool:
+        """True if no request is unfinished."""
         return not self.progress
 
     @property
     def stuck(self) -> bool:
-        """True if the last step brought nothing: `wake` says when the next one does."""
+        """True if the last step brought nothing; `wake` is called when there is something new."""
         return not self._has_news
 
     def step(self) -> dict[int, list[Completion]]:
-        """What has ended since the last."""
+        """Enters the answers that have arrived, requests waiting completions up to the capacity,
+        and returns what has ended since the last step, by request id."""
         self._has_news = False
         while not self._inbox.empty():
             enter = self._inbox.get()
@@ -394,7 +413,8 @@ class HttpEngine(ABC):
         return answers
 
     def _count_under_way(self, change: int, version: int) -> None:
-        """Begins or ends completions, and adds up for how long there were some."""
+        """Changes the number of completions that the server has of a version, and adds the time
+        since the last change to `busy_seconds` if it had any."""
         now = time.monotonic()
         if self.under_way.total() > 0:
             self.busy_seconds += now - self._counted_at
@@ -402,7 +422,8 @@ class HttpEngine(ABC):
         self._counted_at = now
 
     def _await_answer(self, id: int, number: int, version: int, call: CompletionCall) -> None:
-        """In a thread of its own. A busy server is asked again."""
+        """Runs in a thread of its own: calls the server, again while it is busy, and puts the
+        answer or the error into the inbox."""
         assert self.server is not None
         deadline = time.monotonic() + REQUEST_SECONDS
         while True:
@@ -417,20 +438,24 @@ class HttpEngine(ABC):
                     self._hand_in(functools.partial(self._fail, error))
                     return
             except Exception as error:
-                # unseen it would end this thread, and its answer be awaited for ever
+                # otherwise the error would end this thread unnoticed, and its answer would be
+                # awaited forever
                 self._hand_in(functools.partial(self._fail, error))
                 return
             time.sleep(BUSY_SECONDS)
 
     def _hand_in(self, event: Callable[[], None]) -> None:
+        """Puts a function into the inbox, which the host's thread will call, and wakes that
+        thread."""
         self._inbox.put(event)
         self._wake()
 
     def _fail(self, error: Exception) -> None:
+        """Raises an error in the host's thread."""
         raise error
 
     def wait_for_answers(self) -> None:
-        """Enters answers until nothing is under way, or none has come for NEWS_SECONDS."""
+        """Enters answers until no completion is under way, or none has come for NEWS_SECONDS."""
         try:
             while self.under_way.total():
                 enter = self._inbox.get(timeout=NEWS_SECONDS)
@@ -439,7 +464,9 @@ class HttpEngine(ABC):
             return
 
     def _enter(self, id: int, number: int, version: int, call: CompletionCall, reply: Any) -> None:
-        """Enters an answer. HostLost for one that cannot be right."""
+        """Adds an answer's tokens to its completion, and hands over what is finished; requests the
+        rest if the server returned the completion unfinished. HostLost if the answer cannot be
+        right."""
         self._count_under_way(-1, version)
         self._has_news = True
         progress = self.progress[id]
@@ -474,8 +501,8 @@ class HttpEngine(ABC):
             del self.progress[id]
 
     def _count_empty_abort(self, path: str, id: int, number: int, num_tokens: int) -> None:
-        """HostLost where a server gives back a completion again and again without a token of it: it
-        would be asked for ever."""
+        """Raises HostLost if a server returns a completion unfinished again and again without a new
+        token, since it would otherwise be asked forever."""
         if num_tokens or self.is_taking_back:
             self._empty_aborts.pop((id, number), None)
             return
@@ -489,7 +516,8 @@ class HttpEngine(ABC):
     # -- the server
 
     def begin_opening(self, version: FolderVersion) -> Future[Server]:
-        """Reaches or starts the server in a thread of its own, once."""
+        """Starts a thread that reaches or starts the server, at the first call. Returns the future
+        of the server."""
         if self.opening is None:
             self.opening = Future()
             arguments = (self.opening, version)
@@ -497,14 +525,17 @@ class HttpEngine(ABC):
         return self.opening
 
     def _open_into(self, opening: Future[Server], version: FolderVersion) -> None:
+        """Opens the server, and puts it or the error into the future."""
         try:
             opening.set_result(self._open(version))
         except BaseException as error:
-            # raised by `HttpHost.progress`, and by whoever waits for the server
+            # `HttpHost.progress` raises it, and so does whoever waits for the server
             opening.set_exception(error)
             self._wake()
 
     def _open(self, version: FolderVersion) -> Server:
+        """Reaches or starts the server, waits until it is ready, prepares it, and starts the thread
+        that watches it."""
         server = self._open_server(version)
         self.server = server
         if self.is_closed:
@@ -515,8 +546,8 @@ class HttpEngine(ABC):
         return server
 
     def _watch(self, server: Server) -> None:
-        """In a thread of its own: asks for the counters that show whether the server makes
-        progress; one that has none makes some by answering."""
+        """Runs in a thread of its own: reads the counters that show whether the server makes
+        progress, until its end. For a server without counters each answer counts as progress."""
         while not (self.is_closed or server.ended(0.0)):
             with contextlib.suppress(HostLost):
                 work = self.read_work(server) or time.monotonic()
@@ -526,19 +557,21 @@ class HttpEngine(ABC):
         self._hand_in(functools.partial(self._fail, HostLost(server.ended(0.0))))
 
     def _note_work(self, work: float) -> None:
+        """Notes the server's counters, and whether they have changed."""
         if work != self._work:
             self._has_news = True
         self._work = work
         self._count_under_way(0, self.version)
 
     def close(self) -> None:
+        """Ends the server, if it was started here."""
         self.is_closed = True
         if self.server is not None:
             self.server.close()
 
 
 class HttpHost(ThreadHost):
-    """A `Host` that is one server, by an engine of the type `make_engine`."""
+    """A `Host` that is one server, behind an engine that `make_engine` makes."""
 
     def __init__(
         self,
@@ -556,13 +589,17 @@ class HttpHost(ThreadHost):
         super().__init__(host, wake, name)
 
     def handle(self, message: Message) -> None:
+        """Queues a message; the first `Load` also starts to open the server."""
         super().handle(message)
         if isinstance(message, Load):
             self.engine.begin_opening(message.version)
 
     def progress(self) -> HostProgress:
+        """Returns the host's figures. No capacity until the server can be used. Raises the error
+        with which opening failed."""
         if not self.engine.reports:
-            self._asked_before_reports += 1  # a start ends by a limit of its own
+            # counted as reports, because the start has a time limit of its own
+            self._asked_before_reports += 1
         progress = replace(
             super().progress(),
             busy_seconds=self.engine.busy_seconds,
@@ -571,13 +608,15 @@ class HttpHost(ThreadHost):
         )
         opening = self.engine.opening
         if opening is None or not opening.done():
-            # Groups that it had now would wait, while another server is idle.
+            # Groups given to this host now would wait while another server is idle.
             progress.capacity = -1
         else:
             opening.result()
         return progress
 
     def close(self) -> None:
+        """Ends the server if it was started here, and the host's thread, without waiting for the
+        thread."""
         self.engine.close()
-        # Its thread may wait for an answer.
+        # The host's thread may be waiting for an answer, so end it in the background.
         threading.Thread(target=super().close, daemon=True).start()

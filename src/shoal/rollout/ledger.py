@@ -1,12 +1,11 @@
-"""Ledger of a fleet: an entry for each group, from its request until it is handed over.
+"""Ledger of a fleet: one entry for each group, from its request until it is handed over to `take`.
 
     waiting -> running -> sampled -> rewarded -> handed over
        ^          |
        +---lost---+
 
-Whatever hosts answer, in whatever order and however often, a group is handed over once, in the
-order of the requests.
-"""
+Whatever hosts answer, in whatever order and however often, each group is handed over once, in the
+order of the requests. The module also builds the requests for samplers and the finished groups."""
 
 from __future__ import annotations
 
@@ -29,15 +28,17 @@ if TYPE_CHECKING:
 
 
 class Stage(enum.StrEnum):
-    WAITING = "waiting"  # for a host with room
-    RUNNING = "running"  # at a host
-    SAMPLED = "sampled"  # all completions are there
-    REWARDED = "rewarded"  # rewards are there
+    """State of a group that was requested."""
+
+    WAITING = "waiting"  # waits for a host with room
+    RUNNING = "running"  # a host samples it
+    SAMPLED = "sampled"  # all its completions have arrived; it waits for rewards
+    REWARDED = "rewarded"  # its rewards have arrived
     HANDED_OVER = "handed over"
 
 
 TRANSITIONS: dict[Stage, frozenset[Stage]] = {
-    # An answer may come when the group waits again: its host had been given up too early.
+    # An answer may come while the group waits again, if its host was given up too early.
     Stage.WAITING: frozenset({Stage.RUNNING, Stage.SAMPLED}),
     Stage.RUNNING: frozenset({Stage.WAITING, Stage.SAMPLED}),
     Stage.SAMPLED: frozenset({Stage.REWARDED}),
@@ -48,29 +49,32 @@ TRANSITIONS: dict[Stage, frozenset[Stage]] = {
 
 @dataclass(eq=False)
 class PendingGroup:
-    """A group that was requested and not handed over yet."""
+    """A group that was requested and not handed over yet. The ledger owns it."""
 
     id: int
     request: GroupRequest
     stage: Stage = Stage.WAITING
-    attempt: int = 0  # how often it was given to a host
-    host: str = ""  # that has it
-    # its completions while they are under way, where these have turns
+    attempt: int = 0  # how often the group was given to a host
+    host: str = ""  # name of the host that has the group, or had it last; "" before the first
+    # the group's rollouts, if they have turns; [] otherwise, and until they are opened
     rollouts: list[Rollout] = field(default_factory=list)
-    # how many of them are in each state
+    # number of `rollouts` in each state
     rollout_states: Counter[RolloutState] = field(default_factory=Counter)
     completions: Sequence[Completion] = ()
     texts: Sequence[str] = ()
     group: Group | None = None
-    scores: Scores | None = None  # whose failures and figures count with this group
+    # the scores, whose failures and logged metrics are counted when the group is taken
+    scores: Scores | None = None
 
     @property
     def num_idle(self) -> int:
-        """Rollouts that its host has nothing to do for: they wait for tools, or are over."""
+        """The number of rollouts for which the host has nothing to do, because they wait for tools
+        or are over."""
         return sum(self.rollout_states[state] for state in IDLE)
 
     def move(self, stage: Stage) -> None:
-        """The only way from one stage to another."""
+        """Sets the stage, and is the only place that does. RuntimeError if TRANSITIONS has no such
+        transition."""
         if stage not in TRANSITIONS[self.stage]:
             raise RuntimeError(
                 f"group {self.id} of {self.request.purpose} step {self.request.step} cannot become "
@@ -81,29 +85,31 @@ class PendingGroup:
 
 @dataclass
 class Ledger:
-    """All groups that were requested and not handed over yet. The fleet owns it."""
+    """All groups that were requested and not handed over yet. The fleet owns the ledger."""
 
-    entries: dict[int, PendingGroup] = field(default_factory=dict)  # in the order of requests
+    # by id, in the order of the requests
+    entries: dict[int, PendingGroup] = field(default_factory=dict)
     next_id: int = 0
-    # id of a request for a part of a group -> the group's
+    # id of a request for a part of a group -> id of the group
     parts: dict[int, int] = field(default_factory=dict)
-    duplicates: int = 0  # answers to groups that had been answered
-    asked_again: int = 0  # groups whose host was lost
+    duplicates: int = 0  # number of answers to groups that had been answered already
+    asked_again: int = 0  # number of groups that wait again because their host was lost
 
     def add(self, requests: Iterable[GroupRequest]) -> None:
+        """Makes an entry for each request."""
         for request in requests:
             self.entries[self.next_id] = PendingGroup(self.next_id, request)
             self.next_id += 1
 
     def add_part(self, entry: PendingGroup) -> int:
-        """The id of a request for a part of a group."""
+        """Makes and returns a new id for a request for a part of a group."""
         id = self.next_id
         self.next_id += 1
         self.parts[id] = entry.id
         return id
 
     def of(self, purpose: Purpose, step: int) -> list[PendingGroup]:
-        """The groups that a step requested, in that order."""
+        """Returns the entries of the groups that a step requested, in the order of the requests."""
         entries = []
         for entry in self.entries.values():
             if entry.request.purpose == purpose and entry.request.step == step:
@@ -111,17 +117,18 @@ class Ledger:
         return entries
 
     def at(self, stage: Stage) -> list[PendingGroup]:
-        """The groups of a stage, the oldest first."""
+        """Returns the entries that are in a stage, the oldest request first."""
         return [entry for entry in self.entries.values() if entry.stage is stage]
 
     def start(self, entry: PendingGroup, host: str) -> None:
-        """A host gets the group."""
+        """Notes that a host gets the group."""
         entry.move(Stage.RUNNING)
         entry.host = host
         entry.attempt += 1
 
     def answer(self, id: int, completions: Sequence[Completion]) -> PendingGroup | None:
-        """The entry that a host's answer is for; None, and counted, if it has been answered."""
+        """Stores a host's completions in the entry `id`, and returns that entry. Returns None if
+        the group was answered before, and counts a duplicate."""
         entry = self.entries.get(id)
         if entry is None or entry.stage not in (Stage.WAITING, Stage.RUNNING):
             if id < self.next_id:
@@ -132,8 +139,8 @@ class Ledger:
         return entry
 
     def lose(self, host: str) -> int:
-        """The groups of a lost host wait again, before those that were requested later. Returns how
-        many they are."""
+        """Makes all groups of a lost host wait again, ahead of groups that were requested later.
+        Returns how many they are."""
         lost = [entry for entry in self.at(Stage.RUNNING) if entry.host == host]
         for entry in lost:
             entry.move(Stage.WAITING)
@@ -141,6 +148,7 @@ class Ledger:
         return len(lost)
 
     def hand_over(self, entries: Collection[PendingGroup]) -> list[Group]:
+        """Returns the finished groups of `entries`, in that order, and removes the entries."""
         groups = []
         for entry in entries:
             entry.move(Stage.HANDED_OVER)
@@ -154,12 +162,13 @@ class Ledger:
         return groups
 
     def count(self, *stages: Stage) -> int:
+        """Returns how many groups are in any of the stages."""
         return sum(entry.stage in stages for entry in self.entries.values())
 
 
 def describe_stages(entries: Sequence[PendingGroup], hosts: Mapping[str, str]) -> str:
-    """How many groups of these are in each stage, and at which host. `hosts`: the text for each
-    host."""
+    """Returns a text that says how many groups are in each stage and at which host. `hosts`: the
+    text to use for each host's name."""
     num_rewarded = 0
     counts = Counter[str]()
     for entry in entries:
@@ -177,13 +186,12 @@ def describe_stages(entries: Sequence[PendingGroup], hosts: Mapping[str, str]) -
 
 
 def sample_request(request: GroupRequest, id: int, seed: int) -> SampleRequest:
-    """The sampler's request for a group.
+    """Returns the request to a sampler for a whole group.
 
-    Purpose, data set and greedy or sampled are part of the noise's address, with step and row: a
-    prompt occurs once in each of them, so no two completions of a run share their noise.
-    """
-    # An evaluation's step is a version and may equal a training step: without the purpose both
-    # would share noise.
+    The address of the noise contains purpose, data set, greedy or sampled, step and row. A prompt
+    occurs once at each such address, so no two completions of a run share their noise."""
+    # An evaluation's step is a version of the weights, which may equal a training step: without the
+    # purpose both would share noise.
     mode = "greedy" if request.params.temperature == 0 else "sampled"
     purpose = f"{request.purpose}/{request.subset}/{mode}"
     noise_key = NoiseKey(seed, purpose, request.step, request.example.row)
@@ -205,9 +213,9 @@ def rollout_requests(
     new_id: Callable[[], int],
     turn_limits: Sequence[int],
 ) -> list[SampleRequest]:
-    """The requests for a group's rollouts of several turns, whose prompts are `prompts`: one for
-    all, or, where environments began them differently, one for each. `turn_limits`: of their first
-    turns, 0 for none."""
+    """Returns the requests to a sampler for a group's rollouts with turns: one request for the
+    whole group if all `prompts` are equal, else one request for each rollout, with an id from
+    `new_id`. `turn_limits`: for each rollout, the most tokens of its first turn, 0 for no limit."""
     request = replace(request, has_turns=True)
     if all(np.array_equal(ids, prompts[0]) for ids in prompts):
         return [replace(request, prompt_ids=prompts[0], turn_limits=tuple(turn_limits))]
@@ -234,9 +242,11 @@ def branch_request(
     used: int,
     turn_limit: int,
 ) -> SampleRequest:
-    """The request for what follows another prompt in a rollout of a group that has `used` so many
-    tokens; `branch`: its number, from 1. Two branches may reach one position: their noise differs
-    by that number. `turn_limit`: of its first turn, 0 for none."""
+    """Returns the request to a sampler that continues one rollout of a group after another prompt
+    (`Branch`). `used`: tokens that the rollout has already, which count towards its `max_tokens`.
+    `branch`: number of the branch, from 1; it enters the address of the noise, since two branches
+    may reach the same position. `turn_limit`: the most tokens of the branch's first turn, 0 for no
+    limit."""
     noise_key = replace(request.noise_key, purpose=f"{request.noise_key.purpose}/branch {branch}")
     params = replace(request.params, max_tokens=request.params.max_tokens - used)
     return replace(
@@ -261,8 +271,8 @@ def make_group(
     scores: Scores,
     position: int = 0,
 ) -> Group:
-    """A group from its completions, in order of their index, and their texts; its rewards are at
-    `position` of `scores`."""
+    """Returns a finished group from its completions, in order of their index, their texts, and
+    their scores. The group's rewards are those at `position` in `scores`."""
     version = request.version
     if not request.exact:
         sampled = [completion for completion in completions if completion.num_sampled]
@@ -282,8 +292,8 @@ def make_group(
         extra={name: column[position] for name, column in scores.extra.items()},
         reward_weights={reward.name: reward.weight for reward in task.rewards},
     )
-    # Judged without the rewards: a weighted sum, or a reward of the user's own, says nothing about
-    # accuracy.
+    # Whether a completion is correct does not come from the sum of rewards: a weighted sum, or a
+    # user's own reward, says nothing about accuracy.
     if task.correct_by in scores.components:
         return replace(group, correct=scores.components[task.correct_by][position] == 1)
     if task.correct is not None:
@@ -294,18 +304,19 @@ def make_group(
 
 @dataclass
 class GroupRewards:
-    """A group is submitted to the pool as soon as it is sampled, so that workers score it while
-    others are sampled."""
+    """Submits each group to the pool of reward workers as soon as it is sampled, so that it is
+    scored while other groups are still sampled; and builds the finished groups."""
 
     task: Task
     pool: RewardPool
     decode: Callable[[Sequence[int]], str]
-    # of an environment that failed: zero or skip; with error the run has ended before
+    # what to do with a rollout whose environment failed: zero or skip; with "error" the run has
+    # stopped before
     on_error: Policy = "error"
 
     def submit(self, entry: PendingGroup) -> None:
-        """Submits a sampled group to the pool; functions that are called in this process are called
-        here."""
+        """Submits a sampled group to the pool. Calls reward functions that run in this process
+        right here."""
         texts = []
         sampled_ids = []
         for completion in entry.completions:
@@ -331,7 +342,8 @@ class GroupRewards:
         )
 
     def enter(self, scored: Sequence[tuple[Hashable, Scores]], ledger: Ledger) -> None:
-        """Makes groups of the scores that the pool has given."""
+        """Builds the groups of the `scored` tickets, pairs of (id of the entry, scores), and stores
+        them in the ledger."""
         for ticket, scores in scored:
             assert isinstance(ticket, int)
             entry = ledger.entries[ticket]
@@ -346,12 +358,14 @@ class GroupRewards:
 
 
 class RolloutState(enum.StrEnum):
-    OPENING = "opening"  # its environment has not begun: it has no prompt yet
-    SAMPLING = "sampling"  # its host has something to do for it
-    ACTING = "acting"  # its host waits for tools, an environment or a rollout function
-    ENDED = "ended"  # nothing more is sampled, and its environment is asked for its reward
+    """State of a rollout with turns."""
+
+    OPENING = "opening"  # the environment has not been reset yet, so there is no prompt
+    SAMPLING = "sampling"  # the host samples, or is about to
+    ACTING = "acting"  # the host waits, because a tool, an environment or a rollout function acts
+    ENDED = "ended"  # nothing more is sampled; the environment is asked for its reward
     DONE = "done"
 
 
 IDLE = frozenset({RolloutState.ACTING, RolloutState.ENDED, RolloutState.DONE})
-"""States in which no host has anything to do for a rollout."""
+"""States in which a host has nothing to do for a rollout."""

@@ -1,16 +1,15 @@
-"""Deals a step's requests to the processes of a run, which exchange the groups that they have
-finished.
+"""Rollouts with several processes: deals a step's requests to the processes of a run, which then
+exchange their finished groups.
 
     requests 0 1 2 3 4 -> process 0 samples 0 2 4, process 1 samples 1 3
                        -> all have the groups 0 1 2 3 4
 
-More requests of the same step (dynamic sampling's) are dealt on from there: the next is process
-1's.
+Further requests of the same step (for dynamic sampling) continue from there: the next one goes to
+process 1.
 
-A sampler is local to its process: it has whole replicas, and samples without waiting for others.
-Every process continues with what was exchanged, its own groups too, so that all learn from the same
-numbers.
-"""
+A sampler is local to its process: it has whole replicas, and samples without waiting for other
+processes. Every process continues with the exchanged form of all groups, including its own, so that
+all train on the same numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +29,8 @@ from shoal.runs.groups import from_table, to_table
 from shoal.stop import StopRequested, StopSignal
 
 NOWHERE = Example(0, "")
-"""In place of an exchanged group's example: every process has the request, which holds it."""
+"""Example that stands for a group's own while it is exchanged: every process has the request, which
+contains the real one."""
 
 
 class DealtRequest(NamedTuple):
@@ -41,34 +41,34 @@ class DealtRequest(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What a process gives to an exchange: its groups, its figures, and what ended it, if anything
-    did."""
+    """What one process contributes to an exchange: its groups, its figures, and the reason why it
+    ended, if it did."""
 
     groups: Sequence[Group]
-    stats: Mapping[str, Any] = {}  # the fields of a RolloutStats
-    is_stopped: bool = False  # its process was asked to stop
+    stats: Mapping[str, Any] = {}  # fields of a RolloutStats, by name
+    is_stopped: bool = False  # True if the process was asked to stop
     error: str | None = None
 
 
 @dataclass
 class MultiProcessSource:
-    """A `RolloutSource` of several processes: in each of them `source` samples a share of the
-    requests.
+    """A `RolloutSource` for a run of several processes: in each of them `source` samples a share of
+    the requests.
 
-    Where a process is asked to stop, or a reward or a publication raises there, all of them raise
-    that.
-    """
+    If one process is asked to stop, or a reward or a publication raises an error there, all
+    processes raise the same."""
 
     source: RolloutSource
     world: World
     stop: StopSignal
     stats: dict[Purpose, RolloutStats] = field(default_factory=lambda: defaultdict(RolloutStats))
     requested: list[DealtRequest] = field(default_factory=list)
-    # by purpose and step: requests so far
+    # number of requests so far, by (purpose, step)
     num_dealt: dict[tuple[Purpose, int], int] = field(default_factory=dict)
 
     def request(self, requests: Sequence[GroupRequest]) -> None:
-        # Every step begins at process 0, so a resumed run deals alike.
+        """Deals requests to the processes in turn, and queues this process's share."""
+        # The first request of every step goes to process 0, so a resumed run deals alike.
         own_requests = []
         for request in requests:
             number = self.num_dealt.get((request.purpose, request.step), 0)
@@ -81,6 +81,8 @@ class MultiProcessSource:
             self.source.request(own_requests)
 
     def take(self, purpose: Purpose, step: int) -> list[Group]:
+        """Samples this process's groups of a step, exchanges them with the other processes, and
+        returns all groups in the order of the requests."""
         wanted: list[DealtRequest] = []
         others: list[DealtRequest] = []
         for dealt in self.requested:
@@ -106,7 +108,7 @@ class MultiProcessSource:
         for dealt_purpose, dealt_step in list(self.num_dealt):
             if dealt_step < step:
                 del self.num_dealt[dealt_purpose, dealt_step]
-        # A process samples its requests in their order.
+        # Each process returns its groups in the order of its requests.
         groups_left = [iter(share.groups) for share in shares]
         groups = []
         for request, process in wanted:
@@ -121,12 +123,12 @@ class MultiProcessSource:
         return groups
 
     def _take_own(self, purpose: Purpose, step: int, has_share: bool) -> Share:
-        """This process's groups and figures, and what ended it."""
+        """Returns this process's groups and figures, or the reason why it has none."""
         groups: Sequence[Group] = []
         is_stopped = False
         error = None
         try:
-            self.stop.check()  # a process without a share is asked to stop, too
+            self.stop.check()  # a process without a share may be asked to stop, too
             if has_share:
                 groups = self.source.take(purpose, step)
         except StopRequested:
@@ -138,6 +140,7 @@ class MultiProcessSource:
     def check_logprobs(
         self, groups: Sequence[Group], logprobs: Mapping[tuple[int, int], np.ndarray], version: int
     ) -> None:
+        """Checks this process's own hosts."""
         self.source.check_logprobs(groups, logprobs, version)
 
     def is_ready(self, purpose: Purpose, step: int) -> bool:
@@ -152,11 +155,12 @@ class MultiProcessSource:
         self._in_all_processes(f"publication of version {version}", publish)
 
     def _in_all_processes(self, name: str, publish: Callable[[], None]) -> None:
-        """Publishes; the first process's error is raised in all of them."""
+        """Calls `publish` in every process; if it raises ShoalError in one, all processes raise
+        that error."""
         own_error = ""
         try:
             publish()
-        except ShoalError as raised:  # a disk of one process's machine is full
+        except ShoalError as raised:  # for example, the disk of one machine is full
             own_error = str(raised)
         for error in self.world.exchange_json(name, own_error):
             if error:
@@ -169,8 +173,8 @@ class MultiProcessSource:
         return self.source.published()
 
     def _add(self, total: RolloutStats, stats: Mapping[str, Any]) -> None:
-        """Adds a process's figures: the seconds of the one that took longest since they were last
-        read, else sums."""
+        """Adds a process's figures to `total`: seconds as the largest of all processes, numbers as
+        sums."""
         total.sample_seconds = max(total.sample_seconds, stats["sample_seconds"])
         total.reward_seconds = max(total.reward_seconds, stats["reward_seconds"])
         total.busy_seconds = max(total.busy_seconds, stats["busy_seconds"])
@@ -183,7 +187,8 @@ class MultiProcessSource:
             total.logged.setdefault(name, []).extend(values)
 
     def read_stats(self, purpose: Purpose) -> RolloutStats:
-        """The figures of all processes since the last call."""
+        """Returns the figures of all processes since the last call, and resets them. Publications
+        are this process's."""
         stats = self.stats.pop(purpose, RolloutStats())
         own = self.source.read_stats(purpose)
         stats.unchanged = max(stats.unchanged, own.unchanged)
@@ -195,11 +200,13 @@ class MultiProcessSource:
 
 
 def _largest(figures: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
+    """Returns the larger value of each name."""
     return {name: max(value, others[name]) for name, value in figures.items()}
 
 
 def _packed(share: Share) -> bytes:
-    """A line of JSON with all but the groups, and their table, which is absent without groups."""
+    """Returns a share as bytes: one line of JSON with everything but the groups, followed by the
+    groups' table, if there are groups."""
     import pyarrow as pa
 
     failures = [asdict(failure) for failure in share.stats["failures"]]
@@ -219,6 +226,7 @@ def _packed(share: Share) -> bytes:
 
 
 def _unpacked(data: bytes) -> Share:
+    """Returns the share that `_packed` made the bytes from."""
     import pyarrow as pa
 
     line, _, table = data.partition(b"\n")

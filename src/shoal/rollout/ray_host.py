@@ -3,10 +3,9 @@
     Fleet -> RayHost  --(messages)---------->  Worker -> ThreadHost -> EngineHost
                       <--(answers, progress)---
 
-A worker is trusted as the trainer is, since Ray pickles what it carries; it knows nothing of
-rewards. It ends with the trainer, however that ends. Everything that Ray raises is one of two
-things here: `HostLost`, or an error of the user's.
-"""
+A worker is trusted like the trainer, because Ray pickles what passes between them. A worker knows
+nothing of rewards. It ends when the trainer ends, however that happens. Every error of Ray becomes
+either a `HostLost` or an error of the user's (ShoalError)."""
 
 from __future__ import annotations
 
@@ -44,31 +43,33 @@ NEWS_SECONDS = 1.0
 """How often a worker that has no answers reports its progress."""
 CONNECT_SECONDS = 30.0
 TOKEN, TOKEN_MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"
-"""Ray's variables: the secret of a cluster, and whether there is one."""
+"""Ray's environment variables for the secret of a cluster, and for whether there is one."""
 LONGEST_REASON = 250
-"""Characters of what Ray says of the end of a worker."""
+"""Most characters of what Ray says about the end of a worker."""
 LAST_LINES = 5
-"""Of a worker's own output that are shown when it has ended."""
+"""Number of lines of a worker's own output that are shown after it has ended."""
 VISIBLE = {"GPU": "CUDA_VISIBLE_DEVICES", "TPU": "TPU_VISIBLE_CHIPS"}
-"""Ray's name of an accelerator -> the variable that says which of them a process may use."""
+"""Ray's name of an accelerator -> the environment variable that says which of them a process may
+use."""
 
 
 class Place(NamedTuple):
-    """Where the process of a worker is."""
+    """The node and the process id of a worker."""
 
     node: str
     pid: int
 
 
 class Joined(NamedTuple):
-    """What a worker tells when it is ready."""
+    """What a worker returns when it is ready to sample."""
 
     proof: WorkerFingerprint
     capacity: int
 
 
 class Worker:
-    """The actor: an `EngineHost` in a thread of its own. `make` gives the host and its proof."""
+    """The Ray actor: an `EngineHost` in a thread of its own. `make` makes the host and the worker's
+    fingerprint."""
 
     def __init__(self, name: str, make: Callable[[], tuple[EngineHost, WorkerFingerprint]]) -> None:
         self._name, self._make = name, make
@@ -76,50 +77,58 @@ class Worker:
         self._news = asyncio.Event()
         self._versions: dict[int, Version] = {}
         self._host: ThreadHost | None = None
-        # By number: messages that came before one of a lower number, and the versions that the
-        # trainer had when it sent them.
+        # by number: messages that arrived before one with a lower number, each with the versions
+        # that the trainer had when it sent them
         self._early: dict[int, tuple[Message, Sequence[int]]] = {}
         self._next = 0
 
     def _wake(self) -> None:
+        """Wakes `news`; called in the host's thread."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._news.set)
 
-    # These are coroutines, of which only `join` and `news` wait. Ray may begin them in another
+    # The methods below are coroutines; only `join` and `news` wait. Ray may begin them in another
     # order than they were called in (of 20,000 calls 870 were overtaken), so messages are numbered.
 
     async def place(self) -> Place:
+        """Returns where this process runs. An answer shows that the cluster has given the worker a
+        place."""
         return Place(ray.get_runtime_context().get_node_id(), os.getpid())
 
     async def join(self) -> Joined:
-        # Ray's warning is untrue of other threads, and it would be the last line.
+        """Makes the host, which compiles its programs, and returns the worker's fingerprint and
+        capacity."""
+        # Suppresses a warning of Ray's that is untrue of other threads, and that would be the last
+        # line of output.
         _ray_worker.blocking_get_inside_async_warned = True
-        # Compiles for minutes, where a model is large.
+        # This compiles for minutes if the model is large.
         host, proof = await asyncio.to_thread(self._make)
         self._host = ThreadHost(host, self._wake, self._name)
         return Joined(proof, host.capacity)
 
     async def handle(self, number: int, message: Message, available: Sequence[int]) -> None:
-        """Passes on the messages that `RayHost` has sent, in the order of their numbers: 0, 1, ...
-        `available`: the versions that the trainer has not released."""
+        """Passes the messages that `RayHost` has sent to the host, in the order of their numbers 0,
+        1, ...; keeps one that arrives too early. `available`: the versions that the trainer has not
+        released."""
         self._early[number] = message, available
         while self._next in self._early:
             message, available = self._early.pop(self._next)
             self._next += 1
             self._release_others(available)
             if isinstance(message, Load):
-                # Ray has made a copy of it, so this process has to release it as well.
+                # Ray has made a copy of the version, so this process must release it as well.
                 self._versions[message.version.version] = message.version
             assert self._host is not None
             self._host.handle(message)
 
     def _release_others(self, available: Sequence[int]) -> None:
+        """Removes this process's copies of the versions that are not `available`."""
         for version in self._versions.keys() - available:
             self._versions.pop(version).remove()
 
     async def news(self, seconds: float) -> tuple[dict[int, list[Completion]], HostProgress]:
-        """Answers as soon as there are some, else none after so many seconds; and what the host has
-        done."""
+        """Returns the host's answers as soon as there are some, or none after `seconds`; and the
+        host's progress."""
         self._loop = asyncio.get_running_loop()
         if self._host is None:
             await asyncio.sleep(seconds)
@@ -134,10 +143,10 @@ class Worker:
 
 
 class RayHost:
-    """A `Host` that is a `Worker`. It has room for requests once the worker has a place in the
-    cluster, is ready, and has proved itself.
+    """A `Host` whose work is done by a `Worker` in the cluster. It has room for requests once the
+    worker has a place in the cluster, is ready, and has shown the right numbers.
 
-    No call waits for the worker: what it has said since is taken up by the next `poll`."""
+    No call waits for the worker: the next `poll` reads what the worker has said since the last."""
 
     def __init__(self, name: str, cluster: Cluster) -> None:
         self.name = name
@@ -152,10 +161,12 @@ class RayHost:
         self._num_sent = 0
         self._versions: dict[int, Version] = {}
         self._progress = HostProgress()
-        self._capacity = -1  # no room until it has joined
+        self._capacity = -1  # negative: no room until the worker has joined
         self._differs = False
 
     def handle(self, message: Message) -> None:
+        """Sends a message to the worker; a `Load` is only remembered until the worker has
+        joined."""
         if isinstance(message, Load):
             available = {}
             for number, older_version in self._versions.items():
@@ -164,12 +175,14 @@ class RayHost:
             available[message.version.version] = message.version
             self._versions = available
             if self._capacity < 0:
-                # `_join` sends it: calls that wait for a worker which the cluster has no room for
-                # would keep every version that they name.
+                # `_join` sends it later: calls that wait for a worker for which the cluster has no
+                # room would keep every version that they name.
                 return
         self._send(message)
 
     def poll(self) -> dict[int, list[Completion]]:
+        """Returns the worker's answers that have arrived, by request id, and asks for the next.
+        Also lets the worker join once it is ready. Raises HostLost if the worker is gone."""
         if self._place is None and not self._has_place():
             return {}
         if self._capacity < 0 and self._joining.done():
@@ -193,7 +206,7 @@ class RayHost:
         return replace(self._progress, capacity=self._capacity, differs=self._differs)
 
     def _has_place(self) -> bool:
-        """True once the cluster has given the worker a place, where its process then compiles."""
+        """True if the cluster has given the worker a place; the worker's process then compiles."""
         if not self._placing.done():
             self._cluster.check_late(self)
             return False
@@ -203,7 +216,8 @@ class RayHost:
         return True
 
     def _join(self) -> None:
-        """Has the worker sample, once it is ready and its numbers are right."""
+        """Lets the worker sample, if it is ready and its numbers are right; does nothing while that
+        is undecided. HostLost if it could not start."""
         try:
             joined: Joined = self._result(self._joining)
         except (HostLost, ShoalError) as error:
@@ -219,6 +233,7 @@ class RayHost:
                 self._send(Load(version))
 
     def close(self) -> None:
+        """Kills the worker."""
         self._cluster.alive.discard(self.name)
         self._cluster.measure.proofs.pop(self.name, None)
         with contextlib.suppress(RayError):
@@ -228,28 +243,32 @@ class RayHost:
         )
         if self._place is None or not is_here:
             return
-        # A process that is stopped (SIGSTOP) does not end itself as Ray asks it to.
+        # A process that is stopped (SIGSTOP) does not end when Ray asks it to, so kill it.
         process = Path(f"/proc/{self._place.pid}")
         with contextlib.suppress(OSError):
             fields_after_name = (process / "stat").read_text().rpartition(")")[2].split()
             is_stopped = fields_after_name[0] == "T"
-            # Another process may have its number by now.
+            # Another process may have its id by now.
             if is_stopped and b"ray::" in (process / "cmdline").read_bytes():
                 os.kill(self._place.pid, signal.SIGKILL)
 
     def _send(self, message: Message) -> None:
+        """Sends a message to the worker, with its number, without waiting."""
         available = list(self._versions)
         sent = self._call(self._worker.handle, self._num_sent, message, available)
         self._sent.append(sent)
         self._num_sent += 1
 
     def _call(self, method: Any, *args: Any) -> Future:
+        """Starts a call of the worker, and returns its future. HostLost if Ray refuses."""
         try:
             return method.remote(*args).future()
         except RayError as error:
             raise HostLost(self._cluster.reason(error)) from error
 
     def _result(self, future: Future) -> Any:
+        """Returns the result of a call. ShoalError if the worker raised one, HostLost for any other
+        failure."""
         try:
             return future.result()
         except RayTaskError as error:
@@ -261,13 +280,14 @@ class RayHost:
 
 
 class Connection(NamedTuple):
-    """`owned`: made by `connect`. `watcher`: of a cluster that was started here."""
+    """This process's connection to a Ray cluster. `owned`: `connect` made the connection.
+    `watcher`: ends a cluster that was started here; None for another cluster."""
 
     address: str
     dashboard: str = ""
     owned: bool = True
     watcher: Watcher | None = None
-    token: str = ""  # of this cluster alone
+    token: str = ""  # secret of a cluster that was started here, or ""
 
 
 @dataclass
@@ -276,28 +296,31 @@ class Cluster:
 
     connection: Connection
     workers: int
-    resources: Mapping[str, float]  # of one worker
+    resources: Mapping[str, float]  # resources that one worker asks for, by Ray's names
     wait_seconds: float
-    environment: Mapping[str, str]  # of a worker
+    environment: Mapping[str, str]  # environment variables of a worker
     measure: WorkerParity
     say: Callable[[str], None]
     wake: Callable[[], None] = lambda: None
-    make: Callable[[], tuple[EngineHost, WorkerFingerprint]] | None = None  # of a worker
-    alive: set[str] = field(default_factory=set)  # hosts that have a process
-    trainer_devices: int = 0  # that are held for the trainer; 0 where it has those that it finds
+    make: Callable[[], tuple[EngineHost, WorkerFingerprint]] | None = None  # makes a worker's host
+    alive: set[str] = field(default_factory=set)  # names of the hosts whose worker has a process
+    # number of devices that are held for the trainer; 0 if the trainer uses whatever it finds
+    trainer_devices: int = 0
     _late: bool = False
 
     @property
     def may_span_machines(self) -> bool:
-        """True unless Ray was started here: others of a cluster may come at any time, by an
-        autoscaler as well."""
+        """True unless Ray was started here. Other machines may join any other cluster at any time,
+        also by an autoscaler."""
         return self.connection.watcher is None
 
     def start(self, name: str) -> RayHost:
-        """A host that joins as soon as the cluster has room for it and it is ready."""
+        """Returns a new host, which joins as soon as the cluster has room for its worker and the
+        worker is ready."""
         return RayHost(name, self)
 
     def make_actor(self, name: str) -> Any:
+        """Asks Ray for a worker's actor, and returns its handle at once."""
         resources = dict(self.resources)
         options = {
             "num_cpus": resources.pop("CPU", 0),
@@ -313,7 +336,8 @@ class Cluster:
         return actor_class.remote(name, self.make)
 
     def check_late(self, host: RayHost) -> None:
-        """Says that a host still has no place; ShoalError where none has."""
+        """Prints once that a host has waited for a place for more than `wait_seconds`. ShoalError
+        if no host has a place by then."""
         has_said = self._late and self.alive
         if has_said or time.monotonic() - host.started < self.wait_seconds:
             return
@@ -341,9 +365,10 @@ class Cluster:
         )
 
     def reason(self, error: RayError) -> str:
-        """Why a worker is gone, with its own last lines where they are on this machine."""
+        """Returns why a worker is gone, as a text, with the last lines of its output if they are on
+        this machine."""
         text = re.sub(r"\x1b\[\d*m", "", str(error)).strip()
-        if "creation task" in text:  # the traceback of what it raised
+        if "creation task" in text:  # the text is the traceback of the worker's error
             return f"it could not start: {text.splitlines()[-1]}"
         if isinstance(error, OutOfMemoryError):
             match = re.search(r"[\d.]+GB used / [\d.]+GB limit", text)
@@ -368,8 +393,8 @@ class Cluster:
         return f"it cannot be reached{rays_reason}"
 
     def say_room(self) -> None:
-        """Says how many of the workers the cluster has room for now, if not for all: the others
-        wait, and nothing else shows that."""
+        """Prints how many of the workers the cluster has room for now, unless it is enough for all:
+        the others wait, and nothing else shows that."""
         num_placed = 0
         for free in _ray_state.available_resources_per_node().values():
             num_placed += _times(self.resources, free)
@@ -386,6 +411,7 @@ class Cluster:
         )
 
     def close(self) -> None:
+        """Ends this process's connection, and the cluster if it was started here."""
         if self.connection.owned:
             ray.shutdown()
             if self.connection.watcher is not None:
@@ -395,21 +421,23 @@ class Cluster:
 
 
 def connect(address: str, local_cpus: int) -> Connection:
-    """Joins the cluster at an address, or starts one here. ShoalError where none answers."""
+    """Joins the cluster at an address, or starts one here if there is no address. ShoalError if no
+    cluster answers. Sets environment variables for Ray's processes."""
     if ray.is_initialized():
         return Connection(str(ray.get_runtime_context().gcs_address), owned=False)
     address = check_address(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else a line of advice
-    # else 15: on the trainer's cores they get what it leaves
+    # without this Ray prints a line of advice
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # instead of 15, with which workers on the trainer's cores would get only what the trainer
+    # leaves
     os.environ.setdefault("RAY_worker_niceness", "0")
     watcher = None
     token = ""
     num_cpus = None
-    variables: dict[str, str] = {}  # that Ray's own processes inherit
+    variables: dict[str, str] = {}  # environment variables that Ray's own processes inherit
     if not address:
-        # Ray ends its workers with this process, but not its own agents where this process is
-        # killed.
+        # If this process is killed, Ray ends its workers, but not its own agents.
         watcher = Watcher()
         variables.update(watcher.environment)
         token = _private_token()
@@ -425,7 +453,7 @@ def connect(address: str, local_cpus: int) -> Connection:
             num_cpus=num_cpus,
         )
     except Exception as error:
-        # Ray raises anything, bare Exception included, as on a machine that is overloaded.
+        # Ray may raise anything, even a bare Exception, for example on an overloaded machine.
         if watcher is not None:
             watcher.close()
             _forget_token(token)
@@ -437,7 +465,7 @@ def connect(address: str, local_cpus: int) -> Connection:
     finally:
         for name in variables:
             del os.environ[name]
-    # Of each process that ends Ray would print a paragraph; the run says why.
+    # Ray would print a paragraph for each process that ends; the run says why itself.
     _ray_worker._worker_logs_enabled = False
     return Connection(
         str(ray.get_runtime_context().gcs_address),
@@ -449,9 +477,9 @@ def connect(address: str, local_cpus: int) -> Connection:
 
 
 def _private_token() -> str:
-    """A secret for a cluster that is started here; empty where the user has chosen one, or none.
-    Without it Ray would write one to ~/.ray/auth_token, with which nobody then joins a cluster that
-    was started without."""
+    """Returns a new secret for a cluster that is started here; "" if the user has chosen a secret,
+    or to have none. Without a secret Ray would write one to ~/.ray/auth_token, and then nobody
+    could join a cluster that was started without one."""
     is_chosen = any(name in os.environ for name in (TOKEN, f"{TOKEN}_PATH", TOKEN_MODE))
     if is_chosen or Path("~/.ray/auth_token").expanduser().exists():
         return ""
@@ -459,7 +487,8 @@ def _private_token() -> str:
 
 
 def _forget_token(token: str) -> None:
-    """Forgets the secret of a cluster that was started here: this process may join another one."""
+    """Forgets the secret of a cluster that was started here, so that this process can join another
+    cluster."""
     if not token:
         return
     os.environ.pop(TOKEN_MODE, None)
@@ -470,20 +499,20 @@ def _forget_token(token: str) -> None:
 
 
 def _output_lines(pid: str) -> list[str]:
-    """What a worker's process wrote, where that is on this machine."""
+    """Returns the lines that a worker's process wrote, if its files are on this machine."""
     node: Any = _ray_worker.global_worker.node
     folder = Path(node.get_logs_dir_path())
     lines = []
     for ending in ("out", "err"):
         for file in folder.glob(f"worker-*-{pid}.{ending}"):
             for line in file.read_text(errors="replace").splitlines():
-                if not line.startswith(":"):  # Ray's own
+                if not line.startswith(":"):  # lines with ":" are Ray's own
                     lines.append(line)
     return lines
 
 
 def _own_reason(text: str) -> str:
-    """What Ray says of the end of an actor, in short and in parentheses; empty where it says
+    """Returns what Ray says about the end of an actor, shortened and in parentheses; "" if it says
     nothing."""
     about_actor: list[str] = []
     about_connection: list[str] = []
@@ -500,7 +529,8 @@ def _own_reason(text: str) -> str:
 
 
 def _times(wanted: Mapping[str, float], free: Mapping[str, float]) -> int:
-    """How often the free resources have the wanted ones; 0 where none are wanted."""
+    """Returns how many workers that need `wanted` fit into the `free` resources at once; 0 if
+    `wanted` asks for nothing."""
     counts = []
     for name, size in wanted.items():
         if size:
@@ -509,8 +539,8 @@ def _times(wanted: Mapping[str, float], free: Mapping[str, float]) -> int:
 
 
 def check_address(address: str) -> str:
-    """The address of the cluster, empty where Ray is started here. ShoalError where no cluster can
-    be joined."""
+    """Returns the address of the cluster to join, from the argument or RAY_ADDRESS; "" if Ray is to
+    be started here. ShoalError if no cluster can be joined at the address."""
     address = address or os.environ.get("RAY_ADDRESS", "")
     if address.startswith("ray://"):
         raise ShoalError(
@@ -524,7 +554,8 @@ def check_address(address: str) -> str:
 
 
 def _check_answers(address: str, host: str, port: str) -> None:
-    """ShoalError unless something listens there: Ray itself waits for minutes."""
+    """Raises ShoalError unless something listens at an address; Ray itself would wait for
+    minutes."""
     deadline = time.monotonic() + CONNECT_SECONDS
     while True:
         seconds = max(0.1, deadline - time.monotonic())
@@ -541,8 +572,8 @@ def _check_answers(address: str, host: str, port: str) -> None:
 
 
 def accelerator() -> str:
-    """What Ray calls the accelerators of the cluster: GPU or TPU; CPU where it has none, or none is
-    to be used."""
+    """Returns Ray's name for the accelerators of the cluster: "GPU" or "TPU"; "CPU" if there are
+    none, or JAX may use none."""
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return "CPU"
     resources = ray.cluster_resources()
@@ -553,17 +584,21 @@ def accelerator() -> str:
 
 
 class _Holder:
-    """Holds the trainer's accelerators, so that Ray gives them to nobody else."""
+    """Ray actor that holds the trainer's accelerators, so that Ray gives them to nobody else."""
 
     def ids(self, kind: str) -> list[str]:
+        """Returns the ids of the accelerators that this actor holds."""
         return ray.get_runtime_context().get_accelerator_ids().get(kind, [])
 
 
 def hold_accelerators(kind: str, trainer: str, wanted: float, seconds: float) -> tuple[Any, int]:
-    """An actor that holds the trainer's accelerators of this machine until it is forgotten, and how
-    many; this process sees no others. `trainer`: mesh.trainer; empty for those that the workers
-    leave of the `wanted` ones, which take those of other machines first. None and 0 where the
-    machine has none of this kind, or Ray chose those of this process already."""
+    """Reserves the trainer's accelerators on this machine in Ray. Returns an actor, which holds
+    them until it is garbage-collected, and their number; this process then sees only these (sets
+    the variable in VISIBLE). Returns (None, 0) if the machine has none of this kind, or Ray has
+    chosen those of this process already.
+
+    `trainer`: mesh.trainer; if "", the trainer gets what the workers leave of this machine. The
+    workers ask for `wanted` in all, and take those of other machines first."""
     own_node = ray.get_runtime_context().get_node_id()
     here = 0
     elsewhere = 0.0
@@ -609,11 +644,11 @@ def hold_accelerators(kind: str, trainer: str, wanted: float, seconds: float) ->
 
 
 def _has_chosen(kind: str) -> bool:
-    """True if Ray gave this process its accelerators: to a task or an actor, or to the entry point
-    of a job. A variable that the user or the batch system has set is no such choice: nothing keeps
-    Ray from giving those to a worker."""
-    # A job's entry point is a child of the actor that has them, with the last of these variables if
-    # that has none.
+    """True if Ray gave this process its accelerators: as a task, an actor, or the entry point of a
+    job. A variable that the user or the batch system has set does not count, because Ray may still
+    give those accelerators to a worker."""
+    # A job's entry point is a child of the actor that has the accelerators; it has the last of
+    # these variables if that actor has none.
     is_job = (
         os.environ.get(VISIBLE[kind])
         and "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
@@ -623,9 +658,11 @@ def _has_chosen(kind: str) -> bool:
 
 
 def _resources_text(resources: Mapping[str, float]) -> str:
+    """Returns resources as a text, "2 GPU, 8 CPU", without memory and the addresses of nodes;
+    "nothing" if there are none."""
     texts = []
     for name, size in resources.items():
-        # Ray has memory, and nodes by their address, among its resources.
+        # Ray counts memory, and nodes by their address, among the resources.
         if ":" not in name and "memory" not in name:
             texts.append(f"{size:g} {name}")
     return ", ".join(texts) or "nothing"

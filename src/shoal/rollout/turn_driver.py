@@ -1,5 +1,6 @@
-"""Plays rollouts of several turns: what was said, its tokens, and the branches that followed
-prompts of their own; tools and environments between the turns of a host."""
+"""Drives rollouts with turns: reads each turn that a host has sampled, runs the tools, environments
+or rollout functions that answer it, and builds the messages that continue the rollout at its
+host."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class GroupMessage(NamedTuple):
-    """A message for the host that has a group."""
+    """A message, and the group whose host it is for."""
 
     entry: PendingGroup
     message: Message
@@ -46,31 +47,39 @@ class GroupMessage(NamedTuple):
 
 @dataclass(eq=False)
 class Rollout:
-    """One of a group's G, while it goes."""
+    """One of a group's G rollouts, while it is under way. The `TurnDriver` owns it."""
 
     entry: PendingGroup
     index: int
     attempt: int
     prompt: Prompt
-    words: str | None = None  # of its environment's reset, which the prompt ends with
-    prompt_ids: np.ndarray | None = None  # of its branch; None until its environment has begun
-    completion: Completion | None = None  # of its branch, as its host gave it last
-    tokens: list[int] = field(default_factory=list)  # of the completion, that were read or appended
-    # branches before this one: their prompts and completions
+    # what the environment's `reset` returned, which `prompt` ends with; None if nothing
+    words: str | None = None
+    # prompt of the current branch; None until the environment has begun
+    prompt_ids: np.ndarray | None = None
+    # completion of the current branch, as the host returned it last
+    completion: Completion | None = None
+    # tokens of the current branch: those read from the host, and context appended since
+    tokens: list[int] = field(default_factory=list)
+    # earlier branches: (prompt, completion)
     ended: list[tuple[np.ndarray, Completion]] = field(default_factory=list)
-    asked: dict[str, Any] = field(default_factory=dict)  # by an agent: its last call
-    said: list[dict[str, Any]] = field(default_factory=list)  # the messages of that, and the answer
+    # the last call of an agent (see `serve/agent.py`); {} if there is none
+    asked: dict[str, Any] = field(default_factory=dict)
+    # the messages of that call, followed by the model's answer
+    said: list[dict[str, Any]] = field(default_factory=list)
     turns: int = 0
-    # of the turn that is sampled: tokens after which it is cut; 0: no limit but the rollout's
+    # tokens after which the turn that is being sampled is cut; 0: no limit but the rollout's
     turn_limit: int = 0
     messages: list[dict[str, Any]] = field(default_factory=list)
-    calls: list[ToolCall] = field(default_factory=list)  # of the last turn
-    answers: list[dict[str, Any]] = field(default_factory=list)  # to the first of them
+    calls: list[ToolCall] = field(default_factory=list)  # tool calls that the last turn contains
+    # tool messages that answer `calls` so far, in the same order
+    answers: list[dict[str, Any]] = field(default_factory=list)
     _state: RolloutState = RolloutState.OPENING
-    is_over: bool = False  # a rollout function asked for more than is left
-    reason: StopReason | None = None  # why it has ended
-    failure: Failure | None = None  # of its environment
-    environment: EndedEnvironment | None = None  # what is left of it
+    is_over: bool = False  # True if a rollout function asked for more tokens than are left
+    reason: StopReason | None = None  # why the rollout ended; None while it goes on
+    failure: Failure | None = None  # failure of the environment, if it failed
+    # the environment's final state and reward, once it has ended
+    environment: EndedEnvironment | None = None
 
     def __post_init__(self) -> None:
         self.entry.rollout_states[self._state] += 1
@@ -81,18 +90,21 @@ class Rollout:
 
     @state.setter
     def state(self, state: RolloutState) -> None:
-        """Counted in its group: the fleet asks many times a second how many are in which state."""
+        """Sets the state, and updates the group's count of rollouts in each state, which the fleet
+        reads many times a second."""
         self.entry.rollout_states[self._state] -= 1
         self.entry.rollout_states[state] += 1
         self._state = state
 
     @property
     def key(self) -> tuple[int, int, int]:
+        """The rollout's id for sessions: (id of the group, attempt, index)."""
         return self.entry.id, self.attempt, self.index
 
     @property
     def result(self) -> Completion:
-        """The completion, with its turns."""
+        """The finished rollout as one completion: all branches, the messages, and the reason of its
+        end."""
         assert (
             self.completion is not None and self.reason is not None and self.prompt_ids is not None
         )
@@ -116,12 +128,13 @@ class Rollout:
 
     @property
     def num_tokens(self) -> int:
-        """Of all branches, context too."""
+        """The number of tokens of all branches, including context."""
         return sum(len(completion) for _, completion in self.ended) + len(self.tokens)
 
 
 def num_shared(prompt: Any, said: Sequence[Mapping[str, Any]]) -> int:
-    """Messages that a prompt of an agent begins with and that had been said."""
+    """Returns how many messages at the beginning of an agent's prompt were said before, in the same
+    order; 0 if the prompt is a text."""
     if not isinstance(prompt, list):
         return 0
     shared = 0
@@ -133,8 +146,8 @@ def num_shared(prompt: Any, said: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _compared(message: Any) -> Any:
-    """What of a message counts when two are compared: clients add to them, and have other names for
-    calls."""
+    """Returns the parts of a message that count when two messages are compared. Clients add other
+    fields, and use other ids for calls."""
     if not isinstance(message, Mapping):
         return message
     functions = [call["function"] for call in message.get("tool_calls", ())]
@@ -143,7 +156,8 @@ def _compared(message: Any) -> Any:
 
 
 def joined(prompts: Sequence[np.ndarray], parts: Sequence[Completion]) -> Completion:
-    """The branches of a rollout, each after its prompt, as one completion."""
+    """Returns the branches of a rollout, each sampled after its prompt, as one completion with
+    `branches`."""
     if len(parts) == 1:
         return parts[0]
     arrays = {
@@ -166,7 +180,8 @@ def joined(prompts: Sequence[np.ndarray], parts: Sequence[Completion]) -> Comple
 
 
 def with_words(prompt: Prompt, words: str) -> Prompt:
-    """A prompt with what an environment's `reset` returned, appended to its last user message."""
+    """Returns a prompt with what an environment's `reset` returned appended to its last user
+    message."""
     if isinstance(prompt, str):
         return prompt + words
     for index in reversed(range(len(prompt))):
@@ -180,28 +195,33 @@ def with_words(prompt: Prompt, words: str) -> Prompt:
 
 @dataclass
 class TurnDriver:
-    """All rollouts that go. `format_of`: how turns look, by the columns of a row; `most`: rollouts
-    at once. Its fleet sets `ledger`, which numbers requests, and `seed`, of their noise."""
+    """All rollouts that are under way. `format_of` returns how turns look for the columns of a row;
+    `most` is the most rollouts at once. The fleet sets `ledger`, which numbers requests, and
+    `seed`, which their noise depends on."""
 
     sessions: Sessions
     format_of: Callable[[Mapping[str, Any]], TurnFormat]
     section: EnvironmentSection
     max_prompt_tokens: int
     most: int
-    tokenizer: Tokenizer | None = None  # that rollout functions need
+    tokenizer: Tokenizer | None = None  # needed for rollout functions only
     ledger: Ledger = field(default_factory=Ledger)
     seed: int = 0
     rollouts: dict[Hashable, Rollout] = field(default_factory=dict)
-    # of these, training's (True) and an evaluation's
+    # number of rollouts under way: of training (True) and of other purposes (False)
     _going: Counter[bool] = field(default_factory=Counter)
 
     # -- a group begins
 
     def open(self, entries: Sequence[PendingGroup]) -> None:
-        """Begins groups, as many as may go at once: training's in order, then an evaluation's, one
-        of each in any case. An evaluation of many questions would hold up training."""
+        """Opens the rollouts and environments of as many groups as may be under way at once:
+        training's groups first, in order, then an evaluation's. At least one group of each purpose
+        may always start. The limit keeps an evaluation with many questions from holding up
+        training."""
         going = self._going
-        full = set[bool]()  # kinds of which no more may go: none overtakes an older one
+        # purposes (is it training?) for which no more groups may start, so that no group overtakes
+        # an older one
+        full = set[bool]()
         training = [entry for entry in entries if entry.request.purpose is Purpose.TRAIN]
         others = [entry for entry in entries if entry.request.purpose is not Purpose.TRAIN]
         for entry in training + others:
@@ -221,7 +241,7 @@ class TurnDriver:
                 self.sessions.open(rollout.key, dict(row))
 
     def requests(self, entry: PendingGroup) -> list[SampleRequest]:
-        """The requests for a host."""
+        """Returns the requests that a host gets for a group whose prompts are ready."""
         prompts = [
             rollout.prompt_ids for rollout in entry.rollouts if rollout.prompt_ids is not None
         ]
@@ -233,7 +253,8 @@ class TurnDriver:
         )
 
     def forget(self, entries: Sequence[PendingGroup]) -> None:
-        """Gives up groups' rollouts, whose host is lost; they begin again in new environments."""
+        """Gives up the rollouts of groups whose host is lost. The groups begin again later, in new
+        environments."""
         for entry in entries:
             for rollout in entry.rollouts:
                 self.sessions.drop(rollout.key)
@@ -242,19 +263,21 @@ class TurnDriver:
             entry.rollout_states.clear()
 
     def _remove(self, entry: PendingGroup) -> None:
-        """Takes a group's rollouts out of those that go."""
+        """Removes a group's rollouts from those that are under way."""
         for rollout in entry.rollouts:
             del self.rollouts[rollout.key]
         self._going[entry.request.purpose is Purpose.TRAIN] -= len(entry.rollouts)
 
     def _begin(self, rollout: Rollout, words: str | None) -> None:
+        """Sets a rollout's prompt once its environment has been reset; `words`: what `reset`
+        returned, appended to the row's prompt. ShoalError if the prompt gets too long."""
         request = rollout.entry.request
         ids = request.prompt_ids
         if words is not None:
             rollout.prompt = with_words(rollout.prompt, words)
             rollout.words = words
             size = f"{len(words)} characters"
-            # so many characters are too long in any encoding
+            # more characters than this are too long in any encoding, so they are not encoded
             is_long = len(words) > TOKEN_CHARACTERS * self.max_prompt_tokens
             if not is_long:
                 ids = self._format(rollout).encode_prompt(self._plain_prompt(rollout))
@@ -270,23 +293,27 @@ class TurnDriver:
         rollout.state = RolloutState.SAMPLING
 
     def _plain_prompt(self, rollout: Rollout) -> Prompt:
-        """The prompt as it is encoded, where words of its environment may spell out special
-        tokens."""
+        """Returns the rollout's prompt as it is encoded: in the environment's words, text that
+        spells a special token is kept plain text."""
         if rollout.words is None:
             return rollout.prompt
         message = self._format(rollout).plain({"role": "user", "content": rollout.words})
         return with_words(rollout.entry.request.example.prompt, message["content"])
 
     def _format(self, rollout: Rollout) -> TurnFormat:
+        """Returns how the turns of a rollout look."""
         return self.format_of(rollout.entry.request.example.columns)
 
     def _kind(self, rollout: Rollout) -> EnvironmentKind | None:
+        """Returns the kind of environment that a rollout has; None if it has none."""
         return self.sessions.kind_of(rollout.entry.request.example.columns)
 
     # -- what a host answers
 
     def take(self, entry: PendingGroup, completion: Completion) -> list[GroupMessage]:
-        """Reads a turn that has ended."""
+        """Reads a turn that a host has returned, and passes it to the tools, environment or rollout
+        function that must answer. Returns messages for the host, if the rollout continues or ends
+        at once."""
         rollout = entry.rollouts[completion.index]
         kind = self._kind(rollout)
         before = len(rollout.tokens)
@@ -300,7 +327,7 @@ class TurnDriver:
             rollout.messages.append(message)
         rollout.calls = calls
         rollout.answers = []
-        if rollout.failure:  # its reset had failed
+        if rollout.failure:  # the environment's reset had failed
             return self._end(rollout, StopReason.FAILED, rollout.failure)
         if kind and kind.asks:
             rollout.state = RolloutState.ACTING
@@ -317,8 +344,8 @@ class TurnDriver:
         return []
 
     def wrong_turns(self, entry: PendingGroup, completions: Sequence[Completion]) -> str:
-        """What makes turns unusable, as a host that is out of order gives them; "" if nothing
-        does."""
+        """Returns why a host's answer is unusable as turns of its rollouts, as a text, or "" if it
+        is right."""
         for completion in completions:
             rollout = entry.rollouts[completion.index]
             if rollout.state in IDLE:
@@ -332,7 +359,8 @@ class TurnDriver:
         return ""
 
     def _act(self, rollout: Rollout) -> list[GroupMessage]:
-        """Makes the next call of a turn; with all of them answered the rollout goes on."""
+        """Starts the next tool call of a turn. Once all calls are answered, returns the messages
+        that continue the rollout; until then []."""
         for call in rollout.calls[len(rollout.answers) :]:
             if not call.error:
                 self.sessions.call(rollout.key, call.name, call.arguments)
@@ -341,14 +369,15 @@ class TurnDriver:
         return self._go_on(rollout, rollout.answers)
 
     def _go_on(self, rollout: Rollout, replies: list[dict[str, Any]]) -> list[GroupMessage]:
-        """Appends the messages of tools or of an environment; where they, and one token more, do
-        not fit, they are dropped and the rollout ends (TRL's rule)."""
+        """Appends the messages of tools or of an environment to a rollout. If these and one more
+        token do not fit, drops them and ends the rollout (TRL's rule). Returns the messages for the
+        host."""
         assert rollout.completion is not None
         form = self._format(rollout)
         if self.section.history == "template":
             prompt = self._plain_prompt(rollout)
             assert not isinstance(prompt, str)
-            # Only the model and its environment have spoken since the prompt.
+            # Everything after the prompt was said by the model or its environment.
             history = list(prompt)
             for message in rollout.messages + replies:
                 if message["role"] != "assistant":
@@ -365,8 +394,9 @@ class TurnDriver:
         return host_messages
 
     def _follow(self, rollout: Rollout, ids: np.ndarray) -> list[GroupMessage]:
-        """The messages that continue a rollout with these tokens: an extension where they extend
-        its row, else a new branch; none where they do not fit."""
+        """Returns the messages for the host that continue a rollout after the tokens `ids`: an
+        extension if they begin with the tokens that the rollout has, else a new branch. Returns []
+        if they do not fit."""
         assert rollout.completion is not None and rollout.prompt_ids is not None
         num_held = self._num_held(rollout, ids)
         if num_held:
@@ -394,7 +424,8 @@ class TurnDriver:
         return messages
 
     def _leave(self, rollout: Rollout) -> list[GroupMessage]:
-        """The message that frees the slot of a completion, if it has one."""
+        """Returns the message that frees the slot of a rollout's completion, as a list; [] if the
+        completion has no slot."""
         assert rollout.completion is not None
         if not rollout.completion.waits:
             return []
@@ -402,8 +433,9 @@ class TurnDriver:
         return [GroupMessage(rollout.entry, end)]
 
     def _num_held(self, rollout: Rollout, ids: np.ndarray) -> int:
-        """How many of these tokens the rollout has, if they go on from it; else 0. A turn that its
-        own limit has cut is continued by its tokens alone."""
+        """Returns how many of the tokens `ids` the rollout's slot holds already, if `ids` begin
+        with its prompt and all its tokens; else 0. After a turn that was cut at its limit, `ids`
+        may be just those tokens; otherwise at least one more is needed."""
         assert rollout.completion is not None and rollout.prompt_ids is not None
         if not rollout.completion.waits:
             return 0
@@ -416,6 +448,8 @@ class TurnDriver:
         return len(held)
 
     def _append(self, rollout: Rollout, context: list[int]) -> list[GroupMessage]:
+        """Returns the message that continues a rollout after tokens of context, as a list; [] if
+        they do not fit."""
         assert rollout.completion is not None
         if rollout.num_tokens + len(context) >= rollout.entry.request.params.max_tokens:
             return []
@@ -427,6 +461,8 @@ class TurnDriver:
     def _end(
         self, rollout: Rollout, reason: StopReason, failure: Failure | None = None
     ) -> list[GroupMessage]:
+        """Ends a rollout with a reason, and asks the environment for its reward unless there is a
+        `failure`. Returns the message that frees the slot."""
         assert rollout.completion is not None
         rollout.reason = reason
         rollout.failure = failure
@@ -440,7 +476,8 @@ class TurnDriver:
     # -- what sessions answer
 
     def collect(self, seconds: float = 0.0) -> list[GroupMessage]:
-        """What follows from the answers of sessions, waiting so long for the first."""
+        """Reads the answers of tools, environments and rollout functions, and waits up to `seconds`
+        for the first. Returns the messages for hosts that follow from them."""
         messages: list[GroupMessage] = []
         for reply in self.sessions.collect(seconds):
             rollout = self.rollouts.get(reply.rollout)
@@ -449,6 +486,8 @@ class TurnDriver:
         return messages
 
     def _take_reply(self, rollout: Rollout, reply: Reply) -> list[GroupMessage]:
+        """Handles one answer of a tool, environment or rollout function. Returns the messages for
+        the host that follow from it."""
         if reply.fatal:
             return self._fail(rollout, reply)
         kind = self._kind(rollout)
@@ -459,7 +498,8 @@ class TurnDriver:
         if reply.what == "open":
             try:
                 self._begin(rollout, reply.value)
-            except ShoalError as error:  # what it returned is too long, or refused by the template
+            # what `reset` returned is too long, or the template refuses it
+            except ShoalError as error:
                 self.sessions.drop(rollout.key)
                 return self._fail(rollout, replace(reply, kind="raised", error=str(error)))
         elif reply.what == "call":
@@ -479,7 +519,9 @@ class TurnDriver:
     # -- what a rollout function asks for
 
     def _serve(self, rollout: Rollout, requested: dict[str, Any] | None) -> list[GroupMessage]:
-        """Does what a rollout function asks for; None once it has returned."""
+        """Does what a rollout function asks for: to sample, to call the model as an agent, or to
+        encode. `requested` is None once the function has returned. Returns the messages for the
+        host; errors are returned to the function."""
         if requested is None:
             assert rollout.completion is not None
             reason = rollout.completion.stop_reason
@@ -511,7 +553,8 @@ class TurnDriver:
             if messages:
                 return messages
             if what == "call" and not self._num_held(rollout, ids):
-                # An agent's other prompts, as a sub-agent's, may be shorter.
+                # The agent's other prompts, such as a sub-agent's, may be shorter, so the rollout
+                # is not over.
                 if rollout.num_tokens < max_tokens:
                     self._check_length(ids)
             rollout.is_over = True
@@ -527,8 +570,9 @@ class TurnDriver:
         return []
 
     def _called(self, rollout: Rollout, requested: dict[str, Any]) -> np.ndarray:
-        """The tokens that an agent's call is answered after. Messages that are added to what has
-        been said go on from the tokens that are there."""
+        """Returns the tokens of the prompt that an agent's call has. If the call only adds messages
+        to what was said before, these tokens begin with those that the rollout has already. Stores
+        the call in `rollout.asked` and `rollout.said`. ShoalError if the call cannot be encoded."""
         assert self.tokenizer is not None
         prompt = requested["prompt"]
         tools = requested["tools"]
@@ -552,15 +596,19 @@ class TurnDriver:
             ids = np.concatenate([rollout.prompt_ids, rollout.completion.token_ids, context])
         else:
             ids = encode(prompt, tools, self.tokenizer, 2**31)
-            self._check_ids(ids)  # before anything is kept of the call
-            if tools:  # which a turn is read with: here an error is the agent's, there the run's
+            self._check_ids(ids)  # checked before anything of the call is stored
+            # turns are read with this format later: an error here is reported to the agent, there
+            # it would end the run
+            if tools:
                 turn_format(self.tokenizer, json.dumps(tools))
         rollout.asked = requested
         rollout.said = list(prompt) if is_chat else []
         return ids.astype(np.int32)
 
     def _sampled(self, rollout: Rollout, before: int) -> dict[str, Any]:
-        """What a rollout function, or an agent, learns of a turn."""
+        """Returns what a rollout function or an agent is told about a turn whose tokens begin at
+        index `before`. For an agent, also adds the messages of the call and of the answer to the
+        rollout."""
         assert (
             self.tokenizer is not None
             and rollout.completion is not None
@@ -589,10 +637,12 @@ class TurnDriver:
         return {"prompt_ids": prompt_ids, "choices": [choice]}
 
     def _respond(self, rollout: Rollout, answer: Mapping[str, Any]) -> None:
-        """Answers a rollout function with its `value`, an `error`, or why the rollout is `over`."""
+        """Answers a rollout function with its `value`, with an `error`, or with the reason why the
+        rollout is `over`."""
         self.sessions.respond(rollout.key, json.dumps(answer))
 
     def _check_length(self, ids: np.ndarray) -> None:
+        """Raises ShoalError if a prompt is empty or too long."""
         if not 0 < len(ids) <= self.max_prompt_tokens:
             raise ShoalError(
                 f"a prompt of {len(ids)} tokens: expected 1 to "
@@ -600,7 +650,8 @@ class TurnDriver:
             )
 
     def _check_ids(self, ids: np.ndarray) -> None:
-        """ShoalError for ids that are no tokens: an engine would sample after another token."""
+        """Raises ShoalError if an id is outside the vocabulary: an engine would sample after
+        another token without an error."""
         assert self.tokenizer is not None
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.tokenizer.vocab_size:
             raise ShoalError(
@@ -608,6 +659,8 @@ class TurnDriver:
             )
 
     def _encoded(self, what: str, value: Any) -> Any:
+        """Does what a rollout function asks of the tokenizer: `what` is "encode text", "decode",
+        "render", or anything else to encode a prompt. Returns the text or the token ids."""
         assert self.tokenizer is not None
         if what == "encode text":
             return self.tokenizer.encode(value)
@@ -620,11 +673,14 @@ class TurnDriver:
     def _ended(
         self, rollout: Rollout, state: Mapping[str, Any], reward: float | None
     ) -> EndedEnvironment | None:
+        """Returns an environment's final state and reward; None if the rollout has no
+        environment."""
         kind = self._kind(rollout)
         return EndedEnvironment(kind.name, state, reward) if kind else None
 
     def _fail(self, rollout: Rollout, reply: Reply) -> list[GroupMessage]:
-        """An environment has failed: an error, or the end of its rollout alone."""
+        """Handles an environment that failed: raises ShoalError if environment.on_error=error, else
+        ends the rollout alone, with a `Failure`."""
         example = rollout.entry.request.example
         row = example.place or f"data row {example.row}"
         text = f"{row}, rollout {rollout.index}, turn {rollout.turns}: {reply.error}"
@@ -641,12 +697,12 @@ class TurnDriver:
         message = f"an environment failed: {text}"
         failure = Failure(ENVIRONMENT, example.row, rollout.index, reason, message)
         if rollout.prompt_ids is None:
-            # A completion has tokens: it gets one turn, on the prompt of its row.
+            # A completion must have tokens, so the rollout samples one turn after its row's prompt.
             rollout.failure = failure
             rollout.prompt_ids = rollout.entry.request.prompt_ids
             rollout.state = RolloutState.SAMPLING
             return []
-        if rollout.reason is not None:  # it had ended: its reward could not be had
+        if rollout.reason is not None:  # the rollout had ended; only its reward is missing
             rollout.failure = failure
             rollout.state = RolloutState.DONE
             return []
@@ -655,13 +711,14 @@ class TurnDriver:
     # -- what the fleet asks
 
     def is_ready(self, entry: PendingGroup) -> bool:
-        """True once all rollouts of a group have their prompts."""
+        """True if all rollouts of a group have their prompts."""
         if not entry.rollouts:
             return False
         return all(rollout.prompt_ids is not None for rollout in entry.rollouts)
 
     def done(self, entry: PendingGroup) -> list[Completion] | None:
-        """The completions of a group all of whose rollouts are over; they are then the fleet's."""
+        """Returns the completions of a group if all its rollouts are over, and forgets the
+        rollouts; else returns None."""
         if not entry.rollouts or entry.rollout_states[RolloutState.DONE] < len(entry.rollouts):
             return None
         self._remove(entry)
@@ -669,15 +726,16 @@ class TurnDriver:
 
     @property
     def waits(self) -> bool:
-        """True if nothing can go on before a session answers."""
+        """True if no host has anything to do for any rollout until a session answers."""
         return bool(self.rollouts) and all(
             rollout.state is not RolloutState.SAMPLING for rollout in self.rollouts.values()
         )
 
 
 def _turn_limit(given: Any, most: int) -> int:
-    """After how many tokens a turn is cut, of what was asked for; 0 where the rollout's limit,
-    `most`, comes first."""
+    """Returns the number of tokens after which a turn is cut, from what a rollout function passed;
+    0 if the turn has no limit below the rollout's own, `most`. ShoalError if `given` is neither
+    None nor a positive integer."""
     if given is None:
         return 0
     if type(given) is not int or given < 1:
@@ -686,9 +744,11 @@ def _turn_limit(given: Any, most: int) -> int:
 
 
 def _answer(call: ToolCall, text: str) -> dict[str, Any]:
+    """Returns the message that answers a tool call."""
     return {"role": "tool", "name": call.name, "content": text}
 
 
 def _cut(reply: Reply) -> dict[str, int]:
-    """What a message holds beside its text, where environment.result_bytes cut that."""
+    """Returns the extra fields of a message whose text was cut at environment.result_bytes: how
+    many bytes are missing; {} if none."""
     return {"truncated_bytes": reply.cut} if reply.cut else {}

@@ -1,14 +1,14 @@
-"""vLLM behind HTTP: a server that is asked by token ids and reads each version of the weights from
-a folder.
+"""vLLM behind HTTP: a server that gets prompts as token ids, and reads each version of the weights
+from a folder.
 
     POST /inference/v1/generate: a completion
     pause, reload_weights, update_weight_version, resume; or load_lora_adapter
     on a shared GPU sleep and wake_up
 
-vLLM is never imported. Its calls (0.32): `entrypoints/scale_out/token_in_token_out/protocol.py`,
-`entrypoints/rl/online/api_router.py`, `entrypoints/serve/lora`, `entrypoints/serve/dev/sleep`. What
-is wrong with a server is a `HostLost` that says what.
-"""
+vLLM is never imported. Its calls (0.32) are in:
+`entrypoints/scale_out/token_in_token_out/protocol.py`, `entrypoints/rl/online/api_router.py`,
+`entrypoints/serve/lora`, `entrypoints/serve/dev/sleep`. Any fault of a server becomes a `HostLost`
+that says what is wrong."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from shoal.text import exact
 from shoal.weights.folder_store import FolderVersion
 
 LOAD_SECONDS = 600.0
-"""How long reading weights may take."""
+"""Longest time that reading weights may take."""
 GENERATE, COMPLETE, ADAPTER = "/inference/v1/generate", "/v1/completions", "/v1/load_lora_adapter"
 RELOAD = "/collective_rpc"
 COUNTERS = re.compile(
@@ -47,17 +47,19 @@ COUNTERS = re.compile(
 
 
 def api_key() -> str:
-    """The secret of vLLM's servers, as `vllm serve` reads it; empty where they have none."""
+    """Returns the secret of vLLM's servers, from the variable that `vllm serve` reads, too; "" if
+    there is none."""
     return os.environ.get("VLLM_API_KEY", "")
 
 
 def server_at(url: str) -> Server:
-    """A server that runs already."""
+    """Returns a server that runs already."""
     return Server(url, api_key=api_key())
 
 
 def takes_adapters(server: Server) -> bool:
-    """True if it has the call for adapters, as VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 gives it."""
+    """True if the server has the call that loads adapters, which VLLM_ALLOW_RUNTIME_LORA_UPDATING=1
+    enables."""
     try:
         server.call(ADAPTER, {})
     except TurnedDown as error:
@@ -66,7 +68,7 @@ def takes_adapters(server: Server) -> bool:
 
 
 class VllmEngine(HttpEngine):
-    """vLLM's calls, behind an `EngineHost`."""
+    """The engine of an `EngineHost` whose completions a vLLM server samples."""
 
     def __init__(
         self,
@@ -76,19 +78,21 @@ class VllmEngine(HttpEngine):
     ) -> None:
         super().__init__(open_server, settings, wake)
         self._path = GENERATE
-        self._model_name = ""  # of the model, or of the newest adapter
-        self._adapters: dict[str, int] = {}  # that the server has, and their versions
-        # the server's checksums and log-probs of the probe, when it loaded last
+        self._model_name = ""  # name that requests use: that of the model, or of the newest adapter
+        # names of the adapters that the server has -> their versions
+        self._adapters: dict[str, int] = {}
+        # checksums of the server, and its log-probs of the probe, after the last load
         self._loaded_facts: tuple[Any, list[float]] = (None, [])
 
     # -- completions
 
     def completion_call(self, id: int, number: int) -> CompletionCall:
+        """Returns the call for the rest of a completion's turn."""
         progress = self.progress[id]
         request = progress.request
         partial = progress.partials[number]
-        # A seed for each completion, as the engines of a data-parallel server seed alike; what
-        # follows a pause has another.
+        # Each completion has its own seed, because the engines of a data-parallel server would use
+        # the same; after a pause the rest has another.
         noise_key = request.noise_key.key(request.first + number)
         seed_bytes = noise_key.tobytes() + len(partial.tokens).to_bytes(8)
         digest = hashlib.blake2b(seed_bytes, digest_size=8).digest()
@@ -109,8 +113,8 @@ class VllmEngine(HttpEngine):
         return CompletionCall(self._path, body, max_tokens)
 
     def _request_body(self, ids: list[int], salt: str, params: dict[str, Any]) -> dict[str, Any]:
-        """`salt`: the keys of prompts that the server keeps are for requests with the same
-        alone."""
+        """Returns the body of a request. `salt`: the server reuses cached keys of prompts only
+        among requests with the same salt."""
         if self._path == GENERATE:
             return {
                 "model": self._model_name,
@@ -130,11 +134,13 @@ class VllmEngine(HttpEngine):
         }
 
     def read_completion(self, call: CompletionCall, reply: Any, version: int) -> SampledPart:
+        """Returns the tokens that an answer adds; see the base."""
         (choice,) = reply["choices"]
         ids, logprobs = read_tokens(choice)
         reason = read_reason(choice, ids, self.settings.eos_ids)
         versions: list[int] = []
-        if not self._adapters:  # a server's spans know the base's version alone
+        # with adapters, the server's spans only name the version of the base model
+        if not self._adapters:
             versions = read_versions(choice, len(ids))
         if not versions:
             versions = [version] * len(ids)
@@ -145,6 +151,9 @@ class VllmEngine(HttpEngine):
     # -- the server
 
     def prepare(self, server: Server) -> None:
+        """Checks that the server takes prompts of the needed length and has the needed calls,
+        resumes it if a lost host left it paused, and chooses the call for completions. ShoalError
+        if something is missing."""
         models = server.ask("/v1/models")
         longest = self.settings.longest
         with reading("/v1/models", models):
@@ -159,7 +168,7 @@ class VllmEngine(HttpEngine):
         try:
             server.call("/is_paused")
             with contextlib.suppress(TurnedDown):
-                # A host that was lost may have left it paused, with requests.
+                # A host that was lost may have left the server paused, with requests.
                 server.call("/resume", {})
                 server.call("/abort_requests", {})
             join = self._request_body(list(self.settings.probe), "join", {"max_tokens": 1})
@@ -172,23 +181,27 @@ class VllmEngine(HttpEngine):
                     f"the server at {server.url} lacks what a sampler needs ({error}): start it "
                     "with VLLM_SERVER_DEV_MODE=1 in its environment and --enable-scale-out"
                 ) from error
-            self._path = COMPLETE  # of an older version
+            self._path = COMPLETE  # older versions have this call instead
 
     def read_work(self, server: Server) -> float:
+        """Returns the sum of the server's counters of tokens; 0 if it has none."""
         try:
             return read_counters(server.call("/metrics"))
         except TurnedDown:
             return 0.0
 
     def release_memory(self) -> None:
-        """The weights stay in the server's host memory only where an adapter is all that a version
-        changes."""
+        """Makes the server sleep, if `settings.sleeps`. The server keeps its weights in host memory
+        only if versions differ in an adapter alone."""
         if self.settings.sleeps and self.server and not self.is_asleep:
             level = 1 if self._adapters else 2
             self.server.call(f"/sleep?level={level}", {})
             self.is_asleep = True
 
     def load(self, version: int, weights: FolderVersion) -> None:
+        """Makes the server read a version of the weights, waking it first if it sleeps, and checks
+        the result. LookupError if the version does not exist any more, HostLost if loading
+        failed."""
         server = self.begin_opening(weights).result()
         try:
             if self.is_asleep:
@@ -200,7 +213,8 @@ class VllmEngine(HttpEngine):
             if self.is_asleep:
                 server.call("/wake_up?tags=kv_cache", {})
             self.is_asleep = False
-            self._check(server, weights)  # what is sampled meanwhile is not looked at before
+            # completions that are sampled during the check are not read before it has ended
+            self._check(server, weights)
         except TurnedDown as error:
             if not weights.exists:
                 raise LookupError(f"version {version} is not published any more") from error
@@ -214,9 +228,9 @@ class VllmEngine(HttpEngine):
         self.version, self.parameters = version, weights
 
     def _reload(self, server: Server, weights: FolderVersion) -> None:
-        """Has the server read a whole model. Completions under way wait and continue with the new
-        weights. An older server does not say which tokens are of which version: it gives back its
-        completions, and the rest is asked for afterwards."""
+        """Makes the server read a whole model. Unfinished completions wait and continue with the
+        new weights. An older server does not say which tokens are of which version, so it returns
+        its completions unfinished, and the rest is requested afterwards."""
         has_completions = self.under_way.total() > 0
         if has_completions and self._path == GENERATE:
             server.call("/pause?mode=keep", {})
@@ -225,21 +239,21 @@ class VllmEngine(HttpEngine):
         arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(weights.folder)}}
         server.call(RELOAD, arguments, LOAD_SECONDS)
         server.call("/update_weight_version", {"new_version": str(weights.version)})
-        # Keys of completions under way are computed again, so that their next tokens are of the new
-        # version alone.
+        # The keys of unfinished completions are computed again, so that their next tokens are of
+        # the new version alone.
         resets = "true" if has_completions else "false"
         server.call(f"/reset_prefix_cache?reset_running_requests={resets}", {})
         if has_completions:
             server.call("/resume", {})
 
     def _load_adapter(self, server: Server, weights: FolderVersion) -> None:
-        """Has the server read an adapter. Completions under way continue with the adapter that they
-        began with, which is unloaded once none is left."""
+        """Makes the server read an adapter. Unfinished completions continue with the adapter that
+        they began with; an adapter is unloaded once no completion uses it."""
         for name, version in list(self._adapters.items()):
             if not self.under_way[version]:
                 server.call("/v1/unload_lora_adapter", {"lora_name": name})
                 del self._adapters[name]
-        # a name used twice may give older keys and weights
+        # if a name were used twice, the server might use older keys and weights
         self._model_name = f"{weights.folder.name}-{secrets.token_hex(4)}"
         arguments = {"lora_name": self._model_name, "lora_path": str(weights.folder)}
         try:
@@ -256,13 +270,14 @@ class VllmEngine(HttpEngine):
         self._adapters[self._model_name] = weights.version
 
     def _take_back(self, server: Server) -> None:
-        """Has all completions under way answered with the tokens that there are."""
+        """Makes the server return all unfinished completions with the tokens that they have."""
         deadline = time.monotonic() + CALL_SECONDS
         self.is_taking_back = True
         while self.under_way.total():
             server.call("/pause?mode=abort", {})
             self.wait_for_answers()
-            if self.under_way.total():  # a request that came after the pause waits for its end
+            # a request that arrived after the pause waits until the pause ends
+            if self.under_way.total():
                 server.call("/resume", {})
             if time.monotonic() > deadline:
                 raise HostLost(
@@ -271,8 +286,9 @@ class VllmEngine(HttpEngine):
         self.is_taking_back = False
 
     def _check(self, server: Server, weights: FolderVersion) -> None:
-        """HostLost unless the server's weights moved if the trainer's did, and both have the same
-        log-probs of the probe, and of tokens that the server samples after it."""
+        """Checks the weights that the server has loaded. HostLost or HostRefused unless they
+        changed if the trainer's did, and the server's log-probs of the probe, and of tokens that it
+        samples after it, equal the trainer's."""
         checksums = None
         with contextlib.suppress(TurnedDown):
             reply = server.ask("/weight_checker", {"action": "checksum"})
@@ -286,8 +302,8 @@ class VllmEngine(HttpEngine):
             )
         facts_before = self._loaded_facts
         self._loaded_facts = (checksums, probe_logprobs)
-        # vLLM on CPU frees the matrices that it packs, and its checksum has none of these: both
-        # facts must stand still.
+        # vLLM on CPU frees the matrices that it packs, and its checksum lacks these: the weights
+        # count as unchanged only if both facts are.
         stands_still = facts_before == self._loaded_facts
         if stands_still and self.parameters and self._must_differ(self.parameters, weights):
             what = "reload_weights" if weights.base is None else "load_lora_adapter"
@@ -303,19 +319,19 @@ class VllmEngine(HttpEngine):
         self._check_sampling(server, weights)
 
     def _must_differ(self, last: FolderVersion, weights: FolderVersion) -> bool:
-        """True if the server's checksums, or its log-probs of the probe, cannot be the same after
-        it has loaded `weights` in place of `last`."""
+        """True if the server's checksums or log-probs of the probe must change when it loads
+        `weights` in place of `last`."""
         if last.checksum == weights.checksum:
             return False
         if weights.base is None:
             return True
-        # No checksum has an adapter, and a small change of one is less than the rounding of the
-        # probe.
+        # No checksum covers an adapter, and a small change of an adapter is less than the rounding
+        # of the probe.
         change = np.abs(weights.probe.logprobs - last.probe.logprobs).max()
         return bool(change > self.settings.tolerance / 10)
 
     def _score_probe(self, server: Server, weights: FolderVersion) -> list[float]:
-        """The server's log-probs of the probe; empty where it gives none."""
+        """Returns the server's log-probs of the probe's tokens; [] if it gives none."""
         ids = list(self.settings.probe)
         params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         body = self._request_body(ids, f"probe {weights.version}", params)
@@ -336,11 +352,11 @@ class VllmEngine(HttpEngine):
         return logprobs
 
     def _check_sampling(self, server: Server, weights: FolderVersion) -> None:
-        """Has the server sample a token after beginnings of the probe, as the run's tokens are
-        sampled.
+        """Makes the server sample one token after each beginning of the probe, in the way that the
+        run's tokens are sampled, and compares its log-prob with the trainer's.
 
-        Log-probs of given tokens can be right while those of sampled ones are not: taken before
-        temperature and truncation, or of other tokens than those that are returned."""
+        The log-probs of given tokens can be right while those of sampled ones are wrong: taken
+        before temperature and truncation, or for other tokens than those that are returned."""
         settings = self.settings
         params = {
             "max_tokens": 1,
@@ -366,8 +382,10 @@ class VllmEngine(HttpEngine):
             )
 
     def _check_gap(self, gap: float, weights: FolderVersion, what: str, cause: str) -> None:
+        """Raises HostLost if a difference of log-probs exceeds the tolerance. `what` and `cause`
+        are parts of the message."""
         tolerance = self.settings.tolerance
-        if not gap <= tolerance:  # so that NaN is a gap
+        if not gap <= tolerance:  # written so that NaN counts as a gap
             raise HostLost(
                 f"{what} from the trainer's by up to {gap:.3g} at version {weights.version}, more "
                 f"than vllm.tolerance={exact(tolerance)}: {cause}"
@@ -375,7 +393,7 @@ class VllmEngine(HttpEngine):
 
 
 def _distribution(params: SamplingParams) -> dict[str, Any]:
-    """The fields of a request that say from which distribution tokens are sampled."""
+    """Returns the fields of a request that set the distribution from which tokens are sampled."""
     return {
         "temperature": params.temperature,
         "top_k": params.top_k,
@@ -385,8 +403,8 @@ def _distribution(params: SamplingParams) -> dict[str, Any]:
 
 
 def read_counters(text: Any) -> float:
-    """The sum of a server's counters of tokens; 0 where an answer has none, as a proxy's page or
-    JSON."""
+    """Returns the sum of a server's counters of tokens; 0 if the answer has none, for example a
+    proxy's page or JSON."""
     if not isinstance(text, str):
         return 0.0
     try:
@@ -396,8 +414,8 @@ def read_counters(text: Any) -> float:
 
 
 def read_tokens(choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:
-    """Token ids and log-probs of a choice, by any of its forms. ValueError where they do not fit
-    each other."""
+    """Returns token ids and log-probs of a choice, in any of vLLM's forms. ValueError if ids and
+    log-probs do not match."""
     ids = [int(id) for id in choice["token_ids"]]
     stored = choice.get("logprobs") or {"content": []}
     entries = stored.get("content") or ()
@@ -421,12 +439,13 @@ def read_tokens(choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:
 
 
 def read_versions(choice: Mapping[str, Any], count: int) -> list[int]:
-    """The version of each token, by the spans of a choice; empty where it has none. ValueError
-    where they do not cover `count` tokens."""
+    """Returns the version of each token, from the spans in a choice; [] if there are no spans.
+    ValueError if they do not cover `count` tokens."""
     spans = choice.get("weight_versions") or ()
     versions: list[int] = []
     for span in spans:
-        length = min(span["end"] - span["start"], count + 1)  # a wrong end may be any number
+        # the limit protects from a wrong end, which may be any number
+        length = min(span["end"] - span["start"], count + 1)
         version = int(span["version"])
         if span["start"] == len(versions):
             versions += [version] * length
@@ -440,8 +459,8 @@ def read_versions(choice: Mapping[str, Any], count: int) -> list[int]:
 def read_reason(
     choice: Mapping[str, Any], ids: Sequence[int], eos_ids: Sequence[int]
 ) -> StopReason | None:
-    """Why a completion ended; None where it was given back. ValueError for an end that is none of
-    the model's, and for tokens after an end."""
+    """Returns why a completion ended; None if the server returned it unfinished. ValueError if it
+    ended at a token that is not an end token, or has tokens after one."""
     for position, id in enumerate(ids[:-1]):
         if id in eos_ids:
             raise ValueError(
@@ -457,8 +476,8 @@ def read_reason(
 
 
 def check_length(choice: Mapping[str, Any], count: int, max_tokens: int) -> None:
-    """ValueError for a completion of more tokens than were asked for, or for one that should have
-    reached its limit and has fewer: a limit of the server's own ended it."""
+    """Raises ValueError if a completion has more tokens than were requested, or fewer although it
+    ended by length: then the server has another limit."""
     is_cut = choice["finish_reason"] == "length" and count < max_tokens
     if is_cut or count > max_tokens:
         raise ValueError(
@@ -468,8 +487,8 @@ def check_length(choice: Mapping[str, Any], count: int, max_tokens: int) -> None
 
 
 def read_support(choice: Mapping[str, Any], count: int, max_support: int) -> list[np.ndarray]:
-    """The ids that each token was sampled from, int32[max_support], filled up with -1; none where
-    these are not asked for (0)."""
+    """Returns the ids that each token was sampled from, int32[max_support], padded with -1; [] if
+    `max_support` is 0. ShoalError if the server does not return them, or returns too many."""
     if not max_support:
         return []
     kept_by_token = choice.get("sampling_mask") or ()

@@ -1,9 +1,9 @@
-"""What a worker shows when it joins: what its numbers depend on, and a known group, drawn from
-known weights; and what these numbers must be.
+"""Checks that sampling workers compute the same numbers. A worker that joins shows what its numbers
+depend on (software, device, settings) and samples a known group from known weights; both are
+compared with what they must be.
 
-Known weights, because a worker that joins late could not draw from those that the first one began
-with.
-"""
+The weights are known ones rather than those of the run, because a worker that joins late cannot
+sample from the weights that the first worker began with."""
 
 from __future__ import annotations
 
@@ -31,21 +31,23 @@ from shoal.weights.checksum import mixed
 from shoal.weights.sampler_copy import PROGRAMS_KEPT, publish_to, published_dtype
 
 TOKENS, PROMPT_TOKENS = 4, 8
-"""Most tokens of each completion of the known group, and of its prompt."""
+"""Most tokens of each completion of the known group, and of the group's prompt."""
 KNOWN_VERSION = -2
 
 
 @dataclass(frozen=True)
 class WorkerFingerprint:
-    """`facts`: versions, device kind, threads, a digest of the settings, by name. `tokens` and
-    `logprobs` of the known group, one after the other."""
+    """What a worker shows when it joins. `facts`: versions of software, kind of device, threads, a
+    digest of the settings, by name. `tokens` and `logprobs`: those of the known group's
+    completions, concatenated."""
 
     facts: Mapping[str, str]
     tokens: np.ndarray
     logprobs: np.ndarray
 
     def other_facts(self, wanted: Mapping[str, str]) -> str:
-        """Which facts are not as wanted; empty where all are."""
+        """Returns a text that names the facts which differ from `wanted`; "" if none does. Facts
+        that `wanted` does not name are not compared."""
         texts = []
         for name, value in wanted.items():
             own_value = self.facts.get(name)
@@ -54,7 +56,8 @@ class WorkerFingerprint:
         return ", ".join(texts)
 
     def difference(self, other: WorkerFingerprint) -> str:
-        """How another host's numbers differ, and what may be why; empty where they do not."""
+        """Returns a text that says how another worker's facts, tokens or log-probs differ from
+        these; "" if they do not."""
         differences = []
         facts_text = other.other_facts(self.facts)
         if facts_text:
@@ -67,6 +70,7 @@ class WorkerFingerprint:
         return ", ".join(differences)
 
     def write(self, file: Path) -> None:
+        """Writes the fingerprint to a file as JSON."""
         stored = {
             "facts": dict(self.facts),
             "tokens": self.tokens.tolist(),
@@ -76,7 +80,7 @@ class WorkerFingerprint:
 
     @classmethod
     def read(cls, file: Path) -> WorkerFingerprint:
-        """A proof from a file; ShoalError where that is damaged."""
+        """Reads a fingerprint from a file that `write` made. ShoalError if the file is damaged."""
         try:
             stored = json.loads(file.read_text(encoding="utf-8"))
             tokens = np.array(stored["tokens"], np.int32)
@@ -94,38 +98,43 @@ class WorkerFingerprint:
 
 @dataclass
 class WorkerParity:
-    """The numbers that a run's workers must have; with `strict`, which is for fixed versions, a
-    worker that differs is refused.
+    """Decides which numbers a run's workers must have, and whether each worker has them. `strict`,
+    which is for fixed versions: a worker that differs is refused, instead of only reported.
 
-    They are the trainer's, or those of the run's earlier workers, where a worker has the same
-    devices and settings as these; else the first worker's. That is decided once all workers are
-    ready, or FIRST_SECONDS after the first."""
+    The right numbers are the trainer's, or those of the run's earlier workers, if some worker has
+    the same devices and settings as these; else they are the first worker's. This is decided as
+    soon as such a worker or all workers are ready, or FIRST_SECONDS after the first became
+    ready."""
 
     strict: bool
     say: Callable[[str], None]
-    # of the trainer, those that a worker must share
+    # facts of the trainer that every worker must share
     facts: Mapping[str, str] = field(default_factory=dict)
-    # by whose they are; the first that fits is taken
+    # candidates for the right numbers, by a text that says whose they are; the first that fits is
+    # taken
     wanted: dict[str, WorkerFingerprint] = field(default_factory=dict)
-    # of the workers that are ready
+    # fingerprints of the workers that are ready, by name
     proofs: dict[str, WorkerFingerprint] = field(default_factory=dict)
-    different: set[str] = field(default_factory=set)  # workers that sample otherwise
-    file: Path | None = None  # that a worker's proof is written to where it is the measure
+    different: set[str] = field(default_factory=set)  # names of the workers whose numbers differ
+    # file that a worker's fingerprint is written to if it becomes the measure for the others
+    file: Path | None = None
     _chosen: tuple[str, WorkerFingerprint] | None = None
-    # since when a worker that is ready waits for others; 0: none does
+    # time since which a ready worker waits for the decision; 0: none waits
     _undecided_at: float = 0.0
 
     def keep(self, folder: Path) -> None:
-        """Keeps the measure in a run's folder, where the trainer is not: a resumed run's workers
-        must be like it."""
+        """Sets the file, in a run's folder, to which a worker's fingerprint is written if it
+        becomes the measure for the others. If `strict` and the file exists, because the run is
+        resumed, adds its fingerprint to `wanted`. ShoalError if the file is damaged."""
         self.file = folder / WORKER_PROOF
         if self.strict and self.file.exists():
             self.wanted["the run's earlier workers"] = WorkerFingerprint.read(self.file)
 
     def judge(self, name: str, alive: Set[str]) -> bool | None:
-        """True if a worker's numbers differ from what they should be; None while that cannot be
-        decided, as of those that are `alive` some have not proved themselves. HostRefused where
-        they must not differ."""
+        """Returns True if worker `name` computes other numbers than it must, False if it computes
+        the right ones, None if that cannot be decided yet, because other workers are still
+        preparing. `alive`: names of all workers that have a process. Prints a difference once.
+        HostRefused if the numbers differ and `strict` is set."""
         proof = self.proofs[name]
         owner = "the trainer"
         difference = proof.other_facts(self.facts)
@@ -149,8 +158,9 @@ class WorkerParity:
         return bool(difference)
 
     def _choose(self, name: str, alive: Set[str]) -> tuple[str, WorkerFingerprint] | None:
-        """Whose numbers the workers must have, and what these are; None while others prepare that
-        may have the same devices as those wanted."""
+        """Returns the fingerprint that the workers must match, after the name of its owner. Returns
+        None while workers are still preparing that may have the same devices and settings as a
+        wanted fingerprint. Writes the fingerprint to `file` if it is the one of worker `name`."""
         for owner, wanted in self.wanted.items():
             for proof in self.proofs.values():
                 if not proof.other_facts(wanted.facts):
@@ -175,7 +185,8 @@ class WorkerParity:
 def fingerprint_of(
     engine: Engine, params: SamplingParams, num_completions: int, facts: Mapping[str, str]
 ) -> WorkerFingerprint:
-    """The known group of an engine that has nothing else to do; its programs are compiled by it."""
+    """Loads known weights into an idle engine, samples the known group, and returns the
+    fingerprint. This also compiles the engine's programs, and releases its memory afterwards."""
     limit = min(TOKENS, params.max_tokens)
     size = min(PROMPT_TOKENS, engine.max_prompt_tokens, engine.model.architecture.vocab_size)
     engine.load(KNOWN_VERSION, known_parameters(engine.model))
@@ -195,8 +206,8 @@ def fingerprint_of(
 
 
 def known_parameters(model: Model) -> Params:
-    """Weights of a model's shapes that are a function of their positions: the same bits on every
-    device."""
+    """Returns weights with the shapes of a model's, whose values are a function of their positions:
+    the same bits on every device."""
     specs, structure = jax.tree.flatten(param_specs(model.architecture))
     leaves = []
     for number, spec in enumerate(specs):
@@ -211,10 +222,13 @@ def known_parameters(model: Model) -> Params:
 
 @lru_cache(PROGRAMS_KEPT)
 def _known(role: Role, spec: ParamSpec, dtype: np.dtype) -> Program:
-    """The program of one parameter by its number."""
+    """Returns a compiled program that makes the known weights of one parameter from the parameter's
+    number."""
 
     def make(number: jax.Array) -> jax.Array:
-        # Not where `init` is zeros: an adapter's B, which begins at zero, is to be seen.
+        """Returns the parameter's values, from its number."""
+        # A parameter whose `init` is zeros, such as an adapter's B, gets other values here, so that
+        # its effect is tested, too.
         if spec.init == "ones" or not spec.weight_decay:
             return jnp.full(spec.shape, spec.init == "ones", dtype)
         position = jnp.full(spec.shape, number, jnp.uint32)
@@ -222,7 +236,7 @@ def _known(role: Role, spec: ParamSpec, dtype: np.dtype) -> Program:
             position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(
                 jnp.uint32, spec.shape, axis
             )
-        # Of 16 bits, which any type of float holds up to its own rounding.
+        # Values have 16 bits, which any float type holds up to its own rounding.
         steps = (mixed(position) >> 16).astype(jnp.int32) - 2**15
         if dtype.kind == "i":
             return (steps >> 8).astype(dtype)

@@ -1,1 +1,2 @@
-"""Runs on disk: the records that a run writes, one reader of them, two runs compared."""
+"""Runs on disk: the records that a run writes, one module that reads them all, and the comparison
+of two runs."""

@@ -3,9 +3,8 @@
     data -> sampling -> rewards -> update      the stages of a step: a difference in one causes
                                                differences after it
 
-The first difference belongs to a stage; the keys that differ and act on that stage are likely its
-cause. Clocks are never compared.
-"""
+The first difference belongs to one stage; the keys that differ and act on that stage are likely its
+cause. Times and speeds are never compared."""
 
 from __future__ import annotations
 
@@ -30,13 +29,13 @@ from shoal.runs.summary import version_text
 from shoal.text import ranges
 
 Values: TypeAlias = "dict[str, tuple[Any, Any]]"
-"""Name -> what the first run has and what the second has."""
+"""Name -> (the first run's value, the second run's value)."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two runs diverge: the stages that may be the cause, the likeliest first, and a sentence
-    about it."""
+    """Where two runs diverge: the step, the stages that may be the cause, the likeliest first, and
+    a sentence that says so."""
 
     step: int
     stages: tuple[str, ...]
@@ -45,29 +44,30 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs, compared from their settings to the first token that differs.
+    """The result of comparing two runs, from their settings to the first token that differs.
 
-    `identical`: nothing but clocks differs. `likely_keys`: of the settings that differ, those that
-    act where the runs diverge, the likeliest first."""
+    `identical`: True if nothing but times and speeds differs. `likely_keys`: those of the differing
+    settings that act on the stage where the runs diverge, the likeliest first."""
 
     run: str
     other: str
     identical: bool
     settings: Values
     num_steps: tuple[int, int]
-    steps_compared: str  # ranges, as 1-5, 8
+    steps_compared: str  # as ranges: "1-5, 8"
     group_steps_compared: str
     finished: tuple[bool, bool]
-    first_metrics: tuple[int, Values] | None  # step, and its metrics that differ
+    first_metrics: tuple[int, Values] | None  # the first step with metrics that differ, and these
     num_evaluations: tuple[int, int]
     evaluations_compared: int
-    first_evaluation: tuple[int, str, Values] | None  # version, data set, figures
+    # version, data set, and the figures that differ
+    first_evaluation: tuple[int, str, Values] | None
     first_group_difference: GroupDifference | None
     divergence: Divergence | None
     likely_keys: list[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """In JSON's own types, as `shoal.diff` returns it."""
+        """Returns the comparison in JSON's own types, as `shoal.diff` returns it."""
         first_metrics = None
         if self.first_metrics:
             step, metrics = self.first_metrics
@@ -108,7 +108,7 @@ class Comparison:
 
 
 def compare(a: StoredRun, b: StoredRun) -> Comparison:
-    """Compares the steps and evaluations that both runs have."""
+    """Compares the settings of two runs, and the steps, groups and evaluations that both have."""
     metrics_a = a.metrics()
     metrics_b = b.metrics()
     evaluations_a = a.evaluations().by_version()
@@ -133,7 +133,7 @@ def compare(a: StoredRun, b: StoredRun) -> Comparison:
     in_evaluations = evaluation_difference(evaluations_a, evaluations_b)
     if divergence is None and in_evaluations:
         evaluated, name, _ = in_evaluations
-        # The last update is seen in the weights alone.
+        # The last update shows only in the weights, so it may be the cause.
         stages = ("evaluation", "update") if evaluated else ("evaluation",)
         divergence = Divergence(
             evaluated,
@@ -161,7 +161,8 @@ def compare(a: StoredRun, b: StoredRun) -> Comparison:
 
 
 def _rewards_choose_prompts(config: Config) -> bool:
-    """True where rewards decide which prompts come next: dynamic sampling, and a curriculum."""
+    """True if rewards decide which prompts come next, because of dynamic sampling or a
+    curriculum."""
     return config.algorithm.dynamic_sampling or config.train.retire_above < 1
 
 
@@ -169,8 +170,8 @@ def _rewards_choose_prompts(config: Config) -> bool:
 
 
 def automatic_keys(settings: Mapping[str, Any], decided: Collection[str] = ()) -> set[str]:
-    """The keys whose value nobody chose: those that the run `decided` itself, and those that have
-    no effect on a task whose questions are made.
+    """Returns the keys whose value nobody chose: those that the run `decided` itself, and those
+    that have no effect because the task generates its questions.
 
     `settings`: dotted key -> value."""
     keys = set(decided)
@@ -182,8 +183,9 @@ def automatic_keys(settings: Mapping[str, Any], decided: Collection[str] = ()) -
 def settings_difference(
     runs: Sequence[Mapping[str, Any]], decided: Sequence[Collection[str]] = ()
 ) -> dict[str, tuple[Any, ...]]:
-    """Dotted key -> the value of each run, None where it has none; of the keys that differ, but for
-    those that all runs chose themselves: those `decided` by each."""
+    """Returns the settings that differ: dotted key -> the value of each run, None if a run has
+    none. A key is left out if all runs `decided` it themselves (`decided`: the keys that each run
+    decided)."""
     decided = decided or [()] * len(runs)
     chosen_by_nobody: set[str] | None = None
     keys: dict[str, None] = {}  # in order, each once
@@ -206,7 +208,8 @@ def settings_difference(
 def metric_difference(
     a: Mapping[int, Mapping[str, Any]], b: Mapping[int, Mapping[str, Any]]
 ) -> tuple[int, Values] | None:
-    """The first shared step with a metric that differs, and all its metrics that do."""
+    """Returns the first shared step with a metric that differs, and all metrics of that step that
+    differ; None if none does. Times and speeds do not count."""
     for step in sorted(a.keys() & b.keys()):
         row_a = a[step]
         row_b = b[step]
@@ -223,8 +226,8 @@ def metric_difference(
 def evaluation_difference(
     a: Mapping[tuple[int, str], Mapping[str, Any]], b: Mapping[tuple[int, str], Mapping[str, Any]]
 ) -> tuple[int, str, Values] | None:
-    """The first shared (version, data set) with a figure of both that differs, and all its figures
-    that do."""
+    """Returns the first shared (version, data set) with a figure that differs, and all figures that
+    do; None if none does. Only figures that both runs have count."""
     for version, name in sorted(a.keys() & b.keys()):
         figures_a = a[version, name]
         figures_b = b[version, name]
@@ -250,11 +253,12 @@ def find_divergence(
     keys: Iterable[str] = (),
     feeds_back: bool = False,
 ) -> Divergence | None:
-    """The stage where two runs diverge; None where they do not.
+    """Returns the stages where two runs diverge; None if they do not.
 
-    `version`: the weights that sampled the group that differs. `same_groups`: the steps whose
-    groups were compared, and are equal before the difference. `keys`: the settings that differ.
-    `feeds_back`: rewards choose prompts, in dynamic sampling and in a curriculum."""
+    `in_groups`, `in_metrics`: the first differences in groups and in metrics. `version`: the
+    version that sampled the group that differs. `same_groups`: the steps whose groups were
+    compared; all before the difference are equal. `keys`: the settings that differ. `feeds_back`:
+    True if rewards choose prompts (dynamic sampling, a curriculum)."""
     if in_groups:
         step = in_groups.step
         stage = in_groups.stage
@@ -264,14 +268,15 @@ def find_divergence(
         text = _SENTENCES[stage]
         if stage == "data" and feeds_back:
             stages = ("data", "rewards", "sampling", "update")
-        # Where the same tokens end elsewhere, a limit or a stop string caused it, not the weights.
+        # If the same tokens end at another place, a limit or a stop string caused that, not the
+        # weights.
         if version and in_groups.what in ("token", "log-prob"):
             stages, text = _weights_or_sampling(version, same_groups, keys)
     elif in_metrics:
         step = in_metrics[0]
         names = list(in_metrics[1])
         samples = ("sampling", "environment", "data")
-        # An update before it shows in the weights alone, and in what follows from them.
+        # An earlier update shows only in the weights and in what follows from them.
         before = ("rewards", "update") if step > 1 else ()
         if step in same_groups:
             stages, text = ("update",), _SENTENCES["update"]
@@ -298,8 +303,8 @@ _SENTENCES = {
 def _weights_or_sampling(
     version: int, same_groups: Container[int], keys: Iterable[str]
 ) -> tuple[tuple[str, ...], str]:
-    """Stages and sentence for tokens sampled by later weights than the first: the weights alone
-    differ, if all else is known to be equal."""
+    """Returns stages and sentence for tokens that differ and were sampled from later weights than
+    the first. Only the weights can be the cause if everything before is known to be equal."""
     if likely_keys(("sampling",), keys):
         return ("sampling", "update"), "sampling or the weights differ first"
     if not all(before in same_groups for before in range(1, version + 1)):
@@ -314,8 +319,8 @@ def _weights_or_sampling(
 
 
 def acting_keys(keys: Iterable[str], dropped: Iterable[float | None]) -> list[str]:
-    """The keys without those on long prompts, if no step of the runs has `dropped` one and another
-    key may be the cause."""
+    """Returns the keys that may be the cause: without those that act only on prompts that are too
+    long, if no step `dropped` a prompt and another key remains."""
     has_dropped = any(number and number > 0 for number in dropped)
     keys = list(keys)
     known = keys_of(Config)
@@ -329,13 +334,15 @@ def acting_keys(keys: Iterable[str], dropped: Iterable[float | None]) -> list[st
 
 
 def likely_keys(stages: Iterable[str], keys: Iterable[str]) -> list[str]:
-    """Of the keys that differ, those that act on these stages (`stages=` of their declaration):
-    stage by stage, first those that act on it before all."""
+    """Returns those of the differing keys that act on these stages (`stages=` in a key's
+    declaration), stage by stage; within a stage, first the keys that act mainly on it."""
     order = {name: number for number, name in enumerate(keys_of(Config))}
     likely: dict[str, None] = {}  # in order, each once
     for stage in stages:
 
         def rank(key: str, stage: str = stage) -> tuple[int, int]:
+            """Returns the sort key of a setting: how early it names the stage, then its place in
+            the schema."""
             return stages_of(key).index(stage), order.get(key, len(order))
 
         acting = [key for key in keys if stage in stages_of(key)]
@@ -344,7 +351,7 @@ def likely_keys(stages: Iterable[str], keys: Iterable[str]) -> list[str]:
 
 
 def act_on_steps(keys: Iterable[str]) -> bool:
-    """True if one of the keys changes a number of a step, not of evaluations alone."""
+    """True if one of the keys changes a step's numbers, not only evaluations."""
     for key in keys:
         if any(stage != "evaluation" for stage in stages_of(key)):
             return True
@@ -352,11 +359,11 @@ def act_on_steps(keys: Iterable[str]) -> bool:
 
 
 def incomparable(keys: Iterable[str]) -> str:
-    """What of runs that differ in these keys cannot be compared, in a sentence; empty where all
-    can.
+    """Returns a sentence that says what cannot be compared between runs that differ in these keys;
+    "" if everything can.
 
-    Where data is the first stage that a key acts on, and it changes rewards itself, other questions
-    are asked; where rewards are the first, other rewards are given for the same answers."""
+    If the first stage of a key is "data" and it also acts on rewards, the runs ask other questions.
+    If its first stage is "rewards", the runs give other rewards for the same answers."""
     of_questions = []
     of_rewards = []
     for name in keys:
@@ -386,8 +393,8 @@ def incomparable(keys: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class GroupDifference:
-    """The first difference in two runs' groups; `values` has None where a run has nothing in that
-    place."""
+    """The first difference between two runs' groups. `what` names the thing that differs; `values`
+    are both runs' values, None if a run has nothing at that place."""
 
     step: int
     stage: str
@@ -401,8 +408,8 @@ class GroupDifference:
 def group_difference(
     a: StoredRun, b: StoredRun, last: int | None = None
 ) -> tuple[GroupDifference | None, list[int]]:
-    """The first difference in the groups that both runs stored, up to step `last`, and the steps
-    compared."""
+    """Returns the first difference in the groups that both runs stored, or None, and the steps that
+    were compared. Stops after step `last`."""
     files_a = a.group_files()
     files_b = b.group_files()
     compared = []
@@ -419,7 +426,8 @@ def group_difference(
 def step_difference(
     step: int, a: Sequence[StoredGroup], b: Sequence[StoredGroup]
 ) -> GroupDifference | None:
-    """The first difference of one step: stage by stage, each over all groups."""
+    """Returns the first difference between the groups of one step, or None. Each stage is compared
+    over all groups before the next stage."""
     for stage, compare in _STAGES.items():
         for number, (x, y) in enumerate(zip(a, b, strict=False)):
             for what, completion, token, values in compare(x, y):
@@ -432,16 +440,18 @@ def step_difference(
 
 
 OF_ENVIRONMENTS = ("token of an environment's prompt", "context token", "message")
-"""What differs where tools or environments said something else after the same sampled tokens."""
+"""Values of `GroupDifference.what` if tools or environments said something else after the same
+sampled tokens."""
 
 Differences: TypeAlias = "Iterator[tuple[str, int | None, int | None, tuple[Any, Any]]]"
-"""Each difference of two groups in one stage: what differs, in which completion, at which token,
-the two values."""
+"""Yields each difference between two groups in one stage: (what differs, index of the completion,
+index of the token, both values)."""
 
 NOTHING = np.zeros(0)
 
 
 def _data(a: StoredGroup, b: StoredGroup) -> Differences:
+    """Yields the differences in data and prompt."""
     x = a.group
     y = b.group
     if x.example.row != y.example.row:
@@ -455,6 +465,7 @@ def _data(a: StoredGroup, b: StoredGroup) -> Differences:
 
 
 def _sampling(a: StoredGroup, b: StoredGroup) -> Differences:
+    """Yields the differences in what was sampled and in what environments said."""
     for number, (x, y) in enumerate(zip(a.group.completions, b.group.completions, strict=False)):
         of_environments = first_difference(_environment_prompts(x), _environment_prompts(y))
         if of_environments:
@@ -482,7 +493,8 @@ def _sampling(a: StoredGroup, b: StoredGroup) -> Differences:
 
 
 def _environment_prompts(completion: Completion) -> np.ndarray:
-    """The prompt tokens that a completion and its branches have of their own."""
+    """Returns the prompt tokens that a completion and its branches have besides the group's
+    prompt."""
     parts = [NOTHING]
     if completion.prompt_ids is not None:
         parts = [completion.prompt_ids]
@@ -492,8 +504,8 @@ def _environment_prompts(completion: Completion) -> np.ndarray:
 
 
 def _first_messages(a: Completion, b: Completion) -> tuple[str, str]:
-    """The first message in which two completions differ, of each as text; [] where it has no
-    more."""
+    """Returns, as text, the first message in which two completions differ, for each of them; "[]"
+    if a completion has no more messages."""
     number = 0
     for of_a, of_b in zip_longest(a.messages, b.messages):
         if of_a != of_b:
@@ -503,6 +515,7 @@ def _first_messages(a: Completion, b: Completion) -> tuple[str, str]:
 
 
 def _rewards(a: StoredGroup, b: StoredGroup) -> Differences:
+    """Yields the differences in rewards."""
     x = a.group
     y = b.group
     compared = [("reward", x.rewards, y.rewards)]
@@ -519,6 +532,7 @@ def _rewards(a: StoredGroup, b: StoredGroup) -> Differences:
 
 
 def _update(a: StoredGroup, b: StoredGroup) -> Differences:
+    """Yields the differences in advantages and in the trainer's arrays."""
     advantages_a = NOTHING if a.advantages is None else a.advantages
     advantages_b = NOTHING if b.advantages is None else b.advantages
     difference = first_difference(advantages_a, advantages_b)
@@ -537,8 +551,8 @@ _STAGES = {"data": _data, "sampling": _sampling, "rewards": _rewards, "update": 
 
 
 def completion_difference(a: Completion, b: Completion) -> tuple[str, int] | None:
-    """The first difference of two completions, its kind and its token; None where they are equal
-    bit for bit.
+    """Returns what differs first between two completions, and at which token; None if they are
+    equal bit for bit.
 
     >>> completion_difference(stored, sampled)      # or "log-prob", "length", "stop reason"
     ('token', 17)
@@ -557,8 +571,8 @@ def completion_difference(a: Completion, b: Completion) -> tuple[str, int] | Non
 
 
 def first_difference(a: np.ndarray, b: np.ndarray) -> tuple[int, tuple[Any, Any]] | None:
-    """The first place where two arrays differ, or where the shorter ends, and both values; NaN
-    equals NaN."""
+    """Returns the first index at which two arrays differ, or at which the shorter one ends, and
+    both values there; None if they are equal. NaN equals NaN."""
     shared = min(len(a), len(b))
     same = a[:shared] == b[:shared]
     if a.dtype.kind == "f":
@@ -573,6 +587,7 @@ def first_difference(a: np.ndarray, b: np.ndarray) -> tuple[int, tuple[Any, Any]
 
 
 def _values(a: np.ndarray, b: np.ndarray, at: int) -> tuple[Any, Any]:
+    """Returns both arrays' values at an index, None beyond an array's end."""
     of_a = a[at].item() if at < len(a) else None
     of_b = b[at].item() if at < len(b) else None
     return of_a, of_b

@@ -1,4 +1,4 @@
-"""What may be wrong with how a run learns: one table of findings over named figures.
+"""Diagnosis of how a run learns: one table, `ROWS`, of findings that named figures show.
 
     training       figures of each step, and of each reward function     report/watch.py
     rescoring      of the stored groups under another reward             job/rescore.py
@@ -6,10 +6,9 @@
     before a run   scores of known answers                               checks/reward.py
     the doctor     a step on trial                                       commands/doctor.py
 
-Each of them fills in the figures that it has and says how much evidence each rests on; `diagnose`
-returns what the table says of them. A row is all that a new warning needs: one on a metric of a
-step is given while training goes on.
-"""
+Each of these callers computes the figures that it can, and says how much evidence each rests on.
+`diagnose` returns the rows of the table that apply. A row is all that a new warning needs; training
+gives the warnings on a metric of a step while it goes on."""
 
 from __future__ import annotations
 
@@ -18,13 +17,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Level = Literal["note", "warning", "wrong"]
-"""note: worth knowing. wrong: training cannot recover, or learns nothing."""
+"""note: worth knowing. warning: something may be wrong. wrong: training cannot recover, or learns
+nothing."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A named number, and what it rests on: the steps (in training: in a row), groups and
-    completions that it was taken from. `words` fill the placeholders of a row's texts.
+    """A named number, and the evidence that it rests on: the number of steps (in training: in a
+    row), groups and completions that it was computed from. `words` fill the placeholders in a row's
+    texts.
 
     >>> Figure("function/range", 0.0, steps=12, completions=192, subject="format", words={"low": 1})
     """
@@ -34,15 +35,15 @@ class Figure:
     steps: float = 1
     groups: int = 0
     completions: int = 0
-    subject: str = ""  # the reward function that it is of
+    subject: str = ""  # name of the reward function that the figure describes; "" if none
     words: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Card:
-    """How the page shows a row: its title, the title where nothing is wrong (empty: it is not shown
-    then), and the groups that a link leads to. Of rows of one `kind` the first that holds is
-    shown."""
+    """How the page shows a row: its title, its title if nothing is wrong ("": no card then), and
+    the filter and order of the groups that a link leads to. Among rows with the same `kind`, the
+    page shows the first that applies."""
 
     kind: str
     title: str
@@ -53,11 +54,12 @@ class Card:
 
 @dataclass(frozen=True)
 class Row:
-    """A finding: the figure that shows it, the bound that the figure passes, and the least evidence
-    that it must rest on.
+    """One finding of the table. It applies if its figure passes the bound and rests on enough
+    evidence.
 
-    `text` says what is wrong and `cure` what helps; both are templates over the figure's `words`,
-    and `value`, `subject`, `steps`, `groups`, `completions`."""
+    `figure`, `passes` and `bound` are the condition; `steps`, `groups` and `completions` the least
+    evidence. `text` says what is wrong and `cure` what helps; both are templates over the figure's
+    `words`, and over `value`, `subject`, `steps`, `least_steps`, `groups`, `completions`."""
 
     name: str
     figure: str
@@ -73,7 +75,8 @@ class Row:
     card: Card | None = None
 
     def is_passed(self, value: float) -> bool:
-        """True if a value is beyond the bound; False for NaN."""
+        """True if a value passes the bound, that is, if the finding applies as far as the value
+        goes: something is wrong. False for NaN."""
         if self.passes == ">":
             return value > self.bound
         if self.passes == ">=":
@@ -83,6 +86,7 @@ class Row:
         return value == self.bound
 
     def has_evidence(self, figure: Figure) -> bool:
+        """True if a figure rests on enough steps, groups and completions for the finding."""
         return (
             figure.steps >= self.steps
             and figure.groups >= self.groups
@@ -90,6 +94,8 @@ class Row:
         )
 
     def holds(self, figure: Figure) -> bool:
+        """True if the finding applies: the figure's value passes the bound, and rests on enough
+        evidence."""
         return self.is_passed(figure.value) and self.has_evidence(figure)
 
     def fill(self, template: str, figure: Figure) -> str:
@@ -106,7 +112,7 @@ class Row:
         return template.format(**words)
 
     def sentence(self, figure: Figure) -> str:
-        """What is wrong, and what helps."""
+        """Returns a sentence that says what is wrong and what helps."""
         text = self.fill(self.text, figure)
         if self.cure:
             text += f": {self.fill(self.cure, figure)}"
@@ -115,21 +121,23 @@ class Row:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A row that holds, with the figure that shows it."""
+    """A row that applies, with the figure that shows it."""
 
     row: Row
     figure: Figure
 
     @property
     def text(self) -> str:
+        """A sentence that says what is wrong and what helps."""
         return self.row.sentence(self.figure)
 
 
 RARE = 0.01
-"""A reward function above 0 on at most this share of the completions teaches next to nothing."""
+"""Largest share of completions above 0 at which a reward function counts as teaching next to
+nothing."""
 
 MOST = 0.5
-"""More than half of the completions, or of the groups, is most of them."""
+"""Share of the completions, or of the groups, above which they count as most of them."""
 
 _OF_FUNCTION = "check it (shoal rescore), or leave it out of reward.functions"
 
@@ -158,7 +166,7 @@ ROWS = (
         "sampling.max_completion_tokens",
         steps=3,
     ),
-    Row(  # of which each update counts as a step
+    Row(  # here each update counts as a step
         "skipped",
         "skipped_without_an_update",
         ">",
@@ -242,7 +250,7 @@ ROWS = (
         steps=10,
         completions=1000,
     ),
-    Row(  # curves say no number of completions
+    Row(  # a curve does not say how many completions it rests on
         "unrewarded",
         "function_mean_by_step",
         "<=",
@@ -304,7 +312,7 @@ ROWS = (
             sort="truncated",
         ),
     ),
-    Row(  # within groups: what an update acts on
+    Row(  # within groups, because an update acts on differences there
         "length within groups",
         "length_effect",
         ">=",
@@ -321,7 +329,7 @@ ROWS = (
             "length_effect",
         ),
     ),
-    Row(  # over all completions, where harder questions may have longer answers
+    Row(  # over all completions; harder questions may have longer answers, too
         "length",
         "length_rank_correlation",
         ">",
@@ -422,7 +430,7 @@ ROWS = (
         "the model will repeat itself; count one answer only",
         "reward.functions",
     ),
-    Row(  # the same is enough: who gives them all is never wrong
+    Row(  # an equal score is enough, because whoever gives many answers is never wrong
         "many answers",
         "many_over_right",
         ">=",
@@ -436,7 +444,7 @@ ROWS = (
 
 
 def diagnose(figures: Iterable[Figure]) -> list[Diagnosis]:
-    """The rows that hold for these figures, in the order of the table."""
+    """Returns the rows that apply, each with its figure, in the order of the table."""
     by_name: dict[str, list[Figure]] = {}
     for figure in figures:
         by_name.setdefault(figure.name, []).append(figure)
@@ -449,7 +457,7 @@ def diagnose(figures: Iterable[Figure]) -> list[Diagnosis]:
 
 
 def row_named(name: str) -> Row:
-    """The first row of this name."""
+    """Returns the first row with this name. KeyError if there is none."""
     for row in ROWS:
         if row.name == name:
             return row

@@ -1,14 +1,13 @@
-"""What is known of each group without its texts and tokens: a table in memory, a row a group, made
-once a file.
+"""Table of a run's groups without their texts and tokens: in memory, one row per group, indexed
+once per file.
 
     groups/*.parquet -> per group: step, row, version, mean and spread of the reward, pass share,
                         length, ...
                      -> per step: sums from which correlations with length come
 
-Sorting and filtering a million groups reads this table alone (about 150 bytes a group); texts and
-tokens are read from the one file that holds them when a group is opened. The database reaches files
-of the runs alone, and only reads them.
-"""
+Sorting and filtering a million groups reads only this table (about 150 bytes per group). Texts and
+tokens are read from the group's file when a group is opened. The database can reach only files of
+the runs, and only reads them."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ MEMORY, THREADS, MOST_PATIENCE = "300MB", 2, 0.2
 
 
 class Database:
-    """Tables in memory and queries over parquet files below some folders; each thread has a cursor
-    of its own."""
+    """DuckDB tables in memory, and queries over parquet files below some folders; each thread has
+    its own cursor."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         try:
@@ -49,7 +48,7 @@ class Database:
         self._asked = 0
         self._lock = threading.Lock()
         allowed = ", ".join(quoted(f"{folder}/") for folder in folders)
-        # After these no statement reaches a file elsewhere, nor can it change that.
+        # After these settings no statement can reach a file elsewhere, or change the settings.
         for setting in (
             "autoinstall_known_extensions = false",
             "autoload_known_extensions = false",
@@ -63,13 +62,15 @@ class Database:
 
     @property
     def cursor(self) -> Any:
+        """The cursor of the current thread."""
         if not hasattr(self._local, "cursor"):
             self._local.cursor = self._connection.cursor()
         return self._local.cursor
 
     @contextmanager
     def asked(self) -> Iterator[None]:
-        """While inside, threads that read ahead wait: what a person asked for comes first."""
+        """Context manager for queries that a person waits for: threads that read ahead pause
+        meanwhile."""
         with self._lock:
             self._asked += 1
         try:
@@ -79,29 +80,30 @@ class Database:
                 self._asked -= 1
 
     def give_way(self) -> None:
-        """Waits while something was asked, at most MOST_PATIENCE seconds."""
+        """Waits while a query of a person runs, at most MOST_PATIENCE seconds."""
         until = time.monotonic() + MOST_PATIENCE
         while self._asked and time.monotonic() < until:
             time.sleep(0.004)
 
     def rows(self, query: str, *values: Any) -> list[dict[str, Any]]:
-        """The rows of a query as dicts. duckdb.Error for what DuckDB refuses."""
+        """Runs a query, and returns its rows as dicts. duckdb.Error if DuckDB refuses it."""
         result = self.cursor.execute(query, values)
         names = [column[0] for column in result.description]
         return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
 
     def run(self, query: str, *values: Any) -> None:
+        """Runs a statement."""
         self.cursor.execute(query, values)
 
     def columns(self, files: Sequence[Path]) -> dict[str, str]:
-        """Name -> type of the columns of these files together."""
+        """Returns name -> type of all columns that these parquet files have together."""
         paths = [str(file) for file in files]
         query = "DESCRIBE SELECT * FROM read_parquet(?, union_by_name = true)"
         rows = self.cursor.execute(query, [paths]).fetchall()
         return {row[0]: row[1] for row in rows}
 
     def json_columns(self, file: Path) -> frozenset[str]:
-        """Columns of a groups file that hold JSON text, by the note in the file."""
+        """Returns the columns of a groups file that hold JSON text, from the file's metadata."""
         for _, key, value in self.cursor.execute(
             "SELECT * FROM parquet_kv_metadata(?)", [str(file)]
         ).fetchall():
@@ -114,17 +116,17 @@ class Database:
 
 
 def quoted(text: str) -> str:
-    """A text as an SQL literal."""
+    """Returns a text as an SQL literal."""
     return "'" + text.replace("'", "''") + "'"
 
 
 def column_sql(column: str) -> str:
-    """A column's name as SQL."""
+    """Returns a column's name as SQL."""
     return '"' + column.replace('"', '""') + '"'
 
 
 def reason(error: Exception) -> str:
-    """What DuckDB says, in one line without the query."""
+    """Returns what a DuckDB error says, in one line and without the query."""
     return bounded_line(str(error).split("\nLINE")[0])[:200]
 
 
@@ -154,18 +156,18 @@ COLUMNS = {
     "calls": "FLOAT",
 }
 """Column of the table -> type. `set` is `train`, or the data set of an evaluation; `length_effect`
-the correlation of reward and length within the group."""
+is the correlation of reward and length within the group."""
 
 MAX_TERMS, MAX_CHARS = 20, 2000
 _TERM = re.compile(r"([\w/@.-]+?)\s*(<=|>=|!=|==|=|<|>)\s*(\"[^\"]*\"|\S+)")
 
 
 def condition(text: str, functions: Iterable[str]) -> tuple[str, list[Any]]:
-    """SQL and its values for a filter such as `reward>0.5 step=10..20 set=held_out`; ShoalError
-    where it is none.
+    """Returns SQL and its values for a filter such as `reward>0.5 step=10..20 set=held_out`.
+    ShoalError if the text is not a filter.
 
-    `column=low..high` is a range; `none` stands for a missing value. `functions`: the reward
-    functions."""
+    `column=low..high` is a range; `none` stands for a missing value. `functions`: names of the
+    reward functions."""
     text = text[:MAX_CHARS]
     parts = []
     values = []
@@ -191,7 +193,7 @@ def condition(text: str, functions: Iterable[str]) -> tuple[str, list[Any]]:
 
 
 def _condition(sql: str, column: str, operator: str, value: str) -> tuple[str, list[Any]]:
-    """SQL and its values for one condition; `sql`: the column."""
+    """Returns SQL and its values for one condition; `sql` is the column as SQL."""
     if value == "none" and operator in ("=", "!="):
         return f"{sql} IS {'NOT ' if operator == '!=' else ''}NULL", []
     if COLUMNS.get(column) == "VARCHAR":
@@ -201,11 +203,12 @@ def _condition(sql: str, column: str, operator: str, value: str) -> tuple[str, l
     low, dots, high = value.partition("..")
     if dots and operator == "=":
         return f"{sql} BETWEEN ? AND ?", [_number(column, low), _number(column, high)]
-    # The table's numbers have 32 bits: 0.1 is compared as they hold it.
+    # The table's numbers have 32 bits, so 0.1 is converted to them first.
     return f"{sql} {operator} CAST(? AS {COLUMNS.get(column, 'FLOAT')})", [_number(column, value)]
 
 
 def _number(column: str, text: str) -> float:
+    """Returns the number in a filter. ShoalError if the text is not a number."""
     try:
         value = float(text)
     except ValueError:
@@ -216,7 +219,8 @@ def _number(column: str, text: str) -> float:
 
 
 def column_of(column: str, functions: Iterable[str]) -> str:
-    """A column as SQL: of the table, or a reward function's mean by the function's name."""
+    """Returns a column as SQL: one of the table, or a reward function's mean by the name of the
+    function. ShoalError if there is no such column."""
     if column in COLUMNS:
         return column_sql(column)
     function = column.removeprefix("mean/")
@@ -234,7 +238,7 @@ def column_of(column: str, functions: Iterable[str]) -> str:
 FILES_AT_ONCE, MAX_FUNCTIONS, MAX_FILES, PROMPT_CHARS = 8, 32, 20_000, 160
 _FILE = re.compile(r"(step|evaluate_[\w-]{1,200})_(\d{1,9})")
 Stamp = tuple[int, int]
-"""Time and size of a file's content."""
+"""(time, size) of a file, which show whether its content changed."""
 
 NUMBER, TEXT, LIST = ("INT", "DOUBLE", "FLOAT", "BOOLEAN"), ("VARCHAR",), ("[]",)
 NEEDED = {
@@ -260,22 +264,22 @@ NEEDED = {
     "versions": LIST,
     "support_ids": LIST,
 }
-"""Columns of every groups file -> what the name of its type contains."""
+"""Columns that every groups file must have -> texts of which the name of the type contains one."""
 
 
 @dataclass
 class GroupFile:
-    """One file of groups/, in the order of `number`, which the table holds instead of its name."""
+    """One file of groups/. `number` stands for it in the table."""
 
     number: int
     path: Path
     stem: str  # step_000012, evaluate_held_out_000040
-    stamp: Stamp  # of the indexed content
+    stamp: Stamp  # stamp of the content that was indexed
 
 
 class GroupTable:
-    """The groups of one run. `refresh` takes up new files; it is called by one thread, queries by
-    any."""
+    """Table of the groups of one run. One thread calls `refresh`, which adds new files; any thread
+    may query."""
 
     def __init__(self, run: StoredRun, database: Database, number: int = 0) -> None:
         self.run = run
@@ -293,8 +297,8 @@ class GroupTable:
         self.files: dict[str, GroupFile] = {}
         self.by_number: dict[int, GroupFile] = {}
         self.functions: list[str] = []
-        self.is_measured = False  # whether right answers are known of any completion
-        self.waiting = 0  # files that are there and not indexed yet
+        self.is_measured = False  # True if some completion is known to be right or wrong
+        self.waiting = 0  # number of files that are not indexed yet
         self.revision = 0
         self.lock = threading.Lock()
         self._failed: dict[str, Stamp] = {}
@@ -303,7 +307,8 @@ class GroupTable:
     # ---- taking up files
 
     def refresh(self) -> bool:
-        """Indexes up to FILES_AT_ONCE new or changed files; True if there are more."""
+        """Indexes up to FILES_AT_ONCE new or changed files, and drops those that are gone. Returns
+        True if there are more."""
         there = self._there()
         for gone in self.files.keys() - there.keys():
             self._remove(gone)
@@ -315,7 +320,8 @@ class GroupTable:
         self.waiting = len(new)
         if not new:
             return False
-        family = new[0].rpartition("_")[0]  # files of one kind have the same columns, or nearly
+        # files of the same kind have nearly the same columns, so index these together
+        family = new[0].rpartition("_")[0]
         batch = [stem for stem in new if stem.rpartition("_")[0] == family][:FILES_AT_ONCE]
         self._add([(stem, there[stem][0], there[stem][1]) for stem in batch])
         self.waiting = len(new) - len(batch)
@@ -323,17 +329,17 @@ class GroupTable:
         return self.waiting > 0
 
     def _there(self) -> dict[str, tuple[Path, Stamp]]:
-        """Stem -> path and stamp of the files in groups/, those that lie within the run. Listed
-        again only when the folder has changed: a thousand files are looked at in 20 ms, which a run
-        beside must not pay every second."""
+        """Returns stem -> (path, stamp) of the files in groups/ that lie within the run. Lists the
+        folder again only if it has changed: a thousand files take 20 ms, which a running job next
+        to it should not pay every second."""
         try:
             folder = (self.run.root / "groups").resolve(strict=True)
             changed = folder.stat().st_mtime_ns
             if not folder.is_relative_to(self.run.root):
                 self.run.problem("groups", "is a link that leads out of the run: it is not read")
                 return {}
-            # Some file systems have times of a second: what has just changed may change again
-            # unseen.
+            # Some file systems store times in seconds: a folder that has just changed may change
+            # again without a new time.
             if self._listed[0] != changed or time.time_ns() - changed < 3_000_000_000:
                 self._listed = changed, self._list(folder)
         except FileNotFoundError:
@@ -344,6 +350,7 @@ class GroupTable:
         return self._listed[1]
 
     def _list(self, folder: Path) -> dict[str, tuple[Path, Stamp]]:
+        """Returns the groups files in a folder."""
         files: dict[str, tuple[Path, Stamp]] = {}
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         if len(entries) > MAX_FILES:
@@ -363,6 +370,7 @@ class GroupTable:
         return files
 
     def _remove(self, stem: str) -> None:
+        """Removes a file from the table."""
         with self.lock:
             file = self.files.pop(stem)
             for table in (self.table, self.sums):
@@ -370,8 +378,8 @@ class GroupTable:
             del self.by_number[file.number]
 
     def _add(self, batch: Sequence[tuple[str, Path, Stamp]]) -> None:
-        """Indexes files together; where DuckDB refuses, each half by itself: one damaged file costs
-        no other."""
+        """Indexes files together. If DuckDB refuses, indexes each half by itself, so that one
+        damaged file costs no other."""
         number = max(self.by_number, default=-1) + 1
         files = []
         for stem, path, stamp in batch:
@@ -395,6 +403,7 @@ class GroupTable:
                 self.files[file.stem] = self.by_number[file.number] = file
 
     def _insert(self, files: Sequence[GroupFile]) -> None:
+        """Reads files into the tables; ShoalError if they lack a column."""
         database = self.database
         columns = database.columns([file.path for file in files])
         for column, kinds in NEEDED.items():
@@ -404,9 +413,9 @@ class GroupTable:
         for column in columns:
             if column.startswith("component/") and len(functions) < MAX_FUNCTIONS:
                 functions.append(column.removeprefix("component/"))
-        function_columns = ""  # c0, c1, ... of each completion
-        means = ""  # of each group
-        sums = [("reward", "reward")]  # name of a function, and its column
+        function_columns = ""  # SQL for the values c0, c1, ... of each completion
+        means = ""  # SQL for their means over each group
+        sums = [("reward", "reward")]  # (name of a function, its column)
         for number, function in enumerate(functions):
             mean = column_sql(f"mean/{function}")
             component = column_sql(f"component/{function}")
@@ -443,8 +452,8 @@ class GroupTable:
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weight of each reward function as the newest step's file has it, else that of an
-        evaluation; read at once, whatever of the table is there."""
+        """The weight of each reward function, from the file of the newest step, else of an
+        evaluation. Reads that file each time, so it does not need the table."""
         there = self._there()
         if not there:
             return {}
@@ -458,7 +467,7 @@ class GroupTable:
                     chosen.append(f"TRY_CAST({name} AS DOUBLE) AS {name}")
             query = f"SELECT {', '.join(chosen)} FROM read_parquet(?) LIMIT 1"
             rows = self.database.rows(query, str(path))
-        except self.database.error:  # damaged: the table names it
+        except self.database.error:  # the file is damaged; indexing reports it
             return {}
         weights = {}
         for row in rows:
@@ -477,11 +486,11 @@ class GroupTable:
         hits: str = "",
         by_prompt: bool = False,
     ) -> tuple[list[dict[str, Any]], int]:
-        """Some rows of the table, and how many the filter leaves. `hits`: a table with the (file,
-        group) to choose from; `by_prompt`: of each prompt that was answered more than once the
-        newest group, with `times` and `change`.
+        """Returns some rows of the table, and how many rows the filter leaves in all. `hits`: name
+        of a table with the (file, group) to choose from. `by_prompt`: of each prompt that was
+        answered more than once only the newest group, with `times` and `change`.
 
-        ShoalError for a filter or a column that is none."""
+        ShoalError if the filter or the column to sort by is wrong."""
         where, values = condition(filter, self.functions)
         if hits:
             where += f' AND (file, "group") IN (SELECT (file, "group") FROM {hits})'
@@ -514,7 +523,8 @@ class GroupTable:
         return rows, counted[0]["n"]
 
     def prompt_texts(self, rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], str]:
-        """(set, row of the data) -> the beginning of its prompt, for the `row` of each of these."""
+        """Returns (set, row of the data) -> the beginning of the prompt, for these rows of the
+        table."""
         wanted = {int(row["row"]) for row in rows if row["row"] is not None}
         if not wanted:
             return {}
@@ -526,8 +536,8 @@ class GroupTable:
 
 
 def _count_of_role(role: str) -> str:
-    """SQL for the number of messages with a role. Within JSON text a quote is escaped, so that no
-    content holds a role like this."""
+    """Returns SQL for the number of messages with a role. Within JSON text quotes are escaped, so
+    the content of a message cannot match."""
     text = f'"role": "{role}"'
     return f"(length(messages) - length(replace(messages, {quoted(text)}, ''))) / {len(text)}"
 

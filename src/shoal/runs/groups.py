@@ -1,5 +1,5 @@
-"""Groups on disk: one parquet file a step, one row a completion, so that pandas and polars need no
-unpacking.
+"""Groups on disk: one parquet file per step, one row per completion, so that pandas and polars can
+use it without unpacking.
 
     df.groupby(["step", "group"])["reward"].mean()          df[df.text.str.contains("boxed")]
 
@@ -18,10 +18,11 @@ unpacking.
                                                        environment began it differently
     branches                                           what follows other prompts, as JSON text
 
-`column/*` and `extra/*` are text, numbers or booleans where all values are of that kind, else JSON
-text. What a group's completions share stands in each of its rows: for prompts four times as long as
-their completions, 16 to a group, that costs 1% of the file. A row a group is as small, and holds
-lists of lists, which each of the lines above must explode.
+`column/*` and `extra/*` are text, numbers or booleans if all values have that type, else JSON text.
+Values that a group's completions share are repeated in each row of the group: for prompts four
+times as long as their completions, 16 to a group, that costs 1% of the file. One row per group
+would be as small, but would hold lists of lists, which each of the lines above would have to
+explode.
 """
 
 from __future__ import annotations
@@ -45,16 +46,17 @@ if TYPE_CHECKING:
 
 
 TokenLogprobs: TypeAlias = "Mapping[tuple[int, int], np.ndarray]"
-"""(group, completion) -> float32[T], the trainer's log-probs; a completion that was not trained on
-is absent."""
+"""(number of the group, index of the completion) -> float32[T], the trainer's log-probs. A
+completion that was not trained on is absent."""
 
 
 Advantages: TypeAlias = "Sequence[Any] | None"
-"""By group, an array [G]; None for a group that no update used."""
+"""For each group an array [G], or None if no update used the group; None for all if there are
+none."""
 
 
 _NOTES = b"shoal"
-"""The key of the file's own metadata: which columns hold JSON text."""
+"""The key of the parquet file's own metadata, which say which columns hold JSON text."""
 
 
 _BY_TOKEN = {
@@ -68,16 +70,16 @@ _BY_TOKEN = {
 
 @dataclass(frozen=True)
 class StoredGroup:
-    """A group read from disk, with what was stored beside it."""
+    """A group read from disk, with the advantages and arrays that were stored beside it."""
 
     group: Group
-    advantages: np.ndarray | None  # float64[G]; None where no update used the group
-    # by completion: name -> float32[T]; empty where not trained on
+    advantages: np.ndarray | None  # float64[G]; None if no update used the group
+    # for each completion: name -> float32[T]; {} if it was not trained on
     token_arrays: tuple[Mapping[str, np.ndarray], ...]
 
 
 def groups_file(purpose: Purpose, subset: str, step: int) -> str:
-    """The name of the file of a step's groups: `step_000012.parquet`, or `evaluate_<data
+    """Returns the name of the file of a step's groups: `step_000012.parquet`, or `evaluate_<data
     set>_000012.parquet`."""
     name = "step"
     if purpose is not Purpose.TRAIN:
@@ -89,8 +91,9 @@ def groups_file(purpose: Purpose, subset: str, step: int) -> str:
 
 
 def stored_step(purpose: Purpose, step: int) -> int:
-    """The step as metrics, files and messages count it: from 1 in training, while `Group.step`, the
-    address of random numbers, counts from 0. Of an evaluation, the version that it evaluates."""
+    """Returns the step as metrics, files and messages count it. In training that is from 1, while
+    `Group.step`, which addresses random numbers, counts from 0. For an evaluation it is the version
+    that is evaluated."""
     return step + (purpose is Purpose.TRAIN)
 
 
@@ -105,12 +108,12 @@ def write_file(
 ) -> None:
     """Writes groups to a parquet file that appears whole or not at all.
 
-    ShoalError if it cannot be written, ValueError where lengths differ."""
+    ShoalError if the file cannot be written, ValueError if the lengths of arrays do not match."""
     import pyarrow.parquet as pq
 
     table = to_table(groups, advantages, logprobs)
-    # Log-probs hardly repeat: a dictionary of them takes twice the time. Split by byte the file is
-    # 7% smaller.
+    # Log-probs hardly repeat: a dictionary of them takes twice the time. Split by byte, they make
+    # the file 7% smaller.
     dictionaries = set(table.column_names) - {"logprobs", "trainer_logprobs", "text"}
     dictionaries |= {"token_ids.list.element", "prompt_ids.list.element"}
     with appearing(path) as temporary, writing(path), temporary.open("wb") as file:
@@ -129,15 +132,15 @@ def write_file(
 def to_table(
     groups: Sequence[Group], advantages: Advantages = None, logprobs: TokenLogprobs | None = None
 ) -> pa.Table:
-    """The groups as an Arrow table. Arrays by token are concatenated; no token becomes a Python
-    object."""
+    """Returns the groups as an Arrow table with one row per completion. Arrays by token are
+    concatenated; no token becomes a Python object."""
     import pyarrow as pa
 
     if advantages is None:
         advantages = [None] * len(groups)
     logprobs = logprobs or {}
     _check_lengths(groups, advantages, logprobs)
-    group_rows: list[int] = []  # by row, the number of its group
+    group_rows: list[int] = []  # the number of the group of each row
     completions: list[Completion] = []
     columns: dict[str, list[Any]] = {name: [] for name in _OF_COMPLETION}
     for number, group in enumerate(groups):
@@ -212,8 +215,8 @@ _OF_COMPLETION = (
 
 
 def _add_turns(table: dict[str, pa.Array], completions: Sequence[Completion]) -> list[str]:
-    """Adds the columns of rollouts with turns where there are some; returns the names of those that
-    hold JSON text."""
+    """Adds the columns of rollouts with turns, if there are such rollouts. Returns the names of the
+    columns that hold JSON text."""
     messages = []
     own_prompts = []
     branches = []
@@ -232,7 +235,8 @@ def _add_turns(table: dict[str, pa.Array], completions: Sequence[Completion]) ->
 
 
 def _group_columns(groups: Sequence[Group]) -> dict[str, pa.Array]:
-    """What the completions of a group share and has one type in every file, a value a group."""
+    """Returns the columns of what a group's completions share, with one value per group; only those
+    whose type is the same in every file."""
     import pyarrow as pa
 
     steps = []
@@ -265,7 +269,8 @@ def _group_columns(groups: Sequence[Group]) -> dict[str, pa.Array]:
 def _check_lengths(
     groups: Sequence[Group], advantages: Sequence[Any], logprobs: TokenLogprobs
 ) -> None:
-    """ValueError where advantages or log-probs are not as many as completions or tokens."""
+    """Raises ValueError if a group has not one advantage per completion, or a completion not one
+    log-prob per token."""
     for group, of_group in zip(groups, advantages, strict=True):
         if of_group is not None and len(of_group) != group.size:
             raise ValueError("advantages: expected one for each completion of each group")
@@ -280,6 +285,7 @@ def _check_lengths(
 def _check_one_a_token(
     name: str, number: int, index: int, values: np.ndarray, completion: Completion
 ) -> None:
+    """Raises ValueError if there is not one value per token of a completion."""
     if len(values) != len(completion):
         raise ValueError(
             f"{name} of (group, completion) {(number, index)}: expected one a token, "
@@ -288,25 +294,25 @@ def _check_one_a_token(
 
 
 def _names(mappings: Iterable[Iterable[str]]) -> list[str]:
-    """The names of all mappings, each once, in their order."""
+    """Returns the names in all mappings, each once, in order of their first appearance."""
     return list(dict.fromkeys(itertools.chain.from_iterable(mappings)))
 
 
 def _lists(arrays: Sequence[np.ndarray | None], kind: Any) -> pa.ListArray:
-    """A list a row, null for None."""
+    """Returns a column with one list per row, null for None."""
     import pyarrow as pa
 
     return pa.array(arrays, pa.list_(pa.from_numpy_dtype(kind)))
 
 
 def _nested_lists(arrays: Sequence[np.ndarray | None]) -> pa.ListArray:
-    """Of int32[T, K], padded with -1 at the end of each token's row: a list of T lists without the
-    padding."""
+    """Returns a column with a list of T lists for each array int32[T, K], without the -1 that pads
+    the end of each token's row; null for None."""
     import pyarrow as pa
 
-    counts = [np.zeros(1, int)]  # of each token's list, behind a 0
+    counts = [np.zeros(1, int)]  # length of each token's list, after a leading 0
     values = [np.empty(0, np.int32)]
-    sizes = [0]  # tokens of each array, behind a 0
+    sizes = [0]  # number of tokens of each array, after a leading 0
     is_missing = []
     for array in arrays:
         is_missing.append(array is None)
@@ -321,8 +327,8 @@ def _nested_lists(arrays: Sequence[np.ndarray | None]) -> pa.ListArray:
 
 
 def _numbers(values: Sequence[Any], groups: Sequence[Group]) -> pa.Array:
-    """A number a completion from an array a group; NaN, and every completion of a group without an
-    array, is null."""
+    """Returns a column with one number per completion from one array (or None) per group. NaN, and
+    all completions of a group with None, become null."""
     import pyarrow as pa
 
     parts = [np.empty(0)]
@@ -338,8 +344,8 @@ def _numbers(values: Sequence[Any], groups: Sequence[Group]) -> pa.Array:
 def _add_free_columns(
     table: dict[str, pa.Array], columns: Mapping[str, list[Any]], rows: pa.Array | None = None
 ) -> list[str]:
-    """Adds columns with whatever values the data has; returns the names of those that hold JSON
-    text."""
+    """Adds columns of whatever values the data has; `rows` maps rows of the table to values (None:
+    one each). Returns the names of the columns that hold JSON text."""
     as_json = []
     for name, values in columns.items():
         column, is_json = free_column(values)
@@ -352,8 +358,9 @@ def _add_free_columns(
 
 
 def free_column(values: Sequence[Any]) -> tuple[pa.Array, bool]:
-    """Values of any kind as a column: texts, numbers or booleans where all are of that kind, else,
-    and then True, JSON text."""
+    """Returns values of any type as a column, and whether it holds JSON text. If all values are
+    texts, numbers or booleans of the same type, the column has that type; otherwise the values are
+    stored as JSON text."""
     import pyarrow as pa
 
     arrow_types = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
@@ -371,6 +378,7 @@ def free_column(values: Sequence[Any]) -> tuple[pa.Array, bool]:
 
 
 def _fit_int64(values: Sequence[int | None]) -> bool:
+    """True if all integers fit into 64 bits."""
     for value in values:
         if value is not None and not -(2**63) <= value < 2**63:
             return False
@@ -382,8 +390,8 @@ def _json_text(value: Any) -> str:
 
 
 def encodable(value: Any) -> Any:
-    """A text with lone surrogates, which UTF-8 cannot hold, as escapes; any other value as it
-    is."""
+    """Returns a text with lone surrogates, which UTF-8 cannot hold, as escapes; returns any other
+    value unchanged."""
     if not isinstance(value, str):
         return value
     return value.encode("utf-8", "backslashreplace").decode("utf-8")
@@ -393,14 +401,14 @@ def encodable(value: Any) -> Any:
 
 
 def read_file(path: Path) -> list[StoredGroup]:
-    """The groups of one file, bit for bit those that were written; ShoalError, naming it, where it
-    is damaged."""
+    """Returns the groups of one file, bit for bit as they were written. ShoalError, which names the
+    file, if it is damaged."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        # Of one thread: pyarrow's own threads, which `read_table` starts, may abort a process that
-        # ends soon after.
+        # Read with one thread: pyarrow's own threads, which `read_table` starts, may abort a
+        # process that ends soon after.
         file = pq.ParquetFile(pa.BufferReader(path.read_bytes()), page_checksum_verification=True)
         return from_table(file.read(use_threads=False))
     except (
@@ -419,8 +427,8 @@ def read_file(path: Path) -> list[StoredGroup]:
 
 
 def from_table(table: pa.Table) -> list[StoredGroup]:
-    """The groups of a table that `to_table` made; KeyError, TypeError or ValueError for another
-    one."""
+    """Returns the groups of a table that `to_table` made. KeyError, TypeError or ValueError if
+    another program made the table."""
     as_json = json.loads((table.schema.metadata or {})[_NOTES])["json"]
     columns: dict[str, list[Any]] = {}
     for name in table.column_names:
@@ -441,7 +449,8 @@ def from_table(table: pa.Table) -> list[StoredGroup]:
 
 
 def _stored_group(number: int, rows: Mapping[str, list[Any]]) -> StoredGroup:
-    """One group from its rows, by column."""
+    """Returns the group with number `number` in its file from its rows; `rows`: column -> the
+    values of these rows."""
     completions = []
     for index in range(len(rows["group"])):
         completions.append(_completion(number, _row(rows, index)))
@@ -483,10 +492,14 @@ def _stored_group(number: int, rows: Mapping[str, list[Any]]) -> StoredGroup:
 
 
 def _row(rows: Mapping[str, list[Any]], index: int) -> dict[str, Any]:
+    """Returns one row as column -> value."""
     return {name: values[index] for name, values in rows.items()}
 
 
 def _completion(number: int, row: Mapping[str, Any]) -> Completion:
+    """Builds the completion that one row of the table holds, and returns it; values that the file
+    leaves out, because they hold for every token, are filled in. `number`: the group's number in
+    the file. ValueError if an array has not one entry per token."""
     size = len(row["token_ids"])
     for name in _BY_TOKEN:
         if row[name] is not None and len(row[name]) != size:
@@ -525,11 +538,12 @@ def _completion(number: int, row: Mapping[str, Any]) -> Completion:
 
 
 def _branch(branch: Branch) -> dict[str, Any]:
+    """Returns a branch as a JSON record."""
     return {"start": branch.start, "prompt_ids": branch.prompt_ids.tolist()}
 
 
 def _under(columns: Mapping[str, Any], head: str) -> dict[str, Any]:
-    """The columns whose names begin with `head`, by the rest of their names."""
+    """Returns the columns whose names begin with `head`, by the rest of their names."""
     below = {}
     for name, values in columns.items():
         if name.startswith(head):
@@ -538,7 +552,7 @@ def _under(columns: Mapping[str, Any], head: str) -> dict[str, Any]:
 
 
 def _arrays(column: pa.ChunkedArray, dtype: Any) -> list[np.ndarray | None]:
-    """An array a row of a column of lists, None where it is null."""
+    """Returns one array per row of a column of lists, None for null."""
     arrays: list[np.ndarray | None] = []
     for row in column:
         if row.is_valid:
@@ -549,7 +563,8 @@ def _arrays(column: pa.ChunkedArray, dtype: Any) -> list[np.ndarray | None]:
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> np.ndarray:
-    """int32[T, K] with -1 after the end of each shorter row."""
+    """Returns rows of different lengths as int32[T, K], padded with -1 at the end of the shorter
+    ones."""
     width = max(map(len, rows), default=0)
     padded = np.full((len(rows), width), -1, np.int32)
     for number, row in enumerate(rows):
@@ -558,13 +573,13 @@ def _padded(rows: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def _floats(values: Sequence[float | None]) -> np.ndarray:
-    """float64, NaN for None."""
+    """Returns a float64 array, with NaN for None."""
     return np.array(values, np.float64)
 
 
 def group_record(stored: StoredGroup) -> dict[str, Any]:
-    """A stored group as JSON: the prompt once, then its completions. Fields that hold for every
-    token are left out."""
+    """Returns a stored group as JSON: the prompt once, then its completions. Leaves out fields that
+    hold for every token, such as a mask that is always true."""
     group = stored.group
     record: dict[str, Any] = {
         "purpose": group.purpose,
@@ -586,6 +601,7 @@ def group_record(stored: StoredGroup) -> dict[str, Any]:
 
 
 def _completion_record(stored: StoredGroup, index: int) -> dict[str, Any]:
+    """Returns one completion of a stored group as a JSON record."""
     group = stored.group
     completion = group.completions[index]
     record: dict[str, Any] = {
@@ -621,4 +637,5 @@ def _completion_record(stored: StoredGroup, index: int) -> dict[str, Any]:
 
 
 def _of_index(by_name: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """Returns name -> the value of one completion."""
     return {name: values[index] for name, values in by_name.items()}

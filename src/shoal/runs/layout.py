@@ -1,4 +1,5 @@
-"""Where a run's folder is, and what its files are called; its lock; the newest of several runs."""
+"""Where a run's folder is, how its files are called, its lock, and how the newest of several runs
+is found."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from shoal.runs.lines import open_text
 def make_run_folder(
     base: str | os.PathLike[str], run_name: str = "", now: datetime | None = None
 ) -> Path:
-    """Makes `base/run_name`, which may hold a run already, or `base/YYYY-MM-DD/HH-MM-SS` (-1, -2,
-    ... if that exists).
+    """Makes and returns the folder `base/run_name`, which may hold a run already, or without a name
+    `base/YYYY-MM-DD/HH-MM-SS` (with -1, -2, ... if that exists).
 
     ShoalError if a named folder holds other files than a run's, or cannot be written."""
     base = check_local(os.fspath(base), "base_output_directory", RUNS)
@@ -46,7 +47,7 @@ def make_run_folder(
 
 
 def refuse_foreign(path: Path) -> None:
-    """ShoalError for a folder that holds other files than a run's."""
+    """Raises ShoalError if a folder holds files but no run."""
     foreign = []
     for entry in path.iterdir():
         if entry.name not in EMPTY and entry.name[0] != ".":
@@ -60,7 +61,7 @@ def refuse_foreign(path: Path) -> None:
 
 
 def named_folder(base: str | os.PathLike[str], run_name: str) -> Path:
-    """The folder of a run of this name; ShoalError for a name that leads out of `base`."""
+    """Returns the folder of a run with this name. ShoalError if the name leads out of `base`."""
     name = Path(run_name)
     if name.is_absolute() or ".." in name.parts or not name.parts or "\0" in run_name:
         raise ShoalError(
@@ -71,8 +72,8 @@ def named_folder(base: str | os.PathLike[str], run_name: str) -> Path:
 
 
 def find_named(base: str | os.PathLike[str], run_name: str) -> Path:
-    """Where what the folder of a run of this name holds can be read: `named_folder`, of one in a
-    bucket its copy."""
+    """Returns the folder in which a run of this name can be read: `named_folder`, or the local copy
+    if `base` is in a bucket."""
     folder = named_folder(base, run_name)
     if is_bucket(base):
         return fetch(
@@ -82,6 +83,7 @@ def find_named(base: str | os.PathLike[str], run_name: str) -> Path:
 
 
 def is_run(path: Path) -> bool:
+    """True if a folder holds a run's settings."""
     return (path / CONFIG).is_file()
 
 
@@ -101,22 +103,24 @@ WORKER_PROOF = "worker_proof.json"
 
 
 MODEL_FOLDER = "model"
-"""The model's config and tokenizer, with which a checkpoint can be read without the model's
-source."""
+"""Folder with the model's config and tokenizer, so that a checkpoint can be read without the
+model's source."""
 
 
 EMPTY = ("metrics.jsonl", "evaluations.jsonl", "events.jsonl", WORKER_PROOF)
-"""What a run folder holds before its configuration is written, apart from hidden files."""
+"""Files that a run folder may hold before its configuration is written, apart from hidden files."""
 
 
 class Lock:
     """Keeps a second process out of a run folder; released when the process that holds it ends,
     however it ends.
 
-    `missing` says why a file system (some network ones) grants no locks; then no process is kept
-    out."""
+    `missing` says why a file system (some network ones) grants no locks, and no process is kept
+    out; "" if the lock works."""
 
     def __init__(self, folder: Path) -> None:
+        """Takes the lock, and writes who holds it. ShoalError, which names the holder, if another
+        process has it."""
         import fcntl
 
         path, self.missing = folder / LOCK, ""
@@ -146,12 +150,14 @@ class Lock:
 
 
 LAST = "last"
-"""The word for the run started last, and the file in base_output_directory that names it."""
+"""The word for the run that was started last, and the file in base_output_directory that names that
+run."""
 
 
 def find_run(name: str, base: str | os.PathLike[str] = "outputs", groups: bool = True) -> Path:
-    """The run folder at a path, or for `last` the run started last under `base`; ShoalError if
-    there is none. Of one in a bucket the copy, without `groups` where nobody reads these."""
+    """Returns the folder of the run at a path or, for `last`, of the run started last under `base`.
+    ShoalError if there is none. For a run in a bucket, returns a local copy, without groups unless
+    `groups`."""
     if name == LAST and not Path(name).is_dir():
         if is_bucket(base):
             pointed = (
@@ -179,8 +185,9 @@ def find_run(name: str, base: str | os.PathLike[str] = "outputs", groups: bool =
 
 
 def parts_of(run: Path) -> dict[int, Path]:
-    """The files config_40.yaml by their number: what was requested of each part of a run that was
-    resumed with other settings. What the part decided is in decided_40.yaml (`decided_file`)."""
+    """Returns the files config_40.yaml by their number: the settings that were requested for each
+    part of a run that was resumed with other settings. What each part decided itself is in
+    decided_40.yaml (`decided_file`)."""
     parts = {}
     for file in run.glob("config_*.yaml"):
         digits = file.stem.removeprefix("config_")
@@ -190,14 +197,14 @@ def parts_of(run: Path) -> dict[int, Path]:
 
 
 def decided_file(config_file: Path) -> Path:
-    """The file of what a run decided for the settings of config.yaml or config_40.yaml."""
+    """Returns the path of the file of decisions that belongs to config.yaml or config_40.yaml."""
     return config_file.with_name(config_file.name.replace("config", "decided", 1))
 
 
 def process_start(pid: int) -> str:
-    """When a process of this machine started, in ticks since the machine did; empty for one that
-    has ended, and where the system does not say. The id of a process that has ended may be
-    another's, which started later."""
+    """Returns when a process of this machine started, in ticks since the machine started, as text.
+    Returns "" if the process has ended, or the system does not say. Two processes that had the same
+    id one after the other differ in it."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else fields[19]

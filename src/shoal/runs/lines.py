@@ -1,6 +1,6 @@
-"""The lines of a run's files, typed: of a step, an evaluation, an event. Strict JSON, where NaN and
-infinities are `null`; files that are written atomically, or grow by a line; and reading within
-bounds what somebody else may have written."""
+"""Typed lines of a run's files: of a step, an evaluation, an event; and the summary. The files are
+strict JSON, in which NaN and infinities are `null`. Also here: writing files atomically or line by
+line, and reading within bounds what somebody else may have written."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\
 
 
 def json_ready(value: Any) -> Any:
-    """The value in JSON's own types: arrays as lists, NaN and infinity as None, what JSON lacks as
-    text.
+    """Returns a value in JSON's own types: arrays as lists, NaN and infinity as None, anything that
+    JSON lacks as text.
 
-    A float narrower than 64 bits becomes the shortest decimal that gives it back: float32(0.1) is
-    0.1."""
+    A float narrower than 64 bits becomes the shortest decimal that gives it back: float32(0.1)
+    becomes 0.1."""
     if isinstance(value, enum.Enum):
         return json_ready(value.value)
     if isinstance(value, str):
@@ -49,20 +49,21 @@ def json_ready(value: Any) -> Any:
 
 
 def _array_ready(array: np.ndarray) -> Any:
+    """Returns an array as nested lists in JSON's own types."""
     if array.dtype.kind in "biu":
         return array.tolist()
     if array.ndim:
         return [_array_ready(np.asarray(row)) for row in array]
     if array.dtype.kind in "SUO":
         return json_ready(array.item())
-    if array.dtype.kind in "fV":  # V: bfloat16 and its like
+    if array.dtype.kind in "fV":  # V: bfloat16 and similar types
         with contextlib.suppress(ValueError):
             return json_ready(float(str(array[()])))
     return str(array[()])
 
 
 def json_line(record: Any) -> str:
-    """One line of strict JSON, without its line end."""
+    """Returns a record as one line of strict JSON, without its line end."""
     return json.dumps(json_ready(record), ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS)
 
 
@@ -83,12 +84,12 @@ class StepLine:
 
     @classmethod
     def parse(cls, record: Mapping[str, Any]) -> StepLine:
-        """ValueError for the record of something else."""
+        """Makes a line from a JSON record. ValueError if the record is not that of a step."""
         metrics = {name: value for name, value in record.items() if name != "step"}
         return cls(_step_of(record), metrics)
 
     def record(self) -> dict[str, Any]:
-        """The line as JSON; a metric that is called `step` is left out."""
+        """Returns the line as a JSON record; leaves out a metric that is called `step`."""
         metrics = {name: value for name, value in self.metrics.items() if name != "step"}
         return {"step": int(self.step), **metrics}
 
@@ -102,13 +103,14 @@ class EvaluationLine:
     """
 
     FILE: ClassVar[str] = "evaluations.jsonl"
-    step: int  # the version: steps made before it
-    name: str  # of the data set
+    step: int  # version of the weights, which is the number of steps made before
+    name: str  # name of the data set
     figures: Mapping[str, Any]
 
     @classmethod
     def parse(cls, record: Mapping[str, Any]) -> EvaluationLine:
-        """ValueError for the record of something else."""
+        """Makes a line from a JSON record. ValueError if the record is not that of an
+        evaluation."""
         step = _step_of(record)
         name = record.get("name")
         if not isinstance(name, str):
@@ -117,12 +119,14 @@ class EvaluationLine:
         return cls(step, name, figures)
 
     def record(self) -> dict[str, Any]:
+        """Returns the line as a JSON record."""
         return {"step": int(self.step), "name": self.name, **self.figures}
 
 
 EventLevel = Literal["phase", "note", "warning", "wrong", "error"]
-"""phase: a part of the run begins. note: a fact, such as that the run was resumed. wrong: a finding
-because of which the run fails or learns nothing. error: what ended the run."""
+"""phase: a part of the run begins. note: a fact, such as that the run was resumed. warning:
+something may be wrong. wrong: a finding that makes the run fail or learn nothing. error: the error
+that ended the run."""
 
 Phase = Literal["start", "training", "evaluation", "end"]
 
@@ -139,15 +143,16 @@ class EventLine:
 
     FILE: ClassVar[str] = "events.jsonl"
     time: float  # seconds since the epoch
-    step: int  # the step under way, from 1; of an evaluation the version; at the start steps made
+    # training: the step under way, from 1; evaluation: the version; start: the number of steps made
+    step: int
     phase: Phase
     level: EventLevel
     text: str  # one line
-    key: str = ""  # of the configuration: what helps
+    key: str = ""  # the configuration key that helps, or ""
 
     @classmethod
     def parse(cls, record: Mapping[str, Any]) -> EventLine:
-        """ValueError for the record of something else."""
+        """Makes a line from a JSON record. ValueError if the record is not that of an event."""
         step = _step_of(record)
         time = record.get("time")
         if not isinstance(time, int | float) or isinstance(time, bool) or not abs(time) < 1e15:
@@ -165,18 +170,20 @@ class EventLine:
         return cls(float(time), step, cast(Phase, phase), cast(EventLevel, level), text, key)
 
     def record(self) -> dict[str, Any]:
+        """Returns the line as a JSON record."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """summary.json: what a run that has made all its steps reached, and what it took."""
+    """Content of summary.json: what a run that has made all its steps reached, and what that
+    took."""
 
-    accuracy_before: float | None  # on the first data set; None where the task defines none
+    accuracy_before: float | None  # on the first data set; None if the task defines no accuracy
     accuracy_after: float | None
     mean_reward_before: float | None
     mean_reward_after: float | None
-    num_questions: int  # of the last evaluation
+    num_questions: int  # number of questions of the last evaluation
     protocol: str | None
     before: Mapping[str, Mapping[str, Any]]  # data set -> figure -> value
     after: Mapping[str, Mapping[str, Any]]
@@ -185,19 +192,22 @@ class Summary:
     seconds_training: float
     sample_tokens_per_second: float | None
     train_tokens_per_second: float | None
-    steps: int  # that the settings say
-    steps_made: int  # fewer where the data was exhausted
-    tokens: Mapping[str, int]  # that were sampled, and what became of them
+    steps: int  # number of steps in the settings
+    steps_made: int  # fewer than `steps` if the data was exhausted
+    tokens: Mapping[str, int]  # number of tokens that were sampled, and what became of them
     num_compilations: int
     prompts_dropped: int
-    reward_failures: Mapping[str, int]  # by function and kind
+    reward_failures: Mapping[str, int]  # number of failures by function and kind
     run_folder: str
 
     def record(self) -> dict[str, Any]:
+        """Returns the summary as a JSON record."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 def _step_of(record: Mapping[str, Any]) -> int:
+    """Returns the step of a JSON record. ValueError if there is none, or it is not a small enough
+    integer."""
     step = record.get("step")
     if not isinstance(step, int) or isinstance(step, bool) or not abs(step) <= 10**15:
         raise ValueError("it has no step")
@@ -208,13 +218,14 @@ def _step_of(record: Mapping[str, Any]) -> int:
 
 
 def open_text(path: Path, mode: str) -> Any:
-    # a lone surrogate, which UTF-8 cannot hold, becomes \udcxx: JSON's own escape for it
+    """Opens a text file as UTF-8 with "\\n" as line end."""
+    # A lone surrogate, which UTF-8 cannot hold, is written as \udcxx, JSON's own escape for it.
     return path.open(mode, encoding="utf-8", errors="backslashreplace", newline="\n")
 
 
 def write_atomically(path: Path, lines: Iterable[str]) -> None:
-    """Writes lines to a file that appears whole or not at all; ShoalError if it cannot be
-    written."""
+    """Writes lines to a file such that the file appears whole or not at all. ShoalError if it
+    cannot be written."""
     with appearing(path) as temporary, writing(path), open_text(temporary, "w") as file:
         file.writelines(line + "\n" for line in lines)
         file.flush()
@@ -222,8 +233,8 @@ def write_atomically(path: Path, lines: Iterable[str]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines, without a last line that a killed process left torn.
-    Empty without the file; ShoalError for any other line that is no JSON."""
+    """Returns the objects of a file of JSON lines, without an incomplete last line that a killed
+    process left. Returns [] if there is no file. ShoalError if any other line is not JSON."""
     if not path.is_file():
         return []
     records = []
@@ -242,8 +253,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class JsonlSink:
-    """Appends lines and flushes each: what was written survives a killed process. Threads may share
-    it."""
+    """Appends lines to a file and flushes each, so that they survive if the process is killed.
+    Threads may share it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -252,14 +263,16 @@ class JsonlSink:
             self._file = open_text(self.path, "a")
 
     def write(self, line: StepLine | EvaluationLine | EventLine) -> None:
+        """Appends one line."""
         text = json_line(line.record())
         with self._lock, writing(self.path):
             self._file.write(text + "\n")
             self._file.flush()
 
     def keep(self, is_kept: Callable[[dict[str, Any]], bool], of_first: int | None = None) -> None:
-        """Removes lines that are not kept, and a torn last line; `of_first`: among so many at the
-        beginning of the file, while those after them stay."""
+        """Rewrites the file without the lines for which `is_kept` returns False, and without an
+        incomplete last line. With `of_first`, only that many lines at the beginning are checked;
+        all later ones stay."""
         self.close()
         lines = []
         for number, line in enumerate(read_lines(self.path)):
@@ -270,12 +283,13 @@ class JsonlSink:
         self._file = open_text(self.path, "a")
 
     def sync(self) -> None:
-        """Returns when what was written would survive a power cut."""
+        """Waits until everything written would survive a power cut."""
         with writing(self.path):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # `write` has raised it before
+        """Closes the file; ignores errors."""
+        with contextlib.suppress(OSError):  # `write` has raised the same error before
             self._file.close()
 
 
@@ -285,13 +299,15 @@ MAX_NESTING, MAX_DIGITS, MAX_VALUES = 40, 40, 10_000
 
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml's where PyYAML has it: 50 runs are listed in a third of the time."""
+"""The YAML loader: libyaml's if PyYAML has it, with which 50 runs are listed in a third of the
+time."""
 
 
 class _BoundedLoader(_Loader):
-    """YAML whose numbers have few digits."""
+    """A YAML loader that refuses numbers with too many digits."""
 
     def construct_number(self, node: Any) -> int | float:
+        """Returns the number of a node. ValueError if it has too many digits."""
         if len(node.value) > MAX_DIGITS:
             raise ValueError(f"it has a number of more than {MAX_DIGITS} digits")
         if node.tag.endswith(":int"):
@@ -304,13 +320,15 @@ for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
 
 
 def flat_yaml(text: str) -> dict[str, Any]:
-    """YAML of nested mappings as dotted key -> value; ValueError as of `bounded_yaml`."""
+    """Parses YAML of nested mappings, and returns dotted key -> value. ValueError like
+    `bounded_yaml`."""
     return dict(leaves(bounded_yaml(text)))
 
 
 def bounded_yaml(text: str) -> Mapping[str, Any]:
-    """YAML of nested mappings; ValueError for anything else, for what is deeper or larger than the
-    bounds, and for aliases, with which a small file can stand for billions of values."""
+    """Parses YAML of nested mappings. ValueError if the text is anything else, exceeds the bounds
+    on depth or number of values, or has aliases, with which a small file can stand for billions of
+    values."""
     depth = 0
     num_values = 0
     try:
@@ -331,7 +349,7 @@ def bounded_yaml(text: str) -> Mapping[str, Any]:
         settings = yaml.load(text, _BoundedLoader)
     except yaml.YAMLError as error:
         raise ValueError(bounded_line(str(error))[:200]) from error
-    # PyYAML's, of `!!int ""` or `!!bool foo`.
+    # PyYAML raises these for `!!int ""` or `!!bool foo`.
     except (LookupError, AttributeError, TypeError) as error:
         raise ValueError("a value is not what its tag says") from error
     if not isinstance(settings, Mapping):
@@ -340,8 +358,9 @@ def bounded_yaml(text: str) -> Mapping[str, Any]:
 
 
 def bounded_json(text: str | bytes) -> Any:
-    """JSON of another program; ValueError for what is none, is nested too deep or has an integer of
-    too many digits, which neither a float nor a database holds."""
+    """Parses JSON that another program may have written. ValueError if the text is not JSON, is
+    nested too deep, or has an integer with so many digits that neither a float nor a database holds
+    it."""
     try:
         value = json.loads(text, parse_int=_bounded_int)
     except RecursionError as error:
@@ -361,13 +380,14 @@ def bounded_json(text: str | bytes) -> Any:
 
 
 def _bounded_int(text: str) -> int:
+    """Returns the integer of a text. ValueError if it has too many digits."""
     if len(text) > MAX_DIGITS:
         raise ValueError(f"it has a number of more than {MAX_DIGITS} digits")
     return int(text)
 
 
 def leaves(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested mappings as dotted key and value."""
+    """Yields (dotted key, value) of nested mappings; an empty mapping counts as a value."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{key}.")
@@ -376,24 +396,25 @@ def leaves(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def bounded_line(text: object) -> str:
-    """The beginning of a text that may be of any length, in one line."""
+    """Returns the beginning of a text of any length, as one line."""
     return one_line(text)[:400]
 
 
 def reason(error: BaseException) -> str:
-    """What an error says, in one short line."""
+    """Returns what an error says, as one short line."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return bounded_line(text)[:160]
 
 
 def rounded(value: float) -> float | None:
-    """Six digits, which is more than a screen shows; None for NaN."""
+    """Returns a number rounded to six digits, which is more than a screen shows; None if it is not
+    finite."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def evaluation_scalars(name: str, figures: Mapping[str, Any]) -> dict[str, float]:
-    """An evaluation's numbers under `evaluate/<name>/<figure>`; its texts and intervals stay in
-    evaluations.jsonl.
+    """Returns an evaluation's numbers under `evaluate/<name>/<figure>`, for sinks. Its texts and
+    intervals are left out; evaluations.jsonl has them.
 
     >>> evaluation_scalars("held_out", {"accuracy": 0.5, "protocol": "greedy", "num_questions": 4})
     {'evaluate/held_out/accuracy': 0.5, 'evaluate/held_out/num_questions': 4.0}
@@ -402,7 +423,7 @@ def evaluation_scalars(name: str, figures: Mapping[str, Any]) -> dict[str, float
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The values that are numbers."""
+    """Returns the values that are numbers, as floats."""
     return {
         name: float(value)
         for name, value in metrics.items()

@@ -1,5 +1,5 @@
-"""Every metric's name, unit and reduction in one table, and what is counted from samples: pass@k,
-intervals."""
+"""Metrics: a table with the name, unit and reduction of each, and statistics computed from samples,
+such as pass@k and intervals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Reduction(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Metric:
-    """One row of the table."""
+    """One row of the table of metrics."""
 
     name: str
     unit: str
@@ -167,6 +167,7 @@ compilations | programs | last | programs compiled since the process started
 
 
 def _read_table(text: str) -> dict[str, Metric]:
+    """Parses the table; one metric per line: name | unit | reduction | meaning."""
     metrics = {}
     for position, line in enumerate(text.strip().splitlines()):
         name, unit, reduction, meaning = (cell.strip() for cell in line.split(" | "))
@@ -175,14 +176,14 @@ def _read_table(text: str) -> dict[str, Metric]:
 
 
 METRICS: Mapping[str, Metric] = _read_table(_TABLE)
-"""Name -> Metric. `rewards/{function}` stands for one name a reward function."""
+"""Name -> Metric. `rewards/{function}` stands for the names of all reward functions."""
 
 FAMILIES = sorted((name for name in METRICS if "{" in name), key=lambda name: -name.index("{"))
-"""Rows that stand for many names, whatever follows their prefix, the longest prefix first: the
-first that matches."""
+"""Rows of the table that stand for many names, those with the longest prefix first; a name belongs
+to the first row whose prefix it has."""
 
 ENVIRONMENT = "environment"
-"""The function of a `Failure` of an environment."""
+"""Value of `Failure.function` if an environment failed."""
 
 RESERVED_FUNCTIONS = ("failed", "logged")
 """Names that a reward function must not have: their metrics mean something else."""
@@ -191,7 +192,8 @@ _CLOCKS = ("time/", "throughput/", "memory/", "idle/", "queue/", "fleet/", "publ
 
 
 def is_clock(name: str) -> bool:
-    """True if a metric depends on the machine: an exact resumption does not repeat it."""
+    """True if a metric depends on the machine and its speed, so that an exact resumption does not
+    repeat it."""
     return name.startswith(_CLOCKS) or name in (
         "compilations",
         "mfu",
@@ -201,8 +203,8 @@ def is_clock(name: str) -> bool:
 
 
 def logged_name(name: object) -> str:
-    """The metric of a name given to `log_metric`; other characters than letters, digits and `_ . -
-    / @` become `_`.
+    """Returns the metric's name for a name given to `log_metric`; characters other than letters,
+    digits and `_ . - / @` become `_`.
 
     >>> logged_name("length (tokens)")
     'rewards/logged/length__tokens_'
@@ -216,7 +218,7 @@ def logged_name(name: object) -> str:
 
 @lru_cache(4096)
 def metric(name: str) -> Metric:
-    """The table's row for a name; ValueError for a name that the table lacks."""
+    """Returns the table's row for a metric's name. ValueError if the table has none."""
     if name in METRICS:
         return METRICS[name]
     for family in FAMILIES:
@@ -227,7 +229,8 @@ def metric(name: str) -> Metric:
 
 
 class MetricSet:
-    """One step's metrics as (sum, denominator) pairs, or extremes, by each name's reduction.
+    """One step's metrics, each joined as its reduction says: as (sum, denominator), or as an
+    extreme.
 
     >>> metrics = MetricSet()
     >>> metrics.add("kl", 0.6, count=3)        # a sum over 3 tokens
@@ -240,11 +243,11 @@ class MetricSet:
         self._pairs: dict[str, tuple[float, float]] = {}
 
     def add(self, name: str, value: SupportsFloat, count: SupportsFloat = 1) -> None:
-        """Adds the sum `value` over `count` items (for min, max, last: the value itself). Nothing
-        for a count of 0.
+        """Adds the sum `value` over `count` items to a metric; for min, max and last the value
+        itself. Adds nothing if `count` is 0.
 
-        Raises ValueError for an unknown name or a negative count. NaN is kept: it shows in the
-        result."""
+        ValueError if the name is unknown or the count negative. NaN is kept, so that it shows in
+        the result."""
         reduction, amount, weight = metric(name).reduction, float(value), float(count)
         if weight < 0 or math.isnan(weight):
             raise ValueError(f"metric {name!r}: count must be 0 or more, got {weight}")
@@ -257,7 +260,8 @@ class MetricSet:
         self._pairs[name] = (amount, weight)
 
     def result(self) -> dict[str, float]:
-        """Name -> figure, in the table's order. A name to which nothing was added is absent."""
+        """Returns name -> figure, in the table's order. A name to which nothing was added is
+        absent."""
         figures = {}
         for name in sorted(self._pairs, key=lambda name: (metric(name).position, name)):
             value, denominator = self._pairs[name]
@@ -268,6 +272,7 @@ class MetricSet:
 
 
 def _join(reduction: Reduction, held: float, new: float) -> float:
+    """Returns the joined value of two values under one name."""
     if reduction in (Reduction.MEAN, Reduction.SUM):
         return held + new
     if reduction is Reduction.LAST:
@@ -278,11 +283,11 @@ def _join(reduction: Reduction, held: float, new: float) -> float:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """The unbiased probability that one of k samples is right: 1 - C(n-c, k) / C(n, k) for n
-    samples, c of them right.
+    """Returns the unbiased probability that one of k samples is right: 1 - C(n-c, k) / C(n, k) for
+    n samples, c of them right.
 
-    As a product, which does not overflow (Chen et al. 2021, arXiv:2107.03374, eq. 1). Raises
-    ShoalError for k > n.
+    Computed as a product, which does not overflow (Chen et al. 2021, arXiv:2107.03374, eq. 1).
+    ShoalError if k > n.
 
     >>> pass_at_k(4, 1, 2)
     0.5
@@ -303,7 +308,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool]) -> bool:
     """True if the most frequent answer among a question's completions is right.
 
-    Of answers that are equally frequent the one sampled first counts. A completion without an
+    Among answers that are equally frequent the one sampled first counts. A completion without an
     answer (None) does not vote; a question without any vote is not solved.
 
     >>> majority_at_k(["5", "6", None, "6"], [True, False, False, False])
@@ -312,13 +317,14 @@ def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool]) -> boo
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
         return False
-    # insertion order: the first of those with the most votes
+    # dicts keep insertion order, so this is the first among those with the most votes
     chosen = max(votes, key=votes.__getitem__)
     return bool(correct[list(answers).index(chosen)])
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """The standard error of the mean of independent values, with n - 1; None for fewer than two.
+    """Returns the standard error of the mean of independent values, with n - 1; None for fewer than
+    two values.
 
     >>> standard_error([0.0, 1.0, 1.0, 0.0])
     0.288...
@@ -331,13 +337,13 @@ def standard_error(values: Sequence[float]) -> float | None:
 
 
 def known_mean(values: Iterable[float]) -> float | None:
-    """Mean of the values that are not NaN; None if there are none."""
+    """Returns the mean of the values that are not NaN; None if there are none."""
     known = [float(value) for value in values if not math.isnan(value)]
     return math.fsum(known) / len(known) if known else None
 
 
 def wilson_interval(correct: float, total: int) -> tuple[float, float]:
-    """The 95% interval of a proportion `correct / total`, within [0, 1] (Wilson 1927).
+    """Returns the 95% interval of a proportion `correct / total`, within [0, 1] (Wilson 1927).
 
     >>> wilson_interval(50, 100)
     (0.4038..., 0.5961...)
@@ -352,7 +358,7 @@ def wilson_interval(correct: float, total: int) -> tuple[float, float]:
     middle = share + z * z / (2 * total)
     half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
     scale = 1 + z * z / total
-    # at the ends rounding would leave the share itself outside
+    # at 0 and 1 rounding would otherwise put the proportion outside its interval
     return max(0.0, min(share, (middle - half) / scale)), min(
         1.0, max(share, (middle + half) / scale)
     )

@@ -7,11 +7,11 @@ it.
                           after all of them
     everything else       as in the local folder, by whole objects
 
-Uploaded are the files that a checkpoint is resumed with, the checkpoint's own, its manifest; then
-what is gone here is removed there, manifests first. So the bucket can be resumed from whenever this
-process ends, and from any machine: then its content replaces that of the local folder there, unless
-this folder was also the last that wrote to it.
-"""
+The order of uploads is: the files that a checkpoint is resumed with, the files of the checkpoint,
+its manifest. Then objects are removed whose files are gone here, manifests first. So the run can be
+resumed from the bucket whenever this process ends, on any machine. The bucket's content then
+replaces that of the local folder on that machine, unless this folder was the last that wrote to the
+bucket."""
 
 from __future__ import annotations
 
@@ -37,34 +37,34 @@ from shoal.records import ShoalError
 from shoal.runs.layout import process_start
 
 LEASE_SECONDS = 60.0
-"""How long nobody else may write to a run after its process has last renewed its lease, three times
-as often."""
+"""Time after a process has last renewed its lease during which nobody else may write to the run; a
+lease is renewed three times as often."""
 
 
 CLOCK = "clock-"
-"""How the object begins by which a process reads the bucket's clock."""
+"""Beginning of the name of the object with which a process reads the bucket's clock."""
 
 
 UNKNOWN_HOLDER = "a process that its lease does not name"
-"""Who has a lease that cannot be read, in errors."""
+"""Text for errors, for the holder of a lease that cannot be read."""
 
 
 PERIOD_SECONDS = 5.0
-"""Between two uploads of what a run appends to."""
+"""Time between two uploads of the files that a run appends to."""
 
 
 UNSAVED_SECONDS = 300.0
-"""How long a run waits at its end, or with more than checkpoint.most_unsaved checkpoints that are
-here alone."""
+"""Longest time that a run waits for its bucket, at its end or while more than
+checkpoint.most_unsaved checkpoints exist only here."""
 
 
 MARKER = ".bucket"
-"""The file of a local folder that holds the id of its newest lease."""
+"""File of a local folder that holds the id of the folder's newest lease."""
 
 
 def _machine() -> str:
-    """This machine since it was started, and its table of processes: containers may share a
-    name."""
+    """Returns a text that identifies this machine since it was started, and its table of processes;
+    a name alone would not, because containers may share it."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts += [
@@ -75,18 +75,19 @@ def _machine() -> str:
 
 
 class Fenced(ShoalError):
-    """Another process writes to this run now."""
+    """Raised if another process now writes to this run."""
 
 
 class Lease:
-    """The right to write to a run in a bucket, renewed by `renew`; ShoalError where a living
-    process has it.
+    """The right to write to a run in a bucket, renewed by `renew`. ShoalError if a living process
+    has it.
 
-    Its age is the bucket's: the time of its object against that of one written just now. The clocks
-    of machines differ by minutes, and decide nothing. Whose it is says the id in it: after a lost
-    answer a process finds its own."""
+    Its age is measured with the bucket's clock: the time of its object against that of an object
+    written just now. The clocks of machines differ by minutes, so they decide nothing. The id in it
+    says whose it is, so a process recognizes its own after a lost answer."""
 
     def __init__(self, url: str) -> None:
+        """Takes the lease, after any previous one has ended, and removes older leases."""
         (self.fs, root), self.url = buckets.connect(url), url
         self.folder, self.id, self.number = f"{root}/{LOCKS}", secrets.token_hex(8), 0
         self.before = ""  # id of the lease before this one
@@ -96,7 +97,8 @@ class Lease:
             numbers = sorted(ages)
             newest = max(numbers, default=0)
             holder = attempt(partial(self._holder, newest), url) if newest else {}
-            if holder.get("id") == self.id:  # written, though the answer was lost
+            # this process has written it, though the answer was lost
+            if holder.get("id") == self.id:
                 self.number = newest
                 break
             left = _seconds_left(holder, ages[newest]) if holder else 0.0
@@ -108,7 +110,8 @@ class Lease:
                 )
             self.before = holder.get("id", "")
             with contextlib.suppress(FileExistsError):
-                # another was faster, or this process: its lease is read next
+                # another process was faster, or this one has written it already: the next round
+                # reads the lease
                 write = partial(
                     self.fs.pipe_file, self._path(newest + 1), self._record(), mode="create"
                 )
@@ -120,13 +123,14 @@ class Lease:
                 attempt(partial(buckets.remove, self.fs, self._path(number)), url)
 
     def numbers(self) -> list[int]:
+        """Returns the numbers of the leases in the bucket, in order."""
         return sorted(
             int(name) for name in buckets.objects(self.fs, self.folder) if name.isdecimal()
         )
 
     def _ages(self) -> dict[int, float]:
-        """The leases that the bucket holds, and how many seconds ago each was renewed, by the
-        bucket's own clock."""
+        """Returns number -> age of each lease in the bucket, in seconds since it was renewed, by
+        the bucket's own clock."""
         clock = f"{CLOCK}{secrets.token_hex(8)}"
         path = f"{self.folder}/{clock}"
         self.fs.pipe_file(path, b"-")
@@ -147,13 +151,13 @@ class Lease:
             age = float(now - stored.modified)
             if name.isdecimal():
                 ages[int(name)] = age
-            # What a process left that ended within these few milliseconds.
+            # Left by a process that ended within these few milliseconds.
             elif name.startswith(CLOCK) and age > LEASE_SECONDS:
                 buckets.remove(self.fs, f"{self.folder}/{name}")
         return ages
 
     def check(self) -> None:
-        """Raises `Fenced` where another process has taken over."""
+        """Raises `Fenced` if another process has taken over."""
         newest = max(self.numbers(), default=0)
         if newest > self.number:
             name = self._holder(newest).get("name", "another process")
@@ -163,17 +167,21 @@ class Lease:
             )
 
     def renew(self, lives: bool = True) -> None:
+        """Renews the lease, or with `lives=False` gives it back. Raises `Fenced` if another process
+        has taken over."""
         self.check()
         self.fs.pipe_file(self._path(self.number), self._record(lives))
 
     def _path(self, number: int) -> str:
+        """Returns the path of a lease's object."""
         return f"{self.folder}/{number:06d}"
 
     def _holder(self, number: int) -> dict[str, Any]:
-        """The record of a lease; empty where it was removed meanwhile, by one who has the next.
+        """Returns the record of a lease; {} if it was removed meanwhile, by a process that has the
+        next.
 
-        One that cannot be read, as a write that was cut off leaves it, counts as any other
-        process's: it ends by its age."""
+        A record that cannot be read, for example after a write that was cut off, counts as another
+        process's; its lease ends by its age."""
         try:
             record = json.loads(self.fs.cat_file(self._path(number)))
         except FileNotFoundError:
@@ -186,6 +194,7 @@ class Lease:
         return holder
 
     def _record(self, lives: bool = True) -> bytes:
+        """Returns this process's record as JSON."""
         pid = os.getpid()
         return json.dumps(
             {
@@ -200,13 +209,13 @@ class Lease:
 
 
 def _seconds_left(holder: dict[str, Any], age: float) -> float:
-    """Of a lease renewed `age` seconds ago; 0 for one that was given back, and for that of a
-    process of this machine that has ended."""
+    """Returns how long a lease that was renewed `age` seconds ago still lasts; 0 if it was given
+    back, or its process ran on this machine and has ended."""
     pid = holder.get("pid")
     has_ended = False
     if isinstance(pid, int) and holder.get("machine") == _machine():
         has_ended = process_start(pid) != holder.get("start")
-    # Before `lives` there was `until`: 0 in a lease that was given back.
+    # Older records have `until` instead of `lives`: 0 in a lease that was given back.
     is_given_back = not holder.get("lives", holder.get("until", 1))
     if has_ended or is_given_back:
         return 0.0
@@ -214,12 +223,12 @@ def _seconds_left(holder: dict[str, Any], age: float) -> float:
 
 
 class _Closed(Exception):
-    """The mirror ends."""
+    """Raised in the mirror's threads when the mirror is closed."""
 
 
 class Mirror:
-    """Keeps a bucket equal to a run folder of the cache, in threads; the run calls `check`, `saved`
-    and `flush`.
+    """Keeps a bucket equal to a local run folder, in threads. The run calls `check`, `saved` and
+    `flush`.
 
     >>> with closing(Mirror(folder, most_unsaved=3, console=console)) as mirror:
     ...     mirror.flush()
@@ -233,13 +242,15 @@ class Mirror:
         )
         self.most_unsaved, self.console = most_unsaved, console
         self.fs, self.root = buckets.connect(self.url)
-        self.sent: dict[str, tuple[int, int]] = {}  # file -> size and time, as the bucket has it
-        self.whole: set[int] = set()  # checkpoints with a manifest in the bucket
-        self.pending: list[int] = []  # checkpoints that were saved here
-        self.fault: ShoalError | None = None  # what ends the run
+        # file -> (size, time) of the version that the bucket has
+        self.sent: dict[str, tuple[int, int]] = {}
+        # versions of the checkpoints that have a manifest in the bucket
+        self.whole: set[int] = set()
+        self.pending: list[int] = []  # versions of the checkpoints that were saved here
+        self.fault: ShoalError | None = None  # the error that ends the run, once there is one
         self._cause, self._silent_since = "", 0.0
-        self._warned = ""  # what the run does without its bucket, as it was last said
-        self._asked = self._done = 0  # flushes
+        self._warned = ""  # what the last warning said about a bucket that does not answer
+        self._asked = self._done = 0  # number of flushes asked for, and done
         self._closed, self._wake = threading.Event(), threading.Event()
         self.lease = Lease(self.url)
         try:
@@ -257,7 +268,8 @@ class Mirror:
             thread.start()
 
     def _begin(self) -> None:
-        """Makes the folder equal to the bucket, and notes what each has."""
+        """Makes the local folder equal to the bucket, unless this folder was the last that wrote
+        there, and notes which files the bucket has."""
         marker = self.folder / MARKER
         objects = attempt(partial(buckets.objects, self.fs, self.root), self.url)
         wrote_last = False
@@ -276,7 +288,8 @@ class Mirror:
         for name, stored in objects.items():
             matched = buckets.CHECKPOINT.fullmatch(name)
             if matched:
-                if int(matched["version"]) not in self.whole:  # of a process that was killed
+                # left by a process that was killed while it uploaded
+                if int(matched["version"]) not in self.whole:
                     attempt(partial(buckets.remove, self.fs, stored.path), self.url)
                 continue
             is_gone_here = name[0] != "." and not name.startswith("checkpoints_damaged/")
@@ -287,11 +300,13 @@ class Mirror:
     # ---- called by the run
 
     def check(self) -> None:
-        """Says whether the bucket answers; raises what ends the run."""
+        """Prints a change in whether the bucket answers; raises the error that ends the run, if
+        there is one."""
         self._check(f"training continues, and what it writes is kept in {self.folder}")
 
     def _check(self, without_answer: str) -> None:
-        """As `check`; `without_answer`: what the run does while the bucket does not answer."""
+        """Does what `check` does; `without_answer` says what the run does while the bucket does not
+        answer."""
         if self.fault:
             raise self.fault
         if not self._silent_since:
@@ -303,8 +318,8 @@ class Mirror:
             self._warned = without_answer
 
     def saved(self, version: int) -> None:
-        """A checkpoint was saved here: where too many are here alone, waits until a newer one is in
-        the bucket."""
+        """Notes that a checkpoint was saved here. If too many checkpoints exist only here, waits
+        until a newer one is in the bucket."""
         self.pending.append(version)
 
         def are_few_unsaved() -> bool:
@@ -319,12 +334,13 @@ class Mirror:
         )
 
     def flush(self) -> None:
-        """Returns when the bucket has everything that the folder holds now."""
+        """Waits until the bucket has everything that the folder holds now."""
         self._asked = asked = self._asked + 1
         self._await(lambda: self._done >= asked, f"its newest files are in {self.folder} alone")
 
     def _await(self, is_done: Callable[[], bool], reason: str) -> None:
-        """Waits, and says so with its reason where the bucket does not answer meanwhile."""
+        """Waits until `is_done`. Prints that, with the `reason`, if the bucket does not answer
+        meanwhile; ends the run with an error if that takes too long."""
         began = time.monotonic()
         self._wake.set()
         waits = f"the run waits for it, at most {UNSAVED_SECONDS:.0f} s, as {reason}"
@@ -355,13 +371,14 @@ class Mirror:
             for thread in self._threads:
                 thread.join(0 if self.fault else 30)
             if not self.fault:
-                with contextlib.suppress(Exception):  # then it ends by itself
+                with contextlib.suppress(Exception):  # if this fails, the lease ends by itself
                     self.lease.renew(lives=False)
             shutil.rmtree(self.staging, ignore_errors=True)
 
     # ---- threads
 
     def _guarded(self, work: Callable[[], None]) -> None:
+        """Runs a thread's work; an error becomes the run's."""
         try:
             work()
         except _Closed:
@@ -376,6 +393,8 @@ class Mirror:
                 )
 
     def _renew(self) -> None:
+        """Runs in a thread: renews the lease, more often while that fails. Ends the run if another
+        process has taken over."""
         pause = LEASE_SECONDS / 3
         while not self._closed.wait(pause):
             try:
@@ -383,12 +402,14 @@ class Mirror:
                 pause = LEASE_SECONDS / 3
             except Fenced:
                 raise
-            except Exception:  # the other thread says so
+            except Exception:  # the uploading thread reports it
                 pause = LEASE_SECONDS / 12
 
     def _upload(self) -> None:
+        """Runs in a thread: keeps the bucket equal to the folder until closed."""
         while not self._closed.is_set():
-            # First: what these need is among the files of now.
+            # Read the checkpoints before the files, so that the files that these checkpoints need
+            # are uploaded.
             asked = self._asked
             versions = self._versions()
             files = self._plain()
@@ -404,7 +425,7 @@ class Mirror:
                 self._wake.clear()
 
     def _do(self, do: Callable[[], Any]) -> Any:
-        """What `do` returns, repeated with growing pauses until the bucket answers."""
+        """Returns what `do` returns; repeats it with growing pauses until the bucket answers."""
         pause = FIRST_PAUSE
         while not (self._closed.is_set() or self.fault):
             try:
@@ -413,7 +434,7 @@ class Mirror:
                 return result
             except ShoalError:
                 raise
-            except Exception as error:  # each library has its own
+            except Exception as error:  # each library of a storage has its own errors
                 self._cause = buckets.cause(error)
                 self._silent_since = self._silent_since or time.monotonic()
             self._closed.wait(pause)
@@ -421,12 +442,14 @@ class Mirror:
         raise _Closed
 
     def _versions(self) -> set[int]:
+        """Returns the versions of the checkpoints that are here."""
         entries = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
         return {int(entry.name) for entry in entries if entry.name.isdecimal()}
 
     def _plain(self) -> dict[str, tuple[int, int]]:
-        """The files that are uploaded as they are, in this order: the settings first, by which a
-        folder is a run, and those of its parts before them."""
+        """Returns the files that are uploaded one by one, with (size, time), in the order of
+        upload: settings first, because they make a folder a run, and those of its parts before
+        them."""
         sizes_and_times = {}
         for walked, folders, names in os.walk(self.folder):
             folder = Path(walked)
@@ -446,7 +469,8 @@ class Mirror:
         return {name: sizes_and_times[name] for name in sorted(sizes_and_times, key=_upload_order)}
 
     def _upload_plain(self, files: dict[str, tuple[int, int]]) -> None:
-        # what grows meanwhile would not have the size that was promised
+        """Uploads the files that the bucket does not have in this version."""
+        # Upload a copy: a file that grows meanwhile would not have the size that was announced.
         copy = self.staging / "copy"
         for name, version in files.items():
             with contextlib.suppress(FileNotFoundError):
@@ -456,8 +480,9 @@ class Mirror:
                     self.sent[name] = version
 
     def _upload_checkpoint(self, version: int) -> None:
+        """Uploads a checkpoint's files and then its manifest."""
         name, stage = f"checkpoints/{version}", self.staging / str(version)
-        try:  # by links, which stay when the run removes the checkpoint meanwhile
+        try:  # hard links keep the files if the run removes the checkpoint meanwhile
             shutil.copytree(self.folder / name, stage, copy_function=os.link)
         except (shutil.Error, FileNotFoundError):
             shutil.rmtree(stage, ignore_errors=True)
@@ -478,11 +503,11 @@ class Mirror:
         shutil.rmtree(stage)
 
     def _put(self, file: Path, name: str) -> None:
+        """Uploads a file."""
         self._do(lambda: buckets.put(self.fs, file, f"{self.root}/{name}"))
 
     def _remove(self) -> None:
-        """Removes from the bucket what the folder has lost: files that were there, and
-        checkpoints."""
+        """Removes from the bucket the files and checkpoints that the local folder no longer has."""
         for name in self.sent.keys() - self._plain().keys():
             self._remove_object(name)
             del self.sent[name]
@@ -501,7 +526,8 @@ class Mirror:
 
 
 def _upload_order(name: str) -> tuple[int, str]:
-    """The settings of a run's parts come first, then those by which the folder is a run."""
+    """Returns the sort key of a file: first the settings of a run's parts, then config.yaml, which
+    makes the folder a run, then all others."""
     if re.fullmatch(r"(config|decided)_\d+\.yaml", name):
         return 0, name
     if name == "config.yaml":

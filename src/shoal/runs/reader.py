@@ -1,4 +1,4 @@
-"""A run on disk: every file of its folder is read here, and nothing is written.
+"""Reads a run on disk: every file of its folder. Nothing is written here.
 
     config.yaml, config_40.yaml    config, segments, config_at(version); settings() as plain data
     metrics.jsonl                  steps(), metrics()
@@ -8,11 +8,10 @@
     checkpoints/12                 checkpoints(), checkpoint_records()
     summary.json                   summary()
 
-A command reads strictly: a damaged file raises ShoalError. The page reads leniently, since its runs
-may be under way, damaged or hostile: what cannot be read becomes one line in `problems`, and no
-link out of the run is followed. Lines are read by `LineReader`, which can read on where a file
-grows; groups that grow by `group_table`.
-"""
+A command reads strictly: a damaged file raises ShoalError. The page reads leniently, because its
+runs may be unfinished, damaged or hostile: a file that cannot be read becomes one line in
+`problems`, and no link that leads out of the run is followed. `LineReader` reads lines, and can
+continue when a file grows; `group_table` does so for groups."""
 
 from __future__ import annotations
 
@@ -76,8 +75,8 @@ MAX_PROBLEMS, MAX_PARTS = 100, 50
 
 @dataclass
 class StoredRun:
-    """One run folder. `name` is unique among the runs of a page, and is all that an address says of
-    a run.
+    """One run's folder, to be read. `name` is unique among the runs of a page, and is all that an
+    address on the page says of a run.
 
     >>> run = StoredRun(find_run("last"))
     >>> run.config.steps, run.metrics()[1]["reward/mean"], run.groups(step=1)[0].group.texts
@@ -86,7 +85,7 @@ class StoredRun:
     path: Path
     name: str = ""
     lenient: bool = False
-    # What it is about -> one line; of a lenient reading.
+    # file that cannot be read -> one line that says why; filled by lenient reading only
     problems: dict[str, str] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -96,13 +95,14 @@ class StoredRun:
     # ---- files
 
     def file(self, *parts: str) -> Path | None:
-        """A file of the run; None without it. A lenient reading gives none where a link leads out
-        of the run."""
+        """Returns the path of a file of the run, or None if there is no such file. With lenient
+        reading, also returns None, and notes a problem, if a link leads out of the run or the file
+        cannot be opened."""
         try:
             path = self.root.joinpath(*parts).resolve(strict=True)
         except FileNotFoundError:
             return None
-        # A cycle of links, a name with a zero byte.
+        # Such as a cycle of links, or a name with a zero byte.
         except (OSError, RuntimeError, ValueError) as error:
             self.problem("/".join(parts), f"cannot be opened ({reason(error)})")
             return None
@@ -112,7 +112,7 @@ class StoredRun:
         return path if path.is_file() else None
 
     def problem(self, about: str, text: str) -> None:
-        """Notes that a file cannot be read; ShoalError in a strict reading."""
+        """Notes that a file cannot be read; with strict reading raises ShoalError instead."""
         if not self.lenient:
             raise ShoalError(f"{self.where}/{about} {text}: remove it, or restore it from a backup")
         with self.lock:
@@ -120,8 +120,8 @@ class StoredRun:
                 self.problems[about] = bounded_line(f"{about}: {text}")
 
     def damaged_line(self, name: str, number: int, cause: str) -> None:
-        """Notes that a line of a file, counted from 1, cannot be read; ShoalError in a strict
-        reading."""
+        """Notes that a line of a file, counted from 1, cannot be read; with strict reading raises
+        ShoalError instead."""
         if not self.lenient:
             raise ShoalError(
                 f"{self.where}/{name}, line {number} is damaged ({cause}): restore the file from a "
@@ -130,8 +130,8 @@ class StoredRun:
         self.problem(name, f"line {number} is damaged ({cause}); it is passed over")
 
     def text(self, name: str, most: int) -> str:
-        """A file as text, bytes that are no UTF-8 as escapes; empty without it. Of a larger one the
-        first `most`."""
+        """Returns at most the first `most` bytes of a file as text, with bytes that are not UTF-8
+        as escapes. Returns "" if there is no such file. A longer file is noted as a problem."""
         path = self.file(name)
         if path is None:
             return ""
@@ -149,27 +149,27 @@ class StoredRun:
 
     @cached_property
     def config(self) -> Config:
-        """The settings that the run works with; of the newest segment, if it was resumed with
-        others."""
+        """The settings that the run works with, including what it decided itself. If the run was
+        resumed with other settings, those of the newest segment."""
         return read_config(self.path)
 
     @cached_property
     def segments(self) -> dict[int, Config]:
-        """The settings of each segment, by the version that it started at: one segment, with those
-        of config.yaml, if the run was never resumed with others."""
+        """The settings of each segment, by the version that the segment started at. A run that was
+        never resumed with other settings has one segment, at 0, with those of config.yaml."""
         segments = {0: self.config}
         for number, file in sorted(parts_of(self.path).items()):
             segments[number] = read_config(self.path, file.name)
         return segments
 
     def config_at(self, version: int) -> Config:
-        """The settings of the step from `version` to the next."""
+        """Returns the settings of the step that starts from `version`."""
         return self.segments[max(start for start in self.segments if start <= max(version, 0))]
 
     def settings(self, file: str = CONFIG) -> dict[str, Any]:
-        """The settings that the run works with, as dotted key -> value: those of config.yaml, or of
-        the file of a part, with what it decided. They are plain data here: what they name, presets
-        or files, is not read."""
+        """Returns the settings that the run works with, as dotted key -> value: those of
+        config.yaml, or of the file of a segment, together with what the run decided itself. They
+        are plain data: presets or files that they name are not read."""
         values = self.requested(file)
         if values:
             for key, decision in self.decisions(file).items():
@@ -177,7 +177,8 @@ class StoredRun:
         return values
 
     def requested(self, file: str = CONFIG) -> dict[str, Any]:
-        """The settings of a file as they were requested, as dotted key -> value."""
+        """Returns the settings of a file as they were requested, as dotted key -> value; {} if the
+        file is missing or (lenient) damaged."""
         text = self.text(file, MAX_CONFIG_BYTES)
         try:
             return flat_yaml(text)
@@ -186,8 +187,8 @@ class StoredRun:
             return {}
 
     def decisions(self, file: str = CONFIG) -> dict[str, Decision]:
-        """What the run decided itself, for the settings of a file; none where that cannot be
-        read."""
+        """Returns what the run decided itself, because the settings of `file` left it open, by key;
+        {} if the file of decisions is missing or (lenient) damaged."""
         name = decided_file(self.path / file).name
         if self.file(name) is None:
             return {}
@@ -200,13 +201,13 @@ class StoredRun:
 
     @property
     def decided_keys(self) -> frozenset[str]:
-        """The keys whose value the run decided itself: nobody set them."""
+        """The keys whose value the run decided itself, because nobody set them."""
         return frozenset(self.decisions())
 
     @property
     def began(self) -> float:
-        """When it began, in seconds since the epoch: by its folder's name, which a copy keeps, else
-        when its settings were written; 0 without them."""
+        """The time when the run began, in seconds since the epoch: from the folder's name, which a
+        copy keeps, else the time when its settings were written; 0 if there are none."""
         named = _DATE_AND_TIME.search(self.path.absolute().as_posix())
         if named:
             with contextlib.suppress(ValueError, OverflowError):
@@ -223,7 +224,7 @@ class StoredRun:
         return (self.path / SUMMARY).is_file()
 
     def summary(self) -> dict[str, Any]:
-        """summary.json; empty until the run has finished."""
+        """Returns the content of summary.json; {} until the run has finished."""
         text = self.text(SUMMARY, MAX_SUMMARY_BYTES)
         if not text:
             return {}
@@ -236,8 +237,8 @@ class StoredRun:
 
     @property
     def process_has_ended(self) -> bool:
-        """True if the process that last worked in this folder ran on this machine and is gone,
-        however it ended."""
+        """True if the process that last worked in this folder ran on this machine and no longer
+        exists, however it ended."""
         holder = re.fullmatch(r"process (\d{1,9}) on (\S+)\s+(\d*)\s*", self.text(LOCK, 400))
         if not holder:
             return False
@@ -257,33 +258,33 @@ class StoredRun:
 
     @property
     def reward_since(self) -> int:
-        """The version from which on the reward is the run's last, if it was resumed with another;
-        else 0."""
+        """The version from which on the run has the reward settings of its newest segment; 0 if the
+        reward was never changed."""
         parts = sorted(parts_of(self.root).items())[:MAX_PARTS]
         return reward_changed_at({number: self.requested(path.name) for number, path in parts})
 
     def steps(self) -> list[StepLine]:
-        """The lines of all steps, in order; ShoalError, naming the line, if any but the last is
-        damaged."""
+        """Returns the lines of all steps, in order. ShoalError, which names the line, if any but
+        the last line is damaged (lenient: a problem)."""
         return LineReader(self, StepLine).read_all()
 
     def metrics(self) -> dict[int, Mapping[str, Any]]:
-        """The metrics of every step, by step; errors as of `steps`."""
+        """Returns the metrics of every step, by step; errors like `steps`."""
         return {line.step: line.metrics for line in self.steps()}
 
     def evaluations(self) -> Evaluations:
-        """The evaluations so far, in order; errors as of `steps`."""
+        """Returns the evaluations so far, in order; errors like `steps`."""
         return Evaluations(LineReader(self, EvaluationLine).read_all())
 
     def events(self) -> list[EventLine]:
-        """Warnings, errors and phases so far, in order; errors as of `steps`."""
+        """Returns warnings, errors and phases so far, in order; errors like `steps`."""
         return LineReader(self, EventLine, MAX_EVENT_BYTES).read_all()
 
     def before_after(
         self, evaluations: Evaluations, summary: Mapping[str, Any]
     ) -> list[tuple[str, str, str, str]]:
-        """The table that a run prints at its end; of an unfinished one, up to its newest
-        evaluation."""
+        """Returns the rows of the table that a run prints at its end; for an unfinished run, of the
+        table up to its newest evaluation."""
         since = self.reward_since
         newest = max((line.step for line in evaluations.lines), default=0)
         before, after = evaluations.before_after(summary)
@@ -292,7 +293,7 @@ class StoredRun:
     # ---- groups
 
     def group_files(self, name: str = "step") -> dict[int, Path]:
-        """The files `groups/<name>_<step>.parquet`, by step."""
+        """Returns the paths of the files `groups/<name>_<step>.parquet`, by step."""
         files = {}
         for path in (self.path / "groups").glob(f"{name}_*.parquet"):
             matched = re.fullmatch(rf"{re.escape(name)}_(\d+)", path.stem)
@@ -301,7 +302,7 @@ class StoredRun:
         return dict(sorted(files.items()))
 
     def require_groups(self, name: str = "step") -> dict[int, Path]:
-        """`group_files`; ShoalError if there are none, with the reason."""
+        """Returns `group_files`. ShoalError, with the reason, if there are none."""
         files = self.group_files(name)
         if files:
             return files
@@ -314,10 +315,11 @@ class StoredRun:
         raise ShoalError(f"{self.where}/groups holds no file {name}_*{cause}")
 
     def groups(self, step: int, name: str = "step") -> list[StoredGroup]:
-        """The groups of one step, bit for bit as they were written, with advantages and the
+        """Returns the groups of one step, bit for bit as they were written, with advantages and the
         trainer's log-probs.
 
-        ShoalError if the step has none (it lists those that have), or if the file is damaged."""
+        ShoalError if the step has no groups (it lists the steps that have), or if the file is
+        damaged."""
         files = self.require_groups(name)
         if step not in files:
             running = "" if self.is_finished else ", which has not finished"
@@ -328,7 +330,7 @@ class StoredRun:
         return read_file(files[step])
 
     def group(self, step: int, number: int, name: str = "step") -> StoredGroup:
-        """One group of a step; ShoalError where the step has fewer."""
+        """Returns one group of a step. ShoalError if the step has fewer groups."""
         groups = self.groups(step, name)
         if number >= len(groups):
             raise ShoalError(
@@ -340,7 +342,7 @@ class StoredRun:
     # ---- checkpoints
 
     def checkpoints(self) -> list[int]:
-        """The versions that are saved, in order."""
+        """Returns the versions that are saved as checkpoints, in order."""
         try:
             names = os.listdir(self.root / "checkpoints")
         except OSError:
@@ -348,7 +350,8 @@ class StoredRun:
         return sorted(int(name) for name in names if name.isdecimal() and len(name) < 10)
 
     def checkpoint_records(self) -> dict[int, dict[str, Any]]:
-        """The record that each readable checkpoint keeps beside its arrays, by version."""
+        """Returns the record that each readable checkpoint keeps beside its arrays, by version.
+        Checkpoints whose record cannot be read are left out."""
         records = {}
         for version in self.checkpoints():
             path = self.root / "checkpoints" / str(version) / "extra" / "metadata"
@@ -373,7 +376,8 @@ class Evaluations:
         self.lines = list(lines)
 
     def read(self, reader: LineReader[EvaluationLine], seconds: float) -> None:
-        """Adds what is new in a file that a run may be writing."""
+        """Adds the new lines of a file that a run may still be writing, reading for at most
+        `seconds`. Starts over if the file was replaced."""
         restarted, lines = reader.new(seconds)
         if restarted:
             self.lines = []
@@ -381,14 +385,15 @@ class Evaluations:
         del self.lines[MAX_ROWS:]
 
     def by_version(self) -> dict[tuple[int, str], Mapping[str, Any]]:
-        """(version, data set) -> figures."""
+        """Returns (version, data set) -> figures."""
         return {(line.step, line.name): line.figures for line in self.lines}
 
     def before_after(
         self, summary: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Data set -> figures before the first step and after the last; of a run without a summary,
-        those of its first and its newest evaluation."""
+        """Returns two mappings, data set -> figures: before the first step, and after the last. If
+        the summary has none, uses the run's first and newest evaluations; a part without an
+        evaluation is {}."""
         before, after = summary.get("before"), summary.get("after")
         if isinstance(before, Mapping) and isinstance(after, Mapping):
             return before, after
@@ -403,8 +408,8 @@ class Evaluations:
         return first, by_step[max(by_step)]
 
     def curves(self) -> dict[str, dict[str, list[Any]]]:
-        """evaluate/<set>/<figure> -> its steps `x`, values `y`, their 95% interval `low`, `high`
-        (None where unknown) and the number of questions `n`."""
+        """Returns evaluate/<set>/<figure> -> its steps `x`, values `y`, the ends of their 95%
+        intervals `low` and `high` (None if unknown), and the number of questions `n`."""
         curves: dict[str, dict[str, list[Any]]] = {}
         for (step, data_set), figures in sorted(self.by_version().items()):
             values = evaluation_scalars(data_set, figures)
@@ -423,8 +428,9 @@ class Evaluations:
         return curves
 
     def main_curve(self, reward_since: int = 0) -> tuple[str, dict[str, list[Any]]]:
-        """Name and curve of the accuracy on the first data set; of its mean reward if the task
-        defines no accuracy, of versions after `reward_changed_at` if that is not 0."""
+        """Returns name and curve of the accuracy on the first data set or, if the task defines no
+        accuracy, of its mean reward; ("", {}) if there is neither. For the mean reward, versions up
+        to `reward_since` are left out if that is not 0 (`reward_changed_at`)."""
         curves = self.curves()
         names = [name for name in curves if name.endswith("/accuracy")]
         names += [name for name in curves if name.endswith("/mean_reward")]
@@ -439,14 +445,14 @@ class Evaluations:
 
 
 _NO_CURVES = ("_error", "num_questions", "num_responses")
-"""Ends of the names of figures that say something of another figure."""
+"""Endings of the names of figures that get no curve, because they qualify another figure."""
 
 
 def _interval(
     name: str, value: float, standard_error: float, figures: Mapping[str, Any]
 ) -> tuple[Any, Any]:
-    """Both ends of a figure's 95% interval, None where unknown: of an accuracy as it was stored,
-    else by the standard error."""
+    """Returns both ends of a figure's 95% interval, None if unknown: for an accuracy the stored
+    interval, else one from the standard error."""
     stored = figures.get("accuracy_interval")
     if name.endswith("/accuracy") and isinstance(stored, list):
         ends: list[Any] = [None, None]
@@ -461,6 +467,7 @@ def _interval(
 
 
 def _rounded_float(number: Any) -> Any:
+    """Returns a float rounded for the screen, and any other value unchanged."""
     return rounded(number) if isinstance(number, float) else number
 
 
@@ -472,36 +479,38 @@ Line = TypeVar("Line", StepLine, EvaluationLine, EventLine)
 
 
 class LineReader(Generic[Line]):
-    """The lines of one of a run's files, in order; `new` gives those that were added since it was
-    called last.
+    """Reads the lines of one of a run's files, in order. `new` returns the lines that were added
+    since the last call.
 
-    A torn last line is left for the next reading. One that is damaged is passed over and becomes a
-    problem of the run, which a strict reading raises. A file that was replaced by another, as a
-    resumed run does, is read anew."""
+    An incomplete last line is left for the next reading. A damaged line is skipped and becomes a
+    problem of the run, which a strict reading raises. A file that was replaced by another, as when
+    a run is resumed, is read from the beginning."""
 
     def __init__(
         self, run: StoredRun, line_type: type[Line], most_bytes: int = MAX_FILE_BYTES
     ) -> None:
         self._run, self._type, self._most_bytes = run, line_type, most_bytes
         self._name = line_type.FILE
-        self._inode = -1  # of the file that was read last; -1: there was none
+        self._inode = -1  # inode of the file that was read last; -1: there was no file
         self._restart()
-        self.complete = False  # everything that was there at the last reading has been read
+        self.complete = False  # True if the last reading reached the end of the file
 
     def _restart(self) -> None:
+        """Makes the next reading start at the beginning of the file."""
         self._offset = 0
         self._num_lines = 0
-        self._rest = b""  # of the last line, whose end has not been read
-        self._is_skipping = False  # until the end of a line that is too long
+        self._rest = b""  # beginning of the last line, whose end has not been read
+        self._is_skipping = False  # True until the end of a line that is too long has been read
 
     def read_all(self) -> list[Line]:
-        """All lines that the file has now."""
+        """Returns all lines that the file has now."""
         _, lines = self.new(math.inf)
         return list(lines)
 
     def new(self, seconds: float) -> tuple[bool, Iterator[Line]]:
-        """Whether the file is another than before, and its new lines, as many as can be read in so
-        many seconds."""
+        """Returns whether the file was replaced since the last call, and an iterator over the new
+        lines. The iterator stops after about `seconds`; `complete` then says whether it reached the
+        end."""
         path = self._run.file(self._name)
         if path is None:
             restarted = self._inode >= 0
@@ -517,6 +526,8 @@ class LineReader(Generic[Line]):
         return restarted, self._lines(path, time.monotonic() + seconds)
 
     def _lines(self, path: Path, until: float) -> Iterator[Line]:
+        """Yields the lines from the current position on, until the end of the file, its limit, or
+        the time `until`."""
         try:
             with path.open("rb") as file:
                 file.seek(self._offset)
@@ -545,6 +556,7 @@ class LineReader(Generic[Line]):
             self._run.problem(self._name, f"cannot be read ({error.strerror})")
 
     def _parsed(self, lines: list[bytes]) -> Iterator[Line]:
+        """Yields the parsed lines; skips empty ones and notes damaged ones as problems."""
         for text in lines:
             self._num_lines += 1
             if self._is_skipping:  # the end of a line that was too long
@@ -573,13 +585,13 @@ MAX_DEPTH, MAX_FOLDERS = 4, 20_000
 def open_runs(
     words: Sequence[str], base: str = "outputs", known: Sequence[StoredRun] = ()
 ) -> list[StoredRun]:
-    """The runs that words name, but for those `known` already: a run folder, `last`, or a folder
-    with runs below it, of which each is named by its path from there (there may be none yet);
-    without words the newest. They are read leniently.
+    """Opens the runs that `words` name, except those in `known`, for lenient reading. A word is a
+    run's folder, `last`, or a folder with runs below it (perhaps none yet), each of which is named
+    by its path from there. Without words, opens the newest run below `base`.
 
-    ShoalError for a word that names none, with what it is instead."""
-    paths: dict[Path, Path] = {}  # resolved -> as it was named
-    names: dict[Path, str] = {}  # of runs below a folder
+    ShoalError if a word names neither; the text says what the word names instead."""
+    paths: dict[Path, Path] = {}  # resolved path -> path as it was named
+    names: dict[Path, str] = {}  # resolved path -> name, for runs found below a folder
     for word in words or [_newest(base)]:
         if word == LAST:
             run = find_run(word, base, groups=False)
@@ -609,12 +621,12 @@ def open_runs(
 
 
 _NO_NAME = re.compile(r"\d+|\d\d-\d\d-\d\d(-\d+)?")
-"""The number of a sweep's run, and a time without its date."""
+"""Names that do not identify a run: the number of a sweep's run, and a time without its date."""
 
 
 def short_name(run: Path, others: Sequence[Path]) -> str:
-    """The end of a path that tells the run from the others and is more than a sweep's number or a
-    time of day.
+    """Returns the shortest end of a path that distinguishes the run from the others and is more
+    than a sweep's number or a time of day.
 
     >>> short_name(Path("outputs/sweep/0"), [Path("outputs/sweep/0"), Path("outputs/sweep/1")])
     'sweep/0'
@@ -630,7 +642,7 @@ def short_name(run: Path, others: Sequence[Path]) -> str:
 
 
 def _encodable(name: str) -> str:
-    """A name of a file as UTF-8 holds it, other bytes as escapes."""
+    """Returns a file's name with bytes that UTF-8 cannot hold as escapes."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
@@ -638,6 +650,8 @@ _DATE_AND_TIME = re.compile(r"/(\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d)[^/]*$")
 
 
 def _newest(base: str) -> str:
+    """Returns `last` if there is such a file, else the path of the newest run below `base`.
+    ShoalError if there is no run."""
     if (Path(base) / LAST).is_file():
         return LAST
     runs = []
@@ -652,8 +666,8 @@ def _newest(base: str) -> str:
 
 
 def _runs_below(folder: Path) -> Iterator[Path]:
-    """Run folders within a folder, by name; links are not followed, and runs are not searched for
-    runs."""
+    """Yields the run folders within a folder, by name. Links are not followed, and folders within a
+    run are not searched."""
     for num_seen, (walked, names, files) in enumerate(os.walk(folder)):
         path = Path(walked)
         if CONFIG in files:
@@ -665,9 +679,11 @@ def _runs_below(folder: Path) -> Iterator[Path]:
 
 
 def reward_changed_at(parts: Mapping[int, Mapping[str, Any]]) -> int:
-    """The version from which on a run has the reward of its last part; 0 if that never changed.
+    """Returns the version from which on a run has the reward settings of its last segment; 0 if the
+    reward never changed.
 
-    `parts`: the settings of each file of `parts_of`, as dotted key -> value, by its number."""
+    `parts`: the settings of each file of `parts_of`, as dotted key -> value, by the segment's
+    number."""
     defaults = {}
     for name, key in keys_of(Config).items():
         if "rewards" in stages_of(name):
@@ -676,7 +692,7 @@ def reward_changed_at(parts: Mapping[int, Mapping[str, Any]]) -> int:
     before = None
     for number, settings in sorted(parts.items()):
         reward = {name: settings.get(name, default) for name, default in defaults.items()}
-        reward = json_ready(reward)  # a list of a file is a tuple in the schema
+        reward = json_ready(reward)  # a list in a file is a tuple in the schema
         if before is not None and reward != before:
             since = number
         before = reward
@@ -684,8 +700,8 @@ def reward_changed_at(parts: Mapping[int, Mapping[str, Any]]) -> int:
 
 
 def read_requested(run: Path, file: str = CONFIG) -> Config:
-    """The settings of a run as they were requested, in which what was left open is open; of its
-    newest part, if it was resumed with others."""
+    """Returns the settings of a run as they were requested, so that what was left open is still
+    open; `file`: that of a segment. ShoalError if they cannot be read."""
     try:
         return config_of(flat_values(run / file))
     except ShoalError as error:
@@ -696,8 +712,8 @@ def read_requested(run: Path, file: str = CONFIG) -> Config:
 
 
 def read_decisions(run: Path, file: str = CONFIG) -> dict[str, Decision]:
-    """What a run decided where its settings leave a key open; none without its file, and all is
-    then decided anew. ShoalError for a damaged one."""
+    """Returns what a run decided where its settings leave a key open, by key; {} if there is no
+    such file, so that a run decides everything anew. ShoalError if the file is damaged."""
     path = decided_file(run / file)
     try:
         return _decisions_in(path.read_text(encoding="utf-8"))
@@ -711,21 +727,23 @@ def read_decisions(run: Path, file: str = CONFIG) -> dict[str, Decision]:
 
 
 def _decisions_in(text: str) -> dict[str, Decision]:
-    """The decisions of decided.yaml, which is empty where nothing was left open."""
+    """Returns the decisions in the text of decided.yaml, which is empty if nothing was left
+    open."""
     return decisions_of(bounded_yaml(text)) if text.strip() else {}
 
 
 def read_config(run: Path, file: str = CONFIG) -> Config:
-    """The settings that a run works with: as requested, with what it decided; of its newest part,
-    if it was resumed with others."""
+    """Returns the settings that a run works with: as requested, together with what it decided;
+    `file`: that of a segment."""
     return resolved(read_requested(run, file), read_decisions(run, file))
 
 
 def read_summary(run: Path) -> dict[str, Any] | None:
-    """The summary of a finished run, else None."""
+    """Returns the summary of a finished run; None if the run has not finished, or the file is
+    damaged."""
     try:
         summary = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
-    # Truncated by a power cut: it is written again.
+    # A file that a power cut truncated counts as missing, and is written again.
     except (FileNotFoundError, ValueError, RecursionError):
         return None
     return summary if isinstance(summary, dict) else None

@@ -1,4 +1,5 @@
-"""A run's results in Python: summary, metrics as a table, evaluations, groups, paths, a plot."""
+"""A run's results for Python programs: summary, metrics as a table, evaluations, groups, paths, a
+plot."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class Table:
 
     def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
         self.rows: list[dict[str, Any]] = [dict(row) for row in rows]
-        names: dict[str, None] = {}  # in their order, each once
+        names: dict[str, None] = {}  # names in order of appearance, each once
         for row in self.rows:
             names.update(dict.fromkeys(row))
         self.columns: dict[str, list[Any]] = {}
@@ -39,7 +40,7 @@ class Table:
             self.columns[name] = [row.get(name) for row in self.rows]
 
     def __getitem__(self, name: str) -> list[Any]:
-        """A column; ShoalError with the nearest name if there is none."""
+        """Returns a column. ShoalError, with the nearest name, if there is no such column."""
         if name not in self.columns:
             hint = ": the table is empty"
             if self.columns:
@@ -57,7 +58,7 @@ class Table:
         return iter(self.rows)
 
     def to_pandas(self) -> Any:
-        """The table as a pandas DataFrame; ShoalError if pandas is not installed."""
+        """Returns the table as a pandas DataFrame. ShoalError if pandas is not installed."""
         try:
             import pandas  # pyright: ignore[reportMissingImports]
         except ImportError as error:
@@ -102,7 +103,7 @@ _SHOWN_ROWS = 10  # at either end
 
 
 class Result(Mapping[str, Any]):
-    """A run read from its folder; as a mapping it is the summary.
+    """A run read from its folder. As a mapping it is the run's summary.
 
     >>> result = shoal.train(task=rows, reward=f)
     >>> result["accuracy_after"], result.metrics["reward/mean"], result.evaluations[-1]["accuracy"]
@@ -127,6 +128,7 @@ class Result(Mapping[str, Any]):
 
     @property
     def finished(self) -> bool:
+        """True if the run has made all its steps and written its summary."""
         return bool(self.summary)
 
     @property
@@ -135,18 +137,18 @@ class Result(Mapping[str, Any]):
         return list(self._run.group_files())
 
     def groups(self, step: int) -> list[StoredGroup]:
-        """A training step's groups, with `.group` (prompt, texts, rewards) and `.advantages`;
-        ShoalError if none."""
+        """Returns a training step's groups, each with `.group` (prompt, texts, rewards) and
+        `.advantages`. ShoalError if there are none."""
         return self._run.groups(step)
 
     @property
     def before(self) -> dict[str, dict[str, Any]]:
-        """Data set -> figures before the first step."""
+        """Data set -> figures of the evaluation before the first step."""
         return dict(self._evaluations.before_after(self.summary)[0])
 
     @property
     def after(self) -> dict[str, dict[str, Any]]:
-        """Data set -> figures after the last step; of an unfinished run, those of its newest
+        """Data set -> figures after the last step; for an unfinished run those of its newest
         evaluation."""
         return dict(self._evaluations.before_after(self.summary)[1])
 
@@ -184,17 +186,17 @@ class Result(Mapping[str, Any]):
         return "\n".join(lines)
 
     def view(self, groups: Sequence[str] = (), height: int = 800) -> Page:
-        """The page of `shoal view` on this run, which a notebook shows inline; `.save(path)` keeps
-        it as a file.
+        """Returns the page of `shoal view` on this run, which a notebook shows inline;
+        `.save(path)` writes it to a file.
 
-        It contains the curves so far and some groups: the newest step's, or `groups`, such as
+        The page contains the curves so far and some groups: the newest step's, or `groups`, such as
         `["12", "40:0-7"]`. ShoalError if the extra `view` is not installed, or if the run has no
         such groups."""
         return Page(make_page(self.folder, groups), self.folder, height)
 
     def plot(self) -> Any:
-        """A matplotlib figure of reward, accuracy (mean reward if the task defines none), entropy
-        and KL, and length.
+        """Returns a matplotlib figure of reward, accuracy (mean reward if the task defines none),
+        entropy and KL, and length.
 
         ShoalError if matplotlib is not installed, or if there is no step and no evaluation yet."""
         try:
@@ -233,13 +235,14 @@ class Result(Mapping[str, Any]):
             axis.grid(alpha=0.3)
             if len(axis.lines) > 1 or axis is scores:
                 axis.legend()
-        pyplot.close(figure)  # returned, not held: a notebook would show it twice
+        # closed, because a notebook would otherwise show the returned figure twice
+        pyplot.close(figure)
         return figure
 
 
 def _draw(axis: Any, rows: Sequence[Mapping[str, Any]], column: str, label: str) -> None:
-    """A column over the steps, with a mark at each point where these are few; nothing where no row
-    has it."""
+    """Draws a column over the steps, with a mark at each point if there are few; draws nothing if
+    no row has the column."""
     known = [row for row in rows if row.get(column) is not None]
     if not known:
         return
@@ -250,7 +253,7 @@ def _draw(axis: Any, rows: Sequence[Mapping[str, Any]], column: str, label: str)
 
 
 def _draw_interval(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """The 95% intervals of the accuracy."""
+    """Draws the 95% intervals of the accuracy."""
     known = [row for row in rows if row.get("accuracy_interval")]
     if not known:
         return
@@ -265,22 +268,22 @@ _FEW_POINTS = 30
 
 @dataclass(frozen=True)
 class Page:
-    """A page in one file, without a need for network."""
+    """A page as one HTML file that needs no network."""
 
     html: str
     folder: Path
     height: int = 800
 
     def save(self, path: str | Path) -> Path:
-        """Writes it to a file, which any browser opens."""
+        """Writes the page to a file, which any browser opens."""
         path = Path(path)
         with writing(path):
             path.write_text(self.html, encoding="utf-8")
         return path
 
     def _repr_html_(self) -> str:
-        # In a frame of its own, without the notebook's origin: what a model wrote reaches nothing
-        # of the notebook.
+        """Returns the page in a frame, for notebooks."""
+        # A sandboxed frame, so that what a model wrote cannot reach anything of the notebook.
         return (
             f'<iframe sandbox="allow-scripts" title="Shoal: {html.escape(self.folder.name)}" '
             f'width="100%" '
@@ -294,8 +297,8 @@ class Page:
 
 
 def make_page(folder: Path, groups: Sequence[str]) -> str:
-    """The page that `shoal view` writes, made by a process of its own: it reads a run of any size,
-    and ends."""
+    """Returns the HTML page that `shoal view` writes. A separate process makes it, since it may
+    read a run of any size."""
     with tempfile.TemporaryDirectory() as temporary:
         to = Path(temporary) / "page.html"
         command = [sys.executable, "-m", "shoal", "view", str(folder), f"to={to}"]
@@ -309,8 +312,8 @@ def make_page(folder: Path, groups: Sequence[str]) -> str:
 
 
 def load_run(folder: Any, base_output_directory: str = "outputs") -> Result:
-    """Reads a run folder, or `last`, the newest run under a base directory: finished, running or
-    stopped."""
+    """Reads a run's folder, or `last`, the newest run under a base directory. The run may be
+    finished, running or stopped. ShoalError if the folder is not a run's."""
     path = find_run(str(folder), base_output_directory)
-    read_config(path)  # raises for a folder of something else
+    read_config(path)  # raises if the folder is not a run's
     return Result(path)

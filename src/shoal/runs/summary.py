@@ -1,4 +1,5 @@
-"""A run's figures as lines for people: a step, an evaluation, the summary at the end."""
+"""Texts about a run's figures for people: a step's line, an evaluation's line, the summary at the
+end."""
 
 from __future__ import annotations
 
@@ -34,21 +35,23 @@ STEP_FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "throughput/sample_tokens_per_second": ("sampling", speed_text),
     "throughput/train_tokens_per_second": ("training", speed_text),
 }
-"""Metric -> its name on the step's line, its form; a metric that a step lacks is left out."""
+"""Metric -> (its name on a step's line, the function that formats it). A metric that a step lacks
+is left out."""
 
 _SHOWN_ABOVE_ZERO = ("tools/failure_frequency", "completions/ended_by_failed")
 
 
 def step_figures(metrics: Mapping[str, float], compiled: int = 0) -> list[str]:
-    """A step's metrics as on its line, in the order of STEP_FIGURES, and the skipped updates, if
-    any. A step that `compiled` programs has no speeds: most of its time went into that."""
+    """Returns the texts on a step's line: its metrics in the order of STEP_FIGURES, and the number
+    of skipped updates, if any. A step that `compiled` programs shows no speeds, because most of its
+    time went into compiling."""
     figures = []
     for name, (label, form) in STEP_FIGURES.items():
         value = metrics.get(name)
         if value is None:
             continue
         if name == "loss" and metrics.get("reward/mean") is not None:
-            continue  # without rewards, the loss says how it goes
+            continue  # the loss is shown only if there are no rewards
         if name in _SHOWN_ABOVE_ZERO and not value:
             continue
         if compiled and form is speed_text:
@@ -63,7 +66,7 @@ def step_figures(metrics: Mapping[str, float], compiled: int = 0) -> list[str]:
 
 
 def version_text(version: int) -> str:
-    """When weights were as in this version: `before training`, `after step 20`."""
+    """Returns a text for a version of the weights: "before training", "after step 20"."""
     return f"after step {version}" if version else "before training"
 
 
@@ -85,8 +88,8 @@ _ABOUT = (
 
 
 def evaluation_text(figures: Mapping[str, Any]) -> str:
-    """An evaluation's figures in one line; after the first, in brackets: protocol, number of
-    questions, interval."""
+    """Returns an evaluation's figures in one line; after the first, in brackets: protocol, number
+    of questions, interval."""
     names = _shown(figures)
     about = _about_evaluation(figures, names)
     if not names:
@@ -114,8 +117,8 @@ def evaluation_text(figures: Mapping[str, Any]) -> str:
 
 
 def _about_evaluation(figures: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """Protocol, data and number of questions, and the interval of the accuracy where that is the
-    first of the figures that are shown, `names`."""
+    """Returns texts on protocol, data and number of questions, and the interval of the accuracy if
+    that is the first of the figures shown, `names`."""
     terms = [one_line(figures[name]) for name in ("protocol", "data") if figures.get(name)]
     for name, unit in _NUMBERS.items():
         if figures.get(name) is not None:
@@ -130,7 +133,8 @@ def _about_evaluation(figures: Mapping[str, Any], names: Sequence[str]) -> list[
 
 
 def _fewer(figures: Mapping[str, Any]) -> list[str]:
-    """The number of questions that were sampled, where it is not that of all."""
+    """Returns a text with the number of questions that were sampled, in a list, if fewer than all
+    were; else []."""
     number = figures.get("sampled_num_questions")
     if number is None or number == figures.get("num_questions"):
         return []
@@ -138,8 +142,8 @@ def _fewer(figures: Mapping[str, Any]) -> list[str]:
 
 
 def _shown(figures: Mapping[str, Any]) -> list[str]:
-    """The names of figures that stand by themselves: pass@1 is the sampled accuracy, and of several
-    pass@k only the largest is shown."""
+    """Returns the names of the figures that are shown by themselves. pass@1 equals the sampled
+    accuracy and is left out; of several pass@k only the largest is shown."""
     pass_ks = [int(name[5:]) for name in figures if re.fullmatch(r"pass@\d+", name)]
     largest_pass = f"pass@{max(pass_ks, default=0)}"
     shown = []
@@ -164,9 +168,9 @@ def summary_rows(
     after: Mapping[str, Mapping[str, Any]],
     reward_since: int = 0,
 ) -> list[tuple[str, str, str, str]]:
-    """One row a figure: its name (with protocol and number of questions), before, after, change; of
-    the rewards no change where the run has had another reward only since a version after the first,
-    `reward_since`.
+    """Returns one row per figure: (name with protocol and number of questions, before, after,
+    change), as texts. If the reward was changed at version `reward_since` > 0, rewards have no
+    change.
 
     A figure that one side lacks has a dash there. Lengths, truncation and each function's mean
     reward are left out."""
@@ -199,7 +203,8 @@ def summary_rows(
 
 
 def _protocol_and_questions(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """The protocol of two evaluations, and their number of questions: both, where they differ."""
+    """Returns texts with the protocol of two evaluations and their number of questions; both
+    numbers, if they differ."""
     terms = []
     about = new or old
     if about.get("protocol"):
@@ -214,7 +219,7 @@ def _protocol_and_questions(old: Mapping[str, Any], new: Mapping[str, Any]) -> l
 
 
 def _change(name: str, old: Any, new: Any) -> str:
-    """The difference as text; empty where one of the two is no number."""
+    """Returns the difference as text; "" if one of the two is not a number."""
     if not is_number(old) or not is_number(new):
         return ""
     difference = float(new) - float(old)
@@ -227,8 +232,8 @@ def _change(name: str, old: Any, new: Any) -> str:
 
 
 def curve_text(evaluations: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> str:
-    """The main figure of three or more evaluations, by version and data set, in one line of at most
-    13 points.
+    """Returns the main figure of three or more evaluations by version, in one line with at most 13
+    points; "" if there are fewer than three.
 
     >>> curve_text({step: {"held_out": {"accuracy": 0.37 + step / 200}} for step in (0, 20, 40)})
     'held_out accuracy by step: 0: 37.0%, 20: 47.0%, 40: 57.0%'
@@ -238,7 +243,7 @@ def curve_text(evaluations: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> st
         if sets:
             main_set, figures = next(iter(sets.items()))
             points.append((version, main_set, figures))
-    if len(points) < 3:  # the table of before and after says it
+    if len(points) < 3:  # the table of before and after says the same
         return ""
     _, _, second = points[1]
     _, main_set, last = points[-1]
@@ -256,7 +261,7 @@ def curve_text(evaluations: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> st
 
 
 def summary_facts(summary: Summary) -> str:
-    """What a finished run took."""
+    """Returns a text on the steps, time and speeds of a finished run."""
     steps = count(summary.steps_made, "step")
     sampling = speed_text(summary.sample_tokens_per_second)
     training = speed_text(summary.train_tokens_per_second)
@@ -279,7 +284,7 @@ _ENDS_OF_TOKENS = {
 
 
 def account_text(tokens: Mapping[str, int]) -> str:
-    """What became of all sampled tokens, in one line.
+    """Returns a line that says what became of all sampled tokens; "" if nothing is known.
 
     >>> account_text({"sampled": 5000, "trained": 4000, "evaluated": 1000, "lost": 0})
     '5,000 tokens sampled: 4,000 trained on, 1,000 in evaluations'

@@ -1,4 +1,4 @@
-"""The run's folder and what is written there: settings, metrics, groups, the summary.
+"""Writes a run's folder: settings, metrics, groups, the summary. It holds:
 
 config.yaml  decided.yaml                the settings as requested, and what the run decided where
                                          they leave a key open
@@ -60,7 +60,8 @@ from shoal.text import one_line
 
 
 class RunWriter:
-    """The files of one run. Made by `RunWriter.create`; closed at the end, or used in a `with`.
+    """Writes the files of one run. Make one with `RunWriter.create`; close it at the end, or use it
+    in a `with`.
 
     >>> with RunWriter.create("outputs", "first") as folder:
     ...     folder.write_metrics(1, {"reward/mean": 0.5})
@@ -78,15 +79,17 @@ class RunWriter:
 
     phase: Phase = "start"
     step = 0
-    """The phase and the step under way, with which events are written."""
+    """Phase and step under way, which events get when they are written."""
 
     def _open(self) -> None:
+        """Takes the lock and opens the files that grow."""
         self._lock = Lock(self.path)
         self.metrics = JsonlSink(self.path / StepLine.FILE)
         self.evaluations = JsonlSink(self.path / EvaluationLine.FILE)
         self.events = JsonlSink(self.path / EventLine.FILE)
-        # Unlike the others, events are written before what was lost is removed: `rewind` keeps
-        # those of this process. A torn last line, which they would follow, goes at once.
+        # Unlike other lines, events of this process are written before `rewind` removes what was
+        # lost; `rewind` keeps them. An incomplete last line, which they would follow, is removed
+        # now.
         self.events.keep(lambda line: True)
         self._events_before = len(read_lines(self.events.path))
 
@@ -97,13 +100,13 @@ class RunWriter:
         run_name: str = "",
         now: datetime | None = None,
     ) -> RunWriter:
-        """A new folder, or the one of this name (see `make_run_folder`); ShoalError if it cannot be
-        written or another process works in it."""
+        """Makes a new folder, or opens the one of this name (see `make_run_folder`). ShoalError if
+        it cannot be written, or another process works in it."""
         return cls(make_run_folder(base, run_name, now))
 
     @property
     def no_locks(self) -> str:
-        """Why no process is kept out of this folder; empty if a second one is refused."""
+        """The reason why a second process would not be kept out of this folder; "" if it would."""
         return self._lock.missing
 
     def remember(self, base: str | os.PathLike[str]) -> None:
@@ -116,22 +119,23 @@ class RunWriter:
     # -- resuming
 
     def rewind(self, version: int, evaluated: bool = True, again: Collection[int] = ()) -> None:
-        """Removes what was written of the steps after `version`, its evaluation unless that was
-        complete (`evaluated`), and those that are asked for `again`; torn lines too. Says so as an
-        event."""
+        """Removes what was written of steps after `version`, the evaluation of `version` unless it
+        was completely `evaluated`, the evaluations of the versions in `again`, and incomplete
+        lines. Writes an event that says so."""
 
         last_evaluation = version if evaluated else version - 1
 
-        def is_kept(number: int) -> bool:  # the evaluation of a version
+        def is_kept(number: int) -> bool:  # whether the evaluation of a version is kept
             return number not in again and number <= last_evaluation
 
         def is_kept_event(line: Mapping[str, Any]) -> bool:
+            """True if an event is kept."""
             event = EventLine.parse(line)
             if event.phase == "evaluation":
                 return is_kept(event.step)
             if event.phase == "training":
                 return event.step <= version
-            # A start from which no step was kept is repeated; the end is another.
+            # A start after which no step was kept is repeated, and so is the end.
             return event.phase == "start" and event.step < version
 
         self.metrics.keep(lambda line: line["step"] <= version)
@@ -160,24 +164,24 @@ class RunWriter:
             self.write_event("note", "the run has no checkpoint: it starts from its beginning")
 
     def missing_steps(self, version: int) -> list[int]:
-        """Steps up to `version` that have no line in metrics.jsonl."""
+        """Returns the steps up to `version` that have no line in metrics.jsonl."""
         written = StoredRun(self.path).metrics()
         return [step for step in range(1, version + 1) if step not in written]
 
     def read_evaluations(self) -> dict[int, dict[str, Mapping[str, Any]]]:
-        """version -> data set -> figures."""
+        """Returns version -> data set -> figures, of all evaluations written."""
         evaluations: dict[int, dict[str, Mapping[str, Any]]] = {}
         for line in StoredRun(self.path).evaluations().lines:
             evaluations.setdefault(line.step, {})[line.name] = line.figures
         return evaluations
 
     def write_config(self, config: str, decided: str, version: int = 0) -> None:
-        """Writes the settings as requested and what the run decided, both as YAML text. If a run is
-        resumed at `version` with others, those of each part are kept: config_0.yaml and
+        """Writes the settings as requested and what the run decided, both YAML text. If a run is
+        resumed at `version` with other settings, keeps those of each part: config_0.yaml and
         decided_0.yaml, config_40.yaml and decided_40.yaml."""
         parts = parts_of(self.path)
-        # Not config.yaml: it may hold those of a part that was lost with its checkpoint, which hold
-        # again from here on.
+        # Not config.yaml, because it may hold the settings of a part that was lost together with
+        # its checkpoint.
         held = parts[max(parts)] if parts else self.config_path
         if held.is_file():
             config_before = held.read_text(encoding="utf-8")
@@ -189,19 +193,21 @@ class RunWriter:
                 if not parts:
                     self._write_part(0, config_before, decided_before)
                 self._write_part(version, config, decided)
-        # In this order: decisions of other settings than config.yaml's are taken anew.
+        # Settings before decisions: if the process is killed in between, decisions that belong to
+        # other settings are made again.
         write_atomically(self.config_path, [config.rstrip("\n")])
         write_atomically(self.decided_path, [decided.rstrip("\n")])
 
     def _write_part(self, version: int, config: str, decided: str) -> None:
+        """Writes the settings and decisions of one part."""
         path = self.path / f"config_{version}.yaml"
-        # First: the file of the settings is what makes the part.
+        # Decisions first, because the file of settings is what makes the part exist.
         write_atomically(decided_file(path), [decided.rstrip("\n")])
         write_atomically(path, [config.rstrip("\n")])
 
     def write_hydra(self, config: str, overrides: Sequence[str]) -> None:
-        """The files that Hydra writes, as those who come from it look for them; nothing here reads
-        them."""
+        """Writes the files that Hydra writes, for people who look for them there; nothing in Shoal
+        reads them."""
         job = {
             "hydra": {
                 "job": {"name": self.path.name},
@@ -216,22 +222,24 @@ class RunWriter:
         write_atomically(folder / "hydra.yaml", [json.dumps(job, indent=2)])
 
     def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Appends a step's metrics. Raises if the run's bucket has failed."""
         self.metrics.write(StepLine(step, metrics))
         if self.mirror:
             self.mirror.check()
 
     def write_evaluation(self, step: int, name: str, figures: Mapping[str, Any]) -> None:
-        """One line of evaluations.jsonl: `step`, `name` (of the questions), the figures."""
+        """Appends a line to evaluations.jsonl: `step`, `name` (of the questions) and the
+        figures."""
         self.evaluations.write(EvaluationLine(step, name, figures))
 
     def begin(self, phase: Phase, step: int) -> None:
-        """Events from now on belong to this phase, and to `step` (see `EventLine`)."""
+        """Sets the phase and the step (see `EventLine`) that events get from now on."""
         self.phase = phase
         self.step = step
 
     @contextlib.contextmanager
     def during(self, phase: Phase, step: int) -> Iterator[None]:
-        """Events within the block belong to another phase than those before and after it."""
+        """Context manager whose events belong to another phase than those before and after."""
         before = self.phase, self.step
         self.begin(phase, step)
         try:
@@ -240,8 +248,8 @@ class RunWriter:
             self.begin(*before)
 
     def write_event(self, level: EventLevel, text: str, key: str = "") -> None:
-        """One line of events.jsonl, at the step under way. No run ends for an event that cannot be
-        written: a full disk is met where something is written that a run needs."""
+        """Appends a line to events.jsonl, for the current step. Ignores errors: a full disk shows
+        when something is written that the run needs."""
         event = EventLine(time.time(), self.step, self.phase, level, one_line(text), key)
         with contextlib.suppress(ShoalError):
             self.events.write(event)
@@ -253,17 +261,17 @@ class RunWriter:
         advantages: Any = None,
         trainer_logprobs: TokenLogprobs | None = None,
     ) -> Path:
-        """Writes a step's groups atomically and returns the file, `groups/step_000012.parquet`;
+        """Writes a step's groups atomically, and returns the file, `groups/step_000012.parquet`;
         groups of an evaluation go to `groups/evaluate_<data set>_000012.parquet`. `advantages`: by
-        group, by completion, [P, G]."""
+        group and completion, [P, G]."""
         purpose, subset = (groups[0].purpose, groups[0].subset) if groups else (Purpose.TRAIN, "")
         path = self.groups_path / groups_file(purpose, subset, step)
         write_file(path, groups, advantages, trainer_logprobs)
         return path
 
     def solved_question(self, subset: str, last: int) -> tuple[Group, Group] | None:
-        """The first question of a data set that was answered wrong before training and is answered
-        right after step `last`, with both answers; None without one, or without the files."""
+        """Returns the first question of a data set that was answered wrong before training and
+        right after step `last`, as both groups; None if there is none, or the files are missing."""
         try:
             before = read_file(self.groups_path / groups_file(Purpose.EVALUATE, subset, 0))
             after = read_file(self.groups_path / groups_file(Purpose.EVALUATE, subset, last))
@@ -279,7 +287,7 @@ class RunWriter:
         return None
 
     def write_pass_rates(self, record: Iterable[Mapping[str, Any]]) -> None:
-        """Writes pass_rates.jsonl atomically, a line a prompt."""
+        """Writes pass_rates.jsonl atomically, one line per prompt."""
         write_atomically(self.path / "pass_rates.jsonl", map(json_line, record))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
@@ -289,23 +297,25 @@ class RunWriter:
         )
 
     def saved(self, version: int) -> None:
-        """A checkpoint was saved; of a run in a bucket, waits where too many are here alone."""
+        """Notes that a checkpoint was saved. If the run is in a bucket, waits while too many
+        checkpoints exist only on this machine."""
         if self.mirror:
             self.mirror.saved(version)
 
     def flush(self) -> None:
-        """Returns when the bucket of a run in a bucket holds everything."""
+        """Waits until the bucket, if the run is in one, holds everything."""
         if self.mirror:
             self.mirror.flush()
 
     def close(self) -> None:
+        """Closes the files and releases the lock."""
         self.metrics.close()
         self.evaluations.close()
         self.events.close()
         self._lock.release()
 
     def sync(self) -> None:
-        """Returns when the lines written so far would survive a power cut."""
+        """Waits until the lines written so far would survive a power cut."""
         self.metrics.sync()
         self.evaluations.sync()
         self.events.sync()
@@ -318,7 +328,8 @@ class RunWriter:
 
 
 class NullRunWriter(RunWriter):
-    """A run folder in a process that writes nothing there, since process 0 does."""
+    """A `RunWriter` for processes other than process 0, which alone writes: reads the folder, and
+    writes nothing."""
 
     last_evaluation = sys.maxsize
 
@@ -332,8 +343,9 @@ class NullRunWriter(RunWriter):
         return []
 
     def read_evaluations(self) -> dict[int, dict[str, Mapping[str, Any]]]:
+        """Returns the evaluations that process 0 keeps."""
         evaluations = super().read_evaluations()
-        # As they will be when process 0 has removed the later ones.
+        # The same as after process 0 has removed the later ones.
         for version in list(evaluations):
             if version > self.last_evaluation:
                 del evaluations[version]

@@ -1,2 +1,2 @@
-"""Sampling: the engine runs compiled steps, the scheduler decides what runs next, `sample_tokens`
-picks tokens."""
+"""Sampling: the engine runs compiled steps, the scheduler decides which step runs next, and
+`sample_tokens` chooses tokens."""

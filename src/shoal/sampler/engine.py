@@ -1,4 +1,4 @@
-"""Samples completions: runs the compiled steps over N rows of W slots.
+"""Engine that samples completions: runs the compiled steps over N rows of W slots.
 
     submit -> Scheduler -> prefill (prompts enter free rows, each with its first W siblings)
                         -> join    (further siblings enter free rows, to which their prompt's keys
@@ -12,9 +12,8 @@
     extend -> decode  (a completion whose turn has ended goes on after tokens of context: a tool's
                       answer)
 
-The host decides what runs next and when a completion ends; it never waits for a step that it has
-just started, and gathers the tokens of one while the next runs.
-"""
+The host decides what runs next and when a completion ends. It never waits for a step that it has
+just started, but gathers the tokens of one step while the next runs."""
 
 from __future__ import annotations
 
@@ -69,20 +68,20 @@ from shoal.sampler.scheduler import (
 
 
 class Engine:
-    """Sampler of the devices of one mesh: `slots` completions at once, in rows of
-    `siblings_per_row` (0: of a group).
+    """Sampler on the devices of one mesh: `slots` completions at once, in rows of
+    `siblings_per_row` completions of the same prompt (0: of a whole group).
 
-    A completion's tokens do not depend on what the other slots do or on when it enters. The caller
-    of `step` owns the engine: it is used from one thread, and a `load` or `cancel` takes effect
-    between two steps.
+    A completion's tokens do not depend on what other slots do or on when it enters. The caller of
+    `step` owns the engine: use it from one thread. A `load` or `cancel` takes effect between two
+    steps.
 
-    A request may have any number of completions; `group_size` is what most have: a quarter of the
-    prompts that there is room for enters in one prefill. `decode` turns token ids into text and is
-    needed only for stop strings. With `truncated` the compiled program has top-k, top-p and min-p
-    (it then searches their bounds at every token). `max_support` is K: truncation keeps at most K
-    tokens, and completions record which, in `extra["support_ids"]`, int32[T, K]. `pages`: of a
-    replica's pool; 0 for what all limits need. Where they lack, rows give way.
-    """
+    A request may have any number of completions; `group_size` is the number that most have, and one
+    prefill takes a quarter of the prompts that fit at that size. `decode` turns token ids into text
+    and is needed for stop strings only. With `truncated` the compiled program has top-k, top-p and
+    min-p, and searches their bounds at every token. `max_support` is K: truncation keeps at most K
+    tokens, and completions record which, in `extra["support_ids"]`, int32[T, K]. `pages`: pages in
+    the pool of a replica; 0: enough for all limits. If pages run out, rows are saved to the host's
+    memory."""
 
     def __init__(
         self,
@@ -99,16 +98,18 @@ class Engine:
         max_support: int = 0,
         pages: int = 0,
     ):
-        decodes_by_kernel(model)  # raises where it cannot, before anything is compiled
+        # called for its error, which it raises before anything is compiled
+        decodes_by_kernel(model)
         shards = model.role.row_shards
         self.model = model
         self.truncated = truncated
         self.siblings = min(siblings_per_row, group_size) or group_size
         self.max_support = min(max_support, model.architecture.vocab_size) if truncated else 0
         self.num_rows = num_rows(slots, self.siblings, shards)
-        self.replica_rows = self.num_rows // shards  # programs count rows within a replica
+        self.replica_rows = self.num_rows // shards  # programs number rows within a replica
         rows_per_group = -(-group_size // self.siblings)
-        self.num_groups = max(1, self.num_rows // rows_per_group)  # that are sampled at once
+        # number of groups that are sampled at once
+        self.num_groups = max(1, self.num_rows // rows_per_group)
         self.max_prompt_tokens = max_prompt_tokens
         self.max_completion_tokens = max_completion_tokens
         self.eos_ids = tuple(eos_ids)
@@ -116,12 +117,13 @@ class Engine:
         platform = model.role.platform
         piece = piece_size(model, prompt_bucket(max_prompt_tokens))
         # A batch costs the same however few of its rows are used, and decoding is interrupted to
-        # fill one.
+        # fill one, so batches are neither small nor large.
         prefill_rows = min(self.num_rows, round_up(max(1, self.num_groups // 4), shards))
         join_rows = min(self.num_rows, round_up(max(1, self.num_rows // 8), shards))
         prompt_cache = cache_size(max_prompt_tokens, platform, model.key_parts)
         completion_cache = cache_size(max_completion_tokens, platform, model.key_parts)
-        full_rows = self.replica_rows  # rows of a replica that have memory at their limits
+        # number of rows of a replica that fit in memory at their limits
+        full_rows = self.replica_rows
         self.pool: PagePool | None = None
         row_pages = 0
         total_pages = 0
@@ -151,10 +153,10 @@ class Engine:
         self.progress: dict[int, Progress] = {}
         self.in_flight: deque[InFlightStep] = deque()
         self.finished: dict[int, list[Completion]] = {}
-        # So far. `tokens`: sampled, of completions that were cancelled too; `active_slots`: slots
-        # that sampled a token in decoding, of `total_slots`, summed over its tokens;
-        # `preempted_rows`: that gave way, though their completions went on. Of each other name a
-        # step has the metric sampler/NAME.
+        # Counts so far. `tokens`: sampled tokens, including those of cancelled completions.
+        # `total_slots` and `active_slots`: slots, and slots that sampled a token, summed over the
+        # tokens of decoding. `preempted_rows`: rows that were saved to make room although their
+        # completions went on. Any other name is the metric sampler/NAME of a step.
         self.counters = Counter[str]()
         self._ended = np.ones((self.num_rows, self.siblings), bool)
         self._sizes = (
@@ -164,7 +166,7 @@ class Engine:
             completion_cache,
             total_pages,
         )
-        # Those in flight, after one whose tokens are being gathered.
+        # The steps in flight, preceded by the one whose tokens are being gathered.
         self._ungathered: deque[InFlightStep] = deque()
         self._state: DecodeState | None = None
         swapped_shapes = state_shapes(
@@ -173,23 +175,25 @@ class Engine:
         self.parked = ParkedRows(swapped_shapes, model.key_parts)
         # True during a call of a program whose shapes are new: it may compile for minutes.
         self.starting = False
-        self._started: set[tuple[str, int]] = set()  # programs and prompt lengths that are not new
+        # (program, prompt length) that were called before, so that they are compiled
+        self._started: set[tuple[str, int]] = set()
         programs = make_programs(
             model, self._sizes, self.eos_ids, truncated, self.max_support, piece
         )
         self.programs: dict[str, Any] = dict(programs)
 
     def load(self, version: int, params: Params) -> None:
-        """Sets the weights of the compiled steps that start from now on, and the number that their
+        """Sets the weights of the compiled steps that start from now on, and the version that their
         tokens carry.
 
-        Completions in progress go on with them: their keys and values stay those of the weights
-        before."""
+        Completions in progress continue with the new weights; their existing keys and values stay
+        those of the old weights."""
         self.version = version
         self.parameters = params
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
-        """Queues requests. ShoalError for one that cannot be sampled."""
+        """Queues requests. ShoalError if a request cannot be sampled, RuntimeError if no weights
+        are loaded."""
         if self.parameters is None:
             raise RuntimeError("no weights are loaded")
         for request in requests:
@@ -209,8 +213,8 @@ class Engine:
             self.progress[request.id] = Progress(request, partials)
 
     def handle(self, message: Message) -> None:
-        """Acts on a message about completions that have begun. TypeError for any other: versions
-        and the queue of requests are the host's."""
+        """Acts on a message about completions that have begun. TypeError for any other message,
+        since the host handles versions and the queue of requests."""
         match message:
             case Extend(id, index, context, turn_limit):
                 self.extend(id, index, context, turn_limit)
@@ -222,9 +226,9 @@ class Engine:
                 raise TypeError(f"an engine does not act on {type(message).__name__}")
 
     def extend(self, id: int, index: int, context: Sequence[int], turn_limit: int = 0) -> None:
-        """A completion whose turn has ended goes on after tokens of context, with a turn of at most
-        `turn_limit` tokens, if that is not 0. ValueError where the context, and one token more, do
-        not fit."""
+        """Continues a completion whose turn has ended, after tokens of context, with a turn of at
+        most `turn_limit` tokens (0: no limit). ValueError if the context and one more token do not
+        fit."""
         partial, part, row, slot = self._locate(id, index)
         partial.extend(context, turn_limit)
         if row is not None:
@@ -233,7 +237,7 @@ class Engine:
             self.scheduler.returning[id, part] = self._pages_back(id, part)
 
     def end(self, id: int, index: int) -> None:
-        """A completion whose turn has ended is over: its slot is free."""
+        """Ends a completion whose turn has ended, and frees its slot."""
         partial, _, row, _ = self._locate(id, index)
         partial.waits = False
         if row is not None:
@@ -242,11 +246,11 @@ class Engine:
             self._finish(self.progress[id])
 
     def step(self) -> dict[int, list[Completion]]:
-        """Runs until the tokens of a compiled step have arrived; the requests that have finished,
-        by id.
+        """Starts compiled steps, waits until the tokens of one have arrived, and returns the
+        completions that have finished, by request id; {} if none has.
 
-        Of a request with turns each completion comes by itself, whenever a turn of it or all of it
-        has ended."""
+        Completions of a request with turns come one by one, each time that a turn of one has
+        ended."""
         self._start_all()
         if not self.finished:
             if self.in_flight:
@@ -264,7 +268,7 @@ class Engine:
 
     @property
     def stuck(self) -> bool:
-        """True if nothing goes on before a completion is extended or ended."""
+        """True if nothing can be sampled before a completion is extended or ended."""
         if self.in_flight or self.finished or self.scheduler.idle:
             return False
         for progress in self.progress.values():
@@ -273,7 +277,8 @@ class Engine:
         return False
 
     def _locate(self, id: int, index: int) -> tuple[PartialCompletion, int, int | None, int]:
-        """A completion with its part, its row, None while it has none, and its slot there."""
+        """Returns a completion, the part that it belongs to, its row (None if the part has no row),
+        and its slot in the row."""
         progress = self.progress[id]
         number = index - progress.request.first
         partial = progress.partials[number]
@@ -285,20 +290,20 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """True if nothing is queued, in progress or left to hand over."""
+        """True if nothing is queued, in progress or left to return."""
         return self.scheduler.idle and not self.in_flight and not self.finished
 
     def release_memory(self) -> None:
-        """Frees the caches and lets go of the weights until the next `load`. RuntimeError unless
-        idle."""
+        """Frees the caches, and drops the weights until the next `load`. RuntimeError unless the
+        engine is idle."""
         if not self.idle:
             raise RuntimeError("an engine with requests in progress cannot release its memory")
         self._state = None
         self.parameters = None
 
     def cancel(self, id: int) -> None:
-        """Ends a request: `step` returns what was sampled so far, with StopReason.CANCELLED;
-        nothing of one with turns."""
+        """Ends a request. The next `step` returns what was sampled so far, with
+        StopReason.CANCELLED; it returns nothing for a request with turns."""
         for partial in self.progress[id].partials:
             partial.reason = partial.reason or StopReason.CANCELLED
         for row, (owner_id, _) in self.scheduler.running.items():
@@ -311,13 +316,15 @@ class Engine:
     # -- for the checks before a run
 
     def state_shapes(self) -> DecodeState:
-        """Shapes, types and layout of the caches and slots; nothing is allocated."""
+        """Returns shapes, data types and layout of the caches and slots, without allocating
+        them."""
         return state_shapes(self.model, *self._sizes)
 
     def calls(
         self, program: str, parameters: Params
     ) -> dict[str, tuple[int, tuple, dict[str, Any]]]:
-        """Of a `prefill` (of the longest prompts), `join`, `feed` or `decode`: `recorded_calls`."""
+        """Returns the compiled calls that `program` makes, as `recorded_calls` does. `program` is
+        "prefill" (of the longest prompts), "join", "feed" or "decode"."""
         if program == "decode":
             arrays = self._decode_arrays()
         elif program == "feed":
@@ -332,18 +339,19 @@ class Engine:
         )
 
     def limit_of(self, request: SampleRequest, index: int) -> int:
-        """The most tokens of one completion. Benchmarks override it to give siblings different
-        lengths."""
+        """Returns the most tokens of one completion. Benchmarks override this method to give
+        siblings different lengths."""
         return request.params.max_tokens
 
     # -- dispatch
 
     def dispatch_next(self) -> bool:
-        """Starts the next compiled step without waiting for it; False if none can start now."""
+        """Starts the next compiled step without waiting for it. Returns False if none can start
+        now. May first save rows whose completions wait, to make room."""
         if len(self.in_flight) >= MAX_IN_FLIGHT:
             return False
-        # Rows are lacking: save those whose completions wait, until there are enough or none is
-        # left.
+        # Rows are lacking: save rows whose completions wait for tools, until enough are free or no
+        # such row is left.
         num_lacking = self.scheduler.lacking
         while num_lacking > 0:
             idle_rows = np.flatnonzero(self._ended.all(1)).tolist()
@@ -351,7 +359,7 @@ class Engine:
             if not self._park(waiting_rows[:num_lacking]):
                 break
             num_lacking = self.scheduler.lacking
-        # Parts with tokens that are yet to be gathered do not come back before.
+        # Saved parts whose tokens have not all been gathered cannot return yet.
         busy: set[tuple[int, int]] = set()
         if self.pool:
             for step in self._ungathered:
@@ -366,22 +374,24 @@ class Engine:
         return False
 
     def _start_all(self) -> None:
+        """Starts compiled steps until none can start now."""
         has_started = True
         while has_started:
             has_started = self.dispatch_next()
 
     def _may_decode(self) -> bool:
-        """False while a decode step is in flight that may make room for others, or be the last."""
+        """False if a decode is in flight that must end before the next, because it may free rows
+        for others, end completions, or be the last one."""
         if not any(step.live is not None for step in self.in_flight):
             return True
-        # Rows that a step finishes are known when it has ended: with prompts waiting, they would
-        # idle through the next.
+        # Which rows a step frees is known only when it has ended: with prompts waiting, these rows
+        # would idle through the next decode.
         if self.scheduler.waiting or self.scheduler.entering:
             return False
         running_ids = {id for id, _ in self.scheduler.running.values()}
         running = [self.progress[id] for id in running_ids]
-        # Slots that a stop string ends would be sampled from in vain, and those whose turns have
-        # ended idle.
+        # The next decode would sample in vain in slots that a stop string has ended, and slots
+        # whose turns have ended would idle.
         if any(progress.request.is_read_first for progress in running):
             return False
         for progress in running:
@@ -392,8 +402,8 @@ class Engine:
         return False
 
     def _park(self, rows: Sequence[int]) -> bool:
-        """Frees some of these rows for others; False where there is none: their keys go to the
-        host's memory."""
+        """Saves as many of these rows as one step can to the host's memory, and frees them for
+        others. Returns False if no row was saved."""
         swap_rows = self.scheduler.swap_rows
         take = self.scheduler.positions(swap_rows)
         positions: dict[tuple[int, int], int] = {}
@@ -410,7 +420,7 @@ class Engine:
                 pages[position] = self.pool.table[row] if self.pool else NO_PAGE
             if not self._ended[row].all():
                 self.counters["preempted_rows"] += 1
-                # The last that gives way was in before the others.
+                # A row that is saved later entered earlier, so it returns first.
                 returning = {(id, part): self._pages_back(id, part, row)}
                 returning.update(self.scheduler.returning)
                 self.scheduler.returning = returning
@@ -422,15 +432,17 @@ class Engine:
         return True
 
     def _empty_table(self, rows: int) -> tuple[np.ndarray, ...]:
-        """The argument of a program for the pages of rows; none where keys are not by pages."""
+        """Returns the argument of a program that holds the pages of `rows` rows, all unset, as a
+        tuple of one; () if keys are not stored in pages."""
         if self.pool is None:
             return ()
         _, siblings, pages_per_slot = self.pool.table.shape
         return (np.full((rows, siblings, pages_per_slot), NO_PAGE, np.int32),)
 
     def _pages(self, id: int, part: int, row: int | None = None) -> np.ndarray:
-        """Of each slot of a part the pages, int[W], for all keys that it may have after the next
-        decode; `row`: where steps may be in flight for it."""
+        """Returns how many pages each slot of a part needs, int[W], for all keys that it may have
+        after the next decode. `row`: the part's row, if steps for it may be in flight; None
+        otherwise."""
         decodes_in_flight = np.zeros(self.siblings, int)
         if row is not None:
             for step in self._ungathered:
@@ -443,14 +455,16 @@ class Engine:
         return wanted
 
     def _pages_back(self, id: int, part: int, row: int | None = None) -> int:
+        """Returns how many pages must be spare before a saved part returns; 0 if keys are not
+        stored in pages."""
         if self.pool is None:
             return 0
         return self.pool.with_next(self._pages(id, part, row))
 
     def _give_pages(self, pool: PagePool) -> None:
-        """Every live slot has pages for the tokens of the next decode. Where they lack, rows give
-        way: ones whose completions wait, or else those that entered last, so that the first always
-        goes on."""
+        """Gives every live slot pages for the tokens of the next decode. If pages run out, saves
+        rows to the host's memory: those whose completions wait, or else those that entered last, so
+        that the first row always continues."""
         for row, (id, part) in list(self.scheduler.running.items()):
             while row in self.scheduler.running:
                 if pool.give(row, self._pages(id, part, row)):
@@ -464,9 +478,11 @@ class Engine:
                 self._park(candidates[-1:])
 
     def _restore(self, admission: Admission) -> None:
+        """Starts the step that returns saved parts to rows of the device."""
         self.parked.bring_in(self.progress, wait=True)
         swap_rows = self.scheduler.swap_rows
-        rows = np.full(swap_rows, 2**31 - 1, np.int32)  # past the end: nothing is written
+        # a row past the end, for which nothing is written
+        rows = np.full(swap_rows, 2**31 - 1, np.int32)
         table = self._empty_table(swap_rows)
         positions: list[tuple[tuple[int, int], int]] = []
         for position, id, part, row, _ in admission.entries:
@@ -483,6 +499,7 @@ class Engine:
         self._state = self._call("restore", self._state, rows, saved, *table)
 
     def _start_admission(self, admission: Admission) -> None:
+        """Starts the step that the scheduler has chosen: a prefill, a join or a restore."""
         if admission.back:
             self._restore(admission)
             return
@@ -509,7 +526,8 @@ class Engine:
                 arrays["length"][position] = size
             else:
                 arrays["sources"][position] = source % self.replica_rows
-            self._ended[row] = arrays["limit"][position] == 0  # slots that the request does not use
+            # slots that the request does not use count as ended
+            self._ended[row] = arrays["limit"][position] == 0
             if self.pool:
                 self.pool.enter(row, self._pages(id, part))
             owners.append(RowOwner(position, row, part, progress))
@@ -517,13 +535,15 @@ class Engine:
         self._start(program, arrays, owners)
 
     def _empty_batch(self, bucket: int) -> dict[str, Any]:
+        """Returns the arrays of a prefill of a bucket (0: of a join), with all positions unused."""
         return empty_batch(
             self.scheduler.batch_rows(bucket), self.siblings, self.scheduler.padded(bucket)
         )
 
     def _feed(self, owners: Sequence[RowOwner]) -> None:
-        """Computes the keys of long contexts in pieces. Which part of a context that is depends on
-        its length alone."""
+        """Starts steps that compute the keys of long contexts, FEED tokens at a time; the rest of a
+        context is left for decoding. How much that is depends on the length of the context
+        alone."""
         while True:
             long_contexts: list[tuple[int, int, PartialCompletion]] = []
             for _, row, part, progress in owners:
@@ -547,10 +567,13 @@ class Engine:
             self._state, _ = self._call("feed", self.parameters, state=self._state, **arrays)
 
     def _empty_feed(self) -> dict[str, Any]:
+        """Returns the arrays of a feed, with all positions unused."""
         pages_per_slot = self.pool.table.shape[2] if self.pool else 0
         return empty_feed(FEED_ROWS * self.scheduler.replicas, pages_per_slot)
 
     def _start_decode(self) -> None:
+        """Starts a decode of all running rows, after giving them pages and feeding long
+        contexts."""
         if self.pool:
             self._give_pages(self.pool)
         owners = []
@@ -573,13 +596,17 @@ class Engine:
         self._start("decode", arrays, owners)
 
     def _partials(self, part: int, progress: Progress) -> list[PartialCompletion]:
+        """Returns the completions of one part of a request."""
         return progress.partials[part * self.siblings : (part + 1) * self.siblings]
 
     def _decode_arrays(self, has_turns: bool = False) -> dict[str, Any]:
+        """Returns the arrays of a decode in which no slot continues after a turn. `has_turns`:
+        interrupt the decode when some turns have ended."""
         replicas = self.scheduler.replicas
         num_slots = self._ended.size
         if has_turns:
-            # Before a turn goes on its slot idles: decoding is interrupted for a part of them.
+            # A slot idles between its turns, so decoding is interrupted when a share of the slots
+            # have ended their turns.
             num_live = int((~self._ended).sum())
             num_slots = max(1, num_live // (TURNS_AT_ONCE * replicas))
         interrupt_after = np.array([self.scheduler.enough(), num_slots], np.int32)
@@ -595,6 +622,7 @@ class Engine:
         return arrays
 
     def _start(self, program: str, arrays: dict[str, Any], owners: list[RowOwner]) -> None:
+        """Starts a program that samples tokens, and adds it to the steps in flight."""
         if not self._state:
             self._state = self.programs["make_state"]()
         prompt_size = arrays["tokens"].shape[1] if program == "prefill" else 0
@@ -607,7 +635,8 @@ class Engine:
         self._ungathered.append(step)
 
     def _call(self, program: str, *args: Any, size: int = 0, **arrays: Any) -> Any:
-        """Calls a program, for whose shapes `size` stands."""
+        """Calls a program. `size` stands for the shapes of its arrays: a new (program, size) may
+        compile first."""
         self.starting = (program, size) not in self._started
         result = run_program(self.programs, program, *args, **arrays)
         self._started.add((program, size))
@@ -617,13 +646,15 @@ class Engine:
     # -- gathering
 
     def _drain_one(self) -> None:
+        """Waits for the oldest step in flight, gathers its tokens, and starts further steps."""
         step = self.in_flight.popleft()
         done = np.asarray(step.sampled.done)
         for owner in step.owners:
-            # With turns, its tokens say whether it has ended or waits.
+            # For requests with turns the tokens show whether a slot has ended or waits; see
+            # `_gather`.
             if not owner.progress.request.has_turns:
                 self._end(owner, done[owner.position])
-        # Before tokens are gathered, so that the device need not wait for that.
+        # Start steps before gathering, so that the device need not wait for that.
         if not any(owner.progress.request.is_read_first for owner in step.owners):
             self._start_all()
         host = jax.device_get(step.sampled)
@@ -636,10 +667,11 @@ class Engine:
         self._start_all()
 
     def _gather(self, owner: RowOwner, host: SampledTokens, step: InFlightStep) -> None:
-        """Adds the new tokens of a row to its completions."""
+        """Adds the new tokens of a row to its completions, and hands over those whose turn has
+        ended."""
         position, row, part, progress = owner
         if progress.is_finished:
-            return  # it was cancelled while the step ran
+            return  # the request was cancelled while the step ran
         request = progress.request
         ended = np.zeros(self.siblings, bool)
         for slot, partial in enumerate(self._partials(part, progress)):
@@ -654,11 +686,11 @@ class Engine:
             if not ended[slot] or not request.has_turns:
                 continue
             self._hand_over(progress, part * self.siblings + slot)
-            # A step that has begun already does not go on with it.
+            # A step that has begun already must not add tokens to this completion.
             for later in self.in_flight:
                 if later.live is None:
                     continue
-                # The row may be another part's in that step.
+                # The row may belong to another part in that step.
                 if any(
                     later_owner.progress is progress and later_owner.part == part
                     for later_owner in later.owners
@@ -667,8 +699,8 @@ class Engine:
         self._end(owner, ended)
 
     def _end(self, owner: RowOwner, ended: np.ndarray) -> None:
-        """Notes which slots of a row have ended, bool[W], and frees it with the last; unless it has
-        another owner."""
+        """Notes which slots of a row have ended, bool[W], and frees the row with its last slot,
+        unless the row has another owner by now."""
         _, row, part, progress = owner
         if progress.is_finished:
             return
@@ -678,13 +710,14 @@ class Engine:
             self._release(row)
             return
         if all(partial.reason is not None for partial in self._partials(part, progress)):
-            # It gave way, and had ended.
+            # The part was saved to the host's memory, but has ended: it need not return.
             self.scheduler.returning.pop((request_id, part), None)
         if progress.is_done:
             self._finish(progress)
 
     def _release(self, row: int) -> None:
-        """Frees a row, if all its completions are over, and forgets their request with its last."""
+        """Frees a row if all its completions are over, and finishes the request if all of the
+        request's are."""
         id, part = self.scheduler.running[row]
         progress = self.progress[id]
         has_waiting = any(partial.waits for partial in self._partials(part, progress))
@@ -694,13 +727,17 @@ class Engine:
             self._finish(progress)
 
     def _count_slots(self, count: np.ndarray) -> None:
-        # A replica decodes until its last slot has ended, which then has sampled a token each time.
+        """Adds a decode's slots to the counters. `count`: tokens that each slot sampled."""
+        # A replica decodes until its last slot has ended, and that slot has sampled a token in each
+        # step.
         by_replica = count.reshape(self.scheduler.replicas, -1)
         num_decoded = by_replica.max(1).sum() * by_replica.shape[1]
         self.counters["active_slots"] += int(count.sum())
         self.counters["total_slots"] += int(num_decoded)
 
     def _finish(self, progress: Progress) -> None:
+        """Forgets a request that is over, and hands over its completions unless they were handed
+        over turn by turn."""
         self.scheduler.finish(progress.request.id)
         self.parked.forget(progress.request.id)
         del self.progress[progress.request.id]
@@ -710,8 +747,8 @@ class Engine:
                 self._hand_over(progress, index)
 
     def _hand_over(self, progress: Progress, number: int) -> None:
-        """What there is of a request's completion of this number is in the next `step`'s
-        answers."""
+        """Adds the tokens so far of one completion of a request to the answers of the next
+        `step`."""
         request = progress.request
         completion = progress.partials[number].completion(
             request.id, request.first + number, self.max_support
@@ -720,14 +757,14 @@ class Engine:
 
 
 def run_until_idle(engine: Engine) -> Iterator[tuple[int, list[Completion]]]:
-    """Runs an engine until nothing is left; yields each request's id with its completions as it
+    """Runs an engine until nothing is left. Yields (id, completions) of each request as it
     finishes."""
     while not engine.idle:
         yield from engine.step().items()
 
 
 def drain(engine: Engine) -> dict[tuple[int, int], Completion]:
-    """Runs an engine until nothing is left; the completions by (request, index)."""
+    """Runs an engine until nothing is left. Returns all completions by (request id, index)."""
     by_index = {}
     for id, completions in run_until_idle(engine):
         for completion in completions:

@@ -1,5 +1,5 @@
-"""A request on its way: the tokens of its completions so far, and where their stop strings end
-them."""
+"""Requests that are being sampled: the tokens of their completions so far, and where stop strings
+or limits end them."""
 
 from __future__ import annotations
 
@@ -16,48 +16,51 @@ from shoal.sampler.programs import CHUNK, FEED, SampledTokens
 Decode = Callable[[Sequence[int]], str]
 
 SLACK = 4
-"""Characters by which the text of a few tokens may differ at either end from the same part of the
-whole text: the bytes of a character that is cut are up to three replacement characters, and some
-decoders drop a leading space."""
+"""Number of characters by which the text of a few tokens may differ at either end from the same
+part of the whole text: a character that is cut decodes to up to three replacement characters, and
+some decoders drop a leading space."""
 
 
 @dataclass
 class PartialCompletion:
-    """A completion on its way: the tokens of one completion so far.
+    """A completion that is being sampled: its tokens so far.
 
-    All lists by token have the length of `tokens` (`support_ids` where they are recorded, else it
-    is empty). The engine's `Progress` of the request owns it.
-    """
+    All lists with a value per token have the length of `tokens`, except that `support_ids` is empty
+    if they are not recorded. The `Progress` of the request owns it."""
 
-    limit: int  # of its tokens, those of context included
-    turn_limit: int = 0  # tokens after which its turn is cut; 0: no limit but the completion's
-    turn_start: int = 0  # tokens before its turn, those of context included
+    limit: int  # most tokens of the completion, including context
+    # tokens after which the current turn is cut; 0: no limit but the completion's
+    turn_limit: int = 0
+    turn_start: int = 0  # number of tokens before the current turn, including context
     tokens: list[int] = field(default_factory=list)
-    # By token; the others are context that was appended.
+    # per token: True if the model sampled it, False if it is context
     is_sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    # int32[K] by token, where they are recorded.
+    # int32[K] per token; empty if they are not recorded
     support_ids: list[np.ndarray] = field(default_factory=list)
-    reason: StopReason | None = None  # why it ended, or its last turn did
-    waits: bool = False  # its turn has ended: it is extended or ended next
-    resumes: bool = False  # it was extended, and no step has begun since
-    context: list[int] = field(default_factory=list)  # to be appended, not yet in `tokens`
+    # why the completion, or its last turn, ended; None while it is sampled
+    reason: StopReason | None = None
+    # True if the turn has ended and the completion is to be extended or ended next
+    waits: bool = False
+    resumes: bool = False  # True if the completion was extended and no decode has begun since
+    context: list[int] = field(default_factory=list)  # context to be appended, not yet in `tokens`
 
     @property
     def is_closed(self) -> bool:
+        """True if the completion is over."""
         return self.reason is not None and not self.waits
 
     @property
     def turn_end(self) -> int:
-        """How many tokens it has where its turn is cut, at the latest."""
+        """The number of tokens at which the current turn is cut, at the latest."""
         if not self.turn_limit:
             return self.limit
         return min(self.limit, self.turn_start + self.turn_limit)
 
     def most_keys(self, steps: int) -> int:
-        """Keys that it may have in a cache after so many decodes that are under way and the
-        next."""
+        """Returns the most keys that the completion may have in a cache after `steps` decodes that
+        have begun and one more."""
         if self.is_closed:
             return 0
         num_keys = max(1, len(self.tokens))
@@ -65,11 +68,12 @@ class PartialCompletion:
             num_keys += CHUNK * (1 + steps)
             if self.resumes:
                 num_keys += len(self.context) // FEED * FEED
-        return min(self.limit, num_keys) - 1  # the last token has none yet
+        return min(self.limit, num_keys) - 1  # the last token has no key yet
 
     def extend(self, context: Sequence[int], turn_limit: int = 0) -> None:
-        """Appends tokens of context, after which sampling continues: a turn of at most `turn_limit`
-        tokens, if that is not 0. A turn that was cut may continue without any."""
+        """Continues a completion whose turn has ended, after tokens of context, with a turn of at
+        most `turn_limit` tokens (0: no limit). `context` may be empty only after a turn that was
+        cut. ValueError if the context and one more token do not fit."""
         if not self.waits:
             raise ValueError("only a completion whose turn has ended can be extended")
         least = 0 if self.reason is StopReason.LENGTH else 1
@@ -86,16 +90,16 @@ class PartialCompletion:
         self.turn_start = len(self.tokens) + len(context)
 
     def end_turn(self, reason: StopReason, has_turns: bool) -> None:
-        """Notes why its turn has ended. It waits to be extended where it may have more turns, and
-        has room for one."""
+        """Notes why the turn has ended. The completion then waits to be extended, if it may have
+        more turns and one still fits; otherwise it is over."""
         self.reason = reason
-        has_room = len(self.tokens) < self.limit - 1  # for a token of context, and one after it
+        has_room = len(self.tokens) < self.limit - 1  # for one token of context, and one after it
         is_turn = reason in (StopReason.EOS, StopReason.STOP) or len(self.tokens) == self.turn_end
         self.waits = has_turns and has_room and is_turn
 
     def feed(self, count: int, version: int, max_support: int) -> list[int]:
-        """Appends so many tokens of context at once; the last token before them and all of them but
-        the last, whose keys are then to be computed."""
+        """Moves the first `count` tokens of `context` to `tokens`. Returns the tokens whose keys
+        are then to be computed: the last token before these, and these without their last."""
         fed = self.context[:count]
         self.context = self.context[count:]
         inputs = [self.tokens[-1], *fed[:-1]]
@@ -116,12 +120,12 @@ class PartialCompletion:
         request: SampleRequest,
         decode: Decode | None,
     ) -> int:
-        """Adds the tokens of one slot of a step (on the host), sampled from the weights of one
-        version, and ends the completion, or its turn, where they say so; how many sampled ones were
-        added.
+        """Adds the tokens that one slot sampled in a step, and ends the completion or its turn if
+        these tokens do. Returns how many sampled tokens were added. `step` is on the host;
+        `version` is that of the weights.
 
-        The device knows the limit of the completion alone: what it sampled beyond its turn's is
-        dropped here, as what follows a stop string."""
+        The device knows only the completion's limit. Tokens that it sampled beyond the limit of the
+        turn, or after a stop string, are dropped here."""
         count = int(step.count[position, slot])
         stop = request.params.stop
         reason = None
@@ -143,8 +147,8 @@ class PartialCompletion:
             reason = StopReason.LENGTH
         if stop and count > forced:
             assert decode is not None
-            # An answer of a tool ends nothing, also where the model's first tokens complete it to a
-            # stop string.
+            # Search in the tokens that the model sampled, back to the last context: a tool's answer
+            # ends nothing, even if the model's first tokens complete it to a stop string.
             begin = len(self.tokens)
             while begin > 0 and self.is_sampled[begin - 1]:
                 begin -= 1
@@ -169,7 +173,7 @@ class PartialCompletion:
             del values[size:]
 
     def completion(self, id: int, index: int, max_support: int) -> Completion:
-        """What there is so far."""
+        """Returns the tokens so far as a `Completion`."""
         assert self.reason is not None
         extra = {}
         if max_support:
@@ -190,25 +194,27 @@ class PartialCompletion:
 
 @dataclass
 class Progress:
-    """A request and its completions so far. The engine owns it, until it has handed them over."""
+    """A request and its completions so far. The engine owns it until all completions are handed
+    over."""
 
     request: SampleRequest
     partials: list[PartialCompletion]
-    is_finished: bool = False  # handed over, also what was cancelled
+    # True once the engine has forgotten the request, because it finished or was cancelled
+    is_finished: bool = False
 
     @property
     def is_done(self) -> bool:
+        """True if all completions are over."""
         return all(partial.is_closed for partial in self.partials)
 
 
 def stop_length(decode: Decode, stop: Sequence[str], tokens: Sequence[int], new: int) -> int | None:
-    """Tokens up to the one that completed a stop string; None if no stop string ends in the last
-    `new` tokens.
+    """Returns how many of `tokens` remain if the completion is cut after the token that completes a
+    stop string; None if no stop string ends within the last `new` tokens.
 
-    A stop string, or one character of it, may span tokens, so the new ones are decoded with earlier
-    ones, whose text is as long as the longest stop string: not with all, which every few tokens
-    would be the whole text again.
-    """
+    A stop string, or one character of it, may span tokens. So the new tokens are decoded together
+    with as many earlier ones as the longest stop string needs; decoding all tokens would repeat the
+    whole text every few tokens."""
     longest = max(len(string) for string in stop)
     first = len(tokens) - new
     begin = first
@@ -216,10 +222,11 @@ def stop_length(decode: Decode, stop: Sequence[str], tokens: Sequence[int], new:
     while begin > 0 and len(before) < longest + 2 * SLACK:
         begin = max(0, begin - max(longest, first - begin))
         before = decode(tokens[begin:first])
-    # What ends in the new text begins at most so far before it.
+    # A stop string that ends in the new text begins at most this far before it.
     start = max(0, len(before) - longest - SLACK)
 
     def stopped(length: int) -> bool:
+        """True if the first `length` tokens contain a stop string."""
         text = decode(tokens[begin:length])
         return any(text.find(string, start) >= 0 for string in stop)
 
@@ -232,7 +239,8 @@ def stop_length(decode: Decode, stop: Sequence[str], tokens: Sequence[int], new:
 
 
 class RowOwner(NamedTuple):
-    """The owner of a position of a step: a row, for a part of a request's completions."""
+    """The request and part that a row belongs to in a step, with the row's position in the arrays
+    of the step."""
 
     position: int
     row: int
@@ -241,21 +249,21 @@ class RowOwner(NamedTuple):
 
 
 class InFlightStep(NamedTuple):
-    """A compiled step in flight."""
+    """A compiled step whose tokens have not been gathered."""
 
     sampled: SampledTokens
     owners: list[RowOwner]
-    # bool[N, W]: the slots that a decode was to go on with; None for other programs.
+    # bool[N, W]: the slots that a decode samples; None for other programs
     live: np.ndarray | None
-    version: int  # of the weights that it sampled from
+    version: int  # version of the weights that the step samples from
 
 
 def check_request(
     request: SampleRequest, longest: int, limit: int, can_truncate: bool, can_stop: bool
 ) -> None:
-    """ShoalError or ValueError for one that an engine for prompts of `longest` and completions of
-    `limit` tokens cannot sample: a compiled step would clamp what is out of range and sample on
-    without an error."""
+    """Raises ShoalError or ValueError if an engine for prompts of `longest` and completions of
+    `limit` tokens cannot sample a request. Without this check a compiled step would clamp what is
+    out of range and sample on without an error."""
     params = request.params
     size = len(request.prompt_ids)
     if not 1 <= size <= longest:

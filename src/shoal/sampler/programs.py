@@ -1,11 +1,11 @@
-"""The compiled steps of sampling: prefill, join and decode over N rows of W slots.
+"""The compiled steps of sampling: prefill, join, decode and others, over N rows of W slots.
 
 The slots of a row are siblings: completions of one prompt, whose keys the row holds once. A group
-of more than W takes several rows: its first W siblings enter with the prompt (prefill), the others
-later, into rows to which the prompt's keys are copied (join). Which of the two depends on a
-sibling's place in its request alone, so one set of programs (N, W, a bucket of prompt lengths)
-gives a completion the same bits whatever the other slots do and whenever it enters.
-"""
+of more than W completions takes several rows. Its first W siblings enter together with the prompt
+(prefill), the others later, into rows to which the prompt's keys are copied (join). Which of the
+two depends only on a sibling's place in its request. So one set of programs (N, W, a bucket of
+prompt lengths) gives a completion the same bits whatever the other slots do and whenever it
+enters."""
 
 from __future__ import annotations
 
@@ -38,37 +38,37 @@ from shoal.records import Params
 from shoal.sampler.sample_tokens import BLOCK, TPU_BLOCK, SamplingArrays, sample_tokens, uniform
 
 CHUNK = 32
-"""Tokens that a slot samples in one dispatch of the decoder at most: the host searches for stop
-strings after each."""
+"""Most tokens that a slot samples in one decode; after each decode the host searches for stop
+strings."""
 
 PIECE = 1024
-"""Tokens of a prompt that are computed at once where attention has no kernel of its own (see
+"""Tokens of a prompt that are computed at once if attention has no kernel of its own (see
 `piece_size`)."""
 
 TURNS_AT_ONCE = 4
-"""Decoding ends when one in so many of the turns under way has ended."""
+"""A decode ends when one in this many of the turns under way has ended."""
 
 FEED = 256
-"""Tokens of context that are computed at once, in place of one after another by decoding, as far as
-it is so long."""
+"""Tokens of a context that one feed computes at once; the rest, shorter than this, is computed one
+by one in decoding."""
 FEED_ROWS = 4
-"""Completions of a replica for which that is done at once, however many rows there are: other
-shapes are other bits."""
+"""Completions of a replica in one feed. A constant, whatever the number of rows, because other
+shapes give other bits."""
 
 SWAP_ROWS, SWAP_SHARE = 4, 16
-"""Rows of a replica that give way, or come back, at once: at most so many, and one in so many where
-there are fewer, as these are on the device twice meanwhile."""
+"""Most rows of a replica that are saved or restored at once, and the inverse of their largest share
+of the replica's rows: these rows are on the device twice meanwhile."""
 
 PROGRAMS_KEPT = 4
-"""Sets of programs (models, sizes) kept by this process: a second engine like an earlier one
+"""Sets of programs (models, sizes) that this process keeps: a second engine like an earlier one
 compiles nothing."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeState:
-    """State of the slots [N, W] on the device between steps. The engine owns the one there is, and
-    each step takes it: it is donated from step to step."""
+    """State of all slots [N, W] on the device between steps. The engine owns the only one; each
+    step takes it and returns the next (it is donated)."""
 
     caches: tuple[LayerCache, ...]
     prefix_len: Any  # int32[N]
@@ -85,14 +85,14 @@ class DecodeState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SampledTokens:
-    """Tokens of one step; a slot's are the first `count` of its column."""
+    """Tokens that one step sampled. A slot's tokens are the first `count` of its column."""
 
     token: Any  # int32[steps, rows, W]
     logprob: Any  # float32[steps, rows, W]
     count: Any  # int32[rows, W]
     done: Any  # bool[rows, W]
-    eos: Any  # bool[rows, W]: it ended with an end-of-sequence token
-    # int32[steps, rows, W, K]: the tokens that each was sampled from, where they are recorded
+    eos: Any  # bool[rows, W]: the slot ended with an end-of-sequence token
+    # int32[steps, rows, W, K]: the tokens that each token was sampled from; None if not recorded
     support_ids: Any = None
 
 
@@ -113,8 +113,8 @@ def make_programs(
     max_support: int,
     piece: int,
 ) -> dict[str, Program]:
-    """Programs by name, for a state of `sizes`: rows, slots a row, prompt tokens, completion
-    tokens, pages. Longer prompts than `piece` tokens enter in pieces."""
+    """Returns the compiled programs by name. `sizes` of the state: rows, slots per row, prompt
+    tokens, completion tokens, pages. Prompts longer than `piece` tokens are computed in pieces."""
     rows, siblings, prefix, own, pages = sizes
     get_sharding = attrgetter("sharding")
     layout = jax.tree.map(get_sharding, state_shapes(model, rows, siblings, prefix, own, pages))
@@ -122,8 +122,8 @@ def make_programs(
     choice = TokenChoice(eos_ids, truncated, max_support)
     by_row = PartitionSpec(model.role.row_axes)
     tokens = _tokens_by_row(model.role, max_support)
-    # With the same sharding as before: where the compiler chose another, the next call would
-    # compile again.
+    # Sampled tokens keep their sharding: if the compiler chose another, the next call would compile
+    # again.
     sampled = jax.tree.map(partial(NamedSharding, model.role.mesh), tokens)
     placed = NamedSharding(model.role.mesh, by_row)
     role = model.role.with_options(SAMPLER_OPTIONS)
@@ -137,7 +137,9 @@ def make_programs(
         donated: Any = "state",
         queued: bool = True,
     ) -> Program:
-        # Donated, since the caches are most of a sampler's memory.
+        """Compiles a step that runs on each replica's rows; `donated`: names of the arguments whose
+        memory the result may use."""
+        # The state is donated, because the caches are most of a sampler's memory.
         return role.jit(
             partial(_by_replica, step, model, specs),
             queued,
@@ -177,8 +179,8 @@ def make_programs(
 
 
 def run_program(programs: Mapping[str, Callable], name: str, *args: Any, **arrays: Any) -> Any:
-    """Calls a program. Where layers are apart, `prefill` and `feed` are of one, and called for
-    each."""
+    """Calls a program by name. If the model's layers are compiled one by one, `prefill` and `feed`
+    are programs of one layer, and this function calls them for each layer."""
     if name not in ("prefill", "feed") or "embed" not in programs:
         return programs[name](*args, **arrays)
     (parameters,) = args
@@ -207,7 +209,7 @@ def run_program(programs: Mapping[str, Callable], name: str, *args: Any, **array
 
 
 def _on_rows(role: Role, function: Callable, *args: Any) -> DecodeState:
-    """A function of arrays by row, on each replica's rows by themselves."""
+    """Calls a function of arrays by row on each replica's rows separately."""
     if role.row_shards == 1:
         return function(*args)
     rows = PartitionSpec(role.row_axes)
@@ -222,8 +224,8 @@ def _on_rows(role: Role, function: Callable, *args: Any) -> DecodeState:
 
 
 def _save(state: DecodeState, rows: jax.Array, pages: jax.Array | None = None) -> DecodeState:
-    """What the device holds of rows[M], which give way, and of their pages[M, W, T] where keys are
-    by pages; any row stands where fewer do."""
+    """Returns what the device holds of rows[M] that are saved and, if keys are stored in pages, of
+    their pages[M, W, T]. Unused positions of `rows` may hold any row."""
     saved = jax.tree.map(lambda x: _slices(x, rows), _without_pools(state, pages))
     if pages is None:
         return saved
@@ -234,7 +236,8 @@ def _save(state: DecodeState, rows: jax.Array, pages: jax.Array | None = None) -
 
 
 def _without_pools(state: DecodeState, pages: jax.Array | None) -> DecodeState:
-    """What is by row: all, where keys are not by pages."""
+    """Returns the arrays of a state that have a dimension of rows: all of them, or if keys are
+    stored in pages (`pages` is not None) all but the pools."""
     if pages is None:
         return state
     caches = tuple(replace(cache, own_k=None) for cache in state.caches)
@@ -242,8 +245,8 @@ def _without_pools(state: DecodeState, pages: jax.Array | None) -> DecodeState:
 
 
 def _slices(x: jax.Array, *index: jax.Array) -> jax.Array:
-    """x[index[0], index[1]...] for few indices; one past the end means the last. XLA for TPU reads
-    all of x where it gathers rows of a cache."""
+    """Returns x[index[0], index[1], ...] for few indices; an index past the end reads the last
+    entry. Uses slices, because XLA for TPU reads all of x if it gathers rows of a cache."""
     rest = x.shape[len(index) :]
     sizes = (1,) * len(index) + rest
     zeros = (0,) * len(rest)
@@ -256,8 +259,8 @@ def _slices(x: jax.Array, *index: jax.Array) -> jax.Array:
 def _restore(
     state: DecodeState, rows: jax.Array, saved: DecodeState, pages: jax.Array | None = None
 ) -> DecodeState:
-    """Puts what was saved of M rows into rows[M], and into pages[M, W, T]; a row or page past the
-    end is dropped."""
+    """Writes the M saved rows to rows[M] and to pages[M, W, T]; drops those whose row or page is
+    past the end."""
     restored = jax.tree.map(
         lambda x, new: x.at[rows].set(new, mode="drop"),
         _without_pools(state, pages),
@@ -275,8 +278,9 @@ def _restore(
 def _idle_state(
     model: Model, rows: int, siblings: int, prefix: int, own: int, pages: int = 0
 ) -> DecodeState:
-    """A state whose slots are all done. Lengths are 1, not 0: position = length - 1 and the bounds
-    of keys stay valid for idle slots, which decoding computes along with the others."""
+    """Returns a state whose slots are all done. Lengths are 1, not 0, so that position = length - 1
+    and the bounds of keys stay valid for idle slots, which decoding computes along with the
+    others."""
     shape = (rows, siblings)
     caches = kv_caches.empty(model, rows, siblings, prefix, own, pages)
     zeros = partial(jnp.zeros, shape)
@@ -297,8 +301,8 @@ def _idle_state(
 
 @lru_cache(16 * PROGRAMS_KEPT)
 def state_shapes(model: Model, *sizes: int) -> DecodeState:
-    """Shapes, types and layout of a state of `sizes`, as those of `make_programs`; nothing is
-    allocated."""
+    """Returns shapes, data types and layout of a state, without allocating it. `sizes` are those of
+    `make_programs`."""
     shapes = jax.eval_shape(partial(_idle_state, model, *sizes))
 
     def with_sharding(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -308,7 +312,8 @@ def state_shapes(model: Model, *sizes: int) -> DecodeState:
 
 
 def _layout(role: Role, shapes: DecodeState) -> DecodeState:
-    """Shardings of the state: its rows over those of the mesh, key/value heads over `tensor`."""
+    """Returns the shardings of a state: rows are split over the mesh's rows, key/value heads over
+    `tensor`."""
 
     def sharding(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         axes: list[str | None] = ["rows"] + [None] * (leaf.ndim - 1)
@@ -320,7 +325,7 @@ def _layout(role: Role, shapes: DecodeState) -> DecodeState:
 
 
 def _tokens_by_row(role: Role, max_support: int) -> SampledTokens:
-    """How sampled tokens are split: each replica's are its own rows'."""
+    """Returns how sampled tokens are split: each replica has those of its own rows."""
     rows = PartitionSpec(role.row_axes)
     steps = PartitionSpec(None, role.row_axes)
     support_ids = steps if max_support else None
@@ -335,15 +340,16 @@ def _next_tokens(
     noise: jax.Array,
     choice: TokenChoice,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Samples a token of each completion from hidden[N, W, D] with uniforms noise[N, W]: (token,
-    log-prob, support ids)."""
+    """Samples one token of each completion from hidden[N, W, D] with uniforms noise[N, W]. Returns
+    (tokens, log-probs, support ids or None)."""
     shape = noise.shape
     flat = jax.tree.map(lambda x: x.reshape(-1), sampling)
     is_tpu = model.role.platform == "tpu"
     if is_tpu:
-        hidden = jax.lax.optimization_barrier(hidden)  # normed once, not within the product
+        # so that the norm is computed once, not within the product
+        hidden = jax.lax.optimization_barrier(hidden)
     scores = logits(model, parameters, hidden).reshape(-1, model.architecture.vocab_size)
-    # They stay split through the choice of the token.
+    # The scores stay split over the vocabulary while the token is chosen.
     scores = model.role.constrain(scores, None, model.vocab_axis)
     split_over = model.role if model.vocab_axis else None
     vocab_block = TPU_BLOCK if is_tpu else BLOCK
@@ -369,10 +375,12 @@ def _is_eos(token: jax.Array, eos_ids: tuple[int, ...]) -> jax.Array:
 def recorded_calls(
     programs: Mapping[str, Program], name: str, *args: Any, **arrays: Any
 ) -> dict[str, Any]:
-    """What `run_program` calls, of shapes: by program how often, and what with."""
+    """Returns which compiled programs `run_program` would call, with shapes instead of arrays: name
+    -> (how often, arguments, keyword arguments). Nothing runs."""
     calls: dict[str, Any] = {}
 
     def record(name: str, *args: Any, **arrays: Any) -> Any:
+        """Counts a call of a program, and returns the shapes of its result."""
         times = 1
         if name in calls:
             times += calls[name][0]
@@ -385,13 +393,14 @@ def recorded_calls(
 
 
 def _by_replica(step: Callable, model: Model, out: tuple, weights: Any, **by_row: Any) -> tuple:
-    """A step on each replica's rows by itself: replicas exchange nothing, and each decodes up to
-    its own last slot."""
+    """Runs a step on each replica's rows separately: replicas exchange nothing, and each decodes
+    until its own last slot has ended."""
     role = model.role
     if role.row_shards == 1:
         return step(weights, model=model, **by_row)
 
     def on_replica(weights: Any, by_row: dict[str, Any]) -> tuple:
+        """Runs the step on the rows of one replica."""
         # Rows are split already; the partitioner still splits heads and vocabulary over `tensor`.
         rules = tuple((axis, None if axis == "rows" else mapped) for axis, mapped in role.rules)
         inner = model.on(replace(role, mesh=jax.sharding.get_abstract_mesh(), rules=rules))
@@ -408,8 +417,8 @@ def _by_replica(step: Callable, model: Model, out: tuple, weights: Any, **by_row
 
 
 def empty_batch(positions: int, siblings: int, bucket: int) -> dict[str, Any]:
-    """The arrays of a prefill of prompts of `bucket` tokens, or with 0 of a join, all of whose
-    positions are unused."""
+    """Returns the arrays of a prefill of prompts of `bucket` tokens or, with 0, of a join, with all
+    positions unused."""
     arrays: dict[str, Any] = {
         "rows": np.full(positions, 2**31 - 1, np.int32),  # past the end: nothing is written
         "limit": np.zeros((positions, siblings), np.int32),
@@ -443,8 +452,8 @@ def _prefill(
     piece: int,
     choice: TokenChoice,
 ) -> tuple[DecodeState, SampledTokens]:
-    """Prompts tokens[R, T] of length[R] enter rows[R] of their replica, each with its first
-    siblings."""
+    """Enters prompts tokens[R, T] of length[R] into rows[R] of their replica, each with its first
+    siblings, and samples their first tokens."""
     x, layer_inputs, _ = _embed(
         parameters.embed_tokens, tokens=tokens, model=model, piece=piece, length=length, rows=rows
     )
@@ -482,9 +491,9 @@ def _embed(
     prefix_len: jax.Array | None = None,
     **where: jax.Array,
 ) -> tuple[jax.Array, dict[str, Any], dict[str, jax.Array]]:
-    """What tokens[R, T] enter the first layer with, x[R, T, D], what all layers are given besides,
-    and `where` they stand: those of a prompt, or of context in rows whose prompts have
-    `prefix_len`[N] tokens."""
+    """Returns (x[R, T, D], inputs shared by all layers, `where`) for tokens[R, T]. x is what enters
+    the first layer. With `prefix_len`[N] the tokens are context in rows whose prompts have these
+    lengths; else they are prompts. `where` says at which rows and positions they stand."""
     size = tokens.shape[1]
     first = jnp.zeros(len(tokens), jnp.int32)
     layer_inputs: dict[str, Any] = {}
@@ -511,7 +520,7 @@ def _prefill_layers(
     model: Model,
     piece: int,
 ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
-    """Prompts x[R, T, D] of length[R] through layers; their keys are written to rows[R] of the
+    """Runs prompts x[R, T, D] of length[R] through layers, and writes their keys to rows[R] of the
     caches."""
     size = x.shape[1]
     layer: Any = partial(_in_pieces, model, rope=rope, length=length, piece=piece)
@@ -535,8 +544,8 @@ def _enter_prompts(
     model: Model,
     choice: TokenChoice,
 ) -> tuple[DecodeState, SampledTokens]:
-    """Prompts whose tokens left the last layer as x[R, T, D] enter rows[R], each with its first
-    siblings."""
+    """Enters prompts into rows[R], each with its first siblings, and samples the first tokens. x[R,
+    T, D] is the output of the last layer."""
     # Only the prompt's last state goes through the head: [R, V] logits, not [R, T, V].
     last = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)[:, 0]  # [R, D]
     last = rms_norm(last, parameters.final_norm, model.architecture.norm_eps)
@@ -544,12 +553,11 @@ def _enter_prompts(
 
 
 def piece_size(model: Model, longest: int) -> int:
-    """Tokens of a prompt that are computed at once. Longer ones enter in pieces, all by one
-    program.
+    """Returns how many tokens of a prompt are computed at once. Longer prompts enter in pieces, all
+    by one program.
 
-    A kernel takes the longest prompt whole: in pieces 8B on a v6e takes twice as long for one of
-    16k tokens.
-    """
+    An attention kernel takes the longest prompt whole: in pieces 8B on a v6e takes twice as long
+    for one of 16k tokens."""
     if attention_kind(model, 1, longest) in ("reference", "blocked"):
         return PIECE
     return longest
@@ -565,8 +573,8 @@ def _in_pieces(
     piece: int,
     cache: None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """One layer of prompts x[R, T, D] of length[R], T in whole pieces: x, and their keys and values
-    [R, T, K, A]."""
+    """Computes one layer of prompts x[R, T, D] of length[R] piece by piece; T is a multiple of
+    `piece`. Returns x, and the keys and values [R, T, K, A]."""
     count, size, _ = x.shape
     longest = length.max()
     block_keys = block_size(piece, model.role.platform)
@@ -578,6 +586,7 @@ def _in_pieces(
         return number * piece < longest
 
     def one_piece(carry: tuple) -> tuple:
+        """Computes the layer for the next piece of all prompts."""
         number, x, keys = carry
         start = number * piece
         own, own_rope = jax.tree.map(
@@ -589,8 +598,8 @@ def _in_pieces(
         x = jax.lax.dynamic_update_slice_in_dim(x, own, start, 1)
         return next_number, x, keys
 
-    # As many pieces as the longest has: what the others compute beyond their ends is masked, as
-    # padding is.
+    # Compute as many pieces as the longest prompt has: what the other prompts compute beyond their
+    # ends is masked, like padding.
     start = jnp.int32(0), x, LayerCache(zeros, zeros, None, None)
     _, x, keys = jax.lax.while_loop(has_next, one_piece, start)
     return x, (keys.prefix_k.swapaxes(1, 2), keys.prefix_v.swapaxes(1, 2))
@@ -608,11 +617,12 @@ def _join(
     model: Model,
     choice: TokenChoice,
 ) -> tuple[DecodeState, SampledTokens]:
-    """Further siblings enter rows[M] of their replica, their prompts are in its sources[M]."""
+    """Enters further siblings into rows[M] of their replica, with the prompts' keys copied from its
+    rows sources[M], and samples their first tokens."""
     length = state.prefix_len[sources]
     last = state.last[sources]
-    # A copy once for each row that is filled: read through pointers, a token's attention would
-    # gather rows of keys, which XLA for TPU makes a loop over them.
+    # Copy the keys once for each row that is filled: if rows were read through pointers, each
+    # token's attention would gather rows of keys, which XLA for TPU makes a loop over them.
     state = replace(state, caches=kv_caches.copy_prefixes(state.caches, sources, rows))
     return _enter(parameters, state, rows, length, last, limit, keys, sampling, model, choice)
 
@@ -629,8 +639,8 @@ def _enter(
     model: Model,
     choice: TokenChoice,
 ) -> tuple[DecodeState, SampledTokens]:
-    """Siblings enter rows[R] and sample their first token from last[R, D]: those whose limit[R, W]
-    is not 0."""
+    """Enters siblings into rows[R], and samples their first tokens from last[R, D]. Slots whose
+    limit[R, W] is 0 are unused."""
     spread = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], limit.shape), sampling)
     num_rows, siblings = limit.shape
     hidden = jnp.broadcast_to(last[:, None], (num_rows, siblings, last.shape[-1]))
@@ -673,8 +683,8 @@ def _feed(
     model: Model,
     pages: jax.Array | None = None,
 ) -> tuple[DecodeState, None]:
-    """Writes the keys of tokens[M, C], after start[M] tokens of their own, of completions at
-    rows[M], slots[M]; a row past the end is dropped."""
+    """Writes the keys of the context tokens[M, C] of completions at rows[M], slots[M], which have
+    start[M] tokens before them. Drops those whose row is past the end."""
     x, layer_inputs, _ = _embed(
         parameters.embed_tokens,
         tokens=tokens,
@@ -711,13 +721,14 @@ def _feed_layers(
     model: Model,
     pages: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
-    """Context x[M, C, D] through layers; prefix_len[M] of their prompts. `pages`[M, T]: those of
-    their keys."""
+    """Runs context x[M, C, D] through layers, and writes its keys to the caches. prefix_len[M]:
+    lengths of the prompts. `pages`[M, T]: the pages that hold the completions' keys."""
 
     def prompt_keys(keys: jax.Array) -> jax.Array:
         return _slices(keys, rows)
 
     def own_keys(keys: jax.Array) -> jax.Array:
+        """Returns the cached keys (or values) of the completions."""
         if pages is None:
             return _slices(keys, rows, slots)
         return kv_caches.read_pages(keys, pages)
@@ -737,8 +748,8 @@ def _feed_layers(
         new_keys = [(kv_caches.in_pages(k, v), None) for k, v in new_keys]
 
     def put(keys: jax.Array, new: jax.Array) -> jax.Array:
-        # Whole slots: to write the new keys alone, XLA for TPU copies the whole cache to another
-        # layout and back.
+        # Write whole slots: to write the new keys alone, XLA for TPU copies the whole cache to
+        # another layout and back.
         return keys.at[index].set(new, mode="drop")
 
     written = []
@@ -749,8 +760,8 @@ def _feed_layers(
 
 
 def empty_feed(positions: int, pages: int = 0) -> dict[str, Any]:
-    """The arrays of a feed, all of whose positions are unused; of completions of so many pages at
-    most."""
+    """Returns the arrays of a feed, with all positions unused. `pages`: most pages of a completion;
+    0 if keys are not stored in pages."""
     arrays: dict[str, Any] = {}
     if pages:
         arrays["pages"] = np.full((positions, pages), kv_caches.NO_PAGE, np.int32)
@@ -762,7 +773,7 @@ def empty_feed(positions: int, pages: int = 0) -> dict[str, Any]:
 
 
 def no_context(rows: int, siblings: int) -> dict[str, Any]:
-    """The arrays of a decode in which no slot goes on after a turn. See `_decode`."""
+    """Returns the arrays of a decode in which no slot continues after a turn. See `_decode`."""
     shape = rows, siblings
     return {
         "resumed": np.zeros(shape, np.int32),
@@ -773,7 +784,8 @@ def no_context(rows: int, siblings: int) -> dict[str, Any]:
 
 
 def _read_in_a_loop(model: Model, parameters: Params) -> Params:
-    """The weights as decoding reads them at every token, made once for all tokens of a dispatch."""
+    """Returns the weights in the layout in which decoding reads them at every token, made once for
+    all tokens of a dispatch."""
     if model.role.platform == "cpu":
         # XLA for CPU copies each layer out of stacked weights before its products: in the loop, at
         # every token.
@@ -801,14 +813,14 @@ def _decode(
     choice: TokenChoice,
     pages: Any = None,
 ) -> tuple[DecodeState, SampledTokens]:
-    """Up to CHUNK tokens for every slot that is neither done nor `stopped`[N, W] by the host; fewer
-    where so many rows or slots, `enough`[1, 2], have ended before.
+    """Samples up to CHUNK tokens in every slot that is neither done nor `stopped`[N, W] by the
+    host. Stops earlier once as many rows or slots have ended as `enough`[1, 2] says.
 
-    A slot with `resumed`[N, W] tokens, not 0, goes on after those, of which `last`[N, W] is the
-    last. Its next `num_forced`[N, W] tokens are given, `forced`[N, W, CHUNK]: log-prob 0, and none
-    of them ends it. All others are sampled by the noise of their positions, as if none had been.
-    Keys go to `pages`[N, W, T], enough for all tokens.
-    """
+    A slot with `resumed`[N, W] > 0 continues after that many tokens, the last of which is `last`[N,
+    W]. Its next `num_forced`[N, W] tokens are given by `forced`[N, W, CHUNK]: they have log-prob 0,
+    and none of them ends the slot. All other tokens are sampled with the noise of their positions,
+    whether or not tokens before them were given. Keys are written to `pages`[N, W, T], which must
+    suffice for all tokens."""
     shape = state.token.shape
     parameters = _read_in_a_loop(model, parameters)
     goes_on = resumed > 0
@@ -832,13 +844,13 @@ def _decode(
         support_ids = jnp.zeros((CHUNK, rows, siblings, choice.max_support), jnp.int32)
         empty = replace(empty, support_ids=support_ids)
     num_prefix = jnp.max(jnp.where(start.done.all(-1), 1, state.prefix_len))
-    # Of all tokens at once: a live slot's length grows by one at each. Threefry on CPU is a loop of
-    # small operations.
+    # Draw the noise of all tokens at once: a live slot's length grows by one at each token, and
+    # Threefry on CPU is a loop of small operations.
     lengths = start.length + jnp.arange(CHUNK)[:, None, None]
     noise = uniform(jnp.broadcast_to(state.keys, (CHUNK, rows, siblings, 2)), lengths)
 
     def num_ended(done: jax.Array) -> jax.Array:
-        """Rows and slots."""
+        """Returns the numbers of rows and of slots that have ended, int32[2]."""
         return jnp.stack([done.all(-1).sum(dtype=jnp.int32), done.sum(dtype=jnp.int32)])
 
     most = num_ended(start.done) + enough[0]
@@ -847,9 +859,10 @@ def _decode(
         return (step < CHUNK) & ~done.all() & (num_ended(done) < most).all()
 
     def one_token(carry: tuple[jax.Array, jax.Array, DecodeState, SampledTokens]) -> tuple:
+        """Samples one token in every live slot."""
         _, step, s, out = carry
         position = s.length - 1
-        # Bounds of the keys that live slots have: attention reads no block beyond them.
+        # Most keys that a live slot has: attention reads no block beyond them.
         num_own = jnp.max(jnp.where(s.done, 1, s.length))
         attention = decode.decode_attention(
             model, s.prefix_len, position, num_prefix, num_own, ~s.done, pages
@@ -860,10 +873,11 @@ def _decode(
             model, parameters, hidden, s.sampling, noise[step], choice
         )
         live = ~s.done
-        is_forced = step < num_forced  # a live slot has been so in each step before
+        # a live slot was live in each step before, so `step` counts its tokens
+        is_forced = step < num_forced
         token = jnp.where(is_forced, forced[step], token)
         logprob = jnp.where(is_forced, 0.0, logprob)
-        # A finished slot is computed along and writes its last token again, at its own position,
+        # A finished slot is computed too, and writes its last token again at its own position,
         # where nobody reads.
         token = jnp.where(live, token, s.token)
         length = s.length + live

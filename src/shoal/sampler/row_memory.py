@@ -1,5 +1,5 @@
-"""The memory of rows: which pages of a pool hold the keys of which completions, and rows that wait
-in the host's memory."""
+"""Memory of the engine's rows: which pages of a pool hold the keys of which completions, and the
+rows that were saved to the host's memory."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from shoal.sampler.programs import DecodeState
 
 
 class PagePool:
-    """KV-cache pages of N rows of W slots: each replica has as many, for its own rows.
+    """KV-cache pages of N rows of W slots. Each replica has the same number of pages, for its own
+    rows.
 
-    A page belongs to one slot or is free, and a row gets all that it asks for or none. The engine
-    owns the pool; the scheduler reads what is free.
+    A page belongs to one slot or is free, and a row gets all the pages that it asks for, or none.
+    The engine owns the pool; the scheduler reads how many pages are free.
 
-    `table`: int32[N, W, T], a slot's pages in the order of its keys, by their number within the
-    replica, then NO_PAGE.
+    `table`: int32[N, W, T], each slot's pages in the order of its keys, by their number within the
+    replica, followed by NO_PAGE.
 
-    What is given back is free at once, also while the device runs steps that write to it: steps run
-    in the order in which they were started, each has a table of its own, and a slot reads no key
-    that it has not written.
-    """
+    A page that is given back is free at once, even while the device runs steps that write to it:
+    steps run in the order in which they were started, each has its own copy of the table, and a
+    slot reads no key that it has not written."""
 
     def __init__(self, rows: int, siblings: int, most: int, pages: int, replicas: int = 1) -> None:
         if pages < siblings * most:
@@ -40,8 +40,8 @@ class PagePool:
         self.free = [list(range(pages))[::-1] for _ in range(replicas)]
 
     def give(self, row: int, wanted: Sequence[int] | np.ndarray) -> bool:
-        """The slots of a row have wanted[W] pages from now on; False, and nothing changes, where
-        too few are free."""
+        """Gives the slots of a row exactly wanted[W] pages, by taking free pages or giving some
+        back. Returns False, and changes nothing, if too few pages are free."""
         wanted = np.asarray(wanted)
         held = self.held[row].copy()
         free = self.free[self.replica_of(row)]
@@ -58,7 +58,8 @@ class PagePool:
         return True
 
     def enter(self, row: int, wanted: np.ndarray) -> np.ndarray:
-        """The pages int32[W, T] of a row that enters, for which there must be enough."""
+        """Gives a row that enters its pages, and returns them, int32[W, T]. RuntimeError if too few
+        are free."""
         if not self.give(row, wanted):
             raise RuntimeError(
                 f"row {row} was entered without the {wanted.sum()} pages that it needs"
@@ -66,53 +67,56 @@ class PagePool:
         return self.table[row]
 
     def take_back(self, row: int) -> None:
-        """A row's pages are free."""
+        """Frees all pages of a row."""
         self.give(row, np.zeros_like(self.held[row]))
 
     def replica_of(self, row: int) -> int:
+        """Returns the number of the replica that has a row."""
         return row * len(self.free) // len(self.held)
 
     def with_next(self, wanted: np.ndarray) -> int:
-        """Pages that have to be free before a row with wanted[W] enters: one more for each slot
-        that may need it. Else some row would soon give way for it, and come back, and give way
-        again."""
+        """Returns how many pages must be free before a row that needs wanted[W] pages enters: for
+        each slot one page more than it needs now, unless it is at its limit. Otherwise some row
+        would soon have to be saved to make room for this one, and return, and be saved again."""
         most = self.table.shape[2]
         pages = np.where(wanted > 0, np.minimum(wanted + 1, most), 0)
         return int(pages.sum())
 
     def spare(self, replica: int) -> int:
-        """Free pages of a replica but for one more for each of its slots that may need it; may be
-        negative."""
+        """Returns how many free pages a replica has beyond one more page for each of its slots that
+        may need one; may be negative."""
         held = self.held.reshape(len(self.free), -1)[replica]
         may_need_another = (held > 0) & (held < self.table.shape[2])
         return len(self.free[replica]) - int(may_need_another.sum())
 
 
 Part = tuple[int, int]
-"""A request and the part of its completions that a row holds."""
+"""(id of a request, number of the part of its completions that one row holds)."""
 
 
 @dataclass
 class ParkedRows:
-    """Rows in the host's memory, by part: what the device held of them, of their keys as many as
-    they have. A part is kept until it is taken or its request is forgotten. The engine owns it.
+    """Rows that were saved to the host's memory, by part: all that the device held of them, but
+    only as many keys as they have. A part is kept until it is taken or its request is forgotten.
+    The engine owns it.
 
-    `shapes`: of the rows that one program saves or restores. `key_parts`: devices over which
-    positions are split."""
+    `shapes`: shapes of the rows that one program saves or restores. `key_parts`: number of devices
+    over which positions are split."""
 
     shapes: DecodeState
     key_parts: int = 1
-    # NumPy arrays without the dimension of rows.
+    # saved rows, as NumPy arrays without the dimension of rows
     _saved: dict[Part, DecodeState] = field(default_factory=dict)
     _arriving: deque[tuple[dict[Part, int], DecodeState]] = field(default_factory=deque)
 
     def add(self, positions: dict[Part, int], saved: DecodeState) -> None:
-        """Takes the rows that a step saves, at these positions of its arrays, once it has ended."""
+        """Notes which parts a step saves, and at which positions of its arrays; `bring_in` copies
+        them once the step has ended."""
         self._arriving.append((positions, saved))
 
     def bring_in(self, ids: Collection[int], wait: bool = False) -> None:
-        """Copies what has been saved, of these requests, to the host; with `wait` also what is yet
-        to be."""
+        """Copies saved rows to the host, except those of requests that are not in `ids`. Copies
+        only steps that have ended, or with `wait` waits for all."""
         while self._arriving:
             positions, saved = self._arriving[0]
             if not wait and not jax.tree.leaves(saved)[0].is_ready():
@@ -125,8 +129,8 @@ class ParkedRows:
                     self._saved[part] = self._used(row)
 
     def _used(self, row: DecodeState) -> DecodeState:
-        """A copy of a row without the positions of its caches that hold no key: they are most of
-        it."""
+        """Returns a copy of a saved row without the positions of its caches that hold no key, which
+        are most of the row."""
         num_prompt = -(-int(np.max(row.prefix_len)) // self.key_parts)
         num_own = -(-int(np.max(row.length)) // self.key_parts)
 
@@ -147,8 +151,8 @@ class ParkedRows:
         return jax.tree.map(np.copy, replace(row, caches=tuple(caches)))
 
     def take(self, positions: Sequence[tuple[Part, int]]) -> DecodeState:
-        """The saved rows at given positions of the arrays that they are restored from, on the
-        device; kept no more."""
+        """Returns saved rows as arrays on the device, each at its given position, for the program
+        that restores them; and forgets them on the host."""
         rows = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self.shapes)
         for part, position in positions:
             saved = jax.tree.leaves(self._saved.pop(part))
@@ -159,7 +163,7 @@ class ParkedRows:
         return jax.device_put(rows, shardings)
 
     def forget(self, id: int) -> None:
-        """Drops what is kept of a request."""
+        """Drops all saved rows of a request."""
         parts = [part for part in self._saved if part[0] == id]
         for part in parts:
             del self._saved[part]

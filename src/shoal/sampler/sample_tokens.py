@@ -1,9 +1,8 @@
-"""Samples the next token: one uniform number from the token's address, through the inverse of the
-distribution.
+"""Samples the next token: maps one uniform number, which is a function of the token's address,
+through the inverse of the cumulative distribution.
 
 The inverse by blocks takes 1.2 ms for 16 rows of 152k tokens on two CPU cores; Gumbel noise for
-each token takes 43 ms.
-"""
+each token takes 43 ms."""
 
 from __future__ import annotations
 
@@ -18,11 +17,11 @@ from jax.sharding import PartitionSpec
 from shoal.mesh import Role
 
 BLOCK = 512
-"""Tokens of the vocabulary in one block: blocks are summed first, and the inverse then searches one
-block only."""
+"""Tokens of the vocabulary in one block: blocks are summed first, and then only one block is
+searched."""
 TPU_BLOCK = 128
-"""The same on TPUs, a row of their registers: logits that are many of them are not padded and not
-laid out anew."""
+"""BLOCK on TPUs: one row of their registers, so that logits whose number is a multiple of it are
+neither padded nor moved."""
 
 
 class SamplingArrays(NamedTuple):
@@ -35,15 +34,14 @@ class SamplingArrays(NamedTuple):
 
 
 def uniform(keys: jax.Array, position: jax.Array) -> jax.Array:
-    """The uniform of each address: keys uint32[..., 2], position int32[...] after the prompt ->
-    float32 in (0, 1).
+    """Returns the uniform number of each address: keys uint32[..., 2], position int32[...] after
+    the prompt -> float32 in (0, 1).
 
-    23 bits of threefry, in the middle of their interval: never 0 or 1, and the same bits on every
-    machine.
-    """
+    Uses 23 bits of threefry, each number in the middle of its interval: never 0 or 1, and the same
+    bits on every machine."""
 
     def one(key: jax.Array, position: jax.Array) -> jax.Array:
-        # The generator by name: jax_default_prng_impl may name another, with other numbers.
+        # Name the generator: jax_default_prng_impl may select another, with other numbers.
         folded = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position)
         return jax.random.bits(folded, dtype=jnp.uint32)
 
@@ -60,15 +58,14 @@ def sample_tokens(
     role: Role | None = None,
     width: int = BLOCK,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """logits float32[N, V], everything else [N] -> (token int32[N], log-prob float32[N], support
-    ids int32[N, K]).
+    """Samples one token per row: logits float32[N, V], everything else [N] -> (token int32[N],
+    log-prob float32[N], support ids int32[N, K] or None).
 
-    The log-prob is under the distribution that was sampled from, temperature and truncation
-    included; that of a greedy token is at temperature 1, untruncated. `truncated` is static:
-    without it no bounds are searched. `max_support` is K: truncation then keeps at most K tokens
-    and returns which (-1 fills up; all -1 means that every token was kept). `role` and `width`
-    split the vocabulary, see `inverse`.
-    """
+    The log-prob is under the distribution that was sampled from, including temperature and
+    truncation; that of a greedy token is at temperature 1, untruncated. `truncated` is static:
+    without it no bounds are searched. `max_support` is K: truncation then keeps at most K tokens,
+    and the support ids say which (-1 fills up; all -1 means that every token was kept). For `role`
+    and `width`, which split the vocabulary, see `inverse`."""
     greedy = params.temperature == 0.0
     # Greedy divides by 1: its log-probs are at temperature 1, and by 0 they would be NaN.
     scaled = logits / jnp.where(greedy, 1.0, params.temperature)[:, None]
@@ -81,13 +78,14 @@ def sample_tokens(
         truncates = ~greedy & ((params.top_k > 0) | (params.top_p < 1.0) | (params.min_p > 0.0))
         largest, found = _most_likely(masses, min(max_support, masses.shape[-1]), role)
         support_ids = jnp.where(truncates[:, None] & (largest > 0), found, -1).astype(jnp.int32)
-        # Of equals the first are listed. A comparison, not a scatter: the vocabulary stays split.
+        # Among equal masses the first tokens are listed. This is a comparison, not a scatter, so
+        # that the vocabulary stays split.
         least, last = largest[:, -1:], found[:, -1:]
         kept = (masses > least) | ((masses == least) & (jnp.arange(masses.shape[-1]) <= last))
         masses = jnp.where(kept | ~truncates[:, None], masses, 0.0)
     total = masses.sum(-1)
-    # Greedy by the logits: two that differ may have equal masses. Not argmax: XLA for CPU takes
-    # three times as long.
+    # A greedy token is chosen by the logits, because two that differ may have equal masses. Not
+    # with argmax: XLA for CPU takes three times as long.
     most_likely = jnp.min(
         jnp.where(scaled == top, jnp.arange(scaled.shape[-1]), scaled.shape[-1] - 1), -1
     )
@@ -97,12 +95,12 @@ def sample_tokens(
 
 
 def sampling_logprobs(logits: jax.Array, params: SamplingArrays) -> jax.Array:
-    """Log-probs float32[N, V] of the distribution that `sample_tokens` samples from logits[N, V]
-    and returns the log-prob of: after temperature and truncation; greedy: at temperature 1,
+    """Returns the log-probs float32[N, V] of all tokens, under the distribution from which
+    `sample_tokens` samples: after temperature and truncation; greedy: at temperature 1,
     untruncated.
 
-    Tokens that truncation leaves out have the value that they would have beside those that are
-    kept: an engine whose bounds differ in the last bit may keep one more."""
+    Tokens that truncation leaves out get the log-prob that they would have next to those that are
+    kept, not -inf, because an engine whose bounds differ in the last bit may keep one more."""
     greedy = params.temperature == 0.0
     scaled = logits / jnp.where(greedy, 1.0, params.temperature)[:, None]
     masses = jnp.exp(scaled - scaled.max(-1, keepdims=True))
@@ -112,12 +110,12 @@ def sampling_logprobs(logits: jax.Array, params: SamplingArrays) -> jax.Array:
 
 
 def _most_likely(masses: jax.Array, count: int, role: Role | None) -> tuple[jax.Array, jax.Array]:
-    """The `count` largest of masses[N, V] and their tokens, of equals the first. Where a role
-    splits V each part finds its own, and these alone move."""
+    """Returns the `count` largest of masses[N, V] and their tokens; among equals the first. If
+    `role` splits V, each part finds its own largest, and only these move between devices."""
     if role is None or role.tensor == 1:
         return jax.lax.top_k(masses, count)
     each = masses.shape[-1] // role.tensor
-    # The partitioner alone would gather the masses.
+    # Without shard_map the partitioner would gather the masses.
     split = PartitionSpec(None, "tensor")
     largest, tokens = jax.shard_map(
         partial(jax.lax.top_k, k=min(count, each)),
@@ -135,14 +133,13 @@ def _most_likely(masses: jax.Array, count: int, role: Role | None) -> tuple[jax.
 def inverse(
     masses: jax.Array, uniforms: jax.Array, role: Role | None = None, width: int = BLOCK
 ) -> jax.Array:
-    """The token at which the running sum of masses[N, V] (not normalised) passes uniforms[N] x
-    their total.
+    """Returns the token at which the running sum of masses[N, V] (not normalised) exceeds
+    uniforms[N] x their total.
 
-    A token without mass is never returned: if rounding puts the target beyond the last sum, it is
-    the last token that has mass. V is in blocks of `width`. Where a role splits V no block lies
-    across two devices: only the sums of blocks and the one block that is searched move between
-    them.
-    """
+    A token without mass is never returned: if rounding puts the target beyond the last sum, the
+    result is the last token that has mass. V is searched in blocks of `width`. If `role` splits V,
+    no block crosses devices: only the sums of blocks and the one block that is searched move
+    between them."""
     n, size = masses.shape
     parts = 1 if role is None else role.tensor
     blocks = -(-size // (parts * width))  # in one part
@@ -165,9 +162,9 @@ def inverse(
 
 
 def _first_above(masses: jax.Array, sums: jax.Array, target: jax.Array) -> jax.Array:
-    """Index of the first entry with mass whose running sum is above the target, else of the last
-    one with mass."""
-    # Masses are compared too: a parallel cumsum rounds each entry its own way and may step up where
+    """Returns the index of the first entry with mass whose running sum is above the target; if
+    there is none, of the last entry with mass."""
+    # Compare masses too: a parallel cumsum rounds each entry in its own way, and may rise where
     # nothing is added.
     index = jnp.arange(masses.shape[-1])
     last = jnp.max(jnp.where(masses > 0, index, 0), -1, keepdims=True)
@@ -175,12 +172,12 @@ def _first_above(masses: jax.Array, sums: jax.Array, target: jax.Array) -> jax.A
 
 
 def sampling_support(masses: jax.Array, params: SamplingArrays) -> jax.Array:
-    """The tokens of masses[N, V], at most 1 each, that truncation keeps, bool[N, V].
+    """Returns which tokens of masses[N, V] (at most 1 each) truncation keeps, bool[N, V].
 
     First the top_k most likely; of those the smallest set with top_p of their mass; of those the
-    ones at least min_p times as likely as the most likely. Ties at a bound are all kept.
-    """
-    # idle slots have 0 everywhere, and would have a nucleus searched
+    tokens at least min_p times as likely as the most likely one. All tokens that tie at a bound are
+    kept."""
+    # idle slots have all parameters 0, and would otherwise have a nucleus searched
     drawn = params.temperature > 0
     by_count, by_mass = drawn & (params.top_k > 0), drawn & (params.top_p < 1.0)
 
@@ -201,14 +198,13 @@ def sampling_support(masses: jax.Array, params: SamplingArrays) -> jax.Array:
 
 
 def _largest(holds: Callable[[jax.Array], jax.Array], wanted: jax.Array) -> jax.Array:
-    """The largest float32[N] below 2 for which `holds`, which also holds for all smaller ones; 0
-    where not `wanted`.
+    """Returns the largest float32[N] below 2 for which `holds`, which must also hold for all
+    smaller numbers; 0 if not `wanted`.
 
-    Bit by bit, as positive floats are ordered like their bits: 30 sums over a vocabulary in place
-    of sorting it, and of a split one only sums move. 64 rows of 152k take 0.24 seconds of a CPU
-    core, sorted they took 2.3. Rounding is monotone in what a sum leaves out, so that the search is
-    exact.
-    """
+    Searches bit by bit, because positive floats are ordered like their bits: 30 sums over a
+    vocabulary instead of sorting it, and of a split one only sums move. 64 rows of 152k take 0.24
+    seconds of a CPU core, sorted they took 2.3. Rounding is monotone in what a sum leaves out, so
+    the search is exact."""
 
     def value(bits: jax.Array) -> jax.Array:
         return jax.lax.bitcast_convert_type(bits, jnp.float32)

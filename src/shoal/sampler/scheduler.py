@@ -1,5 +1,5 @@
-"""Decides what runs next: which waiting prompts enter which free rows. It handles numbers, never
-arrays."""
+"""Scheduler of the engine: decides which waiting prompts enter which free rows next. It uses
+numbers only, never arrays."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from shoal.model.attention.caches import KEY_BLOCK
 from shoal.sampler.row_memory import PagePool
 
 PREFILL_TOKENS = 2**16
-"""Most tokens of one prefill, padding included, unless one prompt has more: they bound its
-memory."""
+"""Most tokens of one prefill, including padding, unless one prompt has more. This bounds the memory
+of a prefill."""
 
 
 class AdmittedPart(NamedTuple):
-    """A part of a request's completions, as many as a row holds, that enters a row."""
+    """A part of a request that enters a row: as many of its completions as a row holds."""
 
-    position: int  # in the batch of the compiled step
+    position: int  # index in the batch of the compiled step
     id: int
-    part: int  # from 0; the first enters with the prompt
+    part: int  # number of the part, from 0; part 0 enters together with the prompt
     row: int
-    source: int  # the row that holds the prompt's keys already; `row` itself for a first part
+    source: int  # row from which the prompt's keys are copied; equal to `row` for part 0
 
 
 @dataclass(frozen=True)
 class Admission:
-    """One compiled step that fills rows: a prefill of prompts that fit `bucket` tokens, each with
-    the first part of its completions; or, with bucket 0, further parts of requests whose prompts
-    are in other rows, or parts that were in rows before and come `back`.
+    """One compiled step that fills rows. Either a prefill of prompts that fit `bucket` tokens, each
+    with the first part of its completions; or, with bucket 0, further parts of requests whose
+    prompts are in other rows; or, with bucket 0 and `back`, parts that were saved to the host's
+    memory and return.
 
-    Made by the scheduler, which counts its rows as running already; the engine starts it."""
+    The scheduler makes it and counts its rows as running already; the engine then starts the
+    step."""
 
     bucket: int
     entries: tuple[AdmittedPart, ...]
@@ -42,10 +44,10 @@ class Admission:
 
 @dataclass
 class Entering:
-    """A request of which some parts have no row yet. Its prompt's keys stay in the row of its first
-    part: if that is done with, the next part enters there."""
+    """A request of which some parts have no row yet. The prompt's keys stay in the row of the first
+    part, even after that part has ended; the next part then enters that row."""
 
-    part: int  # the next
+    part: int  # number of the next part to enter
     parts: int
     source: int
     is_source_free: bool = False
@@ -54,17 +56,17 @@ class Entering:
 @dataclass
 class Scheduler:
     """Queue of requests, and the owner of the engine's rows: which are free, and what runs in each.
+    An engine has one scheduler and asks it for the next step. Equal calls give equal rows.
 
-    First come, first served, a bucket of prompt lengths at a time. The engine holds the one
-    scheduler, and asks it for the next step. Equal calls give equal rows.
+    Requests enter first come, first served, one bucket of prompt lengths at a time: `prefill_rows`
+    at once, or fewer if their prefill would exceed `prefill_tokens`. All prompts longer than
+    `whole` share one program and are padded to `longest`. A prefill costs the same however many of
+    its rows are used, so the scheduler waits until it can fill one, unless nothing else is left to
+    run.
 
-    Prompts enter together, `prefill_rows` at once, or fewer of a bucket whose prefill would exceed
-    `prefill_tokens`; as many of all buckets beyond `whole`, which share a program, as of the
-    `longest` prompts. A prefill costs the same however many of its rows are used, so the scheduler
-    waits until it can fill one, unless nothing else is left to run. A request that needs several
-    rows takes further ones as soon as they are free, before another prompt enters. Each replica has
-    an equal part of the rows and of every batch, in order; a request is of one replica.
-    """
+    A request that needs several rows gets further ones as soon as they are free, before another
+    prompt enters. Each replica has an equal part of the rows and of every batch, in order; all rows
+    of a request are in one replica."""
 
     num_rows: int
     prefill_rows: int
@@ -73,14 +75,17 @@ class Scheduler:
     prefill_tokens: int = 1 << 62
     whole: int = 1 << 62
     longest: int = 0
-    swap_rows: int = 1  # whose completions give way, or come back, at once
-    pool: PagePool | None = None  # of which rows have pages
-    row_pages: int = 0  # that have to be spare before a new row enters
+    # number of rows that are saved to the host's memory, or restored, in one step
+    swap_rows: int = 1
+    # pool from which rows get their pages; None if keys are not stored in pages
+    pool: PagePool | None = None
+    row_pages: int = 0  # number of pages that must be spare before a new row is filled
     waiting: deque[tuple[int, int, int]] = field(default_factory=deque)  # (id, bucket, parts)
-    # By id, in the order of their prefills.
+    # requests whose first part has a row and whose other parts do not all have one, by id, in the
+    # order of their prefills
     entering: dict[int, Entering] = field(default_factory=dict)
-    # (id, part) that gave up their rows -> the pages that have to be spare before they come back,
-    # in this order
+    # (id, part) of parts that were saved to the host's memory -> number of pages that must be spare
+    # before they return; they return in this order
     returning: dict[tuple[int, int], int] = field(default_factory=dict)
     running: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> (id, part)
     free: list[int] = field(default_factory=list)
@@ -90,35 +95,39 @@ class Scheduler:
         self.free = list(range(self.num_rows))
 
     def submit(self, id: int, bucket: int, parts: int = 1) -> None:
+        """Appends a request of `parts` parts to the queue. ValueError if it was submitted
+        before."""
         if id in self.ids:
             raise ValueError(f"request {id} was submitted already")
         self.ids.add(id)
         self.waiting.append((id, bucket, parts))
 
     def batch_rows(self, bucket: int) -> int:
-        """Positions of the batch of an admission."""
+        """Returns how many rows one step can fill: a prefill of prompts of `bucket` tokens or, with
+        0, a join."""
         if not bucket:
             return self.join_rows
         most = min(self.prefill_rows, self.prefill_tokens // self.padded(bucket))
         return max(1, most // self.replicas) * self.replicas
 
     def padded(self, bucket: int) -> int:
-        """Tokens that a prompt of a bucket is padded to."""
+        """Returns how many tokens a prompt of a bucket is padded to."""
         return bucket if bucket <= self.whole else self.longest
 
     def admit(self, busy: Collection[tuple[int, int]] = ()) -> Admission | None:
-        """The next step that fills rows, or None if decoding should continue. Parts that are `busy`
-        cannot return."""
+        """Returns the next step that fills rows, or None if decoding should continue. Saved parts
+        that are in `busy`, because their tokens are not gathered yet, cannot return."""
         back = self._return(busy)
         if back is not None:
             return back
         if self.returning and self.free:
-            return None  # pages are lacking: what is new does not go before what was in already
+            # Pages are lacking: nothing new may enter before what was saved has returned.
+            return None
         return self._join() or self._prefill()
 
     @property
     def lacking(self) -> int:
-        """Rows that could be filled beyond those that are free."""
+        """The number of rows that could be filled beyond those that are free."""
         num_entering = sum(request.parts - request.part for request in self.entering.values())
         num_waiting = sum(parts for _, _, parts in self.waiting)
         wanted = len(self.returning) + num_entering + num_waiting
@@ -126,6 +135,8 @@ class Scheduler:
         return min(wanted, self.num_rows) - len(self._room(self.num_rows, pages))
 
     def _return(self, busy: Collection[tuple[int, int]]) -> Admission | None:
+        """Returns the step that restores saved parts to free rows, in the order of `returning`;
+        None if none can return now."""
         take = self._with_pages(self.swap_rows)
         entries = []
         for row in list(self.free):
@@ -146,6 +157,8 @@ class Scheduler:
         return Admission(0, tuple(entries), back=True)
 
     def _join(self) -> Admission | None:
+        """Returns the step that fills free rows with further parts of requests whose prompts have a
+        row; None if there is no such part or row."""
         take = self._with_pages(self.join_rows)
         entries = []
         for id, request in list(self.entering.items()):
@@ -169,16 +182,18 @@ class Scheduler:
         return Admission(0, tuple(entries))
 
     def _prefill(self) -> Admission | None:
+        """Returns the step that fills free rows with waiting prompts; None if none waits or too few
+        rows are free."""
         if not self.waiting:
             return None
-        # The bucket of the first, not the fullest: otherwise a rare length would wait to the end of
-        # the step.
+        # Take the bucket of the first prompt, not the one with most prompts: otherwise a rare
+        # length would wait until the end of the step.
         bucket = self.waiting[0][1]
         rows = self.batch_rows(bucket)
         room = self._room(rows)
         wanted = min(rows, len(self.waiting))
-        # A prompt can enter a row of its own replica alone: to wait until all are used would idle
-        # those that are ahead.
+        # A replica fills only its own rows, and waiting until rows of all replicas are free would
+        # idle those that are ahead.
         enough = -(-wanted * (self.replicas + 1) // (2 * self.replicas))
         if not room:
             return None
@@ -197,7 +212,8 @@ class Scheduler:
         return Admission(bucket, tuple(entries))
 
     def enough(self) -> int:
-        """Rows of a replica that have to end before decoding is interrupted for what waits."""
+        """Returns how many rows of a replica must end before decoding is interrupted to fill them
+        with what waits."""
         if self.entering or self.returning:
             return self.join_rows // self.replicas
         if self.waiting:
@@ -207,11 +223,12 @@ class Scheduler:
         return self.num_rows
 
     def replica_of(self, row: int) -> int:
+        """Returns the number of the replica that has a row."""
         return row // (self.num_rows // self.replicas)
 
     def positions(self, batch: int) -> Callable[[int], int | None]:
-        """A function that takes the next position of a row's replica in a batch of so many; None if
-        none is left."""
+        """Returns a function that, called with a row, takes the next unused position of the row's
+        replica in a batch of `batch` rows, or returns None if the replica has none left."""
         per_replica = batch // self.replicas
         left = []
         for replica in range(self.replicas):
@@ -223,14 +240,16 @@ class Scheduler:
         return take
 
     def _with_pages(self, batch: int) -> Callable[[int, int], int | None]:
-        """As `positions`, for a row that enters with so many pages; None, too, where its replica
-        has fewer to spare."""
+        """Returns a function like that of `positions` that is called with a row and the pages that
+        it needs; it returns None, too, if the row's replica has fewer pages to spare."""
         take = self.positions(batch)
         spare = [0] * self.replicas
         if self.pool:
             spare = [self.pool.spare(replica) for replica in range(self.replicas)]
 
         def take_with_pages(row: int, pages: int) -> int | None:
+            """Takes a position and `pages` pages of the row's replica; None if either is
+            lacking."""
             replica = self.replica_of(row)
             if pages > spare[replica]:
                 return None
@@ -242,8 +261,9 @@ class Scheduler:
         return take_with_pages
 
     def _room(self, batch: int, pages: int | None = None) -> list[tuple[int, int]]:
-        """The positions of a batch that can be used, each with the free row that it fills; by
-        default of new rows."""
+        """Returns which free rows one batch of `batch` positions can fill, as a list of (position
+        in the batch, row). A row is left out if its replica has no position left or fewer than
+        `pages` spare pages (default: `row_pages`, those of a new row). Changes nothing."""
         if pages is None:
             pages = self.row_pages
         take = self._with_pages(batch)
@@ -255,12 +275,15 @@ class Scheduler:
         return room
 
     def _enter(self, id: int, part: int, row: int) -> None:
+        """Notes that a part runs in a row, which is no longer free."""
         if row in self.free:
             self.free.remove(row)
         self.running[row] = id, part
 
     def release(self, row: int) -> None:
-        """Frees a row whose completions have ended, or that they give up while they wait."""
+        """Frees a row whose completions have ended or were saved to the host's memory, and its
+        pages. If other parts of the request have yet to copy the prompt's keys from it, the row is
+        reserved for the next of them."""
         id, _ = self.running.pop(row)
         if self.pool:
             self.pool.take_back(row)
@@ -268,15 +291,16 @@ class Scheduler:
         if request is not None and request.source == row:
             request.is_source_free = True
         else:
-            # Lowest first: equal runs then use equal rows, which makes their traces comparable.
+            # Rows are used lowest first: equal runs then use equal rows, which makes their traces
+            # comparable.
             insort(self.free, row)
 
     def finish(self, id: int) -> None:
-        """Forgets a request, all of whose rows were released."""
+        """Forgets a request whose rows were all released."""
         self.ids.discard(id)
 
     def cancel(self, id: int) -> None:
-        """Frees a request's rows, or removes it from the queue."""
+        """Removes a request from the queue and frees all its rows."""
         request = self.entering.pop(id, None)
         if request is not None and request.is_source_free:
             insort(self.free, request.source)
@@ -289,12 +313,13 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
+        """True if no request is queued or running."""
         return not self.ids
 
 
 def prompt_bucket(size: int) -> int:
-    """The padded length of a prompt: the least KEY_BLOCK x 2^n that holds it, whatever the other
-    prompts are."""
+    """Returns the length to which a prompt of `size` tokens is padded: the least KEY_BLOCK x 2^n
+    that holds it, whatever the other prompts are."""
     bucket = KEY_BLOCK
     while bucket < size:
         bucket *= 2
@@ -302,9 +327,11 @@ def prompt_bucket(size: int) -> int:
 
 
 def num_rows(slots: int, siblings: int, shards: int) -> int:
-    """Rows of an engine with so many slots: as many in each part that they are split into."""
+    """Returns how many rows of `siblings` slots an engine with `slots` slots has, rounded up to a
+    multiple of `shards`."""
     return round_up(max(1, slots // siblings), shards)
 
 
 def round_up(value: int, multiple: int) -> int:
+    """Returns the least multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple

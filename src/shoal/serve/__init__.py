@@ -1,2 +1,2 @@
-"""An address that speaks the API of OpenAI, and vLLM's for tokens and weights, over anything that
+"""A server with OpenAI's API, and vLLM's for tokens and weights, in front of anything that
 samples."""

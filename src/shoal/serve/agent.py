@@ -1,10 +1,11 @@
-"""An agent: a program, or a function, that plays a rollout by asking an address that is its own.
+"""Agents: programs or functions that play a rollout by calling an OpenAI-compatible address of
+their own.
 
     agent --HTTP, its key--> Api --> AgentSampler --ask--> the rollout's player, in the trainer's
                                                            process
 
-To the player it is a rollout function. All of it lives in a session's process, and ends with that.
-"""
+To the player (`TurnDriver`) an agent is a rollout function. Agent and address run in a session's
+process, and end with it."""
 
 from __future__ import annotations
 
@@ -29,13 +30,13 @@ from shoal.serve.server import require_packages, served
 from shoal.workers.rollout_function import RolloutDropped, RolloutEnded, RolloutSampler
 
 GRACE = 10.0
-"""Seconds that a program may still run once its rollout has no tokens left."""
+"""Seconds that a program may still run after its rollout has no tokens left."""
 
 
 class AgentSampler:
-    """A rollout as the `Sampler` of an address. Calls are answered one after the other."""
+    """The `Sampler` behind an agent's address: passes calls to the rollout, one after the other."""
 
-    max_tokens = vocab_size = 2**31 - 1  # the player judges
+    max_tokens = vocab_size = 2**31 - 1  # no limits here, because the player checks them
     eos_ids = ()
 
     def __init__(self, sampler: RolloutSampler, section: SamplingSection, model: str) -> None:
@@ -45,13 +46,15 @@ class AgentSampler:
         self._longest = section.max_prompt_tokens + section.max_completion_tokens
         self._sampler = sampler
         self._lock = threading.Lock()
-        self.reward: float | None = None  # that was posted
+        self.reward: float | None = None  # reward that the agent posted, or None
         self.is_over = False
         self.when_over: Callable[[], object] = _do_nothing
-        # before it learns of it, and complains
+        # called before the program learns that its rollout was dropped, and complains
         self.when_dropped: Callable[[], object] = _do_nothing
 
     async def sample(self, call: Call) -> Sampled:
+        """Answers a call with the rollout's next completion. ShoalError if the call asks for other
+        settings than the run's, or the rollout is over."""
         for name in ("temperature", "top_k", "top_p", "min_p", "stop"):
             requested = getattr(call.params, name)
             own = getattr(self.params, name)
@@ -79,6 +82,8 @@ class AgentSampler:
         return Sampled(answer["prompt_ids"], answer["choices"])
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Passes a call to the player and waits for the answer. ShoalError if the rollout is over
+        or the call is wrong; calls `when_over` at the rollout's end."""
         try:
             answer = self._sampler.ask("call", request)
         except RolloutEnded as error:
@@ -95,23 +100,24 @@ class AgentSampler:
         return answer
 
     def take_reward(self, body: dict[str, Any]) -> None:
+        """Keeps a reward that the agent posts as {"reward": number}."""
         reward = body.get("reward")
         require(type(reward) in (int, float), "reward", reward, "a number")
         self.reward = reward
 
     def check(self) -> None:
-        """It can be asked as long as it is there."""
+        """Does nothing: the address lives only as long as its rollout."""
 
 
 class AgentProgram:
-    """A rollout function that starts an agent, a command or a function of (row, url, key), and
+    """A rollout function that starts an agent (a command, or a function of (row, url, key)) and
     waits for its end."""
 
     def __init__(
         self, agent: str | Callable[..., float | None], sampling: SamplingSection, model: str
     ) -> None:
         require_packages("serve", "starlette", "uvicorn")
-        # before sessions are forked, which would each import it
+        # imported now, before sessions are forked, because each of them would import it
         import shoal.serve.app  # noqa: F401
 
         self.agent, self.sampling, self.model = agent, sampling, model
@@ -119,6 +125,8 @@ class AgentProgram:
     def __call__(
         self, rows: Sequence[Mapping[str, Any]], sampler: RolloutSampler
     ) -> dict[str, Any]:
+        """Plays one rollout: opens an address, runs the agent, and returns its reward: the one that
+        it posted, else the one that it returned or printed last; None if there is none."""
         from shoal.serve.app import Api
 
         played = AgentSampler(sampler, self.sampling, self.model)
@@ -145,12 +153,13 @@ def _do_nothing() -> None:
 
 
 def _give(to: IO[str], text: str) -> None:
+    """Writes a text to a program's input and closes it; ignores a program that no longer reads."""
     with contextlib.suppress(BrokenPipeError), to:
         to.write(text)
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """Ends a program with what it started, without a word of its own."""
+    """Kills a program and everything that it started, without a message."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -159,7 +168,9 @@ def _kill(process: subprocess.Popen[str]) -> None:
 def _run(
     command: str, row: Mapping[str, Any], url: str, key: str, played: AgentSampler
 ) -> float | None:
-    """The number that a program printed last, if it is one."""
+    """Runs an agent's command, with the row as JSON on its input and the address in its
+    environment. Returns the number that it printed last, or None if that is no number. RuntimeError
+    if it fails before its rollout is over."""
     last_line = ""
     variables = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
     with subprocess.Popen(
@@ -172,13 +183,14 @@ def _run(
         process_group=0,
     ) as process:
         assert process.stdin and process.stdout
-        # All of it: what a shell, or `uv run`, started would go on, and hold its output open.
+        # Kill the whole group: a program that a shell, or `uv run`, started would continue and keep
+        # the output open.
         timer = threading.Timer(GRACE, os.killpg, (process.pid, signal.SIGKILL))
         timer.daemon = True
         played.when_over = timer.start
         played.when_dropped = functools.partial(_kill, process)
-        # In a thread: one that reads its row late, or never, may print before, and ends when it
-        # likes.
+        # Write in a thread: a program that reads its row late, or never, may print before, and end
+        # when it likes.
         row_text = json.dumps(row, default=str)
         giver = threading.Thread(target=_give, args=(process.stdin, row_text), daemon=True)
         giver.start()

@@ -1,5 +1,5 @@
-"""The API of OpenAI, and vLLM's: calls are read by their names of settings, and answered in their
-form. What is unknown or has no effect is refused by name."""
+"""OpenAI's API, and vLLM's: reads the bodies of calls and builds the answers. A setting that is
+unknown or has no effect is refused by name."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from shoal.text import exact, shorten
 
 
 class Within(NamedTuple):
-    """The shape of a number from `low` to `high`, of their type."""
+    """The shape of a number from `low` to `high`; only integers fit if `low` is an integer."""
 
     low: float
     high: float
 
 
 MOST_DEPTH = 200
-"""Of lists and objects inside one another in a body."""
+"""Most levels of lists and objects inside one another in a body."""
 MOST = 128
-"""Completions of a call, tools and stop strings."""
+"""Most completions of a call; also most tools and most stop strings."""
 MESSAGE = {
     "role": ("system", "developer", "user", "assistant", "tool"),
     "content?": (str, [{"type": ("text",), "text": str}]),
@@ -52,7 +52,7 @@ ONLY_AT = {
     "logit_bias": {"*": ()},
     "chat_template_kwargs": {"*": ()},
 }
-"""Settings of which one value is supported, and is what it would be without them."""
+"""Settings for which only one value is supported: the value that they have by default."""
 FREE = (
     "model",
     "user",
@@ -67,7 +67,7 @@ FREE = (
     "spaces_between_special_tokens",
     "output_kind",
 )
-"""Settings that do not change what is sampled: accepted, and read by nobody."""
+"""Settings that do not change what is sampled; accepted and ignored."""
 SAMPLING = {
     "temperature": Within(0.0, 100.0),
     "top_p": Within(1e-6, 1.0),
@@ -79,7 +79,7 @@ PROMPTS = {
     "text": ("prompt", (str, [int])),
     "tokens": ("token_ids", [int]),
 }
-"""Kind of a call -> the name and the shape of its prompt."""
+"""Kind of call -> name and shape of its prompt."""
 SHAPES: dict[str, Any] = {
     "n": Within(1, MOST),
     "stream": bool,
@@ -91,7 +91,7 @@ SHAPES: dict[str, Any] = {
     "logprobs": (False, True, 0, 1),
     "stop_token_ids": [int],
 }
-"""Setting of a call -> its shape; `max_tokens` depends on the sampler."""
+"""Setting of a call -> its shape; the shape of `max_tokens` depends on the sampler."""
 SHAPES |= ONLY_AT | SAMPLING | dict.fromkeys(FREE, object) | dict(PROMPTS.values())
 
 
@@ -110,21 +110,22 @@ class Call:
     seed: int | None = None
     tools: Sequence[dict[str, Any]] = ()
     stream: bool = False
-    usage: bool = False  # at the end of a stream
+    usage: bool = False  # whether a stream ends with the numbers of tokens
     logprobs: bool = False
-    ids: bool = False  # token ids beside the texts
+    ids: bool = False  # whether the answer has token ids, too
 
 
 class Sampled(NamedTuple):
-    """The answer to a call: its prompt, and what `described` says of each completion."""
+    """The answer to a call: the prompt's token ids, and what `described` returns for each
+    completion."""
 
     prompt_ids: list[int]
     choices: list[dict[str, Any]]
 
 
 class Sampler(Protocol):
-    """What answers calls: engines that only sample, or a rollout of a run. `max_tokens`: that a
-    call may ask for."""
+    """Something that answers calls: a sampler alone, or a rollout of a run. `max_tokens`: the most
+    tokens that a call may ask for."""
 
     name: str
     params: SamplingParams
@@ -134,17 +135,17 @@ class Sampler(Protocol):
     eos_ids: tuple[int, ...]
 
     async def sample(self, call: Call) -> Sampled:
-        """All completions; sampling ends if this is cancelled. ShoalError for what cannot be
-        sampled."""
+        """Samples and returns all completions of a call; cancelling it ends sampling. ShoalError if
+        the call cannot be sampled."""
         ...
 
     def check(self) -> None:
-        """HostLost, as `sample` raises it too, where nothing can be sampled any more."""
+        """Raises HostLost if nothing can be sampled any more; `sample` raises the same then."""
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body; half of a surrogate pair, which no tokenizer takes, becomes
-    `?`."""
+    """Returns the JSON object in a body. Half of a surrogate pair, which no tokenizer takes,
+    becomes `?`. ShoalError if the body is not a JSON object or is nested too deep."""
     try:
         plain = json.dumps(json.loads(body), ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError) as error:
@@ -156,8 +157,8 @@ def parse(body: bytes) -> dict[str, Any]:
 
 
 def _check_depth(body: dict[str, Any]) -> None:
-    """ShoalError for lists and objects too deep inside one another: writing them again takes more
-    of Python's stack than reading."""
+    """Raises ShoalError if lists and objects are nested too deep: writing them again takes more of
+    Python's stack than reading."""
     level: list[Any] = [body]
     for _ in range(MOST_DEPTH):
         below: list[Any] = []
@@ -175,8 +176,9 @@ def _check_depth(body: dict[str, Any]) -> None:
 
 
 def read_call(kind: str, body: dict[str, Any], sampler: Sampler) -> Call:
-    """The call of a body. ShoalError names the setting that is wrong."""
-    if kind == "tokens":  # everything but the prompt is in there
+    """Returns the call that a body asks for. ShoalError, which names the setting, if one is wrong.
+    `kind`: a key of PROMPTS."""
+    if kind == "tokens":  # all settings but the prompt are in there
         nested = body.pop("sampling_params", {})
         require(fits(nested, dict), "sampling_params", nested, "an object")
         body = {"logprobs": 1, "return_token_ids": True} | body | nested
@@ -212,7 +214,7 @@ def read_call(kind: str, body: dict[str, Any], sampler: Sampler) -> Call:
         tools = ()
     logprobs = settings.get("logprobs", False)
     has_logprobs = logprobs is not False
-    if kind == "chat":  # 0 as well is none: there it is a yes or a no
+    if kind == "chat":  # in this kind `logprobs` is a yes or a no, so 0 means none
         has_logprobs = bool(logprobs)
         prompt = [_message(message) for message in prompt]
     return Call(
@@ -230,7 +232,7 @@ def read_call(kind: str, body: dict[str, Any], sampler: Sampler) -> Call:
 
 
 def _check_shapes(kind: str, settings: dict[str, Any], sampler: Sampler) -> None:
-    """ShoalError for a setting that the address does not have, for one of another shape, and where
+    """Raises ShoalError if a setting is unknown for this kind of call or has the wrong shape, or if
     the prompt is missing."""
     prompt_name, _ = PROMPTS[kind]
     max_tokens = Within(1, sampler.max_tokens)
@@ -248,8 +250,9 @@ def _check_shapes(kind: str, settings: dict[str, Any], sampler: Sampler) -> None
 def _read_params(
     settings: dict[str, Any], stop: Sequence[str], default: SamplingParams
 ) -> SamplingParams:
+    """Returns the sampling settings of a call, with the defaults for what it leaves out."""
     numbers = {name: settings[name] for name in SAMPLING if name in settings}
-    # Both may be given: OpenAI's newer name counts, as in vLLM.
+    # Both names may be given: OpenAI's newer one wins, as in vLLM.
     max_tokens = settings.get("max_tokens", default.max_tokens)
     max_tokens = settings.get("max_completion_tokens", max_tokens)
     stop_strings = tuple(stop) or default.stop
@@ -257,8 +260,8 @@ def _read_params(
 
 
 def _message(given: dict[str, Any]) -> dict[str, Any]:
-    """A message as chat templates read it: its text in one piece, the arguments of calls as
-    objects."""
+    """Returns a message as chat templates read it: its text in one piece, the arguments of tool
+    calls as objects."""
     message = {name: value for name, value in given.items() if value is not None}
     content = message.get("content", "")
     if not isinstance(content, str):
@@ -274,8 +277,9 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def fits(value: Any, shape: Any) -> bool:
-    """True if JSON has a shape: a type, a number `Within`, (values or shapes to choose from), [of
-    all items], {of names, some with a ?; * for all}."""
+    """True if a JSON value has a shape. A shape is a type, a number `Within`, (values or shapes to
+    choose from), [shape of all items], or {name: shape}, where a name with ? may be missing and *
+    stands for all names."""
     if isinstance(shape, Within):
         return type(value) in (int, type(shape.low)) and shape.low <= value <= shape.high
     if isinstance(shape, tuple):
@@ -285,7 +289,7 @@ def fits(value: Any, shape: Any) -> bool:
         if not isinstance(value, list):
             return False
         if isinstance(item_shape, type) and item_shape is not object:
-            # Of a prompt these may be thousands of ids.
+            # A fast path: a prompt may have thousands of ids.
             return {type(item) for item in value} <= {item_shape}
         return all(fits(item, item_shape) for item in value)
     if not isinstance(shape, dict) or not isinstance(value, dict):
@@ -302,14 +306,14 @@ def fits(value: Any, shape: Any) -> bool:
 
 
 def _is_choice(value: Any, choice: Any) -> bool:
-    """True if a value is one of those that a shape lists, or has a shape that it lists."""
+    """True if a value equals a value that a shape lists, or has a shape that it lists."""
     if isinstance(choice, type | list | dict):
         return fits(value, choice)
     return value is choice or (type(value) is type(choice) and value == choice)
 
 
 def expected(shape: Any) -> str:
-    """A setting's shape in words."""
+    """Returns a text that describes a setting's shape, for errors."""
     if isinstance(shape, Within):
         number = "an integer" if isinstance(shape.low, int) else "a number"
         return f"{number} from {exact(shape.low)} to {shape.high}"
@@ -322,17 +326,17 @@ def expected(shape: Any) -> str:
 
 
 def require(holds: bool, name: str, value: Any, wanted: str) -> None:
-    """ShoalError for a setting that is not what is wanted."""
+    """Raises ShoalError, which names a setting, unless `holds`; `wanted` says what was expected."""
     if not holds:
         raise ShoalError(f"{name}={shorten(json.dumps(value), 60)}: expected {wanted}", name)
 
 
 FINISHED = {StopReason.LENGTH: "length", StopReason.CANCELLED: "abort"}
-"""Why a completion has ended, as vLLM has it; all others are `stop`."""
+"""Why a completion has ended -> vLLM's name for it; all other reasons are `stop`."""
 
 
 def reply(call: Call, sampled: Sampled, model: str) -> dict[str, Any]:
-    """The record of a call's completions."""
+    """Returns the JSON answer to a call."""
     num_prompt = len(sampled.prompt_ids)
     num_sampled = sum(len(described["ids"]) for described in sampled.choices)
     prompt: dict[str, Any] = {}
@@ -362,7 +366,7 @@ def reply(call: Call, sampled: Sampled, model: str) -> dict[str, Any]:
 
 
 def _choice(call: Call, described: dict[str, Any]) -> dict[str, Any]:
-    """A completion in the form of the API, but for its index."""
+    """Returns one completion in the form of the API, without its index."""
     choice: dict[str, Any] = {
         "finish_reason": FINISHED.get(described["stop_reason"], "stop"),
         "stop_reason": None,
@@ -372,7 +376,7 @@ def _choice(call: Call, described: dict[str, Any]) -> dict[str, Any]:
         choice["logprobs"] = _logprobs(call.kind, described)
     text = described["text"]
     message = dict(described["message"])
-    if described["stop_reason"] == StopReason.STOP:  # which the text does not have
+    if described["stop_reason"] == StopReason.STOP:  # the text must not contain the stop string
         ends = [(text.find(stop), stop) for stop in call.params.stop if stop in text]
         length, choice["stop_reason"] = min(ends)
         text = text[:length]
@@ -392,13 +396,14 @@ def _choice(call: Call, described: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tool_call(tool_call: dict[str, Any]) -> dict[str, Any]:
+    """Returns a tool call in the form of the API."""
     function = dict(tool_call["function"])
     function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
     return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
 
 def _version_spans(versions: Sequence[str]) -> list[dict[str, Any]]:
-    """Runs of tokens of the same version.
+    """Returns the spans of successive tokens with the same version.
 
     >>> _version_spans(["a", "a", "b"])
     [{'version': 'a', 'start': 0, 'end': 2}, {'version': 'b', 'start': 2, 'end': 3}]
@@ -412,6 +417,7 @@ def _version_spans(versions: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _logprobs(kind: str, described: dict[str, Any]) -> dict[str, Any]:
+    """Returns a completion's log-probs in the form that the kind of call has."""
     tokens = described["tokens"]
     if kind == "text":
         offsets = []
@@ -430,7 +436,7 @@ def _logprobs(kind: str, described: dict[str, Any]) -> dict[str, Any]:
         for token in tokens:
             names.append({"token": token, "bytes": list(token.encode())})
     else:
-        # An id under both names: of vLLM's server, and of clients that were written for it before.
+        # The id stands under two names: that of vLLM's server, and that of older clients.
         for id in described["ids"]:
             names.append({"token": f"token_id:{id}", "token_id": id})
     content = []
@@ -440,7 +446,8 @@ def _logprobs(kind: str, described: dict[str, Any]) -> dict[str, Any]:
 
 
 def events(call: Call, whole: dict[str, Any]) -> Iterator[str]:
-    """The events of a stream: each choice in one piece, then its end."""
+    """Yields the events of a stream: each completion in one piece, then its end. Takes `choices`
+    and `usage` out of `whole`."""
     usage = whole.pop("usage")
     choices = whole.pop("choices")
     whole["object"] = whole["object"].replace("chat.completion", "chat.completion.chunk")

@@ -1,11 +1,10 @@
-"""The routes of the address, what bounds a request, and who may ask.
+"""Routes of the address, limits on requests, and who may call it.
 
     request -> its site, its key -> the body, bounded -> a call -> the sampler
             -> a record, or events
 
-An error is `{"error": {"message", "type", "param", "code"}}`. A client that goes away ends what is
-sampled for it.
-"""
+An error is `{"error": {"message", "type", "param", "code"}}`. If a client goes away, sampling for
+it ends."""
 
 from __future__ import annotations
 
@@ -30,9 +29,9 @@ from shoal.text import exact
 MAX_BODY = 16 * 2**20
 MAX_CALLS = 1024
 SETTINGS_BYTES = 2**20
-"""Bytes of a body that its settings may take, without the prompt."""
+"""Most bytes of a body for its settings, without the prompt."""
 CHARACTER_BYTES = 6
-"""Bytes of a body that a character of the prompt may take, as `\\u00e9`."""
+"""Most bytes of a body that one character of the prompt may take, as `\\u00e9`."""
 KINDS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text",
@@ -50,18 +49,19 @@ WEIGHTS = (
 
 @dataclass(frozen=True)
 class Api:
-    """What the routes answer from. `key`: that requests must bring, empty for any; `weights`: what
-    can replace them, a `HostSampler`; `posts`: further routes, by path."""
+    """What the routes work with. `key`: the key that requests must carry, "" for none; `weights`:
+    an object that can replace the weights (a `HostSampler`), or None; `posts`: further POST routes,
+    path -> function of the body."""
 
     sampler: Sampler
     key: str = ""
-    seconds: float = 600.0  # of a request
+    seconds: float = 600.0  # longest time that a request may take
     weights: Any = None
     posts: Mapping[str, Callable[[dict[str, Any]], None]] = field(default_factory=dict)
     going: set[Request] = field(default_factory=set)
 
     def app(self) -> Starlette:
-        """All of it, for a server."""
+        """Returns the application with all routes, for a server."""
         posts = list(KINDS) + list(self.posts) + [f"/{name}" for name in WEIGHTS]
         routes = [Route(path, self._guarded, methods=["POST"]) for path in posts]
         for path in ("/v1/models", "/health", "/is_paused"):
@@ -69,7 +69,7 @@ class Api:
         return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
 
     async def _guarded(self, request: Request) -> Response:
-        """Answers those who may ask, within the seconds, with errors as records."""
+        """Answers a request if the client may ask, within the time limit; errors become records."""
         _, _, key = request.headers.get("authorization", "").partition(" ")
         refusal = foreign(request.headers, bool(self.key))
         if refusal:
@@ -94,12 +94,14 @@ class Api:
             self.going.discard(request)
 
     async def _answer(self, path: str, request: Request) -> Response:
+        """Answers a request at one of the paths."""
         sampler = self.sampler
         if path in KINDS:
             tokens = sampler.max_prompt_tokens + sampler.params.max_tokens
             prompt_bytes = CHARACTER_BYTES * TOKEN_CHARACTERS * tokens
             body = await _body(request, SETTINGS_BYTES + prompt_bytes)
-            # In a thread, as encoding: others are answered while a long body is read.
+            # Parse in a thread, like encoding, so that others are answered while a long body is
+            # read.
             call = await asyncio.to_thread(_parse_call, KINDS[path], body, sampler)
             sampled = await _unless_gone(request, sampler.sample(call))
             whole = reply(call, sampled, sampler.name)
@@ -126,7 +128,7 @@ class Api:
         return JSONResponse(await self._replace(self.weights, path[1:], request))
 
     async def _replace(self, weights: Any, name: str, request: Request) -> dict[str, Any]:
-        """vLLM's calls for new weights."""
+        """Answers vLLM's calls that pause sampling and replace the weights."""
         body = parse(await _body(request) or b"{}")
         if name == "pause":
             mode = request.query_params.get("mode", "abort")
@@ -163,7 +165,7 @@ class Api:
                 if checksums.get(name) != baseline.get(name):
                     mismatches.append(name)
             return {"match": not mismatches, "mismatches": mismatches}
-        # There is no prefix cache: a prompt's keys live as long as its call.
+        # `reset_prefix_cache` has nothing to do: a prompt's keys live only as long as its call.
         return {
             "success": True,
             "is_paused": weights.is_paused,
@@ -172,10 +174,12 @@ class Api:
 
 
 def _parse_call(kind: str, body: bytes, sampler: Sampler) -> Call:
+    """Returns the call in a body."""
     return read_call(kind, parse(body), sampler)
 
 
 def error_reply(status: int, message: str, param: str = "") -> Response:
+    """Returns an error as an answer."""
     kind = "invalid_request_error" if status == 400 else f"error_{status}"
     return JSONResponse(
         {"error": {"message": message, "type": kind, "param": param or None, "code": None}}, status
@@ -183,12 +187,13 @@ def error_reply(status: int, message: str, param: str = "") -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
+    """Returns Starlette's own errors as answers of the same form."""
     assert isinstance(error, HTTPException)
     return error_reply(error.status_code, error.detail)
 
 
 async def _body(request: Request, most: int = MAX_BODY) -> bytes:
-    """The body; 413 as soon as it is too long, for any request or for a prompt that fits."""
+    """Returns a request's body. HTTP error 413 as soon as it is longer than `most` or MAX_BODY."""
     most = min(most, MAX_BODY)
     body = bytearray()
     async for part in request.stream():
@@ -199,9 +204,10 @@ async def _body(request: Request, most: int = MAX_BODY) -> bytes:
 
 
 async def _unless_gone(request: Request, answer: Awaitable[Any]) -> Any:
-    """What is awaited; given up with ClientDisconnect where the client goes away first."""
+    """Returns the awaited answer; if the client goes away first, cancels it and raises
+    ClientDisconnect."""
     answering = asyncio.ensure_future(answer)
-    # The body has been read: what is still received is that the client goes away.
+    # The body has been read: the next message can only say that the client goes away.
     disconnecting = asyncio.ensure_future(request.receive())
     try:
         tasks = (answering, disconnecting)

@@ -1,5 +1,5 @@
-"""Answers the calls of an address with a host: one request a call, and weights that a trainer
-elsewhere replaces.
+"""Answers the calls of an address with a host in this process: one request per call, and weights
+that a trainer elsewhere can replace.
 
 event loop --Load, Submit, Cancel, Pause--> ThreadHost   (its thread samples)
 event loop <---------wake, poll------------'
@@ -33,17 +33,18 @@ from shoal.weights.checksum import weights_text
 from shoal.weights.store import MemoryStore
 
 GATHERED = 0.01
-"""Seconds without a further call after which those that came begin, where nothing is sampled: a
-compiled step that has begun with the first of them would hold up the others for many tokens. Five
-times as long while those come that were answered together, who are likely to ask again."""
+"""Seconds to wait for further calls before the first ones start, if nothing is being sampled: a
+compiled step that has begun with the first calls would delay the others for many tokens. The wait
+is five times as long until as many calls have come as were answered together last, since those
+callers are likely to call again."""
 
 
 class HostSampler:
-    """A `Sampler` whose weights can be replaced. `make_engine`: of any request; `params`: of calls
-    that say nothing.
+    """A `Sampler` whose weights can be replaced. `make_engine` makes the engine for any request;
+    `params` are the settings for what calls leave out.
 
-    With a seed the same call gives the same tokens, whatever else is sampled. Calls without one are
-    numbered."""
+    The same call with the same seed gives the same tokens, whatever else is sampled. Calls without
+    a seed get noise by their number."""
 
     def __init__(
         self,
@@ -62,16 +63,16 @@ class HostSampler:
         self.engine, self.store, self.seed = make_engine(Purpose.GENERATE, 1), store, seed
         self.vocab_size, self.eos_ids = store.model.architecture.vocab_size, tokenizer.eos_ids
         self.max_prompt_tokens = self.engine.max_prompt_tokens
-        # calls under way, by their request's id
+        # answers that calls wait for, by request id
         self.waiting: dict[int, asyncio.Future[list[Completion]]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._gathered: list[SampleRequest] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._num_answered = 0  # of the requests that were answered together last
+        self._num_answered = 0  # number of requests that were answered together last
         self._ids = itertools.count()
         self._version = 0
-        self._labels = {0: "default"}  # the trainer's name of versions, from each on
-        self._fault = ""  # why nothing can be sampled any more
+        self._labels = {0: "default"}  # version from which a name holds -> the trainer's name
+        self._fault = ""  # why nothing can be sampled any more; "" while sampling works
         self._open = asyncio.Event()  # not set while paused
         self._open.set()
         self._loading = asyncio.Lock()
@@ -80,7 +81,10 @@ class HostSampler:
         self.close = self.host.close
 
     async def sample(self, call: Call) -> Sampled:
-        # In a thread: a template, and a long text, take a while.
+        """Answers a call: waits while paused, samples, and names the versions of its tokens. If the
+        caller goes away, cancels the request. ShoalError if the call cannot be sampled, HostLost if
+        the sampler has ended."""
+        # Encode in a thread, because a template or a long text takes a while.
         ids = await asyncio.to_thread(
             encode, call.prompt, call.tools, self.tokenizer, self.max_prompt_tokens
         )
@@ -95,7 +99,7 @@ class HostSampler:
         id = next(self._ids)
         noise_key = NoiseKey(self.seed, Purpose.GENERATE, 1, id)
         if call.seed is not None:
-            # A seed's purpose is its own: no other request's noise is theirs.
+            # A purpose of its own: no request without a seed has this noise.
             noise_key = NoiseKey(call.seed, "serve", 0, 0)
         request = SampleRequest(id, ids, call.num_completions, noise_key, call.params, exact=False)
         answer = self._loop.create_future()
@@ -116,13 +120,13 @@ class HostSampler:
         return Sampled(ids.tolist(), choices)
 
     def _label_of(self, version: int) -> str:
-        """The name of the newest named version that is not newer."""
+        """Returns the name of the newest named version that is not newer than `version`."""
         newest = max(named for named in self._labels if named <= version)
         return self._labels[newest]
 
     def _submit(self, request: SampleRequest, loop: asyncio.AbstractEventLoop) -> None:
-        """Sends a request to the host, with those that come soon after it where the host is
-        idle."""
+        """Sends a request to the host; if the host is idle, only after a short wait, together with
+        those that come meanwhile."""
         self._gathered.append(request)
         if self._timer is not None:
             self._timer.cancel()
@@ -136,6 +140,7 @@ class HostSampler:
         self._timer = loop.call_later(seconds, self._send)
 
     def _send(self) -> None:
+        """Sends the gathered requests to the host."""
         requests = self._gathered
         self._timer = None
         self._gathered = []
@@ -144,22 +149,24 @@ class HostSampler:
         self._collect()
 
     def check(self) -> None:
-        """HostLost where nothing can be sampled any more."""
+        """Raises HostLost if nothing can be sampled any more."""
         self._collect()
         if self._fault:
             raise HostLost(f"the sampler has ended: {self._fault}")
 
     def _wake(self) -> None:
+        """Makes the event loop collect answers; called in the host's thread."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._collect)
 
     def _collect(self) -> None:
+        """Passes the host's answers, or its error, to the calls that wait for them."""
         answers: dict[int, list[Completion]] = {}
         if not self._fault:
             try:
                 answers = self.host.poll()
             except Exception as error:
-                # Of its thread, which has ended: whoever waits must learn of it.
+                # The error ended the host's thread, and whoever waits must learn of it.
                 self._fault = describe_error(error)
         if answers:
             self._num_answered = len(answers)
@@ -173,11 +180,13 @@ class HostSampler:
 
     @property
     def is_paused(self) -> bool:
+        """True while no new call may begin."""
         return not self._open.is_set()
 
     async def pause(self, mode: str) -> None:
-        """Lets no further call begin. `mode`: calls under way stop where they are (keep), are
-        awaited (wait), or end with what has been sampled (abort)."""
+        """Stops new calls from beginning. `mode` says what happens to unfinished calls: "keep"
+        stops them where they are, "wait" waits for them, "abort" ends them with what has been
+        sampled."""
         self._open.clear()
         self.host.handle(Pause(mode == "keep"))
         if mode == "keep":
@@ -189,17 +198,22 @@ class HostSampler:
                 self.host.handle(Cancel(id))
         while self.waiting:
             await asyncio.wait(list(self.waiting.values()))
-            await asyncio.sleep(0)  # those who wait for them take them out
+            await asyncio.sleep(0)  # lets the waiting calls remove themselves
 
     def resume(self) -> None:
+        """Resumes sampling, and lets calls begin again."""
         self.host.handle(Pause(False))
         self._open.set()
 
     async def reload(self, folder: str) -> None:
+        """Replaces the weights by those in a folder, one replacement at a time. ShoalError if they
+        cannot be loaded."""
         async with self._loading:
             await asyncio.to_thread(self._load, folder)
 
     def _load(self, folder: str) -> None:
+        """Reads the weights in a folder, publishes them to the host, and drops the previous
+        ones."""
         model = self.store.model
         try:
             if model.architecture.adapter:
@@ -216,8 +230,10 @@ class HostSampler:
         self.host.handle(Load(version))
 
     async def checksums(self) -> dict[str, str]:
+        """Returns a checksum of the newest weights."""
         held = self.store.versions[self._version].parameters(self.store.model)
         return {"parameters": await asyncio.to_thread(weights_text, held)}
 
     def name_version(self, label: str) -> None:
+        """Names the newest weights; tokens sampled from them carry this name."""
         self._labels[self._version] = label

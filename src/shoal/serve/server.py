@@ -1,4 +1,4 @@
-"""Sockets and requests of the servers of this package: whom they answer, and on which port."""
+"""Sockets of the package's servers, and which requests they answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HOST = re.compile(r"(?:\[(?P<six>[^\[\]]+)\]|(?P<name>[^:\[\]]+))(?::\d{0,5})?"
 
 
 def host_name(host: str) -> str:
-    """The name in a Host header, without its port; empty where it is malformed."""
+    """Returns the name in a Host header, without its port; "" if the header is malformed."""
     match = _HOST.fullmatch(host)
     if match is None:
         return ""
@@ -24,10 +24,10 @@ def host_name(host: str) -> str:
 
 
 def foreign(headers: Mapping[str, str], has_token: bool) -> str:
-    """Why a request is refused as another site's; empty if it is not.
+    """Returns why a request is refused because it comes from another site; "" if it does not.
 
-    A page of another site that had its name resolve to 127.0.0.1 sends its own Host, and any page
-    its Origin."""
+    A page of another site that makes its own name resolve to 127.0.0.1 sends that name as Host, and
+    any page sends its Origin."""
     host = headers.get("host", "")
     if not has_token and host_name(host) not in LOOPBACK:
         return "this is served to 127.0.0.1 and localhost; for another host start it with token="
@@ -37,7 +37,7 @@ def foreign(headers: Mapping[str, str], has_token: bool) -> str:
 
 
 def require_packages(extra: str, *packages: str) -> None:
-    """ShoalError if a package of an extra is missing."""
+    """Raises ShoalError if a package of an extra is not installed."""
     for package in packages:
         try:
             __import__(package)
@@ -48,7 +48,8 @@ def require_packages(extra: str, *packages: str) -> None:
 
 
 def check_host(host: str, token: str, what: str, port: int) -> None:
-    """ShoalError for an address of other machines without a token; `what` they could do."""
+    """Raises ShoalError if other machines can reach an address and there is no token; `what` says
+    what they could do."""
     if host not in LOOPBACK and not token:
         raise ShoalError(
             f"host={host}: whoever reaches this address could {what}; set token=auto, or leave "
@@ -58,7 +59,8 @@ def check_host(host: str, token: str, what: str, port: int) -> None:
 
 
 def base_url(host: str, listening: socket.socket) -> str:
-    """`http://127.0.0.1:8700`, with the name of this machine where it listens everywhere."""
+    """Returns the address of a listening socket, `http://127.0.0.1:8700`; with this machine's name
+    if it listens on all interfaces."""
     port = listening.getsockname()[1]
     name = host
     if host in ("0.0.0.0", "::"):
@@ -69,8 +71,8 @@ def base_url(host: str, listening: socket.socket) -> str:
 
 
 def listen(host: str, port: int, first: int = 8700) -> socket.socket:
-    """A socket at a port; with port 0 at `first`, or the next free one. ShoalError if it is in
-    use."""
+    """Returns a socket that listens at a port; with port 0 at `first` or the next free one.
+    ShoalError if the port is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     ports = [port]
     if not port:
@@ -95,7 +97,8 @@ def listen(host: str, port: int, first: int = 8700) -> socket.socket:
 
 
 def make_server(app: Any) -> Any:
-    """A server that answers in `run(sockets=[...])`, until Ctrl-C or `should_exit`."""
+    """Returns a server; `run(sockets=[...])` then answers requests until Ctrl-C or
+    `should_exit`."""
     import uvicorn
 
     config = uvicorn.Config(
@@ -115,7 +118,8 @@ def make_server(app: Any) -> Any:
 
 @contextlib.contextmanager
 def served(app: Any) -> Iterator[str]:
-    """Answers at a free port of this machine, in a thread; its `http://127.0.0.1:PORT`."""
+    """Context manager in which an app answers at a free port of this machine, in a thread. Gives
+    the address, `http://127.0.0.1:PORT`."""
     with listen("127.0.0.1", 0, 0) as listening:
         server = make_server(app)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)

@@ -248,7 +248,7 @@ def make_fleet(
         hosts,
         rewards,
         seed=0,
-        by_itself=True,
+        in_background=True,
         woken=woken,
         **settings,
     )  # type: ignore[arg-type]

@@ -152,9 +152,9 @@ def main() -> None:
             {"sampler": host},
             rewards,
             0,
-            by_itself=True,
+            in_background=True,
             woken=woken,
-            player=player,
+            turn_driver=player,
         )
     ) as fleet:
         fleet.publish(0, initialise(MODEL, 0, make_roles(MeshSection(), jax.devices()[:1]).trainer))

@@ -154,5 +154,5 @@ def test_a_job_of_a_given_model_reads_no_data(workshop: Workshop):
         spec = job.spec
     config, _ = compose("train", workshop.words("stages")[1:])
     with Job(config, Console(io.StringIO()), spec=spec) as job:
-        assert job.command == "figures" and job.learner
+        assert job.command == "estimate" and job.learner
         assert not {"questions", "pool", "world", "slots"} & job.opened.keys()

@@ -157,9 +157,9 @@ def fleet(hosts: dict[str, Any], in_thread: bool = True, **options: Any) -> Iter
         TASK, RewardPool(TASK.rewards, RewardSection(workers=0)), lambda ids: str(sum(ids))
     )
     with closing(
-        Fleet(MemoryStore(model), hosts, rewards, seed=0, by_itself=in_thread, **options)
+        Fleet(MemoryStore(model), hosts, rewards, seed=0, in_background=in_thread, **options)
     ) as made:
-        made.by_itself = True  # hosts are polled whenever groups are taken, and all is counted
+        made.in_background = True  # hosts are polled whenever groups are taken, and all is counted
         made.publish(0, random_parameters(PLAINEST))
         yield made
 
@@ -546,10 +546,10 @@ def test_health_is_progress_and_not_life():
         one.look(start + 3.0 * number)
     # 20 medians of 3 s
     assert not one.stalled_seconds(start + 12 + 59) and one.stalled_seconds(start + 12 + 61)
-    one.given.clear()
+    one.assigned.clear()
     assert not one.stalled_seconds(start + 1e6)
     one.look(start + 1e6)
-    one.given[2] = requests([0])[0]
+    one.assigned[2] = requests([0])[0]
     assert not one.stalled_seconds(start + 1e6 + 59)  # counted from when it had work again
     host.preparing = True  # a program of other shapes, or weights of a network
     one.look(start + 1e6 + 59)
@@ -680,23 +680,23 @@ def test_of_training_and_evaluation_none_starves_on_a_host(capacity, sizes, ends
     def assign(is_shared: bool) -> None:
         for one in (train, evaluation)[: 1 + is_shared]:
             while host.has_room(one.num_completions, one is train, is_shared):
-                host.given[next(ids)] = one
+                host.assigned[next(ids)] = one
 
     def oldest(one: GroupRequest) -> int | None:
-        return next((id for id, other in host.given.items() if other is one), None)
+        return next((id for id, other in host.assigned.items() if other is one), None)
 
     if alone:
         assign(False)
         assert capacity <= host.completions(Purpose.TRAIN) < capacity + sizes[0]
     assign(True)
     while oldest(evaluation) is None:  # until what training had alone has ended as far as it must
-        count = len(host.given)
-        del host.given[oldest(train)]
+        count = len(host.assigned)
+        del host.assigned[oldest(train)]
         assign(True)
-        assert len(host.given) < count or oldest(evaluation) is not None
+        assert len(host.assigned) < count or oldest(evaluation) is not None
     for is_train in ends:
         if (id := oldest(train if is_train else evaluation)) is not None:
-            del host.given[id]
+            del host.assigned[id]
             assign(True)
         assert oldest(train) is not None and oldest(evaluation) is not None
         assert host.completions() <= max(capacity, *sizes) + max(sizes)

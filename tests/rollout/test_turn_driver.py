@@ -170,7 +170,13 @@ def fleet(
     hosts: dict[str, Any] = {"a": ThreadHost(host, woken.set, "a") if thread else host}
     scored = dataclasses.replace(rewards(TASK), on_error=section.on_error)
     return Fleet(
-        MemoryStore(model), hosts, scored, seed=0, by_itself=thread, player=player, woken=woken
+        MemoryStore(model),
+        hosts,
+        scored,
+        seed=0,
+        in_background=thread,
+        turn_driver=player,
+        woken=woken,
     )
 
 
@@ -859,8 +865,8 @@ def test_a_host_that_is_lost_while_tools_answer_changes_no_bit(first, monkeypatc
             recounts.append(entry.num_idle)
         return found
 
-    play_moves = Fleet._play
-    monkeypatch.setattr(Fleet, "_play", recount)
+    play_moves = Fleet._advance_turns
+    monkeypatch.setattr(Fleet, "_advance_turns", recount)
     with closing(
         dataclasses.replace(lost, hosts={"a": restart("a")}, restart=restart, restarts=9)
     ) as source:
@@ -868,8 +874,13 @@ def test_a_host_that_is_lost_while_tools_answer_changes_no_bit(first, monkeypatc
         source.publish(0, random_parameters(MODEL))
         source.request(requests(range(6)))
         same(source.take(Purpose.TRAIN, 0), first)
-        assert not Lost.calls and len(engines) == 4 and source.player and not source.player.rollouts
-        assert set(recounts) >= {0, 1, 4} and source.player._going.total() == 0
+        assert (
+            not Lost.calls
+            and len(engines) == 4
+            and source.turn_driver
+            and not source.turn_driver.rollouts
+        )
+        assert set(recounts) >= {0, 1, 4} and source.turn_driver._going.total() == 0
 
 
 class Closed(Guess):
@@ -958,8 +969,8 @@ def test_turns_of_a_host_that_is_out_of_order_are_refused(first, change, reason)
 
 def test_an_evaluation_does_not_hold_up_training_nor_training_an_evaluation():
     with closing(fleet(tools())) as source:
-        assert source.player is not None
-        player, asked = dataclasses.replace(source.player, most=8), requests(range(8))
+        assert source.turn_driver is not None
+        player, asked = dataclasses.replace(source.turn_driver, most=8), requests(range(8))
         source.ledger.add([dataclasses.replace(one, purpose=Purpose.EVALUATE) for one in asked[:4]])
         source.ledger.add(asked[4:])
         entries = list(source.ledger.entries.values())

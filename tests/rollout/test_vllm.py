@@ -118,7 +118,7 @@ def fleet(
             {url: start(url) for url in urls},
             rewards,
             seed=0,
-            by_itself=True,
+            in_background=True,
             restart=start,
             woken=woken,
             **{"restarts": 9, **options},

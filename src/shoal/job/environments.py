@@ -141,7 +141,7 @@ class TurnFormats:
         return self.of(example.columns).encode_prompt(example.prompt)
 
 
-def make_player(turns: TurnFormats, num_slots: int, sampling: SamplingSection) -> TurnDriver:
+def make_turn_driver(turns: TurnFormats, num_slots: int, sampling: SamplingSection) -> TurnDriver:
     """Makes the driver of rollouts with several turns, for a sampler with `num_slots` slots."""
     num_rollouts = turns.section.rollouts or num_slots
     return TurnDriver(

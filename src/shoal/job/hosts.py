@@ -31,7 +31,7 @@ from shoal.config.sections.sampling import SamplingSection
 from shoal.config.train import Config
 from shoal.files import check_local, is_offline
 from shoal.job.cache import cache_by_configuration
-from shoal.job.environments import TurnFormats, make_player
+from shoal.job.environments import TurnFormats, make_turn_driver
 from shoal.job.fingerprint import machine
 from shoal.mesh import Roles, available_devices, make_roles
 from shoal.model.architecture import Architecture
@@ -98,7 +98,7 @@ def local_fleet(
     seed: int,
     on_progress: Callable[[str, int, int], None] | None = None,
     stop: StopSignal | None = None,
-    player: TurnDriver | None = None,
+    turn_driver: TurnDriver | None = None,
 ) -> Fleet:
     """Returns a fleet with a single host that samples in the caller's thread, with the engines that
     `make_engine(purpose, group size)` returns."""
@@ -109,7 +109,7 @@ def local_fleet(
         seed,
         stop=stop or StopSignal(),
         on_progress=on_progress,
-        player=player,
+        turn_driver=turn_driver,
     )
 
 
@@ -129,20 +129,22 @@ def training_fleet(
     share devices, else one host in a thread of its own for each replica of the sampler. `turns`:
     how turns are written as tokens; None if rollouts are single answers."""
     tokenizer = spec.tokenizer
-    player = None
+    turn_driver = None
     if turns:
         num_slots = all_slots(config, roles, model.architecture)
-        player = make_player(turns, num_slots, config.sampling)
+        turn_driver = make_turn_driver(turns, num_slots, config.sampling)
     if config.sampler.kind == "vllm":
-        return vllm_fleet(config, model, roles, spec, rewards, stop, console, player)
+        return vllm_fleet(config, model, roles, spec, rewards, stop, console, turn_driver)
     store = make_store(
         config.publish, model.on(roles.sampler), cluster, roles.hosts != [roles.sampler]
     )
     if cluster is not None:
-        return ray_fleet(config, store, tokenizer, rewards, stop, console.answered, cluster, player)
+        return ray_fleet(
+            config, store, tokenizer, rewards, stop, console.answered, cluster, turn_driver
+        )
     if not roles.disaggregated:
         make = training_engine_maker(config, model, roles, tokenizer)
-        return local_fleet(store, make, rewards, config.seed, console.answered, stop, player)
+        return local_fleet(store, make, rewards, config.seed, console.answered, stop, turn_driver)
     slots = training_slots(config, roles, model.architecture).slots
     woken = threading.Event()
     hosts = {}
@@ -156,12 +158,12 @@ def training_fleet(
         threads,
         rewards,
         config.seed,
-        by_itself=True,
+        in_background=True,
         on_note=console.warning,
         stop=stop,
         on_progress=console.answered,
         woken=woken,
-        player=player,
+        turn_driver=turn_driver,
     )
 
 
@@ -310,7 +312,7 @@ def ray_fleet(
     stop: StopSignal,
     on_progress: Callable[[str, int, int], None],
     cluster: Cluster,
-    player: TurnDriver | None,
+    turn_driver: TurnDriver | None,
 ) -> Fleet:
     """Returns the fleet whose hosts are workers of a Ray cluster; each joins when the cluster has
     room for it. With strict parity this process first samples what a worker's numbers are compared
@@ -335,7 +337,7 @@ def ray_fleet(
         hosts,
         rewards,
         config.seed,
-        by_itself=True,
+        in_background=True,
         restart=cluster.start,
         restarts=config.sampler.restarts,
         stall_seconds=config.sampler.stall_seconds,
@@ -343,7 +345,7 @@ def ray_fleet(
         stop=stop,
         on_progress=on_progress,
         woken=woken,
-        player=player,
+        turn_driver=turn_driver,
     )
 
 
@@ -355,7 +357,7 @@ def vllm_fleet(
     rewards: GroupRewards,
     stop: StopSignal,
     console: Console,
-    player: TurnDriver | None,
+    turn_driver: TurnDriver | None,
 ) -> Fleet:
     """Returns the fleet whose hosts are servers of vLLM: those at `vllm.urls`, or else one that is
     started here for each of `sampler.workers`."""
@@ -422,7 +424,7 @@ def vllm_fleet(
         {name: start(name) for name in names},
         rewards,
         config.seed,
-        by_itself=True,
+        in_background=True,
         restart=start,
         logprob_tolerance=logprob_tolerance,
         shares_memory=sleeps,
@@ -432,7 +434,7 @@ def vllm_fleet(
         stop=stop,
         on_progress=console.answered,
         woken=woken,
-        player=player,
+        turn_driver=turn_driver,
     )
 
 

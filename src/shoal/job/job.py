@@ -58,7 +58,7 @@ from shoal.job import training as job_training
 from shoal.job.data_source import DataSource, for_training
 from shoal.job.environments import (
     TurnFormats,
-    make_player,
+    make_turn_driver,
     open_sessions,
     section_of,
     with_environment,
@@ -145,7 +145,7 @@ WITH_TASK: Sequence[Command] = ("train", "doctor", "eval")
 """Commands whose jobs have data and rewards."""
 SAMPLES_ALONE: Sequence[Command] = ("eval", "generate", "serve")
 WITH_MODEL: Sequence[Command] = ("train", "doctor", "eval", "generate", "serve")
-RECKONS: Sequence[Command] = ("train", "doctor", "figures")
+ESTIMATES: Sequence[Command] = ("train", "doctor", "estimate")
 """Commands whose configuration has the keys of `Config`, so that a training job follows from it."""
 
 
@@ -159,7 +159,7 @@ class Job(StagedJob):
 
     `resumed`: the folder of the run that is resumed. `functions`, `task`: reward functions and data
     that were passed from Python. `devices`: devices to use in place of this machine's. `spec`: a
-    model to use in place of the one that `model.path` names; with it the job is one of `figures`
+    model to use in place of the one that `model.path` names; with it the job is one of `estimate`
     unless `command` says otherwise. `command`: the command that the job is opened for, if the type
     of the configuration does not say it.
     """
@@ -364,7 +364,7 @@ class Job(StagedJob):
             return self.requested.mesh
         return trainer_mesh(self.requested, self.opened["cluster"]).mesh
 
-    @stage("devices", "mesh", needs=("cluster", "devices"), commands=(*WITH_MODEL, "figures"))
+    @stage("devices", "mesh", needs=("cluster", "devices"), commands=(*WITH_MODEL, "estimate"))
     def requested_roles(self) -> Roles:
         """Returns the mesh of each role from the settings alone, so that a wrong mesh is refused
         before the model is known."""
@@ -406,7 +406,7 @@ class Job(StagedJob):
             )
         return roles
 
-    @stage("devices", "mesh", needs=("cluster", "roles", "spec"), commands=RECKONS)
+    @stage("devices", "mesh", needs=("cluster", "roles", "spec"), commands=ESTIMATES)
     def config(self) -> Config:
         """Returns the configuration of a training job in which the keys that were left open, like
         `batch.micro_tokens`, have been decided from the devices and the model."""
@@ -464,7 +464,7 @@ class Job(StagedJob):
         "model",
         "model.path",
         needs=("config", "roles", "spec"),
-        commands=(*WITH_MODEL, "figures"),
+        commands=(*WITH_MODEL, "estimate"),
     )
     def model(self) -> Model:
         """Returns the model on the devices of the trainer, or of the sampler if the command does
@@ -759,17 +759,17 @@ class Job(StagedJob):
         `DataSource` takes training's from the data."""
         c = self.requested
         if not self.trains:
-            player = None
+            turn_driver = None
             if self.turns:
                 num_slots = c.batch * self.model.role.mesh.size
-                player = make_player(self.turns, num_slots, c.sampling)
+                turn_driver = make_turn_driver(self.turns, num_slots, c.sampling)
             return local_fleet(
                 MemoryStore(self.model, delete_source=True),
                 self.make_engine(),
                 self.rewards,
                 c.seed,
                 self.console.answered,
-                player=player,
+                turn_driver=turn_driver,
             )
         fleet = training_fleet(
             self.config,
@@ -962,7 +962,7 @@ class Job(StagedJob):
 
 
 def _command_of(config: Any, spec: ModelSource | None) -> Command:
-    """Returns the command that a configuration's type belongs to: `figures` for a plan, or for
+    """Returns the command that a configuration's type belongs to: `estimate` for a plan, or for
     training settings with a `spec`; else `eval`, `generate`, `serve`, `doctor` or `train`."""
     if isinstance(config, EvalConfig):
         return "eval"
@@ -971,7 +971,7 @@ def _command_of(config: Any, spec: ModelSource | None) -> Command:
     if isinstance(config, ServeConfig):
         return "serve"
     if spec is not None or isinstance(config, PlanConfig):
-        return "figures"
+        return "estimate"
     if isinstance(config, DoctorConfig):
         return "doctor"
     return "train"

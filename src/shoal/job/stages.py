@@ -17,8 +17,8 @@ from shoal.findings import NOT_HERE, Findings
 from shoal.records import ShoalError
 from shoal.stop import NotHere
 
-Command = Literal["train", "doctor", "eval", "generate", "serve", "figures"]
-"""The command that a job is opened for. `figures`: a job that only estimates, or computes again,
+Command = Literal["train", "doctor", "eval", "generate", "serve", "estimate"]
+"""The command that a job is opened for. `estimate`: a job that only estimates, or computes again,
 with a model that was passed to it; it reads no data and starts no processes."""
 
 T = TypeVar("T")
@@ -44,8 +44,8 @@ class Stage(Generic[T]):
         forks: bool,
         starts_threads: bool,
     ) -> None:
-        self.check = check
-        self.cure = cure
+        self.finding_name = check
+        self.fix_key = cure
         self.needs = needs
         self.after = after
         self.commands = commands
@@ -226,7 +226,7 @@ class StagedJob:
         for name, known in self.failed.items():
             if known is error:
                 failed = self.stages[name]
-                self.findings.of(failed.check, failed.cure).wrong(error)
+                self.findings.of(failed.finding_name, failed.fix_key).wrong(error)
                 return
 
     def is_open(self, *names: str) -> bool:

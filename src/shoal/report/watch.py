@@ -63,7 +63,7 @@ class Watch:
         figures = step_figures(metrics)
         for row in ROWS:
             figure = figures.get(row.figure)
-            if figure is None or not row.is_passed(figure.value):
+            if figure is None or not row.applies_to(figure.value):
                 self.in_a_row.pop(row.name, None)
                 continue
             steps_before, first = self.in_a_row.get(row.name, [0, number])

@@ -34,7 +34,7 @@ from shoal.protocols import (
 )
 from shoal.records import Completion, Group, HostLost, HostRefused, Params, Purpose, ShoalError
 from shoal.report.timeline import Timeline
-from shoal.rollout.host_health import HostHealth, wrong_answer, wrong_versions
+from shoal.rollout.host_health import HostHealth, versions_fault, wrong_answer
 from shoal.rollout.ledger import (
     GroupRewards,
     Ledger,
@@ -71,15 +71,15 @@ class Fleet:
     """Makes groups for any purpose with any number of hosts.
 
     A step trains on the groups that it requested, not on those that finish first: a resumed run
-    requests them again, and gets the same. `by_itself`: True if the hosts sample whenever they have
-    requests; False if they sample only while their groups are taken, through `poll` in the caller's
-    thread."""
+    requests them again, and gets the same. `in_background`: True if the hosts sample whenever they
+    have requests; False if they sample only while their groups are taken, through `poll` in the
+    caller's thread."""
 
     store: WeightStore
     hosts: Mapping[str, Host]
     rewards: GroupRewards
     seed: int
-    by_itself: bool = False
+    in_background: bool = False
     # True if hosts and caller share devices; the caller then trains only while the hosts have
     # nothing to do
     shares_memory: bool = False
@@ -99,7 +99,7 @@ class Fleet:
     keep_from: int = 0  # the oldest version that may still be requested
     timeline: Timeline = field(default_factory=Timeline)
     woken: threading.Event = field(default_factory=threading.Event)
-    player: TurnDriver | None = None  # None if completions are single-turn
+    turn_driver: TurnDriver | None = None  # None if completions are single-turn
 
     def __post_init__(self) -> None:
         self._stats = defaultdict[Purpose, RolloutStats](RolloutStats)
@@ -107,9 +107,9 @@ class Fleet:
         # the newest publication: its version, and the smallest of its arrays, whose identity shows
         # whether the next publication has other weights
         self._last: tuple[int, Any] | None = None
-        if self.player is not None:
-            self.player.ledger = self.ledger
-            self.player.seed = self.seed
+        if self.turn_driver is not None:
+            self.turn_driver.ledger = self.ledger
+            self.turn_driver.seed = self.seed
         restarts = None if self.restart is None else self.restarts
         self.members = {
             name: HostHealth(name, host, restarts, self.stall_seconds)
@@ -126,7 +126,7 @@ class Fleet:
         self._closed = False
         self._changed = threading.Condition()  # its lock guards the ledger
         self._thread: threading.Thread | None = None
-        if self.by_itself:
+        if self.in_background:
             self._thread = threading.Thread(target=self._run, name="fleet", daemon=True)
             self._thread.start()
 
@@ -248,7 +248,7 @@ class Fleet:
                 was_lost_since = member.host is None or member.all_losses != losses
                 if was_lost_since or gap <= self.logprob_tolerance:
                     continue
-                self._lose(
+                self._mark_lost(
                     member,
                     f"the log-probs of its tokens differ from the trainer's by {gap:.3g} in the "
                     f"mean at version {version}, more than {self.logprob_tolerance:.3g}, three "
@@ -263,7 +263,7 @@ class Fleet:
         Always True if nothing runs in the background, or if the hosts can sample only while the
         caller waits."""
         with self._changed:
-            if not self.by_itself or self.shares_memory:
+            if not self.in_background or self.shares_memory:
                 return True
             entries = self.ledger.of(purpose, step)
             return all(entry.stage is Stage.REWARDED for entry in entries)
@@ -273,7 +273,7 @@ class Fleet:
         include those of the hosts."""
         with self._changed:
             stats = self._stats.pop(purpose, RolloutStats())
-            if purpose is Purpose.TRAIN or not self.by_itself:
+            if purpose is Purpose.TRAIN or not self.in_background:
                 self._add_hosts(stats)
             return stats
 
@@ -284,12 +284,12 @@ class Fleet:
         elapsed = now - self._read_at
         self._read_at = now
         for member in self.members.values():
-            self._look(member, now)
+            self._refresh(member, now)
             stats.counters.update(member.total.counters)
             stats.busy_seconds += member.total.busy_seconds / len(self.members)
             stats.publish["pause_seconds"] += member.total.pause_seconds / len(self.members)
             member.total = HostProgress()
-        if not self.by_itself:
+        if not self.in_background:
             # In the caller's thread, decoding texts and calling rewards in this process count as
             # sampling.
             stats.busy_seconds = stats.sample_seconds
@@ -336,8 +336,8 @@ class Fleet:
                     member.host.close()
         self.store.close()
         self.rewards.pool.close()
-        if self.player is not None:
-            self.player.sessions.close()
+        if self.turn_driver is not None:
+            self.turn_driver.sessions.close()
 
     # -- waiting
 
@@ -412,19 +412,19 @@ class Fleet:
         need not wait for them."""
         with self._changed:
             now = time.monotonic()
-            ready = self._play(guard)
+            ready = self._advance_turns(guard)
             for member in self.members.values():
-                self._tend(member, now)
+                self._check_health(member, now)
             self._assign()
             for member in list(self.members.values()):
-                if not self.by_itself and not member.given:
+                if not self.in_background and not member.assigned:
                     continue
                 answers = self._poll(member)
                 for id, completions in answers.items():
                     # lost, because an earlier answer of this round was wrong
                     if member.host is None:
                         break
-                    entry = self._enter(member, id, completions)
+                    entry = self._accept_answer(member, id, completions)
                     if entry is not None:
                         ready.append(entry)
         for entry in ready:
@@ -438,29 +438,29 @@ class Fleet:
 
     # -- what is done with the ledger's lock held
 
-    def _play(
+    def _advance_turns(
         self, guard: Callable[[], contextlib.AbstractContextManager[None]]
     ) -> list[PendingGroup]:
         """Continues rollouts whose tools or environments have answered. Returns the groups that are
         complete and can be rewarded now."""
-        if self.player is None:
+        if self.turn_driver is None:
             return []
         with guard():
             seconds = 0.0
-            if not self.by_itself and self.player.waits:
+            if not self.in_background and self.turn_driver.waits:
                 # In the caller's thread there is nothing else to do meanwhile, so wait for a reply.
                 seconds = POLL_SECONDS
-            messages = self.player.collect(seconds)
+            messages = self.turn_driver.collect(seconds)
         self._send_all(messages)
         running = self.ledger.at(Stage.RUNNING)
-        acting = Counter[str]()
+        waiting_for_tools = Counter[str]()
         for entry in running:
-            acting[entry.host] += entry.num_idle
+            waiting_for_tools[entry.host] += entry.num_idle
         for name, member in self.members.items():
-            member.acting = acting[name]
+            member.waiting_for_tools = waiting_for_tools[name]
         ready: list[PendingGroup] = []
         for entry in running:
-            sampled = self._settle(entry)
+            sampled = self._finish_if_sampled(entry)
             if sampled is not None:
                 ready.append(sampled)
         return ready
@@ -470,18 +470,18 @@ class Fleet:
         for entry, message in messages:
             self._send(self.members[entry.host], message)
 
-    def _settle(self, entry: PendingGroup) -> PendingGroup | None:
+    def _finish_if_sampled(self, entry: PendingGroup) -> PendingGroup | None:
         """Enters a group's completions in the ledger if all its rollouts are over, and returns its
         entry; else returns None."""
-        assert self.player is not None
-        completions = self.player.done(entry)
+        assert self.turn_driver is not None
+        completions = self.turn_driver.done(entry)
         if completions is None:
             return None
         member = self.members[entry.host]
-        member.given.pop(entry.id, None)
-        return self._answer(member, entry.id, completions)
+        member.assigned.pop(entry.id, None)
+        return self._record_answer(member, entry.id, completions)
 
-    def _enter(
+    def _accept_answer(
         self, member: HostHealth, id: int, completions: Sequence[Completion]
     ) -> PendingGroup | None:
         """Checks a host's answer and enters it in the ledger. Returns the group's entry if the
@@ -489,40 +489,40 @@ class Fleet:
         counts as lost, with all the groups that it has."""
         id = self.ledger.parts.get(id, id)
         entry = self.ledger.entries.get(id)
-        if self.player is None:
-            member.given.pop(id, None)
-        elif entry is None or id not in member.given:
+        if self.turn_driver is None:
+            member.assigned.pop(id, None)
+        elif entry is None or id not in member.assigned:
             return None
         if entry is None:
-            return self._answer(member, id, completions)
+            return self._record_answer(member, id, completions)
         newest = max(self.store.versions, default=-1)
         if self._last is not None:
             # While a version is being copied, the version that hosts sample from may be released
             # already.
             newest = max(newest, self._last[0])
         request = sample_request(entry.request, id, self.seed)
-        request = replace(request, has_turns=self.player is not None)
+        request = replace(request, has_turns=self.turn_driver is not None)
         if member.restarts is None:
             # The engine of this process is trusted about the rest; weights that are not finite are
             # detected by the trainer.
-            reason = wrong_versions(request, completions, newest)
+            reason = versions_fault(request, completions, newest)
         else:
             vocab_size = self.store.model.architecture.vocab_size
             reason = wrong_answer(request, completions, vocab_size, newest)
-            if not reason and self.player is not None:
-                reason = self.player.wrong_turns(entry, completions)
+            if not reason and self.turn_driver is not None:
+                reason = self.turn_driver.wrong_turns(entry, completions)
         if reason:
-            self._lose(member, f"it answered with {reason}")
+            self._mark_lost(member, f"it answered with {reason}")
             return None
-        if self.player is None:
-            return self._answer(member, id, completions)
+        if self.turn_driver is None:
+            return self._record_answer(member, id, completions)
         for completion in completions:
             # Sending a message for the previous completion may have shown that the host is lost.
             if entry.rollouts:
-                self._send_all(self.player.take(entry, completion))
-        return self._settle(entry)
+                self._send_all(self.turn_driver.take(entry, completion))
+        return self._finish_if_sampled(entry)
 
-    def _answer(
+    def _record_answer(
         self, member: HostHealth, id: int, completions: Sequence[Completion]
     ) -> PendingGroup | None:
         """Enters all completions of a group in the ledger, and counts their tokens. Returns the
@@ -530,7 +530,7 @@ class Fleet:
         entry = self.ledger.answer(id, completions)
         if entry is None:
             return None
-        member.answers(sum(completion.num_sampled for completion in completions))
+        member.count_answered(sum(completion.num_sampled for completion in completions))
         self._show_progress(entry)
         return entry
 
@@ -539,9 +539,9 @@ class Fleet:
         finish it first. Training's groups come first, in order; then those of an evaluation, for
         which each host reserves a share."""
         waiting = [entry for entry in self.ledger.at(Stage.WAITING) if self._may_start(entry)]
-        if self.player is not None:
-            self.player.open(waiting)
-            waiting = [entry for entry in waiting if self.player.is_ready(entry)]
+        if self.turn_driver is not None:
+            self.turn_driver.open(waiting)
+            waiting = [entry for entry in waiting if self.turn_driver.is_ready(entry)]
         if not waiting:
             return
         unsampled = (Stage.WAITING, Stage.RUNNING)
@@ -575,36 +575,36 @@ class Fleet:
                     break
                 name = min(expected_seconds, key=expected_seconds.__getitem__)
                 self.ledger.start(entry, name)
-                self.members[name].given[entry.id] = request
+                self.members[name].assigned[entry.id] = request
                 num_running[name] += size
                 batches.setdefault(name, []).append(entry)
         for name, entries in batches.items():
             requests: list[SampleRequest] = []
             for entry in entries:
-                if self.player is None:
+                if self.turn_driver is None:
                     requests.append(sample_request(entry.request, entry.id, self.seed))
                 else:
-                    requests.extend(self.player.requests(entry))
+                    requests.extend(self.turn_driver.requests(entry))
             self._send(self.members[name], Submit(requests))
 
     # -- hosts that come and go
 
-    def _tend(self, member: HostHealth, now: float) -> None:
+    def _check_health(self, member: HostHealth, now: float) -> None:
         """Checks that a host makes progress, and takes it out if not. Restarts a lost host once its
         pause is over, and gives it all stored versions."""
         if member.host is not None:
-            self._look(member, now)
+            self._refresh(member, now)
             if member.restarts is None:
                 return
             idle_seconds = member.stalled_seconds(now)
             if idle_seconds:
-                self._lose(member, f"it has made no progress for {idle_seconds:.0f} s")
+                self._mark_lost(member, f"it has made no progress for {idle_seconds:.0f} s")
         elif self.restart is not None and not member.is_gone and now >= member.retry_at:
             try:
                 member.begin(self.restart(member.name), now)
                 member.look(now)
             except (HostLost, ShoalError) as error:
-                self._lose(member, error)
+                self._mark_lost(member, error)
                 return
             for version in sorted(self.store.versions):
                 self._give_version(member, self.store.versions[version])
@@ -615,14 +615,14 @@ class Fleet:
         if member.host is not None:
             member.versions.add(version.version)
 
-    def _look(self, member: HostHealth, now: float) -> None:
+    def _refresh(self, member: HostHealth, now: float) -> None:
         """Updates what is known of a host's progress; a host that does not answer is taken out."""
         if member.host is None:
             return
         try:
             member.look(now)
         except HostLost as reason:
-            self._lose(member, reason)
+            self._mark_lost(member, reason)
 
     def _send(self, member: HostHealth, message: Message) -> None:
         """Sends a message to a host; does nothing if the host is lost. If sending fails, takes the
@@ -633,7 +633,7 @@ class Fleet:
         try:
             host.handle(message)
         except HostLost as reason:
-            self._lose(member, reason)
+            self._mark_lost(member, reason)
 
     def _poll(self, member: HostHealth) -> dict[int, list[Completion]]:
         """Returns a host's answers since the last call, by request id; {} if the host is lost, or
@@ -644,10 +644,10 @@ class Fleet:
         try:
             return host.poll()
         except HostLost as reason:
-            self._lose(member, reason)
+            self._mark_lost(member, reason)
             return {}
 
-    def _lose(self, member: HostHealth, reason: str | Exception) -> None:
+    def _mark_lost(self, member: HostHealth, reason: str | Exception) -> None:
         """Takes a host out, so that its groups wait again and it may be restarted later. Prints
         why. Raises ShoalError if no host is left, RuntimeError if the host belongs to this
         process."""
@@ -661,9 +661,9 @@ class Fleet:
                 member.look(time.monotonic())  # so that its last tokens are counted
             with contextlib.suppress(HostLost):
                 member.host.close()
-        if self.player is not None:
+        if self.turn_driver is not None:
             running = self.ledger.at(Stage.RUNNING)
-            self.player.forget([entry for entry in running if entry.host == member.name])
+            self.turn_driver.forget([entry for entry in running if entry.host == member.name])
         self._lost_tokens += member.lose(time.monotonic(), refused)
         num_asked_again = self.ledger.lose(member.name)
         note = f"{text}; {count(num_asked_again, 'group')} asked again"
@@ -681,7 +681,7 @@ class Fleet:
         """True if some host has the weights for a group and, if hosts run in the caller's thread,
         `take` is waiting for the group's step."""
         request = entry.request
-        if not self.by_itself and (request.purpose, request.step) != self._taking:
+        if not self.in_background and (request.purpose, request.step) != self._taking:
             return False
         return any(member.may_start(request) for member in self.members.values())
 

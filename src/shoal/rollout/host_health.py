@@ -50,8 +50,8 @@ class HostHealth:
     # longest time without progress; 0 for auto: MEDIANS, at least LEAST_SECONDS
     stall_seconds: float = 0.0
     # requests of the groups that the host has, by id
-    given: dict[int, GroupRequest] = field(default_factory=dict)
-    acting: int = 0  # completions of `given` that wait for tools or are over
+    assigned: dict[int, GroupRequest] = field(default_factory=dict)
+    waiting_for_tools: int = 0  # completions of `given` that wait for tools or are over
     # versions of the weights that the host was told of and that are still stored
     versions: set[int] = field(default_factory=set)
     retry_at: float = 0.0
@@ -85,7 +85,7 @@ class HostHealth:
     def completions(self, purpose: Purpose | None = None) -> int:
         """Returns how many completions the host has, of one purpose or (None) of all."""
         total = 0
-        for request in self.given.values():
+        for request in self.assigned.values():
             if purpose is None or request.purpose == purpose:
                 total += request.num_completions
         return total
@@ -93,7 +93,7 @@ class HostHealth:
     @property
     def samples(self) -> bool:
         """True if the host has completions that do not wait for tools."""
-        return self.completions() > self.acting
+        return self.completions() > self.waiting_for_tools
 
     def has_room(self, size: int, is_training: bool, is_shared: bool) -> bool:
         """True if the host can take a group of `size` completions. `is_training`: the group is of
@@ -114,7 +114,7 @@ class HostHealth:
         num_own = num_training
         if not is_training:
             num_own = self.completions() - num_training
-        if not num_own and len(self.given) <= 1:
+        if not num_own and len(self.assigned) <= 1:
             # Accept at least one group of each purpose: where one group fills the host, the other
             # purpose would wait for as long as more groups come.
             return True
@@ -163,7 +163,7 @@ class HostHealth:
         elif not self.samples:
             self._moved_at = now
 
-    def answers(self, tokens: int) -> None:
+    def count_answered(self, tokens: int) -> None:
         """Counts the tokens of an answer, also in the counters of the host if the host did not
         count them all."""
         self.answered += tokens
@@ -212,7 +212,7 @@ class HostHealth:
         assert self.restarts is not None
         tokens = self.progress.counters["tokens"] - self.answered
         self.host = None
-        self.given = {}
+        self.assigned = {}
         self.progress = HostProgress()
         self.answered = 0
         self.versions.clear()
@@ -264,10 +264,10 @@ def wrong_answer(
         is_logprob = np.isfinite(completion.logprobs) & (completion.logprobs <= ROUNDING)
         if not np.all(is_logprob):
             return "a log-prob that is not a finite number of at most 0"
-    return wrong_versions(request, completions, newest)
+    return versions_fault(request, completions, newest)
 
 
-def wrong_versions(request: SampleRequest, completions: Sequence[Completion], newest: int) -> str:
+def versions_fault(request: SampleRequest, completions: Sequence[Completion], newest: int) -> str:
     """Returns, as a text, how the versions of an answer's tokens break the request: with `exact`
     any version but the requested one, else a version older than requested or newer than `newest`.
     Returns "" if all versions are allowed."""

@@ -397,7 +397,7 @@ class Cluster:
         the others wait, and nothing else shows that."""
         num_placed = 0
         for free in _ray_state.available_resources_per_node().values():
-            num_placed += _times(self.resources, free)
+            num_placed += _num_fitting(self.resources, free)
         if num_placed >= self.workers:
             return
         consequence = "they start"
@@ -528,7 +528,7 @@ def _own_reason(text: str) -> str:
     return f" (Ray: {reasons[0][:LONGEST_REASON]})"
 
 
-def _times(wanted: Mapping[str, float], free: Mapping[str, float]) -> int:
+def _num_fitting(wanted: Mapping[str, float], free: Mapping[str, float]) -> int:
     """Returns how many workers that need `wanted` fit into the `free` resources at once; 0 if
     `wanted` asks for nothing."""
     counts = []

@@ -57,13 +57,13 @@ class Row:
     """One finding of the table. It applies if its figure passes the bound and rests on enough
     evidence.
 
-    `figure`, `passes` and `bound` are the condition; `steps`, `groups` and `completions` the least
-    evidence. `text` says what is wrong and `cure` what helps; both are templates over the figure's
+    `figure`, `comparison` and `bound` are the condition; `steps`, `groups` and `completions` the
+    least evidence. `text` says what is wrong and `cure` what helps; both are templates over the figure's
     `words`, and over `value`, `subject`, `steps`, `least_steps`, `groups`, `completions`."""
 
     name: str
     figure: str
-    passes: Literal[">", ">=", "<=", "=="]
+    comparison: Literal[">", ">=", "<=", "=="]
     bound: float
     text: str
     cure: str = ""
@@ -74,14 +74,14 @@ class Row:
     completions: int = 0
     card: Card | None = None
 
-    def is_passed(self, value: float) -> bool:
+    def applies_to(self, value: float) -> bool:
         """True if a value passes the bound, that is, if the finding applies as far as the value
         goes: something is wrong. False for NaN."""
-        if self.passes == ">":
+        if self.comparison == ">":
             return value > self.bound
-        if self.passes == ">=":
+        if self.comparison == ">=":
             return value >= self.bound
-        if self.passes == "<=":
+        if self.comparison == "<=":
             return value <= self.bound
         return value == self.bound
 
@@ -96,7 +96,7 @@ class Row:
     def holds(self, figure: Figure) -> bool:
         """True if the finding applies: the figure's value passes the bound, and rests on enough
         evidence."""
-        return self.is_passed(figure.value) and self.has_evidence(figure)
+        return self.applies_to(figure.value) and self.has_evidence(figure)
 
     def fill(self, template: str, figure: Figure) -> str:
         """A template of the row with the figure's words."""

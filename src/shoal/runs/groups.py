@@ -496,10 +496,10 @@ def _row(rows: Mapping[str, list[Any]], index: int) -> dict[str, Any]:
     return {name: values[index] for name, values in rows.items()}
 
 
-def _completion(number: int, row: Mapping[str, Any]) -> Completion:
+def _completion(request_id: int, row: Mapping[str, Any]) -> Completion:
     """Builds the completion that one row of the table holds, and returns it; values that the file
-    leaves out, because they hold for every token, are filled in. `number`: the group's number in
-    the file. ValueError if an array has not one entry per token."""
+    leaves out, because they hold for every token, are filled in. `request_id`: the group's number
+    in the file. ValueError if an array has not one entry per token."""
     size = len(row["token_ids"])
     for name in _BY_TOKEN:
         if row[name] is not None and len(row[name]) != size:
@@ -523,7 +523,7 @@ def _completion(number: int, row: Mapping[str, Any]) -> Completion:
     for branch in row.get("branches") or ():
         branches.append(Branch(branch["start"], np.array(branch["prompt_ids"], np.int32)))
     return Completion(
-        request_id=number,
+        request_id=request_id,
         index=row["completion"],
         token_ids=row["token_ids"],
         logprobs=row["logprobs"],

@@ -66,6 +66,9 @@ from shoal.sampler.scheduler import (
     round_up,
 )
 
+OUT_OF_RANGE_ROW = 2**31 - 1
+"""A row that no array has: what is written to it is dropped."""
+
 
 class Engine:
     """Sampler on the devices of one mesh: `slots` completions at once, in rows of
@@ -158,7 +161,7 @@ class Engine:
         # tokens of decoding. `preempted_rows`: rows that were saved to make room although their
         # completions went on. Any other name is the metric sampler/NAME of a step.
         self.counters = Counter[str]()
-        self._ended = np.ones((self.num_rows, self.siblings), bool)
+        self._inactive = np.ones((self.num_rows, self.siblings), bool)
         self._sizes = (
             self.num_rows,
             self.siblings,
@@ -232,7 +235,7 @@ class Engine:
         partial, part, row, slot = self._locate(id, index)
         partial.extend(context, turn_limit)
         if row is not None:
-            self._ended[row, slot] = False
+            self._inactive[row, slot] = False
         else:
             self.scheduler.returning[id, part] = self._pages_back(id, part)
 
@@ -308,7 +311,7 @@ class Engine:
             partial.reason = partial.reason or StopReason.CANCELLED
         for row, (owner_id, _) in self.scheduler.running.items():
             if owner_id == id:
-                self._ended[row] = True
+                self._inactive[row] = True
         self.scheduler.cancel(id)
         self.parked.forget(id)
         self._finish(self.progress[id])
@@ -354,7 +357,7 @@ class Engine:
         # such row is left.
         num_lacking = self.scheduler.lacking
         while num_lacking > 0:
-            idle_rows = np.flatnonzero(self._ended.all(1)).tolist()
+            idle_rows = np.flatnonzero(self._inactive.all(1)).tolist()
             waiting_rows = [row for row in idle_rows if row in self.scheduler.running]
             if not self._park(waiting_rows[:num_lacking]):
                 break
@@ -368,7 +371,7 @@ class Engine:
         if admission is not None:
             self._start_admission(admission)
             return True
-        if not self._ended.all() and self._may_decode():
+        if not self._inactive.all() and self._may_decode():
             self._start_decode()
             return True
         return False
@@ -418,13 +421,13 @@ class Engine:
             positions[id, part] = position
             for pages in table:
                 pages[position] = self.pool.table[row] if self.pool else NO_PAGE
-            if not self._ended[row].all():
+            if not self._inactive[row].all():
                 self.counters["preempted_rows"] += 1
                 # A row that is saved later entered earlier, so it returns first.
                 returning = {(id, part): self._pages_back(id, part, row)}
                 returning.update(self.scheduler.returning)
                 self.scheduler.returning = returning
-                self._ended[row] = True
+                self._inactive[row] = True
             self.scheduler.release(row)
         if not positions:
             return False
@@ -473,7 +476,7 @@ class Engine:
                 rows = [
                     other for other in self.scheduler.running if pool.replica_of(other) == replica
                 ]
-                waiting_rows = [other for other in rows if self._ended[other].all()]
+                waiting_rows = [other for other in rows if self._inactive[other].all()]
                 candidates = waiting_rows or rows
                 self._park(candidates[-1:])
 
@@ -482,7 +485,7 @@ class Engine:
         self.parked.bring_in(self.progress, wait=True)
         swap_rows = self.scheduler.swap_rows
         # a row past the end, for which nothing is written
-        rows = np.full(swap_rows, 2**31 - 1, np.int32)
+        rows = np.full(swap_rows, OUT_OF_RANGE_ROW, np.int32)
         table = self._empty_table(swap_rows)
         positions: list[tuple[tuple[int, int], int]] = []
         for position, id, part, row, _ in admission.entries:
@@ -491,16 +494,16 @@ class Engine:
                 pages[position] = NO_PAGE
                 if self.pool:
                     pages[position] = self.pool.enter(row, self._pages(id, part))
-            self._ended[row] = True
+            self._inactive[row] = True
             for slot, partial in enumerate(self._partials(part, self.progress[id])):
-                self._ended[row, slot] = partial.reason is not None
+                self._inactive[row, slot] = partial.reason is not None
             positions.append(((id, part), position))
         saved = self.parked.take(positions)
         self._state = self._call("restore", self._state, rows, saved, *table)
 
     def _start_admission(self, admission: Admission) -> None:
         """Starts the step that the scheduler has chosen: a prefill, a join or a restore."""
-        if admission.back:
+        if admission.is_restore:
             self._restore(admission)
             return
         arrays = self._empty_batch(admission.bucket)
@@ -527,7 +530,7 @@ class Engine:
             else:
                 arrays["sources"][position] = source % self.replica_rows
             # slots that the request does not use count as ended
-            self._ended[row] = arrays["limit"][position] == 0
+            self._inactive[row] = arrays["limit"][position] == 0
             if self.pool:
                 self.pool.enter(row, self._pages(id, part))
             owners.append(RowOwner(position, row, part, progress))
@@ -603,17 +606,17 @@ class Engine:
         """Returns the arrays of a decode in which no slot continues after a turn. `has_turns`:
         interrupt the decode when some turns have ended."""
         replicas = self.scheduler.replicas
-        num_slots = self._ended.size
+        num_slots = self._inactive.size
         if has_turns:
             # A slot idles between its turns, so decoding is interrupted when a share of the slots
             # have ended their turns.
-            num_live = int((~self._ended).sum())
+            num_live = int((~self._inactive).sum())
             num_slots = max(1, num_live // (TURNS_AT_ONCE * replicas))
         interrupt_after = np.array([self.scheduler.enough(), num_slots], np.int32)
         # Copies: on CPU a compiled step may alias the host's array and read it after later steps
         # have changed it.
         arrays: dict[str, Any] = {
-            "stopped": self._ended.copy(),
+            "stopped": self._inactive.copy(),
             "enough": np.tile(interrupt_after, (replicas, 1)),
         }
         if self.pool:
@@ -706,7 +709,7 @@ class Engine:
             return
         request_id = progress.request.id
         if self.scheduler.running.get(row) == (request_id, part):
-            self._ended[row] |= ended
+            self._inactive[row] |= ended
             self._release(row)
             return
         if all(partial.reason is not None for partial in self._partials(part, progress)):
@@ -721,7 +724,7 @@ class Engine:
         id, part = self.scheduler.running[row]
         progress = self.progress[id]
         has_waiting = any(partial.waits for partial in self._partials(part, progress))
-        if self._ended[row].all() and not has_waiting:
+        if self._inactive[row].all() and not has_waiting:
             self.scheduler.release(row)
         if progress.is_done:
             self._finish(progress)

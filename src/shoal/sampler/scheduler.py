@@ -31,15 +31,15 @@ class AdmittedPart(NamedTuple):
 class Admission:
     """One compiled step that fills rows. Either a prefill of prompts that fit `bucket` tokens, each
     with the first part of its completions; or, with bucket 0, further parts of requests whose
-    prompts are in other rows; or, with bucket 0 and `back`, parts that were saved to the host's
-    memory and return.
+    prompts are in other rows; or, with bucket 0 and `is_restore`, parts that were saved to the
+    host's memory and return.
 
     The scheduler makes it and counts its rows as running already; the engine then starts the
     step."""
 
     bucket: int
     entries: tuple[AdmittedPart, ...]
-    back: bool = False
+    is_restore: bool = False
 
 
 @dataclass
@@ -132,7 +132,7 @@ class Scheduler:
         num_waiting = sum(parts for _, _, parts in self.waiting)
         wanted = len(self.returning) + num_entering + num_waiting
         pages = next(iter(self.returning.values()), self.row_pages)
-        return min(wanted, self.num_rows) - len(self._room(self.num_rows, pages))
+        return min(wanted, self.num_rows) - len(self._fillable_rows(self.num_rows, pages))
 
     def _return(self, busy: Collection[tuple[int, int]]) -> Admission | None:
         """Returns the step that restores saved parts to free rows, in the order of `returning`;
@@ -154,7 +154,7 @@ class Scheduler:
             self._enter(id, part, row)
         if not entries:
             return None
-        return Admission(0, tuple(entries), back=True)
+        return Admission(0, tuple(entries), is_restore=True)
 
     def _join(self) -> Admission | None:
         """Returns the step that fills free rows with further parts of requests whose prompts have a
@@ -190,7 +190,7 @@ class Scheduler:
         # length would wait until the end of the step.
         bucket = self.waiting[0][1]
         rows = self.batch_rows(bucket)
-        room = self._room(rows)
+        room = self._fillable_rows(rows)
         wanted = min(rows, len(self.waiting))
         # A replica fills only its own rows, and waiting until rows of all replicas are free would
         # idle those that are ahead.
@@ -218,7 +218,7 @@ class Scheduler:
             return self.join_rows // self.replicas
         if self.waiting:
             positions = self.batch_rows(self.waiting[0][1])
-            wanted = min(positions, len(self.waiting)) - len(self._room(positions))
+            wanted = min(positions, len(self.waiting)) - len(self._fillable_rows(positions))
             return max(1, -(-wanted // self.replicas))
         return self.num_rows
 
@@ -260,7 +260,7 @@ class Scheduler:
 
         return take_with_pages
 
-    def _room(self, batch: int, pages: int | None = None) -> list[tuple[int, int]]:
+    def _fillable_rows(self, batch: int, pages: int | None = None) -> list[tuple[int, int]]:
         """Returns which free rows one batch of `batch` positions can fill, as a list of (position
         in the batch, row). A row is left out if its replica has no position left or fewer than
         `pages` spare pages (default: `row_pages`, those of a new row). Changes nothing."""

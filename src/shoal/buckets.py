@@ -1,14 +1,14 @@
-"""Files in buckets, `gs://`, `s3://` and whatever else fsspec knows, by way of a cache on this
-machine:
+"""Reads and writes files in buckets (`gs://`, `s3://` and whatever else fsspec knows) through a
+cache on this machine:
 
     copies/s3/BUCKET/...     what was fetched: models, data, runs that are read
     runs/s3/BUCKET/...       run folders that train here; runs/mirror.py keeps the bucket equal to
                              them
     outputs/s3/BUCKET/...    what is being written; it is uploaded when it is whole
 
-A path of the cache says its address, and everything else reads and writes local paths. A copied
-file has its object's size, and as time of modification that of the object with a digest of its
-ETag: one that has both is not fetched again.
+The path of a file in the cache contains its address; the rest of the program reads and writes local
+paths only. A copied file has its object's size, and its time of modification combines that of the
+object with a digest of the object's ETag: a file with the same size and time is not fetched again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}
 
 WAIT_SECONDS, FIRST_PAUSE, LONGEST_PAUSE = 60.0, 0.5, 15.0
 """How long a command waits for a bucket that does not answer; seconds between the first two
-attempts, and at most."""
+attempts, and the longest pause."""
 CAUSE_LENGTH = 400
 """Characters of a library's error that are shown."""
 DISK_FAULTS = (
@@ -54,7 +54,7 @@ DISK_FAULTS = (
     errno.EISDIR,
 )
 WAITED_STATUSES = (307, 408, 409, 425, 429)
-"""Of HTTP's statuses from 300 to 499, those after which the same request may succeed."""
+"""HTTP statuses, among those from 300 to 499, after which the same request may succeed."""
 WAITED_CODES = (
     "BadDigest",
     "IncompleteBody",
@@ -74,33 +74,36 @@ CONNECTION_FAULTS = (
 FRESH_SECONDS = 10.0
 """How long a copy counts as the bucket's newest within one process."""
 FILES_AT_ONCE, PART_BYTES = 4, 16 << 20
-"""Files that are downloaded at the same time, each as a stream; parts of an upload, of which two
-are in memory."""
+"""How many files are downloaded at the same time, each as a stream; bytes of one part of an upload,
+of which two are in memory."""
 
 MANIFESTS, LOCKS, INCOMPLETE = ".manifests", ".lock", ".incomplete"
-"""In a run: a manifest for each checkpoint that is whole; who writes there. In a folder: it is
-being written."""
+"""Names in a bucket. In a run: the folder with a manifest of each complete checkpoint, and the
+folder that says who writes there. In any folder: the marker of an output that is still being
+uploaded."""
 CHECKPOINT = re.compile(r"(?:(?P<run>.*)/)?checkpoints/(?P<version>\d+)(?:/.*)?", re.DOTALL)
 
 
 class Unreachable(ShoalError):
-    """A bucket that did not answer in time: what it holds may be whole."""
+    """Raised if a bucket did not answer in time; what it holds may be complete."""
 
 
 # ---- addresses
 
 
 def cache_folder(name: str) -> Path:
+    """Returns this program's folder `name` in the user's cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal" / name
 
 
 def is_bucket(path: str | os.PathLike[str]) -> bool:
+    """True if a path is an address, SCHEME://..."""
     return "://" in str(path)
 
 
 def cache_path(url: str, area: str, key: str = "") -> Path:
-    """Where a bucket's file or folder lies in an area of the cache. ShoalError for an address that
-    names none."""
+    """Returns the path in an area of the cache (COPIES, RUNS or OUTPUTS) for the file or folder at
+    an address; it need not exist. ShoalError if the address is not valid."""
     scheme, _, rest = url.partition("://")
     parts = [part for part in rest.split("/") if part not in ("", ".")]
     if not parts or ".." in parts or "\0" in rest:
@@ -112,7 +115,7 @@ def cache_path(url: str, area: str, key: str = "") -> Path:
 
 
 def area_of(path: str | os.PathLike[str]) -> str:
-    """The area of the cache that a path is in; empty for one outside."""
+    """Returns the area of the cache that a path lies in; "" for a path outside of the cache."""
     try:
         return Path(path).absolute().relative_to(cache_folder("buckets").resolve()).parts[0]
     except (ValueError, IndexError):
@@ -120,7 +123,7 @@ def area_of(path: str | os.PathLike[str]) -> str:
 
 
 def address(path: str | os.PathLike[str]) -> str:
-    """The address that a path of the cache stands for; any other path as it is."""
+    """Returns the bucket's address of a path in the cache; any other path unchanged, as text."""
     if not area_of(path):
         return str(path)
     parts = Path(path).absolute().relative_to(cache_folder("buckets").resolve()).parts
@@ -132,6 +135,7 @@ def address(path: str | os.PathLike[str]) -> str:
 
 
 def _named(key: str, url: str) -> str:
+    """Returns `KEY=URL`, or the URL if there is no key, for messages."""
     return f"{key}={url}" if key else url
 
 
@@ -139,14 +143,14 @@ def _named(key: str, url: str) -> str:
 
 
 def connect(url: str, key: str = "") -> tuple[Any, str]:
-    """The file system of an address, and the path in it. ShoalError for an unknown scheme or a
-    missing package."""
+    """Returns fsspec's file system for an address, and the path in that file system. ShoalError for
+    an unknown scheme, a missing package or missing credentials."""
     import fsspec
 
     scheme = check_scheme(url, key)
     options: dict[str, Any] = {"use_listings_cache": False}
     if EXTRAS.get(scheme) == "s3":
-        # By parts a download is slower, and holds all that are under way.
+        # A download in parts is slower, and keeps all parts that are under way in memory.
         options["max_concurrency"] = 1
     if EXTRAS.get(scheme) == "gcs" and os.environ.get("STORAGE_EMULATOR_HOST"):
         options["token"] = "anon"  # else it looks for Google's metadata server
@@ -159,13 +163,13 @@ def connect(url: str, key: str = "") -> tuple[Any, str]:
 
 
 def check_scheme(url: str, key: str = "") -> str:
-    """The scheme of an address; ShoalError for an unknown one, and where the package that reads it
-    is missing."""
+    """Returns the scheme of an address; ShoalError if it is not known, or if the package that reads
+    it is not installed."""
     import fsspec
 
     scheme = url.partition("://")[0].lower()
     if os.environ.get("STORAGE_EMULATOR_HOST"):
-        # It would ask Google itself, by gRPC.
+        # Otherwise gcsfs would ask Google's own servers by gRPC, not the emulator.
         os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     try:
         fsspec.get_filesystem_class(scheme)
@@ -185,7 +189,8 @@ def check_scheme(url: str, key: str = "") -> str:
 
 
 def cause(error: BaseException) -> str:
-    """What a client library raised, as one line: the reason often stands in its second."""
+    """Returns a client library's error as one line of limited length. All its lines are joined,
+    because the reason often is in the second one."""
     text = " ".join(str(error).split()) or type(error).__name__
     if len(text) > CAUSE_LENGTH:
         return f"{text[:CAUSE_LENGTH]}..."
@@ -193,7 +198,8 @@ def cause(error: BaseException) -> str:
 
 
 def lasting_fault(error: BaseException) -> str:
-    """What is wrong where waiting does not help; empty where the bucket may answer later."""
+    """Returns what is wrong and how to fix it, if waiting does not help; "" if the bucket may
+    answer later."""
     text, name = cause(error), type(error).__name__
     if "expired" in text.lower():
         return (
@@ -220,7 +226,7 @@ def lasting_fault(error: BaseException) -> str:
 
 
 def _status(error: BaseException) -> int:
-    """The HTTP status that an error carries; 0 for none."""
+    """Returns the HTTP status that an error carries; 0 if it carries none."""
     code = getattr(error, "code", None)
     if isinstance(code, int | str) and str(code).isdecimal():
         return int(code)
@@ -228,19 +234,20 @@ def _status(error: BaseException) -> int:
 
 
 def _is_refused(error: BaseException) -> bool:
-    """True for what the client or the bucket will refuse again: the request itself is wrong."""
+    """True for an error that the same request would get again, because the request itself is
+    wrong."""
     if isinstance(error, LookupError | AttributeError):
         return True
     if isinstance(error, ValueError):
-        # But for an answer that could not be read: a proxy's page, for one.
+        # An exception is an answer that could not be read, such as a proxy's page.
         return not isinstance(error, json.JSONDecodeError | UnicodeError)
     if 400 <= _status(error) < 500:
         return _status(error) not in WAITED_STATUSES
     type_names = {error_type.__name__ for error_type in type(error).__mro__}
     if "BotoCoreError" in type_names:
-        # What boto says without having asked, but for the trouble of a connection.
+        # boto raises these without having sent a request, except those about the connection.
         return type_names.isdisjoint(CONNECTION_FAULTS)
-    # s3fs makes an OSError of S3's own code, which is then in its cause.
+    # s3fs turns S3's error into an OSError; S3's own code is in its cause.
     answer = getattr(error.__cause__, "response", None)
     if not isinstance(answer, dict):
         return False
@@ -252,9 +259,9 @@ def _is_refused(error: BaseException) -> bool:
 
 
 def attempt(do: Callable[[], T], url: str, key: str = "") -> T:
-    """What `do` returns, repeated with growing pauses where the bucket does not answer. ShoalError
-    where it is missing or refuses, `Unreachable` after WAIT_SECONDS. FileExistsError is the
-    caller's."""
+    """Calls `do` and returns its result; while the bucket does not answer, repeats the call with
+    growing pauses. ShoalError if the bucket is missing or refuses, `Unreachable` after
+    WAIT_SECONDS. FileExistsError is passed on to the caller."""
     began = time.monotonic()
     pause = FIRST_PAUSE
     while True:
@@ -268,7 +275,7 @@ def attempt(do: Callable[[], T], url: str, key: str = "") -> T:
             ) from error
         except ShoalError:
             raise
-        except Exception as error:  # each library has its own
+        except Exception as error:  # each library raises exceptions of its own
             fault = lasting_fault(error)
             if fault:
                 raise ShoalError(f"{_named(key, url)}: {fault}") from error
@@ -295,19 +302,19 @@ class Object:
     size: int
     # nanoseconds since the epoch: when it was modified, with a digest of its ETag below the second
     stamp: int
-    md5: str  # hexadecimal; empty where the bucket does not say
+    md5: str  # hexadecimal; "" if the bucket does not say
 
     @property
     def modified(self) -> int:
-        """When it was modified, in seconds since the epoch by the bucket's clock; 0 where the
+        """When the object was modified, in seconds since the epoch by the bucket's clock; 0 if the
         bucket does not say."""
         return self.stamp // 10**9
 
 
 def objects(fs: Any, path: str) -> dict[str, Object]:
-    """The files below a path by their names from there, the one at the path itself under the empty
-    name. ShoalError for a name that leads out of the path, and for one that is also the folder of
-    another."""
+    """Returns the files at and below a path of a bucket, by their names relative to the path; a
+    file at the path itself has the name "". ShoalError if a name leads out of the path, or is also
+    a folder of another file."""
     by_name: dict[str, Object] = {}
     top = path.strip("/")
     for key, info in fs.find(path, detail=True).items():
@@ -319,7 +326,7 @@ def objects(fs: Any, path: str) -> dict[str, Object]:
             by_name[""] = _object(info)
             continue
         name = full_name[len(top) + 1 :]
-        # Every name that is read or written passes here.
+        # This check covers all names: every name that is read or written comes from here.
         path_within(Path(), name, f"the bucket's folder {path}")
         by_name[name] = _object(info)
     for name in by_name:
@@ -337,6 +344,7 @@ MODIFIED = ("LastModified", "last_modified", "updated", "mtime", "modified", "cr
 
 
 def _object(info: Mapping[str, Any]) -> Object:
+    """Returns the object that fsspec's information describes."""
     tag = str(info.get("md5Hash") or info.get("ETag") or info.get("etag") or "").strip('"')
     md5 = tag if re.fullmatch("[0-9a-f]{32}", tag) else ""
     if info.get("md5Hash"):
@@ -357,12 +365,14 @@ def _object(info: Mapping[str, Any]) -> Object:
 
 
 def checksum(file: Path, kind: str = "blake2b") -> str:
+    """Returns the hexadecimal digest of a file."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, kind).hexdigest()
 
 
 def is_same(remote: Object, file: Path) -> bool:
-    """True if a file is a copy of the object, or has its content."""
+    """True if a local file is a copy of the object: same size, and same time or content. If only
+    the content shows it, sets the file's time, so that the next check is quick."""
     if not file.is_file() or file.stat().st_size != remote.size:
         return False
     if file.stat().st_mtime_ns == remote.stamp:
@@ -374,6 +384,7 @@ def is_same(remote: Object, file: Path) -> bool:
 
 
 def put(fs: Any, file: Path, path: str) -> None:
+    """Uploads a file to a path of the bucket."""
     if "s3" in fs.protocol:
         fs.put_file(str(file), path, chunksize=PART_BYTES)
     else:
@@ -381,18 +392,19 @@ def put(fs: Any, file: Path, path: str) -> None:
 
 
 def remove(fs: Any, path: str) -> None:
-    """Removes an object; one that is gone was removed before, by a request whose answer was
-    lost."""
+    """Removes an object. A missing one is no error: an earlier request may have removed it although
+    its answer was lost."""
     with contextlib.suppress(FileNotFoundError):
         fs.rm_file(path)
 
 
 @contextlib.contextmanager
 def _arriving(fs: Any, source: str, file: Path, key: str = "") -> Iterator[Path]:
-    """Downloads an object, yields the copy to be checked, then moves it to `file`; after an error
-    there is none.
+    """Downloads an object, yields the temporary copy so that it can be checked, and then moves it
+    to `file`; after an error neither is left.
 
-    The copy's name is its own: two processes, or two threads, may fetch the same file at once."""
+    The copy has a random name, since two processes or threads may fetch the same file at once.
+    """
     temporary = file.with_name(f".{secrets.token_hex(8)}.part")
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -404,10 +416,11 @@ def _arriving(fs: Any, source: str, file: Path, key: str = "") -> Iterator[Path]
 
 
 def download(fs: Any, wanted: Mapping[Path, Object], key: str = "") -> list[Path]:
-    """Copies objects to files, each whole or not at all; those that are the same already stay. The
-    files copied."""
+    """Copies objects to files, each completely or not at all, except files that are equal already.
+    Returns the files that were copied."""
 
     def is_copied(file: Path) -> bool:
+        """Copies one object; returns False if its file was equal already."""
         remote = wanted[file]
         if is_same(remote, file):
             return False
@@ -428,16 +441,20 @@ _fetched: dict[tuple[str, bool, bool, str], float] = {}
 def fetch(
     url: str, key: str = "", weights: bool = True, groups: bool = True, may_be_empty: bool = False
 ) -> Path:
-    """The copy of a bucket's file or folder, made equal to it; without `weights` no arrays of
-    models and checkpoints, without `groups` no completions of runs (`complete` fetches them later).
-    Those of a run's checkpoint are always fetched by `complete`. ShoalError where there is nothing,
-    it cannot be read, or is not whole."""
+    """Makes this machine's copy of a bucket's file or folder equal to it, and returns the path of
+    the copy.
+
+    Without `weights` the arrays of models and checkpoints are left out, without `groups` the
+    completions of runs; `complete` fetches them later. The arrays of a run's checkpoint are always
+    left to `complete`. A copy that this process fetched within FRESH_SECONDS is taken as it is.
+    ShoalError if there is nothing at the address, or if it cannot be read or is not complete.
+    """
     seen = (url, weights, groups, str(cache_folder("buckets")))
     if time.monotonic() - _fetched.get(seen, -FRESH_SECONDS) > FRESH_SECONDS:
         root = url
         fs, path = connect(url, key)
         checkpoint = re.fullmatch(r"(.+)/checkpoints(?:/\d+)?/*", path)
-        if checkpoint:  # read by what its run holds, too
+        if checkpoint:  # reading it also needs other files of its run
             config_file = f"{checkpoint[1]}/config.yaml"
             if attempt(partial(fs.exists, config_file), url, key):
                 root = re.sub(r"/checkpoints(/\d+)?/*$", "", url)
@@ -447,8 +464,8 @@ def fetch(
 
 
 def fetch_matching(pattern: str, key: str) -> list[Path]:
-    """The copies of what a pattern names in a bucket, in order; ShoalError where that is
-    nothing."""
+    """Fetches the files and folders that a pattern matches in a bucket, and returns the paths of
+    their copies, in order; ShoalError if nothing matches."""
     fs, path = connect(pattern, key)
     names = [path]
     if re.search(r"[*?[]", path):
@@ -462,8 +479,8 @@ def fetch_matching(pattern: str, key: str) -> list[Path]:
 def fetch_into(
     to: Path, key: str = "", weights: bool = True, groups: bool = True, may_be_empty: bool = False
 ) -> None:
-    """Makes a file or folder of the cache equal to the bucket's; what is there beyond it is
-    removed."""
+    """Makes a file or folder of the cache equal to the bucket's: downloads what differs, and
+    removes what the bucket does not have. The parameters are those of `fetch`."""
     url = address(to)
     fs, path = connect(url, key)
     in_bucket = attempt(partial(objects, fs, path), url, key)
@@ -508,8 +525,8 @@ def fetch_into(
 
 
 def is_partial(name: str, in_bucket: Iterable[str]) -> bool:
-    """True for a lock, and for a file of a checkpoint without manifest in a run that a mirror
-    writes."""
+    """True for a lock, and for a file of a checkpoint that has no manifest yet, in a run that a
+    mirror uploads."""
     parts = PurePosixPath(name).parts
     if LOCKS in parts:
         return True
@@ -523,7 +540,8 @@ def is_partial(name: str, in_bucket: Iterable[str]) -> bool:
 
 
 def _is_array(name: str, trees: Iterable[str]) -> bool:
-    """True for weights, and for what lies deeper in a tree of Orbax's than its description."""
+    """True for weights: a safetensors file, or a file inside of a tree that Orbax wrote, except the
+    tree's description."""
     if name.endswith(".safetensors"):
         return True
     parents = [str(parent) for parent in PurePosixPath(name).parents]
@@ -531,6 +549,7 @@ def _is_array(name: str, trees: Iterable[str]) -> bool:
 
 
 def _remove_others(folder: Path, kept: Mapping[str, Object]) -> None:
+    """Removes the files of a folder that `kept` does not name, and empty folders."""
     for parent, _, files in os.walk(folder, topdown=False):
         for file in files:
             path = Path(parent, file)
@@ -541,8 +560,8 @@ def _remove_others(folder: Path, kept: Mapping[str, Object]) -> None:
 
 
 def complete(path: Path) -> None:
-    """Fetches what was left out below a path of the cache. ShoalError for a checkpoint's file that
-    is missing or is not the one that its manifest names."""
+    """Fetches what `fetch` left out at or below a path of the cache. ShoalError if a file of a
+    checkpoint is missing, or is not the one that the checkpoint's manifest names."""
     if area_of(path) not in (COPIES, RUNS):
         return
     url = address(path)
@@ -552,13 +571,14 @@ def complete(path: Path) -> None:
     if matched:
         manifest = Path(matched["run"] or "/", MANIFESTS, f"{matched['version']}.json")
     if manifest is None or not manifest.is_file():
-        if area_of(path) == COPIES:  # in RUNS it was written here
+        if area_of(path) == COPIES:  # a path in RUNS was written on this machine
             in_bucket = attempt(partial(objects, fs, root), url)
             download(fs, {path / name: remote for name, remote in in_bucket.items()})
         return
     entries = _read_manifest(manifest, path)
 
     def bring(file: Path) -> None:
+        """Downloads one file of a checkpoint, unless it is here already."""
         size, digest = entries[file]
         if file.is_file() and file.stat().st_size == size and checksum(file) == digest:
             return
@@ -574,8 +594,8 @@ def complete(path: Path) -> None:
 
 
 def _read_manifest(manifest: Path, checkpoint: Path) -> dict[Path, tuple[int, str]]:
-    """The files of a checkpoint with size and checksum; ShoalError for a manifest that is damaged
-    or names others."""
+    """Returns the files of a checkpoint with size and checksum; ShoalError if the manifest is
+    damaged, or names files outside of the checkpoint."""
     try:
         named = {}
         for name, (size, digest) in json.loads(manifest.read_text("utf-8")).items():
@@ -592,9 +612,9 @@ def _read_manifest(manifest: Path, checkpoint: Path) -> dict[Path, tuple[int, st
 
 
 def check_new(url: str, key: str) -> Path:
-    """The path in the cache of what is to be written to an address, with nothing there. ShoalError
-    where the bucket holds something under it, but for what was not written to its end, or cannot be
-    written."""
+    """Checks that a new output can be written to an address, and returns its path in the cache,
+    where nothing exists then. ShoalError if the bucket holds something there (except an incomplete
+    output), or cannot be written."""
     fs, path = connect(url, key)
     in_bucket = attempt(partial(objects, fs, path), url, key)
     if in_bucket and INCOMPLETE not in in_bucket:
@@ -607,7 +627,8 @@ def check_new(url: str, key: str) -> Path:
 
 
 def check_writable(url: str, key: str) -> None:
-    """ShoalError unless an object can be written beside an address."""
+    """Raises ShoalError unless an object can be written next to an address; tries it with a small
+    one."""
     fs, path = connect(url, key)
     beside = path.rstrip("/")
     if "/" not in beside.strip("/"):  # a bucket's root: an object beside it would be in no bucket
@@ -618,7 +639,7 @@ def check_writable(url: str, key: str) -> None:
 
 
 def send(file: Path) -> None:
-    """Uploads a file of the cache to its address; nothing for any other."""
+    """Uploads a file of the cache to its address; does nothing for any other file."""
     if area_of(file):
         url = address(file)
         fs, path = connect(url)
@@ -626,9 +647,12 @@ def send(file: Path) -> None:
 
 
 def deliver(path: Path) -> None:
-    """Uploads a finished file or folder of OUTPUTS and removes it here; nothing for any other path.
-    A folder's marker INCOMPLETE is there until all of it is, and config.json, by which others know
-    a model, comes last."""
+    """Uploads a finished file or folder of OUTPUTS, and removes it here; does nothing for any other
+    path.
+
+    While a folder is being uploaded its marker INCOMPLETE is in the bucket. config.json, by which
+    other programs recognise a model, is uploaded last.
+    """
     if area_of(path) != OUTPUTS or any(".partial-" in part for part in path.parts):
         return
     if path.is_file():

@@ -1,4 +1,5 @@
-"""Reads JSON files, checks where files may be written, and writes them whole or not at all."""
+"""Reads JSON files, checks where files may be written, and writes files completely or not at
+all."""
 
 from __future__ import annotations
 
@@ -24,17 +25,18 @@ from shoal.records import ShoalError
 from shoal.stop import NotHere
 
 MOST_OF_NAME = 200
-"""Characters of a file's name that its temporary file has too: a name may have 255 bytes."""
+"""How many characters of a file's name its temporary file's name keeps, since a name may have only
+255 bytes."""
 LATE_WRITES = 10
 """Attempts, a tenth of a second apart, to remove a folder in which other threads still write
 (Orbax's do)."""
 
 SAMPLES, SAMPLE_BYTES = 16, 1 << 12
-"""Pieces of a long file that are compared, and the bytes of each."""
+"""How many pieces `sample_of` takes from a long file, and the bytes of each."""
 
 HUB_SECONDS, SILENT_SECONDS = 30.0, 2.0
-"""How long the hub may take for an answer, or for the next bytes; of waiting before a line says for
-what."""
+"""How long the hub may take for an answer, or for the next bytes; and after how long a wait for it
+is reported."""
 
 
 _OFFLINE: ContextVar[bool] = ContextVar("offline", default=False)
@@ -42,7 +44,7 @@ _OFFLINE: ContextVar[bool] = ContextVar("offline", default=False)
 
 @contextlib.contextmanager
 def within(condition: ContextVar[bool]) -> Iterator[None]:
-    """A block in which a condition is True, in what it calls too."""
+    """Sets a condition to True during a block, also for everything that the block calls."""
     token = condition.set(True)
     try:
         yield
@@ -51,31 +53,33 @@ def within(condition: ContextVar[bool]) -> Iterator[None]:
 
 
 def offline() -> AbstractContextManager[None]:
-    """Within, what would be downloaded raises NotHere."""
+    """Returns a context in which every download raises NotHere instead."""
     return within(_OFFLINE)
 
 
 def is_offline() -> bool:
+    """True inside of an `offline()` context."""
     return _OFFLINE.get()
 
 
 def waits_for_hub() -> bool:
-    """True where a run alone would ask the hub: in a dry run, unless HF_HUB_OFFLINE leaves it the
-    cache alone too."""
+    """True if a dry run leaves out a download that the run itself would make; False also if
+    HF_HUB_OFFLINE says that the cache is to be used alone."""
     asked = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
     return is_offline() and asked.upper() not in ("1", "ON", "YES", "TRUE")
 
 
 def from_hub(name: str, **options: Any) -> Path:
-    """The folder in the hub's cache of a model or data set, downloaded if need be; `options` and
-    errors are those of `huggingface_hub.snapshot_download`, which by itself waits for ever, and
-    silently."""
+    """Returns the folder of a model or data set in the cache of the Hugging Face hub, after
+    downloading it if need be. `options` and errors are those of
+    `huggingface_hub.snapshot_download`, but a wait has a limit and is reported on stderr. NotHere
+    inside of `offline()`."""
     if waits_for_hub():
         raise NotHere(name)
     from huggingface_hub import get_session, snapshot_download
 
     hooks = get_session().event_hooks["request"]
-    # huggingface_hub asks for no limit in each request, whatever its client's is.
+    # Each request of huggingface_hub asks for no limit, whatever limit its client has.
     if _limit_wait not in hooks:
         hooks.append(_limit_wait)
     limit = f"{HUB_SECONDS:.0f} s"
@@ -89,6 +93,7 @@ def from_hub(name: str, **options: Any) -> Path:
 
 
 def _limit_wait(request: Any) -> None:
+    """Sets a time limit for each phase of a request that has none."""
     limits = request.extensions.get("timeout", {})
     timeouts = {}
     for phase in ("connect", "read", "write"):
@@ -98,8 +103,8 @@ def _limit_wait(request: Any) -> None:
 
 @contextlib.contextmanager
 def writing(path: str | Path, key: str = "") -> Iterator[None]:
-    """Raises ShoalError, naming `key` where `path` is its value, in place of the system's refusal
-    to write."""
+    """Turns the system's refusal to write in the block into a ShoalError, which names `key` if
+    `path` is the value of that setting."""
     try:
         yield
     except OSError as error:
@@ -116,15 +121,18 @@ def writing(path: str | Path, key: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def appearing(path: Path, key: str = "") -> Iterator[Path]:
-    """Yields a temporary path beside `path`: the file written there replaces `path`, or is removed
-    after an error. It is uploaded where `path` stands for one in a bucket.
+    """Yields a temporary path next to `path`: after the block the file written there replaces
+    `path`; after an error it is removed. If `path` is the cache's copy of a file in a bucket, it is
+    uploaded too.
 
-    A device or a pipe is written to as it is: /dev/null would be a file afterwards."""
+    If `path` is a device or a pipe, that itself is yielded, because replacing would make /dev/null
+    a file.
+    """
     if path.exists() and not path.is_file() and not path.is_dir():
         with writing(path, key):
             yield path
         return
-    # A name of its own: two runs that start at once under one folder write the same file, `last`.
+    # The name is random, because two runs that start in one folder both write the file `last`.
     temporary = path.with_name(f".{path.name[:MOST_OF_NAME]}.{secrets.token_hex(4)}.tmp")
     with writing(path, key):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,11 +149,12 @@ def appearing(path: Path, key: str = "") -> Iterator[Path]:
 
 @contextlib.contextmanager
 def scratch_folder(target: Path) -> Iterator[Path]:
-    """Yields an empty folder on the disk of `target`, from which results are moved; it is removed
-    afterwards.
+    """Yields an empty folder on the same disk as `target`, from which results are to be moved to
+    `target`; it is removed afterwards.
 
-    It lies in the nearest folder that exists, so a failure leaves none of the folders above
-    `target` behind."""
+    It lies in the nearest folder above `target` that exists, so that a failure leaves no new
+    folders above `target` behind.
+    """
     folder = nearest_folder(target) / f".{target.name}.partial-{os.getpid()}"
     try:
         folder.mkdir()
@@ -162,8 +171,8 @@ def scratch_folder(target: Path) -> Iterator[Path]:
 
 
 def move_folder(folder: Path, target: Path) -> None:
-    """Moves a folder to `target`, which is missing or empty, and to the bucket where it stands for
-    a folder there."""
+    """Moves a folder to `target`, which is missing or empty; if `target` is the cache's copy of a
+    folder in a bucket, uploads it too."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.is_dir():
         target.rmdir()
@@ -172,7 +181,8 @@ def move_folder(folder: Path, target: Path) -> None:
 
 
 def write_text(path: str | Path, text: str, key: str = "output") -> None:
-    """Writes a text file, the value of `key`, whole or not at all, and the folders above it."""
+    """Writes a text file completely or not at all, and creates the folders above it. `path`: a
+    local path or an address in a bucket; the value of the setting `key`."""
     path = check_local(path, key, OUTPUTS)
     with appearing(path, key) as temporary, writing(path, key):
         temporary.write_text(text, encoding="utf-8")
@@ -182,9 +192,9 @@ _ONE_SLASH = re.compile(r"(gs|gcs|s3|s3a|az|abfss?|hdfs|memory):/(?!/)(.*)", re.
 
 
 def check_local(path: str | Path, key: str, area: str = "") -> Path:
-    """The path, the value of `key`, with `~` expanded; that of a bucket's file in an `area` of the
-    cache, as it is there. ShoalError for buckets without an area, of unknown kinds, and for `gs:/`,
-    which would become a folder."""
+    """Returns the local path for a path or address, the value of the setting `key`: with `~`
+    expanded, or for a bucket the path in the cache's `area`. ShoalError for a bucket if `area` is
+    "", for an unknown scheme, and for `gs:/` with one slash, which would become a folder."""
     one_slash = _ONE_SLASH.fullmatch(str(path))
     if one_slash:
         scheme, rest = one_slash.groups()
@@ -203,8 +213,8 @@ def check_local(path: str | Path, key: str, area: str = "") -> Path:
 
 
 def find_input(path: str | Path, key: str, weights: bool = False, groups: bool = False) -> Path:
-    """Where what `key` names can be read on this machine, if it exists: a bucket's is fetched, see
-    `fetch`."""
+    """Returns the local path of an input, the value of the setting `key`, whether it exists or not.
+    What is in a bucket is fetched first; `weights` and `groups` as in `fetch`."""
     local = check_local(path, key, COPIES)
     if is_bucket(path):
         return buckets.fetch(str(path), key, weights, groups)
@@ -212,7 +222,7 @@ def find_input(path: str | Path, key: str, weights: bool = False, groups: bool =
 
 
 TABLES = (".csv", ".tsv", ".parquet", ".arrow", ".xlsx")
-"""Endings of files that are not written."""
+"""Endings of formats that no command writes."""
 
 INPUTS = {
     "prompts": "a jsonl, csv or parquet file with a `prompt` a row",
@@ -222,8 +232,8 @@ INPUTS = {
 
 
 def check_input(path: str | Path, key: str) -> Path:
-    """The local path of a file to read, the value of `key`, one of INPUTS; ShoalError where there
-    is none."""
+    """Returns the local path of a file to read, the value of `key`, which is one of INPUTS;
+    ShoalError if there is no such file."""
     local = find_input(path, key)
     if not local.is_file():
         raise ShoalError(f"{key}={path}: there is no such file; give {INPUTS[key]}")
@@ -231,8 +241,8 @@ def check_input(path: str | Path, key: str) -> Path:
 
 
 def check_new_file(path: str | Path, key: str) -> Path:
-    """The local path of a file of JSON to write, the value of `key`; ShoalError where it exists or
-    cannot be written, and for a name that promises another format."""
+    """Returns the local path of a JSON file to write, the value of `key`; ShoalError if the file
+    exists or cannot be written, or if its name has the ending of another format."""
     local = check_local(path, key, OUTPUTS)
     if local.is_dir() and not is_bucket(path):
         raise ShoalError(f"{key}={path} is a folder: give the name of a file")
@@ -250,8 +260,8 @@ def check_new_file(path: str | Path, key: str) -> Path:
 
 
 def check_new_folder(path: str | Path, key: str) -> Path:
-    """The local path of a folder to write, the value of `key`; ShoalError where it holds files or
-    cannot be written."""
+    """Returns the local path of a folder to write, the value of `key`; ShoalError if it holds files
+    or cannot be written."""
     local = check_local(path, key, OUTPUTS)
     if is_bucket(path):
         return buckets.check_new(str(path), key)
@@ -264,7 +274,7 @@ def check_new_folder(path: str | Path, key: str) -> Path:
 
 
 def check_base(path: str | Path, key: str = "base_output_directory") -> Path:
-    """The local folder of the runs in a folder, the value of `key`; ShoalError where none can be
+    """Returns the local path of a folder for runs, the value of `key`; ShoalError if nothing can be
     written there."""
     local = check_local(path, key, RUNS)
     if is_bucket(path):
@@ -274,8 +284,9 @@ def check_base(path: str | Path, key: str = "base_output_directory") -> Path:
 
 
 def check_place(path: Path, key: str, within: bool = False) -> None:
-    """ShoalError, naming `key` and its value, unless a file can be made in the nearest existing
-    folder above `path`; `within`: in the folder `path` itself, where it exists."""
+    """Raises ShoalError, naming `key` and its value, unless a file can be created in the nearest
+    existing folder above `path`; with `within`, in `path` itself if it exists. Tries it with a
+    temporary file."""
     above = nearest_folder(path / "any" if within else path)
     if not above.is_dir():
         raise ShoalError(
@@ -285,19 +296,20 @@ def check_place(path: Path, key: str, within: bool = False) -> None:
         raise ShoalError(
             f"{key}={path} cannot be written: no permission in {above}; choose another place"
         )
-    # Some folders take no files, whatever their mode says.
+    # In some folders no file can be created, whatever their mode says.
     with writing(path, key), tempfile.TemporaryFile(dir=above):
         pass
 
 
 def nearest_folder(path: Path) -> Path:
-    """The nearest path above `path` that exists."""
+    """Returns the nearest path above `path` that exists."""
     return next(parent for parent in path.absolute().parents if parent.exists())
 
 
 def sample_of(file: Path, start: int = 0, size: int | None = None) -> bytes:
-    """Bytes from all over `size` bytes of a file (None: all of it): a short part whole, of a longer
-    one SAMPLES pieces, with the first and the last. OSError where the file cannot be read."""
+    """Returns sample bytes of a part of a file, from `start` on, `size` bytes long (None: to the
+    end): all of a short part, else SAMPLES pieces spread over the part, with its first and its last
+    bytes. OSError if the file cannot be read."""
     with open(file, "rb", buffering=0) as stream:
         total = size
         if total is None:
@@ -313,7 +325,7 @@ def sample_of(file: Path, start: int = 0, size: int | None = None) -> bytes:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file; ShoalError if the file holds anything else."""
+    """Returns the JSON object in a file; ShoalError if the file holds anything else."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:

@@ -1,4 +1,5 @@
-"""What the checks of a job found: a line a finding, with its level and the key that fixes it."""
+"""What the checks of a job found: one line for each finding, with its level and the key that fixes
+it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ Level = Literal["ok", "warning", "wrong"]
 
 
 NOT_HERE = "download"
-"""The check of what a dry run leaves out, since it is not on this machine."""
+"""The name of the check under which a dry run reports what it leaves out, because that would have
+to be downloaded."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +41,22 @@ class Finding:
 
 @dataclass
 class Findings:
-    """Findings in the order of the checks, each printed once, when it is added. `of` gives the list
-    of one check, whose findings have its key unless they, or the error that they report, name
-    another."""
+    """The findings in the order of the checks; each is printed once, when it is added. `of` returns
+    a view for one check, which adds to the same list: its findings get the view's key, unless they,
+    or the error that they report, name another."""
 
     console: Printer | None = None
     check: str = ""
     key: str = ""
-    found: list[Finding] = field(default_factory=list)  # of all checks
+    found: list[Finding] = field(default_factory=list)  # the findings of all checks
 
     def of(self, check: str, key: str = "") -> Findings:
+        """Returns a view of the same list for one check, and the key that its findings get by
+        default."""
         return replace(self, check=check, key=key)
 
     def extend(self, findings: Iterable[Finding]) -> None:
+        """Adds findings, and prints each on the console, if there is one."""
         for finding in findings:
             self.found.append(finding)
             if self.console is None:
@@ -70,19 +75,23 @@ class Findings:
         self.extend([Finding(self.check, "warning", one_line(text), key or self.key)])
 
     def wrong(self, fault: str | ShoalError, key: str = "") -> None:
+        """Adds an error: a text, or a ShoalError with its key."""
         key = key or getattr(fault, "key", "") or self.key
         self.extend([Finding(self.check, "wrong", one_line(fault), key)])
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Reports a ShoalError raised inside, and ends the block there."""
+        """Returns a context that catches a ShoalError, adds it as a finding, and so ends the block
+        there."""
         try:
             yield
         except ShoalError as error:
             self.wrong(error)
 
     def at(self, *levels: Level) -> list[Finding]:
+        """Returns the findings of these levels."""
         return [finding for finding in self.found if finding.level in levels]
 
     def records(self) -> list[dict[str, Any]]:
+        """Returns all findings as dicts."""
         return [asdict(finding) for finding in self.found]

@@ -1,4 +1,4 @@
-"""Names of files that come from outside: keys of a bucket, lines of a manifest, entries of a
+"""Checks names of files that come from outside: keys of a bucket, lines of a manifest, entries of a
 model's index."""
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from shoal.records import ShoalError
 
 
 def path_within(folder: Path, name: Any, named_by: str) -> Path:
-    """The path in `folder` that a name from outside stands for; `named_by` says where the name was
-    read.
+    """Returns the path in `folder` for a name that comes from outside; `named_by` says where the
+    name was read, for the message.
 
-    ShoalError for a name that is not a plain relative path: a bucket or a model that somebody else
-    made could otherwise write, or have read, any file of this machine. A `.`, a `//` and a
-    backslash are refused as well: two names would be one file, or a name a path on another system.
+    ShoalError for a name that is not a plain relative path: otherwise a bucket or a model that
+    somebody else made could write, or have read, any file of this machine. A `.`, a `//` and a
+    backslash are refused as well, because two names could then be one file, or a name could be a
+    path on another system.
 
     >>> path_within(Path("/cache/run"), "checkpoints/2/array", "s3://bucket/run")
     PosixPath('/cache/run/checkpoints/2/array')

@@ -1,4 +1,4 @@
-"""How a run is asked to stop, and what leaves the step under way."""
+"""How a run is asked to stop, and the exceptions by which it leaves its current step."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Iterator
 
 
 class StopRequested(KeyboardInterrupt):
-    """Raised where a run can be left after somebody asked it to stop; the step under way is given
-    up."""
+    """Raised at points where a run can be left, after somebody asked it to stop; the current step
+    is given up."""
 
 
 class NotHere(BaseException):
-    """Raised in a dry run in place of a download. No `Exception`: it is no fault that a handler may
-    explain."""
+    """Raised in a dry run instead of downloading something. It is no `Exception`, so that no
+    handler takes it for a fault to explain."""
 
 
 class StopSignal:
-    """Whether somebody asked the run to stop. Loops and waits call `check` wherever the step can be
-    given up."""
+    """Holds whether somebody asked the run to stop. Loops and waits call `check` wherever the
+    current step can be given up."""
 
     def __init__(self) -> None:
         self.requested_at: float | None = None
@@ -28,19 +28,22 @@ class StopSignal:
         self.waits_for = ""  # what must end, or be given up, before the run can
 
     def request(self) -> None:
+        """Asks the run to stop: notes the time of the first request, and raises StopRequested
+        inside of `raising_at_once`."""
         if self.requested_at is None:
             self.requested_at = time.monotonic()
         if self.raises_at_once:
             raise StopRequested
 
     def begin(self, what: str) -> None:
-        """Names what a stop waits for from now on; says it where one was asked for already."""
+        """Sets what a stop waits for from now on; prints it on stderr if a stop was requested
+        already."""
         self.waits_for = what
         if self.requested_at is not None:
             os.write(2, f"stopping: waits for {what}\n".encode())
 
     def check(self, patience_seconds: float = 0.0) -> None:
-        """Raises StopRequested once a request is so many seconds old."""
+        """Raises StopRequested if a stop was requested at least `patience_seconds` ago."""
         if self.requested_at is None:
             return
         if time.monotonic() - self.requested_at >= patience_seconds:
@@ -48,9 +51,9 @@ class StopSignal:
 
     @contextlib.contextmanager
     def raising_at_once(self) -> Iterator[None]:
-        """Around a wait, or a call of a user's code, that may hang: a signal raises StopRequested
-        out of it."""
-        # Before the check: a request between the two would only be recorded.
+        """Returns a context for a wait, or a call of a user's code, that may hang: a stop that is
+        requested inside, or was before, raises StopRequested at once."""
+        # This comes before the check: otherwise a request between the two would only be recorded.
         self.raises_at_once = True
         try:
             self.check()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 CLOSE = 0.75
-"""Likeness from which a name is taken for a misspelling."""
+"""From this likeness on, a name counts as what a misspelt one means."""
 
 
 BEGINNING = 0.9
@@ -18,19 +18,19 @@ BEGINNING = 0.9
 
 
 def likeness(a: str, b: str) -> float:
-    """0 (nothing in common) to 1 (equal but for case); letters that changed places are a slip of
-    the fingers."""
+    """Returns how alike two texts are, from 0 (nothing in common) to 1 (equal but for case). Texts
+    with the same letters in another order get 0.95, since that is a typing slip."""
     if a.lower() != b.lower() and sorted(a.lower()) == sorted(b.lower()):
         return 0.95
     return difflib.SequenceMatcher(None, a.lower(), b.lower()).ratio()
 
 
 def nearest(key: str, names: Iterable[str]) -> str:
-    """The name most like `key`, as a whole or in the last of its dotted parts; of equals, the
-    first."""
+    """Returns the name that is most like `key`, as a whole or in the last of its dotted parts; the
+    first if several are equally like it; "" if there are no names."""
     best, most = "", -1.0
     for name in names:
-        # Of 350 names only a few have so many letters in common that their order matters.
+        # A quick bound first: of 350 names only a few have enough letters in common.
         if nearness(key, name, _at_most) <= most:
             continue
         score = nearness(key, name)
@@ -40,7 +40,8 @@ def nearest(key: str, names: Iterable[str]) -> str:
 
 
 def nearness(key: str, name: str, like: Callable[[str, str], float] = likeness) -> float:
-    """How like `key` a name is, 0 to 1: as a whole, or in the last of its dotted parts."""
+    """Returns how like `key` a name is, 0 to 1, as a whole or in the last of its dotted parts.
+    `like`: the function that compares two texts."""
     key_part = key.rpartition(".")[2]
     name_part = name.rpartition(".")[2]
     is_beginning = len(key_part) > 3 and name_part.startswith(key_part) and name_part != key_part
@@ -50,8 +51,8 @@ def nearness(key: str, name: str, like: Callable[[str, str], float] = likeness) 
 
 
 def _at_most(a: str, b: str) -> float:
-    """No less than `likeness`, in a tenth of the time: as if all letters in common stood in the
-    same order."""
+    """Returns an upper bound of `likeness` in a tenth of its time: the value if all letters in
+    common stood in the same order."""
     a, b = a.lower(), b.lower()
     if not a and not b:
         return 1.0
@@ -60,8 +61,8 @@ def _at_most(a: str, b: str) -> float:
 
 
 def exact(number: float) -> str:
-    """The shortest decimal that gives a number back. `:g` keeps six digits of it, and names another
-    value.
+    """Returns the shortest decimal that gives the number back when it is read. (`:g` would keep six
+    digits and so name another value.)
 
     >>> exact(1e-06), exact(8.0), exact(0.30000001)
     ('1e-06', '8', '0.30000001')
@@ -74,8 +75,8 @@ def exact(number: float) -> str:
 def did_you_mean(
     key: str, names: Iterable[str], shown: Mapping[str, str] | None = None, lists_all: bool = False
 ) -> str:
-    """`, did you mean X?` where a name is near, else nothing, or all names. `shown`: names as they
-    are written in the text.
+    """Returns the end of a message, `, did you mean X?`, if one of the names is near to `key`; else
+    "", or with `lists_all` a list of all names. `shown`: name -> how the message writes it.
 
     >>> did_you_mean("optimizr.lr", ["optimizer.lr"]), did_you_mean("use_peft", ["task.subset"])
     (', did you mean optimizer.lr?', '')
@@ -100,7 +101,7 @@ def did_you_mean(
 
 
 def count(number: int, one: str, many: str = "") -> str:
-    """A number with its noun, in one or many.
+    """Returns a number with its noun in singular or plural.
 
     >>> count(1, "step"), count(1319, "question"), count(2, "entry", "entries")
     ('1 step', '1,319 questions', '2 entries')
@@ -110,7 +111,8 @@ def count(number: int, one: str, many: str = "") -> str:
 
 
 def shorten(text: str, limit: int = 80) -> str:
-    """One line of at most `limit` characters, the middle left out."""
+    """Returns a text as one line of at most `limit` characters, with the middle left out if it is
+    longer."""
     line = one_line(text)
     if len(line) <= limit:
         return line
@@ -119,24 +121,24 @@ def shorten(text: str, limit: int = 80) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """`ValueError: what it says`."""
+    """Returns the type and the message of an exception, `ValueError: what it says`."""
     name = type(error).__name__
     text = str(error)
     return f"{name}: {text}" if text else name
 
 
 FAILED_CALL = '{"error":'
-"""How the answer to a tool call begins that could not be read, or whose tool failed (TRL's
+"""The beginning of the answer to a tool call that could not be read, or whose tool failed (TRL's
 form)."""
 
 
 def failed_call(reason: str) -> str:
-    """The answer to a tool call that failed."""
+    """Returns the answer to a tool call that failed, as JSON."""
     return json.dumps({"error": reason})
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """1, 2, 3, 7 as `1-3, 7`."""
+    """Returns numbers as text with runs joined: 1, 2, 3, 7 as `1-3, 7`."""
     spans: list[list[int]] = []  # first and last of each
     for number in sorted(numbers):
         if spans and number == spans[-1][1] + 1:
@@ -148,13 +150,13 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def one_line(text: object) -> str:
-    """The text with every run of white space as one blank."""
+    """Returns the text with every run of white space replaced by one space."""
     return " ".join(str(text).split())
 
 
 def number_text(value: float, digits: int = 3) -> str:
-    """A number as a person writes it: so many significant digits, no exponent where few zeros do, 0
-    for noise.
+    """Returns a number as a person writes it: with `digits` significant digits, without exponent if
+    few zeros are needed, and `0` for a value that is noise.
 
     >>> [number_text(value) for value in (0.41234, 2.17e-14, 0.00002, 1234.5)]
     ['0.412', '0', '0.00002', '1,234']
@@ -171,7 +173,7 @@ def number_text(value: float, digits: int = 3) -> str:
 
 
 def figure(value: Any, digits: int = 4) -> str:
-    """A figure as tables show it; `-` for none."""
+    """Returns a value as tables show it; `-` for None."""
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -180,7 +182,7 @@ def figure(value: Any, digits: int = 4) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Minutes and seconds, with hours if any: 0:05, 1:02:03."""
+    """Returns seconds as minutes and seconds, with hours if any: 0:05, 1:02:03."""
     if not math.isfinite(seconds):
         return "?"
     minutes, rest = divmod(max(0, round(seconds)), 60)
@@ -191,7 +193,7 @@ def duration(seconds: float) -> str:
 
 
 def speed_text(value: float | None) -> str:
-    """Tokens a second: 1.2M tokens/s, 34.5k tokens/s; `-` for none."""
+    """Returns a speed in tokens a second: 1.2M tokens/s, 34.5k tokens/s; `-` for None."""
     if value is None:
         return "-"
     for limit, letter in ((1e6, "M"), (1e3, "k")):
@@ -201,7 +203,7 @@ def speed_text(value: float | None) -> str:
 
 
 def is_share(name: str) -> bool:
-    """True for a figure from 0 to 1, which is shown in percent."""
+    """True if a metric of this name is a share from 0 to 1, which is shown in percent."""
     if name.startswith("rewards/"):
         return False
     if name.startswith(("accuracy", "pass", "maj")):
@@ -212,15 +214,16 @@ def is_share(name: str) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """True for a number of Python, NumPy or JAX, not for a truth value or an array."""
+    """True for a number of Python, NumPy or JAX; False for a bool and for an array of any
+    dimension."""
     if isinstance(value, bool) or not hasattr(value, "__float__"):
         return False
     return getattr(value, "ndim", 0) == 0
 
 
 def figure_text(name: str, value: Any) -> str:
-    """One figure as text: shares in percent, seconds with their unit, other numbers in a few
-    digits."""
+    """Returns the value of a metric as text: shares in percent, seconds with their unit, other
+    numbers with a few digits."""
     if value is None:
         return "-"
     if not is_number(value):
@@ -240,7 +243,7 @@ def figure_text(name: str, value: Any) -> str:
 
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table, the first column aligned left and the others right."""
+    """Returns the lines of a table, with the first column aligned left and the others right."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = []
     for row in (head, *rows):
@@ -252,7 +255,7 @@ def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def gib(num_bytes: float) -> str:
-    """Bytes for reading: 1.2 GiB, 34 MiB."""
+    """Returns a number of bytes as text, `1.2 GiB` or `34.0 MiB`."""
     for limit, unit in ((1 << 40, "TiB"), (1 << 30, "GiB")):
         if num_bytes >= limit:
             return f"{num_bytes / limit:,.1f} {unit}"
@@ -260,7 +263,7 @@ def gib(num_bytes: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """0.34 s, 12 s, 3.4 min, 5.2 h."""
+    """Returns a time as text: 0.34 s, 12.0 s, 3.4 min, 5.2 h."""
     for limit, divisor, unit in ((100, 1, "s"), (6000, 60, "min")):
         if seconds < limit:
             number = seconds / divisor

@@ -1,13 +1,13 @@
-"""Dialogues as streams of tokens to learn from: which tokens are the assistant's, and what each
-turn was answered to.
+"""Turns dialogues into streams of tokens to learn from: which tokens are the assistant's, and in
+which context each of its turns was said.
 
     messages -> for each turn of the assistant: the text before it, as a model is asked, and the
                 text with it
              -> streams, each growing while the template only adds to it -> tokens, a mask
 
-A turn is learned in the context in which a model samples it. Where a template rewrites earlier
-turns for a later one (Qwen3 leaves out their reasoning), the later turn begins a stream of its own,
-and each turn is still learned once.
+A turn is learned in the context in which a model samples it. If a template rewrites earlier turns
+for a later one (Qwen3 leaves out their reasoning), the later turn begins a new stream, and each
+turn is still learned once.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ ASSISTANT = "assistant"
 
 @dataclass(frozen=True)
 class Stream:
-    """A prompt and what follows it, `5<|im_end|>...7<|im_end|>`; where `loss_mask` is True it is
-    learned."""
+    """A prompt and the tokens that follow it, `5<|im_end|>...7<|im_end|>`; those with True in
+    `loss_mask` are learned."""
 
     prompt_ids: np.ndarray  # int32[Tp], one or more
-    token_ids: np.ndarray  # int32[T], up to the last that is learned
+    token_ids: np.ndarray  # int32[T], up to the last one that is learned
     loss_mask: np.ndarray  # bool[T]
 
     @classmethod
     def of(cls, ids: np.ndarray, mask: np.ndarray) -> Stream:
-        """`mask[T]`: the tokens of ids[T] that are learned; the first cannot be, as nothing comes
-        before it."""
+        """Returns the stream of ids[T], of which those with True in mask[T] are learned. The first
+        token cannot be learned, as nothing comes before it."""
         learned = np.flatnonzero(mask[1:]) + 1
         first = learned[0]
         last = learned[-1]
@@ -46,11 +46,11 @@ class Stream:
 
 @dataclass
 class _Text:
-    """A rendered dialogue, and the spans of its characters that are learned, each (from, to)."""
+    """A rendered dialogue, and the spans (from, to) of its characters that are learned."""
 
     text: str
     spans: list[tuple[int, int]]
-    is_marked: bool  # the template's own marks say what is learned
+    is_marked: bool  # True if the template's own marks say what is learned
 
 
 def streams_of(
@@ -59,9 +59,9 @@ def streams_of(
     tools: Sequence[dict[str, Any]] | None = None,
     first: int = 0,
 ) -> list[Stream]:
-    """The streams of a dialogue, of which the assistant's messages from number `first` on are
-    learned. ShoalError without such a message, and where the template does not begin it as it asks
-    a model to."""
+    """Returns the streams of a dialogue in which the assistant's messages from number `first` on
+    are learned. ShoalError if there is no such message, or if the template does not begin one where
+    it asks a model for it."""
     texts: list[_Text] = []
     for number, message in enumerate(messages):
         if number < first or message["role"] != ASSISTANT:
@@ -102,9 +102,9 @@ def streams_of(
 def unwritten(
     tokenizer: Tokenizer, messages: Messages, tools: Sequence[dict[str, Any]] | None = None
 ) -> list[str]:
-    """What a dialogue holds and the chat template does not write, found by rendering it without:
-    `tools`, keys of messages besides role and content, the contents of a role's messages, and those
-    of messages with tool calls.
+    """Returns what a dialogue has and the chat template does not write, found by rendering the
+    dialogue without it: `tools`, keys of messages besides role and content, the contents of a
+    role's messages, and those of messages with tool calls.
 
     >>> unwritten(tokenizer_of_plain_chatml, messages, tools)
     ['tools', 'tool_calls']
@@ -122,7 +122,7 @@ def unwritten(
                     part = _rendering(tokenizer, messages[: number + 1], tools)
                     if _rendering(tokenizer, others[: number + 1], their_tools) != part:
                         return True
-        except ShoalError:  # the template does not do without it
+        except ShoalError:  # the template fails without it, so it reads it
             return True
         return False
 
@@ -141,7 +141,7 @@ def unwritten(
             others.append({**message, "content": ""} if message["role"] == role else message)
         if role != ASSISTANT and others != list(messages) and not is_written(others, tools):
             names.append(f"what role {role} says")
-    # Of a message with tool calls Llama 3's template writes the calls alone.
+    # Llama 3's template writes only the calls of a message with tool calls, not its text.
     others = []
     has_text_beside_calls = False
     for message in messages:
@@ -155,8 +155,8 @@ def unwritten(
 
 
 def _keys_of(messages: Messages) -> list[str]:
-    """The keys with a value in some message, besides role and content, that a template should
-    write."""
+    """Returns the keys of messages, besides role and content, that have a value in some message and
+    that a template should write."""
     keys = []
     for key in dict.fromkeys(key for message in messages for key in message):
         if key in ("role", "content"):
@@ -176,18 +176,18 @@ templates leave them out."""
 def _rendering(
     tokenizer: Tokenizer, messages: Messages, tools: Sequence[dict[str, Any]] | None
 ) -> str:
-    """The text of a dialogue: whole where the assistant has the last word, else up to where it
-    answers."""
+    """Returns the text of a dialogue: the whole dialogue if the assistant has the last word, else
+    up to where it answers."""
     return tokenizer.render(messages, whole=messages[-1]["role"] == ASSISTANT, tools=tools)
 
 
 def text_stream(tokenizer: Tokenizer, prompt: str, completion: str) -> Stream:
-    """The stream of a prompt and a completion of plain text, which an end-of-sequence token
-    ends."""
+    """Returns the stream of a prompt and a completion of plain text, with an end-of-sequence token
+    at the end. ShoalError if either is empty."""
     asked = tokenizer.encode_prompt(prompt)
     ids = tokenizer.encode_prompt(prompt + completion)
-    # Where a token reaches over the border, the model would be asked with another prompt than the
-    # one it learned.
+    # If a token spans the border, the prompt that the model is asked with differs from the one in
+    # these ids, so prompt and completion are encoded separately.
     if not np.array_equal(ids[: len(asked)], asked):
         completion_ids, _ = tokenizer.encode_spans(completion, [])
         ids = np.concatenate([asked, completion_ids])
@@ -198,9 +198,9 @@ def text_stream(tokenizer: Tokenizer, prompt: str, completion: str) -> Stream:
 
 
 def _stream(tokenizer: Tokenizer, text: _Text) -> Stream:
-    """The tokens of a text, and which are learned: of a span that the template marked all, of
-    another those up to its last end-of-sequence token, without what the template writes behind
-    it."""
+    """Returns the stream of a text: its tokens, and which of them are learned. Of a span that the
+    template marked, all tokens are; of any other span those up to its last end-of-sequence token,
+    without what the template writes behind it."""
     ids, token_spans = tokenizer.encode_spans(text.text, text.spans)
     mask = np.zeros(len(ids), bool)
     for start, stop in token_spans:
@@ -209,7 +209,7 @@ def _stream(tokenizer: Tokenizer, text: _Text) -> Stream:
             if ends.size:
                 stop = start + ends[-1] + 1
         mask[start:stop] = True
-    if not tokenizer.has_template:  # its lines end with nothing
+    if not tokenizer.has_template:  # without a template nothing marks the end of a turn
         ids = np.append(ids, np.asarray(tokenizer.eos_ids[:1], np.int32))
         mask = np.append(mask, True)
     if not mask[1:].any():
@@ -222,7 +222,8 @@ def _stream(tokenizer: Tokenizer, text: _Text) -> Stream:
 
 
 def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text without the marks of GENERATION, and the span in it that each pair enclosed."""
+    """Returns a text without the marks of GENERATION, and the span in it that each pair of marks
+    enclosed."""
     begin, end = GENERATION.values()
     plain, *parts = text.split(begin)
     spans = []

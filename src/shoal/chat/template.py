@@ -1,8 +1,8 @@
-"""Chat templates: compiled in Jinja's immutable sandbox, rendered on plain data, within limits.
+"""Chat templates: compiled in Jinja's immutable sandbox, and rendered on plain data within limits.
 
 A template comes with a checkpoint and is untrusted code. The sandbox keeps it from Python's
-attributes; this module bounds its loops, its time, the text that it writes and the memory of the
-texts and lists that it makes. The names that a template may use follow
+attributes; this module limits its loops, its time, the text that it writes and the memory of the
+texts and lists that it makes. The names that a template may use are those of
 https://huggingface.co/docs/transformers/chat_templating_writing.
 """
 
@@ -30,38 +30,42 @@ GENERATION = {
     "generation_begins": "\ue0f1GENERATION\ue0f1",
     "generation_ends": "\ue0f2GENERATION\ue0f2",
 }
-"""Marks of where a template's `generation` blocks begin and end, by the names of two variables that
-are undefined, and written as nothing, unless a rendering asks for the marks."""
+"""Variable -> the mark that is written where a template's `generation` block begins or ends. The
+variables are undefined, and so write nothing, unless a rendering asks for the marks."""
 
 MOST_ROUNDS = 300_000
-"""Rounds of loops and calls of macros in one rendering."""
+"""The most rounds of loops and calls of macros in one rendering."""
 
 RENDER_SECONDS = 30.0
-"""Time of one rendering."""
+"""The longest time of one rendering."""
 
 MOST_CHARACTERS = 1 << 26
-"""Characters or entries of one text or list that a template makes, and of all that it writes."""
+"""The most characters or entries of one text or list that a template makes, and the most characters
+of all that it writes."""
 
 MOST_BYTES = 1 << 30
-"""Memory of all texts and lists that one rendering makes: it could keep each of them."""
+"""The most memory of all texts and lists that one rendering makes together, since it could keep
+each of them."""
 
 _ENTRY_BYTES = 8
 
 
 class _Usage(threading.local):
-    """What the rendering of this thread has used of the limits."""
+    """How much of the limits the current rendering of this thread has used."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Starts the count of a rendering."""
+        """Resets the counts, at the beginning of a rendering."""
         self.rounds = 0
         self.characters_written = 0
         self.bytes_made = 0
         self.deadline = time.monotonic() + RENDER_SECONDS
 
     def count_round(self) -> None:
+        """Counts one round of a loop or call of a macro; jinja2.TemplateError beyond the limits of
+        rounds and time."""
         self.rounds += 1
         if self.rounds > MOST_ROUNDS or time.monotonic() > self.deadline:
             raise jinja2.TemplateError(
@@ -69,7 +73,8 @@ class _Usage(threading.local):
             )
 
     def count_memory(self, value: Any) -> Any:
-        """Counts the memory of a text or list that a template made, and returns it."""
+        """Counts the memory of a text or list that a template made, and returns it unchanged;
+        jinja2.TemplateError beyond the limit."""
         if isinstance(value, str):
             self.bytes_made += len(value)
         elif isinstance(value, list | tuple | dict):
@@ -81,7 +86,7 @@ class _Usage(threading.local):
         return value
 
     def written_text(self, value: Any) -> str:
-        """The text that Jinja writes for a value; its characters count."""
+        """Returns the text that Jinja writes for a value, and counts its characters."""
         text = str(value)
         self.characters_written += len(text)
         _check_size(self.characters_written)
@@ -94,9 +99,10 @@ _usage = _Usage()
 def compile_template(
     template: str, date: datetime | None = None, name: str = "The chat template"
 ) -> jinja2.Template:
-    """A chat template that `render_template` can render.
+    """Compiles a chat template for `render_template`. Its rendering is sandboxed: it has no access
+    to Python's attributes, and is limited in rounds, time, text and memory.
 
-    `date`: the one that `strftime_now` writes; None for the time of rendering. `name`: what error
+    `date`: the date that `strftime_now` writes; None for the time of rendering. `name`: how error
     messages call the template. ShoalError if it is not valid Jinja, or does not use `messages`.
     """
 
@@ -122,7 +128,7 @@ def compile_template(
     except jinja2.TemplateError as error:
         raise ShoalError(f"{name} is not valid Jinja: {error}", "model.template") from error
     if "messages" not in names:
-        # A file of data, say: every prompt would be this text.
+        # It may be a file of data: every prompt would then be this text.
         raise ShoalError(
             f"{name} {template[:40]!r} does not use `messages`, so it is none: every prompt "
             "would be the same; expected a Jinja template, as in a model's chat_template.jinja",
@@ -132,17 +138,18 @@ def compile_template(
 
 
 def render_template(template: jinja2.Template, **variables: Any) -> str:
-    """The text of a compiled template. Raises whatever the template raises, and
-    jinja2.TemplateError where it exceeds a limit."""
+    """Renders a compiled template and returns the text. Raises whatever the template raises, and
+    jinja2.TemplateError if it exceeds a limit."""
     _usage.begin()
     return template.render(**variables)
 
 
 def plain_data(value: Any) -> Any:
-    """Plain data for an untrusted template: JSON types, NumPy values as JSON types, the text of
-    anything else."""
+    """Returns a value as plain data that an untrusted template may see: JSON types; NumPy values
+    become JSON types, and any other object its text."""
 
     def default(item: Any) -> Any:
+        """Returns what JSON is to write for an object that it does not know."""
         if isinstance(item, Mapping):
             return dict(item)
         if isinstance(item, np.generic | np.ndarray):
@@ -156,6 +163,7 @@ def plain_data(value: Any) -> Any:
 
 
 def _raise_exception(message: str) -> None:
+    """Raises an error with a template's message."""
     raise jinja2.TemplateError(message)
 
 
@@ -166,19 +174,20 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without the HTML escapes of Jinja's own filter, as in transformers."""
+    """Returns a value as JSON without the HTML escapes of Jinja's own filter, like transformers."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}`, which marks the assistant's text: rendered as its
-    body."""
+    """Reads `{% generation %} ... {% endgeneration %}`, which marks the assistant's text: writes
+    the block's body, between the two marks of GENERATION if the rendering asks for them."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> Any:
+        """Reads the body of a block, and returns it between two variables that write the marks."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         begins, ends = GENERATION
@@ -191,11 +200,11 @@ class _Generation(Extension):
 
 
 class _Bounded(Extension):
-    """Changes a template so that its loops and macros count their rounds, and what it concatenates,
-    lists and slices is measured."""
+    """Rewrites a template's syntax tree so that its loops and macros count their rounds, and the
+    texts and lists that it makes are measured."""
 
     def bound(self, template: nodes.Template) -> nodes.Template:
-        """The same template, with its rounds counted and its texts measured."""
+        """Rewrites a template in place and returns it."""
         count = self._call("count")
         for node in template.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
             node.body.insert(0, nodes.ExprStmt(count))
@@ -209,28 +218,34 @@ class _Bounded(Extension):
         return template
 
     def _call(self, method: str) -> nodes.Call:
+        """Returns the node of a call of one of the methods below."""
         return nodes.Call(nodes.ExtensionAttribute(self.identifier, method), [], [], None, None)
 
     # Called by rendered templates, by their names.
 
     def concatenate(self, *values: Any) -> str:
+        """Joins values to a text, like Jinja's `~`; counts its memory."""
         texts = [str(value) for value in values]
         _check_size(sum(len(text) for text in texts))
         return _usage.count_memory("".join(texts))
 
     def measured(self, value: Any) -> Any:
+        """Returns a value after counting its memory."""
         return _usage.count_memory(value)
 
     def count(self) -> None:
+        """Counts a round."""
         _usage.count_round()
 
     def counts(self) -> bool:
+        """Counts a round and returns True, as part of a loop's condition."""
         _usage.count_round()
         return True
 
 
 class _Measure(NodeTransformer):
-    """Replaces `a ~ b` by a call of `concatenate`; wraps lists, dicts and slices in `measured`."""
+    """Replaces `a ~ b` by a call of `concatenate`, and wraps lists, dicts and slices in calls of
+    `measured`."""
 
     def __init__(self, concatenate: nodes.Expr, measured: nodes.Expr) -> None:
         self.concatenate = concatenate
@@ -260,6 +275,8 @@ class _Measure(NodeTransformer):
 
 
 def _check_size(size: int) -> None:
+    """Raises jinja2.TemplateError if a text or list would have more than MOST_CHARACTERS characters
+    or entries."""
     if size > MOST_CHARACTERS:
         raise jinja2.TemplateError(
             f"it makes a text or a list of more than {MOST_CHARACTERS:,} characters or entries"
@@ -275,11 +292,11 @@ _WIDENERS = {
     "slice": 64,
     "tojson": 1 << 20,
 }
-"""Methods of texts, and filters, whose result is as long as a number among their arguments -> the
-bytes for each, or for JSON, whose every entry is indented, the number of entries."""
+"""Methods of texts, and filters, whose result grows with a number among their arguments -> by how
+much for each unit of that number: bytes, or for `tojson`, which indents each entry, the entries."""
 
 _PASSING_ON = ("attr", "d", "default", "first", "last", "max", "min", "random")
-"""Filters that return what they were given: it takes no further memory."""
+"""Filters that return what they were given, or a part of it, and so take no further memory."""
 
 _FORMAT_SPEC = re.compile(r"%(?:\([^)]*\))?[-+ #0-9.*]*|\{[^{}]*")
 _NESTED_SPEC = re.compile(r"\{[^{}]*\{")
@@ -287,7 +304,8 @@ _NUMBER = re.compile(r"\d{1,20}")
 
 
 def _check_call(name: str, value: Any, arguments: Sequence[Any]) -> None:
-    """Refuses a method of a text, or a filter, whose result would exceed the limit."""
+    """Raises jinja2.TemplateError if the result of a method of a text, or of a filter, would exceed
+    the limit. The call has not been made yet."""
     longest = max((_size(argument) for argument in arguments), default=0)
     if name in _WIDENERS:
         _check_size(_WIDENERS[name] * longest)
@@ -312,13 +330,14 @@ def _check_call(name: str, value: Any, arguments: Sequence[Any]) -> None:
 
 
 def _check_join(separator: Any, parts: Sequence[Any]) -> None:
+    """Raises jinja2.TemplateError if the joined text would exceed the limit."""
     length_of_texts = sum(len(part) for part in parts if isinstance(part, str))
     _check_size(length_of_texts + len(parts) * len(str(separator)))
 
 
 def _check_format(form: str, values: Sequence[Any]) -> None:
-    """Refuses a format whose width exceeds the limit, in it or among the values, as `"%*d"` takes
-    it."""
+    """Raises jinja2.TemplateError if a width in a format exceeds the limit; the width may also be
+    among the values, as in `"%*d"`."""
     for spec in _FORMAT_SPEC.findall(form):
         widths = [int(number) for number in _NUMBER.findall(spec)]
         _check_size(max(widths, default=0))
@@ -327,7 +346,7 @@ def _check_format(form: str, values: Sequence[Any]) -> None:
 
 
 def _size(value: Any) -> int:
-    """The length of a text or list; the absolute value of a number; 0 for anything else."""
+    """Returns the length of a text or list; the absolute value of a number; 0 for anything else."""
     if isinstance(value, int):
         return abs(value)
     if isinstance(value, str | list | tuple):
@@ -336,11 +355,12 @@ def _size(value: Any) -> int:
 
 
 def _longest_text(values: Iterable[Any]) -> int:
+    """Returns the length of the longest text among values; 0 if there is none."""
     return max((len(value) for value in values if isinstance(value, str)), default=0)
 
 
 def _bounded_filter(name: str, filter_function: Any) -> Any:
-    """A filter of Jinja's that refuses to make what exceeds the limit."""
+    """Returns one of Jinja's filters with a check that refuses to make what exceeds the limit."""
     # Some filters take the context or the environment first.
     num_leading = 1 if getattr(filter_function, "jinja_pass_arg", None) is not None else 0
 
@@ -363,14 +383,15 @@ def _bounded_filter(name: str, filter_function: Any) -> Any:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with a limit on what an operator, a filter or a method of a text makes: `"a"
-    * 10**12` is a text of 1 TB."""
+    """Jinja's immutable sandbox, with a limit on what an operator, a filter or a method of a text
+    makes: `"a" * 10**12` would be a text of 1 TB."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:
-        """The text of a rendering. Its literals do not go through `finalize`."""
+        """Joins the pieces of a rendering; counts them all, since literal text does not go through
+        `finalize`."""
         kept = []
         size = 0
         for piece in pieces:
@@ -380,6 +401,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return _usage.count_memory("".join(kept))
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Calls a function for the template; a method of a text is checked before, and its result
+        counted."""
         text = getattr(function, "__self__", None)
         if not isinstance(text, str):
             return super().call(context, function, *args, **kwargs)
@@ -392,6 +415,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return _usage.count_memory(super().call(context, function, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Any:
+        """Returns the method `format` of a text with a check of its widths; None for any other
+        function."""
         # Jinja calls this where the method is looked up, for its own check.
         format_method = super().wrap_str_format(value)
         if format_method is None:
@@ -407,6 +432,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return functools.update_wrapper(bounded, value)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Computes `+`, `*`, `**` or `%`, after checking the size of its result."""
         is_text_or_list = isinstance(left, str | list | tuple) or isinstance(
             right, str | list | tuple
         )
@@ -429,7 +455,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _factor(operand: Any) -> int:
-    """The length of a text or list; a number itself; 0 for anything else."""
+    """Returns the length of a text or list; a number itself; 0 for anything else."""
     if isinstance(operand, str | list | tuple):
         return len(operand)
     if isinstance(operand, int):

@@ -1,7 +1,7 @@
-"""Text to tokens and back, by the model's tokenizer.json and chat template.
+"""Converts text to tokens and back, by the model's tokenizer.json and chat template.
 
 Prompt ids equal those of transformers' `apply_chat_template(messages, add_generation_prompt=True)`,
-or with `continue_final_message=True` where the last message is the assistant's.
+or with `continue_final_message=True` if the last message is the assistant's.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from shoal.chat.template import GENERATION, compile_template, plain_data, render
 from shoal.records import Messages, Prompt, ShoalError
 
 MARK = "\u2402END OF MESSAGE\u2402 "
-"""Marks where an assistant's message that is continued ends. A template that trims messages takes
-its space away."""
+"""Marks the end of an assistant's message that is to be continued. A template that trims messages
+removes the mark's final space, which shows that it does."""
 
 TOOL_USE = "tool_use"
 """The name of the template for prompts with tools, as in transformers."""
 
 LONG_TEXT = 1 << 14
-"""Characters, some 0.1 s of work, above which a text is encoded without holding up other
-threads."""
+"""A text with more characters, some 0.1 s of work, is encoded in a way that lets other threads
+run."""
 
 
 @dataclass(frozen=True)
 class TurnEnd:
-    """What the chat template writes behind a turn of the assistant's.
+    """What the chat template writes behind a turn of the assistant.
 
     >>> tokenizer.turn_end
     TurnEnd(text='<|im_end|>\\n', id=2, is_eos=True)
     """
 
     text: str
-    id: int | None  # the token that ends the turn; None where it is plain text, or nothing
+    id: int | None  # the token that ends the turn; None if plain text, or nothing, ends it
     is_eos: bool  # a completion ends with it
 
 
@@ -109,7 +109,8 @@ class Tokenizer:
         self.response_template = response_template
 
     def __reduce__(self) -> tuple:
-        # Sent to samplers in other processes; a compiled template cannot be.
+        """Pickles the tokenizer by its arguments: samplers in other processes get it, and a
+        compiled template cannot be pickled."""
         return Tokenizer, (
             self._backend,
             self._special,
@@ -126,9 +127,9 @@ class Tokenizer:
     def load(
         cls, folder: str | Path, template: str = "", date: datetime | None = None
     ) -> Tokenizer:
-        """Reads a model folder. `template`, a chat template, a file with one or the name of one of
-        the folder's, replaces the folder's. `date`: the one that the template writes, in place of
-        the folder's."""
+        """Reads the tokenizer of a model folder. `template` replaces the folder's chat template: a
+        template, a file with one, or the name of one of the folder's. `date`: the date that the
+        template writes; None for the one that the folder keeps, if any."""
         folder = Path(folder)
         config = tokenizer_files.read_object(folder / "tokenizer_config.json")
         model_config = tokenizer_files.read_object(folder / "config.json")
@@ -138,6 +139,7 @@ class Tokenizer:
         tokenizer_files.add_tokens(backend, config, special)
 
         def configured_ids(name: str) -> list[int]:
+            """Returns the token ids of an entry of the model's configuration."""
             # generation_config.json first: chat models end a turn with another token than a
             # document (Llama 3: eot_id).
             ids = tokenizer_files.token_ids(generation_config.get(name))
@@ -183,8 +185,8 @@ class Tokenizer:
 
     @functools.cached_property
     def _tool_template(self) -> jinja2.Template | None:
-        """The template of prompts with tools. Compiled when the first of them is rendered: a broken
-        one does not prevent prompts without tools."""
+        """The compiled template for prompts with tools. It is compiled when the first such prompt
+        is rendered, so that a broken one does not prevent prompts without tools."""
         tool_use = self.named_templates.get(TOOL_USE)
         if not tool_use:
             return self._template
@@ -196,14 +198,14 @@ class Tokenizer:
 
     @property
     def writes_date(self) -> bool:
-        """True if prompts depend on the date."""
+        """True if prompts depend on the date, because a template writes it."""
         templates = [self.template, *self.named_templates.values()]
         return any("strftime_now" in template for template in templates)
 
     @property
     def turn_end(self) -> TurnEnd | None:
-        """What ends a turn of the assistant's; None without a template, or where it does not write
-        such a turn."""
+        """What the chat template writes to end a turn of the assistant; None if there is no
+        template, or if it does not write such a turn."""
         if self._template is None:
             return None
         turns = [{"role": "user", "content": "What next?"}, {"role": "assistant", "content": MARK}]
@@ -226,8 +228,8 @@ class Tokenizer:
         return TurnEnd(text, None, is_eos=False)
 
     def _turn_note(self) -> str:
-        """A warning where the template ends a turn with a token that does not end a completion;
-        empty for none."""
+        """Returns a warning if the template ends a turn with a token that does not end a
+        completion; else ""."""
         end = self.turn_end
         if end is None or end.id is None or end.is_eos or not self.eos_ids:
             return ""
@@ -242,8 +244,8 @@ class Tokenizer:
     def encode_prompt(
         self, prompt: Prompt, tools: Sequence[dict[str, Any]] | None = None
     ) -> np.ndarray:
-        """Token ids of a prompt, int32[T]: messages by the chat template, ready for the answer; a
-        text as it is.
+        """Returns the token ids of a prompt, int32[T]: messages by the chat template, up to where
+        the answer begins; a text as it is, with the tokenizer's special tokens.
 
         `tools`: schemas that the template shows. ShoalError if the template raises for these
         messages.
@@ -257,8 +259,9 @@ class Tokenizer:
         return np.asarray(ids, np.int32)
 
     def encode_answered(self, prompt: Prompt, answer: str) -> list[int]:
-        """Token ids of a prompt with its answer, as a model that judges it reads them: messages
-        whole by the chat template, a text with the tokenizer's special tokens."""
+        """Returns the token ids of a prompt with its answer, as a model that judges the answer
+        reads them: messages whole by the chat template, a text with the tokenizer's special
+        tokens."""
         if isinstance(prompt, str):
             return self.encode(prompt + answer, special=True)
         messages = list(prompt)
@@ -275,9 +278,13 @@ class Tokenizer:
         tools: Sequence[dict[str, Any]] | None = None,
         marked: bool = False,
     ) -> str:
-        """The text of messages, up to where the answer starts; a last message of the assistant's is
-        continued, as by transformers' `continue_final_message`. `whole`: the conversation is over.
-        `tools`: schemas to show. `marked`: with GENERATION's marks."""
+        """Returns the text of messages by the chat template, up to where the answer begins; if the
+        last message is the assistant's, the text ends inside of it, so that it is continued, like
+        transformers' `continue_final_message`.
+
+        `whole`: the conversation is over, and no answer follows. `tools`: schemas to show.
+        `marked`: with GENERATION's marks around what the template says the assistant generates.
+        """
         if not messages or not all(isinstance(message, Mapping) for message in messages):
             raise ShoalError(
                 f"A prompt is a text or a list of messages with role and content; got {messages!r}."
@@ -327,8 +334,8 @@ class Tokenizer:
         return text if rest.startswith(" ") else text.rstrip()
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Token ids of a rendered text; `special`: with what the tokenizer puts around a text, as
-        bos."""
+        """Returns the token ids of a text. `special`: with the tokens that the tokenizer puts
+        around a text, such as bos."""
         if len(text) > LONG_TEXT:
             # Unlike `encode`, a batch lets other threads of Python run meanwhile: a server's, and a
             # fleet's.
@@ -338,8 +345,8 @@ class Tokenizer:
     def encode_spans(
         self, text: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """Token ids of a rendered text, int32[T], and the tokens of each span of its characters,
-        from, to."""
+        """Returns the token ids of a rendered text, int32[T], and for each span of its characters
+        the span (from, to) of its tokens."""
         encoding = self._backend.encode(text, add_special_tokens=False)
         # A token that reaches over a span's start belongs to it, as in transformers. Offsets may
         # lack leading spaces.
@@ -351,13 +358,13 @@ class Tokenizer:
         return np.asarray(encoding.ids, np.int32), token_spans
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
-        """The text of token ids."""
+        """Returns the text of token ids."""
         plain_ids = [int(token_id) for token_id in ids]
         return self._backend.decode(plain_ids, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, id: int) -> str:
-        """One token as text, for tables: special tokens and leading spaces are shown, so texts
-        cannot be joined."""
+        """Returns one token as text, for tables: special tokens and leading spaces are shown, so
+        joining such texts does not give a text's exact characters."""
         token = self._backend.id_to_token(int(id))
         if token is None:
             return f"<{int(id)}>"
@@ -366,12 +373,12 @@ class Tokenizer:
         return self.decode([id], skip_special_tokens=False)
 
     def vocabulary(self) -> dict[str, int]:
-        """Token -> id, added tokens included."""
+        """Returns token -> id, including added tokens."""
         return self._backend.get_vocab(with_added_tokens=True)
 
     def facts(self) -> dict[str, Any]:
-        """What prompts and answers depend on, each as a short text: equal in tokenizers that do the
-        same."""
+        """Returns what prompts and answers depend on, name -> short text. Two tokenizers with equal
+        facts behave the same."""
         question = [{"role": "user", "content": "2 + 3 = ?"}]
         try:
             rendered = self.encode_prompt(question).tolist()  # a template may write the date
@@ -389,19 +396,19 @@ class Tokenizer:
         }
 
     def added_tokens(self) -> dict[int, tuple[str, bool]]:
-        """Id -> text of the tokens that are found before a text is split, and True for those that
-        decoding skips."""
+        """Returns id -> (text, special) of the added tokens, which are found before a text is
+        split; `special`: decoding skips the token."""
         return {
             id: (token.content, token.special)
             for id, token in self._backend.get_added_tokens_decoder().items()
         }
 
     def write_templates(self, folder: Path) -> None:
-        """Writes the chat templates into a model folder, in files as transformers has them."""
+        """Writes the chat templates into a model folder, in the files that transformers uses."""
         tokenizer_files.write_templates(folder, self.template, self.named_templates)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """ShoalError if a token id is outside an embedding of `vocab_size` entries."""
+        """Raises ShoalError if a token id is outside of an embedding with `vocab_size` entries."""
         largest = max([self.vocab_size - 1, self.pad_id, *self.eos_ids])
         if largest >= vocab_size:
             raise ShoalError(
@@ -410,10 +417,11 @@ class Tokenizer:
             )
 
     def _encode_text(self, text: str) -> list[int]:
-        """A text with the tokenizer's special tokens, but neither a second bos nor a closing eos.
+        """Returns the ids of a text with the tokenizer's special tokens, but neither with a second
+        bos nor with an eos at the end.
 
-        Some tokenizers append eos: a prompt that ends with it is finished, and a model continues it
-        with another text.
+        Some tokenizers append eos: to a model a prompt that ends with it is finished, and it would
+        go on with another text.
         """
         ids = self.encode(text, special=True)
         plain = self.encode(text)
@@ -425,14 +433,15 @@ class Tokenizer:
         return ids
 
     def _special_id(self, name: str) -> int | None:
-        """The id of a special token by its role, as `bos_token`; None if the model has none."""
+        """Returns the id of a special token by its role, such as `bos_token`; None if the model has
+        none."""
         token = self._special.get(name)
         return None if token is None else self._backend.token_to_id(token)
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with its reasoning under both names that templates read, of the three that data
-    sets use."""
+    """Returns a message whose reasoning, if it has any, is under both names that templates read;
+    data sets use three names."""
     for name in ("reasoning_content", "thinking", "reasoning"):
         if name in message:
             reasoning = message[name]
@@ -441,8 +450,8 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain_text(messages: Messages, opens_answer: bool) -> str:
-    """Messages without a template: the system's text, then `User: ...` and `Assistant: ...`
-    lines."""
+    """Returns messages as text if there is no template: the system's text, then `User: ...` and
+    `Assistant: ...` lines."""
     lines = []
     for message in messages:
         role = str(message.get("role", "user"))
@@ -454,5 +463,6 @@ def _plain_text(messages: Messages, opens_answer: bool) -> str:
 
 
 def _digest(value: Any) -> str:
+    """Returns a short hash of a value's `repr`."""
     text = repr(value).encode("utf-8", "backslashreplace")
     return hashlib.blake2b(text, digest_size=8).hexdigest()

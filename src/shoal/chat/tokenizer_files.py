@@ -1,5 +1,6 @@
-"""Files of a tokenizer in a model folder: tokenizer.json, its special and added tokens, its chat
-templates, and the date that a run's template writes. Read as transformers reads them."""
+"""The files of a tokenizer in a model folder: tokenizer.json, its special and added tokens, its
+chat templates, and the date that a run's template writes. They are read like transformers reads
+them."""
 
 from __future__ import annotations
 
@@ -19,11 +20,12 @@ DEFAULT_TEMPLATE = "chat_template.jinja"
 """The file of a model folder with its chat template."""
 
 NAMED_TEMPLATES = "additional_chat_templates"
-"""The folder of a model's chat templates other than the default, in files called by their names."""
+"""The folder with a model's chat templates other than the default one; each file has the name of
+its template."""
 
 DATE_FILE = "template_date.json"
-"""Beside the tokenizer of a run: the date that the chat template writes, the one on which the run
-first started."""
+"""A file next to the tokenizer of a run, with the date that the chat template writes: the day on
+which the run first started."""
 
 _SPECIAL_NAMES = (
     "bos_token",
@@ -42,14 +44,14 @@ _TEMPLATE_NAME = re.compile(r"\w[\w. -]{0,99}")
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is no such file."""
+    """Returns the JSON object in a file; {} if there is no such file."""
     if not file.is_file():
         return {}
     return read_json(file)
 
 
 def read_backend(file: Path) -> tokenizers.Tokenizer:
-    """The tokenizer in a tokenizer.json; ShoalError if it is missing or invalid."""
+    """Returns the tokenizer in a tokenizer.json; ShoalError if the file is missing or invalid."""
     if not file.is_file():
         raise ShoalError(
             f"{file.parent} holds no tokenizer.json; save the tokenizer with transformers to make "
@@ -62,7 +64,8 @@ def read_backend(file: Path) -> tokenizers.Tokenizer:
 
 
 def read_special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The texts of `bos_token`, `eos_token`, ... by name. `config`: tokenizer_config.json.
+    """Returns the texts of special tokens by their role, such as `bos_token`. `config`:
+    tokenizer_config.json.
 
     The older special_tokens_map.json counts only if tokenizer_config.json lists no added tokens, as
     in transformers.
@@ -83,8 +86,8 @@ def read_special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, st
 def add_tokens(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]
 ) -> None:
-    """Adds the tokens that only tokenizer_config.json has, in the order of transformers, which
-    decides their ids."""
+    """Adds to a tokenizer the tokens that only tokenizer_config.json has, in transformers' order,
+    which decides their ids."""
     known = {repr(token) for token in backend.get_added_tokens_decoder().values()}
     listed = config.get("added_tokens_decoder", {})
     new_tokens = []
@@ -105,7 +108,8 @@ def add_tokens(
 
 
 def token_ids(value: Any) -> list[int]:
-    """The ids of a configuration's entry, as `eos_token_id`: a number, a list, or null for none."""
+    """Returns the ids in an entry of a configuration such as `eos_token_id`: a number, a list, or
+    null for none."""
     if value is None:
         return []
     if isinstance(value, int):
@@ -119,9 +123,10 @@ def token_ids(value: Any) -> list[int]:
 def read_templates(
     folder: Path, config: Mapping[str, Any], requested: str = ""
 ) -> tuple[str, dict[str, str]]:
-    """The chat template of a model, empty if it has none, and its further templates by name.
+    """Returns the default chat template of a model ("" if it has none) and its further templates by
+    name.
 
-    `requested`: the value of model.template, which then is the only template, as transformers'
+    `requested`: the value of model.template, which then is the only template, like transformers'
     `chat_template=`: a template, a file with one, or the name of one of the model's.
     """
     own = _own_templates(folder, config)
@@ -140,8 +145,8 @@ def read_templates(
 
 
 def _own_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The chat templates of a model folder by name, the usual one as `default`. Files count before
-    the entry of tokenizer_config.json, as in transformers."""
+    """Returns the chat templates of a model folder by name, with the default one as `default`.
+    Files count before the entry of tokenizer_config.json, as in transformers."""
     files = {file.stem: file for file in sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))}
     default = folder / DEFAULT_TEMPLATE
     if default.is_file():
@@ -170,8 +175,8 @@ def _own_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _listed_templates(entry: Any) -> dict[str, str] | None:
-    """The templates by name of a chat_template that is not a text: a list of entries with name and
-    template, or an object, which transformers reads too. None for anything else."""
+    """Returns the templates by name of an entry chat_template that is not a text: a list of entries
+    with name and template, or an object, which transformers reads too. None for anything else."""
     if isinstance(entry, list) and all(isinstance(item, Mapping) for item in entry):
         pairs = [(item.get("name"), item.get("template")) for item in entry]
     elif isinstance(entry, Mapping):
@@ -185,6 +190,7 @@ def _listed_templates(entry: Any) -> dict[str, str] | None:
 
 
 def _read_template(file: Path) -> str:
+    """Returns the text of a file with a template; ShoalError if it is not UTF-8."""
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -196,7 +202,8 @@ def _read_template(file: Path) -> str:
 
 
 def _requested_template(requested: str, own: Mapping[str, str]) -> str:
-    """The text of a template that is given itself, or by the name of a file with it."""
+    """Returns the text of a requested template: the value itself, or the content of the file that
+    it names. ShoalError if there is no such file. `own`: the model's templates, for the message."""
     if "{" in requested or "\n" in requested:
         return requested
     file = Path(requested).expanduser()
@@ -210,7 +217,7 @@ def _requested_template(requested: str, own: Mapping[str, str]) -> str:
 
 
 def write_templates(folder: Path, default: str, named: Mapping[str, str]) -> None:
-    """Writes chat templates into a model folder, in files as transformers has them."""
+    """Writes chat templates into a model folder, in the files that transformers uses."""
     if default:
         (folder / DEFAULT_TEMPLATE).write_text(default, encoding="utf-8")
     for name, template in named.items():
@@ -222,7 +229,7 @@ def write_templates(folder: Path, default: str, named: Mapping[str, str]) -> Non
 
 
 def read_date(folder: Path) -> datetime | None:
-    """The date that the chat template of a run writes; None if the folder keeps none."""
+    """Returns the date that the chat template of a run writes; None if the folder keeps none."""
     value = read_object(folder / DATE_FILE).get("strftime_now")
     if not value:
         return None
@@ -236,6 +243,6 @@ def read_date(folder: Path) -> datetime | None:
 
 
 def write_date(date: datetime, folder: Path) -> None:
-    """Keeps the date that the chat template writes in the folder of a run's model."""
+    """Writes into a run's model folder the date that the chat template writes."""
     text = json.dumps({"strftime_now": date.isoformat(timespec="seconds")})
     write_text(folder / DATE_FILE, f"{text}\n", "base_output_directory")

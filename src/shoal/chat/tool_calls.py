@@ -1,10 +1,11 @@
-"""Tool calls in the tokens of a turn; one that cannot be read is a call with an error, and nothing
-raises.
+"""Reads the tool calls in the tokens of a turn. A call that cannot be read is returned as a call
+with an error; reading never raises.
 
-Tables say where calls are and how they are written, in the form of `response_template` in
-tokenizer_config.json (https://huggingface.co/docs/transformers/chat_response_parsing), which can
-take their place. A marker that is one token is found by its id: the same text in other tokens never
-matches. A model wrote the text, so no step is quadratic in it.
+Tables say how calls are marked and written, in the form of `response_template` in
+tokenizer_config.json (https://huggingface.co/docs/transformers/chat_response_parsing); a model's
+own `response_template` can replace them. A marker that is one token is found by its id: the same
+text in other tokens never matches. Since a model wrote the text, no step is quadratic in its
+length.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from shoal.chat.tokenizer import Tokenizer
 from shoal.records import ShoalError
 
 LONGEST = 1 << 20
-"""Characters of a turn in which calls are read."""
+"""A turn with more characters is not searched for calls."""
 DEEPEST = 100
-"""Levels of nested arguments; templates and stores are recursive."""
+"""The deepest nesting of arguments: templates and stores recurse over them."""
 
 _PARTS = {"name": "{name}", "arguments": "{content}"}
 FORMATS: dict[str, dict[str, Any]] = {
@@ -34,7 +35,7 @@ FORMATS: dict[str, dict[str, Any]] = {
             "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
         },
     },
-    # An answer in JSON is no call, an object that begins like one is.
+    # An answer that is any JSON is no call; an object that begins with a name and arguments is.
     "llama": {
         "open_pattern": r'<\|python_tag\|>|\A\s*(?=\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?'
         r'(?:"function"\s*:\s*\{\s*)?"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:)',
@@ -49,13 +50,15 @@ FORMATS: dict[str, dict[str, Any]] = {
         "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>'] * 2, ["<escape>"] * 2]},
     },
 }
-"""Of Qwen2.5, Qwen3 and Hermes; Qwen3.5; Llama 3.1 and later; Gemma 4 and FunctionGemma."""
-# calls in them are none
+"""How models write tool calls: hermes is of Qwen2.5, Qwen3 and Hermes; xml of Qwen3.5; llama of
+Llama 3.1 and later; gemma of Gemma 4 and FunctionGemma."""
+# What looks like a call within a thought is not a call.
 _THOUGHTS = {"open_pattern": r"<think>|<\|channel>", "close_pattern": r"</think>|<channel\|>"}
 
 
 class ToolCall(NamedTuple):
-    """A tool call of a turn; `error`, if it could not be read, is the answer to the model."""
+    """A tool call of a turn. `error`, if it could not be read, is the text to answer the model
+    with."""
 
     name: str
     arguments: dict[str, Any]
@@ -67,10 +70,10 @@ class CallReader:
 
     form     hermes, xml, llama, gemma; or template: as the model's own `response_template` says
     start    ids that the chat template begins a turn with, which may open a thought
-    schemas  of the tools, by whose types arguments that came as text are read
+    schemas  of the tools; arguments that came as text are converted to the types that these allow
 
-    Markers that are one token are *private characters* in the texts and patterns of this class,
-    which no other token decodes to.
+    In the texts and patterns of this class each marker that is one token is replaced by a *private
+    character*, which no other token decodes to.
     """
 
     def __init__(
@@ -109,13 +112,13 @@ class CallReader:
         self._start = text[start_of_turn:]
 
     def _set_private_characters(self, table: Any) -> None:
-        """Gives each added token that the table names a private character."""
+        """Assigns a private character to each added token whose text occurs in the table."""
         used = json.dumps(table, ensure_ascii=False).replace("\\\\", "").replace('\\"', '"')
         markers = []
         for token_id, (token, is_special) in self._tokenizer.added_tokens().items():
             if token in used:
                 markers.append((token, token_id, is_special))
-        # The longest first, as patterns are rewritten in this order.
+        # The longest first, since markers are replaced in this order.
         markers.sort(key=lambda marker: -len(marker[0]))
         self._char_of_token: dict[str, str] = {}
         self._token_of_char: dict[str, str] = {}
@@ -129,7 +132,8 @@ class CallReader:
             self._decoded[char] = "" if is_special else token
 
     def _compile(self, table: Any) -> None:
-        """Compiles a table's patterns. Raises various errors for a table that is no such table."""
+        """Compiles the patterns of a table. Raises errors of various types if the table is not
+        valid."""
         openings = []
         self._closing: dict[str, re.Pattern[str]] = {}
         for name, field in table["fields"].items():
@@ -150,7 +154,8 @@ class CallReader:
             raise ValueError(f"tool_calls with content {content!r} are not supported")
 
     def _pattern(self, field: Mapping[str, Any], name: str) -> str:
-        """A marker's pattern: of literal texts under `name`, or a pattern under `name_pattern`."""
+        """Returns the pattern of a marker: of its literal texts under `name`, or the pattern under
+        `name_pattern`; "" if the table has neither."""
         literals = field.get(name, [])
         if isinstance(literals, str):
             literals = [literals]
@@ -159,13 +164,14 @@ class CallReader:
         return self._with_chars(pattern or field.get(f"{name}_pattern", ""))
 
     def _with_chars(self, pattern: str) -> str:
+        """Returns a pattern with its markers replaced by private characters."""
         for token, char in self._char_of_token.items():
             pattern = pattern.replace(token, char).replace(re.escape(token), char)
         return pattern
 
     def read(self, ids: Sequence[int]) -> tuple[str, list[ToolCall]]:
-        """The text outside calls, and the calls; a turn without a readable call is text as a
-        whole."""
+        """Returns the text of a turn outside of its calls, and the calls; if no call can be read,
+        the text is the whole turn."""
         whole = self._tokenizer.decode(ids)
         text = self._start + self._text(ids)
         if len(text) > LONGEST:
@@ -199,7 +205,7 @@ class CallReader:
         return self._without_chars(content, self._decoded).strip(), calls
 
     def _text(self, ids: Sequence[int]) -> str:
-        """The text of ids with markers as private characters."""
+        """Returns the text of ids, with markers as private characters."""
         parts = []
         start = 0
         for number, token_id in enumerate(ids):
@@ -211,14 +217,16 @@ class CallReader:
         return "".join(parts)
 
     def _decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of ids, in which stray private characters are replaced."""
         return _PRIVATE.sub("\ufffd", self._tokenizer.decode(ids))
 
     def _without_chars(self, text: str, texts: Mapping[str, str]) -> str:
+        """Returns a text with private characters replaced by `texts`."""
         return _PRIVATE.sub(lambda match: texts[match[0]], text)
 
     def _read_calls(self, body: str, captured: dict[str, str], is_closed: bool) -> list[ToolCall]:
-        """The calls in a region of the turn; one call with an error where it cannot be read.
-        `captured`: the groups of the marker that opened it."""
+        """Returns the calls in the text between two markers; one call with an error if any cannot
+        be read. `captured`: the groups of the match of the opening marker."""
         form = self._field.get("transform", "{content}")
         try:
             if not is_closed:
@@ -237,7 +245,8 @@ class CallReader:
             return [_unread(str(error))]
 
     def _call(self, value: Any) -> ToolCall:
-        """A call of an object with name and arguments, in OpenAI's form too."""
+        """Returns the call that an object with name and arguments describes; also reads OpenAI's
+        form, with `function`. ValueError if it is not a call."""
         if isinstance(value, dict):
             value = value.get("function", value)
         if not isinstance(value, dict):
@@ -256,12 +265,13 @@ class CallReader:
         return ToolCall(name, typed)
 
     def _contents(self, text: str) -> list[Any]:
-        """The values of a region's text: JSON, one or several, or one object of tags."""
+        """Returns the values in the text between two markers: one or several of JSON, or one object
+        made of tags. ValueError if it cannot be read."""
         if self._field["content"] == "json":
             return _values(self._json(text))
         pairs = []
         position = 0
-        # One after the other, so that a missing end is searched for once.
+        # Match tag after tag, so that the end of an unclosed tag is searched for only once.
         match = self._tag.match(text)
         while match:
             position = match.end()
@@ -274,7 +284,8 @@ class CallReader:
         return [_unique(pairs)]
 
     def _json(self, text: str) -> str:
-        """Standard JSON of a text whose strings may have other quotes, and whose keys none."""
+        """Returns a text as standard JSON: the table may allow other quotes around strings, and
+        keys without quotes."""
         quotes = []
         for begin, end in self._args.get("string_delims", ()):
             quotes += [re.escape(self._with_chars(begin)), re.escape(self._with_chars(end))]
@@ -289,17 +300,19 @@ class CallReader:
 
 
 def _quoted_key(match: re.Match[str]) -> str:
+    """Returns a key with quotes; strings, which the pattern matches too, stay as they are."""
     if match[2]:
         return f'{match[1]}"{match[2]}":'
     return match[0]
 
 
 _PRIVATE = re.compile("[\U000f0000-\U000f0fff]")
-# A string without an end goes on to the end of the text, else each later quote would be tried.
+# A string without an end extends to the end of the text; otherwise each later quote would be tried.
 _STRING = r'"(?:[^"\\]|\\.)*"?'
 _BARE_KEY = re.compile(rf"{_STRING}|([{{,]\s*)([A-Za-z_][\w.-]*)\s*:", re.DOTALL)
 _BRACKET = re.compile(rf"{_STRING}|[\[{{]|[\]}}]", re.DOTALL)
-_WORDS = {"True": "true", "False": "false", "None": "null"}  # as templates write Python's values
+# How templates write Python's values -> JSON.
+_WORDS = {"True": "true", "False": "false", "None": "null"}
 _TYPES = {
     int: ("integer", "number"),
     float: ("number",),
@@ -311,6 +324,7 @@ _TYPES = {
 
 
 def _unread(why: str) -> ToolCall:
+    """Returns the call that says that a call could not be read, and why."""
     return ToolCall(
         "",
         {},
@@ -319,6 +333,7 @@ def _unread(why: str) -> ToolCall:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns pairs as a dict; ValueError if a key occurs twice."""
     values = dict(pairs)
     if len(values) < len(pairs):
         raise ValueError("it gives an argument twice")
@@ -329,8 +344,8 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def _values(text: str) -> list[Any]:
-    """The JSON values in a text, one after the other; ValueError for none, for NaN, and for what is
-    nested too deep."""
+    """Returns the JSON values in a text, one after the other. ValueError if there is none, for NaN
+    and infinity, and for values that are nested too deep."""
     depth = deepest = 0
     for part in _BRACKET.findall(text):
         if part in ("[", "{"):
@@ -360,7 +375,8 @@ def _values(text: str) -> list[Any]:
 
 
 def _filled(form: Any, values: Mapping[str, Any]) -> Any:
-    """A table's `transform` with its placeholders `{name}` and `{content.name}` replaced."""
+    """Returns a table's `transform` with its placeholders, `{name}` or `{content.name}`, replaced
+    by values. ValueError if a value is missing."""
     if isinstance(form, dict):
         return {key: _filled(value, values) for key, value in form.items()}
     if not isinstance(form, str):
@@ -377,8 +393,8 @@ def _filled(form: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _typed(value: Any, schema: Mapping[str, Any]) -> Any:
-    """An argument that came as text, in another type that the tool's schema allows; else as it
-    is."""
+    """Returns an argument that came as text in another type, if the tool's schema allows that type
+    and the text is such a value; any other argument as it is."""
     if not isinstance(value, str):
         return value
     types = _types(schema)
@@ -396,8 +412,8 @@ def _typed(value: Any, schema: Mapping[str, Any]) -> Any:
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
-    """The names of the types that a schema allows. Strangers write schemas: any entry may be
-    anything."""
+    """Returns the names of the types that a schema allows. Since others write schemas, any entry
+    may be of any type."""
     allowed: list[Any] = [schema]
     if isinstance(schema.get("anyOf"), list):
         allowed += schema["anyOf"]

@@ -1,9 +1,9 @@
-"""Turns in one model's tokens: prompts with tools, the calls of a turn, and the tokens of what
-comes back.
+"""Turns of a dialogue in one model's tokens: prompts with tools, the tool calls of a turn, and the
+tokens of the answers.
 
-Tokens only grow. What a message adds is taken from a short conversation, rendered up to and from a
-mark in the assistant's turn, and is encoded alone; history is never rendered or encoded again
-(docs/decisions/0046).
+A rollout's tokens are only ever appended to. To get the tokens that a message adds, a short
+conversation with a mark in the assistant's turn is rendered, and the text behind the mark is
+encoded alone; earlier turns are never rendered or encoded again (docs/decisions/0046).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shoal.chat.tool_calls import CallReader, ToolCall
 from shoal.records import Completion, Messages, Prompt, ShoalError
 
 _CUT = "\ue0f4"
-"""Marks where a text is encoded in two pieces."""
+"""A private character that marks where a text is to be encoded in two pieces."""
 
 
 _QUESTION = {"role": "user", "content": "What next?"}
@@ -39,13 +39,13 @@ _NO_PLACE = (
 
 
 class TurnFormat:
-    """How turns look in one model's tokens.
+    """How turns look in one model's tokens; made once for a tokenizer and a set of tools.
 
-    schemas      of the tools that may be called, as `schema` makes them; empty where an environment
+    schemas      of the tools that may be called, as `schema` makes them; empty if an environment
                  answers in words
     call_format  hermes, xml, llama, gemma, template; auto: as the chat template writes calls
-    special      False: words of tools and environments become no added tokens of the tokenizer,
-                 whatever they spell
+    special      False: a tool's or environment's text never becomes an added (special) token of the
+                 tokenizer, whatever it spells
     notes        what the chat template would change in earlier turns, a line each
 
     ShoalError if the template shows no tools or no answers of tools, or if nothing ends a turn.
@@ -90,7 +90,8 @@ class TurnFormat:
                     self.notes.append(note)
 
     def encode_prompt(self, prompt: Prompt) -> np.ndarray:
-        """Token ids of a prompt with the tools, int32[T]."""
+        """Returns the token ids of a prompt of messages with the tools, int32[T]. ShoalError if the
+        prompt is a text."""
         if isinstance(prompt, str):
             raise ShoalError(
                 f"Rollouts of several turns need prompts of messages, but {prompt!r:.60} is a "
@@ -110,8 +111,9 @@ class TurnFormat:
         return np.asarray(self._encode(self._render(messages)), np.int32)
 
     def plain(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A message of a tool or an environment, with its text cut within each added token that it
-        spells out."""
+        """Returns a message of a tool or an environment, with a mark put inside each spelled-out
+        added token of its text, at which the text is later encoded in pieces. Unchanged if
+        `special` is True."""
         text = message.get("content")
         if self._added is None or not isinstance(text, str):
             return message
@@ -126,7 +128,7 @@ class TurnFormat:
         return {**message, "content": _CUT.join(pieces)}
 
     def _encode(self, text: str) -> list[int]:
-        """Ids of a rendered text, in pieces where it is cut."""
+        """Returns the ids of a rendered text, which is encoded in pieces if it has such marks."""
         text = text.encode(errors="replace").decode()  # tokenizers refuse half a character
         first, *others = text.split(_CUT)
         if self._tokenizer.has_template:
@@ -139,9 +141,9 @@ class TurnFormat:
         return ids
 
     def read(self, ids: Sequence[int]) -> tuple[dict[str, Any], list[ToolCall]]:
-        """The assistant's message of a turn's sampled ids, and all calls in order, those with an
-        error too. The content is the turn's text, thoughts included, without the calls that were
-        read."""
+        """Reads the sampled ids of a turn: returns the assistant's message, and all tool calls in
+        order, including those that have an error. The message's content is the turn's text,
+        thoughts included, without the calls that could be read."""
         calls: list[ToolCall] = []
         if self._reader:
             content, calls = self._reader.read(ids)
@@ -156,10 +158,12 @@ class TurnFormat:
     def encode_context(
         self, messages: Messages, calls: Sequence[ToolCall] = (), last: int | None = None
     ) -> list[int]:
-        """Ids that follow a turn's last sampled token, up to and with the next generation prompt.
+        """Returns the ids that follow a turn's last sampled token: the answers, up to and including
+        the next generation prompt.
 
         messages  of role tool, one for each of `calls` in their order, or of role user
-        last      the turn's last sampled id; if it did not end the turn, the end comes first
+        last      the turn's last sampled id; if it did not end the turn, the returned ids begin
+                  with the token that does
         """
         called: list[str] = []
         answered = [message.get("name", "") for message in messages if message["role"] == "tool"]
@@ -169,19 +173,21 @@ class TurnFormat:
         if last is None or last == end:
             return ids
         if last in self._tokenizer.eos_ids:
-            # Another end will do, but not where the answers are part of the turn, as Gemma 4's: its
-            # end opens them.
+            # Another end-of-sequence token will do, unless the answers are part of the turn, as in
+            # Gemma 4, where the token that ends the calls opens the answers.
             usual_end, _ = self._following([_QUESTION])
             if end == usual_end:
                 return ids
         return [end, *ids]
 
     def _render(self, messages: Messages, whole: bool = False) -> str:
+        """Returns the text of messages with the tools by the chat template."""
         return self._tokenizer.render(messages, whole, self._schemas)
 
     def _following(self, messages: Messages, names: Sequence[str] = ()) -> tuple[int, list[int]]:
-        """The id that ends a turn that calls these tools, and the ids that follow it."""
-        # The names are the model's: other text than a name could end the turn.
+        """Returns the id that ends a turn that calls these tools, and the ids that follow it for
+        the answers. ShoalError if the template writes no end of turn."""
+        # The model wrote the names: a text that is no name could contain the end of a turn.
         calls = []
         for number, name in enumerate(names):
             if not re.fullmatch(r"[\w.-]{1,64}", name):
@@ -219,7 +225,8 @@ class TurnFormat:
         )
 
     def _form(self, name: str) -> str:
-        """How the chat template writes calls."""
+        """Finds out in which form the chat template writes calls, from a rendered call of the tool
+        `name`. ShoalError if the form is not known."""
         call = _in_message(ToolCall(name, {"text": MARK}))
         turn = {"role": "assistant", "content": "", "tool_calls": [call]}
         answer = {"role": "tool", "name": name, "content": ""}
@@ -241,8 +248,8 @@ class TurnFormat:
         )
 
     def _history_note(self, answer: dict[str, Any]) -> str:
-        """What apply_chat_template would change in a turn, tried on one with a thought, once this
-        message follows; empty for nothing."""
+        """Returns a note if apply_chat_template would render a turn differently once a message
+        `answer` follows, such as without its thoughts; "" if not."""
         turn: dict[str, Any] = {
             "role": "assistant",
             "content": "<think>\nWhy?\n</think>\n\nSo.",
@@ -259,17 +266,19 @@ class TurnFormat:
 
 
 def _added_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """Where a text spells out an added token of more than one character; None without such."""
+    """Returns a pattern that finds where a text spells out an added token of more than one
+    character; None if there is no such token."""
     texts = [text for text, _ in tokenizer.added_tokens().values() if len(text) > 1]
     if not texts:
         return None
     longest_first = sorted(texts, key=len, reverse=True)
-    # Looked for ahead: an occurrence may begin within another one.
+    # A lookahead, so that an occurrence that begins within another one is found too.
     alternatives = "|".join(re.escape(text) for text in longest_first)
     return re.compile(f"(?={alternatives})")
 
 
 def _in_message(call: ToolCall) -> dict[str, Any]:
+    """Returns a tool call in the form of a message's `tool_calls`."""
     return {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
@@ -288,9 +297,9 @@ _JSON_TYPES = {
 
 
 def schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """The JSON schema of a tool by its type hints and its docstring in Google's style, equal to
-    that of transformers' `get_json_schema`; ShoalError if the docstring, or an argument's type or
-    description, is missing."""
+    """Returns the JSON schema of a tool, from its type hints and its docstring in Google's style,
+    equal to that of transformers' `get_json_schema`; or the function's attribute `schema`, if it
+    has one. ShoalError if the docstring, or an argument's type or description, is missing."""
     own_schema = getattr(function, "schema", None)
     if own_schema:
         return own_schema
@@ -331,7 +340,8 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
     if required:
         parameters["required"] = required
     tool: dict[str, Any] = {"name": name, "description": about, "parameters": parameters}
-    with contextlib.suppress(ShoalError, KeyError):  # a model never writes what is returned
+    # The type of the result may be missing or unreadable: a model never writes results.
+    with contextlib.suppress(ShoalError, KeyError):
         tool["return"] = _json_type(hints["return"], name)
         if returned:
             tool["return"]["description"] = returned
@@ -339,7 +349,8 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _docstring(text: str) -> tuple[str, dict[str, str], str]:
-    """What a tool does, what its arguments are, and what it returns."""
+    """Splits a docstring in Google's style into what a tool does, its arguments' descriptions, and
+    what it returns."""
     about, *parts = re.split(r"(?:^|\n)[ \t]*(Args|Returns|Raises):", text.strip())
     sections = dict(zip(parts[::2], parts[1::2], strict=True))
     described: dict[str, str] = {}
@@ -360,7 +371,8 @@ def _docstring(text: str) -> tuple[str, dict[str, str], str]:
 
 
 def _json_type(hint: Any, where: str) -> dict[str, Any]:
-    """The schema of a type's values."""
+    """Returns the JSON schema of a type hint; ShoalError for a type that JSON does not have.
+    `where`: for the message."""
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
     if hint is Any:
@@ -390,7 +402,8 @@ def _json_type(hint: Any, where: str) -> dict[str, Any]:
 
 
 def _union(schemas: list[dict[str, Any]]) -> dict[str, Any]:
-    """The schema of values that have one of these: simple types as one list of their names."""
+    """Returns the schema of values that match any of the given schemas; simple types become one
+    list of names."""
     if len(schemas) == 1:
         return schemas[0]
     are_simple = all(
@@ -406,18 +419,19 @@ def _one_or_list(names: list[str]) -> str | list[str]:
 
 
 TOKEN_CHARACTERS = 128
-"""Characters of a token, at most: a text with more of them in the mean fits no prompt, and is not
+"""The most characters of a token: a text with more per allowed token cannot fit, and is not
 encoded."""
 
 
 LIKELY_CHARACTERS = 8
-"""Characters of a token above which a text is likely to be too long, and is counted in pieces."""
+"""A text with more characters than this per allowed token is likely to be too long, and is counted
+in pieces."""
 
 PIECE = 1 << 14
-"""Characters of a piece."""
+"""Characters of one piece of a text that is counted in pieces."""
 
 BORDER = 16
-"""Tokens by which cutting a text may change the count, at each border."""
+"""By how many tokens the count may change at each border between two pieces."""
 
 
 def described(
@@ -427,8 +441,8 @@ def described(
     named: bool,
     start: int = 0,
 ) -> dict[str, Any]:
-    """What an answer says of a completion's tokens from `start` on, in plain data; `named`: the
-    text of each."""
+    """Returns a completion's tokens from `start` on as plain data for an answer of the server: ids,
+    log-probs, versions, text and message. `named`: also the text of each token."""
     ids = completion.token_ids[start:].tolist()
     text = tokenizer.decode(ids)
     if tools:
@@ -451,14 +465,15 @@ def described(
 
 @lru_cache(64)
 def turn_format(tokenizer: Tokenizer, tools: str) -> TurnFormat:
-    """How turns with these tools, as JSON, look. ShoalError for a chat template without a place for
-    them."""
+    """Returns the `TurnFormat` for tools given as JSON; the latest 64 are cached. ShoalError if the
+    chat template has no place for tools."""
     return TurnFormat(tokenizer, json.loads(tools))
 
 
 def encode(prompt: Any, tools: Sequence[Any], tokenizer: Tokenizer, most: int) -> np.ndarray:
-    """The token ids of a prompt, int32[T]. ShoalError for none, and for more than `most`: of a text
-    that is much longer, no more is encoded than shows it."""
+    """Returns the token ids of a prompt (ids, text or messages), int32[T]. ShoalError if it has no
+    token or more than `most`. Of a text that is much longer, only as much is encoded as shows
+    that."""
     if _is_token_ids(prompt):
         ids = np.array(prompt, np.int32)
     else:
@@ -476,20 +491,22 @@ def _is_token_ids(prompt: Any) -> bool:
 
 
 def _wrong_length(length: str, wanted: str) -> ShoalError:
+    """Returns the error for a prompt of a wrong length."""
     return ShoalError(f'prompt="{length}": expected {wanted}', "prompt")
 
 
 def check_size(prompt: Any, tools: Sequence[Any], most: int, key: str) -> None:
-    """ShoalError for a prompt with its tools that has more characters than `most` tokens can
-    have."""
+    """Raises ShoalError if a prompt with its tools has more characters than `most` tokens can hold.
+    `key`: the setting that limits it, for the message."""
     size = len(json.dumps([prompt, *tools], ensure_ascii=False))
     if size > TOKEN_CHARACTERS * most:
         raise _wrong_length(f"{size} characters", f"what fits the {most} tokens of {key}")
 
 
 def _check_count(prompt: Any, tokenizer: Tokenizer, most: int) -> None:
-    """ShoalError as soon as the pieces of a long prompt have more than `most` tokens: encoding
-    takes some seconds and a gigabyte for each 4 million characters."""
+    """Raises ShoalError if a long prompt has more than `most` tokens: counts piece by piece and
+    stops as soon as that is certain, since encoding takes some seconds and a gigabyte for each 4
+    million characters."""
     if isinstance(prompt, str):
         texts = [prompt]
     else:

@@ -1,5 +1,5 @@
-"""Devices: meshes, the roles that use them, the programs that roles compile, and what accelerators
-can do."""
+"""Devices: meshes, the roles that use them, the programs that roles compile, and data about
+accelerators."""
 
 from shoal.mesh.accelerators import accelerator_of, peak_flops
 from shoal.mesh.devices import (

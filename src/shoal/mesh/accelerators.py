@@ -1,9 +1,9 @@
-"""What the makers say of accelerators: memory, bandwidths, operations a second, links.
+"""Makers' data about accelerators: memory, bandwidths, operations a second, links.
 
     ACCELERATORS["v5p"].hbm_bytes    memory that one device offers a program
     peak_flops("TPU v5p", "bfloat16")
 
-A device is what JAX shows as one: a chip, of TPU7x half a chip.
+A device is what JAX shows as one: a chip; for TPU7x half a chip.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import numpy as np
 from shoal.records import ShoalError
 
 GPU_SHARE = 0.92
-"""Of a GPU's memory that a run takes; JAX by itself takes 0.75. What is left serves CUDA, NCCL and
-cuBLAS."""
+"""The share of a GPU's memory that a run takes; JAX by itself takes 0.75. The rest is for CUDA,
+NCCL and cuBLAS."""
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One kind of device; bandwidths are in bytes a second.
+    """The data of one kind of device; bandwidths are in bytes a second.
 
     TPU: `link` is one direction of one link of the torus, `dcn` a device's part of its host's
-    network. GPU: `link` is one direction of all of a device's links to the others of its machine,
-    `dcn` to other machines.
+    network. GPU: `link` is one direction of all links of a device to the other devices of its
+    machine together, `dcn` that to other machines.
     """
 
     kind: str  # a pattern of JAX's device_kind
@@ -42,10 +42,10 @@ class Accelerator:
     dcn: float = 0.0
     clock: float = 0.0  # cycles a second of the compiler's estimates
     torus: int = 0  # dimensions of a TPU's torus; 0: a GPU
-    cores: int = 1  # what the maker's names count, a chip
-    devices: int = 1  # that JAX shows, a chip
-    largest: int = 0  # chips of a slice
-    target: Mapping[str, Any] | None = None  # of a GPU: what its compiler asks about it
+    cores: int = 1  # of a chip, as counted in the maker's names of slices
+    devices: int = 1  # that JAX shows for one chip
+    largest: int = 0  # most chips of a slice
+    target: Mapping[str, Any] | None = None  # for a GPU: what XLA's compiler has to know about it
     # Share of the peak that attention's kernels are assumed to reach. GPU: FlashAttention-2's, of
     # an A100 0.6 (arXiv 2307.08691), of an H100 0.35 (2407.08608); Shoal's own were measured on no
     # device. TPU: instructions that Mosaic schedules, of which there is one a cycle, for rows of
@@ -60,7 +60,7 @@ class Accelerator:
 
     @property
     def usable_bytes(self) -> int:
-        """Of a device's memory, what a program may take."""
+        """The bytes of a device's memory that a program may take."""
         return self.hbm_bytes if self.is_tpu else int(GPU_SHARE * self.hbm_bytes)
 
 
@@ -68,7 +68,8 @@ _GIB = 1 << 30
 
 
 def _rates(half: float, whole: float) -> Mapping[str, float]:
-    """Of an NVIDIA GPU, whose tensor cores multiply both types of 16 bits equally fast."""
+    """Returns the peaks of an NVIDIA GPU, whose tensor cores multiply both types of 16 bits equally
+    fast."""
     return {"bfloat16": half, "float16": half, "float32": whole}
 
 
@@ -234,11 +235,12 @@ _OTHERS: Mapping[str, Mapping[str, float]] = {
     r"NVIDIA H100 PCIe": _rates(756e12, 51e12),
     r"NVIDIA H[12]00 NVL": _rates(835e12, 60e12),
 }
-"""Device kinds with rates of their own, before those of ACCELERATORS."""
+"""Device kinds -> their peaks, which replace those of the matching entry of ACCELERATORS."""
 
 
 def accelerator_of(device_kind: str) -> Accelerator | None:
-    """The accelerator that JAX calls so; None if it is not known, as any CPU."""
+    """Returns the accelerator with JAX's name `device_kind`; None if it is not known, such as any
+    CPU."""
     if "MIG" in device_kind:  # a slice of a device: its share is not in the name
         return None
     for accelerator in ACCELERATORS.values():
@@ -248,14 +250,14 @@ def accelerator_of(device_kind: str) -> Accelerator | None:
 
 
 MEASURED = ("hbm", "launch", "bfloat16", "float32")
-"""What every calibration holds; one of several devices has also `link`."""
+"""The figures that every calibration has; one of several devices has also `link`."""
 
 
 def read_calibration(file: str, device_kind: str, known: Accelerator | None) -> dict[str, Any]:
-    """What `benchmarks/accelerator.py --calibration` wrote: {"device": JAX's device_kind,
-    "devices": their number, "jax": its version, "figures": {name: [median, least, most]}}, a figure
-    being a field of `Accelerator` or a type of its `peaks`. ShoalError for one of another device
-    than `device_kind`, or that does not have this form."""
+    """Reads the file that `benchmarks/accelerator.py --calibration` wrote: {"device": JAX's
+    device_kind, "devices": their number, "jax": its version, "figures": {name: [median, least,
+    most]}}. A figure is named after a field of `Accelerator` or a type of its `peaks`. ShoalError
+    if the file was measured on another device than `device_kind`, or does not have this form."""
     again = f"measure anew with `python benchmarks/accelerator.py --calibration {file}`"
     try:
         calibration = json.loads(Path(file).read_text())
@@ -288,7 +290,8 @@ def read_calibration(file: str, device_kind: str, known: Accelerator | None) -> 
 
 
 def calibrated(known: Accelerator | None, calibration: Mapping[str, Any]) -> Accelerator:
-    """The makers' entry with the medians that were measured in place of its figures."""
+    """Returns an accelerator's entry with the measured medians in place of the maker's data. With
+    None, a new entry from the measured figures alone."""
     medians = {name: values[0] for name, values in calibration["figures"].items()}
     peaks = {"bfloat16": medians.pop("bfloat16"), "float32": medians.pop("float32")}
     if known is None:
@@ -299,8 +302,8 @@ def calibrated(known: Accelerator | None, calibration: Mapping[str, Any]) -> Acc
 
 
 def peak_flops(device_kind: str, dtype: Any) -> float | None:
-    """Floating point operations a second of one device in products of this type; None if it is not
-    known.
+    """Returns the floating point operations a second of one device in products of this type; None
+    if they are not known.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3", "bfloat16")
     989000000000000.0

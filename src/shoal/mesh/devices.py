@@ -1,5 +1,5 @@
-"""Which devices JAX finds, and which of them a role uses: all, a fraction, a number or a list, as
-`mesh.trainer`, `.sampler` and `.reference` say.
+"""Finds JAX's devices, divides them among the roles (all, a fraction, a number or a list, as
+`mesh.trainer`, `.sampler` and `.reference` say), and arranges them in meshes.
 
 Under Pathways one process has the devices of all hosts, by way of a proxy:
 
@@ -36,22 +36,28 @@ NO_KEYS = MeshSection()
 
 
 PROXY = "proxy"
-"""JAX's name for this platform."""
+"""JAX's name for the platform of Pathways' proxy."""
 
 
 PINNED_HOST = "pinned_host"
-"""JAX's name of memory of the host that devices read by themselves."""
+"""JAX's name for memory of the host that devices can read directly."""
 
 
 ANSWER_SECONDS = 15
-"""How long a proxy may take to answer; without a limit JAX waits for ever."""
+"""How long a proxy of Pathways may take to answer; without a limit JAX waits for ever."""
 
 
 def available_devices(section: MeshSection = NO_KEYS, shared: bool = False) -> list[Any]:
-    """JAX's devices, of all hosts under Pathways; ShoalError where JAX finds none of the platform
-    that JAX_PLATFORMS names. `section` says whether Pathways is used, as the environment may too.
-    `shared`: what is freed on a GPU is another process's to take, which XLA's own pool would
-    keep."""
+    """Returns all devices that JAX finds (under Pathways those of all hosts). Before that it
+    configures JAX, which has an effect only if JAX has not looked for its devices yet.
+
+    It sets JAX's platform: to Pathways' proxy if `section` or the environment asks for Pathways,
+    else to `cpu` if none was named and the machine certainly has no accelerator. Unless the
+    environment has them, it sets XLA_PYTHON_CLIENT_MEM_FRACTION to GPU_SHARE, and with `shared`
+    also XLA_PYTHON_CLIENT_ALLOCATOR to `platform`, so that memory freed on a GPU can be taken by
+    another process instead of being kept in XLA's pool. ShoalError if JAX finds no device of the
+    platform that JAX_PLATFORMS names, or if no proxy answers.
+    """
     through_proxy = uses_pathways(section)
     if through_proxy:
         start_pathways()
@@ -59,11 +65,11 @@ def available_devices(section: MeshSection = NO_KEYS, shared: bool = False) -> l
         jax.config.update("jax_platforms", "cpu")
     if shared:
         os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
-    # JAX reads it where it meets its first GPU.
+    # JAX reads this variable when it finds its first GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_SHARE))
     try:
         return jax.devices()
-    # AssertionError: of `cuda` where jaxlib's plugin is not installed.
+    # AssertionError: raised for `cuda` if jaxlib's plugin is not installed.
     except (RuntimeError, AssertionError) as error:
         platforms = jax.config.values["jax_platforms"]
         reason = str(error).partition(" (set JAX_PLATFORMS")[0]
@@ -80,6 +86,7 @@ def available_devices(section: MeshSection = NO_KEYS, shared: bool = False) -> l
 
 
 def _no_devices(platforms: Any, reason: str) -> ShoalError:
+    """Returns the error for a platform of which JAX finds no devices."""
     because = f" ({reason})" if reason else ""
     extras = [f"'.[{name}]'" for name in ("cuda", "tpu") if name in str(platforms)]
     install = ""
@@ -92,8 +99,9 @@ def _no_devices(platforms: Any, reason: str) -> ShoalError:
 
 
 def check_platforms(section: MeshSection = NO_KEYS, root: Path = Path("/")) -> None:
-    """ShoalError for a platform of JAX_PLATFORMS that this machine certainly lacks. It asks JAX for
-    no devices."""
+    """Raises ShoalError if this machine certainly lacks the devices of a platform that
+    JAX_PLATFORMS names. Does not make JAX look for devices. `root`: where the machine's files are,
+    for tests."""
     if uses_pathways(section):
         check_pathways()
     platforms = jax.config.values["jax_platforms"] or ""
@@ -106,6 +114,7 @@ def check_platforms(section: MeshSection = NO_KEYS, root: Path = Path("/")) -> N
 
 
 def has_tpu(root: Path = Path("/")) -> bool:
+    """True if the machine has a TPU, judging by its device files and PCI vendors."""
     if _has_file(root, "dev/accel*", "dev/vfio/[0-9]*"):
         return True
     for vendor in root.glob("sys/bus/pci/devices/*/vendor"):
@@ -115,6 +124,8 @@ def has_tpu(root: Path = Path("/")) -> bool:
 
 
 def has_gpu(root: Path = Path("/")) -> bool:
+    """True if the machine has an NVIDIA GPU, judging by its device files and the driver's
+    library."""
     if _has_file(root, "dev/nvidia*", "dev/dxg"):  # dxg: of Windows' Linux
         return True
     try:
@@ -125,14 +136,15 @@ def has_gpu(root: Path = Path("/")) -> bool:
 
 
 def _has_file(root: Path, *patterns: str) -> bool:
+    """True if any file under `root` matches any of the patterns."""
     return any(next(root.glob(pattern), None) for pattern in patterns)
 
 
 def accelerators_possible(root: Path = Path("/")) -> bool:
-    """Whether JAX may find more than CPUs on this machine; False only where it certainly cannot.
+    """True if JAX may find more than CPUs on this machine; False only if it certainly cannot.
 
-    The compilers of the extra `plan` are JAX's plug-ins for TPUs and GPUs: asked for devices on a
-    machine with neither, each prints a page of errors.
+    This avoids noise: the compilers of the extra `plan` are JAX's plug-ins for TPUs and GPUs, and
+    on a machine with neither each of them prints a page of errors when JAX looks for devices.
     """
     plugins = {plugin.name for plugin in entry_points(group="jax_plugins")}
     package = find_spec("jax_plugins")
@@ -146,8 +158,8 @@ def accelerators_possible(root: Path = Path("/")) -> bool:
 
 
 def memory_stats(device: Any) -> Mapping[str, int]:
-    """Bytes by name of a device's memory, as it counts them itself; nothing on a CPU and behind a
-    proxy of Pathways."""
+    """Returns the counts of a device's memory as the device reports them, name -> bytes; {} for a
+    CPU and behind a proxy of Pathways."""
     try:
         return device.memory_stats() or {}
     except jax.errors.JaxRuntimeError:
@@ -156,32 +168,33 @@ def memory_stats(device: Any) -> Mapping[str, int]:
 
 @functools.cache
 def _trimming() -> Callable[[int], Any] | None:
-    """glibc's `malloc_trim`; None where this process has another allocator."""
+    """Returns glibc's function `malloc_trim`; None if this process has another allocator."""
     if not sys.platform.startswith("linux"):
         return None
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def return_freed_memory() -> None:
-    """Gives what the allocator keeps of freed memory back to the system, where the RAM is the
-    device's memory too.
+    """Gives memory that the process has freed back to the system, because its allocator keeps some
+    of it. Does so only if JAX's devices are CPUs, whose memory is the RAM.
 
-    A compilation, or a checkpoint that was written, leaves some hundred MB of freed pieces, which
-    large arrays cannot use: they come on top of what the update then takes."""
+    A compilation, or writing a checkpoint, leaves some hundred MB of freed pieces, which are of no
+    use for large arrays and so come on top of the memory that the next update takes.
+    """
     trim = _trimming()
     if trim is not None and jax.default_backend() == "cpu":
         trim(0)
 
 
 def has_host_memory(device: Any) -> bool:
-    """False for a device whose programs cannot reach memory of its host."""
+    """True unless the device's programs cannot use memory of its host (`pinned_host`)."""
     kinds = {memory.kind for memory in device.addressable_memories()}
     return PINNED_HOST in kinds or not kinds  # a GPU that is only described has none at all
 
 
 @dataclass(frozen=True)
 class RoleDevices:
-    """Numbers of the devices of each role."""
+    """The numbers of the devices of each role, as indices into the list of available devices."""
 
     trainer: list[int]
     sampler: list[int]
@@ -189,13 +202,15 @@ class RoleDevices:
 
 
 def role_devices(section: MeshSection, available: int) -> RoleDevices:
-    """The devices of each role: of counts and fractions the trainer has the first and the sampler
-    the last, the reference the first that both leave.
+    """Assigns devices to the roles and returns their numbers. If numbers or fractions are given,
+    the trainer gets the first devices, the sampler the last, and the reference the first that both
+    leave.
 
-    Two roles share all of their devices or none: where both name the same list, all devices as the
-    fraction 1.0, or the only one. A role that is not mentioned shares, the sampler with the trainer
-    and the reference with the sampler; a trainer that is not mentioned has what the others leave,
-    or all. ShoalError for devices that are not there, too few, and roles that overlap in part.
+    Two roles share all of their devices or none. They share if both name the same list, if both
+    take all as the fraction 1.0, or if there is one device. A role that is not set shares: the
+    sampler with the trainer, and the reference with the sampler; a trainer that is not set gets
+    what the others leave, or all. ShoalError for devices that do not exist, for too few, and for
+    roles that overlap in part.
     """
     texts = {}
     for name in ("trainer", "sampler", "reference"):
@@ -205,9 +220,9 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
     shown = ", ".join(f"mesh.{name}={text}" for name, text in texts.items())
     devices = count(available, "device")
     everything = list(range(available))
-    listed: dict[str, list[int]] = {}  # of a role with a list: the numbers of its devices
-    counts: dict[str, int] = {}  # of a role with a number or a fraction: devices of its own
-    requested: dict[str, int] = {}  # of each role that is mentioned: how many devices
+    listed: dict[str, list[int]] = {}  # role with a list -> the numbers of its devices
+    counts: dict[str, int] = {}  # role with a number or fraction -> how many devices
+    requested: dict[str, int] = {}  # each role that is set -> how many devices it asks for
     for name, text in texts.items():
         size = devices_asked(f"mesh.{name}", text, available)
         if isinstance(size, list):
@@ -215,7 +230,8 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
             requested[name] = len(size)
             continue
         requested[name] = size
-        # 1.0 takes all devices, with whoever takes all too; so does any number of a single device.
+        # A role with 1.0 takes all devices, and shares them with other roles that take all. A
+        # single device is always shared.
         takes_all = size == available and (available == 1 or not text.isdigit())
         if not takes_all:
             counts[name] = size
@@ -229,7 +245,8 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
         )
 
     def own(name: str, free: Sequence[int]) -> list[int]:
-        """The devices of a role that is mentioned; of a count the first that are free."""
+        """Returns the devices of a role that is set; for a number of devices the first ones of
+        `free`."""
         if name in listed:
             return listed[name]
         if name not in counts:
@@ -283,8 +300,8 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
 
 
 def _all_devices(section: MeshSection, available: int) -> str:
-    """The words with which all roles share all devices, over a stored configuration too, whose keys
-    stay."""
+    """Returns advice for messages: the settings with which all roles share all devices. Empty
+    values also reset keys that a stored configuration has set."""
     words = []
     for role in ("trainer", "sampler", "reference"):
         if getattr(section, role):
@@ -307,7 +324,8 @@ def _all_devices(section: MeshSection, available: int) -> str:
 
 
 def devices_asked(key: str, text: str, available: int) -> int | list[int]:
-    """A role's setting as a number of devices, or as a list of their numbers.
+    """Reads a role's setting: returns a number of devices, or the list of their numbers. `key`: the
+    setting's name, for the ShoalError if it cannot be read.
 
     >>> devices_asked("mesh.trainer", "0.5", 8), devices_asked("mesh.trainer", "[0,2]", 8)
     (4, [0, 2])
@@ -338,13 +356,13 @@ def devices_asked(key: str, text: str, available: int) -> int | list[int]:
 
 
 def uses_pathways(section: MeshSection) -> bool:
-    """True if the environment asks for Pathways, or `mesh.pathways` does and the environment names
-    a proxy."""
+    """True if JAX_PLATFORMS names Pathways' proxy, or if `mesh.pathways` is set and the environment
+    has a proxy's address."""
     return _is_chosen() or (section.pathways and bool(jax.config.values["jax_backend_target"]))
 
 
 def check_pathways() -> None:
-    """ShoalError where the proxy's address or Pathways' client is missing."""
+    """Raises ShoalError if the proxy's address or Pathways' client is missing."""
     target = jax.config.values["jax_backend_target"]
     if not target:
         raise ShoalError(
@@ -359,8 +377,8 @@ def check_pathways() -> None:
 
 
 def start_pathways() -> None:
-    """Registers the proxy as JAX's platform, which it has to be before JAX looks for its
-    devices."""
+    """Makes Pathways' proxy JAX's platform; this has to happen before JAX looks for its devices,
+    else ShoalError."""
     if (
         not _is_chosen()
         and jax.config.values["jax_backend_target"]
@@ -380,6 +398,7 @@ def start_pathways() -> None:
 
 
 def _is_chosen() -> bool:
+    """True if JAX_PLATFORMS names the proxy."""
     return PROXY in (jax.config.values["jax_platforms"] or "").split(",")
 
 
@@ -387,11 +406,12 @@ AXES = ("data", "fsdp", "context", "tensor")
 
 
 def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
-    """The trainer's mesh `data x fsdp x context x tensor` over the first devices; fsdp=-1 takes all
-    that the others leave.
+    """Returns the trainer's mesh `data x fsdp x context x tensor` over the first devices; fsdp=-1
+    takes all that the other axes leave.
 
-    `mesh.dcn_data` and `mesh.dcn_fsdp` slices (or hosts) multiply their axes, with as many devices
-    of each. ShoalError for a size that does not divide the devices: the rest would stay idle.
+    `mesh.dcn_data` and `mesh.dcn_fsdp` are numbers of slices (or hosts), which multiply their axes;
+    each slice gives as many devices. ShoalError for a size that does not divide the devices: the
+    rest would stay idle.
     """
     slices = (section.dcn_data, section.dcn_fsdp, 1, 1)
     num_slices, parts = math.prod(slices), by_slice(devices)
@@ -401,7 +421,8 @@ def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
                 f"mesh.dcn_data={section.dcn_data} x mesh.dcn_fsdp={section.dcn_fsdp} does not "
                 f"divide {count(len(devices), 'device')} into {num_slices} slices of one size"
             )
-        # Hosts, which have no number of a slice: equal parts in the devices' order.
+        # The parts are hosts, which JAX does not number as slices: equal parts, in the devices'
+        # order.
         parts = np.reshape(np.asarray(devices), (num_slices, -1)).tolist()
     # fsdp last: it takes what the others leave.
     sizes = {
@@ -440,24 +461,27 @@ def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
 
 
 def as_mesh(grid: np.ndarray, axes: Sequence[str]) -> Mesh:
+    """Returns a mesh of JAX with these axes, outermost first."""
     # Auto: the compiler propagates shardings between the few constraints of the model; explicit
     # axes would need one at every operation.
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def arrange(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
-    """Devices of one slice as an array of `shape`."""
+    """Returns the devices of one slice as an array of `shape`; on a TPU neighbours in the array are
+    neighbours in the torus if possible."""
     if devices[0].platform == "tpu":
         try:
             return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         except (AssertionError, NotImplementedError, ValueError):
-            pass  # a part of a slice that is no box: in the order of the devices
+            pass  # these devices of a slice form no box: keep their order
     return np.reshape(np.asarray(devices), shape)
 
 
 def arrange_copies(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
-    """Devices as copies of `shape`, each within a slice where the slices' sizes allow it: copies
-    exchange nothing."""
+    """Returns devices as an array of copies of `shape`, with a first axis that counts the copies.
+    Each copy lies within one slice if the slices' sizes allow it; copies need not be neighbours,
+    because they exchange nothing."""
     size = math.prod(shape)
     parts = by_slice(devices)
     if any(len(part) % size for part in parts):
@@ -467,8 +491,8 @@ def arrange_copies(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
 
 
 def by_slice(devices: Sequence[Any]) -> list[list[Any]]:
-    """The devices of each slice, as JAX numbers them, in their order; devices without a number
-    belong to slice 0."""
+    """Returns the devices of each slice, slices in the order of their numbers in JAX; devices
+    without a number count as slice 0."""
     slices: dict[int, list[Any]] = {}
     for device in devices:
         number = getattr(device, "slice_index", None) or 0
@@ -477,10 +501,11 @@ def by_slice(devices: Sequence[Any]) -> list[list[Any]]:
 
 
 def by_host(devices: np.ndarray, size: int) -> np.ndarray:
-    """Devices as rows of `size`: in their order, or host by host where only so each row lies within
-    a host."""
+    """Returns devices as rows of `size`: in their order, unless only sorting them by host puts each
+    row within one host."""
 
     def within_hosts(grid: np.ndarray) -> bool:
+        """True if no row has devices of two hosts."""
         for row in grid:
             if len({device.process_index for device in row}) > 1:
                 return False
@@ -495,7 +520,8 @@ def by_host(devices: np.ndarray, size: int) -> np.ndarray:
 
 
 def _check_slices(parts: Sequence[Sequence[Any]]) -> None:
-    """ShoalError unless each part is of one TPU slice, and each of another."""
+    """Raises ShoalError unless the devices of each part are one TPU slice, and each part is another
+    slice. Does nothing for other devices."""
     devices = [device for part in parts for device in part]
     if devices[0].platform != "tpu":
         return
@@ -515,7 +541,7 @@ def _check_slices(parts: Sequence[Sequence[Any]]) -> None:
 
 
 def listed_divisors(*numbers: int) -> str:
-    """The sizes that divide all of some numbers, as text.
+    """Returns the common divisors of some numbers as text, the sizes that divide all of them.
 
     >>> listed_divisors(8), listed_divisors(12, 8)
     ('1, 2, 4 or 8', '1, 2 or 4')
@@ -525,7 +551,7 @@ def listed_divisors(*numbers: int) -> str:
 
 
 def listed(sizes: Sequence[int]) -> str:
-    """`1, 2 or 4`"""
+    """Returns sizes as text, `1, 2 or 4`."""
     *most, last = [str(size) for size in sizes]
     if not most:
         return last

@@ -1,12 +1,13 @@
-"""Several processes that train one model: they find each other, meet with a shared secret, exchange
-bytes, and hear of each other's end.
+"""Several processes that train one model: they find each other, authenticate by a shared secret,
+exchange bytes, and notice each other's end.
 
     find_processes   the number of processes and of this one, from the keys, Slurm or a TPU slice;
                      starts nothing
     join             JAX's world of all processes, and the `World` in which they exchange
     World.exchange   every process gives bytes and gets those of all, in the processes' order
 
-Whatever processes decide, they decide from what they have exchanged, so never by who is faster.
+Whatever the processes decide, they decide from what they have exchanged, so it never depends on
+which process is faster.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 
 HEARTBEAT_SECONDS = 40
-"""After so long without a sign of life of a process (it is frozen) JAX ends the others."""
+"""If a process gives no sign of life for this time (it is frozen), JAX ends the others."""
 
 
 LEAVE_SECONDS = 45
@@ -52,48 +53,52 @@ alone."""
 
 
 REPORT_SECONDS = 60
-"""After so long the process that is waited for is named."""
+"""The interval at which a wait in an exchange is reported, with the process that is waited for."""
 
 
 STORE_BYTES = 1 << 16
-"""More than this of a process goes by the devices' collectives: process 0 would send all that its
-store holds to all others (100 MB between two processes of a machine: 2.2 s, by Gloo 0.7)."""
+"""More bytes than this are exchanged by the devices' collectives. JAX's store would be slower,
+because process 0 sends all that it holds to all others (100 MB between two processes of a machine:
+2.2 s, by Gloo 0.7)."""
 
 
 ROUND_BYTES = 64 << 20
-"""What a device holds of all processes at once."""
+"""The most bytes of all processes together that one round of an exchange gathers."""
 
 
 LEAST_BYTES = 1 << 14
-"""Of a process on a device: sizes are powers of two from here on, so there are few programs."""
+"""The fewest bytes that a device sends in a round. Sizes are powers of two from here on, so that
+few programs are compiled."""
 
 
 ENVIRONMENTS = ("slurm", "ompi", "gcetpu", "gketpu")
-"""Environments of several processes that JAX recognises and that are looked for."""
+"""JAX's names of the launchers of several processes that are looked for."""
 
 
 PER_NODE = {
     "SLURM_STEP_TASKS_PER_NODE": "SLURM_LOCALID",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "OMPI_COMM_WORLD_LOCAL_RANK",
 }
-"""Variables of launchers: the processes on this node (Slurm's may be `4(x2)`, of nodes), and which
-of them this is."""
+"""Launchers' variables: the number of processes on this node (Slurm's may be `4(x2)`, for several
+nodes) -> the variable with the number of this process among them."""
 
 
 NO_SECTION = {"coordinator": "", "processes": 0, "process": -1}
-"""The keys of a run in one process. They say how a run is started, not what it computes."""
+"""The values of these keys in a run of one process. The keys say how a run is started, not what it
+computes."""
 
 
 def find_processes(section: MeshSection) -> MeshSection:
-    """The section with `coordinator`, `processes` and `process` of a run in several processes,
-    which are read from the launcher's environment where they are not given; without them for a run
-    in one. ShoalError for those that are missing or cannot be. Nothing is started."""
+    """Returns the section with `coordinator`, `processes` and `process` filled in for a run in
+    several processes: values that are not given come from the launcher's environment. For a run in
+    one process returns it without these keys. ShoalError if they are incomplete or impossible, or
+    if the coordinator can be reached from other machines and no secret is set. Starts nothing."""
     given = {}
     for name, none in NO_SECTION.items():
         if getattr(section, name) != none:
             given[name] = getattr(section, name)
     are_all_given = len(given) == len(NO_SECTION)
-    if uses_pathways(section):  # its hosts may look like those of several processes
+    if uses_pathways(section):  # its hosts may look like a launcher of several processes
         if given:
             raise ShoalError(
                 f"{_shown(given)}: under Pathways one process has the devices of all hosts; leave "
@@ -135,8 +140,8 @@ def find_processes(section: MeshSection) -> MeshSection:
 
 
 def _environment() -> Any:
-    """JAX's class for the environment that this process was started in, if it is one of
-    ENVIRONMENTS."""
+    """Returns JAX's class for the launcher that this process was started by, if it is one of
+    ENVIRONMENTS; else None."""
     from jax._src.clusters import ClusterEnv
 
     return next(
@@ -150,34 +155,37 @@ def _environment() -> Any:
 
 
 def _shown(given: dict[str, Any]) -> str:
+    """Returns settings as `mesh.NAME=VALUE`, for messages."""
     return ", ".join(f"mesh.{name}={value}" for name, value in given.items())
 
 
 @dataclass
 class World:
-    """The processes of a run; a single one, which exchanges with nobody, unless `join` made it.
+    """The processes of a run, as one of them sees them; a single process, which exchanges with
+    nobody, unless `join` made it.
 
-    Entered, it ends orderly: all processes leave together, or the one that leaves alone is named by
-    the others.
+    It is a context manager: at its end all processes leave together; if one leaves alone, the
+    others name it in their messages.
     """
 
     count: int = 1
     index: int = 0
-    client: Any = None  # of JAX's key-value store, which process 0 holds
-    names: list[str] = field(default_factory=list)  # `process 1 (host, pid 12)`
-    sequence: int = 0
-    # process 0 has one to each other process, these to it
+    client: Any = None  # client of JAX's key-value store, which belongs to process 0
+    names: list[str] = field(default_factory=list)  # of all processes: `process 1 (host, pid 12)`
+    sequence: int = 0  # number of the last exchange
+    # Process 0 has a link to each other process; each other process has one, to process 0.
     links: list[socket.socket] = field(default_factory=list)
     alone_code: int | None = None  # the exit code of a process that leaves while others do not
 
     @property
     def is_main(self) -> bool:
-        """True for the process that writes and prints."""
+        """True for the process that writes files and prints, process 0."""
         return self.index == 0
 
     def exchange(self, what: str, data: bytes) -> list[bytes]:
-        """The bytes of all processes, in their order; `what` names the wait, and is the same in
-        all."""
+        """Gives bytes to all processes and returns the bytes of all, in the processes' order. Waits
+        until each has called it. `what` describes the exchange in messages, and must be the same in
+        all processes."""
         if self.count == 1:
             return [data]
         self.sequence += 1
@@ -207,14 +215,16 @@ class World:
         return [large or small for large, small in zip(gathered, stored, strict=True)]
 
     def exchange_json(self, what: str, value: Any) -> list[Any]:
+        """Does the same as `exchange` for values of JSON."""
         return [json.loads(data) for data in self.exchange(what, json.dumps(value).encode())]
 
     def _wait(self, number: int, head: bytes) -> bytes:
-        """What process `number` gives to this exchange, without the head; waits for as long as that
-        process lives."""
+        """Waits for what process `number` gives to this exchange, for as long as that process
+        lives; returns it without the head. Reports a long wait on stderr. RuntimeError if that
+        process is at another exchange."""
         report_at = time.monotonic() + REPORT_SECONDS
         while True:
-            try:  # a second at a time: in between, Ctrl-C is heard
+            try:  # a second at a time, so that Ctrl-C is handled in between
                 data = self.client.blocking_key_value_get_bytes(
                     f"shoal/{self.sequence}/{number}", 1000
                 )
@@ -222,8 +232,8 @@ class World:
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
-            # No deadline: a slow process is waited for, one that has ended ends this one
-            # (`_watch`).
+            # There is no deadline: a slow process is waited for, and if it ends, `_watch` ends this
+            # process.
             if time.monotonic() > report_at and self.is_main:
                 report_at += REPORT_SECONDS
                 print(
@@ -243,6 +253,8 @@ class World:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Waits for the other processes to leave too; if they do not, keeps this process's exit
+        code for `farewell`."""
         if self.count == 1:
             return
         self.alone_code = exit_code_of(kind or Exception)
@@ -250,23 +262,24 @@ class World:
             self.alone_code = None
 
     def _leave(self, seconds: float) -> bool:
-        """True once all processes are here; False after so long."""
+        """Announces that this process leaves, and waits for the others; returns True once all have
+        announced it, False after `seconds`."""
         self.sequence += 1
         self.client.key_value_set(f"shoal/left/{self.sequence}/{self.index}", "")
         deadline, number = time.monotonic() + seconds, 0
         while number < self.count and time.monotonic() < deadline:
-            # A second at a time: in between, Ctrl-C is heard.
+            # A second at a time, so that Ctrl-C is handled in between.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 self.client.blocking_key_value_get(f"shoal/left/{self.sequence}/{number}", 1000)
                 number += 1
         return number == self.count
 
     def watch(self, links: dict[int, socket.socket]) -> None:
-        """Begins to watch other processes: a link that closes without a farewell ends this process
-        too.
+        """Starts threads that watch other processes by their links (number -> link): if a link
+        closes without a farewell, this process ends too.
 
-        The kernel closes it however a process ends, at once; where a machine is gone, the kernels
-        of the others find it out (KEEPALIVE).
+        The kernel closes a link at once, however a process ends; if a machine is gone, the kernels
+        of the others notice (KEEPALIVE).
         """
         self.links = list(links.values())
         for number, link in links.items():
@@ -280,8 +293,8 @@ class World:
             ).start()
 
     def _watch(self, link: socket.socket, number: int) -> None:
-        """Reads a link until it closes, and ends this process unless the other one said
-        farewell."""
+        """Reads a link until it closes, and then ends this process with a message, unless the other
+        process said farewell."""
         text = b""
         with contextlib.suppress(OSError):
             part = link.recv(4096)
@@ -306,10 +319,11 @@ class World:
         os._exit(exit_code_of(ShoalError))
 
     def farewell(self) -> None:
-        """At the exit of the process, whose errors are printed by then."""
+        """Runs at the exit of this process, when its errors are printed already: says farewell on
+        all links; if the process left alone, exits at once with its code."""
         if self.alone_code is not None:
-            # JAX would wait for the others first, and end this process where they end because this
-            # one has failed.
+            # A normal exit would let JAX wait for the others first, and end this process with
+            # another code when they end because this one has failed.
             sys.stdout.flush()
             os._exit(self.alone_code)
         for link in self.links:
@@ -318,8 +332,8 @@ class World:
 
 
 def own_gpus() -> list[int] | None:
-    """The GPU of this process where a launcher starts several on a node; None for all that it
-    sees."""
+    """Returns the number of the GPU for this process, as a list, if a launcher has started several
+    processes on this node; None if the process is to use all GPUs that it sees."""
     for per_node, number in PER_NODE.items():
         is_one_a_node = os.environ.get(per_node, "1").partition("(")[0] == "1"
         if not is_one_a_node and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
@@ -328,8 +342,8 @@ def own_gpus() -> list[int] | None:
 
 
 def exit_code_of(kind: type[BaseException]) -> int:
-    """The exit code of the command line for an exception, where Python is left without its own way
-    out."""
+    """Returns the exit code that the command line has for an exception, for ending a process by
+    os._exit."""
     if issubclass(kind, ShoalError):
         return 2
     if issubclass(kind, KeyboardInterrupt):
@@ -338,12 +352,13 @@ def exit_code_of(kind: type[BaseException]) -> int:
 
 
 _joined: list[World] = []
-"""The world of this process, once it is joined: JAX has one a process."""
+"""The world that this process has joined, if any: JAX allows one for each process."""
 
 
 def join(section: MeshSection) -> World:
-    """The world of the processes that the section names; ShoalError where they do not come
-    together."""
+    """Joins the processes that the section names and returns their `World`: meets the others, and
+    starts JAX's distributed runtime. Called again, returns the same world. ShoalError if the
+    processes do not come together."""
     if _joined:
         return _joined[0]
     if section.processes <= 1:
@@ -359,7 +374,7 @@ def join(section: MeshSection) -> World:
         jaxlib.make_gloo_tcp_collectives = partial(
             jaxlib.make_gloo_tcp_collectives, hostname=met.address
         )
-    # it takes SIGTERM, which asks a run to stop
+    # JAX's service would take SIGTERM, by which a run is asked to stop.
     jax.config.update("jax_enable_preemption_service", False)
     with service_apart():
         jax.distributed.initialize(
@@ -386,8 +401,8 @@ def join(section: MeshSection) -> World:
 
 
 def gather_bytes(data: bytes, rows: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
-    """The bytes of all processes by the devices' own collectives, over the links between hosts,
-    each to each.
+    """Returns the bytes of all processes, exchanged by the devices' own collectives, over the links
+    between hosts, each to each.
 
         process 0, devices 0 1: [a0 a1]       ->  device 0: [a0 b0]  device 1: [a1 b1]
         process 1, devices 2 3: [b0 b1]       ->  device 2: [a0 b0]  device 3: [a1 b1]
@@ -395,9 +410,9 @@ def gather_bytes(data: bytes, rows: Sequence[int], lengths: Sequence[int]) -> li
         device 0: [a0 b0]  device 1: [a1 b1]  ->  process 0: a0 a1, b0 b1
         device 2: [a0 b0]  device 3: [a1 b1]  ->  process 1: a0 a1, b0 b1
 
-    They are in the processes' order: of `lengths`, and each with its `jax.process_index()` of
-    `rows`. All processes call this at the same point in the order of their computations, with the
-    same rows and lengths.
+    The results are in the order of `lengths`, the processes' order; `rows` has the
+    `jax.process_index()` of each. All processes have to call this at the same point in the order of
+    their computations, with the same rows and lengths.
     """
     num_devices = jax.local_device_count()
     longest = max(lengths)
@@ -422,8 +437,8 @@ def gather_bytes(data: bytes, rows: Sequence[int], lengths: Sequence[int]) -> li
 
 @cache
 def _gather() -> Callable[[np.ndarray], np.ndarray]:
-    """A function of this process's bytes: (size,) -> (processes, size), by
-    `jax.process_index()`."""
+    """Returns a compiled function of this process's bytes, (size,) -> (processes, size), whose rows
+    are in the order of `jax.process_index()`."""
     processes = jax.process_count()
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     mesh = Mesh(np.array(devices).reshape(processes, -1), ("processes", "local"))
@@ -434,6 +449,7 @@ def _gather() -> Callable[[np.ndarray], np.ndarray]:
     )
 
     def gather(part: np.ndarray) -> np.ndarray:
+        """Returns the bytes of all processes, as rows, for this process's bytes."""
         whole = jax.make_array_from_process_local_data(
             by_process, part[None], (processes, part.size)
         )
@@ -450,44 +466,47 @@ START_SECONDS = 300
 
 
 REPEAT_SECONDS = 30
-"""Seconds between two reports of a wait."""
+"""Seconds between two lines of `Wait.report`."""
 
 
 GREETING_SECONDS, GREETING_BYTES = 2.0, 1 << 12
-"""Limits of a stranger's line: process 0 reads one link at a time."""
+"""Limits of the first line on a link, which may come from a stranger: process 0 reads one link at a
+time."""
 
 
 ANSWER_SECONDS, ANSWER_BYTES = 10.0, 1 << 20
 
 
 OUTLIVES_SECONDS = 5
-"""So long JAX's coordination service outlives process 0: by then the other processes have seen its
-end."""
+"""How long JAX's coordination service outlives process 0: by then the other processes have noticed
+that process 0 has ended."""
 
 
 TOKEN = "SHOAL_MESH_TOKEN"
-"""The environment's, since a key would stand in the list of processes and in the run folder."""
+"""The environment variable with the run's secret. It is no setting, because a setting would be
+visible in the list of processes and in the run folder."""
 
 
 BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
-"""JAX's variable for a process 0 that others reach by an address that its machine does not have."""
+"""JAX's variable for the address at which process 0 listens, if the others reach it by an address
+that its machine does not have."""
 
 
 MALFORMED = (OSError, ValueError, KeyError, TypeError, RecursionError)
-"""What reading a line of something else than a process of the run raises."""
+"""What reading a line raises if the other end is not a process of the run."""
 
 
 def is_loopback(host: str) -> bool:
-    """True for a host that only processes of the same machine reach."""
+    """True if a host's name or address can be reached only by processes of the same machine."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     return host == "localhost"
 
 
 def bind_address(section: MeshSection) -> str:
-    """HOST:PORT where process 0 and JAX's service listen: the coordinator's, or all addresses of
-    this machine where its name is a loopback address here, as in the hosts file of Debian and
-    Ubuntu (127.0.1.1), which no other reaches."""
+    """Returns HOST:PORT at which process 0 and JAX's service listen: the coordinator's address. If
+    its name is a loopback address on this machine, which no other machine reaches (as in the hosts
+    file of Debian and Ubuntu, 127.0.1.1), they listen at all addresses of this machine."""
     given = os.environ.get(BIND_ADDRESS)
     if given:
         return given
@@ -498,8 +517,8 @@ def bind_address(section: MeshSection) -> str:
 
 
 def loopback_of_name(name: str) -> str:
-    """The address that a name has on this machine, where it is loopback alone though the name does
-    not say so; "" for all others."""
+    """Returns the loopback address that a name has on this machine, if it has no other address and
+    does not look like a loopback name; else ""."""
     if is_loopback(name):
         return ""
     try:
@@ -513,25 +532,27 @@ def loopback_of_name(name: str) -> str:
 
 
 def _address_here(links: Iterable[socket.socket]) -> str:
-    """An address of this machine by which another one's process has a link to it; "" where all are
-    of this machine."""
+    """Returns an address of this machine by which a process on another machine has a link to it; ""
+    if all links are within this machine."""
     addresses = (str(link.getsockname()[0]) for link in links)
     return next((address for address in addresses if not is_loopback(address)), "")
 
 
 @dataclass
 class Wait:
-    """A wait of START_SECONDS at most."""
+    """A wait of at most START_SECONDS, with reports."""
 
     began: float = field(default_factory=time.monotonic)
     reports: int = 0
 
     @property
     def left(self) -> float:
+        """The seconds that are left."""
         return self.began + START_SECONDS - time.monotonic()
 
     def report(self, what: str) -> None:
-        """Prints what is waited for on stderr: at once, and again every REPEAT_SECONDS."""
+        """Prints what is waited for on stderr: at the first call, and again every
+        REPEAT_SECONDS."""
         if time.monotonic() >= self.began + self.reports * REPEAT_SECONDS:
             self.reports += 1
             print(
@@ -542,18 +563,21 @@ class Wait:
 
 
 class Met(NamedTuple):
-    """What a process knows once all have come."""
+    """What a process knows once all processes have come."""
 
     names: list[str]  # of all processes
     links: dict[int, socket.socket]  # to process 0, or in process 0 to all others
-    address: str  # of this machine, for the others; empty where all are on it
+    address: str  # of this machine, for the others; "" if all processes are on it
 
 
 def meet_others(section: MeshSection) -> Met:
-    """In process 0: waits until all have come.
+    """Runs in process 0: listens until all other processes have come, and returns what it knows of
+    them. ShoalError, which the others get too, if one is missing too long or was started with wrong
+    numbers.
 
-    Links without a correct line are closed and counted. JAX's service listens at the same port
-    afterwards; it would abort the process where another does not come.
+    A link that does not begin with a correct signed line is closed and counted. JAX's service
+    listens at the same port only afterwards, because it would abort this process if another one
+    does not come.
     """
     names = {0: _name(0)}
     links: dict[int, socket.socket] = {}
@@ -616,8 +640,8 @@ def meet_others(section: MeshSection) -> Met:
 
 
 def _read_greeting(link: socket.socket, processes: int) -> tuple[int, int, str]:
-    """Number, count of processes and name that a process sends; one of MALFORMED if it is none of
-    this run."""
+    """Returns the number, the count of processes and the name that a process sends first. Raises
+    one of MALFORMED if the line is not from a process of this run."""
     line = _read_line(link, GREETING_SECONDS, GREETING_BYTES)
     number, count, name = line["process"], line["processes"], line["name"]
     has_types = type(number) is int and type(count) is int and type(name) is str
@@ -627,7 +651,8 @@ def _read_greeting(link: socket.socket, processes: int) -> tuple[int, int, str]:
 
 
 def _refused(links: Iterable[socket.socket], text: str) -> ShoalError:
-    """The error with this text, which the processes of these links raise too."""
+    """Sends an error to the processes of these links, which raise it too, closes the links and
+    returns the error."""
     for link in links:
         _send_line(link, {"error": text})
         link.close()
@@ -635,9 +660,9 @@ def _refused(links: Iterable[socket.socket], text: str) -> ShoalError:
 
 
 def _listener(section: MeshSection) -> socket.socket:
-    """Listens at the named host alone."""
+    """Returns a socket that listens at `bind_address`. ShoalError if the address cannot be used."""
     host, _, port = bind_address(section).rpartition(":")
-    # the service of a run that was killed just now has the port
+    # The coordination service of a run that was killed just now may still have the port.
     deadline = time.monotonic() + 2 * OUTLIVES_SECONDS
     while True:
         try:
@@ -656,8 +681,9 @@ def _listener(section: MeshSection) -> socket.socket:
 
 
 def meet_main(section: MeshSection) -> Met:
-    """In the other processes: waits until all have come."""
-    # the service of a run that was killed just now may answer
+    """Runs in the other processes: connects to process 0, waits until all have come and returns
+    what it knows of them. ShoalError if process 0 refuses this process or cannot be reached."""
+    # The coordination service of a run that was killed just now may still answer.
     deadline = time.monotonic() + 2 * OUTLIVES_SECONDS
     while True:
         link = _connect(section)
@@ -682,7 +708,7 @@ def meet_main(section: MeshSection) -> Met:
                     file=sys.stderr,
                     flush=True,
                 )
-                # By loopback it is on process 0's machine, and has its address.
+                # A process with a loopback link is on process 0's machine, and has its address.
                 return Met(
                     list(answer["names"]),
                     {0: link},
@@ -703,7 +729,7 @@ def meet_main(section: MeshSection) -> Met:
 
 
 def _connect(section: MeshSection) -> socket.socket:
-    """A link to process 0; ShoalError if nothing listens there within START_SECONDS."""
+    """Returns a link to process 0; ShoalError if nothing listens there within START_SECONDS."""
     host, _, port = section.coordinator.rpartition(":")
     wait = Wait()
     while True:
@@ -722,7 +748,8 @@ def _connect(section: MeshSection) -> socket.socket:
 
 
 def _address_text(name: str) -> str:
-    """Behind what goes wrong with a name: the address that it has on this machine."""
+    """Returns the address that a name has on this machine, as the end of a message about that name;
+    "" if there is nothing to add."""
     with contextlib.suppress(OSError, ValueError):
         address = socket.gethostbyname(name)
         return "" if address == name else f"; {name} is {address} on this machine"
@@ -730,21 +757,25 @@ def _address_text(name: str) -> str:
 
 
 def _name(number: int) -> str:
+    """Returns a text for messages: the number, the host and the id of this process."""
     return f"process {number} ({socket.gethostname()}, pid {os.getpid()})"
 
 
 def _signature(text: bytes) -> bytes:
+    """Returns the HMAC of a line, by the run's secret."""
     return hmac.new(os.environ.get(TOKEN, "").encode(), text, "sha256").hexdigest().encode()
 
 
 def _send_line(link: socket.socket, value: Any) -> None:
+    """Sends a value as a signed line of JSON; does nothing if the link is broken."""
     text = json.dumps(value).encode()
     with contextlib.suppress(OSError):
         link.sendall(_signature(text) + b" " + text + b"\n")
 
 
 def _read_line(link: socket.socket, seconds: float, most_bytes: int) -> Any:
-    """The value of a signed line, read a byte at a time: what follows it is for another reader."""
+    """Reads a signed line and returns its value, without reading anything behind the line.
+    ValueError if there is none, or if it is signed with another secret."""
     line = b""
     deadline = time.monotonic() + seconds
     while not line.endswith(b"\n"):
@@ -775,18 +806,18 @@ os._exit(0)
 
 
 class CoordinationService:
-    """JAX's coordination service of an address in a process of its own, with JAX's arguments; it
-    listens once this is made.
+    """JAX's coordination service in a separate process, with JAX's arguments. Once this is made,
+    the service listens.
 
-    In process 0, where JAX would have it, it ends with that process, and JAX's clients in all
-    others abort with a page of text, often before they can say who has ended. So they do wherever
-    the service reports the end of a process: JAX 0.10.2 cannot call Python then
-    (`missed_heartbeat_callback` ends in std::bad_cast), and without links of our own nobody would
-    hear why.
+    If it ran in process 0, as JAX would have it, it would end with that process, and JAX's clients
+    in all others would abort with a page of text, often before they can say which process has
+    ended. The same happens whenever the service reports the end of a process: JAX 0.10.2 cannot
+    call Python then (`missed_heartbeat_callback` ends in std::bad_cast), so without the links of
+    this module no process would tell why.
     """
 
     def __init__(self, address: str, count: int, **options: Any):
-        # no Ctrl-C
+        # In a session of its own, so that Ctrl-C does not reach it.
         self.process = subprocess.Popen(
             [sys.executable, "-c", SERVICE, json.dumps([address, count, options])],
             stdin=subprocess.PIPE,
@@ -803,12 +834,14 @@ class CoordinationService:
             )
 
     def shutdown(self) -> None:
+        """Ends the service, a few seconds later, and waits for that."""
         self.process.communicate("stop")
 
 
 @contextlib.contextmanager
 def service_apart() -> Iterator[None]:
-    """Inside, `jax.distributed.initialize` starts the service in a process of its own."""
+    """Returns a context in which `jax.distributed.initialize` starts the coordination service in a
+    separate process."""
     usual = jaxlib.get_distributed_runtime_service
     jaxlib.get_distributed_runtime_service = CoordinationService
     try:

@@ -1,7 +1,7 @@
 """Compiled programs: all of them are `Program`s, which a `Role` makes with the compiler options of
 its platform.
 
-`shoal plan` lowers the same programs for devices that are not here.
+`shoal plan` compiles the same programs for devices that this machine does not have.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import jax
 from jax.core import Tracer
 
 MAX_IN_FLIGHT = 2
-"""Compiled steps that may run undrained. On simulated CPU devices more of them, with collectives,
-can abort the process after a rendezvous of 40 s."""
+"""How many compiled programs of the same devices may be unfinished at a time. On simulated CPU
+devices more of them, with collectives, can abort the process after a rendezvous of 40 s."""
 
 _V5P = {
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
@@ -54,7 +54,7 @@ run under the products."""
 _VMEM = {"xla_tpu_scoped_vmem_limit_kib": "32768"}
 
 SAMPLER_OPTIONS: Mapping[str, Mapping[str, Any]] = {"TPU v5": _VMEM, "TPU v5p": _VMEM}
-"""Kind of device -> options of the sampler's programs besides. Products of few rows wait for
+"""Kind of device -> further options of the sampler's programs. Products of few rows wait for
 weights, which are read in larger parts with 32 MB of on-chip memory for an operation (v6e's
 default) in place of 16: 70B on 8 v5p by cycles 15.9 -> 14.9 ms a token."""
 
@@ -62,8 +62,9 @@ CHUNKED_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     kind: {"xla_tpu_scoped_vmem_limit_kib": "16384"}
     for kind in ("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e")
 }
-"""The same of decoding with matrices in chunks (`ffn_chunks`), which are copied ahead into the
-rest of that memory: 70B on 8 v5p with 16 MB for an operation 10.5 ms a token, with 32 12.5."""
+"""Kind of device -> further options for decoding with matrices in chunks (`ffn_chunks`), which are
+copied ahead into the rest of that memory: 70B on 8 v5p with 16 MB for an operation 10.5 ms a token,
+with 32 12.5."""
 
 _V6E = {
     "xla_tpu_scoped_vmem_limit_kib": "65536",
@@ -75,32 +76,33 @@ UPDATE_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "TPU v6e": _V6E,
     **SAMPLER_OPTIONS,
 }
-"""Kind of device -> options of the trainer's gradient besides. 70B on 64 v5p with 4,352 tokens each
+"""Kind of device -> further options of the trainer's gradient. 70B on 64 v5p with 4,352 tokens each
 by cycles: 5.95 -> 5.47 s with 32 MB of on-chip memory for an operation. 8B on 8 v6e with 4,352
 tokens each, a layer: 19.1 -> 17.6 ms if gradients of weights are whole products and then scattered,
 not eighths between exchanges; -> 16.1 with 64 MB of on-chip memory for an operation in place of 32,
 for twice the time to compile."""
 
 _unknown: set[str] = set()
-"""Options that the installed compiler has refused."""
+"""Compiler options that the installed compiler has refused in this process."""
 
 _in_flight: dict[frozenset[Any], deque[Any]] = {}
-"""Devices -> outputs of their unfinished programs, oldest first: one queue, whichever roles and
-meshes they serve."""
+"""Devices -> outputs of their unfinished programs, oldest first. A set of devices has one queue,
+whatever roles and meshes use it."""
 
 
 _order: dict[Any, threading.RLock] = {}
-"""Device -> held by the thread that dispatches a program to it."""
+"""Device -> the lock that a thread holds while it dispatches a program to the device."""
 
 
 @contextlib.contextmanager
 def dispatching(devices: Iterable[Any]) -> Iterator[None]:
-    """Around the dispatch of a program that is not a `Program`: one thread at a time for devices
-    that both use.
+    """Returns a context for dispatching a program that is not a `Program` to devices: while one
+    thread is in it, no other thread dispatches to any of them.
 
-    Two programs with collectives that reach two devices in different orders wait for each other for
-    ever: samplers decode in threads of their own, while the trainer's thread compares and scores on
-    the same devices."""
+    Two programs with collectives that reach two devices in different orders would wait for each
+    other for ever: samplers decode in their own threads, while the trainer's thread compares and
+    scores on the same devices.
+    """
     with contextlib.ExitStack() as stack:
         for device in sorted(devices, key=lambda device: device.id):
             stack.enter_context(_order.setdefault(device, threading.RLock()))
@@ -108,20 +110,21 @@ def dispatching(devices: Iterable[Any]) -> Iterator[None]:
 
 
 def device_options(device: Any) -> Mapping[str, Any]:
+    """Returns XLA's options for all programs of a device's platform and kind."""
     options = dict(COMPILER_OPTIONS.get(device.platform, {}))
     options.update(COMPILER_OPTIONS.get(device.device_kind, {}))
     return options
 
 
 class Program:
-    """A function compiled once a shape, as `jax.jit` does it.
+    """A function that is compiled once for each shape, as `jax.jit` does it.
 
     A call waits while MAX_IN_FLIGHT earlier programs of the same devices are unfinished, and while
-    another thread dispatches to one of them. What it waits for is the last output (of a tuple) or
-    the only one, which must not be donated to a later program unless that is of these devices too.
-    One that is not `queued`, a part of a sequence of programs, neither waits nor is waited for,
-    except on CPU devices. Compiler options that the installed compiler does not know are dropped
-    with a warning.
+    another thread dispatches to any of these devices. It waits for an earlier program's last output
+    (if that is a tuple) or its only one, which must not be donated to a later program unless that
+    runs on the same devices. A program that is not `queued`, because it is a part of a sequence of
+    programs, neither waits nor is waited for, except on CPU devices. Compiler options that the
+    installed compiler does not know are dropped with a warning.
     """
 
     def __init__(
@@ -141,46 +144,49 @@ class Program:
         self._jitted = self._jit()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the program: dispatches it, after waiting as the class says, and returns its outputs
+        without waiting for them."""
         while True:
             with dispatching(self._devices):
                 if len(self._in_flight) < MAX_IN_FLIGHT or not self._is_queued:
                     return self._dispatch(args, kwargs)
                 oldest = self._in_flight.popleft()
-            _wait(oldest)  # without the order: others may dispatch meanwhile
+            _wait(oldest)  # without holding the locks, so that other threads can dispatch meanwhile
 
     def _dispatch(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Calls the compiled function and enters its output in the queue of its devices."""
+        """Calls the compiled function, and enters its output in the queue of its devices."""
         result = self._known_options(lambda: self._jitted(*args, **kwargs))
         last = result[-1] if isinstance(result, tuple) else result
         # The smallest array stands for all: a program's outputs are ready at once, and a queue must
         # hold no memory.
         leaves = sorted(jax.tree.leaves(last), key=lambda leaf: leaf.nbytes)
-        # Traced: only the program's shapes are asked for.
+        # Under a trace nothing runs: only the program's shapes are asked for.
         if leaves and self._is_queued and not isinstance(leaves[0], Tracer):
             self._in_flight.append(leaves[0])
         return result
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """JAX's traced program for arrays or shapes with shardings, also of devices that are not
-        here."""
+        """Returns JAX's traced program for arrays, or for shapes with shardings; the devices need
+        not exist here."""
         return self._jitted.trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """JAX's lowered program for arrays or shapes with shardings, also of devices that are not
-        here."""
+        """Returns JAX's lowered program for arrays, or for shapes with shardings; the devices need
+        not exist here."""
         return self._jitted.lower(*args, **kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """Shapes, types and (where they are fixed) shardings of the outputs; nothing is
-        compiled."""
+        """Returns the shapes, types and (if fixed) shardings of the outputs, without compiling."""
         # Not jax.eval_shape(program): a jit inside another's trace may have no compiler options.
         return self._jitted.eval_shape(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
-        """JAX's compiled program for arrays or shapes; nothing runs."""
+        """Returns JAX's compiled program for arrays or shapes, without running it."""
         return self._known_options(lambda: self.lower(*args, **kwargs).compile())
 
     def _jit(self) -> Any:
+        """Returns the function under `jax.jit`, with the options that the compiler is not known to
+        refuse."""
         options = {}
         for name, value in self.compiler_options.items():
             if name not in _unknown:
@@ -188,9 +194,9 @@ class Program:
         return jax.jit(self.function, compiler_options=options or None, **self.options)
 
     def _known_options(self, call: Callable[[], Any]) -> Any:
-        """Makes a call that compiles; options that the compiler refuses are dropped, and the call
-        made again."""
-        for _ in self.compiler_options:  # each failure is of another one
+        """Makes a call that compiles, and returns its result; if the compiler refuses an option,
+        drops it with a warning and makes the call again."""
+        for _ in self.compiler_options:  # each failure names another option
             try:
                 return call()
             except jax.errors.JaxRuntimeError as error:
@@ -198,7 +204,7 @@ class Program:
                 unknown = re.search(r"No such compile option: '(\w+)'", str(error))
                 if unknown is None:
                     raise
-                # Another program, made as early as this one, may have met it before.
+                # Another program may have found out before, after this one was made.
                 if unknown[1] not in _unknown:
                     _unknown.add(unknown[1])
                     warnings.warn(
@@ -211,11 +217,13 @@ class Program:
 
 
 def _wait(output: Any) -> None:
+    """Waits until a program's output is there; returns at once if it was donated to a later
+    program."""
     try:
         if not output.is_deleted() and not output.is_ready():
             jax.block_until_ready(output)
     except RuntimeError:
-        # Donated since, perhaps by another thread meanwhile: the program that it was given to
-        # stands behind it in the queue.
+        # The output was donated meanwhile, perhaps by another thread: the program that took it is
+        # later in the same queue.
         if not output.is_deleted():
             raise

@@ -1,9 +1,9 @@
-"""Moves an array from one layout of some devices to another, by all-to-all, gather, slice and
+"""Moves an array from one layout to another on the same devices, by all-to-all, gather, slice and
 exchange alone.
 
-XLA's partitioner replicates an array as a last resort where the two layouts cut the devices
-differently: a whole stacked weight on each device. Here no more than the part of one of the two
-layouts stands on a device, but for a dimension that both split in different orders.
+XLA's partitioner replicates an array as a last resort if the two layouts cut the devices
+differently: a whole stacked weight on each device. Here a device never holds more than its part in
+one of the two layouts, except of a dimension that both layouts split in different orders.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shoal.mesh.devices import as_mesh
 
 Layout = list[list[str]]
-"""For each dimension the axes that split it, the outermost first."""
+"""For each dimension of an array the mesh axes that split it, the outermost first."""
 
 
 def reshard(array: jax.Array, source: NamedSharding, target: NamedSharding) -> jax.Array:
-    """Inside a compiled function: an array that is laid out as `source`, laid out as `target` on
-    the same devices.
+    """Inside a compiled function: returns an array, which has the layout `source`, in the layout
+    `target` on the same devices.
 
-    Both meshes list the devices in one order. Where their sizes do not divide each other the
-    partitioner moves it.
+    Both meshes must list the devices in the same order. If their sizes do not divide each other,
+    XLA's partitioner moves the array.
     """
     mesh = _common_mesh(source.mesh, target.mesh)
     if mesh is None:
@@ -38,7 +38,7 @@ def reshard(array: jax.Array, source: NamedSharding, target: NamedSharding) -> j
     after = _layout(mesh, target, array.ndim)
 
     def move_part(part: jax.Array) -> jax.Array:
-        """The part of a device in the layout `after`, of its part in the layout `before`."""
+        """Returns a device's part in the layout `after`, from its part in the layout `before`."""
         for step in _steps(before, after):
             axis = step.axis
             dim = step.dim
@@ -61,8 +61,8 @@ def reshard(array: jax.Array, source: NamedSharding, target: NamedSharding) -> j
 
 
 def in_order_of(source: NamedSharding, target: NamedSharding) -> NamedSharding:
-    """The layout `source` with the devices in the order of `target`; itself where these are
-    others."""
+    """Returns the layout `source` with its devices in the order of `target`; `source` itself if the
+    two have different devices."""
     before = np.asarray(source.mesh.devices)
     after = np.asarray(target.mesh.devices)
     are_others = set(before.flat) != set(after.flat)
@@ -74,10 +74,13 @@ def in_order_of(source: NamedSharding, target: NamedSharding) -> NamedSharding:
 
 
 def exchange_parts(array: jax.Array, source: NamedSharding, ordered: NamedSharding) -> jax.Array:
-    """Inside a compiled function: the part of each device that it has in the layout `ordered`,
-    which is `source` with the devices in another order. A program knows one order, so its output is
-    the parts in a row along the first dimension; as arrays of single devices they make the array in
-    `ordered`."""
+    """Inside a compiled function: sends each device the part that it has in the layout `ordered`,
+    which is `source` with the devices in another order.
+
+    A program knows one order of devices only, so its output is the parts one after the other along
+    the first dimension; the caller makes the array in the layout `ordered` of them, as arrays of
+    single devices.
+    """
     before = list(np.asarray(source.mesh.devices).flat)
     after = list(np.asarray(ordered.mesh.devices).flat)
     axes = source.mesh.axis_names
@@ -99,7 +102,8 @@ def exchange_parts(array: jax.Array, source: NamedSharding, ordered: NamedShardi
 
 
 def _common_mesh(a: Any, b: Any) -> Mesh | None:
-    """A mesh whose axes are parts of both's; None where one's axes cut the other's."""
+    """Returns a mesh by whose axes the axes of both meshes can be expressed; None if the sizes of
+    their axes do not divide each other."""
     cuts = sorted({*_cuts(a), *_cuts(b)})
     sizes = []
     names = []
@@ -116,13 +120,15 @@ def _common_mesh(a: Any, b: Any) -> Mesh | None:
 
 
 def _cuts(mesh: Any) -> list[int]:
-    """Products of the sizes of the innermost axes, from 1 to all."""
+    """Returns the products of the sizes of the innermost axes: of all axes first, and 1 (of none)
+    last."""
     sizes = list(mesh.shape.values())
     return [math.prod(sizes[axis:]) for axis in range(len(sizes) + 1)]
 
 
 def _layout(common: Mesh, sharding: NamedSharding, ndim: int) -> Layout:
-    """The axes of a common mesh that split each dimension of an array with this sharding."""
+    """Returns for each dimension of an array with this sharding the axes of the common mesh that
+    split it."""
     mesh = sharding.mesh
     cuts = _cuts(mesh)
     layout: Layout = [[] for _ in range(ndim)]
@@ -145,7 +151,7 @@ def _spec(layout: Layout) -> PartitionSpec:
 
 @dataclass(frozen=True)
 class Step:
-    """An exchange between devices over one axis of the mesh. `move`: the axis splits dimension
+    """An exchange between devices over one axis of the mesh. `move`: the axis then splits dimension
     `to_dim` in place of `dim`; `gather`: it no longer splits `dim`; `slice`: it splits `dim` from
     now on."""
 
@@ -156,11 +162,11 @@ class Step:
 
 
 def _steps(before: Layout, after: Layout) -> Iterator[Step]:
-    """The exchanges that lead from one layout to the other, in order."""
+    """Yields the exchanges that lead from one layout to the other, in order."""
     now = [list(axes) for axes in before]
     while now != after:
-        next_axes: dict[str, int] = {}  # axis that a dimension lacks next -> that dimension
-        wrong = []  # dimensions that another axis splits than in the target
+        next_axes: dict[str, int] = {}  # the axis that a dimension needs next -> the dimension
+        wrong = []  # dimensions split by another axis than in the target
         for dim, axes in enumerate(now):
             if axes != after[dim][: len(axes)]:
                 wrong.append(dim)
@@ -176,8 +182,8 @@ def _steps(before: Layout, after: Layout) -> Iterator[Step]:
 
 
 def _move(now: Layout, wrong: Sequence[int], next_axes: Mapping[str, int]) -> Step | None:
-    """Of a dimension that its innermost axis should not split, the axis moves to one that lacks
-    it."""
+    """Returns the step that moves the innermost axis of a wrongly split dimension to the dimension
+    that needs this axis next; None if there is none."""
     for dim in wrong:
         axis = now[dim][-1]
         if axis in next_axes:
@@ -186,7 +192,8 @@ def _move(now: Layout, wrong: Sequence[int], next_axes: Mapping[str, int]) -> St
 
 
 def _slice(now: Layout, next_axes: Mapping[str, int]) -> Step | None:
-    """An axis that splits nothing splits the dimension that lacks it."""
+    """Returns the step by which an axis that splits nothing yet splits the dimension that needs it
+    next; None if there is none."""
     for axis, dim in next_axes.items():
         if not any(axis in axes for axes in now):
             return Step("slice", axis, dim)
@@ -194,8 +201,9 @@ def _slice(now: Layout, next_axes: Mapping[str, int]) -> Step | None:
 
 
 def _gather(now: Layout, wrong: Sequence[int], after: Layout) -> Step:
-    """The innermost axis of a dimension is gathered: first where the target splits too, as what is
-    gathered there is split again before more is gathered."""
+    """Returns the step that gathers a wrongly split dimension over its innermost axis. It prefers a
+    dimension that is split in the target too, because that one is split again before more is
+    gathered."""
     dim = wrong[0]
     for candidate in wrong:
         if after[candidate]:

@@ -1,10 +1,12 @@
-"""The three roles that use the devices, and the logical names of array dimensions.
+"""The three roles that use the devices (trainer, sampler, reference), and the logical names of
+array dimensions.
 
 A parameter or activation names its dimensions logically (`embed`, `heads`, ...); a `Role` turns the
 names into a sharding on its mesh. The trainer's mesh is data x fsdp x context x tensor and splits
-`embed` over `fsdp` and `context`. A row of a batch is split into equal parts over `context`, which
-are rows to all but attention. The sampler's is replicas (`data`) x tensor: a replica has all
-weights, so that sampling a token moves none. Two roles may be two views of the same devices.
+`embed` over `fsdp` and `context`. A row of a batch is split into equal parts over `context`; all
+computations except attention treat these parts as rows. The sampler's mesh is replicas (`data`) x
+tensor: a replica has all weights, so that no weights are moved to sample a token. Two roles may be
+two views of the same devices.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ from shoal.text import count
 
 TRAINER_RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "batch": ("data", "fsdp"),  # whole rows
-    "rows": ("data", "fsdp", "context"),  # their parts
-    # rows of all devices of `fsdp` together, where these share another dimension
+    "rows": ("data", "fsdp", "context"),  # the parts of rows that devices hold
+    # rows that all devices of `fsdp` have, because another dimension is split over `fsdp`
     "fsdp_rows": "data",
     "embed": ("fsdp", "context"),
     "heads": "tensor",
@@ -54,7 +56,8 @@ SAMPLER_AXES = ("data", "tensor")
 
 @dataclass(frozen=True)
 class Role:
-    """One of trainer, sampler and reference, on its mesh.
+    """One of trainer, sampler and reference: its mesh, and the rules by which arrays are split over
+    it.
 
     >>> role.sharding(("layers", "embed", "heads"), (4, 128, 256))
     NamedSharding(mesh=..., spec=PartitionSpec(None, ('fsdp', 'context'), 'tensor'))
@@ -66,36 +69,39 @@ class Role:
     compiler_options: tuple[tuple[str, Any], ...] = ()
 
     def jit(self, function: Callable, queued: bool = True, **options: Any) -> Program:
-        """A function compiled for the role's devices, with its compiler options; `options` are
-        those of `jax.jit`."""
+        """Returns a function compiled for the role's devices with its compiler options. `options`
+        are those of `jax.jit`; `queued`: see `Program`."""
         return Program(
             function, dict(self.compiler_options), self.mesh.devices.flat, options, queued
         )
 
     def with_options(self, options: Mapping[str, Mapping[str, Any]]) -> Role:
-        """The role with further compiler options, by kind of device; its own take precedence."""
+        """Returns the role with further compiler options, given by kind of device; the role's
+        present options take precedence."""
         merged = dict(options.get(self.mesh.devices.flat[0].device_kind, {}))
-        merged |= dict(self.compiler_options)  # these hold those that the user set
+        merged |= dict(self.compiler_options)  # they include those that the user set
         return replace(self, compiler_options=tuple(merged.items()))
 
     @property
     def platform(self) -> str:
-        """cpu, gpu or tpu"""
+        """JAX's platform of the devices: cpu, gpu or tpu."""
         return self._device.platform
 
     @property
     def device_kind(self) -> str:
-        """What JAX calls the devices, such as `NVIDIA H200`."""
+        """JAX's name for the devices' kind, such as `NVIDIA H200`."""
         return self._device.device_kind
 
     @property
     def _device(self) -> Any:
+        """The first device; inside of a program of each replica its abstract counterpart."""
         mesh: Any = self.mesh  # an abstract one inside of a program of each replica
         return mesh.devices.flat[0] if isinstance(mesh, Mesh) else mesh.abstract_device
 
     def spec(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
-        """Mesh axes for logical ones. ValueError for a size that its axes do not divide: a copy on
-        every device would go unnoticed. The sizes of a model are checked before
+        """Returns the mesh axes for an array's logical axes, as a PartitionSpec. ValueError if a
+        dimension's size is not divisible by the number of its parts: replicating the array instead
+        would go unnoticed. A model's sizes are checked before
         (`shoal.model.transformer.check_mesh`)."""
         rules = dict(self.rules)
         mesh_axes: list[Any] = []
@@ -117,20 +123,22 @@ class Role:
         return PartitionSpec(*mesh_axes)
 
     def sharding(self, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
+        """Returns the sharding for an array's logical axes; ValueError like `spec`."""
         return NamedSharding(self.mesh, self.spec(axes, shape))
 
     @property
     def replicated(self) -> NamedSharding:
+        """The sharding of an array of which each device has a whole copy."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Inside a compiled function: x laid out by its logical axes."""
+        """Inside a compiled function: returns x with the layout of its logical axes."""
         if self.mesh.size == 1:
             return x
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
 
     def put_rows(self, tree: Any) -> Any:
-        """Host arrays whose first dimension is rows, split over the devices."""
+        """Puts host arrays whose first dimension is rows onto the devices, split by rows."""
 
         def put_array(x: Any) -> jax.Array:
             axes = ("batch",) + (None,) * (np.ndim(x) - 1)
@@ -139,8 +147,8 @@ class Role:
         return jax.tree.map(put_array, tree)
 
     def split_rows(self, x: jax.Array) -> jax.Array:
-        """Inside a compiled function: rows [R, T, ...] as the parts [R * context, T / context, ...]
-        that devices hold; those of a row are on neighbours."""
+        """Inside a compiled function: returns rows [R, T, ...] as the parts [R * context, T /
+        context, ...] that devices hold; the parts of a row are on neighbouring devices."""
         if self.context == 1:
             return x
         tokens_of_part = x.shape[1] // self.context
@@ -151,7 +159,8 @@ class Role:
         return self.constrain(x, "rows", *inner_axes)
 
     def join_rows(self, x: jax.Array) -> jax.Array:
-        """The way back, to whole rows on each of their devices."""
+        """Undoes `split_rows`: inside a compiled function, returns parts as whole rows, each on all
+        of the `context` devices that share it."""
         if self.context == 1:
             return x
         num_rows = x.shape[0] // self.context
@@ -163,14 +172,14 @@ class Role:
 
     @property
     def host_layout(self) -> NamedSharding | None:
-        """Of an output that the host reads: whole in each of several processes; of one, as the
-        compiler has it."""
+        """The sharding for an output that the host reads: with several processes a whole copy in
+        each; with one process None, which leaves the layout to the compiler."""
         return self.replicated if jax.process_count() > 1 else None
 
     @property
     def local(self) -> Role:
-        """The role on this process's devices alone, whole parts of its first axis; itself with one
-        process."""
+        """The role on the devices of this process alone, which are whole replicas (parts of the
+        mesh's first axis); the role itself if there is one process."""
         if jax.process_count() == 1:
             return self
         this_process = jax.process_index()
@@ -179,35 +188,36 @@ class Role:
 
     @property
     def row_shards(self) -> int:
-        """Number of devices that rows and their parts are split over; the sampler's groups are a
-        multiple of it."""
+        """The number of devices that rows and their parts are split over; a sampler's number of
+        groups is a multiple of it."""
         return math.prod(self.mesh.shape[axis] for axis in self.row_axes)
 
     @property
     def batch_shards(self) -> int:
-        """Number of parts that whole rows are split into, on `context` devices each: R is a
+        """The number of parts that whole rows are split into, each on `context` devices; R is a
         multiple of it."""
         return self.row_shards // self.context
 
     @property
     def context(self) -> int:
-        """Devices that share the tokens of a row."""
+        """The number of devices that share the tokens of a row."""
         return self.mesh.shape["context"] if "context" in self.row_axes else 1
 
     @property
     def row_axes(self) -> tuple[str, ...]:
-        """Mesh axes over which rows of a batch and groups of a sampler are split; none in a program
-        of one replica."""
+        """The mesh axes over which rows of a batch, or groups of a sampler, are split; () in a
+        program of one replica."""
         return dict(self.rules)["rows"] or ()
 
     @property
     def tensor(self) -> int:
-        """Devices that share heads, feed-forward layers and vocabulary."""
+        """The number of devices that share heads, feed-forward layers and vocabulary."""
         return self.mesh.shape["tensor"]
 
 
 def put(x: Any, sharding: NamedSharding) -> jax.Array:
-    """A host array on the devices of a sharding; of several processes, each has the same array."""
+    """Puts a host array onto the devices of a sharding. With several processes, each must give the
+    same array."""
     if jax.process_count() == 1:
         return jax.device_put(x, sharding)
     # device_put would compare the processes' arrays each time.
@@ -217,7 +227,8 @@ def put(x: Any, sharding: NamedSharding) -> jax.Array:
 
 @dataclass(frozen=True)
 class Roles:
-    """The trainer, the sampler and the reference; two of them may share devices, or be one."""
+    """The roles of a job: trainer, sampler and reference. Two of them may share devices, or be the
+    same."""
 
     trainer: Role
     sampler: Role
@@ -229,13 +240,14 @@ class Roles:
 
     @property
     def disaggregated(self) -> bool:
-        """True if the sampler has devices of its own."""
+        """True if the sampler and the trainer share no device."""
         return set(self.trainer.mesh.devices.flat).isdisjoint(self.sampler.mesh.devices.flat)
 
     @property
     def hosts(self) -> list[Role]:
-        """The sampler's role on the devices of each of its hosts in this process: one with all, or,
-        where these are its own, one for each replica, which then waits for no other."""
+        """The sampler's role for each host (`Host`) in this process: one with all devices; or, if
+        the sampler has its own devices, one for each replica, which then does not wait for the
+        others."""
         local = self.sampler.local
         if not self.disaggregated:
             return [local]
@@ -249,11 +261,13 @@ class Roles:
 def make_roles(
     section: MeshSection, devices: Sequence[Any] | None = None, hidden_size: int = 0
 ) -> Roles:
-    """The roles on their devices; two that share devices may divide them differently.
+    """Assigns the devices to the roles and returns these; two roles that share devices may arrange
+    them differently. `devices`: None for all that JAX finds, which configures JAX
+    (`available_devices`).
 
-    A reference on other devices than the trainer's splits a model's `hidden_size` over the largest
-    number of them that divides it. ShoalError for devices that are not there, roles that overlap in
-    part, sizes that do not divide, and what several processes cannot do.
+    If the reference has other devices than the trainer, it splits a model's `hidden_size` over the
+    largest number of them that divides it. ShoalError for devices that do not exist, roles that
+    overlap in part, sizes that do not divide, and what several processes cannot do.
     """
     if section.processes > 1:
         raise ShoalError(
@@ -312,7 +326,8 @@ def make_roles(
 def _sampler_mesh(
     section: MeshSection, trainer: Mesh, devices: Sequence[Any], numbers: RoleDevices
 ) -> Mesh:
-    """The sampler's replicas x tensor; ShoalError for a size that does not divide its devices."""
+    """Returns the sampler's mesh, replicas x tensor; ShoalError for a size that does not divide its
+    devices."""
     tensor = section.sampler_tensor or section.tensor
     shared = set(numbers.sampler) == set(numbers.trainer)
     num_devices = trainer.size if shared else len(numbers.sampler)
@@ -337,10 +352,11 @@ def _sampler_mesh(
 
 
 def refusal(section: MeshSection, roles: Roles, hosts: Mapping[Any, int]) -> str:
-    """Why a process on each host cannot have these roles; "" if it can. `hosts`: of each device
-    that is available.
+    """Returns why these roles cannot be used with one process on each host; "" if they can.
+    `hosts`: device -> its host, for all available devices.
 
-    Refused are idle devices, roles on devices of their own, and a replica over two processes.
+    Refused are idle devices, roles that do not share all devices, and a replica that lies in two
+    processes.
     """
     num_processes = len(set(hosts.values()))
     if num_processes == 1:
@@ -373,9 +389,9 @@ def refusal(section: MeshSection, roles: Roles, hosts: Mapping[Any, int]) -> str
 
 
 def view_of(role: Role, devices: Sequence[Any]) -> Role:
-    """A role as it would be on other devices: each axis but the first has the largest size that
-    divides both the role's and the number of devices, so that a part holds whole parts of the
-    role's."""
+    """Returns a role as it would be on other devices: each mesh axis but the first gets the largest
+    size that divides both its present size and the devices that are left, so that what one of the
+    devices holds consists of whole parts of the role's arrays."""
     if set(devices) == set(role.mesh.devices.flat):
         return role
     sizes = []

@@ -1,5 +1,5 @@
-"""The devices of a machine that is not here: what `topology=` names, and JAX's description of it
-for a compiler.
+"""The devices of a machine that is not here: reads the texts of `topology=`, and makes JAX's
+description of the devices for a compiler.
 
     v5p-256  v5p:4x4x8  v6e-8  v6e:4x8@2 (two slices)  h100:8  h200:8x8 (eight machines of eight)
 
@@ -36,7 +36,7 @@ _SMALL = {
 dimensions is made of cubes of 4x4x4, which are joined to the shape that is nearest to a cube."""
 
 _LONGEST = 256
-"""Chips along one dimension of a slice that are not offered any more."""
+"""Slices with this many chips or more along one dimension are not offered."""
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -48,10 +48,10 @@ ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "2",
     "XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false",
 }
-"""What a process that compiles for other devices needs: without it libtpu looks for a TPU and asks
-the cloud about it, and takes a lock that a run on the same machine needs. JAX's cache keeps nothing
-for devices that are not there. XLA's own products for GPUs are chosen by trials on one: without a
-GPU their compilation can fail, cuBLAS's cannot."""
+"""The environment variables of a process that compiles for other devices. Without them libtpu looks
+for a TPU, asks the cloud about it, and takes a lock that a run on the same machine needs. JAX's
+cache keeps nothing for devices that are not there. XLA chooses its own matrix products for GPUs by
+trials on a GPU, so without one their compilation can fail; that of cuBLAS's products cannot."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class Topology:
     """
 
     kind: str  # a name of ACCELERATORS
-    shape: tuple[int, ...]  # chips by dimension of a slice; machines, and GPUs of each
+    shape: tuple[int, ...]  # TPU: chips along each dimension of a slice; GPU: (machines, GPUs each)
     slices: int = 1
 
     def __str__(self) -> str:
-        """`v5p:4x4x8@2`, as `parse_topology` reads it."""
+        """Returns the text that `parse_topology` reads, `v5p:4x4x8@2`."""
         text = f"{self.kind}:{_shape_text(self.shape)}"
         if self.slices > 1:
             text += f"@{self.slices}"
@@ -87,13 +87,13 @@ class Topology:
 
     @property
     def machines(self) -> int:
-        """Slices, or machines with GPUs: what a slower network joins."""
+        """The number of slices, or of machines with GPUs: the units that a slower network joins."""
         return self.slices if self.accelerator.is_tpu else self.shape[0]
 
     @property
     def num_hosts(self) -> int:
-        """Machines with processes of their own: those of four chips, of eight v5e or v6e, or with
-        GPUs."""
+        """The number of machines that each run a process: of four chips, of eight for v5e or v6e,
+        or with GPUs."""
         if not self.accelerator.is_tpu:
             return self.shape[0]
         if self._slice_is_one_host:
@@ -102,11 +102,11 @@ class Topology:
 
     @property
     def _slice_is_one_host(self) -> bool:
-        """True for up to eight chips of v5e and v6e."""
+        """True if a slice is one host: up to eight chips of v5e and v6e."""
         return self.accelerator.torus == 2 and math.prod(self.shape) <= 8
 
     def describe(self) -> str:
-        """`128 v5p chips (4x4x8)`"""
+        """Returns a description for people, `128 v5p chips (4x4x8)`."""
         if not self.accelerator.is_tpu:
             text = f"{self.num_devices} {self.kind.upper()}"
             machines, gpus = self.shape
@@ -122,17 +122,19 @@ class Topology:
         return text
 
     def hosts(self, devices: Sequence[Any]) -> dict[Any, int]:
-        """The host of each of the topology's devices, as a run's processes would have them."""
+        """Returns device -> number of its host, as the processes of a run there would have them.
+        Corrects JAX's description, whose hosts differ for GPUs and for small slices."""
         if self.accelerator.is_tpu and not self._slice_is_one_host:
             return {device: device.process_index for device in devices}
-        # JAX takes a GPU that is not here for a host of its own, and eight chips of v5e or v6e,
-        # which one host has, for two hosts.
+        # JAX describes each GPU that is not here as a host, and the eight chips of v5e or v6e that
+        # one host has as two hosts.
         of_host = len(devices) // self.num_hosts
         return {device: number // of_host for number, device in enumerate(devices)}
 
 
 def parse_topology(text: str) -> Topology:
-    """The topology that a text names; ShoalError with the nearest for one that does not exist."""
+    """Reads a topology from a text like those above; ShoalError, with the nearest ones, if it does
+    not exist."""
     match = re.fullmatch(
         r"(?i)([a-z0-9]+?(?:-\d+gb)?)(?:-(?P<count>\d+)|:(?P<shape>\d+(?:x\d+)*))"
         r"(?:@(?P<slices>0*[1-9]\d*))?",
@@ -160,7 +162,7 @@ def parse_topology(text: str) -> Topology:
 
 
 def _no_topology(text: str) -> ShoalError:
-    """The error for a text whose kind is unknown, or that is written in another way."""
+    """Returns the error for a text whose kind is not known, or that is not in the right form."""
     name = re.split("[-:@]", text)[0].lower()
     slices = re.fullmatch(r"(?i)(v[^-]+-\d+)x(\d+)", text)
     if slices and name.replace("v5litepod", "v5e") in ACCELERATORS:
@@ -176,7 +178,7 @@ def _no_topology(text: str) -> ShoalError:
 
 
 def example(kind: str) -> str:
-    """A topology of eight devices of a kind, as users write it."""
+    """Returns a topology of eight devices of a kind, as users write it."""
     separator = "-" if ACCELERATORS[kind].is_tpu else ":"
     return f"{kind}{separator}8"
 
@@ -186,7 +188,7 @@ def _shape_text(shape: Sequence[int]) -> str:
 
 
 def slice_shape(kind: str, chips: int) -> tuple[int, ...] | None:
-    """The shape of a slice of so many chips; None if there is none."""
+    """Returns the shape of a slice of `chips` chips; None if there is no such slice."""
     torus = ACCELERATORS[kind].torus
     if chips in _SMALL[torus]:
         return _SMALL[torus][chips]
@@ -208,7 +210,7 @@ def slice_shape(kind: str, chips: int) -> tuple[int, ...] | None:
 
 
 def slice_names(kind: str) -> Iterator[str]:
-    """The names of all slices of a kind: v5p-8, v5p-16, ..."""
+    """Yields the names of all slices of a kind: v5p-8, v5p-16, ..."""
     accelerator = ACCELERATORS[kind]
     counts = list(_SMALL[accelerator.torus])
     if accelerator.torus == 3:
@@ -219,7 +221,8 @@ def slice_names(kind: str) -> Iterator[str]:
 
 
 def _named_shape(text: str, kind: str, counted: int) -> tuple[int, ...]:
-    """The shape of a slice whose name counts cores or chips; ShoalError if there is none."""
+    """Returns the shape of a slice whose name counts cores or chips; ShoalError if there is
+    none."""
     chips, rest = divmod(counted, ACCELERATORS[kind].cores)
     shape = None if rest else slice_shape(kind, chips)
     if shape is None:
@@ -228,6 +231,7 @@ def _named_shape(text: str, kind: str, counted: int) -> tuple[int, ...]:
 
 
 def _check_shape(text: str, kind: str, shape: tuple[int, ...]) -> None:
+    """Raises ShoalError unless a slice of this shape exists."""
     accelerator = ACCELERATORS[kind]
     chips = math.prod(shape)
     fits = len(shape) == accelerator.torus and 0 not in shape and chips <= accelerator.largest
@@ -240,8 +244,8 @@ def _check_shape(text: str, kind: str, shape: tuple[int, ...]) -> None:
 
 
 def _no_slice(text: str, kind: str, chips: float, as_shapes: bool) -> ShoalError:
-    """The error for a slice that does not exist, with the two that are nearest, written as shapes
-    or by their names."""
+    """Returns the error for a slice that does not exist, with the two nearest ones, written as
+    shapes or by their names. `chips`: how many were wanted."""
     accelerator = ACCELERATORS[kind]
 
     def counted(name: str) -> int:
@@ -264,9 +268,8 @@ def _no_slice(text: str, kind: str, chips: float, as_shapes: bool) -> ShoalError
 
 
 def topology_devices(topology: Topology) -> list[Any]:
-    """JAX's devices of a topology, for a compiler: nothing can run on them. ShoalError where the
-    compiler is not installed. The process must have had ENVIRONMENT since before JAX was
-    imported."""
+    """Returns JAX's devices of a topology, for a compiler: nothing can run on them. ShoalError if
+    the compiler is not installed. ENVIRONMENT must have been set before JAX was imported."""
     from importlib.util import find_spec
 
     from jax.experimental.topologies import get_topology_desc
@@ -301,13 +304,13 @@ DEVICE_KINDS = {
     "v6e": "TPU v6 lite",
     "tpu7x": "TPU7x",
 }
-"""Kind of a topology -> JAX's `device_kind`; a GPU's is its maker's name."""
+"""Kind of a TPU topology -> JAX's `device_kind`. For a GPU that is its maker's name."""
 
 
 @dataclass(frozen=True)
 class PlaceholderDevice:
-    """A device of a topology without its compiler: roles can be given it, and nothing can be
-    compiled for it."""
+    """Stands for a device of a topology without its compiler: it can be given to roles, but nothing
+    can be compiled for it."""
 
     id: int
     platform: str
@@ -321,16 +324,16 @@ class PlaceholderDevice:
         raise NotImplementedError("only the compiler knows its position in the torus")
 
     def memory_stats(self) -> None:
-        """As of a compiler's device: nothing is in its memory."""
+        """Returns None like the devices of a compiler, which have no memory."""
 
     def addressable_memories(self) -> list[Any]:
-        """As of a described GPU: none is known."""
+        """Returns [] like a described GPU, whose memories are not known."""
         return []
 
 
 def placeholder_devices(topology: Topology) -> list[PlaceholderDevice]:
-    """Devices in the number of a topology's, for estimates and for a check of meshes, which need no
-    compiler."""
+    """Returns as many placeholder devices as a topology has, for estimates and checks of meshes,
+    which need no compiler."""
     platform = "tpu" if topology.accelerator.is_tpu else "gpu"
     kind = DEVICE_KINDS.get(topology.kind, f"NVIDIA {topology.kind.upper()}")
     of_slice = topology.num_devices // topology.slices
@@ -350,7 +353,7 @@ def placeholder_devices(topology: Topology) -> list[PlaceholderDevice]:
 
 
 def gpu_target(kind: str) -> str:
-    """The description of a GPU that XLA's compiler takes in place of one."""
+    """Returns the description of a GPU, as the text that XLA's compiler takes in place of a GPU."""
     accelerator = ACCELERATORS[kind]
     assert accelerator.target is not None
     facts = dict(accelerator.target)

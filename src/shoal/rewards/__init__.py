@@ -1,1 +1,1 @@
-"""Scores in: reward functions, the processes that call them, their limits."""
+"""Runs reward functions on completions: calls, worker processes, limits and scores."""

@@ -1,4 +1,5 @@
-"""Environments after their rollouts, as reward functions get them, and their own rewards."""
+"""Environments after their rollouts, as reward functions get them, and the rewards that
+environments give themselves."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from shoal.workers.rollout_function import ROLLOUT
 
 
 class EndedEnvironment:
-    """What is left of an environment once its rollout has ended: its attributes, to be read, and
-    its reward. Of one that failed, every attribute is None.
+    """What is kept of an environment after its rollout: its attributes as plain values, to be read,
+    and its reward. If the environment failed, every attribute reads as None.
 
     >>> EndedEnvironment("Game", {"turns": 3}, reward=0.5).turns
     3
@@ -23,7 +24,7 @@ class EndedEnvironment:
     def __init__(
         self, kind: str = "", state: Mapping[str, Any] | None = None, reward: float | None = None
     ) -> None:
-        """`kind`: its name in the mapping of environments; empty for one that failed."""
+        """`kind`: the environment's name in the mapping of environments; "" if it failed."""
         vars(self).update(state or {}, _kind=kind, _reward=reward)
 
     def get_reward(self) -> float | None:
@@ -31,12 +32,15 @@ class EndedEnvironment:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What a rollout function returned beside tokens."""
+        """The named values that a rollout function returned besides tokens; {} for any other
+        environment."""
         if self._kind != ROLLOUT:
             return {}
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def __getattr__(self, name: str) -> None:
+        """Returns None for any attribute of a failed environment; AttributeError for an attribute
+        that the environment did not have."""
         if name.startswith("_") or vars(self)["_kind"]:
             raise AttributeError(
                 f"the environment had no attribute {name!r} of plain values when its rollout ended"
@@ -46,8 +50,9 @@ class EndedEnvironment:
 def environment_rewards(
     environments: Mapping[str, Callable[[], Any]], taken: Collection[str] = ()
 ) -> tuple[RewardFunction, ...]:
-    """The `get_reward` of each environment that has one, as a reward of weight 1 with the name of
-    the class."""
+    """Returns a reward function of weight 1 for each environment whose class has `get_reward`; the
+    function returns what `get_reward` gave at the end of the rollout. It is named after the class,
+    with a number added if `taken` or an earlier environment has this name."""
     rewards: list[RewardFunction] = []
     names = list(taken)
     for name, factory in environments.items():
@@ -66,7 +71,8 @@ def _reward_of(
     environments: Sequence[EndedEnvironment] = (),
     **columns: Any,
 ) -> list[float | None]:
-    """None for the completions of another environment, and where there is none."""
+    """Returns the rewards that environments of this kind gave, one for each completion; None for
+    completions of another environment or without one. A reward function after `partial`."""
     if not environments:
         return [None] * len(completions)
     rewards = []

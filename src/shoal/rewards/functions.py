@@ -1,4 +1,5 @@
-"""Objects of files by name, `file.py:function`; reward functions from there or from Python."""
+"""Loads objects by a text `file.py:function`, and makes reward functions of them or of objects
+given from Python."""
 
 from __future__ import annotations
 
@@ -25,14 +26,15 @@ _NO_MODEL = (
     "; a model is no reward: give a function that asks it and returns a number for each completion"
 )
 _FOLDERS: set[Path] = set()
-"""Folders of the files that were run."""
+"""Folders of all files that `_run_file` has run."""
 
 
 def load_functions(
     specs: Sequence[str], noun: str = "reward function", hint: str = _NO_MODEL
 ) -> list[Callable[..., Any]]:
-    """The functions that `file.py:name` names; ShoalError as `load_named`, and for what cannot be
-    called."""
+    """Returns the functions that texts `file.py:name` name, after running the files. ShoalError
+    like `load_named`, and for an object that cannot be called. `noun` and `hint` are for the
+    messages."""
     functions = load_named(specs, noun, hint)
     for spec, function in zip(specs, functions, strict=True):
         _check_callable(function, f"{noun} {spec!r}", hint)
@@ -40,7 +42,8 @@ def load_functions(
 
 
 def load_named(specs: Sequence[str], noun: str, hint: str = "") -> list[Any]:
-    """What `file.py:name` names, each file run once; only what is named counts.
+    """Returns the objects that texts `file.py:name` name; each file is run once, as a Python
+    module.
 
     Raises `ShoalError` for a missing file or name, and for a file that raises.
     """
@@ -57,10 +60,11 @@ def load_named(specs: Sequence[str], noun: str, hint: str = "") -> list[Any]:
 def name_functions(
     functions: Iterable[Callable[..., Any] | RewardFunction], weights: Sequence[float] = ()
 ) -> tuple[RewardFunction, ...]:
-    """Names by `__name__` (or the class), a number added where one occurs twice; weights 1.0 unless
-    given. A `RewardFunction` keeps its name.
+    """Returns the functions as `RewardFunction`s with distinct names and their weights.
 
-    Raises `ShoalError` for what cannot be called, for models and for a wrong number of weights.
+    The name is `__name__` (or that of the class), with a number added if it occurs twice; a
+    `RewardFunction` keeps its name. The weight is 1.0 unless `weights` are given. Raises
+    `ShoalError` for objects that cannot be called, for models and for a wrong number of weights.
     """
     functions = list(functions)
     if weights and len(weights) != len(functions):
@@ -87,6 +91,8 @@ def name_functions(
 
 
 def _find(spec: str, noun: str, hint: str, modules: dict[Path, ModuleType]) -> Any:
+    """Returns the object that one text `file.py:name` names; runs the file unless `modules` has it,
+    and enters it there. ShoalError if there is no such file or name."""
     if spec.startswith(FROM_PYTHON):
         raise ShoalError(
             f"{noun} {spec!r} came from Python: give it again there, shoal.train(resume=FOLDER, "
@@ -112,8 +118,9 @@ def _find(spec: str, noun: str, hint: str, modules: dict[Path, ModuleType]) -> A
 
 
 def _run_file(path: Path) -> ModuleType:
-    """Runs a file as a module, without a compiled one beside it; it can import modules of its
-    folder, which hide none that is installed."""
+    """Runs a file as a module and returns the module; writes no compiled copy next to the file. The
+    file can import modules of its folder, which is added to the end of `sys.path` and stays there;
+    installed modules come before them."""
     name = f"shoal_reward_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
     module = ModuleType(name)
     module.__file__ = str(path)
@@ -144,9 +151,9 @@ def _run_file(path: Path) -> ModuleType:
 
 
 def _check_neighbours(path: Path, code: bytes) -> None:
-    """ShoalError where the file, or a neighbour that it imports, imports a module that another
-    folder has too: Python keeps one module of a name, and one of the two files would get the
-    other's."""
+    """Raises ShoalError if the file imports a module of its folder whose name another folder's
+    module has too: Python keeps one module per name, so one of the two files would get the other's.
+    Also checks the modules of the folder that it imports in turn."""
     unread = [(path, code)]
     known: set[str] = set()
     while unread:
@@ -177,13 +184,15 @@ def _check_neighbours(path: Path, code: bytes) -> None:
 
 
 def _holds_code(neighbour: Path) -> bool:
-    """False for a folder of data, which by its name alone may be a package."""
+    """True for a .py file or a folder with any; False for a folder of data, which Python would take
+    for a package because of its name."""
     return neighbour.is_file() or any(neighbour.glob("*.py"))
 
 
 def _is_installed(origin: Path) -> bool:
-    """True for a module of Python or of an installed package, which no neighbour replaces; false
-    for one that Python finds because of where it was started, or in PYTHONPATH."""
+    """True for a module of Python or of an installed package, which no file of a folder may
+    replace; False for a module that Python finds only through PYTHONPATH or the folder it was
+    started in."""
     if not origin.is_absolute():  # `built-in` and `frozen`
         return True
     standard = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
@@ -192,8 +201,8 @@ def _is_installed(origin: Path) -> bool:
 
 
 def _origins(name: str) -> list[Path]:
-    """The file that Python takes for a module; of a package without an __init__.py the folders,
-    which it joins."""
+    """Returns the file that Python would import under a name; for a package without an __init__.py
+    its folders, which Python joins; [] if there is no such module."""
     spec = importlib.util.find_spec(name)
     if spec is None:
         return []
@@ -203,8 +212,8 @@ def _origins(name: str) -> list[Path]:
 
 
 def _imported_names(code: bytes) -> set[str]:
-    """The first names of the modules that a file's text imports, wherever in it; none of a text
-    that is not Python."""
+    """Returns the top-level names of all modules that a Python text imports, at whatever depth; an
+    empty set if the text is not valid Python."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError):
@@ -225,6 +234,7 @@ def _imported_names(code: bytes) -> set[str]:
 
 
 def _check_callable(function: Any, what: str, hint: str) -> None:
+    """Raises ShoalError unless an object can be called and is not a class."""
     if not callable(function) or inspect.isclass(function):
         given = "class" if callable(function) else type(function).__name__
         raise ShoalError(
@@ -233,6 +243,7 @@ def _check_callable(function: Any, what: str, hint: str) -> None:
 
 
 def _name(function: Callable[..., Any]) -> str:
+    """Returns the name of a function, or of the class of another callable."""
     if isinstance(function, functools.partial):
         return _name(function.func)
     return getattr(function, "__name__", type(function).__name__)

@@ -1,12 +1,13 @@
-"""Scores groups during sampling: groups in, their scores out.
+"""Scores groups of completions with reward functions while sampling continues.
 
     submit -> calls -> supervised workers (`workers/`) -> results -> ScoreColumn -> collect
 
-Where a call for several completions fails, each of them is called alone, which shows whose fault it
-is; the others keep the values that they get alone. Once a call of a step has hung or died, the rest
-of that step is called one by one. So a function that hangs on everything costs at most one limit
-for the first calls of a step, and then one limit for each completion, `reward.workers` at a time:
-limit * (1 + P*G / workers); `RewardWatch` ends the run earlier.
+If one call for several completions fails, each of these completions is called alone, which shows
+which one is at fault; the others keep the values that they get alone. Once a call of a step has
+timed out or died, the rest of that step is called one completion at a time. So a function that
+hangs on everything costs at most one time limit for the first calls of a step, and then one limit
+for each completion, `reward.workers` at a time: limit * (1 + P*G / workers); `RewardWatch` ends the
+run earlier.
 """
 
 from __future__ import annotations
@@ -35,39 +36,41 @@ from shoal.workers.pool import Limits, WorkerPool, WorkersLost
 from shoal.workers.process import Header
 
 FIRST_REPORT_SECONDS = 10.0
-"""After how long a wait is reported."""
+"""A wait for rewards is first reported on stderr after this time."""
 REPORT_SECONDS = 30.0
-"""How often it is reported then."""
+"""The interval of all further reports of the same wait."""
 GENEROUS = 2.0
-"""By how much calls may pass the time that they take at most, before the supervisor counts as
-stuck."""
+"""A factor: if queued calls take this many times the longest time that their limits allow, the
+supervisor counts as stuck."""
 _GIB = 2**30
 
 
 @dataclass(eq=False)
 class _Job:
-    """Groups that were submitted together."""
+    """The groups of one `submit`, with the results of their calls so far."""
 
     ticket: Hashable
     batch: Batch
     policy: Policy
-    calls: dict[str, FunctionCalls] = field(default_factory=dict)  # by function
-    open: dict[str, set[int]] = field(default_factory=dict)  # by function: calls without a result
+    calls: dict[str, FunctionCalls] = field(default_factory=dict)  # by function name
+    # Function name -> numbers of its calls without a result.
+    open: dict[str, set[int]] = field(default_factory=dict)
     done: bool = False
 
 
 class RewardPool:
-    """Scores groups with reward functions.
+    """Scores groups with reward functions, in this process or in supervised worker processes.
 
     >>> pool.submit(4, [example], texts=[["5", "6"]], completion_ids=[[[7], [8]]], step=3)
     >>> pool.collect(wait=True)
     [(4, Scores(...))]
 
-    The task's own functions are called in this process, and so are all with `reward.workers=0`. The
-    others run in processes that are forked from this one, so that any function can be one, a
-    closure or one of a notebook; best before JAX starts its threads. `async` functions run together
-    on the event loop of one more process. At `reward.timeout_seconds` and `reward.memory_gib` a
-    call is ended with its process and everything that it started.
+    Functions that come with a task (`RewardFunction.runs_in_process`) are called in this process;
+    with `reward.workers=0` all functions are. The others run in processes that are forked from this
+    one, so any function works, also a closure or one of a notebook; the pool is best made before
+    JAX starts its threads. `async` functions run together on the event loop of one more worker
+    process. A call that reaches `reward.timeout_seconds` or `reward.memory_gib` is ended together
+    with its process and everything that this process started.
     """
 
     def __init__(
@@ -89,14 +92,15 @@ class RewardPool:
         self._loop = EventLoopThread()
         self._done: list[tuple[Hashable, Scores | ShoalError]] = []
         self._jobs: list[_Job] = []
-        # By number: the job, the function and the completion, None for all of the job.
+        # Call number -> its job, its function, and the index of its completion (None: all of them).
         self._calls: dict[int, tuple[_Job, RewardFunction, int | None]] = {}
         self._next_call = 0
-        # (function, step): call it for one completion at a time.
+        # (function name, step) where a call timed out or died: this function is called for one
+        # completion at a time in the rest of the step.
         self._hung: set[tuple[str, int]] = set()
         self.watch = RewardWatch(functions, section)
         self._workers: WorkerPool | None = None
-        self._progress = time.monotonic()  # when a call was last replied to
+        self._progress = time.monotonic()  # when the last reply to a call arrived
         if self._remote:
             if not hasattr(os, "fork"):
                 raise ShoalError(
@@ -121,13 +125,18 @@ class RewardPool:
         messages: Sequence[Any] = (),
         environments: Sequence[Any] = (),
     ) -> None:
-        """Queues P groups (texts[P][G]) under a ticket; returns at once. `on_error` stands in for
-        `reward.on_error`; a `trial`, of known answers, says what each of a group is, and ends with
-        the first that takes too long: the later ones are NaN. `messages` and `environments`,
-        [P][G], are of rollouts with turns (`Batch`).
+        """Queues P groups (texts[P][G]) for scoring under a ticket, which `collect` returns with
+        their scores. It does not wait for workers, but functions that run in this process are
+        called before it returns.
 
-        Raises ShoalError for a column that cannot be sent to another process, and once the workers
-        have ended."""
+        `on_error` replaces `reward.on_error` for these groups. `trial` is given if the completions
+        are known answers that are scored before the run: it says what each completion of a group
+        is; the first call that times out ends the trial, and the values that are missing then are
+        NaN. `messages` and `environments`, [P][G], are given for rollouts with turns (see `Batch`).
+
+        Raises ShoalError if a column cannot be sent to another process, or if the workers have
+        ended.
+        """
         if self._remote and self._workers is None:
             raise ShoalError(
                 "the reward workers have ended, so nothing more can be scored: start or resume the "
@@ -167,13 +176,15 @@ class RewardPool:
                 self._call(job, function, None, body, function.awaits)
 
     def collect(self, wait: bool = False) -> list[tuple[Hashable, Scores]]:
-        """The scores that are complete, each ticket once; with `wait`, not before one is, unless
-        nothing is queued.
+        """Returns (ticket, scores) of all submitted groups that are scored by now, each ticket
+        once. With `wait`, waits until at least one is scored, unless nothing is queued.
 
-        A long wait is reported on stderr. A KeyboardInterrupt out of it, such as that of
-        `StopSignal.raising_at_once`, leaves a pool that can only be closed. Raises ShoalError,
-        naming function, step and example, where `reward.on_error` is `error` and a function failed,
-        or too many calls failed (`reward.max_failed_share`), and where the supervisor is stuck."""
+        A long wait is reported on stderr. After a KeyboardInterrupt during the wait, such as that
+        of `StopSignal.raising_at_once`, the pool can only be closed. Raises ShoalError, naming
+        function, step and example, if `reward.on_error` is `error` and a function failed, or if too
+        many calls failed (`reward.max_failed_share`). Raises ShoalError if the supervisor of the
+        workers is stuck.
+        """
         self._receive()
         if wait:
             self._wait()
@@ -187,7 +198,7 @@ class RewardPool:
         return scored
 
     def close(self) -> None:
-        """Ends the worker processes, and everything that they started, within 2 s."""
+        """Ends the worker processes and everything that they started, within 2 s."""
         if self._workers is not None:
             self._workers.close()
         self._workers = None
@@ -206,6 +217,8 @@ class RewardPool:
     def _call(
         self, job: _Job, function: RewardFunction, i: int | None, body: bytes, together: bool
     ) -> None:
+        """Sends one call to the workers: for completion `i` of a job, or with None for all its
+        completions. `together`: on the event loop that `async` calls share."""
         assert self._workers is not None
         number = self._next_call
         self._next_call += 1
@@ -218,11 +231,13 @@ class RewardPool:
             raise self._error_of_lost(lost, lost.seconds) from None
 
     def _call_singles(self, job: _Job, function: RewardFunction, together: bool = True) -> None:
+        """Calls a function for each completion of a job alone."""
         for i in range(len(job.batch)):
             body = pickled_batch(job.batch.single(i))
             self._call(job, function, i, body, together and function.awaits)
 
     def _cancel(self, calls: Sequence[int]) -> None:
+        """Cancels those of the calls, by number, that no worker has begun."""
         if calls and self._workers is not None:
             try:
                 self._workers.cancel(calls)
@@ -230,8 +245,8 @@ class RewardPool:
                 raise self._error_of_lost(lost, lost.seconds) from None
 
     def _take(self, number: int, reply: Header) -> None:
-        """Enters the reply to a call; where one for several completions failed, each is to be
-        called alone."""
+        """Enters the reply to call `number`. If a call for several completions failed or was
+        cancelled, its completions are called again one by one."""
         job, function, i = self._calls.pop(number)
         open_calls = job.open[function.name]
         if job.done or number not in open_calls:
@@ -261,7 +276,8 @@ class RewardPool:
             self._finish(job, self.functions)
 
     def _note_hung(self, hung: RewardFunction, step: int) -> None:
-        """Calls of this step that are not begun are made for one completion at a time."""
+        """Notes that a function hung or died in this step: cancels its calls for several
+        completions that no worker has begun, so that their completions are called one by one."""
         if (hung.name, step) in self._hung:
             return
         self._hung.add((hung.name, step))
@@ -276,7 +292,8 @@ class RewardPool:
     def _decides(
         self, job: _Job, function: RewardFunction, i: int | None, result: CallResult
     ) -> bool:
-        """True if a result ends its job, and with it the run."""
+        """Reports a call's result to `self.watch`; returns True if its job is over, because the
+        result ends the run (an error, or too many failures)."""
         self.watch.count_wait()
         if result.ends_run(job.policy):
             self._finish(job, [function])
@@ -289,7 +306,8 @@ class RewardPool:
         return job.done
 
     def _finish(self, job: _Job, functions: Sequence[RewardFunction]) -> None:
-        """Sums a job's results; those of one function where that ends the run."""
+        """Sums a job's results to `Scores` and queues these, or the ShoalError, for `collect`.
+        `functions` are all functions, or only the one whose result ends the run."""
         self._drop(job)
         try:
             scores = sum_scores(
@@ -301,6 +319,7 @@ class RewardPool:
         self._done.append((job.ticket, scores))
 
     def _drop(self, job: _Job) -> None:
+        """Marks a job as done, removes it from the queue and cancels its open calls."""
         job.done = True
         if job in self._jobs:
             self._jobs.remove(job)
@@ -323,14 +342,16 @@ class RewardPool:
         self._enter(replies)
 
     def _enter(self, replies: Sequence[tuple[int, Header]]) -> None:
+        """Enters replies of the workers, and notes the time as that of the last progress."""
         self.watch.count_wait()
         for number, reply in replies:
             self._progress = time.monotonic()
             self._take(number, {"kind": "", **reply})
 
     def _wait(self) -> None:
-        """Until a job is scored, if one is queued. The supervisor is stuck where it is silent, or
-        has taken much longer than limits allow."""
+        """Waits until a job is scored, or until none is queued; prints a line on stderr if that
+        takes long. Raises ShoalError if the supervisor is stuck: it is silent, or has taken much
+        longer than the limits allow."""
         start = time.monotonic()
         next_report = start + FIRST_REPORT_SECONDS
         while self._jobs and not self._done and self._workers is not None:
@@ -355,16 +376,20 @@ class RewardPool:
             self._enter(replies)
 
     def _most_seconds(self) -> float:
-        """What everything that is queued may take, however its functions behave."""
+        """Returns how long all queued calls may take at most, even if every call reaches its
+        limit."""
         num_calls = sum(1 + len(job.batch) for job in self._jobs) * len(self._remote)
         return GENEROUS * self._limits.most_seconds(num_calls)
 
     def _describe_queue(self) -> str:
+        """Returns a text for messages: the functions called in workers, and how many completions
+        are queued."""
         names = ", ".join(function.name for function in self._remote)
         return f"completions with {names}: {sum(len(job.batch) for job in self._jobs)}"
 
     def _error_of_lost(self, lost: WorkersLost, waited_seconds: float) -> ShoalError:
-        """Closes the pool; the error says what became of its supervisor."""
+        """Closes the pool and returns the error that says what became of the workers'
+        supervisor."""
         queue = self._describe_queue()
         self.close()
         if lost.has_ended:

@@ -1,13 +1,14 @@
-"""One call of a reward function: its arguments, the values it may return, and the result in a plain
-form.
+"""One call of a reward function: its arguments, the values that it may return, and its result in a
+plain form.
 
 A function in TRL's convention is called once a batch, with keywords only: `prompts`, `completions`,
 `completion_ids`, every data column, `trainer_state`, `log_extra`, `log_metric`. The lists are flat,
-P*G long, the G completions of a prompt side by side. It returns as many numbers, or None where it
-cannot judge. After messages, a completion is `[{"role": "assistant", "content": text}]`, the whole
-text always in `content`, or all messages of a rollout with turns; after a plain prompt it is a
-string. Where rollouts have environments, `environments` are their ended ones. A function in verl's
-convention (one that takes `solution_str` and `ground_truth`) is called once a completion.
+P*G long, the G completions of a prompt side by side. The function returns as many numbers, with
+None where it cannot judge. If the prompt is messages, a completion is `[{"role": "assistant",
+"content": text}]` with the whole text in `content`, or all messages of a rollout with turns; if the
+prompt is text, a completion is text. If rollouts have environments, `environments` are these after
+their rollouts (`EndedEnvironment`). A function in verl's convention (one that takes `solution_str`
+and `ground_truth`) is called once for each completion.
 """
 
 from __future__ import annotations
@@ -44,15 +45,16 @@ _ARGUMENTS = (
     "log_metric",
 )
 WRONG = "wrong"
-"""The kind of a result whose function breaks the convention: an error under every policy."""
+"""`CallResult.kind` of a function that breaks its convention: an error whatever `reward.on_error`
+says."""
 CLOSE_SECONDS = 1.0
-"""How long to wait for what runs on an event loop that is closed."""
+"""How long closing an event loop waits for the tasks that still run on it."""
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The run's progress as functions get it: the fields of transformers' `TrainerState` that
-    rewards use."""
+    """The run's progress as reward functions get it in `trainer_state`: the fields of transformers'
+    `TrainerState` that rewards use."""
 
     global_step: int = 0
     max_steps: int = 0
@@ -64,13 +66,15 @@ class TrainerState:
 
     @classmethod
     def at(cls, step: int, max_steps: int, num_input_tokens_seen: int = 0) -> TrainerState:
+        """Returns the state after `step` of `max_steps` steps (0: not known, then `epoch` is 0)."""
         epoch = step / max_steps if max_steps else 0.0
         return cls(step, max_steps, epoch, 1, num_input_tokens_seen)
 
 
 @dataclass(frozen=True)
 class CallResult:
-    """How a call for `n` completions ended; all of it but `cause` is JSON.
+    """The result of one call for `n` completions: its values, or how it failed. Every field but
+    `cause` can be written as JSON.
 
     >>> # None where it cannot judge, and where `bad` has a reason
     >>> CallResult(values=[1.0, None], bad=[(1, "nan")])
@@ -82,24 +86,28 @@ class CallResult:
     bad: list[tuple[int, str]] = field(default_factory=list)
     extra: dict[str, list[Any]] = field(default_factory=dict)  # log_extra: column -> n values
     metrics: dict[str, list[float]] = field(default_factory=dict)  # log_metric: name -> values
-    kind: str = ""  # of failure: "raised", "timed out", "died" or `WRONG`; "" where it returned
+    kind: str = ""  # how it failed: "raised", "timed out", "died" or `WRONG`; "" if it returned
     text: str = ""  # one line: what happened
     where: str = ""  # file and line at which it was raised
-    cause: BaseException | None = None  # in the process of the call only
+    cause: BaseException | None = None  # the exception; only in the process that made the call
 
     @property
     def failed(self) -> bool:
+        """True if the whole call failed, or if any of its values is not a number."""
         return bool(self.kind or self.bad)
 
     def to_be_split(self, size: int) -> bool:
-        """True for a failed call of several completions: each is called alone, which shows whose
-        fault it is."""
+        """True if a call of several completions failed and each is to be called alone, which shows
+        which one is at fault. False for a broken convention, which every call would break."""
         return size > 1 and self.kind not in ("", WRONG)
 
     def ends_run(self, on_error: str) -> bool:
+        """True if this result ends the run: a broken convention always does, a failure under the
+        policy `error`."""
         return self.kind == WRONG or (on_error == "error" and self.failed)
 
     def as_json(self) -> dict[str, Any]:
+        """Returns the fields that are not empty, without `cause`."""
         values = {}
         for of_class in fields(self):
             value = getattr(self, of_class.name)
@@ -110,7 +118,7 @@ class CallResult:
 
 @dataclass(frozen=True)
 class Batch:
-    """P groups of G completions, as the flat lists of P*G entries that functions are called
+    """P groups of G completions as the flat lists of P*G entries that reward functions are called
     with."""
 
     shape: tuple[int, int]
@@ -120,11 +128,12 @@ class Batch:
     completion_ids: list[list[int]]
     columns: dict[str, list[Any]]
     state: TrainerState
-    places: list[str]  # of the rows: file and line, or empty
-    trial: tuple[str, ...] = ()  # of known answers, before the run: what each of a group is
-    # What followed each prompt, where there are turns.
+    places: list[str]  # where each row was read, `FILE, line 3`; "" if it has no file
+    # Names of the known answers of a group that are scored before the run; () in a run.
+    trial: tuple[str, ...] = ()
+    # All messages after each prompt; empty unless rollouts have turns.
     messages: Sequence[Sequence[Mapping[str, Any]]] = ()
-    environments: Sequence[Any] = ()  # of each rollout, ended
+    environments: Sequence[Any] = ()  # the `EndedEnvironment` of each completion; may be empty
 
     @classmethod
     def of(
@@ -138,6 +147,12 @@ class Batch:
         messages: Sequence[Sequence[Sequence[Mapping[str, Any]]]] = (),
         environments: Sequence[Sequence[Any]] = (),
     ) -> Batch:
+        """Returns the batch of P examples with their groups: flattens [P][G] to P*G entries, and
+        makes a column of every name that any example has (None for the examples without that name).
+
+        `trial`: see `RewardPool.submit`; (): the completions are sampled ones. ValueError if the
+        lengths differ or the groups have different sizes.
+        """
         if not len(examples) == len(prompts) == len(texts) == len(completion_ids):
             raise ValueError("examples, prompts, texts and completion_ids must be of one length, P")
         sizes = {len(group) for group in texts} | {len(group) for group in completion_ids}
@@ -183,7 +198,7 @@ class Batch:
         return len(self.texts)
 
     def single(self, i: int) -> Batch:
-        """The batch of its completion `i` alone."""
+        """Returns a batch that holds completion `i` of this batch alone."""
         return replace(
             self,
             shape=(1, 1),
@@ -198,6 +213,8 @@ class Batch:
         )
 
     def describe(self, i: int) -> str:
+        """Returns a text that identifies completion `i` in messages: data row, prompt and
+        completion, shortened."""
         row, index = self.rows[i]
         prompt = self.prompts[i]
         question = ""
@@ -215,7 +232,8 @@ class Batch:
 
 
 def call(reward: RewardFunction, batch: Batch, wait: Callable[[Awaitable[Any]], Any]) -> CallResult:
-    """Calls a function for a batch; `wait` runs what it returns where that must be awaited."""
+    """Calls a function for a batch and returns the result; a failure is a result too, never an
+    exception. If the function returns an awaitable, `wait` runs it and returns its value."""
     journal = _Journal(len(batch))
     try:
         with ends_copies():
@@ -229,7 +247,8 @@ def call(reward: RewardFunction, batch: Batch, wait: Callable[[Awaitable[Any]], 
 async def call_async(
     reward: RewardFunction, batch: Batch, limit_seconds: float | None = None
 ) -> CallResult:
-    """`call` for an `async` function, on the running event loop."""
+    """Does the same as `call` for an `async` function, on the running event loop. The result is
+    "timed out" after `limit_seconds` (None: no limit)."""
     journal = _Journal(len(batch))
     scope = asyncio.timeout(limit_seconds)
     try:
@@ -248,13 +267,15 @@ class _BrokenConvention(Exception):
 
 @dataclass
 class _Journal:
-    """The values that a call logs besides its rewards."""
+    """The values that a reward function logs during one call, besides its rewards."""
 
     size: int
     extra: dict[str, list[Any]] = field(default_factory=dict)
     metrics: dict[str, list[float]] = field(default_factory=dict)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Keeps a column with one value for each completion; ValueError for another number of
+        values."""
         if len(values) != self.size:
             raise ValueError(
                 f"log_extra({column!r}): expected {self.size} values, got {len(values)}"
@@ -262,13 +283,16 @@ class _Journal:
         self.extra[unused(column, self.extra)] = [_plain(value) for value in values]
 
     def log_metric(self, name: str, value: float) -> None:
+        """Adds a value to those logged under a metric's name."""
         self.metrics.setdefault(str(name), []).append(float(value))
 
 
 def _failed(reward: RewardFunction, batch: Batch, error: BaseException) -> CallResult:
+    """Returns the result of a call that raised `error`: a broken convention or a ShoalError is
+    `WRONG`, anything else is "raised", with hints on likely causes in its text."""
     if isinstance(error, _BrokenConvention):
         return CallResult(kind=WRONG, text=str(error), cause=error.__cause__)
-    if isinstance(error, ShoalError):  # the user's to fix, and the same for every completion
+    if isinstance(error, ShoalError):  # the user has to fix it, and every completion would get it
         return CallResult(kind=WRONG, text=f"cannot score: {error}", cause=error)
     text = shorten(describe_error(error), 300)
     if isinstance(error, MemoryError):
@@ -284,8 +308,8 @@ def _failed(reward: RewardFunction, batch: Batch, error: BaseException) -> CallR
 
 
 def _line_of_function(function: Any, error: BaseException) -> str:
-    """The file of a function, and the last of its lines that an error came through; empty where
-    neither is known."""
+    """Returns `FILE, line N`: the last line of the function's own file that an exception came
+    through; "" if not known."""
     if isinstance(function, functools.partial):
         function = function.func
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
@@ -302,7 +326,8 @@ def _line_of_function(function: Any, error: BaseException) -> str:
 
 
 def _arguments(reward: RewardFunction, batch: Batch, journal: _Journal) -> dict[str, Any]:
-    """Fresh lists for each call, so that a function that changes them in place harms no other."""
+    """Returns the keyword arguments of a call, in the convention of the function. The lists are
+    copied for each call, so that a function that changes them in place affects no other."""
     if reward.per_completion:
         columns = {name: values[0] for name, values in batch.columns.items()}
         return _accepted(reward.function, _verl_arguments(batch, columns))
@@ -311,7 +336,8 @@ def _arguments(reward: RewardFunction, batch: Batch, journal: _Journal) -> dict[
         arguments[name] = list(values)
     if batch.environments:
         arguments["environments"] = list(batch.environments)
-    returned = [environment.fields for environment in batch.environments]  # by rollout functions
+    # The fields that rollout functions returned.
+    returned = [environment.fields for environment in batch.environments]
     for names in returned:
         for name in names:
             arguments[name] = [of_rollout.get(name) for of_rollout in returned]
@@ -334,13 +360,16 @@ def _arguments(reward: RewardFunction, batch: Batch, journal: _Journal) -> dict[
     arguments["trainer_state"] = batch.state
     arguments["log_extra"] = journal.log_extra
     arguments["log_metric"] = journal.log_metric
-    # What no rollout function of a group came to return; of one that failed nothing else is known.
+    # Rollout functions may return different fields, and a failed rollout returns none. So where all
+    # environments are rollout functions (or failed), a missing argument is None for each rollout.
     kinds = {vars(environment)["_kind"] for environment in batch.environments}
     num_rollouts = len(returned) if kinds <= {ROLLOUT, ""} else 0
     return _accepted(reward.function, arguments, num_rollouts)
 
 
 def _verl_arguments(batch: Batch, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of verl's convention for a batch of one completion. Raises
+    _BrokenConvention if its row has no ground truth."""
     fault = truth_fault(columns)
     if fault:
         place = batch.places[0] or f"data row {batch.rows[0][0]}"
@@ -365,8 +394,13 @@ def _verl_arguments(batch: Batch, columns: Mapping[str, Any]) -> dict[str, Any]:
 def _accepted(
     function: Callable[..., Any], given: dict[str, Any], num_rollouts: int = 0
 ) -> dict[str, Any]:
-    """All keywords for a function with `**kwargs`, else those that it names; what is missing is
-    None for each of `num_rollouts` rollouts that a rollout function made, and an error without."""
+    """Returns the arguments that a function takes: all of `given` if it has `**kwargs`, else those
+    that its signature names.
+
+    If the signature requires an argument that is not in `given`: with `num_rollouts` the argument
+    is a list of that many None, since a rollout function may return a field for some rollouts only;
+    with 0 _BrokenConvention is raised.
+    """
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some compiled functions have no signature
@@ -403,6 +437,8 @@ def _accepted(
 
 
 def _read(reward: RewardFunction, result: Any, batch: Batch, journal: _Journal) -> CallResult:
+    """Returns the result of a call that returned: its values as finite floats or None, and in `bad`
+    those that are not finite numbers."""
     if reward.per_completion:
         returned = [_verl_score(result, journal)]
     else:
@@ -419,6 +455,8 @@ def _read(reward: RewardFunction, result: Any, batch: Batch, journal: _Journal) 
 
 
 def _listed(result: Any, batch: Batch) -> list[Any]:
+    """Returns what a function of TRL's convention returned as a list; _BrokenConvention if it is
+    not a list with one entry for each completion."""
     wanted = (
         "it must return a list with one number (or None where it cannot judge) for each "
         f"completion; {count(len(batch), 'was', 'were')} given, the first {batch.describe(0)}"
@@ -436,7 +474,9 @@ def _listed(result: Any, batch: Batch) -> list[Any]:
 
 
 def _verl_score(result: Any, journal: _Journal) -> Any:
-    """The score of a float or of a dict with `score`; a dict's other values are logged."""
+    """Returns the score that a function of verl's convention returned, as it is or under `score` in
+    a dict. Logs the other values of a dict; a plain number is logged as the metric `acc`, as verl
+    does."""
     if not isinstance(result, Mapping):
         number = _number(result)
         if isinstance(number, float):
@@ -457,7 +497,8 @@ def _verl_score(result: Any, journal: _Journal) -> Any:
 
 
 def _number(value: Any) -> float | str | None:
-    """The number, None for None, or the text of a value that is no finite number."""
+    """Returns a value as a finite float, None for None; for any other value a text that shows it,
+    which marks it as bad."""
     if value is None:
         return None
     if isinstance(value, str | bytes):
@@ -470,7 +511,8 @@ def _number(value: Any) -> float | str | None:
 
 
 def _plain(value: Any) -> Any:
-    """The same as JSON can hold it."""
+    """Returns a value as JSON can hold it: arrays become lists, dates ISO texts, and unknown
+    objects their `str`."""
     if isinstance(value, np.ndarray | np.generic):
         return _plain(value.tolist())
     if value is None or isinstance(value, str | bool | int | float):
@@ -488,21 +530,27 @@ def _plain(value: Any) -> Any:
 
 
 class EventLoopThread:
-    """An event loop in a daemon thread, made when first needed and kept, for clients of a network
-    that functions keep too. In a thread, since a notebook's own has a running loop already."""
+    """An event loop in a daemon thread, started when it is first needed and kept until `close`, so
+    that network clients that functions keep stay usable. It is a thread because a notebook's own
+    thread already has a running loop."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
     def run(self, wanted: Awaitable[Any]) -> Any:
+        """Runs an awaitable on the loop, waits for it and returns its value, or raises what it
+        raised (a KeyboardInterrupt as RuntimeError)."""
+
         async def wait() -> tuple[Any, BaseException | None]:
             try:
                 with ends_copies():
                     return await wanted, None
-            except SystemExit as error:  # out of a task it would end the loop, and nobody the wait
+            # Raised in a task, these two would end the loop, and the wait for the task would not
+            # end. Raised by the caller, a KeyboardInterrupt would look like Ctrl-C.
+            except SystemExit as error:
                 return None, error
-            except KeyboardInterrupt:  # the same; raised by the caller it would be Ctrl-C
+            except KeyboardInterrupt:
                 return None, RuntimeError("KeyboardInterrupt")
 
         if self._loop is None:
@@ -518,8 +566,8 @@ class EventLoopThread:
         return result
 
     def close(self) -> None:
-        """Cancels what still runs, and waits `CLOSE_SECONDS` for it; what goes on then ends with
-        the process."""
+        """Stops the loop, which cancels its tasks, and waits `CLOSE_SECONDS` for its thread; a task
+        that goes on longer ends with the process."""
         loop, self._loop = self._loop, None
         if loop is not None and self._thread is not None:
             loop.call_soon_threadsafe(loop.stop)
@@ -527,6 +575,8 @@ class EventLoopThread:
 
 
 def _serve(made: Future[asyncio.AbstractEventLoop]) -> None:
+    """Runs an event loop in this thread until it is stopped; passes the loop to `made` once it
+    exists."""
     with asyncio.Runner() as runner:  # at its end all tasks are cancelled
         end_copies_of_loop(runner.get_loop())
         made.set_result(runner.get_loop())
@@ -534,7 +584,8 @@ def _serve(made: Future[asyncio.AbstractEventLoop]) -> None:
 
 
 class CallHandler:
-    """Calls a function for the batch that was sent. After a MemoryError the worker is replaced."""
+    """Runs in a worker process: calls the function that a header names for the batch in the body.
+    After a MemoryError the worker process is replaced."""
 
     def __init__(self, functions: Sequence[RewardFunction], timeout_seconds: float) -> None:
         self.functions = functions
@@ -542,6 +593,7 @@ class CallHandler:
         self.loop = EventLoopThread()
 
     def call(self, header: Header, body: bytes) -> Header:
+        """Returns the result of one call as the reply to send."""
         batch = _unpickled(body)
         if isinstance(batch, CallResult):
             return _reply(batch)
@@ -549,6 +601,8 @@ class CallHandler:
         return _reply(call(function, batch, self.loop.run))
 
     async def call_async(self, header: Header, body: bytes) -> Header:
+        """Returns the result of one call of an `async` function, with its time limit applied
+        here."""
         batch = _unpickled(body)
         if isinstance(batch, CallResult):
             return _reply(batch)
@@ -557,10 +611,13 @@ class CallHandler:
 
 
 def _reply(result: CallResult) -> Header:
+    """Returns a result as a worker's reply; `spent` asks the supervisor to replace the worker."""
     return {**result.as_json(), "spent": isinstance(result.cause, MemoryError)}
 
 
 def pickled_batch(batch: Batch) -> bytes:
+    """Returns a batch as the bytes that a worker is sent. ShoalError naming the column and data row
+    of a value that cannot be pickled."""
     return pickled(
         batch,
         _named_values(batch),
@@ -569,12 +626,14 @@ def pickled_batch(batch: Batch) -> bytes:
 
 
 def _named_values(batch: Batch) -> Iterator[tuple[str, Any]]:
+    """Yields each value of the batch's columns with a text that says where it is from."""
     for name, values in batch.columns.items():
         for (row, _), value in zip(batch.rows, values, strict=True):
             yield f"column {name!r} of data row {row}", value
 
 
 def _unpickled(body: bytes) -> Batch | CallResult:
+    """Returns the batch in the bytes, or a failed `CallResult` if they cannot be unpickled."""
     try:
         return ForkingPickler.loads(body)  # pyright: ignore[reportAttributeAccessIssue]
     except Exception as error:
@@ -589,7 +648,7 @@ def _unpickled(body: bytes) -> Batch | CallResult:
 
 
 def unused(name: str, taken: Iterable[str]) -> str:
-    """The name, with a number added where it is taken."""
+    """Returns the name, with a number added if `taken` has it: `a`, `a_2`, `a_3`."""
     taken = set(taken)
     candidate = name
     number = 1

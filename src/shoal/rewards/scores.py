@@ -1,6 +1,6 @@
-"""The scores of groups: results of calls weighed and summed, failures by the policy
-`reward.on_error`, and rewards that cannot work: functions that fail for everything, or judge
-nothing."""
+"""The scores of groups: sums the weighted results of reward calls, treats failures as
+`reward.on_error` says, and ends runs whose rewards cannot work because functions fail for
+everything or judge nothing."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from shoal.text import count, exact
 
 Policy = Literal["error", "zero", "skip"]
 NUM_RECENT = 64
-"""Of so many last completions, `reward.max_failed_share` may fail."""
+"""`reward.max_failed_share` is a share of this many latest completions of a function."""
 HOPELESS_SECONDS = 180.0
-"""Of waiting in which no call returned; the completions tried by then, however few, are taken for
-all."""
+"""If no call of a function has returned during this much waiting, the completions that were tried
+by then, however few, decide whether too many failed."""
 NUM_UNSCORED = 32
-"""Groups in a row without any score after which a run ends."""
+"""A run ends after this many consecutive groups without any score."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Scores:
     """
 
     rewards: np.ndarray  # float64[P, G]: the weighted sum; NaN where not valid
-    # Name -> float64[P, G], before weights; NaN where it returned None.
+    # Function name -> float64[P, G], before weights; NaN where the function returned None.
     components: Mapping[str, np.ndarray]
     # bool[P, G]: at least one function could judge, and none failed with `reward.on_error=skip`.
     valid: np.ndarray
@@ -57,7 +57,8 @@ class Scores:
 
 
 def with_failed(scores: Scores, failures: Sequence[Failure], policy: Policy) -> Scores:
-    """The scores of one group where environments failed: reward 0, or not valid with `skip`."""
+    """Returns the scores of one group with the completions whose environments failed changed:
+    reward 0 with the policy `zero`, else not valid."""
     failed = np.zeros((1, scores.valid.shape[1]), dtype=bool)
     for failure in failures:
         if failure.completion is not None:
@@ -72,7 +73,8 @@ def with_failed(scores: Scores, failures: Sequence[Failure], policy: Policy) -> 
 
 
 def failure_lines(failures: Iterable[Failure]) -> list[str]:
-    """The first example of each way in which a function failed, then the number of each."""
+    """Returns lines for a report: the first failure of each function and kind, then how many
+    completions each of these concerns."""
     lines = []
     counts: Counter[tuple[str, str]] = Counter()
     for failure in failures:
@@ -86,8 +88,8 @@ def failure_lines(failures: Iterable[Failure]) -> list[str]:
 
 
 def failed_figures(failures: Iterable[Failure]) -> dict[str, int]:
-    """For how many completions functions failed, `failed`, and each one, `failed/{function}`; none
-    where none did."""
+    """Returns counts of completions that functions failed for: in total under `failed`, and for
+    each function under `failed/{function}`. Empty if none failed."""
     counts: Counter[str] = Counter()
     for failure in failures:
         if failure.completion is not None:
@@ -105,8 +107,8 @@ def failed_figures(failures: Iterable[Failure]) -> dict[str, int]:
 
 @dataclass
 class FunctionCalls:
-    """The results of one function's calls for one batch: of all at once, and one by one where that
-    failed."""
+    """The results of one function's calls for one batch: of the call for all completions, and, if
+    that failed or the function takes one completion, of the calls for each."""
 
     whole: CallResult | None = None
     singles: dict[int, CallResult] = field(default_factory=dict)
@@ -119,9 +121,10 @@ def call_here(
     calls: dict[str, FunctionCalls],
     decides: Callable[[RewardFunction, int | None, CallResult], bool],
 ) -> None:
-    """Calls functions in this process, the `async` ones together, and fills `calls`, by name. No
-    more calls are made once a result `decides`; it is not asked of a failed call of several
-    completions, since each is called alone."""
+    """Calls functions in this process, `async` ones concurrently, and enters their results in
+    `calls`, by function name. Stops as soon as `decides` returns True for a result. A failed call
+    of several completions is not passed to `decides`, since each completion is then called
+    alone."""
     results = _results_of_async(functions, batch, loop)
     for function in functions:
         calls[function.name] = function_calls = FunctionCalls()
@@ -146,8 +149,8 @@ def call_here(
 def _results_of_async(
     functions: Sequence[RewardFunction], batch: Batch, loop: EventLoopThread
 ) -> dict[tuple[str, int | None], CallResult]:
-    """The results of the `async` functions, called together: by function and completion, or None
-    for all completions at once."""
+    """Calls the `async` functions concurrently and returns their results by (function name, index
+    of the completion); the index is None for a call with all completions."""
     keys: list[tuple[str, int | None]] = []
     waiting: list[tuple[RewardFunction, Batch]] = []
     for function in functions:
@@ -174,8 +177,8 @@ def _results_of_async(
 
 
 def weighted_sum(weights: Sequence[float], values: np.ndarray) -> np.ndarray:
-    """values[F, N] of F functions -> float64[N]: NaN, where one could not judge, is left out; NaN
-    where all are."""
+    """Returns the weighted sum over F functions for each completion: values[F, N] -> float64[N].
+    NaN (a function could not judge) is left out; the sum is NaN if all functions have NaN."""
     summed = np.einsum("f,fn->n", np.asarray(weights, np.float64), np.nan_to_num(values, nan=0.0))
     return np.where(np.isnan(values).all(axis=0), np.nan, summed)
 
@@ -187,8 +190,9 @@ def sum_scores(
     on_error: Policy,
     limit_seconds: float = 0.0,
 ) -> Scores:
-    """The weighted sum. Raises `ShoalError` for the first function that breaks its convention, or
-    failed under the policy `error`."""
+    """Returns the scores of a batch from the results of all calls: the weighted sums, the values of
+    each function, and what was logged. Raises `ShoalError` for the first function that breaks its
+    convention, or fails under the policy `error`. `limit_seconds` is for messages."""
     columns = []
     for function in functions:
         column = ScoreColumn(function, batch, on_error, limit_seconds)
@@ -223,7 +227,8 @@ def sum_scores(
 
 
 class ScoreColumn:
-    """One function's values for a batch."""
+    """The values of one function for all completions of a batch, with its failures and what it
+    logged."""
 
     def __init__(
         self, function: RewardFunction, batch: Batch, on_error: Policy, limit_seconds: float
@@ -239,6 +244,7 @@ class ScoreColumn:
         self.metrics: dict[str, list[float]] = {}
 
     def fill(self, calls: FunctionCalls) -> None:
+        """Enters the results of all calls of the function. ShoalError if a result ends the run."""
         whole, size = calls.whole, len(self.batch)
         if whole is not None and not whole.to_be_split(size):
             self.add(whole, range(size))
@@ -255,7 +261,7 @@ class ScoreColumn:
             self._fail(None, whole, f"{at}, though for no part of it alone")
 
     def add(self, result: CallResult, part: range) -> None:
-        """Enters the result of a call for a part of the batch."""
+        """Enters the result of one call for a range of the batch's completions."""
         if result.kind == WRONG:
             raise ShoalError(f"{self._head} {result.text}") from result.cause
         if result.kind:
@@ -279,6 +285,8 @@ class ScoreColumn:
             self.metrics.setdefault(name, []).extend(logged)
 
     def _fail(self, i: int | None, result: CallResult, at: str) -> None:
+        """Notes a failure for completion `i` (None: for the batch as a whole); ShoalError with the
+        policy `error`."""
         text = f"{self._head} {self._describe(result)} {at}"
         if result.where:
             text += f"; {result.where}"
@@ -297,6 +305,7 @@ class ScoreColumn:
         self.skipped[i] = self.on_error == "skip"
 
     def _describe(self, result: CallResult) -> str:
+        """Returns what happened in a failed call, as the middle of a sentence."""
         return {
             "raised": f"raised {result.text}",
             "not a number": f"returned {result.text}",
@@ -306,6 +315,7 @@ class ScoreColumn:
 
     @property
     def _head(self) -> str:
+        """The beginning of a message: the function and when it was called."""
         step = self.batch.state.global_step
         if self.batch.trial:
             when = "tried on known answers"
@@ -320,24 +330,30 @@ class ScoreColumn:
 
 
 class RewardWatch:
-    """What the last results and scores say about a pool's functions. ShoalError where the run is to
-    end; never with `reward.max_failed_share=1`."""
+    """Watches the latest results and scores of a pool's functions, and raises ShoalError if the run
+    is to end: too many calls fail, or no group gets a score. With `reward.max_failed_share=1` a run
+    never ends for these reasons."""
 
     def __init__(self, functions: Sequence[RewardFunction], section: RewardSection) -> None:
         self.section = section
-        self._recent: dict[str, deque[bool]] = {}  # of the last completions: whether it failed
-        self._returned: dict[str, float] = {}  # seconds waited when a call last returned
+        # By function: whether it failed for each of the last completions.
+        self._recent: dict[str, deque[bool]] = {}
+        # By function: the value of `_waited` when a call last returned.
+        self._returned: dict[str, float] = {}
         for function in functions:
             self._recent[function.name] = deque(maxlen=NUM_RECENT)
             self._returned[function.name] = 0.0
         self._first_failures: dict[str, str] = {}
-        self._waited = self._since = 0.0  # seconds waited, and when the wait under way began
+        # Seconds waited in total, and when the current wait began.
+        self._waited = self._since = 0.0
         self._unscored = 0
 
     def begin_wait(self) -> None:
+        """Starts the clock of a wait for results."""
         self._since = time.monotonic()
 
     def count_wait(self) -> None:
+        """Adds the time since the last `begin_wait` or `count_wait` to the time waited."""
         now = time.monotonic()
         self._waited += now - self._since
         self._since = now
@@ -345,7 +361,8 @@ class RewardWatch:
     def add_result(
         self, function: RewardFunction, batch: Batch, i: int | None, result: CallResult
     ) -> None:
-        """Counts a call: for completion `i`, or for all of the batch."""
+        """Counts the result of a call for completion `i`, or with None for all completions of a
+        batch. ShoalError if too many of the last completions failed."""
         part = range(len(batch)) if i is None else range(i, i + 1)
         name = function.name
         recent = self._recent[name]
@@ -370,12 +387,14 @@ class RewardWatch:
             raise self._failed(name, f", and returned nothing in {silent:.0f} s of waiting")
 
     def check_end(self) -> None:
-        """ShoalError at the end of a run of fewer completions than decide within one."""
+        """Raises ShoalError at the end of a run if too many completions failed, also in a run that
+        is too short for `add_result` to decide."""
         for name, recent in self._recent.items():
             if sum(recent) > self.section.max_failed_share * len(recent):
                 raise self._failed(name, ", at the end of the run")
 
     def _failed(self, name: str, reason: str) -> ShoalError:
+        """Returns the error of a function that fails too often."""
         recent, allowed = self._recent[name], self.section.max_failed_share
         return ShoalError(
             f"reward function {name!r} failed for {sum(recent)} of the last {len(recent)} "
@@ -385,8 +404,9 @@ class RewardWatch:
         )
 
     def add_scores(self, batch: Batch, scores: Scores) -> None:
-        """Counts groups in a row for whose completions every function returned None. The known
-        answers of a trial are as different as groups, but never enough alone."""
+        """Counts consecutive groups for which every function returned None for every completion;
+        ShoalError after `NUM_UNSCORED` of them. In a trial each known answer counts like a group,
+        but a trial alone never ends the run."""
         groups = scores.valid.reshape(-1, 1) if batch.trial else scores.valid
         for is_valid in groups:
             if is_valid.any():

@@ -1,1 +1,1 @@
-"""Questions: one task a file, its data and its graders."""
+"""Tasks: one module for each, with its questions, rewards and graders."""

@@ -1,7 +1,7 @@
-"""Sums and products that a small model cannot compute, and a tool that can: `calculate`; made here,
-endlessly.
+"""The task `calculator`: generated sums and products that a small model cannot compute, and a tool
+that can, `calculate`.
 
-Held-out problems share their expression with none that is trained on.
+No held-out problem has the same expression as a training problem.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def calculate(expression: str) -> str:
 
 
 def _draw(rng: Random, section: TaskSection) -> tuple[str, str]:
-    """The words that ask for two or three numbers of three digits, and these."""
+    """Returns a question and its expression of two or three numbers of three digits."""
     expression = str(pick(rng, range(100, 1000)))
     for _ in range(pick(rng, (1, 2))):
         expression += f" {pick(rng, '+-*')} {pick(rng, range(100, 1000))}"
@@ -43,15 +43,17 @@ def _draw(rng: Random, section: TaskSection) -> tuple[str, str]:
 
 
 def _key(problem: tuple[str, str]) -> str:
+    """Returns a text that is equal for two problems with the same expression."""
     return f"calculator {problem[1]}"
 
 
 PROBLEMS = Problems("calculator", _draw, _key)
-"""A question, `And 414 + 349 * 340?`, and its expression, which is never held out."""
+"""Problems of a question, such as `And 414 + 349 * 340?`, and its expression. No expression is both
+in training and held out."""
 
 
 def load(task: TaskSection) -> Task:
-    """The task; `task.num_eval_questions` 0 holds out 500 problems."""
+    """Loads the task; with `task.num_eval_questions` 0 it holds out 500 problems."""
     empty = Task(
         name="calculator",
         rewards=(reward_of("correct", answers), reward_of("format", is_answered, 0.1, ())),

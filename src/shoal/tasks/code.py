@@ -1,8 +1,8 @@
-"""Code that must pass unit tests, from local files of MBPP's form (Austin et al. 2021,
-arXiv:2108.07732) or HumanEval's (Chen et al. 2021, arXiv:2107.03374).
+"""The task `code`: code that must pass unit tests, from local files in the form of MBPP (Austin et
+al. 2021, arXiv:2108.07732) or HumanEval (Chen et al. 2021, arXiv:2107.03374).
 
 A row of MBPP has `text` or `prompt`, `code` and `test_list`; one of HumanEval `prompt`,
-`canonical_solution`, `test` and `entry_point`. A model's code runs in bubblewrap alone
+`canonical_solution`, `test` and `entry_point`. A model's code runs only inside of bubblewrap
 (`graders/sandbox.py`).
 """
 
@@ -35,7 +35,8 @@ _PYTHON = re.compile(r"py(?:thon)?[0-9.]*", re.IGNORECASE)
 
 
 def load(task: TaskSection) -> Task:
-    """Loads the task. ShoalError for a row without tests, and where there is no sandbox."""
+    """Loads the task. ShoalError for a row without tests, and if sandboxes do not work on this
+    machine."""
     require_sandbox()
     splits = read_splits(task, Published("code"), _example)
     splits.drop_held_out(prompt_key, "problem")
@@ -53,8 +54,8 @@ def load(task: TaskSection) -> Task:
 
 
 def _note_undefined(splits: Splits) -> None:
-    """Notes tests that use what nobody defines: they fail every completion that does not guess
-    it."""
+    """Adds a note if tests use names that nothing defines: they fail every completion that does not
+    happen to define these names."""
     with_undefined = []
     for example in splits.all_rows:
         names = undefined_names(case_of("", example.columns))
@@ -71,6 +72,7 @@ def _note_undefined(splits: Splits) -> None:
 
 
 def _example(number: int, place: str, row: Mapping[str, Any]) -> Example:
+    """Returns the example of a row of MBPP or HumanEval; ShoalError if the row is neither."""
     tests: Any = row.get("test_list")
     entry = row.get("entry_point")
     text = row.get("text") or row.get("prompt")
@@ -114,18 +116,19 @@ def _example(number: int, place: str, row: Mapping[str, Any]) -> Example:
 
 
 def _texts(value: Any) -> list[str]:
-    """The texts of a column that holds one, several or none."""
+    """Returns the texts of a column that holds one text, a list of texts or none."""
     values = value if isinstance(value, list) else [value]
     return [text for text in values if isinstance(text, str)]
 
 
 def has_one_block(text: str) -> bool:
+    """True if a text has exactly one block of code."""
     return len(blocks_of(text)) == 1
 
 
 def blocks_of(text: str) -> list[str]:
-    """The blocks of Python in a text; where none is marked as Python, those without a language,
-    since beside marked code they show what it prints.
+    """Returns the blocks of Python code in a text. If no block is marked as Python, returns those
+    without a language; next to marked code such blocks usually show what the code prints.
 
     >>> blocks_of("```python\\nf()\\n```\\nprints\\n```\\n1\\n```")
     ['f()\\n']
@@ -144,8 +147,9 @@ def blocks_of(text: str) -> list[str]:
 
 
 def case_of(text: str, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """What the sandbox runs for a completion: its last block of code, or all of it where it has
-    none. A function that HumanEval begins is redefined, or continued."""
+    """Returns what the sandbox runs for a completion: its last block of code (all of the text if it
+    has no block), and the tests of its row. Code that a HumanEval prompt begins is put before it,
+    so that the completion can redefine the function or continue it."""
     text = solution_of(text)
     code = (blocks_of(text) or [text])[-1]
     return {
@@ -169,8 +173,9 @@ async def passed(
     log_metric: Any = None,
     **kwargs: Any,
 ) -> list[float]:
-    """1.0 where all tests pass, else 0.0. Logged: the share of each outcome, and each
-    completion's."""
+    """Returns 1.0 for each completion whose code passes all tests, else 0.0; runs the tests in
+    sandboxes. A reward function, which also logs each completion's outcome, and the share of each
+    kind of failure."""
     cases = []
     for i, completion in enumerate(completions):
         columns = {
@@ -191,5 +196,7 @@ async def passed(
 
 
 def verdict(text: str, example: Example) -> dict[str, Any]:
+    """Returns the verdict on a text: `correct`, and the `outcome` of its tests. Runs them in the
+    sandbox."""
     outcome = run(case_of(text, example.columns))
     return {"correct": outcome == "passed", "outcome": outcome}

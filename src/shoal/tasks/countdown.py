@@ -1,8 +1,8 @@
-"""Countdown: numbers, and a target to reach with + - * / and brackets, each number used once; made
-here, endlessly.
+"""The task `countdown`: generated problems of numbers, and a target to reach with + - * / and
+brackets, using each number once.
 
-A row is a problem, the same on every machine; what it asks can always be reached. Held-out problems
-share their numbers and target with none that is trained on. A small parser reads the answers
+A row gives the same problem on every machine, and each problem has a solution. No held-out problem
+has the same numbers and target as a training problem. A small parser reads the answers
 (`graders/arithmetic.py`).
 """
 
@@ -28,7 +28,8 @@ SYSTEM_PROMPT = (
 
 @dataclass(frozen=True)
 class Puzzle:
-    """Numbers in the order they are shown, the target, and an expression that reaches it.
+    """A problem: numbers in the order in which they are shown, the target, and an expression that
+    reaches it.
 
     >>> problem.numbers, problem.target, problem.solution
     ((3, 25, 5), 60, '(25 - 5) * 3')
@@ -40,7 +41,7 @@ class Puzzle:
 
     @property
     def normal_form(self) -> str:
-        """The same for problems that differ in the order of their numbers only."""
+        """A text that is equal for problems that differ only in the order of their numbers."""
         return f"{sorted(self.numbers)} {self.target}"
 
     @property
@@ -52,8 +53,8 @@ class Puzzle:
 
 
 def _draw(rng: Random, task: TaskSection) -> Puzzle:
-    """Numbers from 1 to `task.max_value`, joined two by two until one is left; no value on the way
-    is larger."""
+    """Draws a problem: numbers from 1 to `task.max_value`, which are joined two by two until one
+    value, the target, is left; no value on the way is larger than `task.max_value`."""
     numbers = []
     for _ in range(task.num_numbers):
         numbers.append(pick(rng, range(1, task.max_value + 1)))
@@ -67,7 +68,8 @@ def _draw(rng: Random, task: TaskSection) -> Puzzle:
 
 
 def _joined(large: tuple[int, str], small: tuple[int, str], most: int) -> list[tuple[int, str]]:
-    """The results of two values and their texts, whole numbers from 1 to `most`; one or more."""
+    """Returns the possible results of joining two (value, text): whole numbers from 1 to `most`,
+    each with its text. There is always one."""
     (a, left), (b, right) = large, small
     values = {"+": a + b, "-": a - b, "*": a * b}
     if a % b == 0:
@@ -90,8 +92,8 @@ PROBLEMS = Problems("countdown", _draw, _key, ("num_numbers", "max_value"))
 
 
 def load(task: TaskSection) -> Task:
-    """The task at the dials `task.num_numbers` and `task.max_value`; `task.num_eval_questions` 0
-    holds out 500."""
+    """Loads the task with the settings `task.num_numbers` and `task.max_value`; with
+    `task.num_eval_questions` 0 it holds out 500 problems."""
     empty = Task(
         name="countdown",
         rewards=(
@@ -106,7 +108,8 @@ def load(task: TaskSection) -> Task:
 
 
 def solves(answer: str | None, numbers: Sequence[int], target: int) -> bool:
-    """True if an answer is an expression of just these numbers that comes to the target.
+    """True if an answer is an expression that uses exactly these numbers, each once, and equals the
+    target.
 
     >>> solves("(3 + 4) * 2", [2, 3, 4], 14), solves("3 + 4", [3, 4, 2], 7)
     (True, False)
@@ -120,7 +123,7 @@ def solves(answer: str | None, numbers: Sequence[int], target: int) -> bool:
 
 
 def solves_in_tag(text: str, numbers: Sequence[int], target: int) -> bool:
-    """True if the text has one `<answer>`, and it solves the problem."""
+    """True if the text has exactly one `<answer>`, and its expression solves the problem."""
     return solves(single_answer(text), numbers, target)
 
 
@@ -129,15 +132,17 @@ def is_correct(text: str, example: Example) -> bool:
 
 
 def extract(text: str) -> str | None:
+    """Returns the text of the only `<answer>`; None if there is none."""
     return single_answer(text) or None
 
 
 def is_answered(text: str) -> bool:
-    """True if there is an `<answer>` that is not empty."""
+    """True if the text has an `<answer>` that is not empty."""
     return bool(extract_answer(text))
 
 
 def _example(row: int, problem: Puzzle) -> Example:
+    """Returns the example of a problem."""
     columns = {
         "numbers": list(problem.numbers),
         "target": problem.target,

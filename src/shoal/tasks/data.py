@@ -1,7 +1,8 @@
-"""Reading a task's rows, from files, folders or the hub, into training rows and held-out rows.
+"""Reads a task's rows from files, folders or the Hugging Face hub, and splits them into training
+rows and held-out rows.
 
-The rules are the same for rows from Python (`examples.py`): without rows to evaluate on the last
-ones are held out, and no row that is held out is trained on, unless that was asked for.
+The rules are the same for rows from Python (`examples.py`): if there are no rows to evaluate on,
+the last ones are held out; and no held-out row is trained on, unless that was asked for.
 """
 
 from __future__ import annotations
@@ -27,48 +28,53 @@ from shoal.tasks.task import DataReport
 from shoal.text import did_you_mean
 
 _HELD_OUT_SHARE = 10
-"""Without rows to evaluate on, one in this many is held out."""
+"""If the data has no rows to evaluate on, one of this many is held out."""
 
 
 _EVALUATING: ContextVar[bool] = ContextVar("evaluating", default=False)
 
 
 Make: TypeAlias = "Callable[[int, str, dict[str, Any]], Any]"
-"""(number, place, row) -> what is kept of a row; its place is `FILE, line 3`."""
+"""(number, place, row) -> what is kept of the row, such as an `Example`; the place is a text like
+`FILE, line 3`."""
 
 
 def evaluating() -> AbstractContextManager[None]:
-    """Within, nothing is trained on: data of one split is evaluated on whole, and there are no
-    training rows."""
+    """Returns a context in which data is read for an evaluation alone: a data set of one split is
+    evaluated on as a whole, and there are no training rows."""
     return within(_EVALUATING)
 
 
 def is_evaluating() -> bool:
+    """True inside of an `evaluating()` context."""
     return _EVALUATING.get()
 
 
 @dataclass
 class Splits:
-    """The rows to train on and those held out, in whatever form, and what was done to get them."""
+    """The training rows and the held-out rows of a task, in whatever form, with notes on how they
+    came about."""
 
     task: str
     train: list[Any]
     held_out: list[Any]
-    on_purpose: str  # what makes a run evaluate on the rows that it trains on
+    on_purpose: str  # the setting that makes a run evaluate on its training rows, for messages
     notes: list[str] = field(default_factory=list)
     data: DataReport = field(default_factory=DataReport)
-    one_split: bool = False  # there were no rows to evaluate on
-    shared: bool = False  # the rows held out are those that are trained on, on purpose
-    # Held-out examples have the numbers of the data that they were taken from, else their own.
+    one_split: bool = False  # the data had no rows to evaluate on
+    shared: bool = False  # the held-out rows are the training rows, as asked for
+    # True: held-out examples keep their row numbers in the data; False: they count from 0.
     keeps_row_numbers: bool = False
 
     @property
     def all_rows(self) -> list[Any]:
+        """Training rows and held-out rows, each once."""
         return self.train if self.shared else self.train + self.held_out
 
     def divide(self, source: str, num_questions: int, spread: bool = False) -> None:
-        """Holds out a tenth of data without another split: its last rows, at most `num_questions`
-        (0: no limit), or every tenth one; all of them where nothing is trained."""
+        """Holds out a tenth of the rows in `train`, if the data has no other split: the last rows,
+        at most `num_questions` (0: no limit), or with `spread` every tenth row. Inside
+        `evaluating()` all rows are held out. ShoalError if there is only one row."""
         rows = self.train
         total = len(rows)
         files = self.data.train_files
@@ -114,7 +120,7 @@ class Splits:
             first += num_rows
 
     def share(self) -> None:
-        """Evaluates on the rows that are trained on."""
+        """Makes the training rows the held-out rows too."""
         self.held_out, self.shared = self.train, True
         self.data = DataReport(self.data.train_files, self.data.train_files)
         self.notes.append(
@@ -122,8 +128,9 @@ class Splits:
         )
 
     def keep(self, test: Callable[[Any], bool], expected: str, reason: str) -> None:
-        """Drops the rows that fail a test; ShoalError where no other is left. `expected`: what a
-        row must have; `reason`: what the dropped ones have."""
+        """Drops the rows of both splits that fail a test, and notes how many; ShoalError if a split
+        would be left empty. `expected` says what a row must have, `reason` what is wrong with the
+        dropped ones."""
         train = [row for row in self.train if test(row)]
         held_out = [row for row in self.held_out if test(row)]
         for split, rows, kept in (
@@ -143,7 +150,8 @@ class Splits:
         self.held_out = held_out
 
     def drop_held_out(self, key: Callable[[Any], Any], noun: str) -> None:
-        """Leaves out the training rows whose `key` a held-out row has. `noun`: what a row asks."""
+        """Drops the training rows whose `key` a held-out row has too. `noun` says what a row asks,
+        for messages. ShoalError if no training row is left."""
         if self.shared:
             return
         held_out_keys = {key(row) for row in self.held_out}
@@ -156,13 +164,15 @@ class Splits:
         self._drop(kept, f"{noun} held out too")
 
     def _drop(self, kept: list[Any], reason: str) -> None:
+        """Replaces the training rows by those kept, and counts the others under the reason."""
         if len(kept) < len(self.train):
             self.data.dropped[reason] = len(self.train) - len(kept)
         self.train = kept
 
 
 def asked_rows(total: int, num_questions: int) -> str:
-    """How many rows of a data set are evaluated on, at most `num_questions` (0: no limit)."""
+    """Returns a text that says how many of `total` rows are evaluated on: at most `num_questions`
+    (0: no limit)."""
     if 0 < num_questions < total:
         return f"the first {num_questions} of {total} rows"
     return f"all {total} rows"
@@ -174,11 +184,12 @@ def asked_rows(total: int, num_questions: int) -> str:
 def read_splits(
     task: TaskSection, published: Published, make: Make, spread: bool = False
 ) -> Splits:
-    """What `make` keeps of the rows, with columns renamed as `task.columns` says; `spread` as in
-    `Splits.divide`.
+    """Reads the training and the held-out rows of a task: what `make` returns for each row, after
+    its columns are renamed as `task.columns` says.
 
-    A file alone is the training split, unless its folder has a file of the other split. Raises
-    `ShoalError` for data that is missing, empty or unreadable.
+    A single file is the training split, unless its folder has a file of the other split. If there
+    are no rows to evaluate on, some training rows are held out (`Splits.divide`, with `spread`).
+    Raises `ShoalError` for data that is missing, empty or unreadable.
     """
     train, held_out, notes = _find_files(task, published)
     renames = renames_of(task.columns)
@@ -199,7 +210,8 @@ def read_splits(
 def _find_files(
     task: TaskSection, published: Published
 ) -> tuple[list[Path], list[Path], list[str]]:
-    """The files of training and of evaluation, and notes."""
+    """Returns the files to train on, the files to evaluate on (may be empty), and notes. Downloads
+    the files of a data set of the hub."""
     name = published.task
     if task.template:
         raise ShoalError(
@@ -235,8 +247,9 @@ def _find_files(
 
 
 def _siblings(path: Path, task: TaskSection) -> tuple[list[Path], list[Path]]:
-    """The files of training and of evaluation where one file is given: if it is named after a
-    split, it is that split, and a file in its folder with the other's name is the other one."""
+    """Returns the files to train on and to evaluate on if only one file was given. If the file's
+    name contains the name of a split, the file is that split, and a file next to it with the other
+    split's name is the other one; else the file is the training split."""
     for mine, other in ((task.split, task.eval_split), (task.eval_split, task.split)):
         before, name_of_split, after = path.name.rpartition(mine)
         sibling = path.with_name(f"{before}{other}{after}")
@@ -255,8 +268,8 @@ def _siblings(path: Path, task: TaskSection) -> tuple[list[Path], list[Path]]:
 def _read(
     files: Sequence[Path], renames: Mapping[str, str], published: Published, make: Make
 ) -> tuple[list[Any], dict[str, int]]:
-    """What `make` keeps of all rows of the files, renamed and checked to hold the columns; the rows
-    of each file."""
+    """Returns what `make` returns for all rows of the files, and the number of rows of each file.
+    ShoalError for a row without the required columns, and if there are no rows."""
     rows: list[Any] = []
     counts: dict[str, int] = {}
     names = [file.name for file in files]
@@ -274,12 +287,15 @@ def _read(
 
 
 def _columns(published: Published) -> str:
+    """Returns the names of the required columns, for messages."""
     return " and ".join(f"`{column}`" for column in published.columns) or "columns"
 
 
 def _checked(
     row: Any, place: str, renames: Mapping[str, str], published: Published
 ) -> dict[str, Any]:
+    """Returns a row with its columns renamed; ShoalError if a required column is missing or is not
+    text. Numbers in columns that allow them become text, 18.0 becomes `18`."""
     if not isinstance(row, dict):
         raise ShoalError(
             f"task {published.task}: {place} is a {type(row).__name__}; an object with "
@@ -314,7 +330,8 @@ def _is_finite_number(value: Any) -> bool:
 
 
 def renames_of(entries: Iterable[str]) -> dict[str, str]:
-    """`wanted=theirs` as theirs -> wanted.
+    """Returns entries `wanted=theirs` as a dict theirs -> wanted. ShoalError if a name occurs
+    twice.
 
     >>> renames_of(["prompt=question"])
     {'question': 'prompt'}
@@ -333,6 +350,8 @@ def renames_of(entries: Iterable[str]) -> dict[str, str]:
 
 
 def _renamed(row: Mapping[str, Any], place: str, renames: Mapping[str, str]) -> dict[str, Any]:
+    """Returns a row with its columns renamed; ShoalError if one is missing, or if a name is
+    taken."""
     for theirs, wanted in renames.items():
         if theirs not in row:
             raise ShoalError(
@@ -360,7 +379,7 @@ _TRAIN = "train"
 
 
 _HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
-"""What splits to evaluate on are called."""
+"""Usual names of splits to evaluate on."""
 
 
 _CONVERTED = "refs/convert/parquet"
@@ -368,16 +387,16 @@ _CONVERTED = "refs/convert/parquet"
 
 
 PlacedRows: TypeAlias = "Iterator[tuple[str, Any]]"
-"""Each row with its place: `FILE, line 3`."""
+"""Yields (place, row); the place is a text like `FILE, line 3`."""
 
 
 # ---- the rows of a file
 
 
 def read_file(file: Path, prefix: str = "") -> PlacedRows:
-    """The rows of a file. Raises ShoalError, which `prefix` begins, for what cannot be read.
-
-    A json or jsonl file holds a list of objects, or an object a line."""
+    """Yields each row of a file, with its place. Reads csv, parquet, and json or jsonl that holds a
+    list of objects or one object on each line. Raises ShoalError, whose message begins with
+    `prefix`, if the file cannot be read."""
     name = f"{prefix}{file}"
     if file.suffix not in SUFFIXES:
         raise ShoalError(
@@ -393,6 +412,7 @@ def read_file(file: Path, prefix: str = "") -> PlacedRows:
 
 
 def _read_json(file: Path, name: str) -> PlacedRows:
+    """Yields the rows of a file that holds a JSON list, or a JSON object on each line."""
     with file.open("rb") as lines:
         is_list = lines.read(1000).decode("utf-8-sig", "replace").lstrip().startswith("[")
         lines.seek(0)
@@ -408,7 +428,8 @@ def _read_json(file: Path, name: str) -> PlacedRows:
 
 
 def _parse_json(data: bytes, fault: str) -> Any:
-    """What JSON in UTF-8 holds, or ShoalError: `fault` and its cause."""
+    """Returns the value of JSON text in UTF-8; ShoalError, which begins with `fault`, if it is
+    invalid."""
     try:
         text = data.decode("utf-8-sig")
         value = json.loads(text)
@@ -432,8 +453,8 @@ def _parse_json(data: bytes, fault: str) -> Any:
 
 
 def half_character(text: str) -> str:
-    """The first half of a surrogate pair alone, which no tokenizer and no file takes, as `\\ud83d`;
-    empty without."""
+    """Returns the first half of a surrogate pair that stands alone in a text, written like
+    `\\ud83d`; "" if there is none. Neither tokenizers nor files accept such a half."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -442,7 +463,8 @@ def half_character(text: str) -> str:
 
 
 def _read_table(file: Path, name: str) -> PlacedRows:
-    """A table with a header; all values are text, so that of the answer `007` nothing is lost."""
+    """Yields the rows of a csv file with a header. All values stay text, so that the answer `007`
+    keeps its zeros."""
     csv.field_size_limit(2**31 - 1)  # the module's own limit of 131,072 characters is a long prompt
     with file.open(encoding="utf-8-sig", newline="") as text:
         reader = csv.reader(text, strict=True)
@@ -472,6 +494,7 @@ def _read_table(file: Path, name: str) -> PlacedRows:
 
 
 def _read_parquet(file: Path, name: str) -> PlacedRows:
+    """Yields the rows of a parquet file."""
     import pyarrow.parquet
 
     number = 0
@@ -492,7 +515,7 @@ def _read_parquet(file: Path, name: str) -> PlacedRows:
 
 @dataclass(frozen=True)
 class Published:
-    """Where a task's rows come from, and what they must hold.
+    """Where the rows of a built-in task come from, and which columns they must have.
 
     >>> Published(
     ...     "gsm8k", "openai/gsm8k", ("question", "answer"), ("gsm8k_{split}", "{split}"),
@@ -501,19 +524,19 @@ class Published:
     """
 
     task: str
-    hub_id: str = ""  # the data set where task.path names none; empty: there is none
-    columns: tuple[str, ...] = ()  # every row has them
-    # Names of the files of a split, without suffix, tried in order.
+    hub_id: str = ""  # the data set on the hub if task.path is empty; "": there is none
+    columns: tuple[str, ...] = ()  # that every row must have
+    # Possible names of a split's file, without suffix, tried in order.
     stems: tuple[str, ...] = ("{split}",)
-    subset: str = ""  # of the hub's data set, where task.subset names none
+    subset: str = ""  # subset of the hub's data set, unless task.subset names another
     texts: tuple[str, ...] = ()  # those of `columns` that must be text
-    numbers: tuple[str, ...] = ()  # those of `texts` that may be numbers, taken as text
+    numbers: tuple[str, ...] = ()  # those of `texts` that may be numbers, which become text
 
 
 @dataclass(frozen=True)
 class Subset:
-    """What a README declares of a subset: the folder it lies in and, where it says so, the files of
-    each split."""
+    """What the README of a data set declares about one subset: its folder and, if declared, the
+    file patterns of each split."""
 
     folder: str = ""
     splits: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -521,14 +544,16 @@ class Subset:
 
 @dataclass(frozen=True)
 class DataFolder:
-    """A folder with the files of a data set."""
+    """A folder that holds the files of a data set."""
 
     path: Path
     published: Published
-    declared: Mapping[str, Subset]  # by name; the default one under the empty name too
+    # Subsets that the README declares, by name; the default one also under "".
+    declared: Mapping[str, Subset]
 
     def find_splits(self, task: TaskSection) -> tuple[list[Path], list[Path], list[str]]:
-        """The files of training and of evaluation, notes."""
+        """Returns the files to train on, the files to evaluate on (may be empty), and notes.
+        ShoalError if there are no files to train on."""
         name = self.published.task
         task, notes = self._subset_in_split(task)
 
@@ -548,6 +573,7 @@ class DataFolder:
         return train, held_out, notes
 
     def _no_training_files(self, task: TaskSection) -> ShoalError:
+        """Returns the error for a folder without files of the wanted split."""
         files = data_files(self.path)
         names = [f"{stem.format(split=task.split)}.jsonl" for stem in self.published.stems]
         wanted = ", ".join(reversed(names))
@@ -563,7 +589,8 @@ class DataFolder:
         )
 
     def split_files(self, subset: str, split: str) -> list[Path]:
-        """The files of a split, shards in order; empty where there are none."""
+        """Returns the files of a split of a subset ("": the default one), shards in order; [] if
+        there are none. Follows the README's declaration, else tries the usual names."""
         own = self.published.subset
         name = subset
         if not name and own in self.declared:
@@ -593,8 +620,9 @@ class DataFolder:
         return []
 
     def _subset_in_split(self, task: TaskSection) -> tuple[TaskSection, list[str]]:
-        """The task as it is, or with the subset that its `split` really names and the split that
-        its `files` name: so MaxText's `hf_data_split=main hf_data_files=train` has it."""
+        """Returns the settings with `split` and `subset` corrected, and a note if they were: if
+        `task.split` names a subset, it becomes the subset, and `task.files` names the split.
+        MaxText's settings are of this form: `hf_data_split=main hf_data_files=train`."""
         named = len(task.files) == 1 and re.fullmatch(r"[\w-]+", task.files[0])
         split = task.files[0] if named else _TRAIN
         if self.declared:
@@ -619,8 +647,9 @@ def named_files(
     folder: Path | None = None,
     files_of: Callable[[str], list[Path]] | None = None,
 ) -> list[Path]:
-    """The files that `task.files` names, by pattern (without a folder: from the current one; also
-    in a bucket) or by split."""
+    """Returns the files that the entries of `task.files` name: a pattern in `folder` (None: from
+    the current directory), an address in a bucket, which is fetched, or with `files_of` the name of
+    a split. ShoalError for an entry that names no file."""
     all_files: list[Path] = []
     for name in names:
         if is_bucket(name):
@@ -651,7 +680,8 @@ def named_files(
 
 
 def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
-    """The files of a folder that patterns name, in order; those of a folder that one names."""
+    """Returns the files of a folder that match patterns, in order; for a matching folder the data
+    files in it."""
     files: list[Path] = []
     for pattern in patterns:
         try:
@@ -666,21 +696,25 @@ def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
 
 
 def _rows_of(path: Path) -> list[Path]:
+    """Returns the path itself, or the data files of a folder."""
     return data_files(path) if path.is_dir() else [path]
 
 
 def data_files(folder: Path) -> list[Path]:
-    """All files of a folder, and of those in it, that can hold rows."""
+    """Returns all files in a folder and its subfolders whose suffix is one of SUFFIXES; [] if there
+    is no folder."""
     if not folder.is_dir():
         return []
     return [file for file in sorted(folder.rglob("*")) if file.suffix in SUFFIXES]
 
 
 def _listed(files: Sequence[Path]) -> str:
+    """Returns the names of files as a text."""
     return _some([file.name for file in files])
 
 
 def _some(names: Sequence[str], limit: int = 12) -> str:
+    """Returns names as a text, at most `limit` of them."""
     if not names:
         return "nothing"
     text = ", ".join(names[:limit])
@@ -693,8 +727,8 @@ def _some(names: Sequence[str], limit: int = 12) -> str:
 
 
 def open_folder(path: Path, published: Published) -> DataFolder:
-    """A folder with the subsets that the `configs` in the YAML at the head of its README declare.
-    What cannot be followed there is left out."""
+    """Returns a folder with the subsets that its README declares, in `configs` of the YAML at its
+    head. Declarations that cannot be understood are ignored."""
     from huggingface_hub import metadata_load
     from yaml import YAMLError
 
@@ -722,7 +756,8 @@ def open_folder(path: Path, published: Published) -> DataFolder:
 
 
 def _read_subset(entry: Mapping[str, Any]) -> Subset:
-    """One entry of `configs`; what points out of the data set is left out."""
+    """Returns the subset that one entry of `configs` declares, without paths that lead out of the
+    data set."""
     folder = str(entry.get("data_dir") or "").strip("/")
     if not _is_inside(folder):
         folder = ""
@@ -748,6 +783,7 @@ def _read_subset(entry: Mapping[str, Any]) -> Subset:
 
 
 def _is_inside(path: str) -> bool:
+    """True if a declared path stays inside of the data set."""
     return not Path(path).is_absolute() and ".." not in Path(path).parts and "://" not in path
 
 
@@ -755,14 +791,15 @@ def _is_inside(path: str) -> bool:
 
 
 def is_hub_id(path: str) -> bool:
-    """True for what may name a data set of the hub, where there is no file or folder of that
-    name."""
+    """True if a text has the form of the name of a data set on the hub, `owner/name`. Whether there
+    is a file or folder of that name is checked elsewhere."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", path) is not None and not path.endswith(SUFFIXES)
 
 
 def fetch_folder(task: TaskSection, published: Published) -> DataFolder:
-    """The hub's files of the wanted splits, as a folder in its cache: those that its README
-    declares, else all of the subset."""
+    """Downloads the files of the wanted splits from the hub, and returns the folder in the hub's
+    cache: the files that the README declares, else all of the subset. If the data set has none in a
+    readable format, takes the hub's copy as parquet."""
     path = task.path
     if path and not is_hub_id(path):
         at = f" at {Path(path).expanduser()}" if path.startswith("~") else ""
@@ -793,13 +830,15 @@ def fetch_folder(task: TaskSection, published: Published) -> DataFolder:
         patterns = [f"{base}*{suffix}" for suffix in SUFFIXES]
     folder = _download(path, published, patterns)
     if not data_files(folder):
-        # Of another format: the hub keeps a copy of public data sets as parquet.
+        # The files have another format, but the hub keeps copies of public data sets as parquet.
         folder = _download(path, published, ["*.parquet"], revision=_CONVERTED)
         declared = {}
     return DataFolder(folder, published, declared)
 
 
 def _download(path: str, published: Published, patterns: list[str], **options: Any) -> Path:
+    """Downloads the files of a data set that match patterns; returns their folder. ShoalError if
+    that fails."""
     name = path or published.hub_id
     try:
         return from_hub(name, repo_type="dataset", allow_patterns=patterns, **options)

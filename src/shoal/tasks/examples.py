@@ -1,9 +1,9 @@
-"""The task of a user's own rows, from files or the hub at `task.path` (`task=custom`), or given
-from Python; scored by the user's reward functions.
+"""The task of a user's own rows: read from files or the hub at `task.path` (`task=custom`), or
+given from Python; scored by the user's reward functions.
 
 A row's prompt is its column `prompt` (text, or messages), what `task.template` makes of its
-columns, or its `messages` without a final answer. All other columns go to the reward functions, as
-in TRL and verl.
+columns, or its `messages` without a final answer. All other columns are passed to the reward
+functions, as in TRL and verl.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from shoal.tasks.task import CUSTOM, ROWS, Task
 from shoal.text import count, did_you_mean
 
 _LIKELY = ("question", "problem", "instruction", "query", "input", "text")
+"""Usual names of columns that hold prompts, the likeliest first."""
 
 
 _UNLIKELY = ("solution", "answer", "target", "response", "completion", "label", "ground_truth")
-"""Columns that hold a prompt under another name; and those that hold what is asked for."""
+"""Usual names of columns that hold answers."""
 
 
 def load(task: TaskSection) -> Task:
-    """Loads the task of the rows at `task.path`; it comes without rewards.
+    """Loads the task of the rows at `task.path`; it has no reward functions.
 
-    Raises `ShoalError`, with file and line, for a row that cannot be used: none is left out, but
-    for training prompts that are held out too.
+    Raises `ShoalError`, with file and line, for a row that cannot be used. No row is left out,
+    except training prompts that are held out too.
     """
     maker = ExampleMaker()
 
@@ -62,6 +63,7 @@ def load(task: TaskSection) -> Task:
 
 
 def _no_prompt(row: Mapping[str, Any], place: str) -> ShoalError:
+    """Returns the error for a row without prompt, with advice on which column to take."""
     candidates = []
     for name, value in row.items():
         if is_share_gpt(value):
@@ -87,7 +89,8 @@ def _no_prompt(row: Mapping[str, Any], place: str) -> ShoalError:
 
 
 def _unlikeliness(column: str) -> int:
-    """A number that is lower the likelier a column holds prompts, by its name."""
+    """Returns a number for ranking columns by name: the lower, the likelier the column holds
+    prompts."""
     name = column.lower()
     if name in _LIKELY:
         return _LIKELY.index(name)
@@ -100,7 +103,9 @@ def _unlikeliness(column: str) -> int:
 
 
 def template_text(template: str, key: str = "task.template") -> str:
-    """The template itself, or what the file of that name holds; `key`: whose value it is."""
+    """Returns the text of a template: the value itself if it has braces or lines, else the content
+    of the file that it names. ShoalError if there is no such file. `key`: the setting, for
+    messages."""
     if "{" in template or "\n" in template:
         return template
     file = Path(template).expanduser()
@@ -118,8 +123,9 @@ def template_text(template: str, key: str = "task.template") -> str:
 
 
 def parse_template(text: str, key: str = "task.template") -> tuple[list[str], list[str]]:
-    """Text and names of columns in turn: pieces[0], names[0], pieces[1], ...; doubled braces are
-    braces.
+    """Splits a template into pieces of text and names of columns, which alternate: pieces[0],
+    names[0], pieces[1], ... Doubled braces stand for braces. ShoalError for single braces, and if
+    no column is named.
 
     >>> parse_template("{a} in {{}}: {b}!")
     (['', ' in {}: ', '!'], ['a', 'b'])
@@ -153,8 +159,8 @@ def fill(
     place: str,
     key: str = "task.template",
 ) -> str:
-    """The text with the row's values: text as it is, whatever braces it holds, other values as
-    JSON."""
+    """Returns the template's text with the values of a row: text as it is, whatever braces it
+    holds, other values as JSON. ShoalError if a column is missing or null."""
     values = []
     for name in names:
         if row.get(name) is None:
@@ -175,18 +181,18 @@ def fill(
 
 
 TAKEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-"""Further arguments of reward functions: no column may have such a name."""
+"""Arguments that reward functions get from the run: no column may have such a name."""
 
 
 SAME = "train"
-"""As `held_out=`: the rows that are trained on."""
+"""The value of `held_out=` that evaluates on the training rows."""
 
 
 _GIVEN = "rows from Python"
 
 
 _LISTS = ("files", "columns")
-"""Settings of a task that are lists."""
+"""Names of task settings whose values are lists; `is_data` must not take them for columns."""
 
 
 _PLAIN = (str, int, bool, type(None))
@@ -199,8 +205,8 @@ Correct = Callable[[str, Example], bool]
 
 
 def is_data(task: Any) -> bool:
-    """True if `task=` holds data, not a name or settings: a dict of settings has plain values, one
-    of columns lists."""
+    """True if the argument `task=` holds data rather than a name or settings. Of two dicts, one
+    with plain values is settings, one with lists is columns of data."""
     if not isinstance(task, Mapping):
         return task is not None and not isinstance(task, str | bytes)
     for name, value in task.items():
@@ -213,12 +219,12 @@ def is_data(task: Any) -> bool:
 def rows_task(
     data: Any, held_out: Any = None, correct: Correct | None = None, num_questions: int = 500
 ) -> Task:
-    """A task of rows with `prompt` (text or messages) or `messages`; all other columns go to the
-    reward functions.
+    """Returns the task of rows that have `prompt` (text or messages) or `messages`; all other
+    columns are passed to the reward functions.
 
-    Without `held_out` the last rows are held out: `num_questions` (0: no limit), at most a tenth,
-    or all rows where nothing is trained. `held_out="train"` evaluates on the rows that are trained
-    on.
+    Without `held_out` the last rows are held out: `num_questions` (0: no limit), but at most a
+    tenth; or all rows inside `evaluating()`. `held_out="train"` evaluates on the training rows.
+    `correct`: a function (text, example) -> bool.
     """
     if correct is not None and not callable(correct):
         raise ShoalError(
@@ -240,7 +246,8 @@ def rows_task(
 
 
 def task_of_examples(splits: Splits, maker: ExampleMaker, correct: Correct | None = None) -> Task:
-    """The task of examples, without those training prompts that are held out too."""
+    """Returns the task of examples, after dropping the training prompts that are held out too. Adds
+    notes on what the maker of the examples saw."""
     splits.drop_held_out(prompt_key, "prompt")
     if maker.from_messages:
         splits.notes.append(
@@ -258,8 +265,8 @@ def task_of_examples(splits: Splits, maker: ExampleMaker, correct: Correct | Non
 
 
 def note_empty_answers(splits: Splits) -> None:
-    """Notes how many rows have no right answer, where others have one: no completion can match an
-    empty one."""
+    """Adds a note on how many rows have no right answer, if others have one: no completion can
+    match an empty one."""
     rows = splits.all_rows
     empty = [example for example in rows if _is_blank(ground_truth(example.columns))]
     if empty and len(empty) < len(rows):
@@ -271,11 +278,12 @@ def note_empty_answers(splits: Splits) -> None:
 
 
 def _is_blank(answer: Any) -> bool:
+    """True for None and for text without visible characters."""
     return answer is None or (isinstance(answer, str) and not answer.strip())
 
 
 def with_rows(task: Task, splits: Splits) -> Task:
-    """The task with the examples of its data, numbered from 0 in each split."""
+    """Returns the task with the examples of its data, numbered from 0 in each split."""
     held_out = splits.held_out
     if not splits.keeps_row_numbers:
         held_out = _numbered(held_out)
@@ -289,15 +297,17 @@ def with_rows(task: Task, splits: Splits) -> Task:
 
 
 def has_answer(example: Example) -> bool:
+    """True if an example's column `answer` is not None."""
     return example.columns["answer"] is not None
 
 
 def prompt_key(example: Example) -> str:
-    """What two examples with the same prompt have in common."""
+    """Returns a text that is equal for two examples if and only if their prompts are equal."""
     return example.prompt if isinstance(example.prompt, str) else _ENCODER.encode(example.prompt)
 
 
 def _numbered(examples: Sequence[Example]) -> list[Example]:
+    """Returns the examples with their positions as row numbers."""
     numbered = []
     for number, example in enumerate(examples):
         if example.row != number:
@@ -307,7 +317,7 @@ def _numbered(examples: Sequence[Example]) -> list[Example]:
 
 
 def _call_correct(correct: Correct, text: str, example: Example) -> bool:
-    """Calls a user's function; an error names the example."""
+    """Calls the user's function `correct`; if it raises, the ShoalError names the example."""
     try:
         return bool(correct(text, example))
     except Exception as error:
@@ -321,6 +331,8 @@ def _call_correct(correct: Correct, text: str, example: Example) -> bool:
 
 
 def _examples(maker: ExampleMaker, data: Any, name: str) -> list[Example]:
+    """Returns the examples of rows that were given from Python. `name` is the argument, for
+    messages."""
     examples = []
     for number, row in enumerate(_rows(data, name)):
         examples.append(maker(number, f"{name} row {number}", row))
@@ -328,7 +340,9 @@ def _examples(maker: ExampleMaker, data: Any, name: str) -> list[Example]:
 
 
 def _rows(data: Any, name: str) -> Sequence[Any]:
-    """Whatever holds rows, as a list of them."""
+    """Returns the rows of any object that holds rows: a list of dicts, a dict of columns, or a
+    table of pandas, polars, arrow or datasets. ShoalError for anything else, and if there are no
+    rows."""
     rows: Any
     to_rows = getattr(data, "to_dicts", None) or getattr(data, "to_pylist", None)
     if isinstance(data, Mapping):
@@ -353,6 +367,7 @@ def _rows(data: Any, name: str) -> Sequence[Any]:
 
 
 def _rows_of_columns(columns: Mapping[Any, Any], name: str) -> list[dict[str, Any]]:
+    """Returns a dict of columns as a list of rows. ShoalError if their lengths differ."""
     for column, values in columns.items():
         if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
             raise ShoalError(
@@ -374,13 +389,14 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 
 
 class UnknownRoles:
-    """Roles of messages that are none of ROLES: a template writes them as they are, drops them or
-    fails."""
+    """Collects roles of messages that are not in ROLES: a chat template writes such a role as it
+    is, drops it or fails."""
 
     def __init__(self) -> None:
-        self._places: dict[str, list[str]] = {}  # by role: of the rows that have it
+        self._places: dict[str, list[str]] = {}  # unknown role -> places of the rows that have it
 
     def add(self, example: Example) -> None:
+        """Collects the unknown roles of one example."""
         if isinstance(example.prompt, str):
             return
         roles = {message["role"] for message in example.prompt}
@@ -389,7 +405,8 @@ class UnknownRoles:
 
     @property
     def notes(self) -> list[str]:
-        """A line for each."""
+        """A line for each unknown role, with the number of prompts that have it and the first
+        place."""
         notes = []
         for role, places in self._places.items():
             notes.append(
@@ -401,16 +418,17 @@ class UnknownRoles:
 
 
 class ExampleMaker:
-    """Makes examples of rows with `prompt`. Raises ShoalError for one that cannot be used, or that
-    differs in kind or columns from the first."""
+    """Makes an example of each row with `prompt` or `messages`. Raises ShoalError if a row cannot
+    be used, or has another form of prompt or other columns than the first row."""
 
     def __init__(self) -> None:
         self.num_continued = 0  # prompts that end with an assistant's message
         self.roles = UnknownRoles()
         self.from_messages = False
-        self._first: tuple[Example, str] | None = None  # and its place
+        self._first: tuple[Example, str] | None = None  # the first example and its place
 
     def __call__(self, number: int, place: str, row: Any) -> Example:
+        """Returns the example of a row, and counts what is noted about all of them."""
         example = example_of(number, place, row)
         if self._first is None:
             _check_names(example, place)
@@ -441,7 +459,8 @@ class ExampleMaker:
 
 
 def example_of(number: int, place: str, row: Any) -> Example:
-    """The example of a row; ShoalError, naming its place, without a prompt that can be used."""
+    """Returns the example of a row; ShoalError, naming its place, if the row has no usable
+    prompt."""
     if not isinstance(row, Mapping):
         raise ShoalError(
             f"{place} is a {type(row).__name__}: expected a dict with `prompt` and the reward's "
@@ -462,7 +481,8 @@ def example_of(number: int, place: str, row: Any) -> Example:
 
 
 def _without_answer(messages: Any, place: str) -> list[Any]:
-    """Messages up to the answer that they end with, if they do."""
+    """Returns the messages without a final message of the assistant. ShoalError if nothing else is
+    there."""
     if not isinstance(messages, list):
         raise ShoalError(
             f"{place}: `messages` is a {type(messages).__name__}: expected a list of dicts with "
@@ -479,6 +499,8 @@ def _without_answer(messages: Any, place: str) -> list[Any]:
 
 
 def _check_names(example: Example, place: str) -> None:
+    """Raises ShoalError if a column's name is not text, or is an argument that reward functions get
+    from the run."""
     for column in example.columns:
         if not isinstance(column, str) or column in TAKEN:
             raise ShoalError(
@@ -488,8 +510,8 @@ def _check_names(example: Example, place: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A table's value as Python has it: lists for arrays, None where there is none (NaN, NA,
-    NaT)."""
+    """Returns a table's value in Python's types: arrays become lists, and missing values (NaN, NA,
+    NaT) None."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, np.ndarray | np.generic):
@@ -504,7 +526,7 @@ def _plain(value: Any) -> Any:
 
 
 def checked_prompt(prompt: Any, place: str) -> Prompt:
-    """Text, or messages as a list of plain dicts, checked."""
+    """Returns a prompt as text or as a list of plain message dicts; ShoalError if it is neither."""
     if hasattr(prompt, "tolist"):  # tables hold lists as arrays
         prompt = prompt.tolist()
     if not (isinstance(prompt, str | list | tuple) and prompt):
@@ -519,7 +541,7 @@ def checked_prompt(prompt: Any, place: str) -> Prompt:
 
 
 def is_share_gpt(messages: Any) -> bool:
-    """True for messages with `from` and `value`, as ShareGPT has them, in place of `role` and
+    """True for messages in ShareGPT's form, with `from` and `value` in place of `role` and
     `content`."""
     if not isinstance(messages, list | tuple | np.ndarray) or not len(messages):
         return False
@@ -533,6 +555,8 @@ SHARE_GPT_ADVICE = (
 
 
 def _message(number: int, message: Any, place: str) -> dict[str, Any]:
+    """Returns message `number` of a prompt as a plain dict; ShoalError unless role and content are
+    text."""
     role = content = None
     if isinstance(message, Mapping):
         role = message.get("role")
@@ -556,8 +580,8 @@ def _message(number: int, message: Any, place: str) -> dict[str, Any]:
 
 
 def without_none(value: Any) -> Any:
-    """Without the keys that a table fills in with None where only other rows have them, such as a
-    tool's arguments."""
+    """Returns a value without the keys whose value is None, at all levels. Tables add such keys to
+    a row if other rows have them, for example in a tool's arguments."""
     if isinstance(value, Mapping):
         return {key: without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple | np.ndarray):
@@ -566,6 +590,7 @@ def without_none(value: Any) -> Any:
 
 
 def _checked_text(text: str, place: str) -> str:
+    """Returns the text; ShoalError if it holds half of a surrogate pair."""
     half = "" if text.isascii() else half_character(text)
     if half:
         raise ShoalError(

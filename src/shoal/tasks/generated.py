@@ -1,5 +1,5 @@
-"""Generated problems: rows without end, the same on every machine, and held-out ones that training
-never has."""
+"""Generated problems: training rows without end, the same on every machine, and held-out problems
+that never occur in training."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ T = TypeVar("T")
 Problem = TypeVar("Problem")
 
 NUM_TRAIN = 1_000_000
-NUM_HELD_OUT = 500  # where task.num_eval_questions is 0
-NUM_BUCKETS = 16  # a problem is held out by a hash, one in so many
+NUM_HELD_OUT = 500  # if task.num_eval_questions is 0
+NUM_BUCKETS = 16  # one of this many problems is held out, chosen by a hash
 MAX_IDLE_DRAWS = 20_000  # draws without a new held-out problem, after which there are no more
 
 
 class MadeRows(Sequence[Example]):
-    """`make(row)` for rows 0 to num_rows - 1."""
+    """A sequence whose row r is `make(r)`, computed at each access, for rows 0 to num_rows - 1."""
 
     def __init__(self, make: Callable[[int], Example], num_rows: int) -> None:
         self._make = make
@@ -48,26 +48,28 @@ def _as_drawn(rng: Random, drawn: Any, purpose: str) -> Any:
 
 @dataclass(frozen=True)
 class Problems(Generic[Problem]):
-    """The problems of a task: of training rows, and held-out ones, which no training row has. The
-    same address and values of the `dials`, keys of `TaskSection`, give the same ones on every
-    machine.
+    """The generated problems of a task: those of training rows, and held-out ones, which no
+    training row has. The same task, row and values of the `dials` (settings of `TaskSection`) give
+    the same problems on every machine.
 
     >>> problems = Problems("calculator", draw, key=lambda problem: problem.expression)
     >>> problems.train(7, section), problems.held_out(500, section)
     """
 
     task: str
-    draw: Callable[[Random, TaskSection], Any]  # a problem, or what `finish` makes one of
-    key: Callable[[Any], str]  # of what was drawn: with the same key it is the same problem
+    draw: Callable[[Random, TaskSection], Any]  # returns a problem, or what `finish` completes
+    key: Callable[[Any], str]  # (drawn) -> a text; problems with the same key are the same
     dials: tuple[str, ...] = ()
     finish: Callable[[Random, Any, str], Problem] = _as_drawn
 
     def _generator(self, purpose: str, row: int, section: TaskSection) -> Random:
+        """Returns the random numbers of a row for a purpose."""
         values = [getattr(section, dial) for dial in self.dials]
         return generator(self.task, purpose, row, *values)
 
     def train(self, row: int, section: TaskSection, purpose: str = "train") -> Problem:
-        """The problem of a training row; another `purpose` has others."""
+        """Returns the problem of a training row; the same row has another problem for each
+        `purpose`."""
         rng = self._generator(purpose, row, section)
         while True:
             drawn = self.draw(rng, section)
@@ -78,8 +80,8 @@ class Problems(Generic[Problem]):
     def held_out(
         self, count: int, section: TaskSection, purpose: str = "held_out"
     ) -> tuple[Problem, ...]:
-        """`count` held-out problems with different keys, the first n the same for every count;
-        fewer where there are no more."""
+        """Returns `count` held-out problems with different keys, fewer if there are no more. The
+        first n are the same for every count. Results are cached."""
         rng = self._generator(purpose, 0, section)
         problems: dict[str, Problem] = {}
         idle = 0
@@ -100,11 +102,11 @@ def generated_task(
     example: Callable[[int, Problem], Example],
     sets: Sequence[str] = ("held_out",),
 ) -> Task:
-    """The task with the rows of its problems; `sets`: purposes of held-out ones, each an
-    evaluation.
+    """Returns the task with generated rows: training rows, and for each of `sets` (purposes of
+    held-out problems) an evaluation of this name.
 
-    Notes say which sets have fewer problems than `task.num_eval_questions` (0: NUM_HELD_OUT) at the
-    section's dials.
+    Adds a note if a set has fewer problems than `task.num_eval_questions` (0: NUM_HELD_OUT) with
+    these settings. ShoalError if `task.path` is set.
     """
     refuse_path(section, task.name)
     count = section.num_eval_questions or NUM_HELD_OUT
@@ -116,7 +118,7 @@ def generated_task(
     notes: list[str] = []
     for number, name in enumerate(sets):
         held_out = problems.held_out(count, section, name)
-        first_row = number * NUM_TRAIN  # no two sets share rows, nor so their noise
+        first_row = number * NUM_TRAIN  # no two sets share row numbers, and so sampling noise
         examples = [example(first_row + i, problem) for i, problem in enumerate(held_out)]
         evaluations[name] = tuple(examples)
         if len(held_out) < count:
@@ -137,7 +139,7 @@ def generated_task(
 
 
 def refuse_path(section: TaskSection, name: str) -> None:
-    """ShoalError for a path: this task reads no data."""
+    """Raises ShoalError if `task.path` is set, because this task reads no data."""
     if section.path:
         raise ShoalError(
             f"task.path={section.path!r}: the task {name} makes its own problems; leave task.path "
@@ -146,20 +148,22 @@ def refuse_path(section: TaskSection, name: str) -> None:
 
 
 def is_held_out(key: str) -> bool:
-    """True if the problems with this key are held out, by nothing but its hash."""
+    """True if problems with this key are held out; that depends on the key's hash alone."""
     return _hash(key) % NUM_BUCKETS == 0
 
 
 def generator(*parts: object) -> Random:
-    """The random numbers of an address: the same parts give the same ones on every machine."""
+    """Returns a random generator seeded by the parts: the same parts give the same numbers on every
+    machine."""
     return Random(_hash("/".join(map(str, parts))))
 
 
 def _hash(text: str) -> int:
+    """Returns 64 bits of a text's hash as a number."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def pick(rng: Random, items: Sequence[T]) -> T:
-    """One of the items. `Random.random` is the one method whose numbers Python promises to keep
-    between versions."""
+    """Returns one of the items at random. Uses only `Random.random`, the one method whose numbers
+    Python promises to keep between versions."""
     return items[int(rng.random() * len(items))]

@@ -1,9 +1,9 @@
-"""GSM8K (Cobbe et al. 2021, arXiv:2110.14168): from a local jsonl or parquet file, a folder of
-them, or the hub.
+"""The task `gsm8k` (Cobbe et al. 2021, arXiv:2110.14168): from a local jsonl or parquet file, a
+folder of such files, or the hub.
 
-A row holds `question` and `answer`, the latter ending in `#### <number>` or `A: <number>`, or just
-a number. How questions are put and rewarded is chosen by `reward.preset`: here are what a preset
-holds and is made with, and our own, `shoal`. All that looks into a text is linear in its length.
+A row has `question` and `answer`; the answer ends in `#### <number>` or `A: <number>`, or is just a
+number. `reward.preset` chooses how questions are put and rewarded: this module has the form of a
+preset, and the preset `shoal`. All searches in a text are linear in its length.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ SYSTEM_PROMPT = (
 class RewardPreset:
     """How a system puts a question and judges completions.
 
-    `answer` finds what counts as the answer, None where the text has none; `right` tells whether it
-    is the gold number, for accuracy.
+    `answer` returns what counts as a text's answer, None if the text has none; `right` returns
+    whether that is the gold number, for the accuracy.
     """
 
     prompt: Callable[[str], Messages]
@@ -51,20 +51,23 @@ class RewardPreset:
 
 
 def load_reward_preset(name: str) -> RewardPreset:
-    """The preset of a name; its module is imported when it is used."""
+    """Returns the preset of a name, after importing its module."""
     module, _, preset = REWARD_PRESETS[name].partition(":")
     return getattr(importlib.import_module(module), preset)
 
 
 def user_prompt(instructions: str, question: str) -> Messages:
+    """Returns the messages of a question whose instructions are in the user's message."""
     return [{"role": "user", "content": f"{instructions}\n\n{question}"}]
 
 
 def system_prompt(instructions: str, question: str) -> Messages:
+    """Returns the messages of a question whose instructions are in a system message."""
     return [{"role": "system", "content": instructions}, {"role": "user", "content": question}]
 
 
 def _is_tagged_gold(text: str, gold: str) -> bool:
+    """True if the number in the last answer tag is the gold number."""
     return same_number(extract_answer(text), gold)
 
 
@@ -89,12 +92,11 @@ PUBLISHED = Published(
 
 
 def load(task: TaskSection, reward: RewardSection | None = None) -> Task:
-    """Loads the task; `task.path` is a file, a folder, a hub id, or empty for the hub's own copy.
+    """Loads the task; `task.path` is a file, a folder, a hub id, or "" for GSM8K on the hub.
 
-    A file alone is the training split, unless its folder has the other split, else its last rows
-    are held out.
-
-    Raises `ShoalError` for data that is missing, empty, unreadable or without the two columns.
+    A single file is the training split, and its last rows are held out, unless its folder has a
+    file of the other split. Raises `ShoalError` for data that is missing, empty, unreadable or
+    without the two columns.
     """
     empty = blank(task, reward)
     prompt = load_reward_preset((reward or RewardSection()).preset).prompt
@@ -115,7 +117,7 @@ def load(task: TaskSection, reward: RewardSection | None = None) -> Task:
 
 
 def blank(task: TaskSection, reward: RewardSection | None = None) -> Task:
-    """The task without data, for rows that hold their answer."""
+    """Returns the task without data, for judging rows that contain their answer."""
     preset = load_reward_preset((reward or RewardSection()).preset)
 
     def of_row(number: int, row: Mapping[str, Any]) -> Example:
@@ -146,8 +148,9 @@ def blank(task: TaskSection, reward: RewardSection | None = None) -> Task:
 
 
 def gold(answer: str) -> str | None:
-    """The number after the last `####`, else after `A:` in the last line, else the number that is
-    all of it; commas, spaces and `$` removed. None where there is none.
+    """Returns the gold number of an answer as text, without commas, spaces and `$`: the number
+    after the last `####`, else after `A:` in the last line, else the whole answer. None if that is
+    not a number.
 
     >>> gold("He has 1000 + 200.\\n#### 1,200")
     '1200'
@@ -166,8 +169,8 @@ def gold(answer: str) -> str | None:
 
 
 def verdict(text: str, example: Example) -> dict[str, Any]:
-    """The verdict on a solution of whatever form: `correct`, and the number that it ends with as
-    `answer`."""
+    """Returns the verdict on a solution of any form: `correct`, and as `answer` the number that the
+    solution ends with."""
     number = final_number(text)
     gold_number = final_number(f"#### {example.columns['answer']}")
     is_right = number is not None and number == gold_number

@@ -1,8 +1,9 @@
-"""A number from 1 to 100, to be guessed in at most 20 questions that are answered in words; made
-here.
+"""The task `guess`: a number from 1 to 100 is to be guessed in at most 20 questions, which an
+environment answers in words. Riddles are generated.
 
-The environment says whether the number is higher or lower, and ends the rollout once it was named.
-What is held out is a number with the words that ask for it, which say nothing of the number.
+The environment says whether the number is higher or lower, and ends the rollout once the number was
+named. A riddle is a number together with the words that ask for it, which say nothing about the
+number; held-out riddles are such pairs.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ _NUMBER = re.compile(r"\s*([0-9]{1,3})\s*")
 
 
 class Guess:
-    """One number that is guessed; its reward is 1 once it was named."""
+    """The environment of one number that is to be guessed; its reward is 1 once the number was
+    named."""
 
     def __init__(self) -> None:
         self.number, self.questions, self.found = 0, 0, False
@@ -55,7 +57,7 @@ class Guess:
         self.number, self.questions, self.found = number, 0, False
 
     def respond(self, message: str) -> str | None:
-        """The answer to a guess; None where the rollout is over."""
+        """Returns the answer to a guess; None if the rollout is over."""
         guess = number_of(message)
         self.questions += 1
         self.found = guess == self.number
@@ -70,7 +72,7 @@ class Guess:
 
 
 def number_of(message: str) -> int | None:
-    """The number that a message is, from 1 to 100; None for anything else."""
+    """Returns the number from 1 to 100 that a message consists of; None for any other message."""
     match = _NUMBER.fullmatch(message)
     if match is None:
         return None
@@ -87,6 +89,7 @@ def is_number(text: str) -> bool:
 
 
 def _draw(rng: Random, _: TaskSection) -> tuple[str, int]:
+    """Returns the words that ask for a number, and the number."""
     first_words = pick(rng, FIRST_WORDS)
     last_words = pick(rng, LAST_WORDS)
     number = pick(rng, range(1, MOST + 1))
@@ -94,11 +97,11 @@ def _draw(rng: Random, _: TaskSection) -> tuple[str, int]:
 
 
 RIDDLES = Problems("guess", _draw, str)
-"""Words and a number, which are never held out together."""
+"""Riddles of words and a number. No pair of these is both in training and held out."""
 
 
 def load(task: TaskSection) -> Task:
-    """The task; `task.num_eval_questions` 0 holds out 500 riddles."""
+    """Loads the task; with `task.num_eval_questions` 0 it holds out 500 riddles."""
     empty = Task(
         name="guess",
         rewards=(reward_of("format", is_number, 0.1, ()),),

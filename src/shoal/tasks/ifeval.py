@@ -1,9 +1,9 @@
-"""IFEval (Zhou et al. 2023, arXiv:2311.07911): prompts with instructions that can be checked, and
-their four figures.
+"""The task `ifeval` (Zhou et al. 2023, arXiv:2311.07911): prompts with instructions that can be
+checked, and their four figures.
 
-A row holds `prompt`, `instruction_id_list` and `kwargs`, one dict of arguments for each
-instruction. The published set is one file of 541 rows, made to evaluate with; training on it is
-possible and contaminates it.
+A row has `prompt`, `instruction_id_list` and `kwargs`, one dict of arguments for each instruction.
+The published set is one file of 541 rows, made for evaluation; training on it is possible and
+contaminates it.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ SYSTEM_PROMPT = (
     "and </answer>: only what stands there is checked against the user's instructions."
 )
 WEIGHTS = (0.4, 0.3, 0.2, 0.1)
-"""Of prompt-strict, the mean of instruction-strict, prompt-loose and the mean of instruction-loose
-in the reward."""
+"""Weights in the reward of prompt-strict, the mean of instruction-strict, prompt-loose and the mean
+of instruction-loose."""
 ANSWER_BONUS, THINK_BONUS = 0.1, 0.05
 
 
 def load(task: TaskSection) -> Task:
-    """Loads the task; `task.path` is a file, a folder, a hub id, or empty for the hub's own copy.
+    """Loads the task; `task.path` is a file, a folder, a hub id, or "" for IFEval on the hub.
 
-    Where there is one split, and nothing is trained or it is `task.eval_split` too (so in the
-    preset of `shoal eval`), all its rows are evaluated on, with the published prompts and nothing
-    else. Otherwise a system prompt asks for the two tags; of one split every tenth row is held out.
+    If there is one split, and either nothing is trained or that split is `task.eval_split` too (as
+    in the preset of `shoal eval`), all its rows are evaluated on, with the published prompts alone.
+    Otherwise a system prompt asks for the two tags, and of a single split every tenth row is held
+    out.
 
     Raises `ShoalError` for data that is missing or unreadable, and for a row with an instruction or
-    an argument that no check can take.
+    an argument that no check accepts.
     """
     splits = read_splits(task, PUBLISHED, PlacedRow, spread=True)
     evaluates_all = splits.shared or (splits.one_split and is_evaluating())
@@ -71,7 +72,7 @@ def load(task: TaskSection) -> Task:
 
 @dataclass(frozen=True)
 class PlacedRow:
-    """A published row whose arguments are not read yet."""
+    """A row of the published data, before its arguments are read, with its place."""
 
     number: int
     place: str
@@ -90,13 +91,13 @@ def _examples(rows: Sequence[PlacedRow], tags: bool) -> list[Example]:
 
 
 def blank(task: TaskSection) -> Task:
-    """The task without data, for rows that hold their instructions."""
+    """Returns the task without data, for judging rows that contain their instructions."""
     return _task(tags=False)
 
 
 def _task(tags: bool) -> Task:
-    """`tags`: whether the prompts ask for them; where they do not, the whole text is checked, and
-    no form measured."""
+    """Returns the task without data. `tags`: True if the prompts ask for the two tags; if not, the
+    whole text is checked, and its form is not measured."""
     points = partial(instruction_points, tags=tags)
     rewards = [reward_of("instructions", points, columns=("instruction_id_list", "kwargs"))]
     if tags:
@@ -121,8 +122,8 @@ def _example_of_row(number: int, row: Mapping[str, Any]) -> Example:
 
 
 def checked_text(text: str, tags: bool = True) -> str:
-    """What is checked of a completion: with `tags` what stands in its only answer block, if there
-    is just one, else all of it.
+    """Returns the part of a completion that is checked: with `tags` the text of its answer block if
+    there is exactly one, else all of it.
 
     >>> checked_text("<think>hm</think> <answer> Yes. </answer>")
     'Yes.'
@@ -136,7 +137,8 @@ def checked_text(text: str, tags: bool = True) -> str:
 def _followed(
     text: str, names: Sequence[str], arguments: Sequence[Mapping[str, Any]]
 ) -> tuple[list[bool], list[bool]]:
-    """For each instruction, True if it is followed strictly, and True if by any of the variants."""
+    """Returns two lists with a bool for each instruction: whether the text follows it, and whether
+    any of the text's `variants` does."""
     other_variants = variants(text)[1:]
     strict = []
     loose = []
@@ -150,7 +152,8 @@ def _followed(
 
 
 def verdict(text: str, example: Example, tags: bool = False) -> dict[str, Any]:
-    """The verdict on a text, with `tags` on its answer block alone; `correct` is `prompt_strict`.
+    """Returns the verdict on a text, or with `tags` on its answer block; `correct` is
+    `prompt_strict`.
 
     >>> columns = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
     >>> verdict("no, thanks", Example(0, "...", columns))
@@ -171,7 +174,7 @@ def verdict(text: str, example: Example, tags: bool = False) -> dict[str, Any]:
 
 
 def is_correct(text: str, example: Example, tags: bool = False) -> bool:
-    """True if every instruction is followed, strictly; with `tags`, by the answer block alone."""
+    """True if every instruction is followed strictly, with `tags` by the answer block."""
     names, arguments = example.columns["instruction_id_list"], example.columns["kwargs"]
     checked = checked_text(text, tags)
     pairs = zip(names, arguments, strict=False)
@@ -179,8 +182,8 @@ def is_correct(text: str, example: Example, tags: bool = False) -> bool:
 
 
 def figures(verdicts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The four published figures, shares in [0, 1]: of prompts, and of the instructions of all
-    prompts together."""
+    """Returns the four published figures, shares from 0 to 1: of prompts, and of the instructions
+    of all prompts together, each strict and loose."""
     shares = {}
     for mode in ("strict", "loose"):
         prompts = []
@@ -199,6 +202,7 @@ def well_formed(text: str) -> bool:
 
 
 def _thinks_once(text: str) -> bool:
+    """True if there is exactly one think block."""
     if text.count("<think>") != 1 or text.count("</think>") != 1:
         return False
     return text.index("<think>") < text.index("</think>")
@@ -214,10 +218,13 @@ def _mean(values: Sequence[bool]) -> float:
 def instruction_points(
     text: str, names: Sequence[str], arguments: Sequence[Mapping[str, Any]], tags: bool
 ) -> float:
-    """0.4, 0.3, 0.2 and 0.1 for prompt-strict, the mean of instruction-strict, prompt-loose and the
-    mean of instruction-loose. The four weights are TorchRL's; it checks the first answer block,
-    nothing where there is none. Ours is, with `tags`, to take only a single block as the answer,
-    and the whole text where there is not exactly one."""
+    """Returns the reward for following instructions: 0.4, 0.3, 0.2 and 0.1 times prompt-strict, the
+    mean of instruction-strict, prompt-loose and the mean of instruction-loose.
+
+    The four weights are TorchRL's, which checks the first answer block, and nothing if there is
+    none. Here, with `tags`, only a single block is taken as the answer; if there is not exactly
+    one, the whole text is checked.
+    """
     checked = checked_text(text, tags)
     strict, loose = _followed(checked, names, arguments)
     parts = (all(strict), _mean(strict), all(loose), _mean(loose))
@@ -225,8 +232,8 @@ def instruction_points(
 
 
 def form_points(text: str) -> float:
-    """0.1 for exactly one answer block and 0.05 for exactly one think block, added to what the
-    instructions give."""
+    """Returns the reward for the form: 0.1 for exactly one answer block and 0.05 for exactly one
+    think block. It is added to the reward for the instructions."""
     return ANSWER_BONUS * (single_answer(text) is not None) + THINK_BONUS * _thinks_once(text)
 
 
@@ -234,7 +241,8 @@ def form_points(text: str) -> float:
 
 
 def _example(number: int, place: str, row: Mapping[str, Any], tags: bool) -> Example:
-    """A published row, its arguments read; raises `ShoalError` that names its place."""
+    """Returns the example of a published row, with its arguments read; `ShoalError` that names its
+    place if they cannot be."""
     names, given = row["instruction_id_list"], row["kwargs"]
     is_right = _is_list_of(names, str) and _is_list_of(given, dict) and len(given) == len(names)
     if not is_right:
@@ -255,7 +263,7 @@ def _example(number: int, place: str, row: Mapping[str, Any], tags: bool) -> Exa
 
 
 def _is_list_of(value: Any, item_type: type) -> bool:
-    """True for a list that is not empty, all of one type."""
+    """True for a list that is not empty and whose items are all of one type."""
     if not isinstance(value, list) or not value:
         return False
     return all(isinstance(item, item_type) for item in value)

@@ -1,10 +1,10 @@
-"""Reward functions known by name: TRL's ready ones, and DAPO's overlong penalty.
+"""Reward functions that are known by name: TRL's ready ones, and DAPO's overlong penalty.
 
     reward=accuracy_reward,think_format_reward
     reward='get_cosine_scaled_reward(max_len=512)'
 
-They are written from TRL's documentation and give its numbers; what TRL logs of parsed answers is
-not logged.
+They are written from TRL's documentation and give the same numbers; what TRL logs about parsed
+answers is not logged.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ _CALL = re.compile(r"(?P<name>[A-Za-z_]\w*)\s*(?:\((?P<arguments>.*)\))?")
 
 
 def find_builtin(spec: str) -> RewardFunction | None:
-    """The function that a name, or a factory's name with arguments, stands for; None for
-    `file.py:function`.
+    """Returns the reward function for a name, or for the name of a factory with arguments; None for
+    a text like `file.py:function`.
 
-    Raises ShoalError for an unknown name, with the nearest one, and for arguments that a factory
-    does not take."""
+    Raises ShoalError for an unknown name, with the nearest one, and for arguments that the factory
+    does not take.
+    """
     match = _CALL.fullmatch(spec.strip())
     if match is None:
         return None
@@ -68,9 +69,9 @@ def find_builtin(spec: str) -> RewardFunction | None:
 def accuracy_reward(
     completions: Sequence[Any], solution: Sequence[str], **kwargs: Any
 ) -> list[float | None]:
-    """1.0 where a completion's answer in LaTeX (a box before all else) is the solution's, else 0.0;
-    None where the solution has no answer that can be read. A check that is ended at its limit gives
-    0.0."""
+    """Returns 1.0 for each completion whose answer in LaTeX (a box before all else) is the
+    solution's, else 0.0; None if the solution has no answer that can be read. A check that is ended
+    at its limit gives 0.0."""
     math_check.require_math_verify()
     pairs = []
     for completion, gold in zip(completions, solution, strict=True):
@@ -87,8 +88,8 @@ def reasoning_accuracy_reward(
     reasoning_delimiters: Sequence[str] | None = None,
     **kwargs: Any,
 ) -> list[float | None]:
-    """`accuracy_reward` of the text behind the last delimiter (`</think>`); 0.0 for a text without
-    one."""
+    """Returns the `accuracy_reward` of the text behind the last delimiter (`</think>`); 0.0 for a
+    text without a delimiter."""
     delimiters = reasoning_delimiters or ("</think>",)
     answers = []
     has_delimiter = []
@@ -105,7 +106,8 @@ def reasoning_accuracy_reward(
 
 
 def think_format_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
-    """1.0 for a completion that begins with its only `<think>` and closes it, else 0.0."""
+    """Returns 1.0 for each completion that begins with its only `<think>` and closes it, else
+    0.0."""
     scores = []
     for completion in completions:
         text = completion_text(completion)
@@ -121,9 +123,10 @@ def cosine_scaled_reward(
     min_value_correct: float = 0.5,
     max_value_correct: float = 1.0,
 ) -> Callable[..., Any]:
-    """A reward of length: half a cosine from `max_value_correct` at no tokens to
-    `min_value_correct` at `max_len` where the answer is right, from `min_value_wrong` to
-    `max_value_wrong` where it is wrong. arXiv:2502.03373, C.1."""
+    """Returns a reward function that depends on correctness and length. For a right answer the
+    reward falls along half a cosine from `max_value_correct` at 0 tokens to `min_value_correct` at
+    `max_len` tokens; for a wrong one it goes from `min_value_wrong` to `max_value_wrong`.
+    arXiv:2502.03373, C.1."""
 
     def cosine_scaled(
         completions: Sequence[Any],
@@ -153,8 +156,8 @@ def cosine_scaled_reward(
 def repetition_penalty(
     ngram_size: int = 3, max_penalty: float = -1.0
 ) -> Callable[..., list[float]]:
-    """A penalty of the share of a completion's n-grams of tokens that occurred before.
-    arXiv:2502.03373, C.2.
+    """Returns a reward function: `max_penalty` times the share of a completion's n-grams of tokens
+    that occurred in it before. arXiv:2502.03373, C.2.
 
     >>> repetition_penalty(2)(completion_ids=[[1, 2, 3, 4], [5, 5, 5, 5, 5]])
     [0.0, -0.75]
@@ -179,9 +182,9 @@ def repetition_penalty(
 def overlong_punishment(
     max_completion_len: int, soft_punish_cache: int
 ) -> Callable[..., list[float]]:
-    """A penalty of completions' lengths in tokens: 0 up to `max_completion_len -
-    soft_punish_cache`, then linearly down to -1 at `max_completion_len`. DAPO, arXiv 2503.14476,
-    eq. 13.
+    """Returns a reward function that penalizes long completions: 0 up to `max_completion_len -
+    soft_punish_cache` tokens, then falling linearly to -1 at `max_completion_len`. DAPO, arXiv
+    2503.14476, eq. 13.
 
     >>> overlong_punishment(100, 20)(completion_ids=[[0] * 80, [0] * 90, [0] * 100])
     [0.0, -0.5, -1.0]
@@ -207,9 +210,9 @@ def verl_reward(
     reward_model: Sequence[Any],
     **kwargs: Any,
 ) -> list[float | None]:
-    """verl's default reward, by a row's `data_source`: 1.0 for GSM8K's number behind the last
-    `####`, for the answer of MATH in a box, else 0.0. ValueError for other sources, which need a
-    function."""
+    """Returns verl's default reward, chosen by a row's `data_source`: 1.0 if the number behind the
+    last `####` is right (GSM8K), or the answer in a box (MATH), else 0.0. ValueError for any other
+    source, which needs a function of its own."""
     from shoal.tasks.gsm8k import load_reward_preset
 
     for row in reward_model:
@@ -249,4 +252,4 @@ FACTORIES: dict[str, tuple[Callable[..., Callable[..., Any]], dict[str, Any]]] =
     "get_cosine_scaled_reward": (cosine_scaled_reward, {}),
     "get_repetition_penalty_reward": (repetition_penalty, {}),
 }
-"""Name -> what makes the function, and its arguments where none are given."""
+"""Name -> the function that makes the reward function, and its arguments if none are given."""

@@ -1,9 +1,9 @@
-"""MATH (Hendrycks et al. 2021, arXiv:2103.03874): competition problems whose answers are checked
-with math-verify.
+"""The task `math` (Hendrycks et al. 2021, arXiv:2103.03874): competition problems whose answers are
+checked with math-verify.
 
-A row holds `problem` and `answer`, or a `solution` that ends in `\\boxed{answer}`. By default the
-hub's training split of 7,500 problems is trained on and MATH-500 evaluated on, which shares none
-with it.
+A row has `problem`, and `answer` or a `solution` that ends in `\\boxed{answer}`. By default the
+hub's training split of 7,500 problems is trained on, and MATH-500, which shares no problem with it,
+is evaluated on.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ SYSTEM_PROMPT = (
     "then write only the final answer, in LaTeX, between <answer> and </answer>."
 )
 TAIL_CHARS = 10_000
-"""An answer before so many last characters is not found."""
+"""An answer is only looked for in this many last characters of a text."""
 
 
 def load(task: TaskSection) -> Task:
     """Loads the task; `task.path` is a file, a folder or a hub id with `problem` and `answer` or
     `solution`.
 
-    Without a path, training and evaluation are two data sets of the hub. Raises `ShoalError` for
-    data that is missing or without answers, and where math-verify is not installed.
+    Without a path, training and evaluation use two data sets of the hub. Raises `ShoalError` for
+    data that is missing or without answers, and if math-verify is not installed.
     """
     empty = blank(task)
     splits = read_splits(task, TRAIN, _make)
@@ -73,7 +73,8 @@ def _problem_of(example: Example) -> str:
 
 
 def blank(task: TaskSection) -> Task:
-    """The task without data, for rows that hold their answer."""
+    """Returns the task without data, for judging rows that contain their answer. ShoalError if
+    math-verify is not installed."""
     math_check.require_math_verify()
     return Task(
         name="math",
@@ -89,8 +90,8 @@ def blank(task: TaskSection) -> Task:
 
 
 def answer_of(text: str) -> str | None:
-    """What stands in the last `<answer>`, without a `\\boxed{}` around it, else in the last
-    `\\boxed{}`; None where the last 10,000 characters have neither."""
+    """Returns the answer in a text: the content of the last `<answer>`, without a `\\boxed{}`
+    around it, else of the last `\\boxed{}`; None if the last 10,000 characters have neither."""
     tail = text[-TAIL_CHARS:]
     tagged = extract_answer(tail)
     boxed = last_boxed(tail if tagged is None else tagged)
@@ -98,12 +99,13 @@ def answer_of(text: str) -> str | None:
 
 
 def extract(text: str) -> str | None:
-    """The answer in one spelling, for maj@k."""
+    """Returns the answer in a normal form, in which equal answers are counted for maj@k; None if
+    there is none."""
     return math_check.plain(answer_of(text) or "") or None
 
 
 def figures(verdicts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """`unchecked`: how many checks were ended at their limit."""
+    """Returns the figure `unchecked`: how many checks were ended at their limit."""
     return {"unchecked": float(sum(verdict["unchecked"] for verdict in verdicts))}
 
 
@@ -118,9 +120,11 @@ def correct_reward(
     log_metric: Callable[[str, float], None] | None = None,
     **kwargs: Any,
 ) -> list[float]:
-    """1.0 where the answer is the same as the gold one, else 0.0 (TRL's convention).
+    """Returns 1.0 for each completion whose answer is the same as the gold one, else 0.0. A reward
+    function in TRL's convention.
 
-    Logged: `unchecked`, the share of answers whose check was ended at its limit (0.0 for them)."""
+    Logs `unchecked`, the share of answers whose check was ended at its limit (their reward is 0.0).
+    """
     answers = [answer_of(completion_text(completion)) or "" for completion in completions]
     verdicts = math_check.same_all(list(zip(answer, answers, strict=True)))
     if log_metric:
@@ -130,9 +134,9 @@ def correct_reward(
 
 
 def verdict(text: str, example: Example) -> dict[str, Any]:
-    """The verdict on a solution of whatever form: `correct`, the `answer` in its tag or box, and
-    `unchecked`, True if the check was ended at its limit. Where the text has neither tag nor box,
-    math-verify looks for the answer."""
+    """Returns the verdict on a solution of any form: `correct`, the `answer` in its tag or box
+    (None if there is neither: math-verify then looks for the answer in the text), and `unchecked`,
+    True if the check was ended at its limit."""
     text = solution_of(text[-TAIL_CHARS:])
     gold, answer = example.columns["answer"], answer_of(text)
     if answer is None:
@@ -147,7 +151,7 @@ def verdict(text: str, example: Example) -> dict[str, Any]:
 
 
 def gold(row: Mapping[str, Any]) -> str | None:
-    """The answer of a row: its `answer`, else what its `solution` has in its last box; None where
+    """Returns the gold answer of a row: its `answer`, else the last box in its `solution`; None if
     there is none that can be read."""
     answer: str | None = None
     if row.get("answer") is not None:
@@ -160,6 +164,7 @@ def gold(row: Mapping[str, Any]) -> str | None:
 
 
 def _make(number: int, place: str, row: Mapping[str, Any]) -> Example:
+    """Returns the example of a row; its answer may be None."""
     columns = {"answer": gold(row), "solution": str(row.get("solution") or "")}
     prompt = [
         {"role": "system", "content": SYSTEM_PROMPT},
@@ -169,6 +174,7 @@ def _make(number: int, place: str, row: Mapping[str, Any]) -> Example:
 
 
 def _of_row(number: int, row: Mapping[str, Any]) -> Example:
+    """Returns the example of a published row; ShoalError if it has no answer."""
     example = _make(number, "", row) if "problem" in row else None
     if example is None or example.columns["answer"] is None:
         raise ShoalError(

@@ -1,5 +1,5 @@
-"""Environments of OpenEnv servers, over their WebSocket: `environment=openenv:URL`. The package
-itself is not needed.
+"""Environments that run on OpenEnv servers, asked over their WebSocket: `environment=openenv:URL`.
+OpenEnv's package is not needed.
 
 reset(**columns) -> {"type": "reset"}             a server's tools (MCP) -> tools of the rollout
 respond(message) -> {"type": "step"}              an action that is one text: the model's words
@@ -27,16 +27,16 @@ CONNECT_SECONDS = 30.0
 
 
 MOST_BYTES = 100 << 20
-"""Of one message of a server."""
+"""The largest message of a server that is accepted."""
 
 
 _FIELDS = ("done", "reward", "metadata")
-"""Fields of an observation or an action that are no part of what is said."""
+"""Fields of an observation or an action that the model neither sees nor writes."""
 
 
 class OpenEnv:
-    """A session at a server. `reward` is the last step's, for the record; `get_reward` the sum of
-    all steps'."""
+    """A session at a server. Its attribute `reward` is the reward of the last step, for the record;
+    `get_reward` returns the sum of all steps."""
 
     url: ClassVar[str]
 
@@ -45,6 +45,8 @@ class OpenEnv:
         self.total, self.done = 0.0, False
 
     async def reset(self, **columns: Any) -> str | None:
+        """Begins a rollout, with the row's number as the seed; returns what the server says first,
+        None if nothing."""
         self.total, self.done = 0.0, False
         vars(self).pop("reward", None)
         arguments = dict(columns)
@@ -59,8 +61,8 @@ class OpenEnv:
         return self.total
 
     async def _step(self, action: Mapping[str, Any]) -> Any:
-        """The observation after an action. RuntimeError for one that the server refuses, and once
-        it has said that the rollout is over."""
+        """Sends an action and returns the observation. RuntimeError if the server refuses it, or if
+        the rollout is over."""
         if self.done:
             raise RuntimeError("the environment is done: give your answer")
         step = await self._ask("step", action)
@@ -76,6 +78,8 @@ class OpenEnv:
         self._socket = None
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> Any:
+        """Sends a message and returns the data of the answer. Connects anew if the server has
+        closed an idle connection. RuntimeError if the answer is an error."""
         from websockets import ConnectionClosed
 
         message = json.dumps({"type": kind, "data": data})
@@ -96,6 +100,7 @@ class OpenEnv:
         return answer["data"]
 
     async def _exchange(self, message: str) -> Any:
+        """Sends a message, after connecting if need be, and returns the server's next one."""
         from websockets.asyncio.client import connect
 
         if self._socket is None:
@@ -107,8 +112,8 @@ class OpenEnv:
 
 
 def openenv(address: str) -> type[OpenEnv]:
-    """The environment of a server, with its tools as methods. ShoalError where it does not answer,
-    or does not speak OpenEnv's protocol."""
+    """Returns the environment class for a server's address, with the server's tools as methods.
+    ShoalError if the server does not answer, or does not speak OpenEnv's protocol."""
     url = address.removeprefix(PREFIX).rstrip("/")
     try:
         action = _get(f"{url}/schema")["action"]
@@ -139,6 +144,8 @@ def openenv(address: str) -> type[OpenEnv]:
 
 
 def _respond(field: str) -> Callable[..., Any]:
+    """Returns a method `respond` that sends the model's text as one field of an action."""
+
     async def respond(self: OpenEnv, message: str) -> str | None:
         observation = await self._step({field: message})
         return None if self.done else _said(observation)
@@ -147,6 +154,8 @@ def _respond(field: str) -> Callable[..., Any]:
 
 
 def _tool(tool: Mapping[str, Any]) -> Callable[..., Any]:
+    """Returns a method that calls a tool of the server."""
+
     async def call(self: OpenEnv, **arguments: Any) -> str:
         observation = await self._step(
             {"type": "call_tool", "tool_name": tool["name"], "arguments": arguments}
@@ -167,6 +176,8 @@ def _tool(tool: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 def _action_tool(action: Mapping[str, Any]) -> Callable[..., Any]:
+    """Returns a method `step` whose arguments are the fields of an action."""
+
     async def step(self: OpenEnv, **fields: Any) -> str:
         return _said(await self._step(fields))
 
@@ -176,7 +187,7 @@ def _action_tool(action: Mapping[str, Any]) -> Callable[..., Any]:
 def _described(
     function: Any, name: str, description: str, parameters: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """The function with a schema of its own, in place of type hints and a docstring."""
+    """Returns the function with this name and schema, in place of type hints and a docstring."""
     function.__name__ = name
     schema_of_parameters: dict[str, Any] = {"type": "object", "properties": {}}
     for key in ("type", "properties", "required", "$defs"):
@@ -194,7 +205,7 @@ def _described(
 
 
 def _said(observation: Any) -> str:
-    """An observation as words: its one text, or JSON."""
+    """Returns an observation as text: its one text, or JSON; "" if it is empty."""
     if isinstance(observation, Mapping):
         fields = {}
         for name, value in observation.items():
@@ -213,24 +224,27 @@ def _said(observation: Any) -> str:
 
 
 def _get(url: str) -> Any:
+    """Returns the JSON at an address."""
     with urllib.request.urlopen(url, timeout=CONNECT_SECONDS) as answer:
         return json.load(answer)
 
 
 def _post(url: str, data: Mapping[str, Any]) -> Any:
+    """Posts JSON to an address and returns the JSON of the answer; {} if the answer is an HTTP
+    error, as of a server without tools."""
     request = urllib.request.Request(
         url, json.dumps(data).encode(), {"Content-Type": "application/json"}
     )
     try:
         with urllib.request.urlopen(request, timeout=CONNECT_SECONDS) as answer:
             return json.load(answer)
-    except urllib.error.HTTPError:  # a server without tools
+    except urllib.error.HTTPError:  # the server has no tools
         return {}
 
 
 def load(task: TaskSection) -> Task:
-    """The task; prompts are empty before `reset(row, **columns)` returns the user's words. No two
-    rows have one number, and those that are held out begin at a million."""
+    """Loads the task of environments, whose prompts are empty until `reset(row, **columns)` returns
+    the user's words. All rows have different numbers; held-out ones begin at a million."""
     refuse_path(task, "environment")
     num_held_out = task.num_eval_questions or NUM_HELD_OUT
     held_out = [_example(row, NUM_TRAIN + row) for row in range(num_held_out)]

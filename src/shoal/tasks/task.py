@@ -1,4 +1,5 @@
-"""A task: questions to train on, questions held out, and the functions that score completions."""
+"""A task: questions to train on, questions held out for evaluation, and the functions that score
+completions."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from shoal.text import nearest
 CUSTOM = "custom"
 ROWS = "rows"
 OWN_DATA = (CUSTOM, ROWS)
-"""The names of the one task of a user's own rows: read from files, or given from Python."""
+"""The two names of the task of a user's own rows: `custom` if read from files, `rows` if given from
+Python."""
 
 TASKS = {
     "words": "shoal.tasks.words",
@@ -36,8 +38,8 @@ RewardSection)`."""
 
 @dataclass(frozen=True)
 class DataReport:
-    """What was read for a task, and which training rows were left out. Empty where questions are
-    generated.
+    """What was read for a task: the files with their numbers of rows, and which training rows were
+    left out. Empty if the questions are generated.
 
     >>> DataReport(
     ...     {"gsm8k_train.jsonl": 7473}, {"gsm8k_test.jsonl": 1319}, {"no `#### <number>`": 12}
@@ -54,11 +56,11 @@ class DataReport:
 
 @dataclass(frozen=True)
 class Task:
-    """What a run trains on and is measured by.
+    """What a run trains on and is measured by: examples, evaluations, rewards and graders.
 
-    `train[i].row == i`. `evaluations` come in order: the first is the main held-out set, each other
-    one is reported under its name; their rows differ, so that no two questions of one evaluation
-    share their noise.
+    `train[i].row == i`. The first of `evaluations` is the main held-out set; each further one is
+    reported under its name. No two questions of the evaluations have the same row number, so that
+    they do not share their sampling noise.
     """
 
     name: str
@@ -69,35 +71,38 @@ class Task:
     """True if a completion's text solves its example. None: there is no accuracy, only the mean
     reward."""
     correct_by: str = ""
-    """The reward function that gives 1 to what is correct, in place of `correct`, where judging
-    twice would be slow."""
+    """Name of the reward function whose value 1 means that a completion is correct. It replaces
+    `correct` in tasks in which judging twice would be slow; "" if there is none."""
     well_formed: Callable[[str], bool] | None = None
     """True if a completion's text has the requested form, right or wrong."""
     extract: Callable[[str], str | None] | None = None
-    """The answer in a completion's text, for maj@k; None where there is none."""
+    """Returns the answer in a completion's text, for maj@k; None if the text has no answer."""
     verdict: Callable[[str, Example], Mapping[str, Any]] | None = None
-    """The verdict on a text of whatever form, such as another model's answer: plain values, one of
-    them `correct`."""
+    """Returns the verdict on an answer of any form, such as one by another model: plain values, one
+    of them `correct`."""
     figures: Callable[[Sequence[Mapping[str, Any]]], dict[str, float]] | None = None
-    """Further figures of an evaluation, from the verdicts of its answers; None: accuracy alone."""
+    """Computes further figures of an evaluation from the verdicts on its answers; None: there is
+    only the accuracy."""
     tools: tuple[Callable[..., Any], ...] = ()
     """Functions that the model may call, stateless, with type hints and a Google docstring."""
     environments: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
-    """Name -> what makes the environment of a rollout. With several, the column `environment` names
-    a row's."""
+    """Name -> factory of a rollout's environment. With several, each row's column `environment`
+    names its own."""
     question: str = "question"
-    """The column of the published rows by which an answer made elsewhere names its question."""
+    """The column of the published data set that identifies a question; files of answers that were
+    made elsewhere name their questions by it."""
     of_row: Callable[[int, Mapping[str, Any]], Example] | None = None
-    """(number, a row as published) -> its example; None where rows are made here."""
+    """(number, a row of the published data set) -> its example; None if the task generates its
+    rows."""
     notes: tuple[str, ...] = ()
-    """Lines that the run prints: what was derived when the data was read."""
+    """Lines that the run prints about how the data was read, such as which rows are held out."""
     data: DataReport = field(default_factory=DataReport)
     """The files that were read, with their rows, and the training rows that were dropped."""
 
 
 def load_by_name(task: TaskSection, reward: RewardSection) -> Task:
-    """The task of a name, with its own rewards and every question. Raises ShoalError for an unknown
-    name, and for what the task's data lacks."""
+    """Loads the task that `task.name` names, with its built-in rewards and all its questions.
+    Raises ShoalError for an unknown name, and for missing or unusable data."""
     if task.name not in TASKS:
         raise ShoalError(
             f"task.name={task.name!r}: there is no such task; did you mean "
@@ -114,7 +119,7 @@ def load_by_name(task: TaskSection, reward: RewardSection) -> Task:
 
 
 def no_reward(task: TaskSection) -> ShoalError:
-    """The error of a task without a reward of its own, where no function was given."""
+    """Returns the error for a task without built-in reward if the user gave no reward function."""
     more = ""
     if task.name == CUSTOM:
         more = (

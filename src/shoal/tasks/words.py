@@ -1,9 +1,9 @@
-"""`words`: arithmetic word problems of several steps in GSM8K's form, generated.
+"""The task `words`: generated arithmetic word problems of several steps, in GSM8K's form.
 
 A problem is a chain of operations on a quantity; every value on the way is a whole number from 1 to
-`task.max_value`. Which problems are held out depends on nothing but their operations and numbers:
-one in sixteen, by a hash. So training shares none of them, whatever the names, objects, sentences,
-dials or seed.
+`task.max_value`. Whether a problem is held out depends on nothing but its operations and numbers:
+one in sixteen is, by a hash. So training shares none of the held-out problems, whatever the names,
+objects, sentences, settings or seed.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ OBJECTS = (
     "peaches",
 )
 
-# Sentences by part of the problem. Those of the second list never occur in training.
+# Part of a problem -> templates of sentences. Those of UNSEEN never occur in training.
 SEEN: dict[str, tuple[str, ...]] = {
     "opening": (
         "{name} has {n} {objects}.",
@@ -191,7 +191,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Problem:
-    """A quantity, what is done to it, and the words for it.
+    """A quantity, the operations on it, and the words that tell them.
 
     >>> problem.question
     'Tom has 12 apples. He buys 7 more. Then he loses 5 of them. How many apples does Tom have now?'
@@ -201,8 +201,8 @@ class Problem:
 
     start: int
     steps: tuple[Step, ...]
-    templates: tuple[int, ...]  # of the opening, of each step, of the question
-    unseen: bool  # the templates are those that training never uses
+    templates: tuple[int, ...]  # number of each sentence's template: opening, steps, question
+    unseen: bool  # True if the templates are those of UNSEEN, which training never uses
     name: str
     friend: str
     objects: str
@@ -221,11 +221,12 @@ class Problem:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The kind of every sentence, in order."""
+        """The part of the problem that each sentence tells, in order: a key of SEEN."""
         return _parts(self.steps)
 
     @property
     def question(self) -> str:
+        """The text of the problem: its sentences, filled with numbers, names and objects."""
         templates = UNSEEN if self.unseen else SEEN
         numbers = [self.start]
         for step in self.steps:
@@ -238,6 +239,7 @@ class Problem:
         return " ".join(sentences)
 
     def _words(self, number: int) -> dict[str, Any]:
+        """Returns the words that fill the templates of sentences."""
         he, him, his = ("she", "her", "her") if self.name in SHE else ("he", "him", "his")
         return {
             "name": self.name,
@@ -254,7 +256,7 @@ class Problem:
 
     @property
     def solution(self) -> str:
-        """The worked text: one equation a step, then the answer."""
+        """The worked text: one equation for each step, then the answer."""
         values = self.values
         lines = []
         for number, step in enumerate(self.steps):
@@ -264,6 +266,8 @@ class Problem:
 
 
 def _parts(steps: Sequence[Step]) -> tuple[str, ...]:
+    """Returns the part of the problem that each sentence tells: `opening`, the operations,
+    `question`."""
     parts = ["opening"]
     for step in steps:
         parts.append(step.operation.value)
@@ -272,8 +276,8 @@ def _parts(steps: Sequence[Step]) -> tuple[str, ...]:
 
 
 def numeric_form(numbers: tuple[int, tuple[Step, ...]]) -> str:
-    """The quantity and what is done to it, such as `12 +7 -5`; held-out and training problems never
-    share one."""
+    """Returns the quantity and the operations on it as text, such as `12 +7 -5`; no held-out
+    problem has the same form as a training problem."""
     start, steps = numbers
     text = str(start)
     for step in steps:
@@ -284,10 +288,12 @@ def numeric_form(numbers: tuple[int, tuple[Step, ...]]) -> str:
 # ---- drawing them
 
 UNSEEN_TEMPLATES = "unseen_templates"
-"""The purpose of problems in sentences that training never has."""
+"""The evaluation with problems in sentences that never occur in training, and its purpose in
+`Problems`."""
 
 
 def _draw_numbers(rng: random.Random, task: TaskSection) -> tuple[int, tuple[Step, ...]]:
+    """Draws a start and `task.num_steps` operations."""
     start = value = pick(rng, range(2, task.max_value + 1))
     steps = []
     for _ in range(task.num_steps):
@@ -298,8 +304,8 @@ def _draw_numbers(rng: random.Random, task: TaskSection) -> tuple[int, tuple[Ste
 
 
 def _choices(value: int, max_value: int) -> list[tuple[Operation, Sequence[int]]]:
-    """What can be done to a value so that a whole number from 1 to max_value results; never
-    nothing."""
+    """Returns the operations, each with its operands, that turn a value into a whole number from 1
+    to max_value; there is always one."""
     choices: list[tuple[Operation, Sequence[int]]] = [
         (Operation.ADD, range(2, max_value - value + 1)),
         (Operation.SUBTRACT, range(2, value)),
@@ -310,6 +316,8 @@ def _choices(value: int, max_value: int) -> list[tuple[Operation, Sequence[int]]
 
 
 def _draw_words(rng: random.Random, numbers: tuple[int, tuple[Step, ...]], purpose: str) -> Problem:
+    """Draws the sentences, names and objects of a problem. For the purpose UNSEEN_TEMPLATES the
+    sentences are those that training never uses."""
     start, steps = numbers
     unseen = purpose == UNSEEN_TEMPLATES
     sentences = UNSEEN if unseen else SEEN
@@ -329,8 +337,8 @@ PROBLEMS = Problems("words", _draw_numbers, numeric_form, ("num_steps", "max_val
 
 
 def load(task: TaskSection) -> Task:
-    """The task at the dials `task.num_steps` and `task.max_value`; `task.num_eval_questions` 0
-    holds out 500."""
+    """Loads the task with the settings `task.num_steps` and `task.max_value`; with
+    `task.num_eval_questions` 0 it holds out 500 problems."""
     empty = Task(
         name="words",
         rewards=(reward_of("correct", answers), FORMAT),
@@ -342,7 +350,7 @@ def load(task: TaskSection) -> Task:
 
 
 def answers(text: str, answer: str) -> bool:
-    """True if the text has one `<answer>`, and its number is the problem's."""
+    """True if the text has exactly one `<answer>`, and its number is the problem's answer."""
     return same_number(single_answer(text), answer)
 
 
@@ -351,7 +359,7 @@ def is_correct(text: str, example: Example) -> bool:
 
 
 def extract(text: str) -> str | None:
-    """The answer in its only tag, in one spelling."""
+    """Returns the answer in the only tag in one spelling, for maj@k; None if there is none."""
     return answer_key(single_answer(text)) or None
 
 

@@ -1,2 +1,2 @@
-"""Worker processes that are ended at their limits of time and memory, and the process that
-supervises them."""
+"""Worker processes that are ended if they exceed their limits of time and memory, and the process
+that supervises them."""

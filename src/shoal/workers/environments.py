@@ -1,5 +1,5 @@
-"""Environments as TRL has them, and what the processes of sessions do with them: reset, tools,
-reward, state."""
+"""Environments in TRL's convention, and what a worker process of a session does with them: reset,
+call tools, read reward and state."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from shoal.workers.rollout_function import RolloutCall
 
 NOT_TOOLS = ("reset", "respond", "get_reward", "close")
 OPTIONAL_COLUMNS = ("prompt", "environment", "row")
-"""Given to a `reset` that takes them; every other column of the data is given to each."""
+"""Columns that only a `reset` with such a parameter gets; every `reset` gets all other columns."""
 STATE_BYTES = 1 << 20
-"""Of an environment's attributes, as JSON, that reward functions get; what is beyond is left
-out."""
+"""The most bytes of an environment's attributes, as JSON, that reward functions get; attributes
+beyond that are left out."""
 
 
 @dataclass(frozen=True, eq=False)
 class EnvironmentKind:
-    """What makes environments, and the class that they are of."""
+    """One entry of the mapping of environments: what makes its environments, and their class."""
 
-    name: str  # in the mapping of environments
+    name: str  # its key in the mapping of environments
     factory: Callable[[], Any]
     type: type
     tools: Mapping[str, Callable[..., Any]]  # its public methods in TRL's order
@@ -40,8 +40,9 @@ class EnvironmentKind:
     @staticmethod
     @functools.cache
     def of(name: str, factory: Callable[[], Any]) -> EnvironmentKind:
-        """Finds the class; a factory that is a function is called once for it. ShoalError for what
-        is no factory."""
+        """Returns the kind for a factory. The factory is a class, or a function that is called once
+        here to learn the class of what it makes. ShoalError if it raises, or if the class has no
+        `reset`. Results are cached."""
         environment_type = _type_made_by(factory)
         if not callable(getattr(environment_type, "reset", None)):
             raise ShoalError(
@@ -61,16 +62,17 @@ class EnvironmentKind:
 
     @property
     def responds(self) -> bool:
-        """True if it answers in words."""
+        """True if the environment has `respond`: it answers the model's turns in words."""
         return hasattr(self.type, "respond")
 
     @property
     def asks(self) -> bool:
-        """True for a rollout function, whose words are requests."""
+        """True for a rollout function, whose words are requests to the sampler (see
+        `RolloutCall`)."""
         return issubclass(self.type, RolloutCall)
 
     def arguments(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """The columns that `reset` is called with."""
+        """Returns the columns of a row that `reset` is called with."""
         parameters = inspect.signature(self.type.reset).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         arguments = {}
@@ -81,6 +83,8 @@ class EnvironmentKind:
 
 
 def _type_made_by(factory: Callable[[], Any]) -> type:
+    """Returns the class of the environments that a factory makes; calls the factory once unless it
+    is a class. ShoalError if it raises."""
     if inspect.isclass(factory) and factory is not object:
         return factory
     try:
@@ -98,11 +102,12 @@ def _type_made_by(factory: Callable[[], Any]) -> type:
 
 
 def name_of(function: Any) -> str:
+    """Returns the `__name__` of a function, else the name of its class."""
     return getattr(function, "__name__", type(function).__name__)
 
 
 class Environments:
-    """The environments that a process of sessions holds, and the tools that it calls."""
+    """The environments that live in one worker process, and the tools that this process calls."""
 
     def __init__(
         self,
@@ -114,14 +119,14 @@ class Environments:
         self.kinds = kinds
         self.result_bytes = result_bytes
         self.live: dict[int, Any] = {}  # environments by session
-        self.spare: dict[str, list[Any]] = {}  # to be reset
-        # Limits of the calls that share this process's loop, with their seconds.
+        self.spare: dict[str, list[Any]] = {}  # name of a kind -> environments to use again
+        # Time limits of the calls that share this process's loop -> their length in seconds.
         self.scopes: dict[asyncio.Timeout, float] = {}
         self.runner: asyncio.Runner | None = None
 
     def call(self, header: Header, body: bytes) -> Header:
-        """One call in a process of its own, which is not used again if it has children when no
-        session needs it."""
+        """Runs one call in a worker that has one call at a time, and returns its reply. The worker
+        is to be replaced if it has child processes when no session needs it."""
         began = time.perf_counter()
         try:
             value = self._act(header, body)
@@ -138,7 +143,7 @@ class Environments:
         return {**reply, "seconds": time.perf_counter() - began}
 
     async def call_async(self, header: Header, body: bytes) -> Header:
-        """One call on an event loop that others share."""
+        """Runs one call on an event loop that other calls share, and returns its reply."""
         began = time.perf_counter()
         scope = asyncio.timeout(header["seconds"])
         try:
@@ -150,7 +155,8 @@ class Environments:
             reply = self._reply(header, value)
         except BaseException as error:  # a KeyboardInterrupt here is the call's own
             reply = self._failed(header, Blocked() if scope.expired() else error)
-            if isinstance(error, Blocked):  # the others could not end in time
+            # While a call blocked the loop the others could not end in time: their limits restart.
+            if isinstance(error, Blocked):
                 now = asyncio.get_running_loop().time()
                 for other, seconds in self.scopes.items():
                     if other is not scope and not other.expired():
@@ -159,7 +165,8 @@ class Environments:
         return {**reply, "seconds": time.perf_counter() - began}
 
     def _act(self, header: Header, body: bytes) -> Any:
-        """What the call returns, perhaps an awaitable."""
+        """Makes the environment or tool do what the call asks, and returns its result, which may be
+        an awaitable."""
         what, session, kind = header["what"], header["session"], header["kind"]
         if what == "open":
             columns = ForkingPickler.loads(body)  # pyright: ignore[reportAttributeAccessIssue]
@@ -168,7 +175,7 @@ class Environments:
             self.live[session] = environment
             return environment.reset(**columns)
         arguments = json.loads(body)
-        if isinstance(arguments, str):  # why they could not be sent
+        if isinstance(arguments, str):  # the message of `Sessions.call` that they cannot be sent
             raise ValueError(arguments)
         if what == "end":
             environment = self.live[session]
@@ -179,7 +186,8 @@ class Environments:
         return self.tools[name](**arguments)
 
     def _reply(self, header: Header, value: Any) -> Header:
-        """The reply with what a call returned. TypeError for what it may not return."""
+        """Returns the reply that carries a call's result. TypeError if the environment may not
+        return such a value. For `end` also keeps the environment for a later session."""
         what, session = header["what"], header["session"]
         if what == "end":
             if value is not None:
@@ -203,7 +211,8 @@ class Environments:
             text = str(value)
         data = text.encode("utf-8", "replace")
         most = self.result_bytes
-        if isinstance(self.live.get(session), RolloutCall):  # what it says is no text for the model
+        # What a rollout function says is a request, no text for the model: it is not cut.
+        if isinstance(self.live.get(session), RolloutCall):
             most = len(data)
         return {
             "value": data[:most].decode("utf-8", "ignore"),
@@ -212,13 +221,15 @@ class Environments:
         }
 
     def _reward(self, session: int) -> Header:
-        """The turn's reward: the environment's attribute `reward`, where it has one."""
+        """Returns the reward of the turn for the reply: the environment's attribute `reward`; {} if
+        it has none."""
         value = getattr(self.live.get(session), "__dict__", {}).get("reward")
         if isinstance(value, int | float) and math.isfinite(value):
             return {"reward": float(value)}
         return {}
 
     def _failed(self, header: Header, error: BaseException) -> Header:
+        """Returns the reply to a call that raised, and ends the session unless a tool raised."""
         what, session = header["what"], header["session"]
         kind, text = "raised", shorten(describe_error(error), 300)
         spent = isinstance(error, MemoryError)
@@ -235,14 +246,15 @@ class Environments:
 
 
 def _are_parts_of_a_message(value: Any) -> bool:
-    """True for `[{"type": "text", "text": "..."}, ...]`."""
+    """True for a list of parts of a message, such as `[{"type": "text", "text": "..."}, ...]`."""
     if not isinstance(value, list) or not value:
         return False
     return all(isinstance(part, Mapping) and "text" in part for part in value)
 
 
 def _is_deep(value: Any, most: int = 32) -> bool:
-    """True for what nests deeper than the processes between here and the trainer can read."""
+    """True if a value is nested deeper than `most` levels, which a process on its way to the
+    trainer might not be able to read."""
     if most == 0:
         return True
     if isinstance(value, dict):
@@ -257,7 +269,9 @@ def _as_list(array: Any) -> Any:
 
 
 def state_of(environment: Any) -> dict[str, Any]:
-    """An environment's attributes without `_`, as far as JSON holds them, arrays as lists."""
+    """Returns an environment's attributes whose names do not begin with `_`, with arrays as lists;
+    leaves out values that JSON cannot hold, that are nested too deep, or that exceed STATE_BYTES in
+    total."""
     state = {}
     bytes_left = STATE_BYTES
     for name, value in getattr(environment, "__dict__", {}).items():

@@ -1,15 +1,16 @@
-"""Worker processes that are ended at their limits of time and memory, and the process that
-supervises them.
+"""Worker processes that are ended if they exceed their limits of time and memory, and the process
+that supervises them.
 
     trainer --(call)--> supervisor --(call)--> worker --(reply)--> supervisor --(reply)--> trainer
 
-A call has a number, which its reply repeats: a worker that answers another call is ended. A process
-that user code forks never answers: it ends once the call is over there (`ends_copies`).
+Each call has a number, which its reply repeats: a worker that answers another call than it was sent
+is ended. A process that user code forks never answers: it ends once the call that it runs is over
+(`ends_copies`).
 
 The supervisor is forked once from the process that trains, and runs one event loop without further
-threads. It never runs what it is asked to call. So a worker that was killed is replaced by a fork
-of a clean process, and limits hold while the trainer is busy. Where the trainer ends, however it
-ends, the supervisor ends its workers and itself.
+threads. It never runs the handler that workers call. So a worker that was killed is replaced by a
+fork of a clean process, and limits hold while the trainer is busy. If the trainer ends, for
+whatever reason, the supervisor ends its workers and itself.
 
 A frame is a header in JSON and a body of bytes. Replies are JSON alone: nothing that a worker sends
 is unpickled.
@@ -53,66 +54,69 @@ from shoal.workers.process import (
 )
 
 START_SECONDS = 30.0
-"""What a worker may take to start."""
+"""The time that a worker may take to start."""
 GRACE_SECONDS = 1.0
-"""What an event loop may take, beyond the limit, to end a call by itself."""
+"""The time, beyond a call's limit, that a shared event loop may take to end the call by itself."""
 EXIT_SECONDS = 0.5
 """How long to wait for a worker that has been killed, or has closed its socket, to be gone."""
 MOST_BYTES = 1 << 30
-"""Of a frame: a worker may write anything into its socket."""
+"""The largest frame that is read: a worker may write anything into its socket."""
 SILENT_SECONDS = 120.0
-"""After how long without a word the supervisor counts as stuck: while it has calls it sends
-something each second."""
+"""A supervisor with open calls that sends nothing for this time counts as stuck: it should send a
+sign of life each second."""
 DIED_AS_IT_STARTED = {"kind": "died", "text": "as it started"}
 """The reply to a call whose worker could not start."""
 LOST_SUPERVISOR = "the process that starts workers was killed, by a call or from outside"
 END_SECONDS = 1.5
-"""What the supervisor may take to end its workers and itself, before it is killed."""
+"""The time that the supervisor may take to end its workers and itself, before it is killed."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the workers of a pool may take."""
+    """The limits of a pool: how many workers, and what one call may take."""
 
     num_workers: int
     seconds: float  # of one call
-    memory_bytes: int = 0  # beyond what a worker starts with, on Linux; 0 for no limit
+    memory_bytes: int = 0  # beyond what a worker starts with; Linux only; 0: no limit
 
     def most_seconds(self, num_calls: int) -> float:
-        """What so many calls may take at most, the start and the end of their workers included,
-        and one call before them that is still under way."""
+        """Returns how long this many calls may take at most, in seconds: with the start and the end
+        of their workers, and one earlier call that is still running."""
         a_call = self.seconds + START_SECONDS + GRACE_SECONDS + 2 * EXIT_SECONDS
         return a_call * (1 + num_calls / self.num_workers)
 
 
 class WorkersLost(Exception):
-    """The supervisor of a pool answers no more, and no other takes its place: it has ended, or it
-    is stopped or stuck. Only closing the pool is left."""
+    """Raised if the supervisor of a pool no longer answers and is not replaced: it has ended, or it
+    is stopped or stuck. Such a pool can only be closed."""
 
     def __init__(self, has_ended: bool, seconds: float = 0.0) -> None:
         super().__init__("ended" if has_ended else f"stopped or stuck for {seconds:.0f} s")
         self.has_ended = has_ended
-        self.seconds = seconds  # how long it has sent or read nothing, where it has not ended
+        self.seconds = seconds  # how long it has sent or read nothing; 0 if it has ended
 
 
 class WorkerPool:
-    """Calls a handler in worker processes; any function can be one, since processes are forked.
+    """Calls a handler in forked worker processes, so the handler can be any function, also a
+    closure.
 
     >>> pool.submit(7, {"question": "..."}, b"...")
     >>> pool.receive(seconds=1.0)
     [(7, {"answer": ...})]
 
     A reply is what the handler returned, or `{"kind": "timed out"}`, `{"kind": "died", "text":
-    "SIGSEGV"}` or `{"kind": "cancelled"}`. With `together`, calls share the event loop of one more
-    worker, which `handle_async` serves on it; where a call blocks that loop, the worker is ended
-    and each of its calls is made again in a worker of its own, and the reply says `alone`.
+    "SIGSEGV"}` or `{"kind": "cancelled"}`.
 
-    With `restarts`, a supervisor that a call has killed is replaced, and each call that it had is
-    replied to as one that died.
+    Calls with `together` run concurrently on the event loop of one more worker, by `handle_async`.
+    If a call blocks that loop, the worker is ended, and each of its calls is made again in a worker
+    that runs nothing else; the reply then has `alone`.
 
-    A call with a `seat`, a number, goes to the one worker of that seat, which starts with its first
-    call and is kept: what the worker holds in memory is there in the next call. Its calls are never
-    made again elsewhere.
+    With `restarts`, a supervisor that a call has killed is replaced, and each call that was open is
+    answered as one that died.
+
+    A call with a `seat` (a number, not 0) goes to the one worker of that seat, which starts with
+    its first call and is kept: what the worker holds in memory is still there in the next call.
+    Such calls are never made again elsewhere.
     """
 
     def __init__(
@@ -124,12 +128,17 @@ class WorkerPool:
         enter: Callable[[socket.socket], Any] | None = None,
         restarts: bool = False,
     ) -> None:
-        """`prepare` is called in the supervisor, before it forks the first worker; `enter` stands
-        in for the supervisor's life, and becomes it elsewhere with its end of the socket. With
-        `restarts`, another supervisor takes the place of one that a call has killed."""
+        """Forks the supervisor.
+
+        `prepare` is called in the supervisor before it forks the first worker. `enter` replaces the
+        supervisor's program: it is called in the forked process with the socket to the trainer, and
+        starts a supervisor elsewhere, as in a sandbox. With `restarts`, a supervisor that a call
+        has killed is replaced.
+        """
         trainer = os.getpid()
 
         def supervise(end: socket.socket) -> None:
+            """Runs in the forked process, on its end of the socket."""
             if enter is not None:
                 enter(end)
             else:
@@ -146,19 +155,19 @@ class WorkerPool:
         self._supervisor = _start_supervisor(supervise)
         self._channel = Channel(self._supervisor.end)
         self.heard = time.monotonic()
-        """When the supervisor last sent something, or was last asked."""
+        """When the supervisor last sent something or was last sent a call, by time.monotonic."""
         self.close = weakref.finalize(self, _end_supervisor, self._supervisor, self._trainer)
         """Ends the supervisor, its workers and everything that they started; a second time does
         nothing."""
 
     @property
     def pid(self) -> int:
-        """The supervisor's."""
+        """The process id of the supervisor."""
         return self._supervisor.pid
 
     def _replies_of_lost(self) -> list[tuple[int, Header]]:
-        """Starts another supervisor, and fails the calls that the one before had: any of them may
-        have killed it."""
+        """Starts another supervisor, and returns a reply "died" for each call that the lost one
+        had: any of these calls may have killed it."""
         lost = sorted(self._open)
         self._open.clear()
         _end_supervisor(self._supervisor, self._trainer)
@@ -180,8 +189,12 @@ class WorkerPool:
         seat: int = 0,
         seconds: float = 0.0,
     ) -> None:
-        """Sends a call; `seconds` stands in for the limit of the pool. WorkersLost where the
-        supervisor has ended and none takes its place, or does not read."""
+        """Sends a call to the supervisor, without waiting for the reply (see `receive`).
+
+        `call`: a number that the reply repeats. `together`, `seat`: see the class; 0 is no seat.
+        `seconds`: the time limit of this call; 0 for that of the pool. WorkersLost if the
+        supervisor has ended and is not replaced, or does not read.
+        """
         self.heard = time.monotonic()
         envelope = {
             "call": call,
@@ -194,23 +207,26 @@ class WorkerPool:
         self._open.add(call)
 
     def cancel(self, calls: Iterable[int]) -> None:
-        """Cancels those of the calls that no worker has begun; the others are replied to as
-        usual. Raises as `submit`."""
+        """Cancels those of the calls that no worker has begun, which are answered as "cancelled";
+        the others are answered as usual. Raises like `submit`."""
         self._send({"cancel": list(calls)})
 
     def _send(self, header: Header, body: bytes = b"") -> None:
+        """Sends one frame to the supervisor; WorkersLost like `submit`."""
         try:
             self._channel.send(header, body)
         except ConnectionError:
             if not self._restarts:
                 raise WorkersLost(has_ended=True) from None
-            # `receive` finds the end too, and fails the calls.
+            # The next `receive` notices the end too; it restarts the supervisor and answers the
+            # open calls.
         except TimeoutError:
             raise WorkersLost(has_ended=False, seconds=process.SEND_SECONDS) from None
 
     def wait(self, seconds: float, since: float = 0.0) -> list[tuple[int, Header]]:
-        """`receive`, with WorkersLost also where the supervisor has calls and has sent nothing for
-        `SILENT_SECONDS`; silence counts from `since`, by time.monotonic, at the earliest."""
+        """Returns the replies like `receive`. Raises WorkersLost also if the supervisor has open
+        calls and has sent nothing for `SILENT_SECONDS`; the silence counts from `since` (by
+        time.monotonic) at the earliest."""
         silent_at = max(self.heard, since) + SILENT_SECONDS
         left = max(0.0, silent_at - time.monotonic())
         replies = self.receive(min(seconds, left) if self._open else seconds)
@@ -220,9 +236,10 @@ class WorkerPool:
         return replies
 
     def receive(self, seconds: float = 0.0) -> list[tuple[int, Header]]:
-        """The replies that have arrived, waiting some seconds for a frame. WorkersLost once the
-        supervisor has ended and none takes its place: where it does not restart, or ended as it
-        started."""
+        """Returns (call, reply) for all replies that have arrived; waits at most `seconds` for the
+        first frame (which may be a sign of life without a reply). Raises WorkersLost if the
+        supervisor has ended and is not replaced: without `restarts`, or if it ended before it began
+        its work."""
         try:
             frames = self._channel.receive(seconds)
         except EOFError:
@@ -242,13 +259,15 @@ class WorkerPool:
 
 @dataclass
 class _RunningSupervisor:
-    """A supervisor's process, and the trainer's end of the socket to it."""
+    """The process of a supervisor, and the trainer's end of the socket to it."""
 
     pid: int
     end: socket.socket
 
 
 def _start_supervisor(supervise: Callable[[socket.socket], Any]) -> _RunningSupervisor:
+    """Forks a process that runs `supervise` on its end of a new socket; returns its id and the
+    other end."""
     sys.stdout.flush()
     sys.stderr.flush()
     here, there = socket.socketpair()
@@ -261,19 +280,20 @@ def _start_supervisor(supervise: Callable[[socket.socket], Any]) -> _RunningSupe
 
 
 def _end_supervisor(supervisor: _RunningSupervisor, owner: int) -> None:
-    """Shuts the socket down, upon which the supervisor ends by itself, and waits for that. Another
-    process, such as the supervisor of a younger pool, may hold a copy of the socket: closing it
-    alone would not be seen."""
+    """Ends a supervisor and waits until its process is gone: shuts the socket down, upon which the
+    supervisor ends by itself, and kills it after `END_SECONDS`. Closing the socket would not do,
+    because another process, such as the supervisor of a younger pool, may hold a copy. In a fork of
+    the process `owner`, only closes the copy of the socket."""
     pid, end = supervisor.pid, supervisor.end
-    if os.getpid() != owner:  # a copy in a process that someone else forked
+    if os.getpid() != owner:  # this process is a fork of the owner, made by somebody else
         end.close()
         return
     with contextlib.suppress(OSError):
         end.shutdown(socket.SHUT_RDWR)
     end.close()
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGCONT)  # should it be stopped
-        # One that waits for a device cannot end before that answers.
+        os.kill(pid, signal.SIGCONT)  # in case it is stopped
+        # A process that waits for a device cannot end before the device answers.
         for seconds, number in ((END_SECONDS, 0), (EXIT_SECONDS, signal.SIGKILL)):
             os.kill(pid, number)
             deadline = time.monotonic() + seconds
@@ -285,6 +305,8 @@ def _end_supervisor(supervisor: _RunningSupervisor, owner: int) -> None:
 
 @dataclass(eq=False)
 class _Call:
+    """A call as the supervisor holds it, with the frame that its worker is sent."""
+
     id: int
     together: bool
     seat: int
@@ -294,25 +316,29 @@ class _Call:
 
 @dataclass(eq=False)
 class _Worker:
+    """A worker process as the supervisor sees it."""
+
     pid: int
-    # Of stateless calls: 0 for those that share an event loop, None for the others.
+    # 0: the worker whose event loop stateless calls share; None: a worker for one stateless call at
+    # a time; else the number of a seat.
     seat: int | None
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
-    # By call, on an event loop.
+    # Number of a call on a shared event loop -> its reply to come.
     waiting: dict[int, asyncio.Future[Header | None]] = field(default_factory=dict)
-    heard: float = 0.0  # when it last sent something, or was asked while it had nothing to do
+    heard: float = 0.0  # when it last sent something, or got a call while idle
     status: int | None = None  # from waitpid, once it has ended
     killed: bool = False  # by the supervisor
     blocked: bool = False  # a call blocked the event loop that calls share
 
     def has_ended(self) -> bool:
+        """True if the process has ended; reaps it and keeps its status."""
         if self.status is None:
             self.status = _reaped(self.pid)
         return self.status is not None
 
     def describe_end(self) -> str:
-        """How the worker ended, in words."""
+        """Returns a text that says how the worker ended, such as `SIGSEGV` or `exit code 1`."""
         status = self.status or 0
         if self.blocked:
             return "a call blocked the event loop that it shares"
@@ -330,8 +356,9 @@ class _Worker:
 
 
 class Supervisor:
-    """The process that gives calls to workers, at most `num_workers` at a time, and ends workers at
-    their limits."""
+    """Runs in the supervising process: gives calls to workers, at most `num_workers` at a time
+    (besides those of seats and of the shared event loop), and ends workers that exceed their
+    limits."""
 
     def __init__(
         self,
@@ -350,22 +377,25 @@ class Supervisor:
         self.num_open = 0  # calls that are not replied to
         self.busy = 0  # workers with a call, or about to start for one
         self.ending = False
-        self.ends = {trainer_end}  # of sockets, that no worker may hold
+        self.ends = {trainer_end}  # sockets of this process, of which no worker may keep a copy
         self.workers: list[_Worker] = []
-        # The last one to become free is used first: it may have things in its memory.
+        # Idle workers. The last to become idle is used first: its caches may still be warm.
         self.free: list[_Worker] = []
-        # Workers that are kept; 0: of stateless calls on one loop.
+        # Seat -> its worker, which is kept; seat 0 is the one event loop of stateless calls.
         self.seats: dict[int, asyncio.Task[_Worker]] = {}
-        self.pids: set[int] = set()  # of workers that are not reaped, ended ones too
-        # Killed, but not gone: such as those that wait for a device.
+        self.pids: set[int] = set()  # of all workers that are not reaped yet
+        # Processes that were killed but are not gone yet, such as those that wait for a device.
         self.unreaped: set[int] = set()
         self.tasks: set[asyncio.Task[Any]] = set()
 
     def run(self) -> None:
+        """Serves calls until the trainer closes its end of the socket or is gone; then ends all
+        workers."""
         asyncio.run(self._run())
 
     async def _run(self) -> None:
-        """Until the trainer closes its end or is gone."""
+        """Serves calls until the trainer closes its end of the socket or is gone; then ends all
+        workers."""
         reader, self.writer = await asyncio.open_connection(sock=self.trainer_end, limit=1 << 24)
         self._send({"ready": True})
         pulse = self._start(self._pulse(reader))
@@ -402,23 +432,24 @@ class Supervisor:
             await self._end_orphans()
 
     def _start(self, coroutine: Any) -> asyncio.Task[Any]:
+        """Starts a task on the event loop, and keeps it until it is done."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
         return task
 
     async def _pulse(self, reader: asyncio.StreamReader) -> None:
-        """Each second: ends with the trainer, sends a sign of life, and notices workers that have
-        ended."""
+        """Repeats once a second: makes the supervisor end if the trainer is gone, sends a sign of
+        life if calls are open, and notices workers that have ended."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(PULSE_SECONDS)
             if os.getppid() != self.trainer:
-                # Another process may hold the trainer's end of the socket open.
+                # The socket may not show it: another process may hold the trainer's end open.
                 reader.feed_eof()
             if self.num_open:
                 self._send({"alive": True})
-            for worker in self.workers:  # a process that it forked may hold its socket open
+            for worker in self.workers:  # a child of an ended worker may hold its socket open
                 if worker.status is None and worker.has_ended():
                     loop.call_later(0.1, worker.reader.feed_eof)
             for pid in list(self.unreaped):
@@ -426,27 +457,32 @@ class Supervisor:
                     self.unreaped.discard(pid)
 
     def _cancel(self, calls: set[int]) -> None:
+        """Answers those of the calls as "cancelled" that still wait for a worker."""
         for call in [call for call in self.queue if call.id in calls]:
             self.queue.remove(call)
             self._reply(call, {"kind": "cancelled"})
 
     def _reply(self, call: _Call, reply: Header) -> None:
+        """Sends the trainer the reply to a call."""
         self.num_open -= 1
         self._send({"call": call.id, "reply": reply})
 
     def _send(self, header: Header) -> None:
+        """Sends the trainer one frame without a body, unless the trainer has closed its end."""
         if not self.writer.is_closing():  # a trainer that gave up reads no more
             self.writer.write(frame(header))
 
     def _dispatch(self) -> None:
+        """Starts queued calls as long as fewer than `num_workers` are running."""
         while self.queue and self.busy < self.limits.num_workers and not self.ending:
             self.busy += 1
             self._start(self._serve(self.queue.popleft()))
 
     async def _serve(self, call: _Call) -> None:
-        """One call on a worker of its own for that time."""
+        """Runs one call on a worker that runs nothing else meanwhile, sends the reply and starts
+        the next call of the queue."""
         while self.free and self.free[-1].has_ended():
-            # Killed from outside while it had nothing to do.
+            # The worker was killed from outside while it was idle.
             await self._end_worker(self.free[-1])
         free_worker = self.free.pop() if self.free else None
         reply, worker = await self._ask(free_worker, call)
@@ -459,7 +495,8 @@ class Supervisor:
         self._dispatch()
 
     async def _serve_seat(self, call: _Call) -> None:
-        """One call on the worker of its seat, which has one at a time."""
+        """Runs one call on the worker of its seat (a seat gets one call at a time) and sends the
+        reply."""
         worker = await self._seated(call)
         if worker is None:
             self._reply(call, DIED_AS_IT_STARTED)
@@ -468,8 +505,9 @@ class Supervisor:
         self._reply(call, reply)
 
     async def _ask(self, worker: _Worker | None, call: _Call) -> tuple[Header, _Worker | None]:
-        """The reply to a call, and its worker, a new one where none is given; it is ended at its
-        limits."""
+        """Sends a call to a worker, or with None to a new one; returns the reply and the worker
+        (None if none could start). If the call takes too long or the worker answers wrongly, ends
+        the worker and returns a reply "timed out" or "died"."""
         try:
             if worker is None:
                 worker = await self._spawn()
@@ -478,17 +516,17 @@ class Supervisor:
                 header, _ = await _read_frame(worker.reader)
                 answered, reply = _reply_of(header)
             if answered != call.id:
-                # Of an earlier call, or written by something that the worker started.
+                # An answer to an earlier call, or written by something that the worker started.
                 raise ValueError
             if reply.pop("spent", False):
-                # What it holds may leave too little memory for the next call.
+                # What the worker keeps may leave too little memory for the next call.
                 await self._end_worker(worker)
         except TimeoutError:
             reply = {"kind": "timed out"}
             if worker is not None:
                 await self._end_worker(worker)
         except (EOFError, ConnectionError, ValueError, KeyError):
-            # It is going, or wrote into its socket.
+            # The worker is ending, or user code wrote into its socket.
             if worker is None:
                 return DIED_AS_IT_STARTED, None
             await self._end_worker(worker, wait=True)
@@ -496,7 +534,8 @@ class Supervisor:
         return reply, worker
 
     async def _seated(self, call: _Call) -> _Worker | None:
-        """The worker of a call's seat; None where it cannot start."""
+        """Returns the worker of a call's seat, started if there is none; None if it cannot
+        start."""
         for _ in range(2):
             if call.seat not in self.seats:
                 self.seats[call.seat] = self._start(self._spawn(call.seat, call.together))
@@ -506,14 +545,17 @@ class Supervisor:
                 break
             if not worker.has_ended():
                 return worker
-            await self._end_worker(worker)  # killed from outside while it had nothing to do
+            await self._end_worker(worker)  # killed from outside while it was idle
         self.seats.pop(call.seat, None)
         return None
 
     async def _serve_together(self, call: _Call) -> None:
-        """One call on the event loop that calls share. The worker ends a call at its limit by
-        itself; where it sends nothing for longer, a call blocks its loop. Then each call is made
-        again alone, but those of a seat."""
+        """Runs one call on an event loop that calls share, and sends the reply.
+
+        The worker itself ends a call that reaches its limit. If the worker sends nothing for longer
+        than that, some call blocks its loop: the worker is ended, and each of its calls is queued
+        to be made again alone, except those of a seat.
+        """
         worker = await self._seated(call)
         reply = None
         if worker in self.workers:
@@ -530,8 +572,8 @@ class Supervisor:
             self._reply(call, {"kind": "died", "text": worker.describe_end()})
 
     async def _reply_of_shared(self, worker: _Worker, call: _Call) -> Header | None:
-        """The reply to a call by a worker whose event loop calls share; None where it ended, also
-        here because a call blocks its loop."""
+        """Returns the reply to a call on a shared event loop; None if the worker ended, or was
+        ended here because a call blocks its loop."""
         if not worker.waiting:
             worker.heard = time.monotonic()
         future: asyncio.Future[Header | None] = asyncio.get_running_loop().create_future()
@@ -539,7 +581,7 @@ class Supervisor:
         worker.writer.write(call.frame)
         limit = call.seconds + GRACE_SECONDS
         last = math.inf
-        if call.seat:  # it may wait for one that blocks the loop
+        if call.seat:  # the call may wait for another one of the seat that blocks the loop
             last = time.monotonic() + 3 * limit
         while not future.done():
             seconds_left = min(worker.heard + limit, last) - time.monotonic()
@@ -551,7 +593,8 @@ class Supervisor:
         return future.result()
 
     async def _read_together(self, worker: _Worker) -> None:
-        """Gives the replies of the shared worker to those who wait, until it ends."""
+        """Reads the replies of a worker whose event loop calls share, and gives each to the task
+        that waits for it, until the worker ends."""
         try:
             while True:
                 header, _ = await _read_frame(worker.reader)
@@ -571,15 +614,15 @@ class Supervisor:
     # -- workers
 
     async def _spawn(self, seat: int | None = None, together: bool = False) -> _Worker:
-        """A worker that has started; TimeoutError where it takes too long, EOFError where it ends
-        first."""
+        """Forks a worker and returns it once it is ready. TimeoutError if it takes too long to
+        start, EOFError if it ends before."""
         here, there = socket.socketpair()
         self.ends = {end for end in self.ends if end.fileno() >= 0}
         self.ends.add(here)
         supervisor = os.getpid()
         pid = fork()
         if pid == 0:
-            for end in self.ends:  # of workers that are about to start, too
+            for end in self.ends:  # also those of workers that are about to start
                 with contextlib.suppress(OSError):
                     os.close(end.fileno())
             live(lambda: self._work(there, supervisor, together, seat))
@@ -599,13 +642,13 @@ class Supervisor:
         return worker
 
     def _work(self, end: socket.socket, supervisor: int, together: bool, seat: int | None) -> None:
-        """The life of a worker."""
+        """Runs as the worker process: handles calls from its socket until that closes."""
         prctl(KILL_WITH_PARENT, signal.SIGKILL)
         limit_memory(self.limits.memory_bytes)
         if os.getppid() != supervisor:
             return
         channel = Channel(end)
-        # Else what a call forks holds, and may spoil, the socket.
+        # Otherwise a process that a call forks would hold the socket, and might write into it.
         os.register_at_fork(after_in_child=end.close)
         channel.send({"ready": True})
         if together:
@@ -621,8 +664,8 @@ class Supervisor:
                 channel.send({"call": header["call"], "reply": reply})
 
     async def _end_worker(self, worker: _Worker, wait: bool = False) -> None:
-        """Ends a worker and everything that it started; with `wait` it may end by itself first, so
-        that its status says how it did."""
+        """Kills a worker and everything that it started, and forgets it. With `wait`, first gives
+        it `EXIT_SECONDS` to end by itself, so that its status says how it ended."""
         if worker not in self.workers:
             return
         self.workers.remove(worker)
@@ -647,8 +690,8 @@ class Supervisor:
         await self._end_orphans()
 
     async def _end_orphans(self) -> None:
-        """On Linux, processes that a worker started in sessions of their own are now children of
-        this one."""
+        """Kills processes that ended workers had started in sessions of their own; on Linux they
+        are now children of this process."""
         while True:
             orphans = children() - self.pids - self.unreaped
             if not orphans:
@@ -661,7 +704,8 @@ class Supervisor:
 
 
 async def _read_frame(reader: asyncio.StreamReader) -> tuple[Header, bytes]:
-    """ValueError or EOFError for what is no frame."""
+    """Returns header and body of the next frame; ValueError or EOFError if the bytes are not a
+    frame."""
     header_size, body_size = SIZES.unpack(await reader.readexactly(SIZES.size))
     if header_size + body_size > MOST_BYTES:
         raise ValueError
@@ -675,7 +719,8 @@ async def _read_frame(reader: asyncio.StreamReader) -> tuple[Header, bytes]:
 
 
 def _reply_of(header: Header) -> tuple[int, Header]:
-    """The number of the call that a worker answers, and its reply. ValueError for what is none."""
+    """Returns the number of the call that a worker answers, and the reply; ValueError if the header
+    is not a reply."""
     call, reply = header.get("call"), header.get("reply")
     if not (isinstance(call, int) and isinstance(reply, dict)):
         raise ValueError
@@ -683,12 +728,13 @@ def _reply_of(header: Header) -> tuple[int, Header]:
 
 
 def _kill_group(pid: int) -> None:
+    """Kills a process and its process group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
 async def _gone(is_gone: Callable[[], bool]) -> bool:
-    """True if a process is gone within `EXIT_SECONDS`; never waits longer, whatever holds it."""
+    """Waits until `is_gone` returns True, at most `EXIT_SECONDS`; returns whether it did."""
     deadline = time.monotonic() + EXIT_SECONDS
     while not is_gone():
         if time.monotonic() >= deadline:
@@ -698,7 +744,8 @@ async def _gone(is_gone: Callable[[], bool]) -> bool:
 
 
 def _reaped(pid: int) -> int | None:
-    """The status of a child that has ended; 0 where another call got it."""
+    """Reaps a child: returns its status if it has ended, None if it still runs, 0 if another call
+    has reaped it."""
     try:
         ended, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:

@@ -1,5 +1,6 @@
-"""What a forked process needs: a channel to its parent, streams of its own, limits of memory, an
-event loop that calls share; and how processes that others started for this one end with it."""
+"""What a forked process needs: a channel to its parent, its own standard streams, a limit of
+memory, an event loop that calls share; and a watcher that ends processes which others started for
+this one."""
 
 from __future__ import annotations
 
@@ -28,22 +29,23 @@ from shoal.records import ShoalError
 
 Header = dict[str, Any]
 Handler = Callable[[Header, bytes], Header]
-"""(the call's header, its body) -> the reply; with `spent` in the reply the worker is replaced."""
+"""(header of the call, its body) -> the reply; `"spent": True` in a reply has the worker
+replaced."""
 AsyncHandler = Callable[[Header, bytes], Awaitable[Header]]
 
 SEND_SECONDS = 120.0
-"""How long to wait for the other end to read."""
+"""How long `Channel.send` waits for the other end to read."""
 PULSE_SECONDS = 1.0
-"""How often the supervisor sends a sign of life, and checks that the trainer lives; a loop that
-calls share does so too."""
+"""The interval at which the supervisor sends a sign of life and checks that the trainer lives; a
+worker whose event loop calls share sends signs of life as well."""
 
 SIZES = struct.Struct(">II")
 KILL_WITH_PARENT, _ADOPT_ORPHANS = 1, 36  # options of Linux's prctl
 
 
 class Channel:
-    """One end of a socket pair, in a process that waits for it. A copy of that process, which user
-    code has forked, ends where it would send or receive."""
+    """One end of a socket pair, which sends and receives frames. It belongs to the process that
+    made it: a copy of that process, forked by user code, exits if it tries to send or receive."""
 
     def __init__(self, end: socket.socket) -> None:
         self.end = end
@@ -51,13 +53,16 @@ class Channel:
         self._inbox = bytearray()
 
     def send(self, header: Header, body: bytes = b"") -> None:
+        """Sends one frame; waits up to `SEND_SECONDS` for the other end to read, then
+        TimeoutError."""
         _end_copy_of(self.owner)
         self.end.settimeout(SEND_SECONDS)
         self.end.sendall(frame(header, body))
 
     def receive(self, seconds: float | None = None) -> list[tuple[Header, bytes]]:
-        """The complete frames, waiting some seconds for data (None: without end). EOFError once the
-        other end is closed and everything is read."""
+        """Returns the complete frames that have arrived; waits at most `seconds` for the first data
+        (None: for ever). Raises EOFError if the other end is closed and everything was returned
+        before."""
         _end_copy_of(self.owner)
         ended = False
         self.end.settimeout(seconds)
@@ -90,13 +95,14 @@ class Channel:
 
 
 def frame(header: Header, body: bytes = b"") -> bytes:
+    """Returns a frame's bytes: the sizes of header and body, the header in JSON, the body."""
     line = json.dumps(header).encode()
     return SIZES.pack(len(line), len(body)) + line + body
 
 
 def pickled(value: Any, parts: Iterable[tuple[str, Any]], hint: str) -> bytes:
-    """A value for another process. ShoalError naming the first of its parts, (what it is, the
-    part), that cannot be sent."""
+    """Returns a value as bytes for another process. If the value cannot be pickled, raises
+    ShoalError that names the first of its `parts` (its description, the part) that cannot."""
     try:
         return bytes(ForkingPickler.dumps(value))
     except Exception as error:
@@ -112,8 +118,9 @@ def pickled(value: Any, parts: Iterable[tuple[str, Any]], hint: str) -> bytes:
 
 
 def fork() -> int:
-    """Forks with signals held back until the child has its own handlers, and without warnings of
-    other threads: the child uses none, and touches no device."""
+    """Forks this process, with SIGINT, SIGTERM and SIGHUP blocked in the child until it sets its
+    own handlers. Suppresses Python's warning about other threads: the child uses none, and touches
+    no device."""
     held_back = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, held_back)
     pid = -1
@@ -128,8 +135,8 @@ def fork() -> int:
 
 
 def live(body: Callable[[], Any]) -> NoReturn:
-    """The life of a forked process: outside its parent's session, without terminal and Ctrl-C, with
-    standard streams of its own."""
+    """Runs `body` as the whole life of a forked process and exits: outside its parent's session,
+    without terminal and Ctrl-C, with its own standard streams (stdin is empty)."""
     code = 1
     try:
         gc.freeze()  # nothing that the parent made is ever freed here
@@ -170,8 +177,8 @@ def live(body: Callable[[], Any]) -> NoReturn:
 
 @contextlib.contextmanager
 def ends_copies() -> Iterator[None]:
-    """Runs user code, which may fork: a process that was forked in the body ends with it. A copy
-    that goes on would answer, and take, the calls of the original."""
+    """Runs user code, which may fork, in its body: a process that was forked there exits at the end
+    of the body. Otherwise such a copy would go on, take calls of the original and answer them."""
     owner = os.getpid()
     try:
         yield
@@ -180,16 +187,19 @@ def ends_copies() -> Iterator[None]:
 
 
 def _end_copy_of(owner: int) -> None:
+    """Exits if this process is not the process `owner`, but a fork of it."""
     if os.getpid() != owner:
-        os._exit(0)  # without `finally` and `atexit`, which are the original's to run
+        os._exit(0)  # skips `finally` and `atexit`, which only the original should run
 
 
 def end_copies_of_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Has a process that is forked in a call on this loop end once it comes back to the loop. A
-    copy shares the original's epoll instance and wakeup socket, and would take events from it."""
+    """Makes a process that is forked during a call on this event loop exit once it returns to the
+    loop. A copy shares the original's epoll instance and wakeup socket, and would take events from
+    it."""
     reference = weakref.ref(loop)
 
     def end() -> None:
+        """Runs in each forked process: has its copy of the loop exit at the next turn."""
         copy = reference()
         if copy is not None:
             # RuntimeError: it is closed, or its thread is not in the copy.
@@ -200,6 +210,7 @@ def end_copies_of_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _stream(number: int, mode: str) -> Any:
+    """Opens a file descriptor as a text stream in UTF-8; the null device if that fails."""
     try:
         return open(
             number, mode, buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
@@ -209,12 +220,14 @@ def _stream(number: int, mode: str) -> Any:
 
 
 class Blocked(BaseException):
-    """Raised in a call that blocks the event loop which it shares with others of its seat."""
+    """Raised inside a call that blocks the event loop which it shares with other calls of its
+    seat."""
 
 
 async def work_together(channel: Channel, handle: AsyncHandler, alarm: float) -> None:
-    """The life of the worker whose event loop calls share. With an `alarm`, the call that blocks
-    the loop for so many seconds gets `Blocked`, and the others go on."""
+    """Runs as the worker whose event loop calls share: starts each call that arrives as a task and
+    sends its reply, until the channel closes. With an `alarm` (seconds; 0: none), a call that
+    blocks the loop for that long gets the exception `Blocked`, and the others go on."""
     loop = asyncio.get_running_loop()
     end_copies_of_loop(loop)
     ended = loop.create_future()
@@ -222,16 +235,17 @@ async def work_together(channel: Channel, handle: AsyncHandler, alarm: float) ->
     beats: list[asyncio.TimerHandle] = []
 
     async def work(header: Header, body: bytes) -> None:
+        """Handles one call and sends the reply."""
         with ends_copies():
             reply = await handle(header["asked"], body)
-        # no alarm tears its frame
+        # Not in `running` any more: no alarm can interrupt the writing of the frame.
         running.discard(asyncio.current_task(loop))  # pyright: ignore[reportArgumentType]
         sys.stdout.flush()
         channel.send({"call": header["call"], "reply": reply})
 
     def beat() -> None:
-        """While calls run: the loop is not blocked, so the alarm is reset and the supervisor
-        notified."""
+        """Repeats while calls run. That it runs at all shows that the loop is not blocked: resets
+        the alarm and sends the supervisor a sign of life."""
         beats.clear()
         if not running:
             signal.setitimer(signal.ITIMER_REAL, 0.0, alarm)
@@ -241,10 +255,12 @@ async def work_together(channel: Channel, handle: AsyncHandler, alarm: float) ->
         channel.send({"alive": True})
 
     def interrupt(*_: Any) -> None:
+        """Handles the alarm: raises `Blocked` in the call that is running now."""
         if asyncio.current_task(loop) in running:
             raise Blocked
 
     def read() -> None:
+        """Starts a task for each call that has arrived."""
         try:
             for header, body in channel.receive(0.0):
                 task = loop.create_task(work(header, body))
@@ -262,33 +278,37 @@ async def work_together(channel: Channel, handle: AsyncHandler, alarm: float) ->
 
 
 def children() -> set[int]:
-    """The processes that this one has started, or that are its own since their parent ended; Linux
-    alone."""
+    """Returns the ids of this process's children, with the orphans that it adopted; empty on other
+    systems than Linux."""
     pids: set[int] = set()
     for file in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # of a thread that has just ended
+        with contextlib.suppress(OSError):  # the thread has just ended
             pids.update(int(pid) for pid in file.read_text().split())
     return pids
 
 
 def num_cores() -> int:
-    """CPU cores that this process may use."""
+    """Returns the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def prctl(option: int, value: int) -> None:
+    """Sets an option of this process on Linux; does nothing elsewhere."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def limit_memory(memory_bytes: int) -> None:
-    """Limits this process, on Linux, to so many bytes beyond what it uses now."""
+    """Limits this process's address space, on Linux, to what it uses now and `memory_bytes` more
+    (0: no limit). Also disables core dumps, and lets the system kill this process first if memory
+    runs out."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError):  # where memory ends, a worker is to go before the trainer
+    # If memory runs out, the system is to kill a worker and not the trainer.
+    with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     if memory_bytes and sys.platform == "linux":  # other systems do not enforce such a limit
         used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -302,8 +322,9 @@ def limit_memory(memory_bytes: int) -> None:
 def require_bubblewrap(
     what: str, words: Sequence[str], key: str, case: str = "", expected: str = "passed"
 ) -> None:
-    """ShoalError where `bwrap` is missing, or a command in a sandbox of it, which is given a case,
-    does not print what is expected; without a case, where it cannot print at all."""
+    """Checks that sandboxes work here: raises ShoalError if `bwrap` is missing, or if the command
+    `words`, given `case` as its input, does not print `expected`. Without a `case` the command is
+    only asked to echo. `what` begins the message, `key` is the setting to change."""
     if not shutil.which("bwrap"):
         raise ShoalError(
             f"{what}: this machine has no bwrap: install it (apt install bubblewrap)", key
@@ -362,8 +383,8 @@ for folder in filter(None, folders):
 
 
 class Watcher:
-    """Once this process has ended, kills all that were started with `environment` in theirs, and
-    removes folders."""
+    """A separate process that waits until this process has ended, however it ended, and then kills
+    all processes whose environment has `Watcher.environment` (Linux) and removes folders."""
 
     def __init__(self) -> None:
         mark = uuid.uuid4().hex
@@ -378,13 +399,13 @@ class Watcher:
         )
 
     def remove(self, folder: Path) -> None:
-        """Has a folder removed once this process has ended."""
+        """Registers a folder to be removed once this process has ended."""
         assert self._process.stdin is not None
         self._process.stdin.write(os.fsencode(folder) + bytes(1))
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """Kills and removes them now."""
+        """Kills the processes and removes the folders now, and waits for that."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()

@@ -1,12 +1,12 @@
-"""A rollout function in TRL's convention, in a session's process: it says what is sampled from, and
-sees what came out.
+"""Runs a rollout function of TRL's convention in a session's worker process: the function says what
+is to be sampled, and gets the samples.
 
     player <--what to sample, encode, decode-- RolloutCall <-- RolloutSampler.generate
                                                            <-- the user's function
     player ---------tokens, log-probs, text--> RolloutCall --> a dict -->
 
-To the player it is an environment whose words are requests. The function runs in a thread, which
-waits meanwhile.
+To the player it is an environment whose words are requests in JSON. The user's function runs in a
+thread of this process, which waits for each answer.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ _TOKENS = ("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids", "env
 
 
 class RolloutEnded(Exception):
-    """Raised in a rollout function that asks for more where its rollout has no tokens left."""
+    """Raised in a rollout function that asks for more although its rollout has no tokens left."""
 
 
 class RolloutDropped(RolloutEnded):
-    """Raised in a rollout function whose rollout nobody waits for any more: one that was tried
-    before the run, or begins anew elsewhere."""
+    """Raised in a rollout function whose rollout is no longer waited for: it was only a trial
+    before the run, or it begins anew elsewhere."""
 
 
 class RolloutSampler:
-    """What a rollout function gets as `trainer`: samples, and is its own `processing_class`.
+    """What a rollout function gets as `trainer`: samples and encodes by asking the run. It also
+    takes the place of `trainer.processing_class`.
 
     >>> sampler.generate([{"role": "user", "content": "2 + 3?"}])
     {'prompt_ids': [...], 'completion_ids': [...], 'logprobs': [...], 'text': '5',
@@ -54,10 +55,13 @@ class RolloutSampler:
     def generate(
         self, prompt: Prompt | Sequence[int], max_tokens: int | None = None
     ) -> dict[str, Any]:
-        """Samples after messages, a text or token ids, with the run's settings. What extends all
-        tokens so far goes on from them, anything else is a branch with a prompt of its own.
-        `max_tokens` ends this turn alone, where that is less than what is left. Raises RolloutEnded
-        where no token is left."""
+        """Samples a completion of messages, of a text or of token ids, with the run's sampling
+        settings.
+
+        If the prompt extends all tokens so far, sampling goes on from them; any other prompt begins
+        a branch. `max_tokens` limits this turn alone, if it is less than the tokens that are left.
+        Raises RolloutEnded if no token is left.
+        """
         ids = _token_ids(prompt)
         if ids is None:
             ids = self.encode(prompt)
@@ -66,10 +70,11 @@ class RolloutSampler:
         return {"prompt_ids": ids, **turn}
 
     def encode(self, prompt: Prompt | Any) -> list[int]:
-        """Token ids of a text, or of messages by the chat template."""
+        """Returns the token ids of a text, or of messages as the chat template renders them."""
         return self.ask("encode", prompt)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Returns the text of token ids."""
         return self.ask("decode", [[index(id) for id in ids], skip_special_tokens])
 
     def batch_decode(
@@ -80,7 +85,8 @@ class RolloutSampler:
     def apply_chat_template(
         self, messages: Any, tokenize: bool = True, add_generation_prompt: bool = True
     ) -> Any:
-        """Messages as text, or as token ids."""
+        """Returns messages as the chat template renders them: token ids, or with `tokenize=False`
+        text."""
         if tokenize and add_generation_prompt:
             return self.encode(messages)
         text = self.ask("render", [messages, not add_generation_prompt])
@@ -88,7 +94,7 @@ class RolloutSampler:
 
 
 def _token_ids(prompt: Any) -> list[int] | None:
-    """The ids of a prompt of token ids; None for a text or messages."""
+    """Returns the ids of a prompt that consists of token ids; None for a text or messages."""
     if isinstance(prompt, str):
         return None
     ids = []
@@ -102,15 +108,15 @@ def _token_ids(prompt: Any) -> list[int] | None:
 def generate_rollout_completions(
     trainer: RolloutSampler, prompts: Sequence[Any]
 ) -> list[dict[str, Any]]:
-    """TRL's function of this name: one completion of each prompt, with `prompt_ids`,
-    `completion_ids`, `logprobs` and `text`."""
+    """Samples one completion of each prompt, like TRL's function of this name; returns for each a
+    dict with `prompt_ids`, `completion_ids`, `logprobs` and `text`."""
     return [trainer.generate(prompt) for prompt in prompts]
 
 
 class RolloutCall:
-    """The calls of a rollout function, one for each rollout, as an environment: its words are
-    requests as JSON, None once the function has returned. Its attributes are the fields that the
-    function returned beside tokens."""
+    """Runs a rollout function for one rollout after another, in the form of an environment: its
+    words are requests as JSON, and None once the function has returned. Its attributes are then the
+    fields that the function returned besides tokens."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -118,7 +124,10 @@ class RolloutCall:
         self._requests: SimpleQueue[Any] = SimpleQueue()
 
     def reset(self, prompt: Prompt, **columns: Any) -> str | None:
-        # To the function of the rollout before.
+        """Begins a rollout: starts the function in a thread, and returns its first request (None if
+        it returned without one). The function of the rollout before, if it still waits, gets
+        RolloutDropped."""
+        # For the function of the rollout before, which may still wait for an answer.
         self._answers.put({"over": "it was dropped", "dropped": True})
         vars(self).update({"_answers": SimpleQueue(), "_requests": SimpleQueue()})
         for name in list(vars(self)):
@@ -129,10 +138,14 @@ class RolloutCall:
         return self._next()
 
     def respond(self, message: str) -> str | None:
+        """Gives the function the answer to its request (JSON), and returns its next request; None
+        once it has returned."""
         self._answers.put(json.loads(message))
         return self._next()
 
     def _next(self) -> str | None:
+        """Waits for the function's next request and returns it; None once the function has
+        returned, whose fields become attributes. Raises what the function raised."""
         request = self._requests.get()
         if isinstance(request, BaseException):
             raise request
@@ -148,10 +161,14 @@ class RolloutCall:
         requests: SimpleQueue[Any],
         answers: SimpleQueue[Any],
     ) -> None:
-        # Of threads of the function's own each gets the answer to what it asked.
+        """Runs the function in its thread, and puts its requests, then its fields or its exception,
+        into `requests`."""
+        # The function may ask from several threads: the lock gives each the answer to its request.
         lock = threading.Lock()
 
         def ask(what: str, value: Any) -> Any:
+            """Sends a request and returns its answer. RolloutEnded or RolloutDropped if the rollout
+            is over."""
             with lock:
                 requests.put(json.dumps({"what": what, "value": value}))
                 answer = answers.get()
@@ -182,7 +199,8 @@ class RolloutCall:
 
 
 class Agent(RolloutCall):
-    """The same of a program that asks an address: it gets its whole row, and may say a reward."""
+    """A `RolloutCall` for a program that samples by asking a server's address: it gets its whole
+    data row as the prompt, and may report a reward."""
 
     def reset(self, prompt: Prompt, **columns: Any) -> str | None:
         return super().reset({"prompt": prompt, **columns})  # type: ignore[arg-type]
@@ -192,8 +210,8 @@ class Agent(RolloutCall):
 
 
 def _fields(returned: Any, sampled: Sequence[int]) -> dict[str, Any]:
-    """The further fields of what a function returned. ValueError where its tokens are not those
-    that were sampled: what is learned from is what was sampled."""
+    """Returns the fields that a function returned besides tokens. ValueError if its tokens are not
+    those that were sampled, because training uses the sampled ones."""
     if not sampled:
         raise ValueError(
             "the rollout function returned before anything was sampled: call generate(prompt)"

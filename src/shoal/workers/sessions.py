@@ -1,14 +1,14 @@
-"""Sessions: the tools and environments of rollouts, in processes that supervised workers are, asked
-without waiting.
+"""Sessions of rollouts: their tools and environments, which run in supervised worker processes and
+are asked without waiting.
 
     player --open, call, respond, end--> Sessions --> supervisor
                                                   --> a process of the environment, or any for a
                                                       tool
     player <----------collect----------- Reply
 
-An environment has a process while a rollout uses it; `SHARED` of those whose methods are all
-`async` share one. Process and environment are used again, after a reset. Tools that are functions
-hold no state: any process will do.
+An environment has a process to itself while a rollout uses it; if all its methods are `async`,
+`SHARED` environments share one process. Process and environment are used again by later rollouts,
+after a reset. Tools that are functions hold no state, so any process runs them.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from shoal.workers.pool import Limits, WorkerPool, WorkersLost
 from shoal.workers.process import AsyncHandler, Handler, Header, pickled
 
 SHARED = 16
-"""Environments whose methods are all `async` that share a process."""
+"""How many environments share a process if all their methods are `async`."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What became of one call of a rollout; its calls are made one after the other, in the order
-    asked.
+    """The reply to one call of a rollout. The calls of a rollout are made one after the other, in
+    the order asked.
 
     >>> Reply(
     ...     "r1", "call", "add", value='{"error": "TypeError: ..."}', kind="raised",
@@ -49,13 +49,13 @@ class Reply:
     name: str = ""  # of the tool
     # open, respond: str | None; call: the tool's text; end: {"reward": float | None, "state": dict}
     value: Any = None
-    # Of failure: "raised", "unknown tool", "timed out" or "died"; "" where it returned.
+    # How the call failed: "raised", "unknown tool", "timed out" or "died"; "" if it returned.
     kind: str = ""
     error: str = ""  # one line
-    fatal: bool = False  # the session is over, and nothing may be asked of it
-    cut: int = 0  # bytes of the text beyond environment.result_bytes
-    seconds: float = 0.0  # that the call took
-    reward: float | None = None  # of the turn, as far as the environment has said
+    fatal: bool = False  # the session is over: nothing more may be asked of it
+    cut: int = 0  # bytes of the tool's text that were cut, beyond environment.result_bytes
+    seconds: float = 0.0  # how long the call took
+    reward: float | None = None  # reward of this turn, if the environment gave one
 
 
 def supervised(
@@ -63,7 +63,8 @@ def supervised(
     kinds: Mapping[str, EnvironmentKind],
     section: EnvironmentSection,
 ) -> tuple[Handler, Limits, AsyncHandler]:
-    """What a supervisor of sessions is made of."""
+    """Returns what a supervisor of sessions needs: the handler of calls, its limits and the async
+    handler."""
     held = Environments(tools, kinds, section.result_bytes)
     limits = Limits(section.workers, section.timeout_seconds, int(section.memory_gib * 2**30))
     return held.call, limits, held.call_async
@@ -71,29 +72,33 @@ def supervised(
 
 @dataclass(eq=False)
 class _Session:
+    """The session of one rollout, with its calls that wait and the one that runs."""
+
     rollout: Hashable
     kind: EnvironmentKind | None
     number: int
-    seat: int = 0  # of the environment's process
-    # Calls: what, the tool, the body.
+    seat: int = 0  # number of the environment's process; 0 without an environment
+    # Calls that wait: what is called, the tool's name, the body.
     queue: deque[tuple[str, str, bytes]] = field(default_factory=deque)
-    call: tuple[str, str, float] | None = None  # under way: what, the tool, its limit
-    seconds: float = 0.0  # that its calls have taken
+    # The running call: what is called, the tool's name, its limit in seconds.
+    call: tuple[str, str, float] | None = None
+    seconds: float = 0.0  # that the session's calls have taken so far
     dropped: bool = False
 
 
 class Sessions:
-    """The sessions of rollouts, polled from one thread.
+    """The sessions of all rollouts. It is used from one thread, which polls it for replies.
 
     >>> sessions.open("r1", {"question": "2 + 3?"})
     >>> sessions.call("r1", "add", {"a": 2, "b": 3})
     >>> [reply.value for reply in sessions.collect(1.0)]
     [None, '5']
 
-    A tool that raises, is unknown or hangs is answered with `{"error": ...}`, and its rollout goes
-    on. An environment that hangs, dies, or raises elsewhere than in a tool ends its own session:
-    `Reply.fatal`. Where a tool, or the system, kills the supervisor, another takes its place: calls
-    of tools that are under way fail, and sessions of environments are over."""
+    If a tool raises, is unknown or hangs, the reply is `{"error": ...}` and the rollout goes on. If
+    an environment hangs, dies, or raises elsewhere than in a tool, its session is over:
+    `Reply.fatal`. If a tool or the system kills the supervisor, it is replaced: calls of tools that
+    are running fail, and sessions of environments are over.
+    """
 
     def __init__(
         self,
@@ -102,8 +107,9 @@ class Sessions:
         section: EnvironmentSection,
         enter: Callable[[socket.socket], Any] | None = None,
     ) -> None:
-        """Forks the supervisor, or one that will `enter` a sandbox: best before JAX starts its
-        threads. ShoalError for two tools of one name, and for what is no environment."""
+        """Forks the supervisor, best before JAX starts its threads. With `enter`, the forked
+        process calls it with its socket instead, to start the supervisor in a sandbox. ShoalError
+        for two tools of the same name, and for an object that is not an environment."""
         self.section = section
         self.tools = {name_of(tool): tool for tool in tools}
         self.kinds: dict[str, EnvironmentKind] = {}
@@ -116,17 +122,18 @@ class Sessions:
         self._sessions: dict[Hashable, _Session] = {}
         self._calls: dict[int, _Session] = {}
         self._seats: dict[EnvironmentKind, list[int]] = {kind: [] for kind in self.kinds.values()}
-        self._load: Counter[int] = Counter()  # sessions by seat
+        self._load: Counter[int] = Counter()  # seat -> number of its open sessions
         self._done: list[Reply] = []
-        self._numbers = 0  # of calls, sessions and seats
+        self._numbers = 0  # the last number given to a call, session or seat
         handle, limits, handle_async = supervised(self.tools, self.kinds, section)
         self._pool = WorkerPool(handle, limits, handle_async, enter=enter, restarts=True)
         self.close = self._pool.close
         """Ends all processes, and everything that they started."""
 
     def kind_of(self, columns: Mapping[str, Any]) -> EnvironmentKind | None:
-        """The environment of a row, by its column `environment` where there are several; ShoalError
-        for others."""
+        """Returns the kind of environment of a data row: the only one, or with several the one that
+        the column `environment` names; None if there are none. ShoalError if the column names none
+        of them."""
         if not self.kinds:
             return None
         if len(self.kinds) == 1:
@@ -141,7 +148,8 @@ class Sessions:
         return self.kinds[name]
 
     def functions(self, columns: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
-        """The tools of a row's rollouts by name: functions, then the environment's methods."""
+        """Returns the tools that rollouts of a row may call, by name: functions, then the
+        environment's methods."""
         functions = dict(self.tools)
         kind = self.kind_of(columns)
         if kind is not None:
@@ -149,8 +157,8 @@ class Sessions:
         return functions
 
     def open(self, rollout: Hashable, columns: Mapping[str, Any]) -> None:
-        """Begins a session: the environment's `reset(**columns)`. ShoalError for a column that
-        cannot be sent."""
+        """Begins a session: calls the environment's `reset(**columns)`, whose answer comes as a
+        `Reply`. ShoalError for a column that cannot be sent to another process."""
         if rollout in self._sessions:
             raise ValueError(f"the session of {rollout!r} is open")
         kind = self.kind_of(columns)
@@ -166,7 +174,8 @@ class Sessions:
         self._ask(session, "open", "", body)
 
     def _free_seat(self, kind: EnvironmentKind) -> int:
-        """A process of these environments with room for another, or a new one."""
+        """Returns the number of a process that runs these environments and has room for one more,
+        or a new number."""
         most = SHARED if kind.shares else 1
         for seat in self._seats[kind]:
             if self._load[seat] < most:
@@ -176,7 +185,8 @@ class Sessions:
         return seat
 
     def call(self, rollout: Hashable, name: str, arguments: Mapping[str, Any]) -> None:
-        """Calls a tool."""
+        """Calls a tool by name; its answer comes as a `Reply`. Arguments that JSON cannot hold make
+        the call fail."""
         try:
             body = json.dumps(dict(arguments))
         except (TypeError, ValueError, RecursionError) as error:
@@ -184,15 +194,18 @@ class Sessions:
         self._ask(self._sessions[rollout], "call", name, body.encode())
 
     def respond(self, rollout: Hashable, message: str) -> None:
-        """Gives the environment the model's words; its answer is None where the rollout is over."""
+        """Gives the environment the model's text; the reply's value is the environment's answer,
+        None if the rollout is over."""
         self._ask(self._sessions[rollout], "respond", "", json.dumps({"message": message}).encode())
 
     def end(self, rollout: Hashable) -> None:
-        """Ends a session: the environment's reward, where it has one, and its state."""
+        """Ends a session; the reply's value has the environment's reward (None if it has none) and
+        its state."""
         self._ask(self._sessions[rollout], "end")
 
     def drop(self, rollout: Hashable) -> None:
-        """Ends a session, if it is open, without an answer; the rollout may be opened anew."""
+        """Ends a session, if it is open, without a reply; the rollout may be opened again at
+        once."""
         session = self._sessions.pop(rollout, None)
         if session is not None:
             session.dropped = True
@@ -200,8 +213,8 @@ class Sessions:
             self._ask(session, "end")
 
     def collect(self, seconds: float = 0.0) -> list[Reply]:
-        """The replies that are there; waits at most so long for the first, and not if none is to
-        come. ShoalError where the supervisor has ended or is stuck."""
+        """Returns the replies that have arrived; waits at most `seconds` for the first, and not at
+        all if no call is open. ShoalError if the supervisor has ended or is stuck."""
         deadline = time.monotonic() + seconds
         while True:
             now = time.monotonic()
@@ -221,16 +234,18 @@ class Sessions:
     # ---- calls
 
     def _number(self) -> int:
+        """Returns a number that was not used before."""
         self._numbers += 1
         return self._numbers
 
     def _ask(self, session: _Session, what: str, name: str = "", body: bytes = b"{}") -> None:
+        """Queues a call of a session, and sends it if the session has no other call running."""
         session.queue.append((what, name, body))
         self._send_next(session)
 
     def _send_next(self, session: _Session) -> None:
-        """Sends the next call of a session, unless one is under way; answers what needs no
-        process."""
+        """Sends the next call of a session, unless one is running. Calls that need no process, such
+        as one of an unknown tool, are answered here."""
         if session.call or not session.queue:
             return
         what, name, body = session.queue.popleft()
@@ -255,9 +270,11 @@ class Sessions:
             self._submit(session, what, name, body, seconds)
 
     def _submit(self, session: _Session, what: str, name: str, body: bytes, seconds: float) -> None:
+        """Sends a call to the workers: a tool to any worker, else to the process of the session's
+        environment."""
         kind = session.kind
         header = {"what": what, "name": name, "seconds": seconds, "kind": kind and kind.name}
-        if name in self.tools:  # of no session: any process will do
+        if name in self.tools:  # a function without state: any process can run it
             header["session"] = seat = 0
             together = inspect.iscoroutinefunction(self.tools[name])
         else:
@@ -272,7 +289,8 @@ class Sessions:
             raise _error_of_lost(lost) from None
 
     def _enter(self, session: _Session, reply: Header) -> None:
-        """Enters the reply to the call of a session that is under way."""
+        """Enters the reply to a session's running call: makes the `Reply`, closes the session if it
+        is over, and sends its next call."""
         assert session.call
         what, name, limit = session.call
         session.call = None
@@ -313,6 +331,7 @@ class Sessions:
 
 
 def _require_distinct(tool_names: Sequence[str]) -> None:
+    """Raises ShoalError if a name occurs twice."""
     for name, number in Counter(tool_names).items():
         if number > 1:
             raise ShoalError(
@@ -322,6 +341,7 @@ def _require_distinct(tool_names: Sequence[str]) -> None:
 
 
 def _error_of_lost(lost: WorkersLost) -> ShoalError:
+    """Returns the error that says what became of the supervisor."""
     if lost.has_ended:
         return ShoalError(
             "the process that starts sessions of environments ends as it starts, killed from "

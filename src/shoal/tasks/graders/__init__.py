@@ -1,1 +1,1 @@
-"""What a task judges an answer with: pure functions of text."""
+"""Functions by which tasks judge answers: what a text contains, and whether it is right."""

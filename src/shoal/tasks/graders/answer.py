@@ -1,5 +1,5 @@
-"""The answer in a completion: where it stands, and the completion's format. Nothing that a model
-wrote is ever evaluated; `numbers.py` reads the numbers."""
+"""Finds the answer in a completion, and checks the completion's format. Nothing that a model wrote
+is ever evaluated; `numbers.py` reads the numbers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _WELL_FORMED = re.compile(
 
 
 def completion_text(completion: str | Sequence[dict[str, Any]]) -> str:
-    """The text of a completion in TRL's two styles: plain text, or messages (the last one's
-    content)."""
+    """Returns the text of a completion in either of TRL's two styles: the text itself, or the
+    content of the last message."""
     if isinstance(completion, str):
         return completion
     if not completion:
@@ -29,7 +29,7 @@ def completion_text(completion: str | Sequence[dict[str, Any]]) -> str:
 
 
 def extract_answer(text: str) -> str | None:
-    """What stands in the last `<answer>...</answer>`, stripped; None where there is none.
+    """Returns the text in the last `<answer>...</answer>`, stripped; None if there is none.
 
     >>> extract_answer("<answer>3</answer> no: <answer> 4 </answer>")
     '4'
@@ -39,16 +39,16 @@ def extract_answer(text: str) -> str | None:
 
 
 def single_answer(text: str) -> str | None:
-    """What stands in the only `<answer>...</answer>`; None where there is none, or more than one
-    tag of a kind."""
+    """Returns the text in the only `<answer>...</answer>`; None if there is none, or if either tag
+    occurs more than once."""
     if text.count("<answer>") != 1 or text.count("</answer>") != 1:
         return None
     return extract_answer(text)
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last `\\boxed{...}` (or `\\fbox{...}`); None where there is none, or it is
-    not closed.
+    """Returns the text in the last `\\boxed{...}` (or `\\fbox{...}`); None if there is none, or if
+    its brace is not closed.
 
     >>> last_boxed("\\\\boxed{1} or \\\\boxed{\\\\frac{1}{2}}")
     '\\\\frac{1}{2}'
@@ -69,8 +69,8 @@ def last_boxed(text: str) -> str | None:
 
 
 def solution_of(text: str) -> str:
-    """A text without the thoughts before it, and without the next question behind it, that a model
-    asks itself.
+    """Returns the part of a text that is the solution: without the thoughts before it, and without
+    a next question that the model asks itself behind it.
 
     >>> solution_of("<think>5?</think> It is 6.\\n\\nQuestion: and 7?")
     ' It is 6.\\n\\n'
@@ -104,8 +104,8 @@ def reward_of(
     weight: float = 1.0,
     columns: Sequence[str] = ("answer",),
 ) -> RewardFunction:
-    """A function of a text and the values of these columns as one in TRL's convention, run in the
-    caller's process."""
+    """Returns a reward function in TRL's convention that calls `points(text, *values)` for each
+    completion; the values are those of the row's `columns`. It runs in the caller's process."""
 
     def reward(completions: Sequence[Any], **given: Any) -> list[float]:
         texts = [completion_text(completion) for completion in completions]
@@ -122,12 +122,11 @@ FORMAT = reward_of("format", well_formed, 0.1, columns=())
 """1.0 for a well-formed text, else 0.0."""
 
 
-# ---- numbers in solutions of whatever form: of MaxText's answers, and of those that were made
-# elsewhere
+# ---- numbers in solutions of any form: answers in MaxText's format, or files made elsewhere
 
 _MAX_SENTENCE_CHARS = 1000
 _MAX_SAID = 20
-"""So many last positions of "the answer is" are read."""
+"""How many occurrences of "the answer is" are read, from the last one on."""
 
 _ANNOTATION = re.compile(r"<<[^<>\n]*(?:>>|\Z)")
 _NEXT_QUESTION = re.compile(r"^[^\S\n]*\**(?:Q|Question)\**:", re.MULTILINE)
@@ -139,10 +138,14 @@ _BOLD = re.compile(r"\*\*([^*\n]+)\*\*")
 
 
 def final_number(text: str) -> Fraction | None:
-    """The number that a solution ends with: behind the first `####`, in the last tag or box, behind
-    the last "the answer is" or "Answer:" where it stands alone or nothing follows, else in the last
-    line with one, in bold, behind `=`, or the last of all. None without one. Every search is linear
-    in the text's length.
+    """Returns the number that a solution ends with; None if it has no number. Every search is
+    linear in the text's length. The first of these places that is there decides:
+
+    * behind the first `####`
+    * in the last box (inside of the last answer tag, if there is one), or in the last answer tag
+    * behind the last "the answer is" or "Answer:", if a number stands there alone, or if the last
+      number of the text is in that line
+    * in the last line with a number: the last in bold, else behind the last `=`, else the last one
 
     >>> final_number("She sells 48/2 = <<48/2=24>>24 clips.\\n#### 24")
     Fraction(24, 1)

@@ -1,5 +1,5 @@
-"""Expressions of + - * / and brackets over whole numbers. No text is evaluated: Python's grammar
-parses its tokens."""
+"""Reads expressions of + - * / and brackets over whole numbers. Nothing is evaluated as Python
+code: Python's grammar only parses the tokens."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 MAX_CHARS = 200
-"""A longer text is no expression."""
+"""A text with more characters is not read as an expression."""
 MAX_DEPTH = 20
-"""Most brackets, and most signs, that stand inside one another."""
+"""The deepest nesting of brackets, and the most signs before one number."""
 MAX_DIGITS = 9
 
 _TOKEN = re.compile(r"[0-9]+|[-+*/()]")
@@ -27,7 +27,7 @@ _OPERATIONS = {
 
 @dataclass(frozen=True)
 class Expression:
-    """The value of an expression, and the numbers in it, in order.
+    """The value of an expression, and the numbers in it in their order.
 
     >>> read("(3 + 4) * 2")
     Expression(value=Fraction(14, 1), numbers=(3, 4, 2))
@@ -38,7 +38,8 @@ class Expression:
 
 
 def read(text: str) -> Expression | None:
-    """The expression that the whole text is; None for anything else, a division by 0 among it."""
+    """Reads a text that is an expression as a whole; None if it is anything else, or divides by
+    0."""
     text = text.translate(_SIGNS)
     tokens: list[str] = []
     if len(text) <= MAX_CHARS:
@@ -64,8 +65,9 @@ def read(text: str) -> Expression | None:
 
 
 def _value(node: ast.expr, numbers: list[int], num_signs: int) -> Fraction:
-    """The value of a part; adds its numbers. Raises TypeError for anything but numbers and the four
-    operations."""
+    """Returns the exact value of a part of an expression, and appends its numbers to `numbers`.
+    Raises TypeError for anything but numbers and the four operations. `num_signs`: the signs around
+    the part."""
     match node:
         case ast.Constant(value=int(number)):
             numbers.append(number)

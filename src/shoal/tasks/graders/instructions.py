@@ -1,10 +1,11 @@
-"""The 25 kinds of instruction of IFEval (Zhou et al. 2023, arXiv:2311.07911), each a check of a
+"""The 25 kinds of instruction of IFEval (Zhou et al. 2023, arXiv:2311.07911), each as a check of a
 text.
 
-Written from their definitions, with the habits of the published checkers where these decide: `less
+Written from their definitions, with the habits of the published checkers where these matter: `less
 than` and `at least` are the only relations, a language that cannot be detected counts as right, an
-empty text follows nothing. Ours differ in three ways: keywords and markers are taken literally,
-every check takes time linear in the text, and a text of more than MAX_CHARACTERS follows nothing.
+empty text follows nothing. These checks differ in three ways: keywords and markers are taken
+literally, every check takes time linear in the text's length, and a text of more than
+MAX_CHARACTERS follows nothing.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ MAX_CHARACTERS = 100_000
 
 Check = Callable[..., bool]
 KINDS: dict[str, Check] = {}
-"""Name in the published rows -> check, called with the text and the arguments that it names."""
+"""Instruction's name in the published rows -> its check, which is called with the text and with the
+arguments that its signature names."""
 
 
 def follows(text: str, instruction: str, arguments: Mapping[str, Any]) -> bool:
-    """True if a text follows an instruction, by its arguments as `read_arguments` gives them.
+    """True if a text follows an instruction with these arguments, as `read_arguments` returned
+    them.
 
     >>> follows("No commas here", "punctuation:no_comma", {})
     True
@@ -45,8 +48,8 @@ def follows(text: str, instruction: str, arguments: Mapping[str, Any]) -> bool:
 
 
 def variants(text: str) -> list[str]:
-    """What the loose figures try: the text without its first line, its last, both; each also
-    without `*`."""
+    """Returns the texts that the loose figures try: the text itself, without its first line,
+    without its last, without both; each also without `*`."""
     lines = text.split("\n")
     shortened = [text]
     for kept_lines in (lines[1:], lines[:-1], lines[1:-1]):
@@ -60,17 +63,17 @@ def variants(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class ArgumentKind:
-    """How the arguments whose names end in one of `endings` are read."""
+    """How arguments are read whose names end in one of `endings`."""
 
     endings: tuple[str, ...]
     expected: str
     read: Callable[[Any], Any]
-    """The value as the checks take it; None for another value than is expected."""
+    """Returns the value as the checks take it; None if it is not what is expected."""
 
 
 def read_arguments(instruction: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an instruction, those that are None left out. Raises ValueError for wrong
-    ones."""
+    """Returns the arguments of an instruction, checked and converted, without those that are None.
+    Raises ValueError for an unknown instruction, and for missing or wrong arguments."""
     if instruction not in KINDS:
         near = did_you_mean(instruction, KINDS, lists_all=True)
         raise ValueError(f"there is no instruction {instruction!r}{near}")
@@ -104,6 +107,7 @@ def read_arguments(instruction: str, given: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _kind_of_argument(name: str) -> ArgumentKind:
+    """Returns how an argument is read, by the end of its name."""
     for kind in ARGUMENT_KINDS:
         if name.endswith(kind.endings):
             return kind
@@ -111,6 +115,7 @@ def _kind_of_argument(name: str) -> ArgumentKind:
 
 
 def _read_words(value: Any) -> tuple[str, ...] | None:
+    """Returns a list of words as a tuple; None if the value is no such list, or an empty one."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         return None
     for word in value:
@@ -157,15 +162,15 @@ ARGUMENT_KINDS = (
     ),
 )
 WHOLE_NUMBER = ArgumentKind((), "a whole number, 0 or more", _read_whole_number)
-"""All other arguments."""
+"""How all other arguments are read."""
 
 
 # ---- checks
 
 
 def _check(instruction: str) -> Callable[[Check], Check]:
-    """Enters a function into `KINDS`. The names of its arguments are those of the published
-    rows."""
+    """Returns a decorator that enters a function into KINDS under the instruction's name. The names
+    of the function's arguments are those in the published rows."""
 
     def enter(check: Check) -> Check:
         KINDS[instruction] = check
@@ -175,15 +180,17 @@ def _check(instruction: str) -> Callable[[Check], Check]:
 
 
 def _is_related(count: int, relation: str, wanted: int) -> bool:
+    """True if a count is less than, or at least, the wanted one."""
     return count < wanted if relation == "less than" else count >= wanted
 
 
 def _occurrences(literal: str, text: str) -> list[str]:
-    """Wherever the literal stands, also inside a word, whatever its capitals."""
+    """Returns all occurrences of a literal text, in any case, also inside of words."""
     return re.findall(re.escape(literal), text, re.IGNORECASE)
 
 
 def _is_in_language(text: str, language: str) -> bool:
+    """True if a text is in a language, or if its language cannot be detected."""
     return detect_language(text) in (language, None)
 
 
@@ -207,7 +214,7 @@ def _has_no_forbidden_word(text: str, forbidden_words: Sequence[str]) -> bool:
 
 @_check("keywords:letter_frequency")
 def _has_letter_so_often(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
-    """Several letters together are no letter, and never occur."""
+    """True if a letter occurs so often, in any case. A `letter` of several letters never occurs."""
     return _is_related(Counter(text.lower())[letter], let_relation, let_frequency)
 
 
@@ -223,14 +230,15 @@ def _has_so_many_sentences(text: str, num_sentences: int, relation: str) -> bool
 
 @_check("length_constraints:number_paragraphs")
 def _has_so_many_paragraphs(text: str, num_paragraphs: int) -> bool:
-    """Exactly so many between `***`; the first and the last may be empty and do not count then,
-    others may not be."""
+    """True if there are exactly so many paragraphs between `***`. The first and the last part may
+    be empty, and then do not count; no other part may be."""
     parts = _parts_between(text, "***")
     return parts is not None and len(parts) == num_paragraphs
 
 
 def _parts_between(text: str, separator: str) -> list[str] | None:
-    """The parts that are not empty; None where one is empty that is neither first nor last."""
+    """Returns the parts between separators that are not empty; None if one that is neither first
+    nor last is empty."""
     parts = [part.strip() for part in text.split(separator)]
     if not all(parts[1:-1]):
         return None
@@ -246,8 +254,8 @@ def _has_so_many_words(text: str, num_words: int, relation: str) -> bool:
 def _begins_nth_paragraph_with(
     text: str, num_paragraphs: int, nth_paragraph: int, first_word: str
 ) -> bool:
-    """Exactly so many paragraphs between empty lines, and how the nth begins: empty ones are not
-    counted, but keep their number."""
+    """True if there are exactly so many paragraphs between empty lines, and the nth begins with
+    this word. Empty paragraphs do not count, but they take a place in the numbering."""
     paragraphs = [paragraph.strip() for paragraph in text.split("\n\n")]
     num_filled = sum(bool(paragraph) for paragraph in paragraphs)
     if num_filled != num_paragraphs:
@@ -262,7 +270,7 @@ def _begins_nth_paragraph_with(
 
 @_check("detectable_content:number_placeholders")
 def _has_placeholders(text: str, num_placeholders: int) -> bool:
-    """`[...]` within a line."""
+    """True if there are at least so many `[...]`, each within a line."""
     count = 0
     for line in text.split("\n"):
         up_to_last_bracket = line[: line.rfind("]") + 1]
@@ -272,7 +280,8 @@ def _has_placeholders(text: str, num_placeholders: int) -> bool:
 
 @_check("detectable_content:postscript")
 def _has_postscript(text: str, postscript_marker: str) -> bool:
-    """The marker anywhere, whatever its capitals; spaces may stand inside the two usual ones."""
+    """True if the marker occurs anywhere, in any case; in the two usual markers spaces are
+    allowed."""
     usual = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
     pattern = usual.get(postscript_marker, re.escape(postscript_marker.lower()))
     return re.search(pattern, text.lower()) is not None
@@ -280,7 +289,8 @@ def _has_postscript(text: str, postscript_marker: str) -> bool:
 
 @_check("detectable_format:number_bullet_lists")
 def _has_so_many_bullets(text: str, num_bullets: int) -> bool:
-    """Lines that begin with `-` or one `*`; a lone `*` takes the next line into its own."""
+    """True if exactly so many lines begin with `-` or with a single `*`. A line of `*` alone is a
+    bullet together with the next line, which then does not count itself."""
     lines = [line.lstrip() for line in text.split("\n")]
     count = sum(line.startswith("-") for line in lines)
     i = 0
@@ -301,7 +311,7 @@ def _is_constrained_response(text: str) -> bool:
 
 @_check("detectable_format:number_highlighted_sections")
 def _has_highlights(text: str, num_highlights: int) -> bool:
-    """`*...*` within a line, and `**...**` once more."""
+    """True if there are at least so many `*...*` within a line; a `**...**` counts once more."""
     single = re.findall(r"\*([^\n*]*)\*", text)
     double = re.findall(r"\*\*([^\n*]*)\*\*", text)
     count = sum(bool(inside.strip()) for inside in single + double)
@@ -310,13 +320,14 @@ def _has_highlights(text: str, num_highlights: int) -> bool:
 
 @_check("detectable_format:multiple_sections")
 def _has_sections(text: str, section_spliter: str, num_sections: int) -> bool:
+    """True if at least so many headings occur: the section's name and a number."""
     heads = re.findall(rf"{re.escape(section_spliter)}\s?\d+", text)
     return len(heads) >= num_sections
 
 
 @_check("detectable_format:json_format")
 def _is_json(text: str) -> bool:
-    """JSON of any kind, alone or between Markdown's fences."""
+    """True if the text is valid JSON of any kind, alone or between Markdown's fences."""
     text = text.strip()
     for fence in ("```json", "```Json", "```JSON", "```"):
         text = text.removeprefix(fence)
@@ -329,8 +340,7 @@ def _is_json(text: str) -> bool:
 
 @_check("detectable_format:title")
 def _has_title(text: str) -> bool:
-    """A line with `<<...>>` that has something in it, taken from the first `<<` to the last
-    `>>`."""
+    """True if a line has `<<...>>` with something in it, from the first `<<` to the last `>>`."""
     for line in text.split("\n"):
         start, end = line.find("<<"), line.rfind(">>")
         if 0 <= start < end - 2:
@@ -342,7 +352,8 @@ def _has_title(text: str) -> bool:
 
 @_check("combination:two_responses")
 def _has_two_responses(text: str) -> bool:
-    """Two different answers between `******`; only the first and the last part may be empty."""
+    """True if there are two different answers, separated by `******`; only the first and the last
+    part may be empty."""
     answers = _parts_between(text, "******")
     return answers is not None and len(answers) == 2 and answers[0] != answers[1]
 

@@ -1,10 +1,10 @@
-"""What checkers count in a text: words, sentences, words in capitals, its language. Nothing is
-fetched.
+"""What checkers of instructions count in a text: words, sentences, words in capitals; and its
+language. Nothing is downloaded.
 
-Published figures count sentences by Punkt (Kiss and Strunk, 2006) with its English model: a full
-stop ends a sentence unless it ends an abbreviation, an initial, an ordinal or an ellipsis, where
-the next word decides. `sentences` follows its rules, with short tables in place of the model's
-statistics: only after those four can the two differ.
+Published figures count sentences with NLTK's Punkt (Kiss and Strunk, 2006) and its English model: a
+full stop ends a sentence unless it ends an abbreviation, an initial, an ordinal or an ellipsis;
+after these the next word decides. `sentences` follows Punkt's rules, with short tables in place of
+the model's statistics: only after those four can the two differ.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 
 LANGUAGE_CHARACTERS = 20_000
-"""Characters of a text from which its language is detected; langdetect itself reads 10,000."""
+"""A text's language is detected from this many first characters; langdetect reads only 10,000."""
 
 _CLOSING = r")\";}\]*:@'({\[!?"
 _CANDIDATE = re.compile(rf".*[.?!](?=[{_CLOSING}]|$)", re.DOTALL)
@@ -40,8 +40,8 @@ _ABBREVIATIONS = _split_words("""
     a.m p.m ph.d u.s u.k u.n u.s.a u.s.s.r d.c n.y n.j n.c s.c n.d n.h n.m l.a w.va a.d a.c d.h d.w
     m.b.a j.b j.c j.j j.k j.p j.r r.j r.h r.k t.j h.f g.k w.c w.w c.v s.a n.v b.v s.p.a
 """)
-"""Types before a full stop that Punkt's English model takes for abbreviations. It knows neither
-`etc` nor `e.g`."""
+"""Words before a full stop that Punkt's English model takes for abbreviations. The model knows
+neither `etc` nor `e.g`."""
 
 _OPENERS = _split_words("""
     i he it they him her them us myself yourself himself itself the this these there here your mine
@@ -79,18 +79,18 @@ _COMMON = _OPENERS - {"i"} | _split_words("""
     making coming knowing answer summary introduction chapter part table point option reason steps
     reasons
 """)
-"""Words known in small letters: with a capital they are no name, and begin a sentence after an
-initial."""
+"""Words that are common in small letters: one of them with a capital is no name, and so begins a
+sentence after an initial."""
 
 LANGUAGES = _split_words("""
     af ar bg bn ca cs cy da de el en es et fa fi fr gu he hi hr hu id it ja kn ko lt lv mk ml mr ne
     nl no pa pl pt ro ru sk sl so sq sv sw ta te th tl tr uk ur vi zh-cn zh-tw
 """)
-"""What `detect_language` can say."""
+"""All results of `detect_language` except None."""
 
 
 def count_words(text: str) -> int:
-    """Runs of letters, digits and underscores.
+    """Returns the number of words: runs of letters, digits and underscores.
 
     >>> count_words("It's 3.5 well-known words")
     7
@@ -102,7 +102,8 @@ def count_words(text: str) -> int:
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of a text as Punkt cuts them; line ends alone end none.
+    """Splits a text into sentences like NLTK's Punkt tokenizer with its English model, and returns
+    them in order, stripped. A line end alone ends no sentence.
 
     >>> sentences('Dr. Lee left at 5 p.m. on Monday. "Why?" he asked')
     ['Dr. Lee left at 5 p.m. on Monday.', '"Why?"', 'he asked']
@@ -133,7 +134,8 @@ def sentences(text: str) -> list[str]:
 
 
 def _realigned(text: str, pieces: list[tuple[int, int]]) -> list[str]:
-    """The pieces, with quotes and brackets that begin one given to the one before it."""
+    """Returns the texts of pieces (start, end), after moving closing quotes and brackets at the
+    beginning of a piece to the end of the piece before it."""
     realigned = []
     num_given = 0  # characters of a piece that the one before it got
     for number, (start, end) in enumerate(pieces):
@@ -151,7 +153,8 @@ def _realigned(text: str, pieces: list[tuple[int, int]]) -> list[str]:
 
 
 def _ends(word: str, after: str) -> bool:
-    """True if a word (up to its `.`, `?` or `!`) ends a sentence, by what comes after it."""
+    """True if a word (up to its `.`, `?` or `!`) ends a sentence; `after` is the text that comes
+    next."""
     if word[-1] != "." or _INNER_END.search(word):
         return True
     if word.endswith(".."):
@@ -169,7 +172,7 @@ def _ends(word: str, after: str) -> bool:
 
 
 def _ends_within(word: str) -> bool:
-    """True if a sentence ends before the last sign of a word, as in `(No!)`."""
+    """True if a sentence ends before the last character of a word, as in `(No!)`."""
     candidate = _INNER_CANDIDATE.match(word)
     if candidate is None:
         return False
@@ -178,12 +181,13 @@ def _ends_within(word: str) -> bool:
 
 
 def _opens(after: str) -> bool:
-    """True if what comes after an abbreviation or an ellipsis begins a sentence."""
+    """True if the text after an abbreviation or an ellipsis begins a new sentence."""
     word = _first_word(after)
     return word[:1].isupper() and word.lower() in _OPENERS
 
 
 def _first_word(text: str) -> str:
+    """Returns the word that a text begins with; "" if it does not begin with a letter."""
     start = _WORD_START.match(text)
     return start.group() if start else ""
 
@@ -203,8 +207,8 @@ _JOINED = re.compile(
 
 
 def count_capital_words(text: str) -> int:
-    """Words without a small letter, cut as in the Penn Treebank: `I'm` and `NASA's` hold one,
-    `WE'LL` two.
+    """Returns the number of words without a small letter, split like in the Penn Treebank: `I'm`
+    and `NASA's` contain one, `WE'LL` two.
 
     >>> count_capital_words("NASA's DON'T-ASK rule: I agree, OK?")
     4
@@ -217,7 +221,8 @@ def count_capital_words(text: str) -> int:
 
 
 def _treebank(sentence: str) -> list[str]:
-    """The words of a sentence; of punctuation only what sticks to a word is kept."""
+    """Splits a sentence into words like the Penn Treebank; keeps no punctuation except what sticks
+    to a word."""
     words = []
     body = sentence.rstrip().rstrip(_CLOSERS)
     if body.endswith(".") and not body.endswith(".."):
@@ -236,7 +241,7 @@ def _treebank(sentence: str) -> list[str]:
 
 
 def _separated(joined: re.Match[str]) -> str:
-    """`can not` of `cannot`."""
+    """Returns the two words of a joined one: `can not` for `cannot`."""
     parts = [part for part in joined.groups() if part]
     return f" {parts[0]} {parts[1]} "
 
@@ -246,10 +251,10 @@ def _separated(joined: re.Match[str]) -> str:
 
 @functools.lru_cache(maxsize=256)
 def detect_language(text: str) -> str | None:
-    """ISO 639-1 code of a text's language (`zh-cn` and `zh-tw` for Chinese); None where it cannot
-    be detected.
+    """Returns the ISO 639-1 code of a text's language (`zh-cn` and `zh-tw` for Chinese); None if it
+    cannot be detected.
 
-    langdetect draws random numbers: its seed is set, so that a text has one language.
+    langdetect draws random numbers: a fixed seed makes the result the same each time.
     """
     detect, unknown = _detector()
     try:
@@ -260,6 +265,8 @@ def detect_language(text: str) -> str | None:
 
 @functools.cache
 def _detector() -> tuple[Callable[[str], str], type[Exception]]:
+    """Returns langdetect's function with a fixed seed, and the exception that it raises for a text
+    whose language it cannot detect."""
     from langdetect import DetectorFactory, LangDetectException, detect
 
     DetectorFactory.seed = 0

@@ -1,11 +1,9 @@
-"""A judge, `reward=judge:URL`: a language model behind an OpenAI-style address that grades
-completions.
+"""A judge, `reward=judge:URL`: a language model at an OpenAI-style address that grades completions.
 
     prompt, completion, columns -> template -> cache on disk, else POST .../chat/completions
                                 -> a number -> 0 to 1
 
-What was answered once is read from the cache: a resumed run, a replay and `shoal rescore` give the
-same rewards.
+Replies are kept in a cache, so a resumed run, a replay and `shoal rescore` give the same rewards.
 """
 
 from __future__ import annotations
@@ -63,10 +61,11 @@ follows from it."""
 KEY = "reward.judge.template"
 KEY_VARIABLE = "OPENAI_API_KEY"
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 30.0
-"""Before the second request, doubled before each further one, up to the longest."""
+"""The pause before the second request, which is doubled before each further one, and the longest
+pause."""
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 REFUSED = (401, 403, 404)
-"""What no other completion would change."""
+"""HTTP statuses that every completion would get: the run ends."""
 _LARGEST = 1e300
 _OPENING = r"[\s*_`\"'$\\\[{(]*(?:boxed\{)?"
 _CLOSING = r"[\s*_`\"'$\\\]})]*"
@@ -117,19 +116,19 @@ _OTHER_TEMPERATURE = re.compile(
 
 @dataclass(frozen=True)
 class Reply:
-    """What the judge says of a completion, and what it cost."""
+    """The judge's reply for one completion, and what it cost."""
 
     text: str = ""
-    fault: str = ""  # why there is no text
+    fault: str = ""  # why there is no text; "" if there is one
     requests: int = 0
     tokens: int = 0  # of all prompts and replies, as the address counts them
-    seconds: float = 0.0  # with the pauses
+    seconds: float = 0.0  # including pauses
     cached: bool = False
 
 
 class JudgeFunction:
-    """A reward function that is awaited. A completion that gets no score counts as failed, by
-    `reward.on_error`.
+    """A reward function that asks a judge and is awaited. A completion that gets no score counts as
+    failed, and is treated as `reward.on_error` says.
 
     >>> await JudgeFunction("http://localhost:8000/v1", section)(["2 + 3 = ?"], ["5"], answer=["5"])
     [1.0]
@@ -159,12 +158,15 @@ class JudgeFunction:
         self._omits_temperature = False
 
     def digest(self) -> str:
-        """A hash of what its scores depend on."""
+        """Returns a hash of what the judge's scores depend on: its address and settings."""
         return _hash([self.url, asdict(self.section)])[:16]
 
     async def __call__(
         self, prompts: Sequence[Prompt], completions: Sequence[Any], **columns: Any
     ) -> list[Any]:
+        """Returns the score of each completion, 0 to 1, or a text that says why there is none,
+        which counts as a failure. A reward function; it asks about all completions at the same
+        time."""
         lists = {name: values for name, values in columns.items() if isinstance(values, list)}
         pieces, names = self._template
         waiting = []
@@ -188,7 +190,8 @@ class JudgeFunction:
         return [self._score(reply) for reply in replies]
 
     def _score(self, reply: Reply) -> float | str:
-        """0 to 1; a text, which is no number and so a failure, where there is no score."""
+        """Returns the score of a reply, scaled to 0 to 1; a text, which counts as a failure, if
+        there is none."""
         if reply.fault:
             return reply.fault
         low, high = self.section.score_range
@@ -204,6 +207,8 @@ class JudgeFunction:
     # ---- one text
 
     async def _reply(self, text: str) -> Reply:
+        """Returns the judge's reply to one text: from the cache, from an equal request that is
+        running, or by asking."""
         body = {
             "model": self.section.model,
             "messages": [{"role": "user", "content": text}],
@@ -227,7 +232,8 @@ class JudgeFunction:
         return await asyncio.shield(task)
 
     async def _ask(self, body: Mapping[str, Any], name: str) -> Reply:
-        """The reply of the address, asked again with growing pauses where it may answer later."""
+        """Asks the address and returns its reply, which it also stores; asks again with growing
+        pauses if the address may answer later. ShoalError if it can never answer."""
         started = time.monotonic()
         pause = FIRST_PAUSE_SECONDS
         requests = tokens = 0
@@ -272,18 +278,19 @@ class JudgeFunction:
                 break
         fault += f" (requests: {requests})"
         if not self._has_answered and "ConnectError" in fault:
-            # It never was there: no other completion is asked.
+            # The server was never there: no other completion is tried.
             raise ShoalError(f"reward={PREFIX}{fault}; is the address right, and its server up?")
         return Reply("", fault, requests, tokens, time.monotonic() - started)
 
     def _note_refusal(self, reason: str) -> None:
-        """Notes which fields of a request the address refuses, for all further ones."""
+        """Notes which fields of a request the address refuses, for all further requests."""
         # OpenAI's reasoning models refuse `max_tokens`, and any temperature but their own.
         self._renames_max_tokens |= "max_completion_tokens" in reason
         self._omits_temperature |= _OTHER_TEMPERATURE.search(reason) is not None
 
     def _adapted(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """A request as the address takes it; the cache knows it by its first form."""
+        """Returns a request in the form that the address accepts. The cache's key is that of the
+        original form."""
         sent = dict(body)
         if self._renames_max_tokens:
             sent["max_completion_tokens"] = sent.pop("max_tokens")
@@ -292,16 +299,16 @@ class JudgeFunction:
         return sent
 
     async def _post(self, body: Mapping[str, Any]) -> tuple[int, Any]:
-        """(HTTP's status, the object that was sent back); a text of what is wrong in place of the
-        object, and 0 where nothing answers."""
-        import httpx  # of huggingface_hub; 60 ms
+        """Sends a request; returns the HTTP status and the object that came back. If there is none,
+        returns a text that says what is wrong, with status 0 if nothing answered."""
+        import httpx  # a dependency of huggingface_hub; importing takes 60 ms
 
-        if self._slots is None:  # in the process and on the loop that call
+        if self._slots is None:  # made here, in the process and on the loop that make the calls
             self._slots = asyncio.Semaphore(self.section.concurrency)
         key = os.environ.get(KEY_VARIABLE, "")
         try:
-            # A connection a request: kept ones would outlive the loop, and a reply takes longer
-            # than to connect.
+            # One connection for each request: kept ones would outlive the loop, and connecting
+            # takes less time than a reply.
             async with (
                 self._slots,
                 asyncio.timeout(self.timeout_seconds / 2),
@@ -329,12 +336,14 @@ class JudgeFunction:
     # ---- the cache
 
     def _file(self, name: str) -> Path | None:
+        """Returns the cache's file for a request; None without a cache."""
         folder = self.section.cache
         if not folder:
             return None
         return Path(folder).expanduser() / name[:2] / f"{name}.json"
 
     def _read(self, name: str) -> str | None:
+        """Returns the cached reply to a request; None if there is none."""
         file = self._file(name)
         if file is None:
             return None
@@ -349,7 +358,8 @@ class JudgeFunction:
             ) from error
 
     def _keep(self, name: str, text: str) -> str:
-        """The first reply that a process stored for a text: theirs, where it was sooner."""
+        """Stores a reply, and returns the reply to use: if another process was first, that
+        process's."""
         file = self._file(name)
         if file is None:
             return text
@@ -359,7 +369,8 @@ class JudgeFunction:
                 json.dump({"reply": text}, temporary)
                 temporary.flush()
                 try:
-                    os.link(temporary.name, file)  # whole, and only where there is none
+                    # By a link the file appears complete, and only if there is none yet.
+                    os.link(temporary.name, file)
                 except FileExistsError:
                     return self._read(name) or text
         return text
@@ -369,10 +380,11 @@ class JudgeFunction:
 
 
 def read_score(reply: str, highest: float) -> float | None:
-    """The score in a judge's reply: `score` of a JSON object, else the number behind the last
-    `Score:`, else a reply that is nothing but a number. None without one, or where its own scale
-    (`4/5`) does not end at `highest`. A number that explains the scale (`Score: 10 = perfect`) is
-    none.
+    """Returns the score in a judge's reply: `score` in a JSON object, else the number behind the
+    last `Score:`, else a reply that is nothing but a number.
+
+    None if there is none, or if the scale that the reply names (`4/5`) does not end at `highest`. A
+    number that explains the scale (`Score: 10 = perfect`) is not a score.
 
     >>> read_score("3 of 4 parts. **Score: 8/10** (10 = perfect)", 10)
     8.0
@@ -380,7 +392,7 @@ def read_score(reply: str, highest: float) -> float | None:
     (7.0, None)
     """
     if "<think>" in reply and "</think>" not in reply:
-        return None  # cut within the thoughts, which may name scores of all kinds
+        return None  # it was cut within its thoughts, which may name any score
     text = reply.rpartition("</think>")[2].strip()
     fenced = _FENCED.fullmatch(text)
     json_text = fenced[1] if fenced else text
@@ -407,7 +419,8 @@ def read_score(reply: str, highest: float) -> float | None:
 
 
 def _in_range(match: re.Match[str] | None, highest: float) -> float | None:
-    """The number of a match, if the scale that it names ends at `highest`."""
+    """Returns the number of a match; None without a match, or if the scale that it names does not
+    end at `highest`."""
     if match is None:
         return None
     scale = "100" if match["percent"] else match["scale"]
@@ -417,8 +430,8 @@ def _in_range(match: re.Match[str] | None, highest: float) -> float | None:
 
 
 def _json_object(text: str) -> Mapping[str, Any]:
-    """The object that a text is; empty where it is none, or one that Python's parser gives up
-    on."""
+    """Returns the JSON object that a text is; {} if it is not one, or if Python's parser cannot
+    read it."""
     if not text.startswith("{"):
         return {}
     try:
@@ -429,6 +442,7 @@ def _json_object(text: str) -> Mapping[str, Any]:
 
 
 def _shown(reply: Mapping[str, Any]) -> str:
+    """Returns an object as short JSON, for messages."""
     try:
         return shorten(json.dumps(reply))
     except RecursionError:
@@ -436,8 +450,8 @@ def _shown(reply: Mapping[str, Any]) -> str:
 
 
 def _without_cut_number(text: str, highest: float) -> str:
-    """A reply that was cut at its limit, without a last number of which digits may be missing: of
-    `Score: 1` of 10."""
+    """Returns a reply that was cut at its limit, without a final number that may lack digits:
+    `Score: 1`, if the scale goes to 10."""
     digits = _LAST_DIGITS.search(text)
     if digits is None:
         return text
@@ -446,13 +460,15 @@ def _without_cut_number(text: str, highest: float) -> str:
 
 
 def _hash(value: Any) -> str:
+    """Returns a hash of a value that JSON can hold."""
     return hashlib.sha256(
         json.dumps(value, sort_keys=True).encode("utf-8", "backslashreplace")
     ).hexdigest()
 
 
 def _address(url: str) -> str:
-    """The address of chat completions: of a server, of its `/v1`, or in full."""
+    """Returns the address of a server's chat completions, given the address of the server, of its
+    `/v1`, or in full. ShoalError if the text is not such an address."""
     try:
         parts = urlsplit(url)
         is_right = (
@@ -473,7 +489,7 @@ def _address(url: str) -> str:
 
 
 def _prompt_text(prompt: Prompt) -> str:
-    """A prompt as text: of several messages each with its role."""
+    """Returns a prompt as text; several messages each with its role."""
     if isinstance(prompt, str):
         return prompt
     parts = []

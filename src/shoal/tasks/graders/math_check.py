@@ -1,8 +1,8 @@
-"""Compares two answers in mathematics: by text and value, else by math-verify in supervised
-processes.
+"""Decides whether two answers in mathematics are the same: by text and value if that suffices, else
+by math-verify in supervised processes.
 
-math-verify gives a model's text to a parser and to sympy, which some texts keep busy for ever. So
-each check has a limit of processor time and memory: at the limit its process ends, the answer
+math-verify passes a model's text to a parser and to sympy, which some texts keep busy for ever. So
+each check has a limit of processor time and memory: at the limit its process is ended, the answer
 counts as wrong, and another process replaces it. math-verify is imported by the process that
 supervises the workers, never by the one that trains.
 """
@@ -29,9 +29,9 @@ from shoal.workers.pool import Limits, WorkerPool, WorkersLost
 from shoal.workers.process import Header
 
 MAX_CHARS = 1000
-"""A longer answer is wrong without a check."""
+"""An answer with more characters counts as wrong without a check."""
 MAX_DEPTH = 25
-"""So is one with more brackets inside one another."""
+"""An answer with brackets nested deeper counts as wrong without a check."""
 
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\{([^{}]*)\}")
 _LARGE_FRACTION = re.compile(r"\\[dt]frac(?![A-Za-z])")
@@ -58,8 +58,8 @@ _LETTERS = re.compile(
     r"(?:(?<=[0-9])\s*(ab|bc|[cdot])"
     r"|(?:(?<=[-+*])|(?<=\\cdot)|(?<=\\times))\s*(ab|bc|[cdghlmost]))\Z"
 )
-"""Letters at the end that math-verify would take for a unit, and leave out: behind a number those
-that are hardly one, behind an operator all."""
+"""Matches letters at the end that math-verify would take for a unit and leave out: behind a number
+only letters that are hardly ever a unit, behind an operator all that it knows as units."""
 _LAST_LETTER = re.compile(
     r"(?:(?<=[0-9})\]+*/-])|(?<=[0-9})\]+*/-]\s)|(?<=[A-Za-z]\s))([A-Za-z])\s*\Z"
 )
@@ -94,13 +94,13 @@ _DROPPED = ("^\\circ", "^{\\circ}", "\\$", "$", "\\%", "%")
 
 
 def same(gold: str, answer: str) -> bool | None:
-    """True if they are the same answer; None where the check was ended at its limit, which counts
-    as wrong."""
+    """True if two answers mean the same, False if not; None if the check was ended at its limit,
+    which counts as wrong. May start worker processes."""
     return same_all([(gold, answer)])[0]
 
 
 def same_all(pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
-    """`same` for pairs (gold, answer), several at a time."""
+    """Returns `same` for each of many pairs (gold, answer); several are checked at a time."""
     verdicts: list[bool | None] = [at_a_glance(gold, answer) for gold, answer in pairs]
     undecided: list[int] = []
     to_check: list[Pair] = []
@@ -115,6 +115,8 @@ def same_all(pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
 
 
 def _in_latex(gold: str, answer: str) -> tuple[str, str]:
+    """Returns a gold answer and an answer in LaTeX, each with the knowledge which letters are
+    variables."""
     variables = _shared_variables(_unwrapped(gold), _unwrapped(answer))
     return (
         latex(gold, variables | _last_variable(gold)),
@@ -123,14 +125,14 @@ def _in_latex(gold: str, answer: str) -> tuple[str, str]:
 
 
 def _shared_variables(gold: str, answer: str) -> set[str]:
-    """Letters that are variables in one of two answers without wrapping of words, and so at the end
-    of the other: `m/2` and `0.5 m`."""
+    """Returns the letters that are variables in either of two answers (both `_unwrapped`). At the
+    end of the other answer such a letter is no unit: in `m/2` and `0.5 m` it is the variable m."""
     return variables_of(gold) | variables_of(answer)
 
 
 def _last_variable(answer: str) -> set[str]:
-    """The letter that ends an expression with other letters, as of `\\pi r^2 h`: units that are one
-    letter stand behind numbers, or in words' wrapping."""
+    """Returns the letter at the end of an answer if it is a variable, because other letters in the
+    answer are: h in `\\pi r^2 h`. (Units of one letter stand behind numbers, or in \\text.)"""
     expression = _unwrapped(answer.rpartition("=")[2])
     last = _LAST_LETTER.search(answer)
     if last is None or not variables_of(expression):
@@ -139,12 +141,14 @@ def _last_variable(answer: str) -> set[str]:
 
 
 def ends_with(gold: str, text: str) -> bool | None:
-    """`same` for a whole solution, in which math-verify looks for the answer."""
+    """True if a whole solution, in which math-verify looks for the answer, has the gold answer;
+    None like `same`."""
     return checker().ask([(latex(gold), text)], "text")[0]
 
 
 def at_a_glance(gold: str, answer: str) -> bool | None:
-    """True or False where the text or value of two answers decides; None where math-verify has to.
+    """Returns True or False if the texts or values of two answers decide whether they are the same;
+    None if math-verify has to decide.
 
     >>> at_a_glance("\\\\frac{1}{2}", "0.5"), at_a_glance("7", "8"), at_a_glance("x^2", "x x")
     (True, False, None)
@@ -172,10 +176,10 @@ def at_a_glance(gold: str, answer: str) -> bool | None:
             return True
     wanted_measures, measures = measures_of(gold_text), measures_of(answer_text)
     if wanted_measures and measures and max(len(wanted_measures), len(measures)) > 1:
-        # Of `3 hours 20 minutes` math-verify reads the 3.
+        # math-verify would read only the 3 of `3 hours 20 minutes`.
         return wanted_measures == measures
     if "\\equiv" in wanted or "\\equiv" in came:
-        # Of `x \\equiv 1 \\pmod 3` math-verify reads the 3.
+        # math-verify would read only the 3 of `x \\equiv 1 \\pmod 3`.
         return _congruence(wanted) == _congruence(came)
     if _ELLIPSIS.search(gold) or _ELLIPSIS.search(answer):
         # math-verify reads `1, 2, \\ldots, n` up to the dots.
@@ -193,11 +197,13 @@ def at_a_glance(gold: str, answer: str) -> bool | None:
 
 
 def _congruence(text: str) -> str:
-    """A plain congruence with its modulus in one spelling."""
+    """Returns a congruence, already `plain`, with its modulus in one spelling."""
     return re.sub(r"[(){}]", "", re.sub(r"\\[bp]?mod(?![A-Za-z])", "mod", text))
 
 
 def _is_readable(answer: str) -> bool:
+    """True if an answer is short enough, and its brackets are not nested too deep, for
+    math-verify."""
     depth = most = 0
     for character in answer[: MAX_CHARS + 1]:
         if character in "([{":
@@ -209,8 +215,8 @@ def _is_readable(answer: str) -> bool:
 
 
 def is_whole(gold: str) -> bool:
-    """True if a gold answer can be read: it is not too long, and its braces come in pairs. For a
-    large data set math-verify would take minutes."""
+    """True if a gold answer is not too long and its braces match, so that it can be read. A quick
+    check for whole data sets, which math-verify would take minutes for."""
     depth = 0
     for brace in _BRACE.findall(gold[: MAX_CHARS + 1]):
         if brace == "{":
@@ -223,8 +229,9 @@ def is_whole(gold: str) -> bool:
 
 
 def latex(answer: str, variables: Collection[str] = ()) -> str:
-    """An answer with signs, names and numbers of plain text in LaTeX: `π/2`, `sqrt(2)`, `√10`, `2
-    1/2`, `1e10`. A last letter that is one of the variables is no unit."""
+    """Returns an answer with plain-text signs, names and numbers written in LaTeX: `π/2`,
+    `sqrt(2)`, `√10`, `2 1/2`, `1e10`. If its last letter is one of `variables`, it is put in
+    braces, so that math-verify does not take it for a unit."""
     answer = _PERCENT.sub(r"\\%", answer)
     answer = _exponentials(_PI.sub(r"\\pi ", _spelled_out(answer)))
     for signs, sign in _TWO_SIGNS.items():
@@ -244,7 +251,8 @@ def _root_in_latex(match: re.Match[str]) -> str:
 
 
 def _unwrapped(answer: str) -> str:
-    """An answer with spaces in place of LaTeX's, and without the wrapping of words."""
+    """Returns an answer with plain spaces in place of LaTeX's, and with words taken out of \\text
+    and the like."""
     for sign, command in _SIGNS.items():
         answer = answer.replace(sign, command)
     # One space for a run of them, since the search for units tries each.
@@ -252,7 +260,8 @@ def _unwrapped(answer: str) -> str:
 
 
 def _spelled_out(answer: str) -> str:
-    """An answer with its signs as commands, and its numbers as LaTeX has them.
+    """Returns an answer with its signs as LaTeX commands, and its numbers as LaTeX parsers read
+    them.
 
     >>> _spelled_out("2 1/2 × 1e3"), _spelled_out("0.\\\\overline{3}"), _spelled_out("\\\\sin 30°")
     ('2\\\\frac{1}{2} \\\\times  1000', '\\\\frac{1}{3}', '\\\\sin{(\\\\frac{30\\\\pi}{180})}')
@@ -265,9 +274,10 @@ def _spelled_out(answer: str) -> str:
 
 
 def _in_radians(answer: str) -> str:
-    """Degrees within sin, cos, ... in radians: elsewhere their sign is left out."""
+    """Returns an answer in which degrees inside of sin, cos, ... are converted to radians.
+    Elsewhere the degree sign stays; comparisons leave it out."""
     parts = []
-    done = 0  # so many characters are in the parts
+    done = 0  # the number of characters that are in `parts`
     for match in _TRIGONOMETRIC.finditer(answer):
         start = match.end()
         if match.start() < done:
@@ -290,7 +300,8 @@ def _in_radians(answer: str) -> str:
 
 
 def _closing(text: str, start: int) -> int:
-    """Behind the bracket that closes the one at `start`; `start` where none does."""
+    """Returns the position behind the bracket that closes the one at `start`; `start` itself if
+    none does."""
     opening = text[start]
     closing = {"(": ")", "[": "]", "{": "}"}[opening]
     depth = 0
@@ -305,7 +316,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def _exponentials(answer: str) -> str:
-    """`exp(x)` as `e^{x}`."""
+    """Returns an answer with `exp(x)` written as `e^{x}`."""
     match = _EXP.search(answer)
     while match is not None:
         start = match.end() - 1
@@ -318,8 +329,8 @@ def _exponentials(answer: str) -> str:
 
 
 def plain(answer: str) -> str:
-    """An answer without spacing, dollars, degrees, percent signs and words' wrapping, fractions in
-    one spelling."""
+    """Returns an answer in a normal form for comparison as text: without spacing, dollar, degree
+    and percent signs, with words unwrapped and fractions in one spelling."""
     text = _spelled_out(answer.strip().removesuffix(".").replace("{,}", ","))
     text = _LARGE_FRACTION.sub(r"\\frac", text)
     for dropped in _DROPPED:
@@ -335,20 +346,20 @@ def plain(answer: str) -> str:
 CPU_SECONDS = 3.0
 """Processor time of one check."""
 WALL_SECONDS = 30.0
-"""Time of one check by the clock: a machine that is busy with other things gets it."""
+"""Time of one check by the clock. It is generous, for machines that are busy with other things."""
 MEMORY_BYTES = 2**30
 NUM_WORKERS = 4
 CHECKS_A_WORKER = 5000
-"""After so many checks sympy's caches take room, and a fresh process takes the worker's place."""
+"""A worker is replaced by a fresh process after this many checks, because sympy's caches grow."""
 _NUM_CACHED = 20_000
-"""Above so many results the cache is emptied."""
+"""The cache of results is emptied when it holds more than this many."""
 
 Pair = tuple[str, str]
 """(gold, answer)"""
 
 
 def require_math_verify() -> None:
-    """ShoalError where it is not installed."""
+    """Raises ShoalError if math-verify is not installed."""
     if importlib.util.find_spec("math_verify") is None:
         raise ShoalError(
             "task math: math-verify is not installed: pip install '.[math]' in the clone of Shoal"
@@ -361,13 +372,14 @@ def _checker(process: int) -> Checker:
 
 
 def checker() -> Checker:
-    """The checker of this process; a forked one starts another."""
+    """Returns the checker of this process, made at its first use; a forked process makes another
+    one."""
     return _checker(os.getpid())
 
 
 class Checker:
-    """Worker processes that compare answers, several at a time; forked when they are needed, their
-    results cached.
+    """Worker processes that compare answers with math-verify, several at a time. They are forked
+    when they are first needed, and results are cached. May be used from several threads.
 
     >>> Checker().ask([("x^2", "x x"), ("1", "9^{9^{9^{9}}}")])
     [True, None]
@@ -382,11 +394,14 @@ class Checker:
         self._lock = threading.Lock()
 
     def ask(self, pairs: Sequence[Pair], how: str = "answer") -> list[bool | None]:
-        """True if (gold, answer) are the same; None where a check was ended at its limit or failed.
+        """Returns for each pair (gold, answer) True if both are the same, False if not; None if the
+        check was ended at its limit or failed.
 
-        How the two texts are read: `answer`, each as an answer alone; `text`, the second as a whole
-        solution; `trl`, a solution and a whole completion, as by TRL's `accuracy_reward`: None
-        where the solution has no answer that can be read, False at the limit."""
+        `how` says how the two texts are read. `answer`: each is an answer alone. `text`: the second
+        is a whole solution. `trl`: a solution and a whole completion, as TRL's `accuracy_reward`
+        reads them; then None means that the solution has no answer that can be read, and a check at
+        its limit is False.
+        """
         keys: list[tuple[str, ...]] = [(how, *pair) for pair in pairs]
         with self._lock:
             if len(self._cache) > _NUM_CACHED:
@@ -396,14 +411,15 @@ class Checker:
             return [self._cache[key] for key in keys]
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Ends the worker processes; a later check starts others."""
         if self._workers is not None:
             self._workers.close()
         self._workers = None
 
     def _check(self, keys: Sequence[tuple[str, ...]]) -> list[bool | None]:
-        """Results by math-verify. Where the supervisor was killed or is stuck, the rest counts as
-        ended at the limit, and the next check starts another."""
+        """Returns the results of math-verify for the keys. If the supervisor was killed or is
+        stuck, the checks that are left count as ended at the limit, and the next check starts
+        another supervisor."""
         results: list[bool | None] = [False if key[0] == "trl" else None for key in keys]
         limits = Limits(self.num_workers, WALL_SECONDS, MEMORY_BYTES)
         if keys and self._workers is None:
@@ -421,7 +437,7 @@ class Checker:
             while left and self._workers is not None and time.monotonic() < deadline:
                 for call, reply in self._workers.wait(1.0):
                     number = call - first
-                    if number not in left:  # of a check that an interrupt ended
+                    if number not in left:  # a reply to an earlier check that an interrupt ended
                         continue
                     left.discard(number)
                     if "unusable" in reply:
@@ -446,11 +462,13 @@ class Checker:
 
 
 _unusable = ""
-"""Why math-verify cannot be imported."""
+"""Why math-verify cannot be imported; "" if it can."""
 
 
 def _import_math_verify() -> None:
-    """In the supervisor, so that a worker that takes another's place starts at once."""
+    """Runs in the supervisor: imports math-verify and uses it once, so that each worker, a fork,
+    starts at once. Silences its output. Keeps the reason in `_unusable` if it cannot be
+    imported."""
     global _unusable
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 1)
@@ -469,20 +487,21 @@ def _import_math_verify() -> None:
 
 
 class _Handler:
-    """Compares the texts that a worker is sent."""
+    """Compares two texts with math-verify in a worker process."""
 
     def __init__(self, cpu_seconds: float) -> None:
         self.cpu_seconds = cpu_seconds
         self.num_checks = 0
 
     def check(self, header: Header, body: bytes) -> Header:
-        """`same`: True, False or None; left out where the check failed."""
+        """Returns a reply with `same`: True, False or None; without `same` if the check failed. The
+        system ends this process if the check exceeds its processor time."""
         if _unusable:
             return {"unusable": _unusable}
         how, gold, answer = header["texts"]
         self.num_checks += 1
         reply: Header = {"spent": self.num_checks >= CHECKS_A_WORKER}
-        # At its end the system ends the process.
+        # When the timer ends, the system ends the process.
         signal.setitimer(signal.ITIMER_PROF, self.cpu_seconds)
         try:
             if how == "trl":
@@ -491,14 +510,15 @@ class _Handler:
                 reply["same"] = _same(gold, answer)
             else:
                 reply["same"] = _same(gold, f"\\boxed{{{answer}}}")
-        except (Exception, RecursionError):  # the reply has no verdict
+        except (Exception, RecursionError):  # the check failed: the reply has no verdict
             pass
         signal.setitimer(signal.ITIMER_PROF, 0)
         return reply
 
 
 def _same(gold: str, answer: str) -> bool:
-    """The same in both orders, whichever of the two is the gold one."""
+    """True if math-verify finds two answers the same in both directions, so that it does not matter
+    which is the gold one."""
     from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
 
     with _our_comparison():
@@ -508,7 +528,8 @@ def _same(gold: str, answer: str) -> bool:
             return False
         _unwrap_equations(golds, answers)
         _name_imaginary_units(golds, answers)
-        # Of an interval and an inequality math-verify takes only the interval as the answer.
+        # `allow_set_relation_comp`: by default math-verify accepts an interval in place of an
+        # inequality only if the interval is the answer.
         return bool(
             verify(golds, answers, timeout_seconds=None, allow_set_relation_comp=True)
             and verify(answers, golds, timeout_seconds=None, allow_set_relation_comp=True)
@@ -519,8 +540,9 @@ _COORDINATES = {"x", "y", "z"}
 
 
 def _unwrap_equations(golds: list[Any], answers: list[Any]) -> None:
-    """Where one side alone is an equation, like `m + n = 7`, leaves its value. An equation in x, y
-    or z stays: it is a curve, and no value."""
+    """Replaces an equation, like `m + n = 7`, by its value if only one of the two answers is an
+    equation. An equation in x, y or z is left, since it describes a curve and has no value. Changes
+    the lists in place."""
     from math_verify.grader import is_equation, take_last_relation  # pyright: ignore
 
     for side, other in ((golds, answers), (answers, golds)):
@@ -531,8 +553,8 @@ def _unwrap_equations(golds: list[Any], answers: list[Any]) -> None:
 
 
 def _name_imaginary_units(*sides: list[Any]) -> None:
-    """Where `i` is the only letter, it is the imaginary unit: math-verify takes that of `1.0i` for
-    a variable."""
+    """Replaces `i` by the imaginary unit in an answer whose only letter it is: math-verify takes
+    the `i` of `1.0i` for a variable. Changes the lists in place."""
     from sympy import Basic, I  # pyright: ignore[reportMissingImports]
 
     for side in sides:
@@ -543,19 +565,20 @@ def _name_imaginary_units(*sides: list[Any]) -> None:
 # ---- numbers
 
 PLACES = 6
-"""A number that is written as a decimal is the same as another that rounds to so many places, or
-significant digits where it is below 0.1. Without a decimal on either side numbers are compared
-exactly."""
+"""Two numbers, at least one of them written as a decimal, are the same if they are equal after
+rounding to this many places, or to this many significant digits below 0.1. Without a decimal on
+either side numbers are compared exactly."""
 _IN_BRACES = "_in_braces"
 _MOST_DIGITS = 400
-"""With so many digits, two exact numbers that are not the same are told apart."""
+"""Two exact numbers that agree in this many digits count as the same."""
 
 
 @contextlib.contextmanager
 def _our_comparison() -> Iterator[None]:
-    """math-verify with another comparison of numbers, since its own rounds all to six places, small
-    ones to 0, and with sets in braces that are no tuples: it takes both `\\{1,2\\}` and `1,2` for
-    what `(1,2)` may be."""
+    """Patches math-verify while the context lasts, for all of this process: replaces how it
+    compares numbers, because its own way rounds all numbers to six places, and small ones to 0; and
+    has it tell sets in braces from tuples, because it takes both `\\{1,2\\}` and `1,2` for the
+    tuple `(1,2)`."""
     from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy  # pyright: ignore
     from latex2sympy2_extended.sets import FiniteSet  # pyright: ignore[reportMissingImports]
     from math_verify import grader  # pyright: ignore[reportMissingImports]
@@ -566,12 +589,15 @@ def _our_comparison() -> Iterator[None]:
     compare_numbers = grader.sympy_numeric_eq
 
     def read_noted_set(self: Any, expr: Any) -> Any:
+        """Reads a set like math-verify, and marks it if it was written in braces."""
         elements = read_set(self, expr)
         if isinstance(elements, FiniteSet) and not expr.BOXED_CMD():
             vars(elements)[_IN_BRACES] = True
         return elements
 
     def compare_noted(first: Any, second: Any, *rest: Any) -> bool:
+        """Compares like math-verify, but a tuple is never the same as a set that was written in
+        braces."""
         if isinstance(first, Tuple) and getattr(second, _IN_BRACES, False):
             return False
         if isinstance(second, Tuple) and getattr(first, _IN_BRACES, False):
@@ -592,7 +618,9 @@ def _our_comparison() -> Iterator[None]:
 def _is_same_number(
     first: Any, second: Any, float_rounding: int = 0, numeric_precision: int = 0
 ) -> bool:
-    """True if two expressions of sympy are the same number, or matrices of the same numbers."""
+    """True if two expressions of sympy are the same number, or matrices of the same numbers. A
+    percentage is the same as its number with and without division by 100. Has the signature of the
+    function of math-verify that it replaces; the last two parameters are not used."""
     from math_verify.grader import get_pct_val  # pyright: ignore[reportMissingImports]
     from sympy import MatrixBase  # pyright: ignore[reportMissingImports]
 
@@ -616,11 +644,14 @@ def _is_same_number(
 
 
 def _is_same_value(first: Any, second: Any) -> bool:
+    """True if two numbers of sympy are equal: after rounding (`PLACES`) if either is written as a
+    decimal, else exactly."""
     from sympy import Float, Rational  # pyright: ignore[reportMissingImports]
 
     has_decimal = first.is_Float or second.is_Float
 
     def exact(expression: Any) -> Any:
+        """Returns an expression whose decimals are exact fractions."""
         decimals = {number: Rational(str(number)) for number in expression.atoms(Float)}
         return expression.xreplace(decimals).doit()
 
@@ -646,12 +677,14 @@ def _is_same_value(first: Any, second: Any) -> bool:
 
 
 def _is_significant(number: Any) -> bool:
-    """True if a number that sympy evaluated is not 0: one that may be 0 has no digit that is
-    certain."""
+    """True if a number that sympy evaluated is certainly not 0. sympy gives a number that may be 0
+    no certain digit."""
     return number != 0 and getattr(number, "_prec", 2) > 1
 
 
 def _rounds_to(first: Fraction, second: Fraction) -> bool:
+    """True if two numbers are equal after rounding to `PLACES` places, or significant digits below
+    0.1."""
     size = max(abs(first), abs(second))
     places = PLACES
     while size and size < Fraction(1, 10):
@@ -661,7 +694,8 @@ def _rounds_to(first: Fraction, second: Fraction) -> bool:
 
 
 def _same_as_trl(solution: str, completion: str) -> bool | None:
-    """TRL reads any answer of a solution, but only LaTeX in a completion, a box before all else."""
+    """Decides like TRL's `accuracy_reward`, which reads any answer in a solution, but only LaTeX in
+    a completion, a box before all else. None if the solution has no answer that can be read."""
     from latex2sympy2_extended import NormalizationConfig  # pyright: ignore[reportMissingImports]
     from math_verify import LatexExtractionConfig, parse, verify  # pyright: ignore
 

@@ -1,14 +1,14 @@
-"""Numbers in answers: the one reader of the digits that models and data sets write.
+"""Reads numbers in answers: all reading of digits that models and data sets write is here.
 
-How a text is read depends on what it is:
+Which function reads a text depends on what the text is:
 
     parse_number  all of it is a number as people write it   `$1,234.50.`
     number_in     a short text with a number in it           `x = 7/2 cups`
     parse_latex   all of it is a number in plain LaTeX       `2\\frac{1}{2}`
     parse_float   all of it is a number to Python's `float`  `1e3`
 
-Values are exact, but for `parse_float`. Nothing is evaluated, and every search is linear in the
-text's length.
+Values are exact, except those of `parse_float`. Nothing is evaluated, and every search is linear in
+the text's length.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from decimal import Decimal, localcontext
 from fractions import Fraction
 
 MAX_NUMBER_CHARS = 100
-"""`number_in` and `answer_key` take a longer run of digits for no number."""
+"""`number_in` and `answer_key` do not take a longer run of digits for a number."""
 MAX_LATEX_CHARS = 60
 MAX_FLOAT_CHARS = 400
 MAX_CHARS = 1000
-"""`number_in` reads the last characters of a longer text."""
+"""`number_in` reads only the last characters of a longer text, `is_bare` the first."""
 
 # ---- what digits are
 
@@ -34,7 +34,7 @@ _BY_ANY_SPACES = f"[0-9]{{1,3}}(?:{_SPACE}[0-9]{{3}})+"  # 1 234 567
 _BY_SPACES_IN_TEXT = r"(?<![0-9.,] )(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?! ?[0-9/])"
 _DECIMALS = r"\.[0-9]+"
 DECIMAL = r"[0-9]{1,30}(?:\.[0-9]{1,30})?"
-"""Digits without groups."""
+"""Pattern of a decimal number without separators between groups of digits."""
 
 _SEPARATORS = re.compile(rf"{_SPACE}|,")
 
@@ -49,8 +49,9 @@ _MARKS = "$% \t\n\r\f\v\u00a0\u2009\u202f"
 
 
 def parse_number(text: str | None) -> Decimal | None:
-    """A number as people write it: sign, groups of three digits by commas or spaces, `$` and `%`
-    around it, a final period; None for anything else.
+    """Reads a text that is a number as people write it, and returns its exact value: with a sign,
+    groups of three digits by commas or spaces, `$` and `%` around it, and a final period. None for
+    any other text.
 
     >>> parse_number("$1,234.50."), parse_number("12 apples"), parse_number("4 2")
     (Decimal('1234.50'), None, None)
@@ -63,13 +64,14 @@ def parse_number(text: str | None) -> Decimal | None:
 
 
 def same_number(text: str | None, gold: str) -> bool:
-    """True if both are numbers, and equal: `7`, `7.0` and `$7` are."""
+    """True if both texts are numbers with the same value: `7`, `7.0` and `$7` are."""
     number = parse_number(text)
     return number is not None and number == parse_number(gold)
 
 
 def parse_float(text: str) -> float | None:
-    """What Python's `float` makes of a text; None where that is nothing, or the text is long."""
+    """Returns what Python's `float` reads in a text; None if the text is not a number or is very
+    long."""
     if len(text) > MAX_FLOAT_CHARS:
         return None
     try:
@@ -89,7 +91,7 @@ _IN_TEXT = re.compile(
     rf"(?P<digits>{_DIGITS})"
     r"(?:(?P<above>\s[0-9]{1,9})?\s?/\s?(?P<below>[0-9]{1,9})(?![0-9./]))?"
 )
-"""`-$5`, `$-5`, `5/2`, and `5 1/2`, whose `above` is 1."""
+"""Matches `-$5`, `$-5`, `5/2`, and `5 1/2`; in the last the group `above` is 1."""
 _UNITS = r"(?:[\s*]*(?:[^\W\d_][\w'./^²³-]{0,20}|[%°]))"
 _BARE = re.compile(
     rf"[~≈\s]*(?:about\s|approximately\s)?-?\s?\$?(?:{_DIGITS})"
@@ -128,8 +130,9 @@ _WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 
 
 def number_in(text: str) -> Fraction | None:
-    """The number in a short text: alone, with units, as `a/b` or `\\frac{a}{b}`, behind the last
-    `=`; of several the first where the text begins with one, else the last.
+    """Returns the number in a short text: alone, with units, as `a/b` or `\\frac{a}{b}`. Only the
+    text behind the last `=` counts if it has digits. Of several numbers the first is taken if the
+    text begins with it, else the last. None if there is no number.
 
     >>> number_in("$42.00 per day"), number_in("x = 7/2"), number_in("none")
     (Fraction(42, 1), Fraction(7, 2), None)
@@ -148,7 +151,7 @@ def number_in(text: str) -> Fraction | None:
 
 
 def is_bare(text: str) -> bool:
-    """True if a text is one number and at most three words of units."""
+    """True if a text is nothing but one number with at most three words of units."""
     unwrapped = _as_typed(text[:MAX_CHARS]).translate(_WRAPS)
     return _BARE.fullmatch(unwrapped) is not None
 
@@ -158,13 +161,14 @@ def has_digit(text: str) -> bool:
 
 
 def _as_typed(text: str) -> str:
-    """Signs, fractions and words of LaTeX as people type them."""
+    """Replaces the signs, fractions and wrapped words of LaTeX in a text by what people type."""
     for latex, typed in _TYPED.items():
         text = text.replace(latex, typed)
     return _WORDS.sub(r" \1 ", _FRACTION.sub(_typed_fraction, text))
 
 
 def _typed_fraction(match: re.Match[str]) -> str:
+    """Returns a LaTeX fraction as `a/b`, a mixed number as `1 a/b`."""
     above = match["above"] or match["above_digit"]
     below = match["below"] or match["below_digit"]
     if match["whole"]:
@@ -173,6 +177,8 @@ def _typed_fraction(match: re.Match[str]) -> str:
 
 
 def _value_in_text(match: re.Match[str]) -> Fraction | None:
+    """Returns the value of a match of `_IN_TEXT`; None if it has too many digits or divides by
+    0."""
     digits = match["digits"].replace(",", "").replace(" ", "")
     if len(digits) > MAX_NUMBER_CHARS:
         return None
@@ -200,8 +206,9 @@ _RATIO = re.compile(r"(?P<sign>[+-]?)(?P<above>[0-9]{1,30})/(?P<below>[0-9]{1,30
 
 
 def parse_latex(text: str) -> Fraction | None:
-    """The number that an answer without spacing and marks is: a decimal, `a/b`, `\\frac{a}{b}`, or
-    one of these below 1 behind a whole number; None for anything else.
+    """Reads an answer that is a number in LaTeX without spacing and marks: a decimal, `a/b`,
+    `\\frac{a}{b}`, or a whole number with such a fraction below 1. Returns its exact value; None
+    for anything else.
 
     >>> parse_latex("-1,234.5"), parse_latex("2\\\\frac{1}{2}"), parse_latex("\\\\pi")
     (Fraction(-2469, 2), Fraction(5, 2), None)
@@ -238,12 +245,12 @@ _MIXED_IN_LINE = re.compile(
     r"(?<![0-9A-Za-z.,/^_})\\])([0-9]{1,9})(?:\s|\\[ ,;:!])+([0-9]{1,9})\s*/\s*([0-9]{1,9})"
     r"(?![0-9A-Za-z/^!_]|\.[0-9]|,[0-9]{3})"
 )
-"""`2 1/2`"""
+"""Matches a mixed number in a line, `2 1/2`."""
 
 
 def latex_numerals(text: str) -> str:
-    """A text whose numbers are those of LaTeX: scientific ones without exponent, repeating decimals
-    and mixed numbers with a fraction.
+    """Returns a text whose numbers are in forms that LaTeX parsers read: scientific notation
+    becomes plain digits, repeating decimals become fractions, and mixed numbers get `\\frac`.
 
     >>> latex_numerals("2 1/2 + 1e3"), latex_numerals("0.1\\\\overline{6}")
     ('2\\\\frac{1}{2} + 1000', '\\\\frac{1}{6}')
@@ -258,6 +265,7 @@ def _without_exponent(match: re.Match[str]) -> str:
 
 
 def _repeating_as_fraction(match: re.Match[str]) -> str:
+    """Returns a repeating decimal as a fraction in LaTeX."""
     whole, once = match["whole"], match["once"]
     again = match["again"] or match["again_digit"]
     above = int(f"0{whole}{once}{again}") - int(f"0{whole}{once}")
@@ -266,7 +274,8 @@ def _repeating_as_fraction(match: re.Match[str]) -> str:
 
 
 def _mixed_in_latex(match: re.Match[str]) -> str:
-    """`2 1/2` as `2\\frac{1}{2}`, never as 21/2; as it is where the fraction is none below 1."""
+    """Returns `2 1/2` as `2\\frac{1}{2}`, so that it is never read as 21/2; unchanged if the
+    fraction is not below 1."""
     whole, above, below = match.groups()
     if int(above) >= int(below):
         return match[0]
@@ -277,7 +286,7 @@ def _mixed_in_latex(match: re.Match[str]) -> str:
 
 
 def write_number(number: Fraction | None) -> str | None:
-    """A number as people write it: `42`, `2.5`, else `7/3`."""
+    """Returns a number as text: `42`, `2.5`, or `7/3` if its decimals do not end. None for None."""
     if number is None:
         return None
     without_2_and_5 = number.denominator
@@ -291,7 +300,8 @@ def write_number(number: Fraction | None) -> str | None:
 
 
 def answer_key(text: str | None) -> str | None:
-    """An answer in one spelling, for maj@k: `$1,200.0` as `1200`; what is no number as it is.
+    """Returns an answer in one spelling, so that equal answers can be counted for maj@k: `$1,200.0`
+    becomes `1200`; a text that is not a number stays as it is.
 
     >>> answer_key("$1,200.0"), answer_key("twelve")
     ('1200', 'twelve')

@@ -1,5 +1,5 @@
-"""Tests of a model's code, in bubblewrap (`bwrap`): no network, nothing of this machine but its
-libraries and Python.
+"""Runs tests of a model's code in bubblewrap (`bwrap`): without network, and without anything of
+this machine except its libraries and Python.
 
 code, tests -> bwrap -> sandbox_main.py -> passed | failed | timed out | crashed
 """
@@ -27,7 +27,8 @@ from shoal.workers.process import num_cores, require_bubblewrap
 
 OUTCOMES = ("passed", "failed", "timed out", "crashed")
 CPU_SECONDS, WALL_SECONDS, START_SECONDS, MEMORY_BYTES = 5, 10, 10, 1 << 29
-"""Of one completion's tests; how much longer the sandbox may take to start and end."""
+"""Limits of one completion's tests: processor time, time by the clock, how much longer the sandbox
+may take to start and end, memory."""
 _CASE = {
     "code": "x = 1",
     "setup": "",
@@ -40,8 +41,10 @@ _CASE = {
 
 @functools.cache
 def command() -> list[str]:
+    """Returns the command that starts a sandbox with the tester in it; the case is sent to its
+    standard input."""
     python = os.path.realpath(sys.executable)
-    # Its first process has the environment that it is started with, which code could read there: an
+    # Code could read the environment of the sandbox's first process, so `run` starts it with an
     # empty one.
     bwrap = shutil.which("bwrap") or "bwrap"
     words = [
@@ -88,7 +91,8 @@ def command() -> list[str]:
 
 @functools.cache
 def require_sandbox() -> None:
-    """ShoalError where the sandbox cannot be made: tested code runs nowhere else."""
+    """Raises ShoalError if sandboxes do not work on this machine; code to be tested is never run
+    outside of one."""
     if platform.machine() not in NUMBERS:
         raise ShoalError(
             "task code: a model's code is run in bubblewrap alone, on Linux for "
@@ -101,11 +105,11 @@ def require_sandbox() -> None:
 
 
 def run(case: Mapping[str, Any]) -> str:
-    """The outcome, one of OUTCOMES, of `code`, then `setup` and `tests`, then `check(entry_point)`
-    if there is one.
+    """Runs a case in a sandbox and returns its outcome, one of OUTCOMES. It runs `code`, then
+    `setup` and `tests`, then `check(entry_point)` if there is an entry point.
 
-    What the data has besides helps to tell the tests' own names from the candidate's: `given`, the
-    prompt's code, and `reference`, its solution.
+    If the data has them, `given` (the prompt's code) and `reference` (its solution) help to tell
+    the tests' own names from the candidate's.
 
     >>> code, tests = "def f(x): return x + 1", ["assert f(1) == 2"]
     >>> run({"code": code, "setup": "", "tests": tests, "entry_point": ""})
@@ -115,7 +119,7 @@ def run(case: Mapping[str, Any]) -> str:
 
 
 async def run_all(cases: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The outcomes of several cases, as many at once as there are cores."""
+    """Returns the outcomes of several cases; as many run at once as there are cores."""
     loop = asyncio.get_running_loop()
     threads = _threads(os.getpid())
     running = [loop.run_in_executor(threads, run, case) for case in cases]
@@ -124,12 +128,14 @@ async def run_all(cases: Sequence[Mapping[str, Any]]) -> list[str]:
 
 @functools.cache
 def _threads(process: int) -> ThreadPoolExecutor:
-    """Of this process: a sandbox ends with the thread that started it."""
+    """Returns the threads of this process that start sandboxes. They are kept, because a sandbox
+    ends with the thread that started it."""
     return ThreadPoolExecutor(num_cores())
 
 
 @functools.lru_cache(10_000)
 def _run(text: str) -> str:
+    """Runs a case, given as JSON, in a sandbox and returns its outcome; results are cached."""
     seal = secrets.token_hex(16)  # the tester alone reads it, so nothing else can write a verdict
     try:
         tester = subprocess.run(
@@ -150,7 +156,7 @@ def _run(text: str) -> str:
 
 
 def _sealed(text: str, seal: str) -> str:
-    """A case as the tester reads it."""
+    """Returns a case as the tester reads it: with the names that the tests get, and the seal."""
     case = json.loads(text)
     tested = tested_names(case)
     case["given"] = tested.given

@@ -1,13 +1,14 @@
-"""Runs in the sandbox of `sandbox.py`, by its own interpreter: a candidate's code in one process,
-its tests in another.
+"""Runs inside of the sandbox of `sandbox.py`, by the sandbox's own interpreter: a candidate's code
+in one process, its tests in another.
 
     tester (knows the tests, alone can write the verdict)
         <-- calls, plain values -->  candidate (may start no process)
 
-The candidate sees neither tests nor expected values, and only numbers, texts and containers come
-back from it: other objects stay there, and are named by a number. Tests run in globals of their
-own, which get the names of the candidate that they use (`tested_names.py`), no builtins and no
-modules. So it cannot print, compare, redefine or exit itself into a pass.
+The candidate sees neither tests nor expected values. Only numbers, texts and containers come back
+from it: other objects stay in the candidate's process, and are referred to by a number. Tests run
+in their own globals, which contain the names of the candidate that the tests use
+(`tested_names.py`), but none of the candidate's builtins or modules. So the candidate cannot pass
+by printing, by its own comparisons, by redefining something or by exiting.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from fractions import Fraction
 from typing import Any, NoReturn
 
 MOST_BYTES = 1 << 20
-"""Of one answer of the candidate."""
+"""The largest answer of the candidate that is read."""
 NUMBERS = {
     "x86_64": (0xC000003E, 56, 435, (57, 58, 101, 272, 308)),
     "aarch64": (0xC00000B7, 220, 435, (97, 117, 268)),
 }
-"""Machine -> Linux's number of its system calls, of clone, of clone3; of fork, vfork, ptrace,
-unshare and setns."""
+"""Machine -> Linux's number of its architecture, of the calls clone and clone3, and of fork, vfork,
+ptrace, unshare and setns, if there are such calls."""
 PLAIN = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 DICTS = {"Counter": Counter, "OrderedDict": OrderedDict, "dict": dict}  # subclasses before dict
 VIEWS = {"keys": type({}.keys()), "items": type({}.items())}
@@ -63,11 +64,11 @@ ASKED = {
     "str": str,
     "repr": repr,
 }
-"""What the candidate is asked about an object that stays there."""
+"""Question -> the function by which the candidate answers it about one of its objects."""
 
 
 class Ref:
-    """An object of the candidate, in the tester."""
+    """Stands in the tester for an object that stays in the candidate's process."""
 
     def __init__(self, ask: Any, number: int) -> None:
         vars(self).update(_ask=ask, _number=number)
@@ -84,7 +85,7 @@ class Ref:
     def __iter__(self) -> Any:
         return iter(self._ask("list", self))
 
-    # No comparison and no length: by its own the candidate would decide what is right.
+    # There is no comparison and no length: the candidate could define them so that it passes.
 
     def __next__(self) -> Any:
         return self._ask("next", self)
@@ -103,7 +104,8 @@ class Ref:
 
 
 def pack(value: Any, refs: list[Any]) -> Any:
-    """A value as JSON holds it; `refs` gets the objects that stay here."""
+    """Returns a value as JSON can hold it. An object that JSON cannot hold is appended to `refs`,
+    and its position there stands for it."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     for name, plain_type in PLAIN.items():
@@ -133,7 +135,8 @@ def pack(value: Any, refs: list[Any]) -> Any:
 
 
 def arguments_of(value: Any, value_type: type) -> list[Any]:
-    """What makes a value of a type of `VALUES` again, as JSON holds it."""
+    """Returns the arguments, as JSON can hold them, that make a value of one of the types in VALUES
+    again."""
     if value_type in (bytes, bytearray):
         return [value.hex()]
     if value_type is complex:
@@ -150,7 +153,7 @@ def arguments_of(value: Any, value_type: type) -> list[Any]:
 
 
 def unpack(value: Any, find: Any) -> Any:
-    """The value that JSON holds; `find` gives the object of a number."""
+    """Returns the value that `pack` wrote; `find` returns the object for a number."""
     if not isinstance(value, dict):
         return value
     ((name, content),) = value.items()
@@ -167,7 +170,7 @@ def unpack(value: Any, find: Any) -> Any:
         values = {}
         for key, item in content:
             values[unpack(key, find)] = unpack(item, find)
-        return DICTS[name](values)  # of pairs a Counter would count each
+        return DICTS[name](values)  # given pairs, a Counter would count the pairs
     if name in PLAIN or name in VIEWS:
         items = [unpack(item, find) for item in content]
         if name == "keys":
@@ -182,6 +185,8 @@ def unpack(value: Any, find: Any) -> Any:
 
 
 def candidate(channel: socket.socket) -> None:
+    """Runs as the candidate's process: executes its code and answers questions from the channel,
+    with no standard streams and no right to start processes."""
     null = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
         os.dup2(null, number)
@@ -190,6 +195,7 @@ def candidate(channel: socket.socket) -> None:
     names: dict[str, Any] = {"__name__": "candidate"}
 
     def handle(what: str, target: Any, *rest: Any) -> Any:
+        """Does what the tester asks, and returns the result."""
         if what == "exec":
             exec(compile(target, "<candidate>", "exec"), names)
             return {name: names[name] for name in rest[0] if name in names}
@@ -201,14 +207,14 @@ def candidate(channel: socket.socket) -> None:
         try:
             reply = [True, pack(handle(*unpack(json.loads(line), refs.__getitem__)), refs)]
             text = json.dumps(reply)
-        except BaseException as error:  # sys.exit too
+        except BaseException as error:  # including SystemExit
             text = json.dumps([False, [builtin_kind(error), str(error)[:200]]])
         channel.sendall(f"{text}\n".encode())
 
 
 def builtin_kind(error: BaseException) -> str:
-    """The name of the builtin exception that an error is, or is derived from: tests that expect a
-    ValueError take a class of the candidate's, too."""
+    """Returns the name of the nearest builtin exception that an error is derived from: a test that
+    expects a ValueError accepts a class that the candidate derived from it, too."""
     for error_type in type(error).__mro__:
         if getattr(builtins, error_type.__name__, None) is error_type:
             return error_type.__name__
@@ -216,8 +222,8 @@ def builtin_kind(error: BaseException) -> str:
 
 
 def forbid_processes() -> None:
-    """No process can be started from now on; threads can. Limits of processes do not hold for
-    root."""
+    """Forbids this process to start any other process from now on; threads are still allowed. It
+    uses a filter of system calls, because limits on processes do not hold for root."""
     system, clone, clone3, denied = NUMBERS[platform.machine()]
     # Instructions and results of Linux's filters of system calls.
     load, equal, least, bit, done = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -253,22 +259,22 @@ def forbid_processes() -> None:
     no_new_privileges = libc.prctl(38, 1, 0, 0, 0)
     if no_new_privileges != 0 or libc.prctl(22, 2, program, 0, 0) != 0:
         os._exit(3)
-    del buffer  # the filter reads it up to here
+    del buffer  # the call above reads it, so it must live until here
 
 
 # ---- the tester
 
 
 class Over(BaseException):
-    """The candidate gives no further answer; its text is the outcome."""
+    """Raised in the tester if the candidate gives no further answer; its text is the outcome."""
 
 
 def raised_by_candidate(name: str, text: str) -> Exception:
-    """What the tester raises for an exception of the candidate: one of the same builtin kind, as
-    tests may expect it.
+    """Returns the exception that the tester raises for one of the candidate: of the same builtin
+    kind, since tests may expect it.
 
-    Over for one that would end a loop or this process in place of a test: `all(map(f, cases))`
-    takes StopIteration for the end of the cases.
+    Raises Over for an exception that would end a loop or this process instead of failing a test:
+    `all(map(f, cases))` takes StopIteration for the end of the cases.
     """
     error_type = getattr(builtins, name, RuntimeError)
     if not (isinstance(error_type, type) and issubclass(error_type, BaseException)):
@@ -283,7 +289,8 @@ def raised_by_candidate(name: str, text: str) -> Exception:
 
 
 def how_it_ended(pid: int) -> str:
-    """Of a candidate whose end of the channel is closed; it may have closed that alone."""
+    """Returns the outcome for a candidate whose end of the channel is closed. Ends its process
+    first, which may have closed only the channel."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -291,19 +298,19 @@ def how_it_ended(pid: int) -> str:
 
 
 class Candidate:
-    """The candidate's process, as the tester asks it."""
+    """The candidate's process, as the tester sees it."""
 
     def __init__(self, channel: socket.socket, pid: int, seconds: float) -> None:
         self.channel, self.pid = channel, pid
         self.deadline = time.monotonic() + seconds
         self.received = bytearray()
         self.outcome = ""
-        """Of a candidate that gives no further answer; kept, since tests may catch everything that
-        is raised in them."""
+        """The outcome once the candidate gives no further answer, else "". It is kept here, because
+        tests may catch whatever is raised in them."""
 
     def ask(self, what: str, *rest: Any) -> Any:
-        """What the candidate answers; its exceptions are raised here. Over where it answers no
-        more."""
+        """Returns the candidate's answer; if the answer is an exception, raises it. Raises Over if
+        the candidate does not answer any more."""
         if self.outcome:
             raise Over(self.outcome)
         try:
@@ -313,10 +320,12 @@ class Candidate:
             raise
 
     def _answer(self, question: tuple[Any, ...]) -> Any:
+        """Sends a question and returns the answer, like `ask`, but does not keep the outcome."""
         unsent: list[Any] = []
         text = json.dumps(pack(question, unsent)).encode() + b"\n"
         if unsent:
-            # A function of the tests' own: by its number the candidate would find another object.
+            # The question holds an object of the tests, such as a function: its number would mean
+            # another object to the candidate.
             raise Over("failed")
         try:
             line = self._exchange(text)
@@ -329,12 +338,13 @@ class Candidate:
             if good:
                 return unpack(value, lambda number: Ref(self.ask, number))
             error = raised_by_candidate(str(value[0]), str(value[1]))
-        except Exception:  # no answer that this file's candidate() writes
+        except Exception:  # this file's candidate() does not write such an answer
             raise Over("failed") from None
         raise error
 
     def _exchange(self, text: bytes) -> bytes:
-        """Sends a line and receives one."""
+        """Sends a line and returns the line that comes back. Over if the channel closes or the line
+        is too long."""
         self._limit_wait()
         self.channel.sendall(text)
         while b"\n" not in self.received:
@@ -349,11 +359,12 @@ class Candidate:
         return line
 
     def _limit_wait(self) -> None:
+        """Limits the next wait on the channel to the time that is left."""
         self.channel.settimeout(max(0.01, self.deadline - time.monotonic()))
 
 
 def run(channel: socket.socket, pid: int, case: dict[str, Any], seconds: float) -> str:
-    """The outcome of a case."""
+    """Runs the tests of a case and returns the outcome."""
     candidate_process = Candidate(channel, pid, seconds)
     outcome = "passed"
     try:
@@ -364,7 +375,7 @@ def run(channel: socket.socket, pid: int, case: dict[str, Any], seconds: float) 
 
 
 def run_tests(case: dict[str, Any], candidate_process: Candidate) -> None:
-    """Raises whatever a test raises."""
+    """Runs the candidate's code and the tests; raises whatever a test raises."""
     defined = candidate_process.ask("exec", case["code"], case["names"] + case["spare"])
     names: dict[str, Any] = {"__name__": "tests"}
     exec(compile(case["given"], "<given>", "exec"), names)
@@ -385,8 +396,8 @@ def run_tests(case: dict[str, Any], candidate_process: Candidate) -> None:
             tested[name] = defined[name]
 
     def put_tested() -> None:
-        """What the solution defines is the candidate's or nobody's, though an import has the
-        same name."""
+        """Puts the candidate's objects under the names that the solution defines. A name that the
+        candidate does not define is removed, even if an import has the same name."""
         names.update(tested)
         for name in missing:
             names.pop(name, None)
@@ -401,6 +412,8 @@ def run_tests(case: dict[str, Any], candidate_process: Candidate) -> None:
 
 
 def main() -> NoReturn:
+    """Starts the candidate's process, runs the tests in this one, and writes the verdict with the
+    seal."""
     cpu, seconds, memory = [int(word) for word in sys.argv[1:]]
     # The candidate can neither trace this process nor open its files.
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)

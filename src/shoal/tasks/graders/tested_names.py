@@ -1,9 +1,9 @@
-"""Which names of a candidate the tests of a task get: those that they use and that nothing else
-brings.
+"""Decides which names of a candidate's code the tests of a task get to see: those that the tests
+use and that nothing else defines.
 
-Tests run in globals of their own. Builtins are Python's, modules are of the standard library,
-imports are those of the tests, of the prompt's code and of the reference solution; so a candidate's
-own `set`, `abs` or `math` is not called.
+Tests run in their own globals. Builtins are Python's, modules are of the standard library, and
+imports are those of the tests, of the prompt's code and of the reference solution; so if a
+candidate defines `set`, `abs` or `math`, the tests do not use it.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TestedNames:
-    """What the sandbox puts into the globals of tests.
+    """What the sandbox puts into the globals of the tests.
 
     >>> tests = ["assert math.isclose(area(1), math.pi)"]
     >>> tested_names({"setup": "", "tests": tests, "entry_point": ""})
     TestedNames(names=(), spare=('area',), given='', imports=('import math',))
     """
 
-    # Of the candidate: the reference solution defines them, or has nothing but their import.
+    # Names that must come from the candidate: the reference solution defines them, or only imports
+    # them.
     names: tuple[str, ...]
-    spare: tuple[str, ...]  # of the candidate, where no import brings them
+    spare: tuple[str, ...]  # names that come from the candidate unless an import defines them
     given: str  # the prompt's code, which is run first
     imports: tuple[str, ...]  # statements that are run before the tests
 
 
 def tested_names(case: Mapping[str, Any]) -> TestedNames:
-    """Reads `setup`, `tests`, `entry_point` and, where the data has them, `given` (the prompt's
-    code) and `reference` (its solution). Code that is no Python has no names: the sandbox fails on
-    it."""
+    """Returns the names for the tests of a case, from its `setup`, `tests`, `entry_point` and, if
+    the data has them, `given` (the prompt's code) and `reference` (its solution). Code that is not
+    valid Python counts as having no names: the sandbox then fails on it."""
     tests = _Code.read([case.get("setup", ""), *case["tests"]])
     given_text = _completed(case.get("given", ""))
     given = _Code.read([given_text])
@@ -45,7 +46,7 @@ def tested_names(case: Mapping[str, Any]) -> TestedNames:
 
     own = tests.bound | given.bound
     wanted = {name for name in tests.used - own if not name.startswith("__")}
-    # What the solution defines is what is tested, also where it is named as a builtin or a module.
+    # What the solution defines is what is tested, even if it has the name of a builtin or a module.
     names = wanted & reference.defined
     if not (names or entry_point):
         names = _re_exported(tests, wanted, reference)
@@ -60,7 +61,7 @@ def tested_names(case: Mapping[str, Any]) -> TestedNames:
         imports.append(f"import {name}")
     spare = {name for name in wanted - modules if not hasattr(builtins, name)}
     if not (names or spare or entry_point or case.get("reference")):
-        # MBPP has tasks whose function is named as a builtin, such as `sum`.
+        # MBPP has tasks whose function has the name of a builtin, such as `sum`.
         hidden = tests.called - own
         if len(hidden) == 1:
             spare = set(hidden)
@@ -71,9 +72,10 @@ def tested_names(case: Mapping[str, Any]) -> TestedNames:
 
 
 def undefined_names(case: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names that the tests use and that nothing defines: neither they, nor the setup, the prompt's
-    code, an import or the reference solution. A completion passes such tests only if it happens to
-    define them. Empty without a solution, as these may be what is asked for.
+    """Returns the names that the tests use and that nothing defines: neither the tests, the setup,
+    the prompt's code, an import nor the reference solution. A completion passes such tests only if
+    it happens to define these names. Empty without a reference solution, since the names may then
+    be what is asked for.
 
     >>> case = {"setup": "", "tests": ["assert is_near(area(1), 3)"], "entry_point": ""}
     >>> undefined_names({**case, "reference": "def area(r): return 3 * r"})
@@ -85,7 +87,7 @@ def undefined_names(case: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _re_exported(tests: _Code, wanted: set[str], reference: _Code) -> set[str]:
-    """What is tested of a solution that only imports it, as `from math import gcd`."""
+    """Returns the tested names that a solution only imports, as in `from math import gcd`."""
     called = {name for name in wanted & tests.called if not hasattr(builtins, name)}
     imported = reference.imported
     if called <= imported or ("*" in imported and len(called) == 1):
@@ -94,7 +96,7 @@ def _re_exported(tests: _Code, wanted: set[str], reference: _Code) -> set[str]:
 
 
 def _completed(text: str) -> str:
-    """Code that may end with the head of a function, with a body for it; empty for what is no
+    """Returns code with a body added if it ends with the head of a function; "" if it is not valid
     Python."""
     for body in ("", "    pass\n"):
         try:
@@ -107,17 +109,18 @@ def _completed(text: str) -> str:
 
 @dataclass(frozen=True)
 class _Code:
-    """The global names of some texts of code."""
+    """The global names that occur in some texts of code, by their use."""
 
     used: frozenset[str]
     bound: frozenset[str]
     defined: frozenset[str]  # bound by more than an import
     called: frozenset[str]
-    opened: frozenset[str]  # with an attribute that is read, as of a module
+    opened: frozenset[str]  # names whose attributes are read, like a module's
     imports: tuple[tuple[str, frozenset[str]], ...]  # statements, and the names that each binds
 
     @property
     def imported(self) -> set[str]:
+        """All names that the imports bind."""
         names: set[str] = set()
         for _, bound in self.imports:
             names |= bound
@@ -125,6 +128,7 @@ class _Code:
 
     @staticmethod
     def read(texts: Sequence[str]) -> _Code:
+        """Returns the names in the texts; a text that is not valid Python has none."""
         used: set[str] = set()
         bound: set[str] = set()
         defined: set[str] = set()
@@ -165,7 +169,8 @@ class _Code:
 
 
 def _run_with_module(node: ast.AST) -> Iterator[ast.AST]:
-    """What is run with a module: all statements but those of functions and classes."""
+    """Yields the nodes that are executed when a module is run: all but the insides of functions and
+    classes."""
     for inner in ast.iter_child_nodes(node):
         yield inner
         if not isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.expr):
@@ -173,6 +178,7 @@ def _run_with_module(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _global_uses(table: symtable.SymbolTable) -> Iterator[str]:
+    """Yields the global names that a scope and its inner scopes read."""
     is_module = table.get_type() == "module"
     for symbol in table.get_symbols():
         if symbol.is_referenced() and (is_module or symbol.is_global()):

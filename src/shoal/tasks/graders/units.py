@@ -1,8 +1,8 @@
-"""Units behind an answer in mathematics: `5 cm` is not `5 m`. A unit on one side alone decides
-nothing.
+"""Units of measurement behind an answer in mathematics: `5 cm` is not `5 m`. A unit on one side
+alone decides nothing.
 
-Published graders of MATH leave units out, since gold answers have them here and there. Where both
-answers have one that is known, and they are not the same, the answers differ.
+Published graders of MATH leave units out, since only some gold answers have them. Here, if both
+answers have a known unit and the two are different, the answers differ.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _WORDS = re.compile(
     r"(?:\^\s*\{?\s*(?P<power>[0-9])\s*\}?)?[\s.]*\Z"
 )
 _BASE = re.compile(r"(?P<digits>\s*-?[0-9A-Z.]+)\s*_\s*\{?\s*(?P<base>[0-9]{1,2})\s*\}?\s*")
-"""`52_8`"""
+"""Matches a number with its base, `52_8`."""
 _MEASURE = re.compile(
     rf"[\s,]*(?:and\s+)?(?P<number>{DECIMAL})(?P<words>\s*[A-Za-z. ]{{1,40}}?)?"
     r"(?=\s*\Z|[\s,]+(?:and\s+)?[0-9])"
 )
-"""`3 hours` of `3 hours and 20 minutes`"""
+"""Matches one measure, `3 hours` in `3 hours and 20 minutes`."""
 _NAMED = re.compile(r"\s*[A-Za-z]\s*=")
 _LETTER = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 
@@ -55,8 +55,8 @@ class Unit:
 
 
 def unit_of(text: str) -> Unit | None:
-    """The unit that ends a text without LaTeX's wrapping of words; None for no unit, or one that is
-    not known.
+    """Returns the unit at the end of a text without LaTeX commands; None if there is none, or if
+    the unit is not known.
 
     >>> unit_of("5 cm ^2"), unit_of("5 square centimeters")
     (Unit(name='cm', power=2), Unit(name='cm', power=2))
@@ -67,8 +67,9 @@ def unit_of(text: str) -> Unit | None:
 
 
 def quantity_of(text: str, variables: Collection[str] = ()) -> tuple[str, Unit | None]:
-    """A text without the unit that ends it, and that unit; the whole text and None without one. A
-    letter that is one of the variables is no unit.
+    """Splits a text into what stands before its final unit, and that unit; returns the whole text
+    and None if there is no unit. A letter that is one of `variables` is no unit. The base of a
+    number (`52_8`) counts as a unit.
 
     >>> quantity_of("5 m"), quantity_of("5 m", {"m"}), quantity_of("52_8")
     (('5', Unit(name='m', power=1)), ('5 m', None), ('52', Unit(name='base 8', power=1)))
@@ -87,15 +88,15 @@ def quantity_of(text: str, variables: Collection[str] = ()) -> tuple[str, Unit |
 
 
 def variables_of(text: str) -> set[str]:
-    """The letters that stand alone in a text, but for its unit and for the name before its `=`: of
-    `3m + 2s` m, which is no meter."""
+    """Returns the letters that stand alone in a text, except its unit and a name before `=`. In `3m
+    + 2s` the m is a variable, no meter (and s a unit)."""
     expression = _NAMED.sub("", quantity_of(text)[0], count=1)
     return set(_LETTER.findall(expression))
 
 
 def measures_of(text: str) -> list[tuple[str, int, Fraction]]:
-    """The measures that a text consists of, by unit, power and number in their order; a number
-    alone has no unit. Empty for any other text.
+    """Returns the measures that a text consists of as (unit, power, number), sorted; the unit of a
+    number alone is "". [] for any other text.
 
     >>> measures_of("5 ft 6 in")
     [('ft', 1, Fraction(5, 1)), ('in', 1, Fraction(6, 1))]
@@ -127,6 +128,8 @@ def measures_of(text: str) -> list[tuple[str, int, Fraction]]:
 
 
 def _unit_of_words(match: re.Match[str]) -> Unit | None:
+    """Returns the unit that the words at the end of a text name; None if any of them is not
+    known."""
     words = match["words"].replace(".", " ").lower().split()
     if match["circ"] and words in ([], ["c"], ["f"]):
         return Unit(f"deg{''.join(words)}")
@@ -145,6 +148,7 @@ def _unit_of_words(match: re.Match[str]) -> Unit | None:
 
 
 def _name_of(word: str) -> str | None:
+    """Returns the short name of a unit: `cm` for `centimetres`; None if it is not known."""
     word = word.replace("metre", "meter").replace("litre", "liter")
     for singular in (word, word.removesuffix("s"), word.removesuffix("es")):
         if singular in _UNITS:
@@ -153,7 +157,7 @@ def _name_of(word: str) -> str | None:
 
 
 def differ(first: Unit | None, second: Unit | None) -> bool:
-    """True if both are known and not the same; a sign of degrees may stand for any kind of
+    """True if both units are known and are different. The degree sign alone matches any kind of
     degrees."""
     if first is None or second is None or first == second:
         return False

@@ -537,7 +537,7 @@ def groups_come(source: Fleet) -> None:
 
 def test_health_is_progress_and_not_life():
     host = FakeHost()
-    one = HostHealth("a", host, restarts=1, given={1: requests([0])[0]})  # type: ignore[arg-type]
+    one = HostHealth("a", host, restarts=1, assigned={1: requests([0])[0]})  # type: ignore[arg-type]
     start = time.monotonic()
     # the first step compiles
     assert not one.stalled_seconds(start + 500) and one.stalled_seconds(start + 700)
@@ -570,7 +570,7 @@ def test_a_host_that_compiles_or_reads_weights_has_not_stalled_while_it_is_heard
     tells = HostProgress(preparing=True)
     host: Any = SimpleNamespace(progress=lambda: replace(tells))
     for groups in ({}, {1: requests([0])[0]}):
-        one = HostHealth("a", host, restarts=1, stall_seconds=stall_seconds, given=groups)
+        one = HostHealth("a", host, restarts=1, stall_seconds=stall_seconds, assigned=groups)
         now = time.monotonic()
         for _ in range(1000):
             now, tells.reports = now + 3.0, tells.reports + 1
@@ -583,7 +583,7 @@ def test_a_host_that_compiles_or_reads_weights_has_not_stalled_while_it_is_heard
 def test_a_host_that_says_how_long_it_may_be_silent_is_lost_then_before_its_first_token():
     progress = HostProgress(silence_seconds=60.0)
     host: Any = SimpleNamespace(progress=lambda: replace(progress))
-    one, start = HostHealth("a", host, restarts=1, given={1: requests([0])[0]}), time.monotonic()
+    one, start = HostHealth("a", host, restarts=1, assigned={1: requests([0])[0]}), time.monotonic()
     for second in range(500):  # it computes prompts
         progress.reports += 1
         one.look(start + second)

@@ -58,8 +58,9 @@ class Row:
     evidence.
 
     `figure`, `comparison` and `bound` are the condition; `steps`, `groups` and `completions` the
-    least evidence. `text` says what is wrong and `cure` what helps; both are templates over the figure's
-    `words`, and over `value`, `subject`, `steps`, `least_steps`, `groups`, `completions`."""
+    least evidence. `text` says what is wrong and `cure` what helps; both are templates over the
+    figure's `words`, and over `value`, `subject`, `steps`, `least_steps`, `groups`,
+    `completions`."""
 
     name: str
     figure: str

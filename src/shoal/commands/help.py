@@ -162,7 +162,7 @@ def _topic_help(config_type: type, topic: str) -> str:
     with_part = [key for key in keys if topic in key.name.split(".")]
     if with_part:
         return "\n".join(_listing(with_part))
-    known = [*sections_of(config_type), *names]
+    known = list(sections_of(config_type)) + list(names)
     raise ShoalError(
         f"{topic}: there is no such topic or key{did_you_mean(topic, known) or ';'} `shoal "
         f"{command_of(config_type)} --help` lists all"
@@ -279,7 +279,7 @@ def dry_run(config: Any, resolved: Resolved, warnings: Sequence[str] = ()) -> st
             )
     # For a plan only the estimate matters; `shoal train --dry-run` prints the settings.
     text = "" if isinstance(config, PlanConfig) else resolved.text
-    for line in [*lines, *warnings]:
+    for line in list(lines) + list(warnings):
         comment = f"# {' '.join(line.splitlines())}"
         text += comment.rstrip() + "\n"
     return text

@@ -537,7 +537,9 @@ def load(
     merged = Merged(config_type, translation.layers)
     values, not_values = merged.values()
     notes_on_names, errors_of_names = check_names(merged)
-    errors = [*translation.errors, *not_values, *errors_of_names]
+    errors = list(translation.errors)
+    errors += not_values
+    errors += errors_of_names
     if errors:
         raise ShoalError("; ".join(dict.fromkeys(errors)))
     try:

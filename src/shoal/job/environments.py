@@ -229,7 +229,7 @@ def enter_sandbox(task: Task, section: EnvironmentSection) -> Callable[[socket.s
     """Returns a function that makes the process that calls it the supervisor in the sandbox, by
     executing bubblewrap; it gets the supervisor's end of a socket and does not return. ShoalError
     if there can be no sandbox."""
-    loaded = [*task.tools, *task.environments.values()]
+    loaded = list(task.tools) + list(task.environments.values())
     files = []
     for function in loaded:
         # Lambdas, nested functions (`f.<locals>.g`) and objects without a name cannot be imported.
@@ -362,7 +362,8 @@ def serve() -> None:
     is the program that `enter_sandbox` starts; its arguments are in `sys.argv`."""
     tool_specs, environment_specs, section = json.loads(sys.argv[2])
     # Loaded in one call, so that what comes from one file shares one module.
-    loaded = load_named([*tool_specs, *environment_specs.values()], "tool")
+    specs = list(tool_specs) + list(environment_specs.values())
+    loaded = load_named(specs, "tool")
     tools = {name_of(tool): tool for tool in loaded[: len(tool_specs)]}
     kinds = {}
     for name, environment in zip(environment_specs, loaded[len(tool_specs) :], strict=True):

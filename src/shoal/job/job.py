@@ -292,7 +292,7 @@ class Job(StagedJob):
             if not of_task:
                 required = needed and not of_environments
                 of_task = own_rewards(self.questions, c.task, c.reward, required)
-        rewards = (*of_task, *of_environments)
+        rewards = tuple(of_task) + tuple(of_environments)
 
         def reference_role() -> Role:
             return self.roles.reference
@@ -516,7 +516,7 @@ class Job(StagedJob):
         """Returns the tokenizer; in training its notes become findings."""
         tokenizer = self.spec.tokenizer
         if self.trains:
-            notes = (*self.spec.notes, *tokenizer.notes)
+            notes = list(self.spec.notes) + list(tokenizer.notes)
             check_tokenizer(tokenizer, notes, self.findings)
         return tokenizer
 

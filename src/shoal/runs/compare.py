@@ -279,13 +279,17 @@ def find_divergence(
         # An earlier update shows only in the weights and in what follows from them.
         before = ("rewards", "update") if step > 1 else ()
         if step in same_groups:
-            stages, text = ("update",), _SENTENCES["update"]
+            stages = ("update",)
+            text = _SENTENCES["update"]
         elif any(name.startswith(("completions/", "prompts/", "tokens/sampled")) for name in names):
-            stages, text = (*samples, *before), "sampling or the data differs first"
+            stages = samples + before
+            text = "sampling or the data differs first"
         elif any(name.startswith(("reward/", "rewards/")) for name in names):
-            stages, text = ("rewards", *samples, *before), "rewards or samples differ first"
+            stages = ("rewards", *samples, *before)
+            text = "rewards or samples differ first"
         else:
-            stages, text = ("update", *samples, "rewards"), "the update or samples differ first"
+            stages = ("update", *samples, "rewards")
+            text = "the update or samples differ first"
     else:
         return None
     return Divergence(step, stages, f"{text}, at step {step}")

@@ -226,7 +226,7 @@ def column_of(column: str, functions: Iterable[str]) -> str:
     function = column.removeprefix("mean/")
     if function in functions:
         return column_sql(f"mean/{function}")
-    known = [*COLUMNS, *functions]
+    known = list(COLUMNS) + list(functions)
     raise ShoalError(
         f"there is no column {column[:60]!r}{did_you_mean(column, known) or '.'} Columns: "
         f"{', '.join(known)}"

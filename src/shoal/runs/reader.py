@@ -615,7 +615,8 @@ def open_runs(
     for root, path in new.items():
         name = names.get(root, "")
         if uses[name] != 1:
-            name = short_name(root, [*known_roots, *new])
+            roots = list(known_roots) + list(new)
+            name = short_name(root, roots)
         runs.append(StoredRun(path, name, lenient=True))
     return runs
 

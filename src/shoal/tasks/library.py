@@ -38,7 +38,7 @@ def find_builtin(spec: str) -> RewardFunction | None:
         return None
     name = match["name"]
     arguments = match["arguments"]
-    names = [*FUNCTIONS, *FACTORIES]
+    names = list(FUNCTIONS) + list(FACTORIES)
     if name not in names:
         hint = did_you_mean(name, names) or f"; for your own, write reward=FILE.py:{name}"
         raise ShoalError(

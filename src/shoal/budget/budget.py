@@ -464,8 +464,8 @@ class Budget:
 
 
 def held_phase(program: str) -> str:
-    """Returns the phase, for `Budget.held`, that a program runs in: `sampling` or `update`, or
-    `always` if roles hold nothing more in its phase than they always do."""
+    """Returns "sampling" or "update" if the program runs in that phase, else "always": for
+    `Budget.held`, which knows of no further memory in the other phases."""
     phase = PROGRAM_PHASES[program]
     if phase in ("sampling", "update"):
         return phase

@@ -375,8 +375,9 @@ def _values(text: str) -> list[Any]:
 
 
 def _filled(form: Any, values: Mapping[str, Any]) -> Any:
-    """Returns a table's `transform` with its placeholders, `{name}` or `{content.name}`, replaced
-    by values. ValueError if a value is missing."""
+    """Returns a table's `transform` in which each string that is one placeholder, `{name}` or
+    `{content.name}`, is replaced by that value, in the value's type. Looks into dicts, not into
+    lists; other strings stay as they are. ValueError if a value is missing."""
     if isinstance(form, dict):
         return {key: _filled(value, values) for key, value in form.items()}
     if not isinstance(form, str):

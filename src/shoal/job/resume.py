@@ -66,9 +66,10 @@ def config_for_resume(config_type: type, argv: Sequence[str]) -> tuple[Any, Reso
 
 
 def overrides_for_resume(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:
-    """Returns (overrides, run): keyword arguments from Python in which `resume` is the path of the
-    run that it names, for example in place of `last`; and that run's folder, or None without
-    `resume`."""
+    """Returns (overrides, run) for keyword arguments from Python. If they name a run to resume (by
+    `resume`, `base_output_directory`, another system's flag or their `config_name`), `run` is its
+    folder, and `overrides` have that path as `resume`, in place of a word such as `last`. Else they
+    are unchanged, and `run` is None."""
     names = {name: value for name, value in overrides.items() if name != "config_name"}
     words = []
     for name, value in python_leaves(Config, names):

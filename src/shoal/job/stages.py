@@ -147,8 +147,9 @@ class StagedJob:
         return self.opened[name]
 
     def _opened(self, opening: Stage[T]) -> T:
-        """Opens the stages of `after` and `needs`, then calls the method of the stage and returns
-        its result."""
+        """Opens the stages of `after`, whose failure is ignored, and of `needs`, whose failure is
+        raised; then calls the method of the stage and returns its result. Stages that the job's
+        command does not have are skipped."""
         self._opening.append(opening)
         try:
             for need in opening.after:

@@ -408,8 +408,9 @@ class Fleet:
         submits finished groups to the rewards, and enters the rewards that have come. `guard`
         returns a context that surrounds calls that may hang; `wait`: wait for a reward.
 
-        The lock is released while a user's functions may be called, so that a caller who gives up
-        need not wait for them."""
+        In the fleet's own thread the lock is released while a user's functions may be called, so
+        that a caller who gives up need not wait for them. In the caller's thread `take` holds the
+        lock, and there is nobody to wait."""
         with self._changed:
             now = time.monotonic()
             ready = self._advance_turns(guard)

@@ -342,8 +342,8 @@ class GroupRewards:
         )
 
     def enter(self, scored: Sequence[tuple[Hashable, Scores]], ledger: Ledger) -> None:
-        """Builds the groups of the `scored` tickets, pairs of (id of the entry, scores), and stores
-        them in the ledger."""
+        """Builds the group of each (id of the entry, its scores) and stores it in the ledger. A
+        completion whose environment failed gets the score that the policy `on_error` gives it."""
         for ticket, scores in scored:
             assert isinstance(ticket, int)
             entry = ledger.entries[ticket]

@@ -554,8 +554,8 @@ def check_address(address: str) -> str:
 
 
 def _check_answers(address: str, host: str, port: str) -> None:
-    """Raises ShoalError unless something listens at an address; Ray itself would wait for
-    minutes."""
+    """Waits until something listens at an address; ShoalError if nothing does within
+    CONNECT_SECONDS, or the port is no number. Ray itself would wait for minutes."""
     deadline = time.monotonic() + CONNECT_SECONDS
     while True:
         seconds = max(0.1, deadline - time.monotonic())

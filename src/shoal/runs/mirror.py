@@ -361,7 +361,8 @@ class Mirror:
             time.sleep(0.02)
 
     def close(self) -> None:
-        """Uploads what is left, and gives the lease back."""
+        """Uploads what is left and gives the lease back, unless the bucket has failed; ends the
+        threads and removes the staging folder in any case."""
         try:
             if not self.fault:
                 self.flush()
@@ -406,7 +407,9 @@ class Mirror:
                 pause = LEASE_SECONDS / 12
 
     def _upload(self) -> None:
-        """Runs in a thread: keeps the bucket equal to the folder until closed."""
+        """Runs in a thread until the mirror is closed: uploads what is new, removes from the bucket
+        what is gone here, and waits PERIOD_SECONDS or until `flush` wakes it. `_do` repeats what
+        fails."""
         while not self._closed.is_set():
             # Read the checkpoints before the files, so that the files that these checkpoints need
             # are uploaded.

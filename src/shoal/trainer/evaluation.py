@@ -119,7 +119,8 @@ class Evaluator:
     def score(
         self, answers: Mapping[str, Answers]
     ) -> tuple[dict[str, dict[str, Any]], list[Group]]:
-        """Returns (figures by data set, the greedy groups of all sets)."""
+        """Returns (figures by data set, the greedy groups of all sets) of collected answers, whose
+        rewards are known already."""
         figures = {}
         greedy_groups: list[Group] = []
         for subset, of_set in answers.items():

@@ -88,7 +88,8 @@ class ParamLayout:
 
     @property
     def copy_axes(self) -> tuple[str, ...]:
-        """Mesh axes that split neither, so that all devices along them hold the same."""
+        """Mesh axes of more than one device that split neither the rows nor the columns of the
+        files: all devices along them hold the same."""
         splitting = self.row_axes + self.column_axes
         return tuple(
             axis for axis, size in self.mesh.shape.items() if size > 1 and axis not in splitting

@@ -341,7 +341,8 @@ def _require_distinct(tool_names: Sequence[str]) -> None:
 
 
 def _error_of_lost(lost: WorkersLost) -> ShoalError:
-    """Returns the error that says what became of the supervisor."""
+    """Returns the error for a supervisor that answers no more: it ended before it began its work,
+    or it has been silent for `lost.seconds`."""
     if lost.has_ended:
         return ShoalError(
             "the process that starts sessions of environments ends as it starts, killed from "

@@ -54,8 +54,9 @@ def finding(
 
 
 def number_findings(index: GroupTable) -> list[dict[str, Any]]:
-    """Returns the findings from figures of all training groups, in the order of ROWS; those that
-    are not `ok` have examples of groups. Each kind is reported once for each reward function."""
+    """Returns the findings from figures of all training groups, in the order of ROWS; [] without
+    groups. Of the rows of one kind, the first that applies is reported, once for each reward
+    function; those that are not `ok` have examples of groups."""
     totals, functions = _totals(index)
     if not totals["groups"]:
         return []

@@ -232,8 +232,10 @@ class JudgeFunction:
         return await asyncio.shield(task)
 
     async def _ask(self, body: Mapping[str, Any], name: str) -> Reply:
-        """Asks the address and returns its reply, which it also stores; asks again with growing
-        pauses if the address may answer later. ShoalError if it can never answer."""
+        """Asks the address, at most 1 + `retries` times with growing pauses, and returns its reply,
+        which is also stored under `name`, the key of the cache. A reply that failed has a `fault`
+        and no text. ShoalError, which ends the run, if the address refuses every request (401, 403,
+        404), or nobody has ever answered there."""
         started = time.monotonic()
         pause = FIRST_PAUSE_SECONDS
         requests = tokens = 0

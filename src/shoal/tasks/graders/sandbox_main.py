@@ -289,8 +289,9 @@ def raised_by_candidate(name: str, text: str) -> Exception:
 
 
 def how_it_ended(pid: int) -> str:
-    """Returns the outcome for a candidate whose end of the channel is closed. Ends its process
-    first, which may have closed only the channel."""
+    """Returns "timed out" if the kernel ended the candidate for its CPU time, else "crashed".
+    Called when its end of the channel is closed; ends the process first, because it may have closed
+    only that."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -514,10 +514,10 @@ def small_model_called(monkeypatch: pytest.MonkeyPatch, name: str, folder: Path)
 
 def test_names_decide_the_order_of_rotary_dimensions(tmp_path, monkeypatch):
     llama3 = model_named("llama3.3-70b").architecture
-    assert maxtext.name_in_pairs("", llama3) and maxtext.name_in_pairs(
+    assert maxtext.rope_is_in_pairs("", llama3) and maxtext.rope_is_in_pairs(
         "llama3.1-70b-Instruct", llama3
     )
-    assert not maxtext.name_in_pairs("llama3.3-70b", llama3) and not maxtext.name_in_pairs(
+    assert not maxtext.rope_is_in_pairs("llama3.3-70b", llama3) and not maxtext.rope_is_in_pairs(
         "llama3-8b", llama3
     )
     folder = folder_of(tmp_path / "hf", "llama3")

@@ -134,7 +134,7 @@ def _to_maxtext(
     dtype = np.dtype(jnp.dtype(config.dtype))
     if name and config.source:
         check_name(name, a, source, "model_name")
-    pairs = maxtext.name_in_pairs(name, a)
+    pairs = maxtext.rope_is_in_pairs(name, a)
     stored = maxtext.arrays_of(a, config.scan_layers, pairs)
     # A multiplication by a power of two (whose mantissa is 0.5) rounds nothing.
     rounds = any(math.frexp(array.factor)[0] != 0.5 for array in stored)

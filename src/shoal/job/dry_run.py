@@ -167,7 +167,7 @@ def check_placement(config: PlanConfig, findings: Findings) -> None:
             job.open("positions")
         _check_roles(job, job.roles if known else job.requested_roles)
         if _is_here(config.model) and not config.topology:
-            job.sizes  # noqa: B018
+            job.open("sizes")  # raises if the memory does not fit
 
 
 def _quiet_job(config: Any, findings: Findings, **parts: Any) -> Job:

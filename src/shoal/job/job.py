@@ -188,6 +188,8 @@ class Job(StagedJob):
             self.opened["devices"] = devices
         if spec is not None:
             self.opened["spec"] = spec
+        # True if the configuration is a training job's: for sft, doctor and plan too. Whether this
+        # command trains is another question: `command`.
         self.trains = isinstance(config, Config)
         self.stop = StopSignal()
         self.stack = ExitStack()
@@ -224,7 +226,7 @@ class Job(StagedJob):
         from_python = bool(self.functions) or self._task is not None
         check_before_weights(self.requested, from_python, self.resumed is not None)
 
-    @stage(cure="base_output_directory", commands=TRAIN_OR_DOCTOR)
+    @stage(fix_key="base_output_directory", commands=TRAIN_OR_DOCTOR)
     def folder_note(self) -> str:
         """Returns a note if the run's folder exists already, else ''. ShoalError if the folder
         cannot be made."""
@@ -409,7 +411,8 @@ class Job(StagedJob):
     @stage("devices", "mesh", needs=("cluster", "roles", "spec"), commands=ESTIMATES)
     def config(self) -> Config:
         """Returns the configuration of a training job in which the keys that were left open, like
-        `batch.micro_tokens`, have been decided from the devices and the model."""
+        `batch.micro_tokens`, have been decided from the devices and the model. The stage `slots`
+        replaces it with one in which the sampler's slots are decided too."""
         trainer = self.roles.trainer
         num_devices = trainer.mesh.size
         followed = for_devices(self.requested, num_devices, trainer.platform)
@@ -703,7 +706,7 @@ class Job(StagedJob):
             self.config.seed,
         )
 
-    @stage(cure="base_output_directory", needs=("config", "learner"), commands=TRAIN)
+    @stage(fix_key="base_output_directory", needs=("config", "learner"), commands=TRAIN)
     def room(self) -> None:
         """Raises ShoalError if the disk of the run's folder has less free space than one checkpoint
         takes. With several processes nothing is refused: each writes a part, perhaps to another

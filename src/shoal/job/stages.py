@@ -36,16 +36,16 @@ class Stage(Generic[T]):
 
     def __init__(
         self,
-        check: str,
-        cure: str,
+        finding_name: str,
+        fix_key: str,
         needs: Sequence[str],
         after: Sequence[str],
         commands: Sequence[Command],
         forks: bool,
         starts_threads: bool,
     ) -> None:
-        self.finding_name = check
-        self.fix_key = cure
+        self.finding_name = finding_name
+        self.fix_key = fix_key
         self.needs = needs
         self.after = after
         self.commands = commands
@@ -64,16 +64,15 @@ class Stage(Generic[T]):
     def __get__(self, job: StagedJob, owner: type) -> T: ...
 
     def __get__(self, job: StagedJob | None, owner: type) -> T | Stage[T]:
-        """Opens the stage of a job and returns what it becomes; on the class, returns the
-        `Stage`."""
+        """Opens the stage of a job and returns its result; on the class, returns the `Stage`."""
         if job is None:
             return self
         return job.open(self.name)
 
 
 def stage(
-    check: str = "configuration",
-    cure: str = "",
+    finding_name: str = "configuration",
+    fix_key: str = "",
     *,
     needs: Sequence[str] = (),
     after: Sequence[str] = (),
@@ -83,22 +82,25 @@ def stage(
 ) -> Callable[[Callable[..., R]], Stage[R]]:
     """Returns a decorator that makes a method of a job a stage.
 
-    `check`: the name under which findings list this stage. `cure`: the configuration key that fixes
-    a failure, unless the error names another. `needs`: stages that are opened before this one; if
-    one of them fails, this one fails with the same error. `after`: stages that are opened before
-    this one too, but whose failure is ignored. While a stage opens it may read only stages of
-    `needs` and `after`.
+    `finding_name`: the name under which findings list this stage. `fix_key`: the configuration key
+    that fixes a failure, unless the error names another. `needs`: stages that are opened before
+    this one; if one of them fails, this one fails with the same error. `after`: stages that are
+    opened before this one too, but whose failure is ignored. While a stage opens it may read only
+    stages of `needs` and `after`.
 
     `commands`: the commands that have this stage. They open it before weights are read, to learn
-    whether the job is refused. A job of another command does not have it, and skips it where other
-    stages need it. Empty: all commands have it, and open it only when something reads it.
+    whether the job is refused. A job of another command skips it in checks and where other stages
+    need it; reading its attribute would open it all the same. Empty: all commands have it, and open
+    it only when something reads it.
 
     `forks`: this stage forks processes, which is safe only while this process has no threads of
     JAX. `starts_threads`: this process has threads of JAX once this stage has been opened.
     """
 
     def declare(function: Callable[..., R]) -> Stage[R]:
-        declared: Stage[R] = Stage(check, cure, needs, after, commands, forks, starts_threads)
+        declared: Stage[R] = Stage(
+            finding_name, fix_key, needs, after, commands, forks, starts_threads
+        )
         declared.function = function
         declared.__doc__ = function.__doc__
         return declared
@@ -128,7 +130,7 @@ class StagedJob:
         return name not in self._left_out and (not commands or self.command in commands)
 
     def open(self, name: str) -> Any:
-        """Returns what a stage becomes. If it is not open yet, first opens the stages that it
+        """Returns the result of a stage. If it is not open yet, first opens the stages that it
         needs, then the stage. Raises the ShoalError with which the stage, or one that it needs,
         failed, each time it is called; RuntimeError if the stage that is being opened reads one
         that it did not declare."""
@@ -152,9 +154,9 @@ class StagedJob:
         command does not have are skipped."""
         self._opening.append(opening)
         try:
-            for need in opening.after:
-                if self.has(need):
-                    self._try_open(need)
+            for earlier in opening.after:
+                if self.has(earlier):
+                    self._try_open(earlier)
             for need in opening.needs:
                 if self.has(need):
                     self.open(need)
@@ -180,7 +182,8 @@ class StagedJob:
                 )
 
     def leave_out(self, name: str) -> None:
-        """Removes from this job a stage and every stage that needs it, directly or not."""
+        """Takes a stage, and every stage that needs it, directly or not, out of checks and of what
+        others need. Reading one still opens it."""
         self._left_out.add(name)
         for other, declared in self.stages.items():
             if name in declared.needs and other not in self._left_out:

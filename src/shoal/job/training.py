@@ -101,7 +101,8 @@ def open_run(job: Job) -> Run:
     first = restored.version if restored else 0
     requested_text, decided_text = texts_of(job.requested, job.decisions)
     if world.is_main:
-        if not job.resumed:  # in a resumed run the loop writes them with its first checkpoint
+        # In a resumed run the loop writes them after its first step (`Run.store_resume_settings`).
+        if not job.resumed:
             folder.write_config(requested_text, decided_text)
             if config.report.hydra:
                 changed = difference_from_defaults(job.requested)

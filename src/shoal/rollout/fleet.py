@@ -76,12 +76,13 @@ class Fleet:
     caller's thread."""
 
     store: WeightStore
+    # The hosts at first; `members` has the present ones.
     hosts: Mapping[str, Host]
     rewards: GroupRewards
     seed: int
     in_background: bool = False
-    # True if hosts and caller share devices; the caller then trains only while the hosts have
-    # nothing to do
+    # Of hosts in the background: True if they sleep while the caller trains on the same devices, so
+    # that they sample only while it waits; False without background.
     shares_memory: bool = False
     # makes a new host to replace the lost one of that name; None if hosts live in this process
     restart: Callable[[str], Host] | None = None
@@ -259,9 +260,8 @@ class Fleet:
         return self.store.published_shapes()
 
     def is_ready(self, purpose: Purpose, step: int) -> bool:
-        """True if `take` need not wait for groups of this step that are sampled in the background.
-        Always True if nothing runs in the background, or if the hosts can sample only while the
-        caller waits."""
+        """False if the step's groups are still being made in the background, so that the caller may
+        do other work first. True if they are complete, or if only waiting in `take` makes them."""
         with self._changed:
             if not self.in_background or self.shares_memory:
                 return True
@@ -358,7 +358,7 @@ class Fleet:
                 # Once all is sampled, only rewards are waited for, and those may hang.
                 unsampled = (Stage.WAITING, Stage.RUNNING)
                 all_sampled = all(entry.stage not in unsampled for entry in entries)
-                self._turn(self.stop.raising_at_once, wait=all_sampled)
+                self._work_once(self.stop.raising_at_once, wait=all_sampled)
 
     def _say_waiting(self, entries: Sequence[PendingGroup], began: float) -> None:
         """Prints what `take` waits for, once that takes long; then again only when the wait has
@@ -383,12 +383,12 @@ class Fleet:
         self.on_note(f"waiting for {what} since {since}, {seconds:.0f} s: {stages}")
 
     def _run(self) -> None:
-        """Runs in the fleet's thread: repeats `_turn` until the fleet is closed. An error is stored
-        for `take` to raise."""
+        """Runs in the fleet's thread: repeats `_work_once` until the fleet is closed. An error is
+        stored for `take` to raise."""
         while not self._closed:
             self.woken.clear()
             try:
-                self._turn()
+                self._work_once()
             except BaseException as error:
                 # `take` raises it, so that whoever waits for these groups learns of it
                 with self._changed:
@@ -399,7 +399,7 @@ class Fleet:
                 awaits = self.ledger.count(Stage.RUNNING, Stage.SAMPLED) > 0
             self.woken.wait(POLL_SECONDS if awaits else WAIT_SECONDS)
 
-    def _turn(
+    def _work_once(
         self,
         guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         wait: bool = False,
@@ -503,7 +503,7 @@ class Fleet:
             newest = max(newest, self._last[0])
         request = sample_request(entry.request, id, self.seed)
         request = replace(request, has_turns=self.turn_driver is not None)
-        if member.restarts is None:
+        if member.in_process:
             # The engine of this process is trusted about the rest; weights that are not finite are
             # detected by the trainer.
             reason = versions_fault(request, completions, newest)
@@ -595,7 +595,7 @@ class Fleet:
         pause is over, and gives it all stored versions."""
         if member.host is not None:
             self._refresh(member, now)
-            if member.restarts is None:
+            if member.in_process:
                 return
             idle_seconds = member.stalled_seconds(now)
             if idle_seconds:
@@ -655,7 +655,7 @@ class Fleet:
         refused = isinstance(reason, HostRefused)
         state = "refused" if refused else "lost"
         text = f"sampler host {member.name} is {state}: {reason}"
-        if member.restarts is None:
+        if member.in_process:
             raise RuntimeError(text)
         if member.host is not None:
             with contextlib.suppress(HostLost):

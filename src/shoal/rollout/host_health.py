@@ -51,7 +51,7 @@ class HostHealth:
     stall_seconds: float = 0.0
     # requests of the groups that the host has, by id
     assigned: dict[int, GroupRequest] = field(default_factory=dict)
-    waiting_for_tools: int = 0  # completions of `given` that wait for tools or are over
+    waiting_for_tools: int = 0  # completions of `assigned` that wait for tools or are over
     # versions of the weights that the host was told of and that are still stored
     versions: set[int] = field(default_factory=set)
     retry_at: float = 0.0
@@ -72,6 +72,11 @@ class HostHealth:
     _heard_at: float = field(default_factory=time.monotonic)
     # recent times of a compiled step
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=101))
+
+    @property
+    def in_process(self) -> bool:
+        """True for a host in this process, which is trusted and never restarted."""
+        return self.restarts is None
 
     def __post_init__(self) -> None:
         self._most_restarts = self.restarts or 0

@@ -161,6 +161,8 @@ class Engine:
         # tokens of decoding. `preempted_rows`: rows that were saved to make room although their
         # completions went on. Any other name is the metric sampler/NAME of a step.
         self.counters = Counter[str]()
+        # bool[N, W]: slots in which the next decode samples nothing: unused, ended, or waiting for
+        # the next turn.
         self._inactive = np.ones((self.num_rows, self.siblings), bool)
         self._sizes = (
             self.num_rows,
@@ -405,15 +407,16 @@ class Engine:
         return False
 
     def _park(self, rows: Sequence[int]) -> bool:
-        """Saves as many of these rows as one step can to the host's memory, and frees them for
-        others. Returns False if no row was saved."""
+        """Saves these rows to the host's memory, up to `swap_rows` and the share of each replica,
+        and frees them for others. A row that was still sampling returns by itself, before those
+        that were saved earlier. Returns False if none was saved."""
         swap_rows = self.scheduler.swap_rows
-        take = self.scheduler.positions(swap_rows)
+        next_position = self.scheduler.positions(swap_rows)
         positions: dict[tuple[int, int], int] = {}
         numbers = np.zeros(swap_rows, np.int32)
         table = self._empty_table(swap_rows)
         for row in rows:
-            position = take(row)
+            position = next_position(row)
             if position is None:
                 continue
             id, part = self.scheduler.running[row]
@@ -556,9 +559,9 @@ class Engine:
             if not long_contexts:
                 return
             arrays = self._empty_feed()
-            take = self.scheduler.positions(FEED_ROWS * self.scheduler.replicas)
+            next_position = self.scheduler.positions(FEED_ROWS * self.scheduler.replicas)
             for row, slot, partial in long_contexts:
-                position = take(row)
+                position = next_position(row)
                 if position is None:
                     continue
                 arrays["rows"][position] = row % self.replica_rows

@@ -137,7 +137,7 @@ class Scheduler:
     def _return(self, busy: Collection[tuple[int, int]]) -> Admission | None:
         """Returns the step that restores saved parts to free rows, in the order of `returning`;
         None if none can return now."""
-        take = self._with_pages(self.swap_rows)
+        next_position = self._with_pages(self.swap_rows)
         entries = []
         for row in list(self.free):
             if not self.returning:
@@ -145,7 +145,7 @@ class Scheduler:
             first = next(iter(self.returning))
             if first in busy:
                 break
-            position = take(row, self.returning[first])
+            position = next_position(row, self.returning[first])
             if position is None:
                 continue
             del self.returning[first]
@@ -159,7 +159,7 @@ class Scheduler:
     def _join(self) -> Admission | None:
         """Returns the step that fills free rows with further parts of requests whose prompts have a
         row; None if there is no such part or row."""
-        take = self._with_pages(self.join_rows)
+        next_position = self._with_pages(self.join_rows)
         entries = []
         for id, request in list(self.entering.items()):
             replica = self.replica_of(request.source)
@@ -168,7 +168,7 @@ class Scheduler:
                 rows.insert(0, request.source)
             num_left = request.parts - request.part
             for row in rows[:num_left]:
-                position = take(row, self.row_pages)
+                position = next_position(row, self.row_pages)
                 if position is None:
                     break
                 entries.append(AdmittedPart(position, id, request.part, row, request.source))
@@ -234,15 +234,15 @@ class Scheduler:
         for replica in range(self.replicas):
             left.append(iter(range(replica * per_replica, (replica + 1) * per_replica)))
 
-        def take(row: int) -> int | None:
+        def next_position(row: int) -> int | None:
             return next(left[self.replica_of(row)], None)
 
-        return take
+        return next_position
 
     def _with_pages(self, batch: int) -> Callable[[int, int], int | None]:
         """Returns a function like that of `positions` that is called with a row and the pages that
         it needs; it returns None, too, if the row's replica has fewer pages to spare."""
-        take = self.positions(batch)
+        next_position = self.positions(batch)
         spare = [0] * self.replicas
         if self.pool:
             spare = [self.pool.spare(replica) for replica in range(self.replicas)]
@@ -253,7 +253,7 @@ class Scheduler:
             replica = self.replica_of(row)
             if pages > spare[replica]:
                 return None
-            position = take(row)
+            position = next_position(row)
             if position is not None:
                 spare[replica] -= pages
             return position
@@ -266,10 +266,10 @@ class Scheduler:
         `pages` spare pages (default: `row_pages`, those of a new row). Changes nothing."""
         if pages is None:
             pages = self.row_pages
-        take = self._with_pages(batch)
+        next_position = self._with_pages(batch)
         room = []
         for row in self.free:
-            position = take(row, pages)
+            position = next_position(row, pages)
             if position is not None:
                 room.append((position, row))
         return room

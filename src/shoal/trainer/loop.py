@@ -46,8 +46,10 @@ class Run:
     """One training run: its configuration, its parts, and its progress.
 
     `train` runs the steps that remain. The run owns the state of the loop itself (`requested`,
-    `pending`, `evaluating`, `saved`); each part owns what it holds, and the run closes none of the
-    parts. Steps are numbered from 0, and version N of the weights is the one after N steps.
+    `pending`, `evaluating`, `saved`, `useful_share`, `lookahead`); weights and moments are local to
+    `run_steps`, so that nothing else keeps them alive. Each part owns what it holds, and the run
+    closes none of the parts. Steps are numbered from 0, and version N of the weights is the one
+    after N steps.
     """
 
     config: Config
@@ -64,8 +66,11 @@ class Run:
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     stop: StopSignal = field(default_factory=StopSignal)
     resume_command: str = ""
+    # (step + 1) -> a context around taking, updating and recording a step: the profiler's
     around_step: Callable[[int], AbstractContextManager[Any]] = lambda step: nullcontext()
+    # (step, metrics), at the end of each step, counted from 0; only tests set it
     after_step: Callable[[int, dict[str, float]], None] | None = None
+    # (version), once a checkpoint was given to be written
     after_save: Callable[[int], None] = lambda version: None
     # Stores the settings of a resumed run for later resumes; None for a new run.
     keep_settings: Callable[[], None] | None = None
@@ -299,8 +304,9 @@ class Run:
         )
 
     def request_published(self, version: int) -> None:
-        """Requests the groups of every step that may sample from `version` or an older one.
-        Requests nothing more once the data is exhausted, which the recorder reports."""
+        """Requests the groups of the steps up to `lookahead.steps` after step `version`, as far as
+        the versions that they sample from are no newer than `version`, the newest that is
+        published. Requests nothing more once the data is exhausted, which the recorder reports."""
         prompts_per_step = self.config.batch.prompts_per_step
         end = min(self.config.steps, version + self.lookahead.steps + 1)
         while self.requested < end and self.schedule.version(self.requested) <= version:
@@ -432,7 +438,9 @@ class Run:
         """Requests the figures of one version by data set.
 
         `complete`: all questions are asked, and their answers are waited for, as before the first
-        step and after the last. Else answers are recorded in a later step, once they are there."""
+        step and after the last. Else they are recorded once they are there: in a later step if
+        hosts sample in the background; at once, waiting for them, if they sample only while the
+        caller waits (`RolloutSource.is_ready`)."""
         with self.saved_if_given_up(version, state):
             self.stop.check()
             self.stop.begin(f"the evaluation {version_text(version)}")

@@ -243,7 +243,7 @@ def arrays_of(a: Architecture, scan_layers: bool, pairs: bool) -> list[MaxTextAr
     return arrays
 
 
-def name_in_pairs(name: str, a: Architecture) -> bool:
+def rope_is_in_pairs(name: str, a: Architecture) -> bool:
     """True if a model's rotary dimensions that belong together are adjacent. Decided by MaxText's
     name of the model; without a name, True if its frequencies are stretched as in Llama 3.1."""
     if name:
@@ -442,7 +442,7 @@ def open_checkpoint(
     # an entry that `shoal convert` writes
     pairs = (metadata.custom_metadata or {}).get("rope_in_pairs")
     if pairs is None:
-        pairs = name_in_pairs(name, a)
+        pairs = rope_is_in_pairs(name, a)
     return MaxTextCheckpoint(tree_folder, a, scan_layers, bool(pairs), root, dtypes)
 
 

@@ -18,8 +18,8 @@ MICRO_TOKENS = 2**12
 
 CPU_MICRO_TOKENS = 2**11
 """Default of `batch.micro_tokens` on CPUs. Longer rows leave a CPU's caches, and more of a small
-update is padding. If a group does not fit into them, `fitting.cpu_micro_tokens` takes up to twice
-as many."""
+update is padding. If a group does not fit into them, `budget.auto.cpu_micro_tokens` takes up to
+twice as many."""
 
 
 ROUNDS = 64

@@ -26,13 +26,13 @@ from shoal.config.sections.sampling import SamplingSection
 from shoal.mesh import Program, Role, make_roles
 from shoal.model import families
 from shoal.model.architecture import Architecture
-from shoal.model.attention.selector import segment_attention
 from shoal.model.head import logits
 from shoal.model.parameters import classifier_specs
-from shoal.model.transformer import Model, forward
+from shoal.model.transformer import Model
 from shoal.records import Params, Prompt, ShoalError
 from shoal.tasks.graders.answer import completion_text
 from shoal.trainer.batch import LearnerBatch, MicroBatch, in_batches, row_shapes, unpack
+from shoal.trainer.loss import hidden_states
 from shoal.trainer.step import PROGRAMS_KEPT, put_batch
 from shoal.weights import huggingface
 from shoal.weights.checksum import weights_text
@@ -242,14 +242,8 @@ def _program(model: Model) -> Program:
 
 def _head_values(model: Model, parameters: Params, batch: LearnerBatch) -> jax.Array:
     """Returns the head's value at each token, float32[R, T]; compiled."""
-    role = model.role
-    tokens = role.split_rows(batch.tokens)
-    position = role.split_rows(batch.position)
-    segment = role.split_rows(batch.segment)
-    prompt = role.split_rows(batch.prompt)
-    attention = segment_attention(model, segment, prompt)
-    hidden, _ = forward(model, parameters, tokens, position, attention)
-    return role.join_rows(logits(model, parameters, hidden)[..., 0])
+    hidden, _ = hidden_states(model, parameters, batch)
+    return model.role.join_rows(logits(model, parameters, hidden)[..., 0])
 
 
 def reward_models(functions: Iterable[Any]) -> list[RewardModel]:

@@ -1,5 +1,5 @@
 """The one matrix product of the model. Kinds of weight (plain, biased, adapted, quantised, cast)
-are told apart here alone."""
+are distinguished here alone."""
 
 from __future__ import annotations
 

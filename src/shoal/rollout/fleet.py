@@ -150,7 +150,7 @@ class Fleet:
         self.store.put_frozen(params)
 
     def publish(self, version: int, params: Params, keep_from: int | None = None) -> None:
-        """Stores weights as `version`, tells all hosts of it, and releases versions before
+        """Stores weights as `version`, announces it to all hosts, and releases versions before
         `keep_from` (None: before `version`) that no pending request needs."""
         with self._changed:
             self.keep_from = version if keep_from is None else keep_from
@@ -611,7 +611,7 @@ class Fleet:
                 self._give_version(member, self.store.versions[version])
 
     def _give_version(self, member: HostHealth, version: Version) -> None:
-        """Tells a host of a version, and notes that it has it."""
+        """Announces a version to a host, and notes that it has it."""
         self._send(member, Load(version))
         if member.host is not None:
             member.versions.add(version.version)

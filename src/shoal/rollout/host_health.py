@@ -52,7 +52,7 @@ class HostHealth:
     # requests of the groups that the host has, by id
     assigned: dict[int, GroupRequest] = field(default_factory=dict)
     waiting_for_tools: int = 0  # completions of `assigned` that wait for tools or are over
-    # versions of the weights that the host was told of and that are still stored
+    # versions of the weights that were announced to the host and are still stored
     versions: set[int] = field(default_factory=set)
     retry_at: float = 0.0
     # the host's figures when it was last asked

@@ -293,7 +293,7 @@ class HttpEngine(ABC):
         self.opening: Future[Server] | None = None  # done once the server can be used
         self.server: Server | None = None
         self.is_asleep = False  # True while the server has given back its device's memory
-        # True while the server is told to return unfinished completions
+        # True while the server is asked to return unfinished completions
         self.is_taking_back = False
         self.is_closed = False
         self.under_way = Counter[int]()  # number of completions that the server has, by version

@@ -56,6 +56,21 @@ def make_objective(a: AlgorithmSection) -> Objective:
     )
 
 
+def hidden_states(
+    model: Model, parameters: Params, batch: LearnerBatch
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (hidden states [R, T, D], tokens [R, T]) of a batch, both as the parts of rows that
+    devices hold (`Role.split_rows`)."""
+    role = model.role
+    tokens = role.split_rows(batch.tokens)
+    position = role.split_rows(batch.position)
+    segment = role.split_rows(batch.segment)
+    prompt = role.split_rows(batch.prompt)
+    attention = segment_attention(model, segment, prompt)
+    hidden, _ = forward(model, parameters, tokens, position, attention)
+    return hidden, tokens
+
+
 def batch_logprobs(
     model: Model,
     parameters: Params,
@@ -71,16 +86,11 @@ def batch_logprobs(
     platform's default). With `entropy_gradient` entropies have a gradient.
     """
     role = model.role
-    tokens = role.split_rows(batch.tokens)
-    position = role.split_rows(batch.position)
+    hidden, tokens = hidden_states(model, parameters, batch)
     before = role.split_rows(batch.before)
-    segment = role.split_rows(batch.segment)
-    prompt = role.split_rows(batch.prompt)
     support = None
     if batch.support_ids is not None:
         support = role.split_rows(batch.support_ids)
-    attention = segment_attention(model, segment, prompt)
-    hidden, _ = forward(model, parameters, tokens, position, attention)
     rows, length = tokens.shape
     rows_per_device = -(-rows // role.row_shards)
     budget = chunk_elements or CHUNK_ELEMENTS[role.platform]
@@ -131,14 +141,8 @@ def next_token_logits(
 ) -> jax.Array:
     """Returns the logits float32[K, V] of what follows the tokens at positions[K] in the batch's
     first row."""
-    role = model.role
-    tokens = role.split_rows(batch.tokens)
-    position = role.split_rows(batch.position)
-    segment = role.split_rows(batch.segment)
-    prompt = role.split_rows(batch.prompt)
-    attention = segment_attention(model, segment, prompt)
-    hidden, _ = forward(model, parameters, tokens, position, attention)
-    states = role.join_rows(hidden)[0, positions]  # [K, D]
+    hidden, _ = hidden_states(model, parameters, batch)
+    states = model.role.join_rows(hidden)[0, positions]  # [K, D]
     return logits(model, parameters, states)
 
 

@@ -89,9 +89,6 @@ class SleepingTools:
             found.append(heapq.heappop(self.due)[2])
         return found
 
-    def close(self) -> None:
-        pass
-
 
 class Format:
     """Every turn calls the tool; its answer is 16 tokens."""

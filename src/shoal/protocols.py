@@ -357,5 +357,6 @@ class RolloutSource(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends worker processes and releases weights."""
+        """Ends what samples, and releases the weights. What scores the groups stays open for its
+        owner to close."""
         ...

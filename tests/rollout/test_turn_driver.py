@@ -10,8 +10,8 @@ import os
 import re
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -180,6 +180,14 @@ def fleet(
     )
 
 
+@contextmanager
+def opened(source: Fleet) -> Iterator[Fleet]:
+    """Closes a fleet at the end, and then the sessions that it used."""
+    assert source.turn_driver is not None
+    with closing(source.turn_driver.sessions), closing(source):
+        yield source
+
+
 def requests(rows: Sequence[int], as_messages: bool = False, **columns: Any) -> list[GroupRequest]:
     form = Format()
     return [
@@ -203,7 +211,7 @@ def requests(rows: Sequence[int], as_messages: bool = False, **columns: Any) -> 
 
 
 def play(sessions: Sessions, asked: Sequence[GroupRequest], **changes: Any) -> list[Group]:
-    with closing(fleet(sessions, **changes)) as source:
+    with opened(fleet(sessions, **changes)) as source:
         source.publish(0, random_parameters(MODEL))
         source.request(asked)
         return source.take(Purpose.TRAIN, 0)
@@ -410,7 +418,7 @@ def test_branches_are_the_same_in_threads_in_few_places_and_sampled_again(retold
             assert [str(c.branches) for c in one.completions] == [
                 str(c.branches) for c in other.completions
             ]
-    with closing(fleet(environment())) as source:
+    with opened(fleet(environment())) as source:
         engine = source.members["a"].host.make_engine(Purpose.TRAIN, 4)  # pyright: ignore
         engine.load(0, random_parameters(MODEL))
         for request, group in zip(asked, retold, strict=True):
@@ -487,7 +495,7 @@ def turns_of(
 @pytest.mark.slow
 def test_a_rollout_function_samples_as_often_as_it_likes():
     task = Task("t", rewards=(RewardFunction("turns", turns_of, runs_in_process=True),))
-    with closing(fleet(rollout(ask_twice), tokenizer=Numbers())) as source:
+    with opened(fleet(rollout(ask_twice), tokenizer=Numbers())) as source:
         source.rewards = rewards(task)
         source.publish(0, random_parameters(MODEL))
         source.request(requests(range(4)))
@@ -645,7 +653,7 @@ def test_rollouts_of_one_prompt_have_limits_of_their_own(tmp_path):
     asked = dataclasses.replace(
         requests([0])[0], example=Example(0, f"question in {tmp_path}", {"question": "0"})
     )
-    with closing(fleet(rollout(asks_by_turns), tokenizer=Numbers())) as source:
+    with opened(fleet(rollout(asks_by_turns), tokenizer=Numbers())) as source:
         source.rewards = rewards(task)
         source.publish(0, random_parameters(MODEL))
         source.request([asked])
@@ -702,7 +710,7 @@ def test_a_field_that_no_rollout_of_a_group_has_is_none(on_error):
             trainer.generate(prompts[0])
 
     task = Task("t", rewards=(RewardFunction("turns", turns_of, runs_in_process=True),))
-    with closing(fleet(rollout(asks_on), tokenizer=Numbers(), on_error=on_error)) as source:
+    with opened(fleet(rollout(asks_on), tokenizer=Numbers(), on_error=on_error)) as source:
         source.rewards = dataclasses.replace(rewards(task), on_error=on_error)
         source.publish(0, random_parameters(MODEL))
         source.request(requests([0]))
@@ -717,7 +725,7 @@ def test_the_example_of_a_rollout_function():
         [f"{example}:{name}" for name in ("think_twice", "right", "better")]
     )
     task = Task("t", rewards=(RewardFunction("right", right), RewardFunction("better", better)))
-    with closing(fleet(rollout(function), form=Retold, tokenizer=Numbers(Retold()))) as source:
+    with opened(fleet(rollout(function), form=Retold, tokenizer=Numbers(Retold()))) as source:
         source.rewards = rewards(task)
         source.publish(0, random_parameters(MODEL))
         source.request(requests(range(3), as_messages=True, answer="#### 5"))
@@ -867,7 +875,7 @@ def test_a_host_that_is_lost_while_tools_answer_changes_no_bit(first, monkeypatc
 
     play_moves = Fleet._advance_turns
     monkeypatch.setattr(Fleet, "_advance_turns", recount)
-    with closing(
+    with opened(
         dataclasses.replace(lost, hosts={"a": restart("a")}, restart=restart, restarts=9)
     ) as source:
         Lost.calls[:] = [End, Extend, End]
@@ -968,7 +976,7 @@ def test_turns_of_a_host_that_is_out_of_order_are_refused(first, change, reason)
 
 
 def test_an_evaluation_does_not_hold_up_training_nor_training_an_evaluation():
-    with closing(fleet(tools())) as source:
+    with opened(fleet(tools())) as source:
         assert source.turn_driver is not None
         player, asked = dataclasses.replace(source.turn_driver, most=8), requests(range(8))
         source.ledger.add([dataclasses.replace(one, purpose=Purpose.EVALUATE) for one in asked[:4]])

@@ -151,7 +151,9 @@ ESTIMATES: Sequence[Command] = ("train", "doctor", "estimate")
 
 class Job(StagedJob):
     """Everything that a command needs, as stages in the order in which they are checked. Reading a
-    stage opens it. Leaving the `with` block closes everything that was opened.
+    stage opens it. Leaving the `with` block closes everything that was opened, each thing once and
+    the newest first: the source of groups, then the reward pool and the sessions of tools that it
+    used.
 
     >>> with Job(config, console) as job:
     ...     job.check()
@@ -766,7 +768,7 @@ class Job(StagedJob):
             if self.turns:
                 num_slots = c.batch * self.model.role.mesh.size
                 turn_driver = make_turn_driver(self.turns, num_slots, c.sampling)
-            return local_fleet(
+            fleet = local_fleet(
                 MemoryStore(self.model, delete_source=True),
                 self.make_engine(),
                 self.rewards,
@@ -774,6 +776,7 @@ class Job(StagedJob):
                 self.console.answered,
                 turn_driver=turn_driver,
             )
+            return self.stack.enter_context(closing(fleet))
         fleet = training_fleet(
             self.config,
             self.model,

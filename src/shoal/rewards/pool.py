@@ -71,6 +71,8 @@ class RewardPool:
     JAX starts its threads. `async` functions run together on the event loop of one more worker
     process. A call that reaches `reward.timeout_seconds` or `reward.memory_gib` is ended together
     with its process and everything that this process started.
+
+    Whoever makes a pool closes it, after all that submits to it: in a run the `Job`, not the fleet.
     """
 
     def __init__(

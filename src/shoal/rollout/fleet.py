@@ -73,7 +73,10 @@ class Fleet:
     A step trains on the groups that it requested, not on those that finish first: a resumed run
     requests them again, and gets the same. `in_background`: True if the hosts sample whenever they
     have requests; False if they sample only while their groups are taken, through `poll` in the
-    caller's thread."""
+    caller's thread.
+
+    The fleet owns its hosts and the store of weights, and closes them. It only uses the reward pool
+    in `rewards` and the sessions in `turn_driver`, which a `Job` owns."""
 
     store: WeightStore
     # The hosts at first; `members` has the present ones.
@@ -323,8 +326,8 @@ class Fleet:
             return published
 
     def close(self) -> None:
-        """Ends the fleet's thread, the hosts, the workers of rewards and of environments, and
-        releases the weights."""
+        """Ends the fleet's thread and the hosts, and releases the weights. The reward pool and the
+        sessions of tools stay open: their maker closes them, after the fleet."""
         self._closed = True
         self.woken.set()
         if self._thread:
@@ -335,9 +338,6 @@ class Fleet:
                 with contextlib.suppress(HostLost):
                     member.host.close()
         self.store.close()
-        self.rewards.pool.close()
-        if self.turn_driver is not None:
-            self.turn_driver.sessions.close()
 
     # -- waiting
 

@@ -98,6 +98,8 @@ class Sessions:
     an environment hangs, dies, or raises elsewhere than in a tool, its session is over:
     `Reply.fatal`. If a tool or the system kills the supervisor, it is replaced: calls of tools that
     are running fail, and sessions of environments are over.
+
+    Whoever makes the sessions closes them, after the fleet that uses them: in a run the `Job`.
     """
 
     def __init__(
@@ -127,8 +129,10 @@ class Sessions:
         self._numbers = 0  # the last number given to a call, session or seat
         handle, limits, handle_async = supervised(self.tools, self.kinds, section)
         self._pool = WorkerPool(handle, limits, handle_async, enter=enter, restarts=True)
-        self.close = self._pool.close
+
+    def close(self) -> None:
         """Ends all processes, and everything that they started."""
+        self._pool.close()
 
     def kind_of(self, columns: Mapping[str, Any]) -> EnvironmentKind | None:
         """Returns the kind of environment of a data row: the only one, or with several the one that

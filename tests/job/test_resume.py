@@ -952,6 +952,8 @@ DECIDED = {
     "train.pass_k",
     "model.dtype",
     "publish.channel",
+    "sampling.evaluation_slots",
+    "sampling.prompt_slot_tokens",
 }
 """What a run decides, whatever its batch and its data are."""
 
@@ -1002,9 +1004,8 @@ def test_what_was_requested_and_what_the_run_decided_are_two_files(stopped, deci
     assert (config.model.dtype, config.train.evaluate_every) == ("float32", 10)
     assert config.algorithm.aggregation_tokens == config.sampling.max_completion_tokens
     assert StoredRun(decided).decided_keys == decisions.keys()
-    slots = {"sampling.evaluation_slots", "sampling.prompt_slot_tokens"}
     given = {"train.evaluate_every", "train.quick_questions", "train.pass_k"}
-    assert read_decisions(stopped).keys() == (decisions.keys() - given) | slots
+    assert read_decisions(stopped).keys() == decisions.keys() - given
     by_device = begin(tmp_path, "by_device", "batch.micro_tokens=640", "batch.prompts_per_device=2")
     assert read_decisions(by_device)["batch.prompts_per_step"].value == 2
     assert read_decisions(by_device).keys() == {"batch.prompts_per_step", *DECIDED}

@@ -4,12 +4,14 @@ forks after JAX has threads."""
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from tiny_runs import Workshop
 
 from shoal.config.merge import compose
+from shoal.config.sections.devices import MeshSection
 from shoal.findings import Findings
 from shoal.job.job import Job
 from shoal.job.stages import StagedJob, stage
@@ -156,3 +158,21 @@ def test_a_job_of_a_given_model_reads_no_data(workshop: Workshop):
     with Job(config, Console(io.StringIO()), spec=spec) as job:
         assert job.command == "estimate" and job.learner
         assert not {"questions", "pool", "world", "slots"} & job.opened.keys()
+
+
+def test_a_configuration_is_the_same_whenever_it_is_read(workshop: Workshop):
+    """What follows from the data replaced the configuration that had been read before."""
+    with job_of(workshop) as job:
+        early = job.config_for_devices
+        config = job.config
+        assert job.slots and job.engines
+        assert job.config is config and job.config_for_devices is early
+        assert config == replace(early, sampling=job.slots)
+        assert early.sampling.evaluation_slots != config.sampling.evaluation_slots
+
+
+def test_what_is_requested_names_no_process(workshop: Workshop):
+    mesh = MeshSection(coordinator="127.0.0.1:7777", processes=2, process=1)
+    config, _ = compose("train", workshop.words("stages")[1:])
+    with Job(replace(config, mesh=mesh), Console(io.StringIO())) as job:
+        assert job.requested.mesh == MeshSection() and job.process_mesh == mesh

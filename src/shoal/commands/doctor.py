@@ -144,7 +144,7 @@ def sampled_as_bytes(_: Example, text: str) -> Sampled:
 def check_step(job: Job, result: dict[str, Any], tries: bool) -> None:
     """Loads the weights, unless they cannot fit into memory, and tries one step. `tries`: False if
     another part of the job is wrong; then only the weights are checked."""
-    check_size(job.config, parameter_count(job.model.architecture), job.findings)
+    check_size(job.config_for_devices, parameter_count(job.model.architecture), job.findings)
     job.collect(through="engines")
     if not job.is_open("engines"):
         return

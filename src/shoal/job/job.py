@@ -74,7 +74,7 @@ from shoal.job.hosts import (
     training_fleet,
 )
 from shoal.job.memory import check_memory, job_budget
-from shoal.job.process import open_world
+from shoal.job.process import open_world, without_process_keys
 from shoal.job.reward_model import reward_models
 from shoal.job.stages import Command, StagedJob, stage
 from shoal.job.task import (
@@ -180,8 +180,13 @@ class Job(StagedJob):
         command: Command | None = None,
     ) -> None:
         super().__init__(command or _command_of(config, spec), findings or Findings())
+        requested: Any = replace(config, model=with_run(config.model))
+        # Tells this process from the others of its run, and so is no part of `requested`.
+        self.process_mesh: MeshSection = requested.mesh
+        if self.has("world"):
+            requested = without_process_keys(requested)
         # Typed Any, because each stage reads keys that the commands which open it have.
-        self.requested: Any = replace(config, model=with_run(config.model))
+        self.requested: Any = requested
         self.console = console
         self.resumed = resumed
         self.functions = functions
@@ -340,10 +345,9 @@ class Job(StagedJob):
 
     @stage(needs=("cluster",), after=("sessions", "pool"), commands=TRAIN, starts_threads=True)
     def world(self) -> World:
-        """Joins the processes of the run to one world. Side effect: from here on `requested` lacks
-        the keys that differ between processes. ShoalError, the same in all of them, if their
-        configurations, versions, devices or run folders differ."""
-        world, self.requested = open_world(self.requested, self.resumed)
+        """Joins the processes of the run to one world. ShoalError, the same in all of them, if
+        their configurations, versions, devices or run folders differ."""
+        world = open_world(self.process_mesh, self.requested, self.resumed)
         return self.stack.enter_context(world)
 
     # ---- devices, and the model on them
@@ -411,10 +415,10 @@ class Job(StagedJob):
         return roles
 
     @stage("devices", "mesh", needs=("cluster", "roles", "spec"), commands=ESTIMATES)
-    def config(self) -> Config:
-        """Returns the configuration of a training job in which the keys that were left open, like
-        `batch.micro_tokens`, have been decided from the devices and the model. The stage `slots`
-        replaces it with one in which the sampler's slots are decided too."""
+    def config_for_devices(self) -> Config:
+        """Returns the configuration of a training job with every open key decided that follows from
+        settings, devices and model, like `batch.micro_tokens`. Only the sampler's slots may still
+        be open, because they follow from the data: `config` has them too."""
         trainer = self.roles.trainer
         num_devices = trainer.mesh.size
         followed = for_devices(self.requested, num_devices, trainer.platform)
@@ -449,11 +453,11 @@ class Job(StagedJob):
             {"devices of the trainer": f"{num_devices} x {device_kind}"},
         )
 
-    @stage("devices", "mesh", needs=("config", "roles"), commands=TRAIN_OR_DOCTOR)
+    @stage("devices", "mesh", needs=("config_for_devices", "roles"), commands=TRAIN_OR_DOCTOR)
     def placement(self) -> None:
         """Adds findings about the devices: what each role uses, and warnings, for example of idle
         devices."""
-        check_devices(self.config, self.roles, self.findings)
+        check_devices(self.config_for_devices, self.roles, self.findings)
 
     @stage("model", "sampling.max_completion_tokens", needs=("spec",), commands=WITH_MODEL)
     def positions(self) -> None:
@@ -468,7 +472,7 @@ class Job(StagedJob):
     @stage(
         "model",
         "model.path",
-        needs=("config", "roles", "spec"),
+        needs=("config_for_devices", "roles", "spec"),
         commands=(*WITH_MODEL, "estimate"),
     )
     def model(self) -> Model:
@@ -476,7 +480,7 @@ class Job(StagedJob):
         not train. Side effects: prints a note if attention or decoding cannot use its kernel, and,
         for a float32 model, makes JAX multiply at full precision until the job is closed."""
         if self.trains:
-            model = trained_model(self.config, self.spec, self.roles)
+            model = trained_model(self.config_for_devices, self.spec, self.roles)
         else:
             model = make_model(self.requested.model, self.spec.architecture, self.roles.sampler)
         fault = kernel_fault(replace(model, attention=self.requested.model.attention))
@@ -490,7 +494,7 @@ class Job(StagedJob):
         if is_without_kernel and model.attention == "auto":
             self.console.note(f"decoding goes without its kernel: {kernel_refusal(sampler)}")
         if self.trains:
-            largest = micro_batch_shapes(self.config, model.role.row_shards)[0]
+            largest = micro_batch_shapes(self.config_for_devices, model.role.row_shards)[0]
             rows = largest.rows
             length = largest.length
         else:
@@ -507,12 +511,12 @@ class Job(StagedJob):
         model."""
         self.spec.check()
 
-    @stage("teacher", "teacher.path", needs=("config", "spec"), commands=TRAIN_OR_DOCTOR)
+    @stage("teacher", "teacher.path", needs=("spec",), commands=TRAIN_OR_DOCTOR)
     def teacher(self) -> ModelSource | None:
         """Finds the teacher's model; None if `teacher.path` is not set."""
-        if not self.config.teacher.path:
+        if not self.requested.teacher.path:
             return None
-        return find_teacher(self.config, self.spec, self.console)
+        return find_teacher(self.requested, self.spec, self.console)
 
     # ---- prompts
 
@@ -564,8 +568,8 @@ class Job(StagedJob):
     @property
     def prompts_per_step(self) -> int:
         """Prompts of a step; until the devices are known, those of one device."""
-        if "config" in self.opened:
-            return self.config.batch.prompts_per_step
+        if self.is_open("config_for_devices"):
+            return self.config_for_devices.batch.prompts_per_step
         batch = self.requested.batch
         return batch.prompts_per_device or batch.prompts_per_step
 
@@ -573,7 +577,7 @@ class Job(StagedJob):
         "data",
         "task.path",
         needs=("questions", "tokenizer", "turns"),
-        after=("config",),
+        after=("config_for_devices",),
         commands=TRAIN_OR_DOCTOR,
     )
     def prompts(self) -> PromptStream:
@@ -589,7 +593,7 @@ class Job(StagedJob):
         "template",
         "model.template",
         needs=("questions", "tokenizer", "turns"),
-        after=("config", "sets"),
+        after=("config_for_devices", "sets"),
         commands=TRAIN_OR_DOCTOR,
     )
     def lengths(self) -> str:
@@ -611,14 +615,21 @@ class Job(StagedJob):
     @stage(
         "memory",
         "sampling.prompt_slot_tokens",
-        needs=("questions", "sessions", "scorers", "config", "tokenizer", "turns", "sets"),
+        needs=(
+            "questions",
+            "sessions",
+            "scorers",
+            "config_for_devices",
+            "tokenizer",
+            "turns",
+            "sets",
+        ),
         commands=WITH_TASK,
     )
     def slots(self) -> SamplingSection:
         """Returns the settings of sampling with `sampling.prompt_slot_tokens` and
-        `sampling.evaluation_slots` decided from the data. Side effect: in training, `config` has
-        them too from here on."""
-        settings = self.config if self.trains else self.requested
+        `sampling.evaluation_slots` decided from the data."""
+        settings = self.config_for_devices if self.trains else self.requested
         quick_questions = settings.quick_questions if self.trains else 0
         evaluator = Evaluator(
             self.sets, settings.sampling.params, settings.pass_k, self.task, quick_questions
@@ -631,12 +642,29 @@ class Job(StagedJob):
             completions,
             {"completions of an evaluation": completions},
         )
-        if self.trains:
-            self.opened["config"] = settings
         return settings.sampling
 
+    @stage("devices", "mesh", needs=("config_for_devices", "slots"), commands=ESTIMATES)
+    def config(self) -> Config:
+        """Returns the configuration that a training job works with: what was requested, with every
+        key that was left open decided. A job of `estimate` reads no data, so there the sampler's
+        slots stay open."""
+        if not self.has("slots"):
+            return self.config_for_devices
+        return replace(self.config_for_devices, sampling=self.slots)
+
     @stage(
-        needs=("questions", "scorers", "pool", "roles", "config", "tokenizer", "turns", "prompts"),
+        needs=(
+            "questions",
+            "scorers",
+            "pool",
+            "roles",
+            "config_for_devices",
+            "config",
+            "tokenizer",
+            "turns",
+            "prompts",
+        ),
         commands=TRAIN,
     )
     def reward_findings(self) -> list[Finding]:
@@ -684,7 +712,7 @@ class Job(StagedJob):
     @stage(
         "memory",
         "model.path",
-        needs=("devices", "spec", "roles", "config", "model", "slots"),
+        needs=("devices", "spec", "roles", "config", "model"),
         after=("teacher",),
         commands=TRAIN,
     )
@@ -729,7 +757,7 @@ class Job(StagedJob):
     @stage(
         "memory",
         "sampling.slots_per_device",
-        needs=("config", "roles", "model", "tokenizer", "slots"),
+        needs=("config", "roles", "model", "tokenizer"),
         commands=("doctor",),
     )
     def engines(self) -> dict[str, Engine]:
@@ -889,7 +917,7 @@ class Job(StagedJob):
                 {"longest prompt": "not known before the run"},
             )
         # A run that learns from the data's answers samples no completions in training.
-        is_sampled = self.trains and not self.config.algorithm.learns_from_data
+        is_sampled = self.trains and not self.requested.algorithm.learns_from_data
         examples = self.questions.train if is_sampled else ()
         longest = longest_prompt(examples, self.sets, self.encode, sampling)
         if requested and longest > requested:

@@ -15,6 +15,7 @@ import jax
 
 from shoal.buckets import RUNS, area_of
 from shoal.config.key import get_value, keys_of
+from shoal.config.sections.devices import MeshSection
 from shoal.config.train import Config
 from shoal.files import check_local, nearest_folder, writing
 from shoal.job.fingerprint import machine
@@ -39,17 +40,23 @@ def open_console(config: Config) -> tuple[Config, Console]:
     return config, Console(None if is_main else open(os.devnull, "w"))
 
 
-def open_world(config: Config, run: Path | None) -> tuple[World, Config]:
-    """Joins the processes of a run. Returns the world, and the configuration without the keys that
-    differ between processes. `run`: the folder of a resumed run, else None.
+def without_process_keys(config: Config) -> Config:
+    """Returns the configuration without the keys that differ between the processes of a run:
+    `mesh.coordinator`, `mesh.processes` and `mesh.process`."""
+    return replace(config, mesh=replace(config.mesh, **NO_SECTION))
+
+
+def open_world(process_mesh: MeshSection, config: Config, run: Path | None) -> World:
+    """Joins the processes of a run and returns their world. `process_mesh`: the mesh section that
+    says how many processes there are, and which of them this one is. `config`: the configuration
+    without these keys. `run`: the folder of a resumed run, else None.
 
     ShoalError, the same in all processes, if their configurations, versions, devices or run folders
     differ.
     """
-    world = join(config.mesh)
-    config = replace(config, mesh=replace(config.mesh, **NO_SECTION))
+    world = join(process_mesh)
     if world.count == 1:
-        return world, config
+        return world
     facts = machine()
     check_same(world, "versions", {name: facts[name] for name in SAME})
     devices = jax.local_devices()
@@ -59,7 +66,7 @@ def open_world(config: Config, run: Path | None) -> tuple[World, Config]:
     check_same(world, "configuration", values)
     base = check_local(config.base_output_directory, "base_output_directory", RUNS)
     check_shared(world, run or base, run is not None)
-    return world, config
+    return world
 
 
 def check_same(

@@ -160,10 +160,9 @@ def test_the_package_imports_downwards_only():
 def circle_of(package: Path, folder: str) -> list[str]:
     """Modules of a folder between which a circle of imports runs, those in functions included;
     those for types alone are not counted."""
-    names = {
-        ".".join(("shoal", *path.relative_to(package).with_suffix("").parts)): path
-        for path in (package / folder).rglob("*.py")
-    }
+    names = {}
+    for path in (package / folder).rglob("*.py"):
+        names[".".join(("shoal", *path.relative_to(package).with_suffix("").parts))] = path
     edges = set()
     for name, path in names.items():
         typed = {

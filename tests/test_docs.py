@@ -56,7 +56,10 @@ def inline(page: Path) -> list[str]:
     prose = re.sub(
         r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
     )
-    return [text.strip() for _, text in re.findall(r"(?<!`)(`{1,2})(?!`)(.+?)(?<!`)\1(?!`)", prose)]
+    result = []
+    for _, text in re.findall(r"(?<!`)(`{1,2})(?!`)(.+?)(?<!`)\1(?!`)", prose):
+        result.append(text.strip())
+    return result
 
 
 @pytest.mark.parametrize(
@@ -82,7 +85,10 @@ def test_pages_are_those_that_the_tables_make(name: str):
 
 def commands(page: Path) -> list[str]:
     """Every `shoal ...` command of a page: in shell blocks, after a `$`, and in the prose."""
-    typed = [line for text in blocks(page, "bash") for line in joined(text)]
+    typed = []
+    for text in blocks(page, "bash"):
+        for line in joined(text):
+            typed.append(line)
     typed += [
         shlex.join(call.words).partition(" '|' ")[0]
         for block in transcripts.transcripts(page.read_text("utf-8"))
@@ -116,7 +122,10 @@ def check_command(line: str, folder: Path) -> None:
         if word.endswith(".yaml") and "=" not in word:
             (folder / word).write_text("steps: 1\n", encoding="utf-8")
     command = "plan" if "--plan" in words else command
-    own = [word for word in words if word not in ("--dry-run", "--multirun", "--plan")]
+    own = []
+    for word in words:
+        if word not in ("--dry-run", "--multirun", "--plan"):
+            own.append(word)
     for _, each in combine(COMMANDS[command], own) if "--multirun" in words else [({}, own)]:
         compose(command, each)
 
@@ -184,9 +193,9 @@ def test_every_key_in_the_prose_exists(page: Path):
 @pages
 def test_every_metric_in_the_prose_exists(page: Path):
     heads = {name.partition("/")[0] for name in METRICS if "/" in name} - {"time", "version"}
-    patterns = [
-        re.compile(re.sub(r"\\\{\w+\\\}", r"[\\w{}]+", re.escape(name))) for name in METRICS
-    ]
+    patterns = []
+    for name in METRICS:
+        patterns.append(re.compile(re.sub(r"\\\{\w+\\\}", r"[\\w{}]+", re.escape(name))))
     for text in inline(page):
         if re.fullmatch(r"[a-z_]+/[\w/{}]+", text) and text.partition("/")[0] in heads:
             assert any(pattern.fullmatch(text) for pattern in patterns), (
@@ -224,11 +233,10 @@ def test_python_blocks_are_python(page: Path):
                     "correct",
                 }
                 given = {word.arg.partition("__")[0] for word in node.keywords if word.arg}
-                unknown = [
-                    name
-                    for name in given - known - {"config_name"}
-                    if not front_end().find_flag(config, name)
-                ]
+                unknown = []
+                for name in given - known - {"config_name"}:
+                    if not front_end().find_flag(config, name):
+                        unknown.append(name)
                 assert not unknown, f"{page.name}: {unknown}"
 
 
@@ -400,11 +408,17 @@ def test_workflows_run_what_exists():
         yaml.safe_load(path.read_text("utf-8"))
         for path in (ROOT / ".github" / "workflows").iterdir()
     )
-    steps = [
-        step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step
-    ]
+    steps = []
+    for job in workflow["jobs"].values():
+        for step in job["steps"]:
+            if "run" in step:
+                steps.append(step["run"])
     assert ".ci/run" in steps and os.access(ROOT / ".ci" / "run", os.X_OK)
-    tests = [word for step in steps for word in step.split() if word.startswith("tests/")]
+    tests = []
+    for step in steps:
+        for word in step.split():
+            if word.startswith("tests/"):
+                tests.append(word)
     assert tests and all((ROOT / word).is_file() for word in tests)
 
 
@@ -420,12 +434,11 @@ def test_forms_ask_for_what_commands_print(tmp_path: Path):
                 and field["attributes"]["label"]
                 and field["id"]
             ), name
-    texts = [
-        text
-        for field in forms["bug"]["body"]
-        for text in field["attributes"].values()
-        if isinstance(text, str)
-    ]
+    texts = []
+    for field in forms["bug"]["body"]:
+        for text in field["attributes"].values():
+            if isinstance(text, str):
+                texts.append(text)
     asked = re.findall("`(shoal [^`]+)`", "".join(texts))
     assert "shoal doctor" in asked
     for line in asked:

@@ -56,12 +56,16 @@ def test_the_script_is_short_and_runs(environment, tmp_path):
 def outputs(cell: Any, kind: str) -> list[Any]:
     """Of a cell's outputs those that hold `kind`: a MIME type, or `text` for what was printed."""
     if kind == "text":
-        return [
-            "".join(output["text"])
-            for output in cell["outputs"]
-            if output["output_type"] == "stream"
-        ]
-    return [output["data"][kind] for output in cell["outputs"] if kind in output.get("data", {})]
+        result = []
+        for output in cell["outputs"]:
+            if output["output_type"] == "stream":
+                result.append("".join(output["text"]))
+        return result
+    result = []
+    for output in cell["outputs"]:
+        if kind in output.get("data", {}):
+            result.append(output["data"][kind])
+    return result
 
 
 def test_the_notebook_runs_in_a_kernel(environment, tmp_path):
@@ -82,9 +86,10 @@ def test_the_notebook_runs_in_a_kernel(environment, tmp_path):
         kernel_name="python3",
         resources={"metadata": {"path": str(tmp_path)}},
     ).execute()
-    by_text = {
-        cell.source.split("\n")[0]: cell for cell in notebook.cells if cell.cell_type == "code"
-    }
+    by_text = {}
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            by_text[cell.source.split("\n")[0]] = cell
     train = by_text["with live_curve() as curve:"]
     *_, table = outputs(train, "text/plain")
     assert "held_out accuracy" in table

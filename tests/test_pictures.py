@@ -17,16 +17,18 @@ NAMESPACE = "{http://www.w3.org/2000/svg}"
 
 
 def rows(*points: tuple[int, float, float, float, int], name: str = "held_out") -> list[dict]:
-    return [
-        {
-            "step": step,
-            "name": name,
-            "accuracy": share,
-            "accuracy_interval": [low, high],
-            "num_questions": asked,
-        }
-        for step, share, low, high, asked in points
-    ]
+    result = []
+    for step, share, low, high, asked in points:
+        result.append(
+            {
+                "step": step,
+                "name": name,
+                "accuracy": share,
+                "accuracy_interval": [low, high],
+                "num_questions": asked,
+            }
+        )
+    return result
 
 
 def test_examples_in_the_docstrings():
@@ -63,7 +65,9 @@ def test_a_recording_keeps_every_line_and_ends_with_the_last():
     assert lines[0] == "$ shoal train" and lines[-1] == "last line" and len(lines) == 44
     assert len(lines[-2]) == pictures.COLUMNS and lines[-2].endswith("x ...")
     root = ElementTree.fromstring(pictures.recording_svg(lines))
-    shown = ["".join(part.text or "" for part in line) for line in root.iter(f"{NAMESPACE}text")]
+    shown = []
+    for line in root.iter(f"{NAMESPACE}text"):
+        shown.append("".join(part.text or "" for part in line))
     assert [each.replace(" ", "") for each in shown] == [line.replace(" ", "") for line in lines]
     style = root.findtext(f"{NAMESPACE}style")
     # Without motion it stands at its end: as many lines up as do not fit.
@@ -71,7 +75,9 @@ def test_a_recording_keeps_every_line_and_ends_with_the_last():
         f".lines{{transform:translateY({-pictures.LINE * (44 - pictures.VISIBLE_LINES):g}px)}}"
         in style
     )
-    times = [float(share) for share in re.findall(r"([\d.]+)%\{transform:translateY\(-", style)]
+    times = []
+    for share in re.findall(r"([\d.]+)%\{transform:translateY\(-", style):
+        times.append(float(share))
     assert times == sorted(times) and len(times) == 44 - pictures.VISIBLE_LINES and times[-1] < 100
 
 

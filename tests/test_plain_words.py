@@ -61,12 +61,11 @@ def trees() -> list[tuple[str, ast.Module]]:
 
 
 def test_classes_and_modules_are_nouns_of_the_field():
-    found = [
-        f"{path}: class {node.name}"
-        for path, tree in trees()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef) and node.name.strip("_").lower() in CLASSES
-    ]
+    found = []
+    for path, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and node.name.strip("_").lower() in CLASSES:
+                found.append(f"{path}: class {node.name}")
     found += [f"{path}: module" for path, _ in trees() if Path(path).stem in MODULES]
     assert not found, "\n".join(found)
 

@@ -23,10 +23,10 @@ TIERS = {"slow", "system"}
 
 def named_tests(cell: str) -> list[tuple[str, str]]:
     """(file, test) of each test that a cell names; without a test: the whole file."""
-    return [
-        (file, test)
-        for file, _, test in (name.partition("::") for name in re.findall("`([^`]+)`", cell))
-    ]
+    result = []
+    for file, _, test in (name.partition("::") for name in re.findall("`([^`]+)`", cell)):
+        result.append((file, test))
+    return result
 
 
 def marks(expressions: list[ast.expr]) -> set[str]:
@@ -51,11 +51,11 @@ def marks_by_test(file: str) -> dict[str, set[str]]:
     for statement in body:
         if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "pytestmark":
             of_the_file = marks([statement.value])
-    return {
-        statement.name: marks(statement.decorator_list) | of_the_file
-        for statement in body
-        if isinstance(statement, ast.FunctionDef)
-    }
+    result = {}
+    for statement in body:
+        if isinstance(statement, ast.FunctionDef):
+            result[statement.name] = marks(statement.decorator_list) | of_the_file
+    return result
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:40])

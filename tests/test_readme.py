@@ -47,11 +47,11 @@ def table_of_fits(text: str, start: int) -> dict[tuple[str, str], str]:
     for line in text.splitlines():
         if re.match(r"\| .*GiB of one \| 0|\| `[a-z0-9]+[:-][0-9x]+` \|", line):
             rows.append([cell.strip(" *`") for cell in line.strip("|").split("|")])
-    return {
-        (row[0], model): cell.partition(":")[0]
-        for row in rows[1:]
-        for model, cell in zip(rows[0][start:], row[start:], strict=True)
-    }
+    result = {}
+    for row in rows[1:]:
+        for model, cell in zip(rows[0][start:], row[start:], strict=True):
+            result[(row[0], model)] = cell.partition(":")[0]
+    return result
 
 
 def test_what_fits_is_part_of_the_page_on_it():

@@ -107,7 +107,10 @@ def test_advantages_of_any_group(rewards: list[int], ddof: int, data: st.DataObj
 
 
 def slot(*rows: Sequence[float]) -> list[jax.Array]:
-    return [jnp.asarray(np.array(row, dtype=np.float32)[None, None]) for row in rows]
+    result = []
+    for row in rows:
+        result.append(jnp.asarray(np.array(row, dtype=np.float32)[None, None]))
+    return result
 
 
 def in_slot(

@@ -160,11 +160,12 @@ def assert_equals_oracle(got: UpdateResult, s: Settings, tolerance: float = 1e-1
         want = oracle.loss(s, completions, entropies=entropies)
         assert got.loss(weights) == pytest.approx(want, rel=tolerance, abs=tolerance)
         base, shares = replace(s, aggregation="token-mean", constant=0), token_shares(aggregation)
-        want_by_lp = [share @ slope for slope, share in zip(slopes(base), shares, strict=True)]
-        want_by_entropy = [
-            -s.entropy_coef * share * oracle.remaining(s, c).loss_mask
-            for share, c in zip(shares, completions, strict=True)
-        ]
+        want_by_lp = []
+        for slope, share in zip(slopes(base), shares, strict=True):
+            want_by_lp.append(share @ slope)
+        want_by_entropy = []
+        for share, c in zip(shares, completions, strict=True):
+            want_by_entropy.append(-s.entropy_coef * share * oracle.remaining(s, c).loss_mask)
         for by_key, want in zip(got.gradients(weights), (want_by_lp, want_by_entropy), strict=True):
             np.testing.assert_allclose(
                 np.concatenate([by_key[key] for key in keys]),
@@ -176,15 +177,19 @@ def assert_equals_oracle(got: UpdateResult, s: Settings, tolerance: float = 1e-1
 
 def trained() -> list[tuple[oracle.Completion, np.ndarray]]:
     """Completions that are in the loss, and their entropies."""
-    return [
-        (update().completions[p][g], update().entropies[p][g])
-        for p, g in update().keys
-        if not update().cut[p, g]
-    ]
+    result = []
+    for p, g in update().keys:
+        if not update().cut[p, g]:
+            result.append((update().completions[p][g], update().entropies[p][g]))
+    return result
 
 
 def cut() -> list[oracle.Completion]:
-    return [update().completions[p][g] for p, g in update().keys if update().cut[p, g]]
+    result = []
+    for p, g in update().keys:
+        if update().cut[p, g]:
+            result.append(update().completions[p][g])
+    return result
 
 
 def assert_metrics_equal_oracle(got: UpdateResult, s: Settings) -> None:
@@ -491,7 +496,10 @@ def test_micro_batches_add_up_to_the_whole(name: str):
         assert sum(piece.loss(weights) for piece in pieces) == pytest.approx(
             whole.loss(weights), rel=1e-12
         )
-        together = {key: x for piece in pieces for key, x in piece.gradients(weights)[0].items()}
+        together = {}
+        for piece in pieces:
+            for key, x in piece.gradients(weights)[0].items():
+                together[key] = x
         for key, gradient in whole.gradients(weights)[0].items():
             np.testing.assert_allclose(
                 together[key], gradient, rtol=1e-12, atol=1e-16, err_msg=aggregation
@@ -774,9 +782,9 @@ def test_the_direct_ratio_is_the_one_to_old_logprobs_that_are_the_samplers(name:
 def test_the_bounds_of_a_correction_by_kind():
     """IcePop's floor is its paper's, the others have none; a floor that is set is used as it is, 0
     included."""
-    got = {
-        kind: make_objective(AlgorithmSection(correction=kind)).correction_bounds for kind in KINDS
-    }
+    got = {}
+    for kind in KINDS:
+        got[kind] = make_objective(AlgorithmSection(correction=kind)).correction_bounds
     assert got == {"tis": (2.0, 0.0), "mis": (2.0, 0.0), "icepop": (2.0, 0.5)}
     for kind, floor in itertools.product(KINDS, (0.0, 0.3)):
         a = AlgorithmSection(correction=kind, correction_cap=np.inf, correction_floor=floor)

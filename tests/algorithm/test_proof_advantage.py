@@ -139,10 +139,10 @@ def test_maxrl_is_for_rewards_of_0_or_more():
 
 
 def lists(values: np.ndarray, there: np.ndarray) -> list[list[float | None]]:
-    return [
-        [float(v) if t else None for v, t in zip(a, b, strict=True)]
-        for a, b in zip(values, there, strict=True)
-    ]
+    result = []
+    for a, b in zip(values, there, strict=True):
+        result.append([float(v) if t else None for v, t in zip(a, b, strict=True)])
+    return result
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -179,7 +179,9 @@ def test_against_the_oracle(name: str, eps: float, eps_mode: str):
             weights,
             lengths,
         )
-        listed = [lists(part, there) for part, there in zip(parts, judged, strict=True)]
+        listed = []
+        for part, there in zip(parts, judged, strict=True):
+            listed.append(lists(part, there))
         tokens = None if lengths is None else lengths.tolist()
         want = oracle_advantage.advantages(
             name, lists(rewards, valid), ddof, eps, eps_mode, listed, weights, tokens

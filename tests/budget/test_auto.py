@@ -84,7 +84,10 @@ def test_a_replica_has_the_least_devices_that_hold_it(model, devices, settings, 
 
 
 def test_of_several_processes_a_replica_has_no_more_devices_than_each(monkeypatch):
-    monkeypatch.setattr(roles.jax, "process_count", lambda: 16)
+    def process_count():
+        return 16
+
+    monkeypatch.setattr(roles.jax, "process_count", process_count)
     made = run_roles(
         config(fsdp=32, tensor=2), model_named("llama3.1-70b").architecture, tpu("v6e", 8, 8)
     )

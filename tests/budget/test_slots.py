@@ -95,7 +95,8 @@ def test_one_engine_serves_all_sizes_that_fill_its_rows():
             make(Purpose.EVALUATE, 4),
             make(Purpose.EVALUATE, 16),
         ]
-        assert all(engine.num_rows * engine.siblings == 64 for engine in engines)
+        for engine in engines:
+            assert engine.num_rows * engine.siblings == 64
         return [engines.index(engine) for engine in engines]
 
     assert made(512) == [0, 0, 0, 0]
@@ -224,7 +225,9 @@ def job_of(
     """A job of own data with prompts of so many words, each a token or two; the last row is held
     out."""
     rows = tmp_path / "rows.jsonl"
-    prompts = [[{"role": "user", "content": " ".join(["one"] * length)}] for length in lengths]
+    prompts = []
+    for length in lengths:
+        prompts.append([{"role": "user", "content": " ".join(["one"] * length)}])
     rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     config, _ = compose(
         "train",

@@ -50,11 +50,11 @@ DIALOGUE = [
 def learned(tokenizer: Tokenizer, stream: Stream) -> list[str]:
     """The runs of learned tokens, as text."""
     runs = np.split(np.arange(len(stream.token_ids)), np.flatnonzero(np.diff(stream.loss_mask)) + 1)
-    return [
-        tokenizer.decode(stream.token_ids[run], skip_special_tokens=False)
-        for run in runs
-        if stream.loss_mask[run[0]]
-    ]
+    result = []
+    for run in runs:
+        if stream.loss_mask[run[0]]:
+            result.append(tokenizer.decode(stream.token_ids[run], skip_special_tokens=False))
+    return result
 
 
 def whole(tokenizer: Tokenizer, stream: Stream) -> str:
@@ -228,12 +228,13 @@ def test_what_a_template_does_not_write_is_found(
         config = json.loads((folder / "tokenizer_config.json").read_text())
         config.pop("chat_template", None)
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    given = [
-        {**message, "tool_call_id": "1", "name": "add", "content": message["content"] or None}
-        if message["role"] == "tool"
-        else message
-        for message in messages
-    ]
+    given = []
+    for message in messages:
+        given.append(
+            {**message, "tool_call_id": "1", "name": "add", "content": message["content"] or None}
+            if message["role"] == "tool"
+            else message
+        )
     given = [
         {**message, "weight": None, "tool_calls": message.get("tool_calls", [])}
         for message in given

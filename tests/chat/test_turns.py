@@ -58,47 +58,56 @@ USER: dict[str, Any] = {"role": "user", "content": "What is 2 + 3?"}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    return {
-        family: write_chat_tokenizer(tmp_path_factory.mktemp(family), family) for family in CHATS
-    }
+    result = {}
+    for family in CHATS:
+        result[family] = write_chat_tokenizer(tmp_path_factory.mktemp(family), family)
+    return result
 
 
 @pytest.fixture(scope="module")
 def ours(folders) -> dict[str, Tokenizer]:
-    return {family: Tokenizer.load(folder) for family, folder in folders.items()}
+    result = {}
+    for family, folder in folders.items():
+        result[family] = Tokenizer.load(folder)
+    return result
 
 
 @pytest.fixture(scope="module")
 def formats(ours) -> dict[str, TurnFormat]:
-    return {
-        family: TurnFormat(ours[family], SCHEMAS if family != "gemma3" else []) for family in CHATS
-    }
+    result = {}
+    for family in CHATS:
+        result[family] = TurnFormat(ours[family], SCHEMAS if family != "gemma3" else [])
+    return result
 
 
 @pytest.fixture(scope="module")
 def theirs(folders, transformers) -> dict[str, Any]:
-    return {
-        family: transformers.AutoTokenizer.from_pretrained(folder)
-        for family, folder in folders.items()
-    }
+    result = {}
+    for family, folder in folders.items():
+        result[family] = transformers.AutoTokenizer.from_pretrained(folder)
+    return result
 
 
 def in_message(*calls: tuple[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {
-            "id": f"call{i:05}",
-            "type": "function",
-            "function": {"name": name, "arguments": arguments},
-        }
-        for i, (name, arguments) in enumerate(calls)
-    ]
+    result = []
+    for i, (name, arguments) in enumerate(calls):
+        result.append(
+            {
+                "id": f"call{i:05}",
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+        )
+    return result
 
 
 def answers(*texts: str) -> list[dict[str, Any]]:
-    return [
-        {"role": "tool", "name": "add", "tool_call_id": f"call{i:05}", "content": text}
-        for i, text in enumerate(texts)
-    ]
+    result = []
+    for i, text in enumerate(texts):
+        result.append(
+            {"role": "tool", "name": "add", "tool_call_id": f"call{i:05}", "content": text}
+        )
+    return result
 
 
 # Tokens only grow
@@ -223,9 +232,14 @@ def test_a_template_that_rewrites_history_is_said_at_the_start(formats, ours):
 def test_a_run_says_it_once(ours):
     """For each environment's tools its own format; the same line for two of them is printed
     once."""
-    sessions: Any = SimpleNamespace(
-        kind_of=lambda columns: columns["environment"], functions=lambda columns: {"add": add}
-    )
+
+    def kind_of(columns):
+        return columns["environment"]
+
+    def functions(columns):
+        return {"add": add}
+
+    sessions: Any = SimpleNamespace(kind_of=kind_of, functions=functions)
     printed: list[str] = []
     formats = TurnFormats(ours["qwen3"], sessions, EnvironmentSection(), printed.append)
     for name in ("a", "b", "a"):
@@ -352,7 +366,10 @@ def test_what_stands_beside_calls_is_the_content(formats, ours):
 def test_a_literal_marker_never_matches(formats, ours, family):
     """The text of a marker in other tokens is text, in a turn as in what users and tools write."""
     tokenizer = ours[family]
-    literal = [id for character in CALLS[family] for id in tokenizer.encode(character)]
+    literal = []
+    for character in CALLS[family]:
+        for id in tokenizer.encode(character):
+            literal.append(id)
     assert tokenizer.decode(literal) == CALLS[family]
     assert formats[family].read(literal) == ({"role": "assistant", "content": CALLS[family]}, [])
     message, calls = formats[family].read([*literal, *tokenizer.encode(CALLS[family])])
@@ -666,7 +683,10 @@ def test_response_template_as_transformers_reads_it(tmp_path, transformers, kind
         expected = theirs.parse_response(ids, prefix=prompt, tools=SCHEMAS)
         assert message.get("tool_calls", []) == expected.get("tool_calls", [])
         assert len(calls) == len(expected.get("tool_calls", []))
-    literal = [id for character in TURNS[kind][0] for id in tokenizer.encode(character)]
+    literal = []
+    for character in TURNS[kind][0]:
+        for id in tokenizer.encode(character):
+            literal.append(id)
     assert format.read(literal)[1] == []
 
 
@@ -855,7 +875,10 @@ def test_tools_without_types_or_docstring_are_refused(function, why):
 def test_words_of_tools_stay_plain_text_where_special_tokens_are_off(ours, family) -> None:
     tokenizer = ours[family]
     schemas = SCHEMAS if family != "gemma3" else []
-    added = {id: text for id, (text, _) in tokenizer.added_tokens().items() if len(text) > 1}
+    added = {}
+    for id, (text, _) in tokenizer.added_tokens().items():
+        if len(text) > 1:
+            added[id] = text
     spelt = "x" + "".join(added.values()) + "".join(f"<{text}" for text in added.values()) + "y"
     counts = {}
     for special in (True, False):

@@ -267,10 +267,14 @@ def test_json_stands_alone_on_stdout(capfd, calls, monkeypatch):
 
 def test_what_the_doctor_finds_is_exit_code_2(calls, monkeypatch, capfd):
     for ok, code in ((True, 0), (False, 2)):
+
+        def doctor(config, console, ok=ok):
+            return {"ok": ok}
+
         monkeypatch.setattr(
             sys.modules["shoal.commands.doctor"],
             "doctor",
-            lambda config, console, ok=ok: {"ok": ok},
+            doctor,
         )
         assert cli.main(["doctor"]) == cli.main(["doctor", "--json"]) == code
         assert json.loads(capfd.readouterr().out) == {"ok": ok}
@@ -768,9 +772,15 @@ assert [main(words) for words in {commands!r}] == [2] * 12""",
     assert done.returncode == 0 and done.stderr.count("Traceback") == printed_by_jax <= 2, (
         done.stderr
     )
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    errors = []
+    for line in done.stderr.splitlines():
+        if line.startswith("error: "):
+            errors.append(line)
     # doctor goes on
-    found = [line for line in done.stdout.splitlines() if line.startswith("WRONG devices: ")]
+    found = []
+    for line in done.stdout.splitlines():
+        if line.startswith("WRONG devices: "):
+            found.append(line)
     assert (len(errors), len(found)) == (22, 2) and "(cpu, cuda, tpu)" not in done.stderr
     for platform, lines in (("cuda", [*errors[:11], found[0]]), ("kpu", [*errors[11:], found[1]])):
         for line in lines:

@@ -286,7 +286,10 @@ def stored(**changes) -> StoredGroup:
         {"f": np.array([1.0, np.nan])},
         np.array([True, False]),
     )
-    beside = {name: changes.pop(name) for name in ("advantages", "token_arrays") if name in changes}
+    beside = {}
+    for name in ("advantages", "token_arrays"):
+        if name in changes:
+            beside[name] = changes.pop(name)
     arrays = ({"trainer_logprobs": np.array([-1, -2, -3], np.float32)}, {})
     return dataclasses.replace(
         StoredGroup(dataclasses.replace(group, **changes), np.array([0.5, 0.0]), arrays), **beside
@@ -504,7 +507,9 @@ def test_the_cause_is_named_not_denied(first, tmp_path, setting, what, stages, c
         elif what == "token_ids":
             one = with_completion(one, 0, token_ids=one.group.completions[0].token_ids + 1)
         else:
-            arrays = {name: values - 1 for name, values in one.token_arrays[0].items()}
+            arrays = {}
+            for name, values in one.token_arrays[0].items():
+                arrays[name] = values - 1
             one = dataclasses.replace(one, token_arrays=(arrays, *one.token_arrays[1:]))
         return [one, *groups[1:]]
 

@@ -116,8 +116,14 @@ def look(workshop: Workshop, *changes: str) -> tuple[dict[str, Any], str]:
 
 def found(result: dict[str, Any], key: str, *parts: str) -> dict[str, Any]:
     """The one finding under a key that is no `ok` and has all the parts in its text."""
-    amiss = [finding for finding in result["findings"] if finding["level"] != "ok"]
-    hits = [f for f in amiss if f["key"] == key and all(part in f["text"] for part in parts)]
+    amiss = []
+    for finding in result["findings"]:
+        if finding["level"] != "ok":
+            amiss.append(finding)
+    hits = []
+    for f in amiss:
+        if f["key"] == key and all(part in f["text"] for part in parts):
+            hits.append(f)
     assert len(hits) == 1, [(f["key"], f["text"]) for f in amiss]
     return hits[0]
 
@@ -446,10 +452,13 @@ def test_one_mistake_does_not_hide_another(workshop, planted, without_trial):
 
 @pytest.mark.slow
 def test_too_little_memory_is_told_before_the_weights_are_read(workshop, monkeypatch):
+    def available_memory(_):
+        return AvailableMemory(1 << 20, 1 << 18, "a small machine")
+
     monkeypatch.setattr(
         doctor_module,
         "available_memory",
-        lambda _: AvailableMemory(1 << 20, 1 << 18, "a small machine"),
+        available_memory,
     )
     result, _ = look(workshop, "sampling.max_prompt_tokens=1900", "sampling.evaluation_slots=8")
     told = found(
@@ -466,10 +475,13 @@ def test_too_little_memory_is_told_before_the_weights_are_read(workshop, monkeyp
 
 @pytest.mark.slow
 def test_what_the_compiled_programs_need_is_held_against_what_is_there(workshop, monkeypatch):
+    def available_memory(_):
+        return AvailableMemory(1 << 30, 1 << 20, "a small machine")
+
     monkeypatch.setattr(
         doctor_module,
         "available_memory",
-        lambda _: AvailableMemory(1 << 30, 1 << 20, "a small machine"),
+        available_memory,
     )
     weight_budget = memory_module.weight_budget
 
@@ -478,7 +490,11 @@ def test_what_the_compiled_programs_need_is_held_against_what_is_there(workshop,
         return replace(weight_budget(*job), items=[parameters])
 
     monkeypatch.setattr(memory_module, "weight_budget", hold_little)
-    monkeypatch.setattr(memory_module, "cache_items", lambda states: [])
+
+    def cache_items(states):
+        return []
+
+    monkeypatch.setattr(memory_module, "cache_items", cache_items)
     result, _ = look(workshop, "batch.micro_tokens=100000", f"reward={workshop.rewards}:letters")
     told = found(result, "batch.micro_tokens", "not enough memory", "1.0 MiB of 1.0 GiB free")
     assert told["level"] == "wrong" and result["memory"]["parts"]["activations"] > 1 << 20
@@ -613,7 +629,10 @@ def test_wrong_answers_are_wrong():
 )
 def test_the_form_that_a_reward_wants_is_found(function, form):
     def wanted(completions, answer, **_):
-        return [float(function(text, gold)) for text, gold in zip(completions, answer, strict=True)]
+        result = []
+        for text, gold in zip(completions, answer, strict=True):
+            result.append(float(function(text, gold)))
+        return result
 
     judge = RewardPool(name_functions([wanted]), compose("train", ["reward.workers=0"])[0].reward)
     tried = probe(
@@ -655,7 +674,10 @@ def tried_through(tokenizer: Tokenizer, wanted: Callable[..., Any], columns: dic
 def tagged(completions: Sequence[Any], **_: Any) -> list[float]:
     """1 for thoughts and an answer in tags, 0.1 for a text of any other form."""
     form = re.compile(r"<(reasoning|think)>.*</\1>\s*<answer>\s*\d+\s*</answer>", re.DOTALL)
-    return [1.0 if form.fullmatch(one[0]["content"].strip()) else 0.1 for one in completions]
+    result = []
+    for one in completions:
+        result.append(1.0 if form.fullmatch(one[0]["content"].strip()) else 0.1)
+    return result
 
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>", "<think>", "</think>")
@@ -775,11 +797,11 @@ def in_brief(workshop, name: str, *changes: str) -> list[str]:
     task, tokenizer = load_task(config.task, config.reward), Tokenizer.load(workshop.model)
     first = TokenizedExample(task.train[0], tokenizer.encode_prompt(task.train[0].prompt))
     with RewardPool(task.rewards, config.reward) as judge:
-        return [
-            f.text
-            for f in check_first_prompt(config, tokenizer, first, judge)
-            if f.level == "warning"
-        ]
+        result = []
+        for f in check_first_prompt(config, tokenizer, first, judge):
+            if f.level == "warning":
+                result.append(f.text)
+        return result
 
 
 @pytest.mark.parametrize("on_error", ["error", "zero", "skip"])
@@ -869,5 +891,7 @@ def test_a_reward_that_hangs_is_tried_once_before_the_run(workshop):
     ],
 )
 def test_an_answer_without_a_score_is_said_in_words(totals, text):
-    rows = {kind: {"total": total} for kind, total in zip(("right", "wrong"), totals, strict=True)}
+    rows = {}
+    for kind, total in zip(("right", "wrong"), totals, strict=True):
+        rows[kind] = {"total": total}
     assert Probe("", rows, {}).describe() == text

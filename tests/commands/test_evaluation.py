@@ -152,9 +152,11 @@ def task(**parts: Any) -> Task:
 
 def test_samples_by_hand():
     groups = [group("abba", "a"), group("ccde", "e"), group("xaab", "a"), group("zzzz", "a")]
-    figures = score_sampled(
-        groups, SamplingParams(top_k=5), task(extract=lambda text: None if text == "x" else text)
-    )
+
+    def extract(text):
+        return None if text == "x" else text
+
+    figures = score_sampled(groups, SamplingParams(top_k=5), task(extract=extract))
     assert figures["pass@4"] == 3 / 4  # 2, 1, 2 and 0 of 4 are right
     assert figures["pass@1"] == figures["sampled_accuracy"] == 5 / 16
     # 1 - C(4-c, 2) / C(4, 2)
@@ -274,13 +276,17 @@ class Source:
 
     def take(self, purpose, step) -> list[Group]:
         assert purpose is Purpose.EVALUATE and step == 3
-        return [
-            group("a" * request.num_completions, "a", request.example.row) for request in self.asked
-        ]
+        result = []
+        for request in self.asked:
+            result.append(group("a" * request.num_completions, "a", request.example.row))
+        return result
 
 
 def prepared(*rows: int) -> list[TokenizedExample]:
-    return [TokenizedExample(Example(row, "?"), np.ones(3, np.int32)) for row in rows]
+    result = []
+    for row in rows:
+        result.append(TokenizedExample(Example(row, "?"), np.ones(3, np.int32)))
+    return result
 
 
 def test_each_set_is_asked_once_and_the_first_is_sampled():
@@ -340,7 +346,11 @@ def test_samples_are_left_out(temperature, pass_k, sampled):
 
 def test_progress_is_printed_early_and_then_every_ten_seconds():
     now, stream = [0.0], io.StringIO()
-    console = Console(stream, terminal=False, clock=lambda: now[0])
+
+    def clock():
+        return now[0]
+
+    console = Console(stream, terminal=False, clock=clock)
     for part in ("held_out, greedy", "held_out, sampled"):
         for done in range(1, 31):
             now[0] += 1 if done > 1 else 600  # programs are compiled before the first answer
@@ -488,7 +498,8 @@ def test_words(workshop):
         sampling={"max_prompt_tokens": 256, "max_completion_tokens": 4},
     )
     assert list(figures) == ["held_out", "unseen_templates"]
-    assert all(own["num_questions"] == 3 and own["truncated"] == 1 for own in figures.values())
+    for own in figures.values():
+        assert own["num_questions"] == 3 and own["truncated"] == 1
     assert {"pass@2", "maj@2"} & set(figures["held_out"]) and "pass@2" not in figures[
         "unseen_templates"
     ]
@@ -569,11 +580,15 @@ def test_an_output_that_cannot_be_written_is_an_error_first(workshop, tmp_path, 
     assert "output=/proc/none/a.json cannot be written" in capsys.readouterr().err
     own = Task("own", (), {"rows": (Example(0, "?"),)}, ())
     with pytest.raises(shoal.ShoalError, match="is called 'rows', the name of a field"):
+
+        def reward(completions, **_):
+            return [0.0] * len(completions)
+
         shoal.evaluate(
             task=own,
             model=str(workshop.model),
             output=str(tmp_path / "a.json"),
-            reward=lambda completions, **_: [0.0] * len(completions),
+            reward=reward,
         )
 
 
@@ -581,7 +596,10 @@ def test_an_output_that_cannot_be_written_is_an_error_first(workshop, tmp_path, 
 def test_rewards_are_forked_before_jax_has_threads(workshop, run, tmp_path):
     """By each command that scores, in a process of which each ends at the fork: the next finds it
     without JAX too."""
-    trained = [word for word in workshop.words("forks") if not word.startswith("reward.workers")]
+    trained = []
+    for word in workshop.words("forks"):
+        if not word.startswith("reward.workers"):
+            trained.append(word)
     commands = [
         words(workshop, workshop.model),
         trained,
@@ -698,9 +716,12 @@ def stored_run(folder: Path, words: list[str]) -> Path:
 
 @pytest.mark.slow
 def test_a_run_without_a_right_answer_reports_its_reward(workshop):
+    def reward(completions, **_):
+        return [float(len(text)) for text in completions]
+
     result = shoal.train(
         task=[{"prompt": f"{i} + 1 ="} for i in range(20)],
-        reward=lambda completions, **_: [float(len(text)) for text in completions],
+        reward=reward,
         run_name="rewarded",
         base_output_directory=str(workshop.runs),
         model={"path": str(workshop.model), "template": PLAIN},

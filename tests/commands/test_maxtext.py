@@ -138,17 +138,17 @@ def arrays_of(items: Path) -> dict[str, np.ndarray]:
     with ocp.PyTreeCheckpointer() as reader:
         tree = reader.restore(items.absolute())
     assert set(tree) == {"step", "params", "opt_state"} and tree["step"] == 0
-    return {
-        "/".join(key.key for key in path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree["params"]["params"])
-    }
+    result = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree["params"]["params"]):
+        result["/".join(key.key for key in path)] = leaf
+    return result
 
 
 def flat(tree: dict[str, Any]) -> dict[str, np.ndarray]:
-    return {
-        "/".join(key.key for key in path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
+    result = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        result["/".join(key.key for key in path)] = leaf
+    return result
 
 
 def load(section: ModelSection, role=ROLE) -> Any:
@@ -393,7 +393,8 @@ def test_queries_scaled_by_a_root_that_is_no_power_of_two_come_back_to_the_last_
     before, after = (
         load_file(tmp_path / name / "model.safetensors") for name in ("short", "short_back")
     )
-    assert all(np.array_equal(after[name], tensor) for name, tensor in before.items())
+    for name, tensor in before.items():
+        assert np.array_equal(after[name], tensor)
 
 
 @pytest.mark.slow
@@ -460,7 +461,8 @@ def test_what_is_large_is_written_a_piece_at_a_time(tmp_path, monkeypatch):
     found = arrays_of(tmp_path / "m" / "0" / "items")
     wanted = flat(maxtext_tree(folder, True, True))
     assert found.keys() == wanted.keys()
-    assert all(np.array_equal(found[name], leaf) for name, leaf in wanted.items())
+    for name, leaf in wanted.items():
+        assert np.array_equal(found[name], leaf)
 
 
 @pytest.mark.slow
@@ -896,7 +898,8 @@ def test_a_checkpoint_of_a_run_is_converted(place, tmp_path):
     wanted = flat(maxtext_tree(folder, True, False))
     found = arrays_of(tmp_path / "items")
     assert found.keys() == wanted.keys()
-    assert all(np.array_equal(found[name], leaf) for name, leaf in wanted.items())
+    for name, leaf in wanted.items():
+        assert np.array_equal(found[name], leaf)
 
 
 # Names

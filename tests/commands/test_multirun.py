@@ -135,7 +135,9 @@ def test_a_sweeps_folder_is_under_the_base(monkeypatch, tmp_path):
     ],
 )
 def test_of_two_names_for_one_key_the_later_counts_in_a_sweep_too(words, keys, values):
-    found = [compose("train", line)[0] for _, line in multirun.combine(Config, words)]
+    found = []
+    for _, line in multirun.combine(Config, words):
+        found.append(compose("train", line)[0])
     assert [tuple(get_value(config, key) for key in keys) for config in found] == values
 
 
@@ -303,7 +305,9 @@ def test_a_dry_run_of_a_sweep_starts_nothing(ran, capsys):
 )
 def test_the_cost_by_the_unit_that_is_counted(words, part):
     words = ["steps=3", "batch.prompts_per_step=2", "batch.group_size=4", *words]
-    configs = [compose("train", line)[0] for _, line in multirun.combine(Config, words)]
+    configs = []
+    for _, line in multirun.combine(Config, words):
+        configs.append(compose("train", line)[0])
     assert multirun.cost_text(configs) == f"2 runs, one after the other: {part} their evaluations"
 
 
@@ -323,7 +327,11 @@ def test_a_process_is_a_shoal_of_its_own(capfd, monkeypatch):
 def test_real_runs_and_resuming(workshop, capfd, monkeypatch):
     """The runs themselves, in this process: one that cannot be, and one that is skipped when it is
     finished."""
-    monkeypatch.setattr(multirun, "run_process", lambda words: (cli.main(words), False))
+
+    def run_process(words):
+        return (cli.main(words), False)
+
+    monkeypatch.setattr(multirun, "run_process", run_process)
     words = workshop.words(
         "sweep", "steps=0", "train.pass_k=0", "reward.workers=0", "mesh.data=64,1"
     )

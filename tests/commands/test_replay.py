@@ -62,7 +62,11 @@ def copy_of(run: Path, folder: Path, config: tuple[str, str] = ("", "")) -> Path
 def test_what_vllm_sampled_is_not_sampled_again(tmp_path):
     """Its tokens would differ, and be taken for a fault of the run."""
     config = Config(sampler=SamplerSection(kind="vllm"), vllm=VllmSection(urls=("http://a:1",)))
-    run: Any = SimpleNamespace(path=tmp_path, config_at=lambda version: config)
+
+    def config_at(version):
+        return config
+
+    run: Any = SimpleNamespace(path=tmp_path, config_at=config_at)
     group: Any = SimpleNamespace(step=0, purpose=Purpose.TRAIN)
     with pytest.raises(ShoalError, match=r"vLLM sampled this group.* shoal groups "):
         Replayer(run, group, MeshSection(), Console())
@@ -117,7 +121,9 @@ def test_the_likeliest_tokens_are_those_of_the_sampler(run):
     result = again(run, 1, 1, likeliest=vocabulary + 1)
     for completion in result["completions"]:
         for token in completion["tokens"]:
-            found = {other["id"]: other["logprob"] for other in token["likeliest"]}
+            found = {}
+            for other in token["likeliest"]:
+                found[other["id"]] = other["logprob"]
             assert found[token["id"]] == pytest.approx(token["logprob"], abs=2e-5)
             values = np.array(list(found.values()))
             assert (
@@ -187,8 +193,12 @@ def test_equal_completions_are_printed_once(capsys):
         "advantage": 0.0,
         "identical": True,
     }
-    tokens = [{"id": 5, "text": text, "logprob": -0.5, "trainer_logprob": None} for text in "abaa"]
-    completions = [one | {"index": i, "tokens": [token]} for i, token in enumerate(tokens)]
+    tokens = []
+    for text in "abaa":
+        tokens.append({"id": 5, "text": text, "logprob": -0.5, "trainer_logprob": None})
+    completions = []
+    for i, token in enumerate(tokens):
+        completions.append(one | {"index": i, "tokens": [token]})
     report_replay(
         {
             "step": 2,

@@ -98,7 +98,9 @@ def run(tmp_path) -> Path:
             "steps: 4\nbatch: {prompts_per_step: 2, group_size: 4}\nalgorithm: {std_ddof: 0}", ""
         )
         for step, rows in STORED.items():
-            groups = [stored_group(step, 10 * step + n, rewards) for n, rewards in enumerate(rows)]
+            groups = []
+            for n, rewards in enumerate(rows):
+                groups.append(stored_group(step, 10 * step + n, rewards))
             advantages = []
             for group in groups:
                 advantages.append(

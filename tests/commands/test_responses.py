@@ -54,6 +54,9 @@ def verdict(text: str, example: Example) -> dict[str, Any]:
 
 
 def blank(section: TaskSection) -> Task:
+    def figures(verdicts):
+        return {"prompt_loose": sum(one["loose"] for one in verdicts) / len(verdicts)}
+
     return Task(
         "sums",
         (),
@@ -61,9 +64,7 @@ def blank(section: TaskSection) -> Task:
         (),
         verdict=verdict,
         of_row=of_row,
-        figures=lambda verdicts: {
-            "prompt_loose": sum(one["loose"] for one in verdicts) / len(verdicts)
-        },
+        figures=figures,
     )
 
 
@@ -381,10 +382,10 @@ def rewards(completions: Any, answer: Any, **_: Any) -> list[float | None]:
 
 def plain(completions: Any, answer: Any, **_: Any) -> list[float | None]:
     """The length of the text in tens, plus the gold answer; it cannot score an empty one."""
-    return [
-        len(text) / 10 + int(gold) if text else None
-        for text, gold in zip(completions, answer, strict=True)
-    ]
+    result = []
+    for text, gold in zip(completions, answer, strict=True):
+        result.append(len(text) / 10 + int(gold) if text else None)
+    return result
 
 
 def test_reward_functions_are_called_where_given(loads, tmp_path):
@@ -417,7 +418,9 @@ async def patient(completions: Any, **_: Any) -> list[float]:
 
 
 def test_a_slow_reward_gets_many_requests_at_once(loads, tmp_path):
-    rows = [{"question": f"{i}?", "answer": str(i), "response": str(i)} for i in range(30)]
+    rows = []
+    for i in range(30):
+        rows.append({"question": f"{i}?", "answer": str(i), "response": str(i)})
     started = time.monotonic()
     assert (
         shoal.evaluate(task="sums", responses=str(write(tmp_path, rows)), reward=patient)[
@@ -435,7 +438,9 @@ def fails(completions: Any, answer: Any, **_: Any) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "mean"), [("zero", 0.5), ("skip", 0.75)])
 def test_failures_are_counted_and_the_first_is_shown(loads, tmp_path, capsys, policy, mean):
-    rows = [{"question": f"{i}?", "answer": str(i), "response": "?"} for i in range(1, 10)]
+    rows = []
+    for i in range(1, 10):
+        rows.append({"question": f"{i}?", "answer": str(i), "response": "?"})
     figures = shoal.evaluate(
         task="sums",
         responses=str(write(tmp_path, rows)),
@@ -656,9 +661,11 @@ def test_bad_settings_are_named(loads, tmp_path, monkeypatch):
     (tmp_path / "latin").write_bytes(b'{"question": "\xe9"}')
     with pytest.raises(ShoalError, match="is not UTF-8 text"):
         shoal.evaluate(task="sums", responses=str(tmp_path / "latin"))
-    monkeypatch.setattr(
-        sys.modules["sums"], "blank", lambda section: Task("sums", (), {}, (), of_row=of_row)
-    )
+
+    def blank(section):
+        return Task("sums", (), {}, (), of_row=of_row)
+
+    monkeypatch.setattr(sys.modules["sums"], "blank", blank)
     with pytest.raises(ShoalError, match="does not define what is correct"):
         shoal.evaluate(
             task="sums",

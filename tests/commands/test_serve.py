@@ -166,7 +166,9 @@ def test_tools_are_shown_and_calls_come_as_openai_has_them(
         "add",
         {"a": 7},
     )
-    streamed = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+    streamed = []
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        streamed.append(chunk.choices[0])
     assert (
         streamed[0].delta.tool_calls[0].function.name == "add"
         and streamed[-1].finish_reason == "tool_calls"
@@ -219,7 +221,8 @@ def test_generate_has_ids_in_and_out_under_both_names(server: Served):
     entries = choice["logprobs"]["content"]
     assert [entry["token_id"] for entry in entries] == choice["token_ids"]
     assert [entry["token"] for entry in entries] == [f"token_id:{id}" for id in choice["token_ids"]]
-    assert all(entry["logprob"] <= 0 for entry in entries)
+    for entry in entries:
+        assert entry["logprob"] <= 0
     assert choice["weight_versions"] == [{"version": "default", "start": 0, "end": len(entries)}]
     same = server.post(
         "/v1/completions",
@@ -235,9 +238,16 @@ def test_the_client_of_verifiers_gets_what_it_asks_for(server: Served):
     said = SimpleNamespace(
         content="", reasoning_content=None, tool_calls=[], reasoning_complete=True
     )
+
+    def get_stop_token_ids():
+        return list(server.sampler.eos_ids[:2])
+
+    def parse_response(ids, **_):
+        return said
+
     renderer: Any = SimpleNamespace(
-        get_stop_token_ids=lambda: list(server.sampler.eos_ids[:2]),
-        parse_response=lambda ids, **_: said,
+        get_stop_token_ids=get_stop_token_ids,
+        parse_response=parse_response,
     )
     settings = {"temperature": 1.0, "max_tokens": 9, "seed": 4}
 
@@ -326,10 +336,8 @@ def test_the_capture_of_openenv_gets_tokens(server: Served):
             got["prompt_token_ids"]
             and len(choice["token_ids"]) == len(choice["logprobs"]["content"]) > 0
         )
-        assert all(
-            entry["logprob"] <= 0 and isinstance(entry["token"], str)
-            for entry in choice["logprobs"]["content"]
-        )
+        for entry in choice["logprobs"]["content"]:
+            assert entry["logprob"] <= 0 and isinstance(entry["token"], str)
 
 
 @pytest.mark.slow
@@ -345,18 +353,19 @@ def test_recorded_log_probs_are_the_trainers(server: Served, folder: Path):
             "/inference/v1/generate",
             {"token_ids": list(range(5, 9 + row)), "sampling_params": {"max_tokens": 24, "n": 2}},
         ).json()
-        completions = [
-            Completion(
-                row,
-                i,
-                np.array(one["token_ids"], np.int32),
-                np.array([e["logprob"] for e in one["logprobs"]["content"]], np.float32),
-                np.ones(len(one["token_ids"]), bool),
-                np.zeros(len(one["token_ids"]), np.int32),
-                StopReason.LENGTH,
+        completions = []
+        for i, one in enumerate(got["choices"]):
+            completions.append(
+                Completion(
+                    row,
+                    i,
+                    np.array(one["token_ids"], np.int32),
+                    np.array([e["logprob"] for e in one["logprobs"]["content"]], np.float32),
+                    np.ones(len(one["token_ids"]), bool),
+                    np.zeros(len(one["token_ids"]), np.int32),
+                    StopReason.LENGTH,
+                )
             )
-            for i, one in enumerate(got["choices"])
-        ]
         groups.append(
             Group(
                 Purpose.TRAIN,
@@ -598,7 +607,11 @@ def test_weights_are_replaced_as_vllms_are(server: Served, folder: Path, tmp_pat
     assert server.post("/pause?mode=wait").json()["status"] == "paused"
     assert server.http.get("/is_paused").json()["is_paused"] is True
     answer: list[Any] = []
-    waits = threading.Thread(target=lambda: answer.append(ids()))
+
+    def target():
+        return answer.append(ids())
+
+    waits = threading.Thread(target=target)
     waits.start()
     reload = {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path)}}
     assert server.post("/collective_rpc", reload).status_code == 200
@@ -634,9 +647,11 @@ def test_a_pause_keeps_or_gives_up_what_is_under_way(server: Served, folder: Pat
             "token_ids": [5, 6],
             "sampling_params": {"max_tokens": 32, "n": 64, "temperature": 50},
         }
-        thread = threading.Thread(
-            target=lambda: answer.append(server.post("/inference/v1/generate", body).json())
-        )
+
+        def target():
+            return answer.append(server.post("/inference/v1/generate", body).json())
+
+        thread = threading.Thread(target=target)
         thread.start()
         deadline = time.monotonic() + 20
         while not server.sampler.waiting and time.monotonic() < deadline:

@@ -80,7 +80,11 @@ def viewer(run):
 
 
 def problems(viewer: Viewer) -> list[str]:
-    return [text for one in viewer.runs.values() for text in one.run.problems.values()]
+    result = []
+    for one in viewer.runs.values():
+        for text in one.run.problems.values():
+            result.append(text)
+    return result
 
 
 def rows(viewer: Viewer, run: str = "first", **parameters: Any) -> list[dict[str, Any]]:
@@ -236,7 +240,9 @@ def test_rollouts_with_turns(tmp_path, capsys):
         return [in_turns(plain) if step else plain, plain]  # of step 1 no rollout has messages
 
     viewer = opened(path := write_run(tmp_path / "turns", 2, make))
-    found = {(row["step"], row["group"]): row for row in rows(viewer, "turns", filter="set=train")}
+    found = {}
+    for row in rows(viewer, "turns", filter="set=train"):
+        found[(row["step"], row["group"])] = row
     assert (found[2, 0]["turns"], found[2, 0]["calls"]) == (1.25, 0.25) and found[1, 0][
         "turns"
     ] is None
@@ -576,10 +582,9 @@ def test_values_that_a_run_chose_are_no_settings_that_differ(tmp_path):
         with RunWriter(write_run(tmp_path / name)) as folder:
             folder.write_config(*texts_of(config, own))
         viewer = opened(tmp_path / name)
-        rows = {
-            row["key"]: row["differs"]
-            for row in viewer.answer("overview", {"run": name})["settings"]
-        }
+        rows = {}
+        for row in viewer.answer("overview", {"run": name})["settings"]:
+            rows[row["key"]] = row["differs"]
         viewer.close()
         assert [rows[key] for key in sorted(decided)] == [name == "set"] * 2
 
@@ -719,12 +724,14 @@ def cheating(step: int) -> list[Any]:
     """Groups whose faults are known: what is longer scores better, whatever is right."""
     long = "step by step " * 40
     texts = ["<answer>1</answer>", "", long, f"{long} <answer>2</answer>"]
-    return [
-        stored_group(
-            step, place, [0.1, 0.2, 1.1, 1.2], texts, correct=[True, False, False, step == 0]
+    result = []
+    for place in range(8):
+        result.append(
+            stored_group(
+                step, place, [0.1, 0.2, 1.1, 1.2], texts, correct=[True, False, False, step == 0]
+            )
         )
-        for place in range(8)
-    ]
+    return result
 
 
 def test_lint_finds_what_is_wrong_and_links_to_it(tmp_path):
@@ -876,7 +883,8 @@ def test_damaged_files_are_passed_over(tmp_path):
             text.startswith("summary.json: is damaged")
             for text in said + viewer.answer("overview", {"run": "torn"})["problems"]
         )
-        assert all("\n" not in text for text in said)
+        for text in said:
+            assert "\n" not in text
     finally:
         viewer.close()
 
@@ -1086,7 +1094,9 @@ def test_the_list_of_runs_says_which_one_looks_hacked(tmp_path):
     )
     viewer = Viewer([str(tmp_path)])
     viewer.start()
-    said = {row["name"]: row["verdict"] for row in viewer.answer("home", {})["rows"]}
+    said = {}
+    for row in viewer.answer("home", {})["rows"]:
+        said[row["name"]] = row["verdict"]
     viewer.close()
     assert said["hacked"]["level"] == "bad" and said["hacked"]["text"].endswith(
         "accuracy -40.0 points: looks hacked"

@@ -211,11 +211,11 @@ def axe_source() -> str:
 def serious_faults(page: Any, source: str) -> list[str]:
     page.evaluate(source)
     found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
-    return [
-        f"{one['id']}: {one['nodes'][0]['html'][:200]}"
-        for one in found
-        if one["impact"] in ("serious", "critical")
-    ]
+    result = []
+    for one in found:
+        if one["impact"] in ("serious", "critical"):
+            result.append(f"{one['id']}: {one['nodes'][0]['html'][:200]}")
+    return result
 
 
 def test_the_run_has_its_curves_and_events(page, address):
@@ -402,12 +402,17 @@ def test_curves_are_found_pinned_explained_and_drawn_by_time(page, address):
 
 def test_findings_stand_beside_the_verdict(page, tmp_path):
     def hacked(step: int) -> list[Any]:
-        return [
-            stored_group(
-                step, row, [step / 40 + 0.1 * (row + i) / 8 for i in range(4)], correct=[False] * 4
+        result = []
+        for row in range(4):
+            result.append(
+                stored_group(
+                    step,
+                    row,
+                    [step / 40 + 0.1 * (row + i) / 8 for i in range(4)],
+                    correct=[False] * 4,
+                )
             )
-            for row in range(4)
-        ]
+        return result
 
     with viewed(write_run(tmp_path / "hacked", 40, hacked)) as address:
         page.goto(address)
@@ -556,10 +561,10 @@ def test_colours_are_fitted_to_the_completion(page, address):
 
 def test_a_group_has_its_answer_order_and_differences(page, odd):
     def order() -> list[str]:
-        return [
-            name.removeprefix("Completion ")
-            for name in page.locator(".completion h3 a").all_inner_texts()
-        ]
+        result = []
+        for name in page.locator(".completion h3 a").all_inner_texts():
+            result.append(name.removeprefix("Completion "))
+        return result
 
     link = f"{odd}#/group?run=odd&file=step_000001&group=0"
     page.goto(link)

@@ -236,7 +236,9 @@ def test_the_interval_follows_the_number_of_questions():
 
 def test_noise_is_rarely_a_change():
     random = np.random.default_rng(1)
-    signs = [reward_change(random.normal(0.5, 0.1, 80).tolist()) for _ in range(400)]
+    signs = []
+    for _ in range(400):
+        signs.append(reward_change(random.normal(0.5, 0.1, 80).tolist()))
     assert sum(change is not None and change.sign != 0 for change in signs) <= 12
     same = reward_change((np.full(80, 0.1) + random.normal(0, 1e-12, 80)).tolist())
     assert same and same.sign == 0

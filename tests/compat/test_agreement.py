@@ -95,7 +95,9 @@ def mixture(number: int, models: Path) -> list[str]:
     """A command line of up to five flags, always the same one of a number."""
     draw = random.Random(number)
     names = draw.sample(sorted(POOL), draw.randint(1, 5))
-    words = [f"{name}={draw.choice(POOL[name]).format(models=models)}" for name in names]
+    words = []
+    for name in names:
+        words.append(f"{name}={draw.choice(POOL[name]).format(models=models)}")
     return [
         "train",
         f"model.path={draw.choice([models / 'qwen3', models / 'llama3'])}",

@@ -24,7 +24,10 @@ def became(*words: str) -> tuple[dict, list[str]]:
 def ages(interval: int, max_staleness: int) -> list[int]:
     """The ages of samples in two rounds of a run's later steps, between two weight updates each."""
     schedule = Schedule(max_staleness - (interval - 1), interval)
-    return [step - schedule.version(step) for step in range(10 * interval, 12 * interval)]
+    result = []
+    for step in range(10 * interval, 12 * interval):
+        result.append(step - schedule.version(step))
+    return result
 
 
 # ---- TRL

@@ -68,7 +68,10 @@ def test_pathways_alone_says_that_roles_share_devices(capsys):
 
 @pytest.mark.parametrize("package", [True, False])
 def test_torchrls_doors_log_as_its_recipe_does(package, monkeypatch):
-    monkeypatch.setattr(compat, "find_spec", lambda name: package or None)
+    def find_spec(name):
+        return package or None
+
+    monkeypatch.setattr(compat, "find_spec", find_spec)
     for name in ("grpo", "grpo-async"):
         given = shim_argv(name, ["steps=1"])
         assert [word for word in given if word.startswith(("report.", "algorithm."))] == [
@@ -80,7 +83,10 @@ def test_torchrls_doors_log_as_its_recipe_does(package, monkeypatch):
 
 
 def test_the_asynchronous_script_lets_samples_be_a_version_old(monkeypatch):
-    monkeypatch.setattr(compat, "find_spec", lambda name: None)
+    def find_spec(name):
+        return None
+
+    monkeypatch.setattr(compat, "find_spec", find_spec)
     words, own = shim_argv, ["report.hydra=true", "algorithm.kl_metric=true"]
     assert words("grpo", []) == ["train", "--config-name", "grpo_gsm8k", *own]
     assert words("grpo-async", []) == [
@@ -526,6 +532,7 @@ def test_the_pages_have_every_flag_and_their_commands_work():
         for name in ("migrating.md", "flags-*.md")
         for file in (ROOT / "docs").glob(name)
     )
-    assert all(f"`{name}`" in "".join(tables) for name in front_end().flags_of(Config))
+    for name in front_end().flags_of(Config):
+        assert f"`{name}`" in "".join(tables)
     for line in re.findall(r"^shoal (.*)$", page, re.MULTILINE):
         assert cli.main(line.replace("./llama", "tiny").split()) == 0

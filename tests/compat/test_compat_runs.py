@@ -38,7 +38,10 @@ def world(tmp_path_factory) -> Path:
 
 
 def short(name: str, world: Path, run_name: str) -> list[str]:
-    words = [word for word in words_of(LINES[name], world) if not word.startswith("run_name=")]
+    words = []
+    for word in words_of(LINES[name], world):
+        if not word.startswith("run_name="):
+            words.append(word)
     return [*words, *SHORT, f"base_output_directory={world / 'runs'}", f"run_name={run_name}"]
 
 
@@ -76,12 +79,16 @@ def test_conversion_lines_lead_there_and_back(world):
         load_file(place / "model.safetensors") for place in (folder, world / "models" / "llama3")
     )
     assert ours.keys() == theirs.keys()
-    assert all(np.allclose(ours[name], theirs[name], rtol=1e-6, atol=0) for name in theirs)
+    for name in theirs:
+        assert np.allclose(ours[name], theirs[name], rtol=1e-6, atol=0)
 
 
 @pytest.mark.slow
 def test_a_sweep_over_their_names_ends_with_a_table(world, monkeypatch):
-    monkeypatch.setattr(multirun, "run_process", lambda words: (cli.main(words), False))
+    def run_process(words):
+        return (cli.main(words), False)
+
+    monkeypatch.setattr(multirun, "run_process", run_process)
     words = []
     for word in short("23-grpo-sweep-of-two", world, "sweep"):
         words.append(word.replace("1e-4,1e-5", "1e-4"))
@@ -89,7 +96,9 @@ def test_a_sweep_over_their_names_ends_with_a_table(world, monkeypatch):
         code, out, err = run([*words, "steps=0"])
     assert code == 0, err
     assert out.startswith("2 runs, one after the other: 0 steps")
-    table = [row.split() for row in out[out.index("== runs") :].splitlines()[1:4]]
+    table = []
+    for row in out[out.index("== runs") :].splitlines()[1:4]:
+        table.append(row.split())
     assert table[0][:3] == ["run", "policy.kl_coef", "state"]
     assert [row[:3] for row in table[1:]] == [["0", "0.01", "done"], ["1", "0.1", "done"]]
     configs = []

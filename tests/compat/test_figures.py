@@ -204,24 +204,29 @@ def by_flags(system: str, case: dict[str, Any]) -> Ours:
             "k2": log_ratio**2 / 2,
             "k3": np.clip(np.exp(-log_ratio) - 1 + log_ratio, -10, 10),
         }[a.kl].sum(-1)
-    components = [{name: parts[f, p] for f, name in enumerate(scale)} for p in range(P)]
+    components = []
+    for p in range(P):
+        components.append({name: parts[f, p] for f, name in enumerate(scale)})
     advantages = step_advantages(a, rewards, valid, lengths, components, scale)
-    rows = [
-        [
-            oracle.Completion(
-                lp[p, g, :n],
-                old[p, g, :n],
-                ref[p, g, :n],
-                np.ones(n, bool),
-                advantages[p, g],
-                sampler[p, g, :n],
-                p,
-            )
-            for g, n in enumerate(lengths[p])
-        ]
-        for p in range(P)
-    ]
-    entropies = [[entropy[p, g, :n] for g, n in enumerate(lengths[p])] for p in range(P)]
+    rows = []
+    for p in range(P):
+        rows.append(
+            [
+                oracle.Completion(
+                    lp[p, g, :n],
+                    old[p, g, :n],
+                    ref[p, g, :n],
+                    np.ones(n, bool),
+                    advantages[p, g],
+                    sampler[p, g, :n],
+                    p,
+                )
+                for g, n in enumerate(lengths[p])
+            ]
+        )
+    entropies = []
+    for p in range(P):
+        entropies.append([entropy[p, g, :n] for g, n in enumerate(lengths[p])])
     update = Update(rows, entropies, valid, np.ones((P, G), bool), cut & a.mask_truncated)
     # only then, or for several updates, TRL keeps old log-probs
     use_old = (
@@ -255,7 +260,10 @@ def differences(system: str, case: dict[str, Any]) -> list[str]:
             own, theirs = (one * np.array(tables[case["kept"]]) for one in (own, theirs))
         found += [] if np.allclose(own, theirs, rtol=1e-5, atol=2e-6) else ["advantages"]
     for update in case.get("updates", [case]):
-        rows = [row for part in update.get("micro", [update]) for row in part.get("rows", [])]
+        rows = []
+        for part in update.get("micro", [update]):
+            for row in part.get("rows", []):
+                rows.append(row)
         loss, *gradients = ours.loss(rows or None)
         found += [] if np.isclose(loss, update["loss"], rtol=1e-5, atol=2e-6) else ["loss"]
         for name, own in zip(("gradient", "gradient_entropies"), gradients, strict=True):
@@ -271,12 +279,13 @@ UNNAMED = r"CISPOLoss-.*|kl_mask_threshold-.*|advantage-dynamic-sampling"
 
 def cases(system: str, kind: str = "") -> list[dict[str, Any]]:
     """The cases with something of that kind; without one, those with a loss."""
-    return [
-        case
-        for case in recorded(system)["cases"]
-        if (kind in case if kind else "updates" in case or {"loss", "gradient"} <= set(case))
-        and not re.fullmatch(UNNAMED, case["name"])
-    ]
+    result = []
+    for case in recorded(system)["cases"]:
+        if (
+            kind in case if kind else "updates" in case or {"loss", "gradient"} <= set(case)
+        ) and not re.fullmatch(UNNAMED, case["name"]):
+            result.append(case)
+    return result
 
 
 def named(system: str, name: str) -> dict[str, Any]:

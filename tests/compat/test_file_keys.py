@@ -74,11 +74,11 @@ BESIDE: dict[str, dict[str, Any]] = {
 
 
 def entries(file: Path) -> dict[str, Any]:
-    return {
-        one.name: one.value
-        for _, found in read_files("train", file, lambda name: name in keys_of(Config))
-        for one in found
-    }
+    result = {}
+    for _, found in read_files("train", file, lambda name: name in keys_of(Config)):
+        for one in found:
+            result[one.name] = one.value
+    return result
 
 
 def others(name: str, value: Any) -> list[Any]:
@@ -125,17 +125,17 @@ def test_every_key_acts_or_cannot_matter_or_is_an_error(
     acting = {key: values[key] for key in (*own, *rows) if key not in idle | refused} | GIVEN.get(
         name, {}
     )
-    referred = {
-        key: values[key] for key in idle if f"{{{key}}}" in str(acting) or f":{key}," in str(acting)
-    }
+    referred = {}
+    for key in idle:
+        if f"{{{key}}}" in str(acting) or f":{key}," in str(acting):
+            referred[key] = values[key]
     silent = []
     for key in acting.keys() - GIVEN.get(name, {}).keys():
         beside = BESIDE.get(key, {})
-        job = {
-            one: value
-            for one, value in {**referred, **acting, **beside}.items()
-            if one not in beside or value is not None
-        }
+        job = {}
+        for one, value in {**referred, **acting, **beside}.items():
+            if one not in beside or value is not None:
+                job[one] = value
         before = outcome(tmp_path / name, job)
         if all(
             outcome(tmp_path / name, job | {key: other}) == before

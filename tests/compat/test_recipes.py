@@ -201,7 +201,9 @@ def by_recipe(a: AlgorithmSection, b: Batch, use_old: bool = True) -> tuple[floa
             )
         )
     grouped = [rows[p * G : (p + 1) * G] for p in range(P)]
-    entropies = [[b.entropy[p * G + g][b.mask[p * G + g]] for g in range(G)] for p in range(P)]
+    entropies = []
+    for p in range(P):
+        entropies.append([b.entropy[p * G + g][b.mask[p * G + g]] for g in range(G)])
     every = np.ones((P, G), bool)
     update = Update(grouped, entropies, every, every, ~every)
     objective = replace(make_objective(a), use_old=True) if use_old else make_objective(a)
@@ -604,7 +606,9 @@ def test_an_algorithm_over_a_recipe_has_its_own_bounds(recipe: str):
 
 def test_every_recipe_and_algorithm_is_proven_or_named():
     assert set(SYSTEMS) == set(RECIPES)
-    sections = [compose("train", [f"algorithm={name}"])[0].algorithm for name in ALGORITHMS]
+    sections = []
+    for name in ALGORITHMS:
+        sections.append(compose("train", [f"algorithm={name}"])[0].algorithm)
     assert {a.loss for a in sections} == set(POLICY_LOSSES)
     assert {a.advantage for a in sections} == set(ADVANTAGES) - {"none"}
 

@@ -292,7 +292,9 @@ def test_a_flag_that_is_dropped_or_shards_names_the_key_that_uses_more_devices()
 
 
 def test_a_flag_that_is_found_names_its_system():
-    found = {name: front_end().find_flag(Config, name) for name in ("grpo_beta", "learning_rate")}
+    found = {}
+    for name in ("grpo_beta", "learning_rate"):
+        found[name] = front_end().find_flag(Config, name)
     assert {name: flag and flag.system for name, flag in found.items()} == {
         "grpo_beta": "MaxText",
         "learning_rate": "TRL",
@@ -845,11 +847,10 @@ def test_epochs_of_unknown_rows_leave_the_steps_and_say_what_to_write(words):
     ],
 )
 def test_a_systems_recipe_is_named_beside_its_flags(words, recipe):
-    found = [
-        note
-        for note in compose("train", words)[1].notes
-        if "flags change only what they name" in note
-    ]
+    found = []
+    for note in compose("train", words)[1].notes:
+        if "flags change only what they name" in note:
+            found.append(note)
     assert [note.partition("; ")[2].split()[0] for note in found] == [f"recipe={recipe}"] * bool(
         recipe
     )

@@ -141,11 +141,11 @@ def words(agents: TurnWorkshop, agent: str, *changes: str) -> list[str]:
 
 
 def completions(run: Path) -> list[Any]:
-    return [
-        (stored.group, one, arrays)
-        for stored in read_file(run / "groups" / "step_000001.parquet")
-        for one, arrays in zip(stored.group.completions, stored.token_arrays, strict=True)
-    ]
+    result = []
+    for stored in read_file(run / "groups" / "step_000001.parquet"):
+        for one, arrays in zip(stored.group.completions, stored.token_arrays, strict=True):
+            result.append((stored.group, one, arrays))
+    return result
 
 
 @pytest.mark.slow
@@ -188,9 +188,13 @@ def test_an_agents_limit_of_a_turn_ends_that_turn_and_is_replayed(
         if arrays:  # cut turns are learned from as they are
             assert np.abs(arrays["trainer_logprobs"] - one.logprobs)[one.loss_mask].max() < 2e-5
             compared += 1
-    cut = [group.reward_components["Agent"][one.index] for group, one, _ in completions(run)]
+    cut = []
+    for group, one, _ in completions(run):
+        cut.append(group.reward_components["Agent"][one.index])
     assert went_on and compared and max(cut) > 1
-    is_truncated = [one.stop_reason is StopReason.LENGTH for _, one, _ in completions(run)]
+    is_truncated = []
+    for _, one, _ in completions(run):
+        is_truncated.append(one.stop_reason is StopReason.LENGTH)
     assert metrics(run)[0]["completions/truncated"] == np.mean(is_truncated)
     assert 0 < np.mean(is_truncated) < 1
     for number in range(2):

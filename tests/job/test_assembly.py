@@ -144,7 +144,8 @@ def test_every_step_is_filed_once_under_known_names(family):
             row["completions/truncated"] == 1
         ) == bool(missing)
         assert "rewards/letters" in row
-        assert all(math.isfinite(value) for value in row.values())
+        for value in row.values():
+            assert math.isfinite(value)
         assert row["update/count"] == 1 and row["update/skipped"] == 0 and row["staleness"] == 0
         assert row["ratio/mean"] == pytest.approx(1, abs=1e-6) and row["clip/fraction"] == 0
         assert row["sampler_gap/ess"] == pytest.approx(1, abs=1e-4)
@@ -320,7 +321,8 @@ def test_a_row_a_completion_in_order(workshop, sampled):
         assert row["prompt_ids"] == tokenizer.encode_prompt(prompt).tolist()
         assert row["completion"] == tokenizer.decode(row["completion_ids"])
         assert 1 <= len(row["completion_ids"]) == len(row["logprobs"]) <= 12
-        assert all(-20 < value < 0 for value in row["logprobs"])
+        for value in row["logprobs"]:
+            assert -20 < value < 0
         ended = row["completion_ids"][-1] in tokenizer.eos_ids
         assert row["stop_reason"] == ("eos" if ended else "length")
         assert ended or len(row["completion_ids"]) == 12
@@ -360,19 +362,24 @@ def test_fewer_prompts_draw_the_same_of_the_packaged_model(workshop):
 def test_temperature_0_is_greedy_for_every_seed(workshop, sampled):
     rows = generate(workshop, "temperature=0", "seed=5")
     assert rows == generate(workshop, "temperature=0", "seed=9")
-    assert all(rows[i] == rows[i + 1] for i in range(0, len(rows), 2))
+    for i in range(0, len(rows), 2):
+        assert rows[i] == rows[i + 1]
     assert rows[0] | {"index": 3} == rows[6]
     assert [row["completion_ids"] for row in rows] != [row["completion_ids"] for row in sampled]
 
 
 @pytest.mark.slow
 def test_truncation(workshop):
-    greedy = [row["completion_ids"] for row in generate(workshop, "temperature=0")]
+    greedy = []
+    for row in generate(workshop, "temperature=0"):
+        greedy.append(row["completion_ids"])
     for one in ("top_k=1", "top_p=1e-6", "min_p=0.999"):
         rows = generate(workshop, one)
         assert [row["completion_ids"] for row in rows] == greedy
         # the only token left
-        assert all(abs(value) < 1e-6 for row in rows for value in row["logprobs"])
+        for row in rows:
+            for value in row["logprobs"]:
+                assert abs(value) < 1e-6
     few = generate(workshop, "top_k=2")
     assert [row["completion_ids"] for row in few] != greedy
     assert min(value for row in few for value in row["logprobs"]) > -12
@@ -445,9 +452,10 @@ def base(workshop) -> Path:
 
 
 def without_clocks(rows: list[dict]) -> list[dict]:
-    return [
-        {name: value for name, value in row.items() if not name.startswith(CLOCKS)} for row in rows
-    ]
+    result = []
+    for row in rows:
+        result.append({name: value for name, value in row.items() if not name.startswith(CLOCKS)})
+    return result
 
 
 @pytest.mark.slow
@@ -467,7 +475,8 @@ def test_learning_rate_0_changes_nothing(workshop):
             }
         )
     assert greedy[0] == greedy[1] and summary["accuracy_after"] == summary["accuracy_before"]
-    assert all(row["lr"] == 0 and row["grad_norm"] > 0 for row in metrics(run))
+    for row in metrics(run):
+        assert row["lr"] == 0 and row["grad_norm"] > 0
 
 
 @pytest.mark.slow
@@ -481,7 +490,9 @@ def test_a_run_a_checkpoint_and_their_export_are_one_model(workshop, base, tmp_p
             huggingface.load(tmp_path / target, architecture_of(workshop.model), trainer())
         )
         assert same_bits(written, parameters_of(base, 1 if target == "old" else 3))
-    answers = [greedy(model, tmp_path, ["10 + 10", "x"]) for model in (tmp_path / "whole", base)]
+    answers = []
+    for model in (tmp_path / "whole", base):
+        answers.append(greedy(model, tmp_path, ["10 + 10", "x"]))
     assert answers[0] == answers[1]
     capsys.readouterr()
     words = [
@@ -525,8 +536,10 @@ def test_a_seed_repeats_the_run_bit_for_bit(workshop, base):
 def test_training_moves_every_parameter(workshop, base):
     initial = by_path(huggingface.load(workshop.model, architecture_of(workshop.model), trainer()))
     final = parameters_of(base, 3)
-    assert all(not np.array_equal(initial[name], final[name]) for name in initial)
-    assert all(np.isfinite(value).all() for value in final.values())
+    for name in initial:
+        assert not np.array_equal(initial[name], final[name])
+    for value in final.values():
+        assert np.isfinite(value).all()
 
 
 @pytest.mark.slow
@@ -565,12 +578,10 @@ def test_gspo_and_a_reference(workshop, capsys):
     assert divergence[0] == pytest.approx(0, abs=1e-9)
     assert min(divergence[1:]) > 1e-4
     # with a reference no group stays out
-    assert all(
-        "trainer_logprobs" in c
-        for step in (1, 2, 3)
-        for group in groups(run, step)
-        for c in group["completions"]
-    )
+    for step in (1, 2, 3):
+        for group in groups(run, step):
+            for c in group["completions"]:
+                assert "trainer_logprobs" in c
 
 
 @pytest.mark.slow
@@ -581,7 +592,9 @@ def test_the_epochs_of_a_small_data_set_go_round(workshop):
     run = workshop.train(
         "round", f"task.path={data}", "optimizer.lr=0", "steps=3", "train.pass_k=0"
     )
-    rows = [[group["row"] for group in groups(run, step)] for step in (1, 2, 3)]
+    rows = []
+    for step in (1, 2, 3):
+        rows.append([group["row"] for group in groups(run, step)])
     assert all(len(set(step)) == 2 for step in rows) and {row for step in rows for row in step} == {
         0,
         1,
@@ -803,9 +816,8 @@ def test_a_publication_in_another_type_compiles_once():
     again = publish_to(model, parameters)
     assert counter.read() == 0 and again.final_norm.dtype == jnp.bfloat16
     assert publish_to(Model(QWEN3, roles().sampler), parameters) is parameters
-    assert all(
-        (a == b).all() for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True)
-    )
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
+        assert (a == b).all()
 
 
 @pytest.mark.slow

@@ -19,11 +19,11 @@ from shoal.files import write_text
 
 
 def everything_in(folder: Path) -> dict[str, int]:
-    return {
-        str(file.relative_to(folder)): file.stat().st_size
-        for file in sorted(folder.rglob("*"))
-        if file.is_file()
-    }
+    result = {}
+    for file in sorted(folder.rglob("*")):
+        if file.is_file():
+            result[str(file.relative_to(folder))] = file.stat().st_size
+    return result
 
 
 def refused(capsys, folder: Path, words: list[str], *parts: str) -> None:

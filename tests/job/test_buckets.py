@@ -108,11 +108,11 @@ def memory(monkeypatch) -> Any:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {
-        file.relative_to(folder).as_posix(): file.read_bytes()
-        for file in folder.rglob("*")
-        if file.is_file()
-    }
+    result = {}
+    for file in folder.rglob("*"):
+        if file.is_file():
+            result[file.relative_to(folder).as_posix()] = file.read_bytes()
+    return result
 
 
 def names(fs: Any, operation: str) -> list[str]:
@@ -392,15 +392,18 @@ def test_of_many_one_has_the_lease(s3):
         for thread in threads:
             thread.join()
         [lease] = [one for one in results if isinstance(one, Lease)]
-        assert all(
-            f"in use by process {os.getpid()} on" in one for one in results if one is not lease
-        )
+        for one in results:
+            if one is not lease:
+                assert f"in use by process {os.getpid()} on" in one
         lease.renew(lives=False)
     assert lease.numbers() == [3]
 
 
 def of_another_machine(monkeypatch) -> None:
-    monkeypatch.setattr(mirrors, "_machine", lambda: "another")
+    def machine():
+        return "another"
+
+    monkeypatch.setattr(mirrors, "_machine", machine)
 
 
 @pytest.mark.slow
@@ -433,12 +436,19 @@ def test_no_clock_but_the_buckets_decides_how_old_a_lease_is(memory, monkeypatch
     true_time = time.time
 
     def set_clock(seconds: float) -> None:
-        monkeypatch.setattr(mirrors.time, "time", lambda: true_time() + seconds)
+        def time():
+            return true_time() + seconds
+
+        monkeypatch.setattr(mirrors.time, "time", time)
 
     set_clock(ahead)
     first = Lease("memory://b/run")
     set_clock(-ahead)
-    monkeypatch.setattr(mirrors, "_machine", lambda: "a third")
+
+    def machine():
+        return "a third"
+
+    monkeypatch.setattr(mirrors, "_machine", machine)
     with pytest.raises(ShoalError, match=r"is in use by process \d+ on .* in (60|59|58) s"):
         Lease("memory://b/run")
     memory.store["/b/run/.lock/000001"].created -= timedelta(seconds=61)
@@ -555,7 +565,11 @@ class Work:
 @pytest.fixture
 def dead(monkeypatch) -> None:
     """All other processes have ended."""
-    monkeypatch.setattr(mirrors, "_seconds_left", lambda holder, age: 0.0)
+
+    def seconds_left(holder, age):
+        return 0.0
+
+    monkeypatch.setattr(mirrors, "_seconds_left", seconds_left)
 
 
 def fails_after(memory: Any, count: int) -> None:
@@ -621,9 +635,10 @@ def test_a_manifest_comes_after_its_files_and_goes_before_them(memory):
         work.save(version)
         work.mirror.flush()
     work.mirror.close()
-    done = [
-        (name, path.removeprefix("/b/run/")) for name, path in memory.done if "/.lock/" not in path
-    ]
+    done = []
+    for name, path in memory.done:
+        if "/.lock/" not in path:
+            done.append((name, path.removeprefix("/b/run/")))
     for version in (2, 4, 6):
         at = done.index(("pipe_file", f".manifests/{version}.json"))
         before = [path for name, path in done[:at] if name == "put_file"]
@@ -867,7 +882,11 @@ def test_a_sweep_writes_its_record_to_the_bucket(s3, workshop, capsys, machine, 
     from shoal.commands import multirun
 
     calls: list[Any] = []
-    monkeypatch.setattr(multirun, "run_process", lambda words: (calls.append(words), (0, False))[1])
+
+    def run_process(words):
+        return (calls.append(words), (0, False))[1]
+
+    monkeypatch.setattr(multirun, "run_process", run_process)
     words = [
         *workshop.words("sweep", "base_output_directory=s3://bucket/sweeps", "seed=1,2"),
         "--multirun",

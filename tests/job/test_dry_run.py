@@ -124,7 +124,11 @@ def test_sequences_beyond_a_models_positions_are_refused_before_weights_are_read
 ) -> None:
     """Of the policy, and so of its reference, by every command; and of a teacher. Once in the run,
     once in its dry run."""
-    monkeypatch.setattr(Job, "load_weights", lambda *_: pytest.fail("weights were read"))
+
+    def load_weights(*_):
+        return pytest.fail("weights were read")
+
+    monkeypatch.setattr(Job, "load_weights", load_weights)
     model = f"model={workshop.model}"
     lengths = ["sampling.max_prompt_tokens=64", "sampling.max_completion_tokens=2000"]
     rows = tmp_path / "rows.jsonl"
@@ -179,7 +183,11 @@ def test_a_dry_run_opens_the_stages_of_its_run_and_reads_no_weights(
         jobs.append(job)
 
     monkeypatch.setattr(Job, "check", check_and_keep)
-    monkeypatch.setattr(Job, "load_weights", lambda *_: pytest.fail("weights were read"))
+
+    def load_weights(*_):
+        return pytest.fail("weights were read")
+
+    monkeypatch.setattr(Job, "load_weights", load_weights)
     assert cli.main([*workshop.words("never"), "--dry-run"]) == 0
     assert cli.main(["generate", f"model={workshop.model}", "--dry-run"]) == 0
     assert (
@@ -196,7 +204,10 @@ def test_a_dry_run_opens_the_stages_of_its_run_and_reads_no_weights(
     )
     assert [job.command for job in jobs] == ["train", "generate", "eval"]
     for job in jobs:
-        checked = [name for name, stage in Job.stages.items() if job.command in stage.commands]
+        checked = []
+        for name, stage in Job.stages.items():
+            if job.command in stage.commands:
+                checked.append(name)
         assert len(checked) >= 4 and job.is_open(*checked)
 
 
@@ -222,10 +233,14 @@ def test_a_dry_run_reads_the_cached_config_of_a_hub_id_and_downloads_nothing(
     tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, config, code: int, part: str
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+
+    def snapshot_download(*_, **__):
+        return pytest.fail("something was downloaded")
+
     monkeypatch.setattr(
         huggingface_hub,
         "snapshot_download",
-        lambda *_, **__: pytest.fail("something was downloaded"),
+        snapshot_download,
     )
     for name in ("org--model", "org--judge"):
         snapshot = tmp_path / f"models--{name}" / "snapshots" / "abc"

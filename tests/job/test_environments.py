@@ -269,10 +269,8 @@ def test_the_examples_answer_and_reward() -> None:
         "called": 0.1,
         "few_tries": 0.05,
     }
-    assert all(
-        len((examples / name).read_text().splitlines()) < 60
-        for name in ("tools.py", "environment.py")
-    )
+    for name in ("tools.py", "environment.py"):
+        assert len((examples / name).read_text().splitlines()) < 60
 
 
 @pytest.mark.parametrize(
@@ -392,7 +390,9 @@ def test_in_the_sandbox_there_is_no_network_nothing_to_write_and_no_variables(
         replies = []
         while len(replies) < 6:
             replies += sessions.collect(1.0)
-        found = [reply.value if not reply.kind else reply.error for reply in replies]
+        found = []
+        for reply in replies:
+            found.append(reply.value if not reply.kind else reply.error)
         assert found[0] == "Guess." and not (tmp_path / "out").exists()
         assert "Read-only file system" in found[1] and found[2] == "x"
         assert found[3].startswith(("ConnectionRefusedError", "OSError"))
@@ -432,12 +432,12 @@ def test_in_the_sandbox_there_is_no_socket_no_environment_and_no_file_of_the_tra
         replies = []
         while len(replies) < 7:
             replies += sessions.collect(1.0)
-        found = [reply.value if not reply.kind else reply.error for reply in replies]
+        found = []
+        for reply in replies:
+            found.append(reply.value if not reply.kind else reply.error)
         assert found[1].startswith("FileNotFoundError")
-        assert all(
-            one.startswith(("ConnectionRefusedError", "PermissionError", "OSError"))
-            for one in found[2:5]
-        )
+        for one in found[2:5]:
+            assert one.startswith(("ConnectionRefusedError", "PermissionError", "OSError"))
         assert found[5] == "False"
         assert "weights" not in found[6]
 
@@ -521,10 +521,10 @@ def test_an_environments_reward_is_a_component_of_weight_1(file: Path) -> None:
 
 def test_reward_functions_get_the_messages_and_the_environments(file: Path) -> None:
     def turns(completions: Any, environments: Any, **columns: Any) -> list[float]:
-        return [
-            len(messages) + environment.count
-            for messages, environment in zip(completions, environments, strict=True)
-        ]
+        result = []
+        for messages, environment in zip(completions, environments, strict=True):
+            result.append(len(messages) + environment.count)
+        return result
 
     call = [
         {"role": "assistant", "content": "", "tool_calls": []},

@@ -86,4 +86,5 @@ def test_the_files_of_tools_and_environments_belong_to_a_run(tmp_path: Path) -> 
     assert list(before) == ["tool act", "environment game"] and all(before.values())
     file.write_text("def act(): return 1\n")
     linecache.checkcache()
-    assert all(kept()[name] != digest for name, digest in before.items())
+    for name, digest in before.items():
+        assert kept()[name] != digest

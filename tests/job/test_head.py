@@ -242,10 +242,14 @@ def test_a_job_that_cannot_fit_ends_before_weights_are_read(workshop, monkeypatc
         ShoalError, match=r"not enough memory: .* of 0.1 MiB free \(a small machine\)"
     ):
         head_of(workshop)
+
+    def available_memory(_):
+        return AvailableMemory(1 << 40, 1 << 16, "a busy machine")
+
     monkeypatch.setattr(
         memory_module,
         "available_memory",
-        lambda _: AvailableMemory(1 << 40, 1 << 16, "a busy machine"),
+        available_memory,
     )
     assert any(line.startswith("WRONG memory: not enough memory") for line in head_of(workshop))
 
@@ -363,7 +367,11 @@ def test_the_run_its_dry_run_and_the_doctor_divide_the_sampler_alike(
     workshop, tmp_path, monkeypatch, capsys
 ):
     """On devices of so little memory that a replica needs more than one of them."""
-    monkeypatch.setattr(auto, "device_memory", lambda device: 1)
+
+    def device_memory(device):
+        return 1
+
+    monkeypatch.setattr(auto, "device_memory", device_memory)
     judged, judge = [], memory_module.judge_memory
 
     def judge_memory(budget, *rest):
@@ -372,9 +380,11 @@ def test_the_run_its_dry_run_and_the_doctor_divide_the_sampler_alike(
 
     monkeypatch.setattr(memory_module, "judge_memory", judge_memory)
     monkeypatch.setattr(doctor_module, "judge_memory", judge_memory)
-    monkeypatch.setattr(
-        doctor_module, "available_memory", lambda devices: AvailableMemory(1, 1, "a device")
-    )
+
+    def available_memory(devices):
+        return AvailableMemory(1, 1, "a device")
+
+    monkeypatch.setattr(doctor_module, "available_memory", available_memory)
     config, _ = compose("train", workshop.words("alike", "mesh.fsdp=4")[1:])
     a = open_run_model(config.model, None, None).architecture
     tensor = run_roles(config, a, available_devices()).sampler.tensor

@@ -117,16 +117,18 @@ class Processes:
             "mesh.processes=2",
         ]
         flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4")
-        return [
-            subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, *words, f"mesh.process={number}"],
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=os.environ | {"XLA_FLAGS": flags},
+        result = []
+        for number in range(2):
+            result.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", PROGRAM, *words, f"mesh.process={number}"],
+                    text=True,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env=os.environ | {"XLA_FLAGS": flags},
+                )
             )
-            for number in range(2)
-        ]
+        return result
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +238,9 @@ def test_a_damaged_checkpoint_is_passed_over_by_both_and_a_killed_process_named_
             started[0].kill()
             pytest.fail(str(ends(started)))
         time.sleep(0.05)
-    sums = [json.loads((folder / METADATA).read_text())["checksums"] for folder in (run, whole)]
+    sums = []
+    for folder in (run, whole):
+        sums.append(json.loads((folder / METADATA).read_text())["checksums"])
     assert sums[0] == sums[1]
     assert (run / GROUPS).read_bytes() == (whole / GROUPS).read_bytes()
     # JAX's service is this process's, and its clients would abort
@@ -275,10 +279,9 @@ class Store:
 def together(count: int, call: Callable[[World], Any]) -> list[Any]:
     """What each of some worlds' threads returned or raised."""
     store, found = Store(), {}
-    worlds = [
-        World(count, index, store, [f"process {number}" for number in range(count)])
-        for index in range(count)
-    ]
+    worlds = []
+    for index in range(count):
+        worlds.append(World(count, index, store, [f"process {number}" for number in range(count)]))
 
     def work(world: World) -> None:
         try:
@@ -679,10 +682,14 @@ def test_a_template_that_writes_another_date_is_another_tokenizer(
     write_tokenizer(tmp_path, template="{{ strftime_now('%d') }} {{ messages[0].content }}")
     facts = []
     for day in (1, 2):
+
+        def now(day=day):
+            return datetime(2026, 1, day)
+
         monkeypatch.setattr(
             template_module,
             "datetime",
-            SimpleNamespace(now=lambda day=day: datetime(2026, 1, day)),
+            SimpleNamespace(now=now),
         )
         facts.append(Tokenizer.load(tmp_path).facts())
     assert {name for name in facts[0] if facts[0][name] != facts[1][name]} == {
@@ -706,7 +713,10 @@ def test_a_process_without_a_folder_of_its_own_writes_nothing(tmp_path: Path):
     with RunWriter(tmp_path) as folder:
         for version in (0, 5, 10):
             folder.write_evaluation(version, "held_out", {"accuracy": 0.5})
-        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        before = {}
+        for path in tmp_path.rglob("*"):
+            if path.is_file():
+                before[path] = path.read_bytes()
         other = NullRunWriter(tmp_path)
         other.write_metrics(1, {"loss": 1.0})
         other.write_summary({})
@@ -725,12 +735,18 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What processes would say when they end."""
     said: list[str] = []
 
+    def write(_, data):
+        return said.append(data.decode())
+
+    def exit(code):
+        return said.append(f"exit {code}")
+
     monkeypatch.setattr(
         processes,
         "os",
         SimpleNamespace(
-            write=lambda _, data: said.append(data.decode()),
-            _exit=lambda code: said.append(f"exit {code}"),
+            write=write,
+            _exit=exit,
         ),
     )
     return said
@@ -741,13 +757,16 @@ def test_a_link_that_closes_without_a_farewell_ends_the_others_by_name(
     ended: list[str], goodbye: bytes
 ):
     with socket.create_server(("localhost", 0)) as server:
-        theirs = {number: socket.create_connection(server.getsockname()) for number in (1, 2)}
+        theirs = {}
+        for number in (1, 2):
+            theirs[number] = socket.create_connection(server.getsockname())
         world = World(3, 0, names=["a", "b", "c"])
         world.watch({number: server.accept()[0] for number in theirs})
-    watching = {
-        number: next(one for one in threading.enumerate() if one.name == f"processes {number}")
-        for number in theirs
-    }
+    watching = {}
+    for number in theirs:
+        watching[number] = next(
+            one for one in threading.enumerate() if one.name == f"processes {number}"
+        )
     theirs[1].sendall(goodbye)
     theirs[1].close()
     watching[1].join(10)
@@ -905,7 +924,10 @@ def test_a_coordinator_where_nobody_answers_and_processes_that_do_not_come(
 def test_a_process_that_fails_alone_keeps_its_exit_code(
     ended: list[str], monkeypatch: pytest.MonkeyPatch, error: type[BaseException], code: int
 ):
-    monkeypatch.setattr(World, "_leave", lambda world, seconds: False)
+    def leave(world, seconds):
+        return False
+
+    monkeypatch.setattr(World, "_leave", leave)
     world = World(2, 1)
     with pytest.raises(error), world:
         raise error
@@ -956,9 +978,11 @@ def test_a_line_of_a_stranger_is_dropped_and_counted(
     monkeypatch.setattr(processes, "GREETING_SECONDS", 0.3)
     monkeypatch.setenv(processes.TOKEN, "secret")
     met: list[Any] = []
-    main = threading.Thread(
-        target=lambda: met.append(processes.meet_others(section(coordinator=free, process=0)))
-    )
+
+    def target():
+        return met.append(processes.meet_others(section(coordinator=free, process=0)))
+
+    main = threading.Thread(target=target)
     main.start()
     link = processes._connect(section(coordinator=free))
     with link, suppress(OSError):
@@ -1039,7 +1063,9 @@ def test_where_a_name_is_loopback_on_its_own_machine_process_0_can_be_reached_by
 
 def test_gloo_gives_others_an_address_that_they_reach(monkeypatch: pytest.MonkeyPatch):
     ends = {"10.77.0.1": False, "127.0.1.1": True}
-    links = [SimpleNamespace(getsockname=lambda address=address: (address, 1)) for address in ends]
+    links = []
+    for address in ends:
+        links.append(SimpleNamespace(getsockname=lambda address=address: (address, 1)))
     assert [processes._address_here([link]) for link in links] == ["10.77.0.1", ""]  # type: ignore
     assert processes._address_here(links[::-1]) == "10.77.0.1"  # type: ignore[arg-type]
 
@@ -1087,6 +1113,10 @@ def test_meshes_that_several_processes_cannot_have(
     made = roles.make_roles(section, devices)
     found = roles.refusal(section, made, {device: device.process_index for device in devices})
     assert re.search(text, found) if text else found == ""
-    monkeypatch.setattr(roles.jax, "process_count", lambda: 2)
+
+    def process_count():
+        return 2
+
+    monkeypatch.setattr(roles.jax, "process_count", process_count)
     with pytest.raises(ShoalError, match=text) if text else nullcontext():
         roles.make_roles(section, devices)

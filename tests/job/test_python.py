@@ -44,10 +44,15 @@ def ones(completions: Any, **_: Any) -> list[float]:
 
 
 def rows(count: int = 20, add: int = 17) -> list[dict[str, Any]]:
-    return [
-        {"prompt": [{"role": "user", "content": f"{10 + i} + {add} = ?"}], "answer": 10 + i + add}
-        for i in range(count)
-    ]
+    result = []
+    for i in range(count):
+        result.append(
+            {
+                "prompt": [{"role": "user", "content": f"{10 + i} + {add} = ?"}],
+                "answer": 10 + i + add,
+            }
+        )
+    return result
 
 
 # ---- rows
@@ -260,7 +265,10 @@ def test_a_mistake_in_the_rows_held_out(held_out, message):
 
 
 def test_what_solves_an_example():
-    task = rows_task(rows(), correct=lambda text, example: int(text) == example.columns["answer"])
+    def correct(text, example):
+        return int(text) == example.columns["answer"]
+
+    task = rows_task(rows(), correct=correct)
     assert task.correct is not None
     assert task.correct("27", task.train[0]) is True and task.correct("28", task.train[0]) is False
     with pytest.raises(
@@ -373,23 +381,26 @@ def settings(workshop: Workshop, **changes: Any) -> dict[str, Any]:
 
 def closure(factor: float) -> Any:
     def letters(completions: Any, answer: Any, **_: Any) -> list[float]:
-        return [
-            factor * (sum(map(ord, completion[0]["content"])) % 3) + 0 * number
-            for completion, number in zip(completions, answer, strict=True)
-        ]
+        result = []
+        for completion, number in zip(completions, answer, strict=True):
+            result.append(factor * (sum(map(ord, completion[0]["content"])) % 3) + 0 * number)
+        return result
 
     return letters
 
 
 @pytest.fixture(scope="module")
 def result(workshop: Workshop) -> Result:
+    def correct(text, example):
+        return str(example.columns["answer"]) in text
+
     return shoal.train(
         task=rows(40),
         reward=closure(0.5),
         run_name="own",
         task__num_eval_questions=3,
         **settings(workshop),
-        correct=lambda text, example: str(example.columns["answer"]) in text,
+        correct=correct,
     )
 
 
@@ -408,16 +419,14 @@ def test_a_run_on_rows_with_a_closure(result, workshop):
         (0, "held_out", 3),
         (2, "held_out", 3),
     ]
-    assert all(
-        path.exists()
-        for path in (
-            result.config_path,
-            result.metrics_path,
-            result.evaluations_path,
-            result.groups_path,
-            result.checkpoints_path,
-        )
-    )
+    for path in (
+        result.config_path,
+        result.metrics_path,
+        result.evaluations_path,
+        result.groups_path,
+        result.checkpoints_path,
+    ):
+        assert path.exists()
     assert result.steps == [1, 2]
     first = result.groups(1)[0]
     assert first.group.example.columns["answer"] == rows(40)[first.group.example.row]["answer"]
@@ -459,9 +468,13 @@ def test_keys_beside_resume_are_judged_by_the_run(tmp_path, monkeypatch):
     (tmp_path / "last").write_text("first\n")
     file.write_text(f"resume: last\nbase_output_directory: {tmp_path}\n")
     made: list[Any] = []
+
+    def train(config, *_):
+        return made.append(config) or {"run_folder": str(run)}
+
     monkeypatch.setattr(
         "shoal.commands.train.train",
-        lambda config, *_: made.append(config) or {"run_folder": str(run)},
+        train,
     )
     ways: list[dict[str, Any]] = [
         {"resume": run},
@@ -495,7 +508,9 @@ def reproducible(run: Path) -> tuple[Any, ...]:
     rows = []
     for row in metrics(run):
         rows.append({name: value for name, value in row.items() if not is_clock(name)})
-    stored = {file.name: file.read_bytes() for file in (run / "groups").iterdir()}
+    stored = {}
+    for file in (run / "groups").iterdir():
+        stored[file.name] = file.read_bytes()
     return rows, stored, {name: value.tobytes() for name, value in parameters_of(run, 2).items()}
 
 
@@ -542,13 +557,17 @@ print(len(misses))"""
     # options equal.
     assert int(alone.stdout.split()[-1]) < 3
     assert reproducible(between.folder) == reproducible(other.runs / "alone")
+
+    def correct(text, example):
+        return str(example.columns["answer"]) in text
+
     again = shoal.train(
         task=rows(40),
         reward=closure(0.5),
         run_name="again",
         task__num_eval_questions=3,
         **settings(workshop),
-        correct=lambda text, example: str(example.columns["answer"]) in text,
+        correct=correct,
     )
     assert reproducible(again.folder) == reproducible(result.folder)
     assert reproducible(again.folder)[0] != reproducible(between.folder)[0]

@@ -329,7 +329,11 @@ def test_an_address_where_nothing_answers_and_ray_that_is_missing(workshop, caps
             match=r"The current node timed out during startup\. Some of the raylet failed",
         ):
             ray_host.connect("", 1)
-    monkeypatch.setattr(settings, "find_spec", lambda name: None)
+
+    def find_spec(name):
+        return None
+
+    monkeypatch.setattr(settings, "find_spec", find_spec)
     with pytest.raises(
         ShoalError, match=r"Ray is not installed; pip install '\.\[ray\]' in the clone"
     ):
@@ -347,18 +351,33 @@ def test_workers_of_a_cluster_that_was_started_here_have_the_trainers_priority_a
 ):
     """Others may get machines at any time, which share no memory."""
     seen: dict[str, str] = {}
-    monkeypatch.setattr(
-        ray_host, "Watcher", lambda: SimpleNamespace(environment={"MARK": "x"}, close=lambda: None)
-    )
-    monkeypatch.setattr(ray_host.ray, "is_initialized", lambda: False)
+
+    def Watcher():
+        def close():
+            return None
+
+        return SimpleNamespace(environment={"MARK": "x"}, close=close)
+
+    monkeypatch.setattr(ray_host, "Watcher", Watcher)
+
+    def is_initialized():
+        return False
+
+    monkeypatch.setattr(ray_host.ray, "is_initialized", is_initialized)
+
+    def init(*_, **__):
+        return seen.update(os.environ) or SimpleNamespace(dashboard_url="")
+
     monkeypatch.setattr(
         ray_host.ray,
         "init",
-        lambda *_, **__: seen.update(os.environ) or SimpleNamespace(dashboard_url=""),
+        init,
     )
-    monkeypatch.setattr(
-        ray_host.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="here:1")
-    )
+
+    def get_runtime_context():
+        return SimpleNamespace(gcs_address="here:1")
+
+    monkeypatch.setattr(ray_host.ray, "get_runtime_context", get_runtime_context)
     for address, may_span_machines in (("", False), ("auto", True)):
         seen.clear()
         monkeypatch.setattr(ray_host._ray_worker, "_worker_logs_enabled", True)
@@ -383,7 +402,11 @@ def test_no_process_is_left_when_the_trainer_ends(workshop, words, nodes, number
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as trainer:
-        reader = threading.Thread(target=lambda: trainer.stderr.read())
+
+        def target():
+            return trainer.stderr.read()
+
+        reader = threading.Thread(target=target)
         reader.start()
         wait_for(lambda: workers_of(nodes) and (run / "metrics.jsonl").is_file() and metrics(run))
         trainer.send_signal(number)
@@ -401,7 +424,11 @@ class Actor:
     def __getattr__(self, name: str) -> Any:
         def remote(*args: Any) -> Any:
             self.calls.append((name, args, Future()))
-            return SimpleNamespace(future=lambda answer=self.calls[-1][2]: answer)
+
+            def future(answer=self.calls[-1][2]):
+                return answer
+
+            return SimpleNamespace(future=future)
 
         return SimpleNamespace(remote=remote)
 
@@ -414,8 +441,16 @@ def test_a_worker_without_a_place_is_given_no_versions_and_one_that_gets_ready_i
 ):
     actor = Actor()
     made = ray_host.Cluster(ray_host.Connection(""), 1, {"CPU": 9}, 300.0, {}, NO_MEASURE, print)
-    monkeypatch.setattr(ray_host.Cluster, "make_actor", lambda self, name: actor)
-    monkeypatch.setattr(ray_host.ray, "cluster_resources", lambda: {"CPU": 8.0})
+
+    def make_actor(self, name):
+        return actor
+
+    monkeypatch.setattr(ray_host.Cluster, "make_actor", make_actor)
+
+    def cluster_resources():
+        return {"CPU": 8.0}
+
+    monkeypatch.setattr(ray_host.ray, "cluster_resources", cluster_resources)
     host = ray_host.RayHost("worker 0", made)
     for version in range(3):
         stored = ray_store.RayVersion(version, {"w": None} if version != 1 else {}, {})
@@ -458,7 +493,11 @@ def test_what_ray_begins_in_another_order_is_done_in_the_order_sent(monkeypatch)
     version."""
     actor = Actor()
     made = ray_host.Cluster(ray_host.Connection(""), 1, {"CPU": 1}, 300.0, {}, NO_MEASURE, print)
-    monkeypatch.setattr(ray_host.Cluster, "make_actor", lambda self, name: actor)
+
+    def make_actor(self, name):
+        return actor
+
+    monkeypatch.setattr(ray_host.Cluster, "make_actor", make_actor)
     host = ray_host.RayHost("worker 0", made)
     host._capacity = 8
     for version in range(2):
@@ -489,11 +528,12 @@ def test_tensors_are_fetched_from_another_node_together(monkeypatch):
     """One by one each takes the network's delay: 8 to 10 s for 3.3 MB at 200 ms."""
     model = Model(PLAINEST, roles().sampler)
     specs = sampler_copy.named_specs(model)
-    stored = {
-        name: np.full(spec.shape, number, sampler_copy.published_dtype(model, spec))
-        for number, (name, spec) in enumerate(specs.items())
-    }
-    refs = {name: values.reshape(-1).view(np.uint8) for name, values in stored.items()}
+    stored = {}
+    for number, (name, spec) in enumerate(specs.items()):
+        stored[name] = np.full(spec.shape, number, sampler_copy.published_dtype(model, spec))
+    refs = {}
+    for name, values in stored.items():
+        refs[name] = values.reshape(-1).view(np.uint8)
     asked: list[int] = []
 
     def get(wanted: list[Any]) -> list[Any]:
@@ -610,8 +650,18 @@ def test_workers_that_have_no_room_yet_are_counted_at_the_start(monkeypatch, fre
         for name, value in one.items():
             total[name] = total.get(name, 0.0) + value
     nodes = {str(number): one for number, one in enumerate(free)}
-    monkeypatch.setattr(ray_host._ray_state, "available_resources_per_node", lambda: nodes)
-    monkeypatch.setattr(ray_host.ray, "available_resources", lambda: total)
+
+    def available_resources_per_node():
+        return nodes
+
+    monkeypatch.setattr(
+        ray_host._ray_state, "available_resources_per_node", available_resources_per_node
+    )
+
+    def available_resources():
+        return total
+
+    monkeypatch.setattr(ray_host.ray, "available_resources", available_resources)
     heard: list[str] = []
     ray_host.Cluster(
         ray_host.Connection(""), 4, {"CPU": 2}, 1.0, {}, NO_MEASURE, heard.append
@@ -627,7 +677,10 @@ def test_workers_that_have_no_room_yet_are_counted_at_the_start(monkeypatch, fre
     ],
 )
 def test_where_no_worker_has_started_the_cure_depends_on_the_room(monkeypatch, cpus, cure):
-    monkeypatch.setattr(ray_host.ray, "cluster_resources", lambda: {"CPU": cpus})
+    def cluster_resources():
+        return {"CPU": cpus}
+
+    monkeypatch.setattr(ray_host.ray, "cluster_resources", cluster_resources)
     cluster = ray_host.Cluster(
         ray_host.Connection(""), 2, {"CPU": 2}, 1.0, {}, NO_MEASURE, print, alive=set()
     )
@@ -741,8 +794,16 @@ def test_a_run_that_moves_to_other_devices_has_a_new_measure(tmp_path):
 def test_a_proof_is_of_the_settings_with_which_a_worker_samples(monkeypatch):
     """A run that is resumed with another temperature has workers that draw other tokens: they are
     not odd."""
-    monkeypatch.setattr(job_hosts, "fingerprint_of", lambda engine, params, size, facts: facts)
-    monkeypatch.setattr(job_hosts, "multiply_exactly", lambda dtype, stack: None)
+
+    def fingerprint_of(engine, params, size, facts):
+        return facts
+
+    monkeypatch.setattr(job_hosts, "fingerprint_of", fingerprint_of)
+
+    def multiply_exactly(dtype, stack):
+        return None
+
+    monkeypatch.setattr(job_hosts, "multiply_exactly", multiply_exactly)
     spec = open_model(ModelSection(), None)
 
     def settings(*words: str) -> str:
@@ -790,7 +851,11 @@ def test_a_worker_that_hangs_before_its_proof_does_not_stop_the_others(monkeypat
     said: list[str] = []
     made = judging(trainer=proof(), said=said.append)
     now = [1000.0]
-    monkeypatch.setattr(worker_facts, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def monotonic():
+        return now[0]
+
+    monkeypatch.setattr(worker_facts, "time", SimpleNamespace(monotonic=monotonic))
     other = proof({"device": "gpu"}, token=5)
     assert joined(made, "worker 0", other) is None
     now[0] += worker_facts.FIRST_SECONDS - 1
@@ -837,31 +902,58 @@ def machine_of(
 
     class Holder:
         def __init__(self) -> None:
-            self.ids = SimpleNamespace(
-                remote=lambda kind: [str(number) for number in range(asked["num_gpus"])]
-            )
+            def remote(kind):
+                return [str(number) for number in range(asked["num_gpus"])]
+
+            self.ids = SimpleNamespace(remote=remote)
 
         def options(self, **options: Any) -> Any:
             asked.update(options)
-            return SimpleNamespace(remote=lambda: self)
+
+            def remote():
+                return self
+
+            return SimpleNamespace(remote=remote)
 
     machines = []
     for name, count in (("here", here), ("far", elsewhere)):
         machines.append({"NodeID": name, "Alive": True, "Resources": {"GPU": float(count)}})
-    context = SimpleNamespace(
-        get_node_id=lambda: "here", get_accelerator_ids=lambda: {"GPU": list(own)}
-    )
+
+    def get_node_id():
+        return "here"
+
+    def get_accelerator_ids():
+        return {"GPU": list(own)}
+
+    context = SimpleNamespace(get_node_id=get_node_id, get_accelerator_ids=get_accelerator_ids)
+
+    def get_runtime_context():
+        return context
+
+    def nodes():
+        return machines
+
+    def remote(_):
+        return Holder()
+
+    def get(found, timeout):
+        return found
+
     monkeypatch.setattr(
         ray_host,
         "ray",
         SimpleNamespace(
-            get_runtime_context=lambda: context,
-            nodes=lambda: machines,
-            remote=lambda _: Holder(),
-            get=lambda found, timeout: found,
+            get_runtime_context=get_runtime_context,
+            nodes=nodes,
+            remote=remote,
+            get=get,
         ),
     )
-    monkeypatch.setattr(ray_host, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)
+
+    def NodeAffinitySchedulingStrategy(*_, **__):
+        return None
+
+    monkeypatch.setattr(ray_host, "NodeAffinitySchedulingStrategy", NodeAffinitySchedulingStrategy)
 
 
 @pytest.mark.parametrize(
@@ -933,13 +1025,27 @@ def test_the_accelerators_that_a_run_held_are_seen_again_after_it(monkeypatch, b
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if before:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
-    joined = SimpleNamespace(
-        address="here:1", dashboard="", watcher=None, owned=False, close=lambda: None
-    )
-    monkeypatch.setattr(ray_host, "connect", lambda *_: joined)
-    monkeypatch.setattr(ray_host, "accelerator", lambda: "GPU")
+
+    def close():
+        return None
+
+    joined = SimpleNamespace(address="here:1", dashboard="", watcher=None, owned=False, close=close)
+
+    def connect(*_):
+        return joined
+
+    monkeypatch.setattr(ray_host, "connect", connect)
+
+    def accelerator():
+        return "GPU"
+
+    monkeypatch.setattr(ray_host, "accelerator", accelerator)
+
+    def available_resources_per_node():
+        return {"node": {"GPU": 4.0}}
+
     monkeypatch.setattr(
-        ray_host._ray_state, "available_resources_per_node", lambda: {"node": {"GPU": 4.0}}
+        ray_host._ray_state, "available_resources_per_node", available_resources_per_node
     )
     config = Config(sampler=SamplerSection(kind="ray", workers=1))
     with ExitStack() as stack:

@@ -124,9 +124,10 @@ def several(workshop) -> Path:
 
 
 def without_clocks(rows: list[dict]) -> list[dict]:
-    return [
-        {name: value for name, value in row.items() if not name.startswith(CLOCKS)} for row in rows
-    ]
+    result = []
+    for row in rows:
+        result.append({name: value for name, value in row.items() if not name.startswith(CLOCKS)})
+    return result
 
 
 def assert_equal_ends(a: Path, b: Path) -> None:
@@ -136,7 +137,9 @@ def assert_equal_ends(a: Path, b: Path) -> None:
     assert without_clocks(rows) == without_clocks(metrics(a))
     assert read_lines(b / "evaluations.jsonl") == read_lines(a / "evaluations.jsonl")
     assert warnings_of_steps(b) == warnings_of_steps(a)
-    names = [sorted(file.name for file in (run / "groups").iterdir()) for run in (a, b)]
+    names = []
+    for run in (a, b):
+        names.append(sorted(file.name for file in (run / "groups").iterdir()))
     assert names[0] == names[1]
     for name in names[0]:
         assert (a / "groups" / name).read_bytes() == (b / "groups" / name).read_bytes(), name
@@ -147,11 +150,11 @@ def assert_equal_ends(a: Path, b: Path) -> None:
 
 def warnings_of_steps(run: Path) -> list[tuple[int, str, str]]:
     """What a run warned of after its start."""
-    return [
-        (event.step, event.phase, event.text)
-        for event in StoredRun(run).events()
-        if event.level == "warning" and event.phase != "start"
-    ]
+    result = []
+    for event in StoredRun(run).events():
+        if event.level == "warning" and event.phase != "start":
+            result.append((event.step, event.phase, event.text))
+    return result
 
 
 def saved(run: Path, version: int) -> dict:
@@ -392,9 +395,11 @@ def test_an_adapter_is_published_and_saved_alone(workshop, monkeypatch):
     for folder in (unbroken, run):
         sent = {row["publish/bytes"] for row in metrics(folder)}
         # after a resume, of 4 versions
-        assert all(count % adapter == 0 and count <= 4 * adapter for count in sent)
+        for count in sent:
+            assert count % adapter == 0 and count <= 4 * adapter
     before, after = adapter_of(unbroken, 4), adapter_of(unbroken, 6)
-    assert all(not np.array_equal(before[name], after[name]) for name in after)
+    for name in after:
+        assert not np.array_equal(before[name], after[name])
     file = workshop.model / "model.safetensors"
     tensors = load_file(file)
     try:
@@ -623,11 +628,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
 
 
 def files(run: Path) -> dict[Path, bytes]:
-    return {
-        file: file.read_bytes()
-        for file in run.rglob("*")
-        if file.is_file() and file.name != ".lock"
-    }
+    result = {}
+    for file in run.rglob("*"):
+        if file.is_file() and file.name != ".lock":
+            result[file] = file.read_bytes()
+    return result
 
 
 @pytest.mark.slow
@@ -750,12 +755,14 @@ def test_training_ends_where_everything_is_learnt(workshop, capsys):
         *PROGRAMS_OF_TWO,
     )
     with pytest.MonkeyPatch.context() as patch:
+
+        def add(self, groups):
+            return self.counts.update({group.example.row: (4, 4.0) for group in groups})
+
         patch.setattr(
             PassRates,
             "add",
-            lambda self, groups: self.counts.update(
-                {group.example.row: (4, 4.0) for group in groups}
-            ),
+            add,
         )
         run = workshop.train("learnt", *words, f"reward={rewards}:always")
     summary = json.loads((run / "summary.json").read_text())
@@ -807,9 +814,15 @@ def test_what_pending_groups_are_sampled_by_may_change(workshop, stopped_in, wor
 
 @pytest.mark.slow
 def test_a_setting_that_ends_the_first_step_is_not_kept(workshop, stopped, monkeypatch):
-    before = {file.name: file.read_bytes() for file in stopped.glob("config*.yaml")}
+    before = {}
+    for file in stopped.glob("config*.yaml"):
+        before[file.name] = file.read_bytes()
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Updater, "update", lambda *_: (_ for _ in ()).throw(Killed))
+
+        def update(*_):
+            return (_ for _ in ()).throw(Killed)
+
+        patch.setattr(Updater, "update", update)
         cli.main(["train", f"resume={stopped}", "optimizer.lr=1e-3"])
     assert {file.name: file.read_bytes() for file in stopped.glob("config*.yaml")} == before
     assert cli.main(["train", f"resume={stopped}", "steps=3"]) == 0
@@ -825,7 +838,11 @@ def test_settings_of_a_resumed_run_that_is_stopped_in_its_first_step_are_kept(
 ):
     """The command that then resumes it does not name them."""
     with monkeypatch.context() as patch:
-        patch.setattr(Updater, "update", lambda *_: (_ for _ in ()).throw(reason))
+
+        def update(*_):
+            return (_ for _ in ()).throw(reason)
+
+        patch.setattr(Updater, "update", update)
         assert cli.main(["train", f"resume={stopped}", "steps=4"]) == 130
     assert ended in capsys.readouterr().err
     assert cli.main(["train", f"resume={stopped}"]) == 0
@@ -843,8 +860,16 @@ def test_a_full_disk_under_the_metrics_is_one_line(workshop, stopped, capsys):
     (stopped / "metrics.jsonl").unlink()
     (stopped / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(JsonlSink, "keep", lambda *_: None)
-        patch.setattr(RunWriter, "missing_steps", lambda *_: [])
+
+        def keep(*_):
+            return None
+
+        patch.setattr(JsonlSink, "keep", keep)
+
+        def missing_steps(*_):
+            return []
+
+        patch.setattr(RunWriter, "missing_steps", missing_steps)
         error = failed(capsys, ["train", f"resume={stopped}"])
     assert error.count("\n") == 1 and "cannot write" in error and "No space left" in error
     RunWriter(stopped).close()  # the lock was let go
@@ -869,11 +894,11 @@ def test_a_summary_cut_short_is_made_again(workshop):
 
 
 def without_seconds(summary: dict) -> dict:
-    return {
-        name: value
-        for name, value in summary.items()
-        if "second" not in name and name != "num_compilations"
-    }
+    result = {}
+    for name, value in summary.items():
+        if "second" not in name and name != "num_compilations":
+            result[name] = value
+    return result
 
 
 def test_a_bracket_in_the_path_is_refused_before_anything_is_made(workshop, capsys):
@@ -1197,7 +1222,11 @@ def test_a_new_run_says_where_an_unfinished_one_of_its_settings_is(
     assert unfinished(config) is None  # this process holds it
     (left / ".lock").write_text(f"process 999999999 on {socket.gethostname()}\n")
     assert unfinished(config) == left and unfinished(replace(config, seed=5)) is None
-    monkeypatch.setattr("shoal.commands.train.Job", lambda *_, **__: {}["no job"])
+
+    def Job(*_, **__):
+        return {}["no job"]
+
+    monkeypatch.setattr("shoal.commands.train.Job", Job)
     with pytest.raises(KeyError):
         train(config)
     assert (
@@ -1434,7 +1463,10 @@ def says_what_is_next(run: Path) -> bool:
 
 def test_pass_rates_are_filed(workshop, whole):
     record = read_lines(whole / "pass_rates.jsonl")
-    rows = [group["row"] for step in range(1, 7) for group in groups(whole, step)]
+    rows = []
+    for step in range(1, 7):
+        for group in groups(whole, step):
+            rows.append(group["row"])
     assert [entry["row"] for entry in record] == sorted(set(rows))
     assert [entry["drawn"] for entry in record] == [
         4 * rows.count(entry["row"]) for entry in record
@@ -1454,7 +1486,9 @@ def test_the_best_are_kept_beside_the_newest(workshop):
         "train.pass_k=0",
         f"reward={workshop.rewards}:letters",
     )
-    scores = {row["step"]: row["accuracy"] for row in read_lines(run / "evaluations.jsonl")}
+    scores = {}
+    for row in read_lines(run / "evaluations.jsonl"):
+        scores[row["step"]] = row["accuracy"]
     best = max((step for step in (2, 4, 6)), key=lambda step: (scores[step], step))
     assert checkpoints(run) == sorted({7, best})
 
@@ -1463,14 +1497,19 @@ def test_the_best_are_kept_beside_the_newest(workshop):
 
 
 def test_two_runs_in_one_folder(workshop, stopped, tmp_path, capsys):
-    before = {file: file.read_bytes() for file in stopped.rglob("*") if file.is_file()}
+    before = {}
+    for file in stopped.rglob("*"):
+        if file.is_file():
+            before[file] = file.read_bytes()
     with RunWriter(stopped):
         for words in (workshop.words(stopped.name, *WORDS), ["train", f"resume={stopped}"]):
             error = failed(capsys, words)
             assert (
                 f"is in use by process {os.getpid()} on " in error and "another run_name" in error
             )
-    assert all(file.read_bytes() == data for file, data in before.items() if file.name != ".lock")
+    for file, data in before.items():
+        if file.name != ".lock":
+            assert file.read_bytes() == data
     with RunWriter.create(tmp_path, "new"), pytest.raises(ShoalError, match="in use by"):
         RunWriter.create(tmp_path, "new")
     RunWriter.create(tmp_path, "new").close()
@@ -1797,7 +1836,11 @@ def test_too_little_room_for_a_checkpoint_is_met_before_anything_is_made(
 ):
     before = files(stopped)
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+
+        def disk_usage(path):
+            return SimpleNamespace(free=1000)
+
+        patch.setattr(shutil, "disk_usage", disk_usage)
         errors = []
         for name in (stopped.name, "no_room"):
             errors.append(failed(capsys, workshop.words(name, *WORDS)))
@@ -1818,10 +1861,14 @@ def test_a_disk_that_fills_names_the_checkpoint_that_is_there(
     ):
         usage = iter([1 << 40])
         with monkeypatch.context() as patch:
+
+            def disk_usage(path, usage=usage):
+                return SimpleNamespace(free=next(usage, 1000))
+
             patch.setattr(
                 shutil,
                 "disk_usage",
-                lambda path, usage=usage: SimpleNamespace(free=next(usage, 1000)),
+                disk_usage,
             )
             error = failed(capsys, workshop.words(run.name, *WORDS))
         assert "No space left on device" in error and "MiB are needed, 0.0 MiB are free" in error

@@ -84,23 +84,25 @@ def test_scores_equal_transformers(tmp_path: Path, family: str, pad: bool) -> No
             value.mul_(3.0).add_(0.1 * torch.randn_like(value))
     model.eval().save_pretrained(tmp_path / "m")
     with torch.no_grad():
-        wanted = [
-            float(
-                model(
-                    **tokenizer.apply_chat_template(
-                        [*QUESTION, {"role": "assistant", "content": text}],
-                        return_tensors="pt",
-                        return_dict=True,
-                    )
-                ).logits[0, 0]
+        wanted = []
+        for text in ANSWERS:
+            wanted.append(
+                float(
+                    model(
+                        **tokenizer.apply_chat_template(
+                            [*QUESTION, {"role": "assistant", "content": text}],
+                            return_tensors="pt",
+                            return_dict=True,
+                        )
+                    ).logits[0, 0]
+                )
             )
-            for text in ANSWERS
-        ]
         # ends with the pad token: the one before it counts
-        plain = [
-            float(model(**tokenizer(f"2 + 3 = {text}", return_tensors="pt")).logits[0, 0])
-            for text in ("5", "5<|endoftext|>")
-        ]
+        plain = []
+        for text in ("5", "5<|endoftext|>"):
+            plain.append(
+                float(model(**tokenizer(f"2 + 3 = {text}", return_tensors="pt")).logits[0, 0])
+            )
     scorer = RewardModel(str(tmp_path / "m"))
     assert scorer([QUESTION] * 4, messages(ANSWERS)) == pytest.approx(wanted, abs=1e-4)
     assert scorer(["2 + 3 = "] * 2, ["5", "5<|endoftext|>"]) == pytest.approx(plain, abs=1e-4)
@@ -112,9 +114,11 @@ def test_a_group_computes_its_prompt_once_and_a_score_depends_on_no_other(
     judge: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes, pack = [], reward_model.in_batches
-    monkeypatch.setattr(
-        reward_model, "in_batches", lambda given, shapes: sizes.append(given) or pack(given, shapes)
-    )
+
+    def in_batches(given, shapes):
+        return sizes.append(given) or pack(given, shapes)
+
+    monkeypatch.setattr(reward_model, "in_batches", in_batches)
     scorer, other = RewardModel(str(judge)), [{"role": "user", "content": "Why?"}]
     together = scorer([QUESTION] * 4 + [other], messages([*ANSWERS, "5"]))
     (shared, ends), (_, alone) = sizes[0][0], sizes[1][0]
@@ -178,9 +182,10 @@ def test_a_run_learns_from_it_resumes_exactly_and_is_scored_again(
     ) > 1e-3
     parts = workshop.train("in_parts", *both, "steps=1", "checkpoint.every=1")
     assert cli.main(["train", f"resume={parts}", "steps=2"]) == 0
-    same = {
-        name: value for name, value in metrics(whole)[-1].items() if name.startswith("rewards/")
-    }
+    same = {}
+    for name, value in metrics(whole)[-1].items():
+        if name.startswith("rewards/"):
+            same[name] = value
     assert same.items() <= metrics(parts)[-1].items() and "rewards/judge" in same
     assert [one["reward"] for one in groups(parts, 2)[0]["completions"]] == [
         one["reward"] for one in group
@@ -282,9 +287,11 @@ def test_other_tensors_and_a_missing_folder_are_refused_before_the_policys_weigh
 ) -> None:
     folder = write_classifier(tmp_path / "m")
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-100])
-    monkeypatch.setattr(
-        "shoal.job.job.Job.load_weights", lambda *_: pytest.fail("the policy's weights were read")
-    )
+
+    def load_weights(*_):
+        return pytest.fail("the policy's weights were read")
+
+    monkeypatch.setattr("shoal.job.job.Job.load_weights", load_weights)
     for path, part in (
         (folder, "model.safetensors"),
         (tmp_path / "no", f"There is no model folder {tmp_path / 'no'}"),

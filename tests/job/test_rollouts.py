@@ -334,11 +334,13 @@ def test_a_run_ends_whatever_environments_do_and_everything_is_counted(
         "batch.prompts_per_step=6",
         "sampling.slots_per_device=8",
     )
-    assert all(gone(pid) for pid in descendants() - before)
+    for pid in descendants() - before:
+        assert gone(pid)
     rows = metrics(run)
-    stored = [
-        one for step in (1, 2, 3) for one in read_file(run / "groups" / f"step_{step:06d}.parquet")
-    ]
+    stored = []
+    for step in (1, 2, 3):
+        for one in read_file(run / "groups" / f"step_{step:06d}.parquet"):
+            stored.append(one)
     rollouts = []
     for entry in stored:
         for both in zip(entry.group.completions, entry.group.valid, strict=True):
@@ -412,4 +414,5 @@ def test_a_stop_does_not_wait_for_an_environment_that_hangs(
     error = capfd.readouterr().err
     # else the call is waited for
     assert code == 130 and "stopped after step 1 of 2, which is saved" in error, error
-    assert all(gone(pid) for pid in descendants() - before)
+    for pid in descendants() - before:
+        assert gone(pid)

@@ -139,12 +139,12 @@ def test_an_adapter_alone_is_trained(tmp_path: Path):
 def learned(row: dict[str, Any], prompt: Any = None) -> list[str]:
     tokenizer = Tokenizer.load(TINY)
     columns = {name: value for name, value in row.items() if name != "prompt"}
-    return [
-        tokenizer.decode(one.token_ids[one.loss_mask], skip_special_tokens=False)
-        for one in streams(
-            tokenizer, Example(0, row.get("prompt", prompt), columns, "rows.jsonl, line 1")
-        )
-    ]
+    result = []
+    for one in streams(
+        tokenizer, Example(0, row.get("prompt", prompt), columns, "rows.jsonl, line 1")
+    ):
+        result.append(tokenizer.decode(one.token_ids[one.loss_mask], skip_special_tokens=False))
+    return result
 
 
 USER = [{"role": "user", "content": "2 + 3 = ?"}]
@@ -248,7 +248,9 @@ def test_empty_answers_are_counted(rows: list[dict[str, Any]], number: int, tmp_
 
 
 def test_rows_without_an_answer_are_counted_before_the_first_step(tmp_path: Path):
-    rows = [{"prompt": f"{i} + 4", "answer": "" if i == 1 else "7"} for i in range(3)]
+    rows = []
+    for i in range(3):
+        rows.append({"prompt": f"{i} + 4", "answer": "" if i == 1 else "7"})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config, _ = compose("sft", [f"task.path={tmp_path}/rows.jsonl"])
     with pytest.raises(

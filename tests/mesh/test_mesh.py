@@ -292,21 +292,22 @@ def test_sampled_log_probs_are_those_of_one_device(section, alone, monkeypatch):
     tensor = where.sampler.mesh.shape["tensor"]
     assert cache.own_k.shape[-3] == max(SMALL.num_kv_heads, tensor)
     assert share(cache.own_k) == 1 / where.sampler.row_shards / tensor
-    groups = [
-        Group(
-            Purpose.TRAIN,
-            0,
-            0,
-            Example(row, ""),
-            ids,
-            tuple(played[row, i] for i in range(2)),
-            ("", ""),
-            np.zeros(2),
-            {},
-            np.ones(2, bool),
+    groups = []
+    for row, ids in enumerate(prompts):
+        groups.append(
+            Group(
+                Purpose.TRAIN,
+                0,
+                0,
+                Example(row, ""),
+                ids,
+                tuple(played[row, i] for i in range(2)),
+                ("", ""),
+                np.zeros(2),
+                {},
+                np.ones(2, bool),
+            )
         )
-        for row, ids in enumerate(prompts)
-    ]
     one = alone.learner
     for batch in pack(groups, range(9), np.zeros((9, 2)), np.zeros((9, 2)), [SHAPE], 1.0):
         for (g, i), lp in unpack(
@@ -421,7 +422,11 @@ def test_a_reference_is_the_same_in_a_new_run_and_in_a_resumed_one(monkeypatch):
     monkeypatch.setattr(Model, "ffn_chunks", 1)
     where, first = roles(), jax.device_put(weights())
     model, config = Model(SMALL, where.trainer), Config(algorithm=AlgorithmSection(kl_coef=0.1))
-    spec: Any = SimpleNamespace(read=lambda role, dtype: first)
+
+    def read(role, dtype):
+        return first
+
+    spec: Any = SimpleNamespace(read=read)
     assert isinstance(publish_to(model, first).blocks, tuple)
     with Job(config, Console(io.StringIO()), spec=spec) as job:
         job.opened |= {"config": config, "model": model, "roles": where}
@@ -491,10 +496,8 @@ def test_publishing_to_the_same_devices_in_another_order():
         place = get(shardings(SMALL, model.role))
         published, _ = sampler_copy._publish(model, leaf, place, leaf.dtype, np.uint32(0))
         assert published.sharding == place and (np.asarray(published) == get(weights())).all()
-        assert all(
-            (shard.data == get(weights())[shard.index]).all()
-            for shard in published.addressable_shards
-        )
+        for shard in published.addressable_shards:
+            assert (shard.data == get(weights())[shard.index]).all()
 
 
 # The checksum
@@ -702,20 +705,36 @@ def test_jax_tries_accelerators_only_where_there_may_be_some(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content)
     assert devices.accelerators_possible(tmp_path) == possible
-    monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: name)
+
+    def CDLL(name):
+        return name
+
+    monkeypatch.setattr(devices.ctypes, "CDLL", CDLL)
     assert devices.accelerators_possible(tmp_path)  # with a driver
 
 
 def test_jax_tries_plug_ins_that_no_entry_point_names(tmp_path, monkeypatch):
     (tmp_path / "sys").mkdir()
-    monkeypatch.setattr(devices, "entry_points", lambda group: ())
+
+    def entry_points(group):
+        return ()
+
+    monkeypatch.setattr(devices, "entry_points", entry_points)
     monkeypatch.setattr(devices, "find_spec", lambda name: None)
-    monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: (tmp_path / "missing").read_text())
+
+    def CDLL(name):
+        return (tmp_path / "missing").read_text()
+
+    monkeypatch.setattr(devices.ctypes, "CDLL", CDLL)
     assert not devices.accelerators_possible(tmp_path)
+
+    def find_spec(name):
+        return SimpleNamespace(submodule_search_locations=[str(tmp_path / "plugins")])
+
     monkeypatch.setattr(
         devices,
         "find_spec",
-        lambda name: SimpleNamespace(submodule_search_locations=[str(tmp_path / "plugins")]),
+        find_spec,
     )
     (tmp_path / "plugins" / "xla_cuda13").mkdir(parents=True)
     (tmp_path / "plugins" / "xla_cuda13" / "__init__.py").touch()
@@ -743,7 +762,10 @@ def test_jax_tries_plug_ins_that_no_entry_point_names(tmp_path, monkeypatch):
 def test_a_platform_that_this_machine_lacks_is_refused_before_jax_looks(
     platforms, file, lacks, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: (tmp_path / "missing").read_text())
+    def CDLL(name):
+        return (tmp_path / "missing").read_text()
+
+    monkeypatch.setattr(devices.ctypes, "CDLL", CDLL)
     monkeypatch.setattr(
         devices.jax,
         "config",
@@ -768,7 +790,11 @@ def test_a_machine_without_accelerators_is_asked_for_its_cpu_alone(monkeypatch):
     try:
         monkeypatch.setattr(devices, "accelerators_possible", lambda: True)
         assert devices.available_devices() and jax.config.values["jax_platforms"] is None
-        monkeypatch.setattr(devices, "accelerators_possible", lambda: False)
+
+        def accelerators_possible():
+            return False
+
+        monkeypatch.setattr(devices, "accelerators_possible", accelerators_possible)
         assert devices.available_devices() and jax.config.values["jax_platforms"] == "cpu"
     finally:
         jax.config.update("jax_platforms", "cpu")

@@ -196,7 +196,9 @@ def test_a_view_has_the_trainers_order_of_devices():
     made = make_roles(MeshSection(trainer="[3,1,2,0]", fsdp=4, sampler_tensor=2))
     assert list(made.sampler.mesh.devices.flat) == list(made.trainer.mesh.devices.flat)
     again = make_roles(MeshSection(fsdp=4)).trainer  # another run's
-    queues = [role.jit(len)._in_flight for role in (made.trainer, made.sampler, again)]
+    queues = []
+    for role in (made.trainer, made.sampler, again):
+        queues.append(role.jit(len)._in_flight)
     assert queues[0] is queues[1] is queues[2] and not made.disaggregated
     made = make_roles(MeshSection(trainer="4", sampler="4"))
     assert (
@@ -220,10 +222,8 @@ def test_a_view_has_the_trainers_order_of_devices():
 def test_a_replica_lies_within_a_host(devices, tensor):
     """The trainer's order is the torus's, whose neighbours are on different hosts."""
     made = make_roles(MeshSection(fsdp=-1, sampler_tensor=tensor), devices)
-    assert all(
-        len({device.process_index for device in replica}) == 1
-        for replica in made.sampler.mesh.devices
-    )
+    for replica in made.sampler.mesh.devices:
+        assert len({device.process_index for device in replica}) == 1
     assert set(made.sampler.mesh.devices.flat) == set(devices)
     count = (1, len(devices), 1)
     torus = mesh_utils.create_device_mesh(count, devices, allow_split_physical_axes=True)
@@ -246,7 +246,10 @@ def test_the_trainers_order_stays_where_hosts_make_no_difference(devices, tensor
 
 
 def test_a_replica_over_two_processes_is_refused_with_a_size_that_is_not(monkeypatch):
-    monkeypatch.setattr(roles.jax, "process_count", lambda: 8)
+    def process_count():
+        return 8
+
+    monkeypatch.setattr(roles.jax, "process_count", process_count)
     devices = tpu("v5p", 2, 4, 4)
     with pytest.raises(ShoalError, match=r"which have 4 devices each: set mesh.sampler_tensor=4$"):
         make_roles(MeshSection(fsdp=-1, sampler_tensor=8), devices)
@@ -300,7 +303,8 @@ def test_a_sampler_of_its_own_may_span_slices():
     )
     for mesh, shape in ((made.sampler.mesh, (6, 4)), (made.reference.mesh, (3, 8, 1, 1))):
         assert mesh.devices.shape == shape
-        assert all(len({device.slice_index for device in copy.flat}) == 1 for copy in mesh.devices)
+        for copy in mesh.devices:
+            assert len({device.slice_index for device in copy.flat}) == 1
     # one of them over both
     assert make_roles(
         MeshSection(trainer="8", sampler="24", fsdp=8, sampler_tensor=3), tpu("v6e", 4, 4, slices=2)
@@ -327,7 +331,9 @@ def test_slices_are_outermost_on_their_axis():
     """Eight devices as two slices of four: neighbours on `fsdp` are of one slice, the copies of
     `data` of both."""
     mesh = make_mesh(MeshSection(data=2, fsdp=2, dcn_data=2), jax.devices())
-    numbers = [[device.id for device in row] for row in mesh.devices[..., 0, 0]]
+    numbers = []
+    for row in mesh.devices[..., 0, 0]:
+        numbers.append([device.id for device in row])
     assert dict(mesh.shape) == {"data": 4, "fsdp": 2, "context": 1, "tensor": 1}
     assert numbers == [[0, 1], [2, 3], [4, 5], [6, 7]]
     mesh = make_mesh(MeshSection(data=2, fsdp=2, dcn_fsdp=2), jax.devices())

@@ -52,7 +52,10 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shoal(packages: Path, words: list[str], **environment: str) -> tuple[int, str, str]:
-    own = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    own = {}
+    for name, value in os.environ.items():
+        if name != "JAX_PLATFORMS":
+            own[name] = value
     path = os.pathsep.join([str(packages), *filter(None, [own.get("PYTHONPATH")])])
     ran = subprocess.run(
         [sys.executable, "-m", "shoal", *words],
@@ -150,7 +153,10 @@ def test_a_device_that_does_not_count_its_memory_has_no_figures():
 def test_without_its_client_pathways_is_refused_before_anything_is_read(words, monkeypatch, capsys):
     from shoal import cli
 
-    monkeypatch.setattr(devices, "find_spec", lambda name: None)
+    def find_spec(name):
+        return None
+
+    monkeypatch.setattr(devices, "find_spec", find_spec)
     monkeypatch.setattr(
         devices.jax,
         "config",

@@ -85,9 +85,10 @@ def by_rule(q, k, v, segment, prompt):
 
 def inputs(size: int, heads: int, key_heads: int, head_dim: int) -> list[np.ndarray]:
     rng = np.random.default_rng(1)
-    return [
-        rng.standard_normal((3, size, n, head_dim)) for n in (heads, key_heads, key_heads, heads)
-    ]
+    result = []
+    for n in (heads, key_heads, key_heads, heads):
+        result.append(rng.standard_normal((3, size, n, head_dim)))
+    return result
 
 
 def blocked(block: int, at_once: int):
@@ -223,7 +224,10 @@ def test_no_block_that_is_needed_is_left_out_and_few_others_are_computed(block):
 def test_log_probs_and_gradients_of_a_model_are_those_of_the_reference(
     mesh, kind, platform, monkeypatch
 ):
-    monkeypatch.setattr(selector, "_kernel_refusal", lambda model, size: "")
+    def kernel_refusal(model, size):
+        return ""
+
+    monkeypatch.setattr(selector, "_kernel_refusal", kernel_refusal)
     for module in (gpu_attention, tpu_attention):
         monkeypatch.setattr(module, "attend_rows", partial(module.attend_rows, interpret=True))
     groups = random_groups(QWEN3, 12, 3, 16, 16)
@@ -283,7 +287,10 @@ def test_the_kind_follows_from_device_and_shape(monkeypatch):
     kept = replace(one, remat="none")  # the scores of all layers
 
     def kinds(rows: int, size: int) -> list[str]:
-        return [attention_kind(model, rows, size) for model in (one, eight, kept)]
+        result = []
+        for model in (one, eight, kept):
+            result.append(attention_kind(model, rows, size))
+        return result
 
     assert kinds(4, 128) == ["reference"] * 3 and kinds(1, 256) == ["blocked"] * 3
     monkeypatch.setattr(Role, "platform", "gpu")
@@ -341,10 +348,18 @@ def test_a_model_on_a_gpu_has_blocked_attention_where_the_kernels_fail(monkeypat
     assert make_model(ModelSection(), QWEN3, role).attention == "auto"  # a CPU has none
     monkeypatch.setattr(Role, "platform", "gpu")
     tried = []
-    monkeypatch.setattr(kernel_trials, "fault_on", lambda *asked: tried.append(asked) or "too old")
+
+    def fault_on(*asked):
+        return tried.append(asked) or "too old"
+
+    monkeypatch.setattr(kernel_trials, "fault_on", fault_on)
     monkeypatch.setattr(jax, "local_devices", list)
     assert make_model(ModelSection(), QWEN3, role).attention == "auto" and not tried
-    monkeypatch.setattr(jax, "local_devices", lambda: list(role.mesh.devices.flat))
+
+    def local_devices():
+        return list(role.mesh.devices.flat)
+
+    monkeypatch.setattr(jax, "local_devices", local_devices)
     made = make_model(ModelSection(), QWEN3, role)
     assert made.attention == "blocked" and tried == [
         (role.mesh.devices.flat[0], 2, QWEN3.head_dim, "bfloat16")

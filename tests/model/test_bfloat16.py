@@ -31,7 +31,9 @@ def largest_gap(dtype) -> tuple[float, float]:
     )
     engine.load(0, publish_to(model, parameters))
     assert {leaf.dtype for leaf in jax.tree.leaves(engine.parameters)} == {jnp.dtype(dtype)}
-    requests = [request(row, size, max_tokens=48) for row, size in enumerate((20, 1, 64, 33))]
+    requests = []
+    for row, size in enumerate((20, 1, 64, 33)):
+        requests.append(request(row, size, max_tokens=48))
     played = play(engine, requests)
     groups = []
     for r in requests:

@@ -230,7 +230,11 @@ def test_a_tpus_slots_bits_are_its_own_wherever_its_pages_are():
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_on_several_devices_each_has_its_heads(monkeypatch, platform):
     """Two of them, each with one of two key heads, as on one."""
-    monkeypatch.setattr(selector, "kernel_refusal", lambda model: "")
+
+    def kernel_refusal(model):
+        return ""
+
+    monkeypatch.setattr(selector, "kernel_refusal", kernel_refusal)
     monkeypatch.setattr(Role, "platform", platform)
     for module, kernel in ((decode_gpu, attend_slots), (decode_tpu, attend_pages)):
         monkeypatch.setattr(module, kernel.__name__, partial(kernel, interpret=True))
@@ -342,7 +346,10 @@ def test_more_slots_a_program_where_there_are_enough_programs():
 
 @pytest.mark.slow
 def test_a_device_on_which_it_gives_other_results_does_without(monkeypatch):
-    monkeypatch.setattr(kernel_trials, "block_size", lambda *_: 16)
+    def block_size(*_):
+        return 16
+
+    monkeypatch.setattr(kernel_trials, "block_size", block_size)
     device = jax.devices()[0]
     assert kernel_trials.fault_on(device, 2, 32, "float32", interpret=True) == ""
     monkeypatch.setattr(decode_gpu, "LOG2E", 1.4)
@@ -354,7 +361,11 @@ def test_a_device_on_which_it_gives_other_results_does_without(monkeypatch):
 @pytest.mark.slow
 def test_a_tpu_on_which_it_gives_other_results_does_without(monkeypatch):
     device = type("Device", (), {"platform": "tpu"})()  # where numbers are drawn is the CPU
-    monkeypatch.setattr(jax, "device_put", lambda x, _: x)
+
+    def device_put(x, _):
+        return x
+
+    monkeypatch.setattr(jax, "device_put", device_put)
     assert kernel_trials.fault_on(device, 2, 64, "float32", interpret=True) == ""
     assert "interpret mode" in kernel_trials.fault_on(device, 2, 64, "float32")
     with monkeypatch.context() as patched:
@@ -363,9 +374,11 @@ def test_a_tpu_on_which_it_gives_other_results_does_without(monkeypatch):
             device, 3, 64, "float32", interpret=True
         )
     right = decode_tpu.attend_pages
-    monkeypatch.setattr(
-        kernel_trials, "attend_pages", lambda *args, **keys: right(*args, **keys) * 1.01
-    )
+
+    def attend_pages(*args, **keys):
+        return right(*args, **keys) * 1.01
+
+    monkeypatch.setattr(kernel_trials, "attend_pages", attend_pages)
     assert "their results in decoding differ" in kernel_trials.fault_on(
         device, 1, 64, "float32", interpret=True
     )

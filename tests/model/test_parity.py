@@ -62,7 +62,9 @@ def without(part: str, a: Architecture, p: Parameters) -> tuple[Architecture, Pa
             if hasattr(w := getattr(p.blocks, name), "bias")
         }
     else:
-        blocks = {name: jnp.ones_like(getattr(p.blocks, name)) for name in ("q_norm", "k_norm")}
+        blocks = {}
+        for name in ("q_norm", "k_norm"):
+            blocks[name] = jnp.ones_like(getattr(p.blocks, name))
         assert a.qk_norm
     assert blocks
     return a, replace(p, blocks=replace(p.blocks, **blocks))

@@ -56,7 +56,8 @@ def test_a_gather_in_a_loop_counts_once_a_round(layered):
     costs = Module(layered[1].as_text()).costs()
     gathers = [one for one in costs.collectives if one.kind == "all-gather"]
     assert sum(one.total for one in gathers) == LAYERS * SIZE * SIZE * 4 and costs.assumed == []
-    assert all(device_groups(one.groups) == [[0, 1, 2, 3], [4, 5, 6, 7]] for one in gathers)
+    for one in gathers:
+        assert device_groups(one.groups) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert {group_size(one.groups) for one in gathers} == {4}
 
 
@@ -355,7 +356,10 @@ def test_copies_run_beside_operations_while_these_leave_the_memory_free():
     all of the first; `quiet` 1,000 of the second's 4,000. The second waits for 300 cycles, the
     third, behind it, for its own 200."""
     costs = Module(COPIES).costs(memory_rate=10.0)
-    waits = [cycles for source, cycles in costs.cycles.items() if source.startswith("waits for")]
+    waits = []
+    for source, cycles in costs.cycles.items():
+        if source.startswith("waits for"):
+            waits.append(cycles)
     assert waits == [300.0, 200.0] and sum(costs.cycles.values()) == 1000
     assert costs.memory == 2000 + 2000 + 4000 + 2000
     assert sum(Module(COPIES).costs().cycles.values()) == 500
@@ -480,7 +484,9 @@ def test_machines_exchange_an_array_over_the_network_of_all_their_devices(kind, 
     """Four machines of eight GPUs: of an array that all get, each brings a part into its
     machine."""
     found = parse_topology("h200:4x8")
-    devices = [SimpleNamespace(id=n, slice_index=0, coords=(n // 8, n % 8, 0)) for n in range(32)]
+    devices = []
+    for n in range(32):
+        devices.append(SimpleNamespace(id=n, slice_index=0, coords=(n // 8, n % 8, 0)))
     mesh: Any = SimpleNamespace(devices=np.array(devices), size=32, axis_names=("fsdp",))
     groups = f"{{{{{','.join(map(str, group))}}}}}"
     (row,) = transfer_rows(
@@ -493,9 +499,9 @@ def test_pairs_of_chips_exchange_along_one_way_and_wait_for_the_farthest():
     """A ring over 2x2x2 chips in the order of their numbers: from 1 to 2 and from 3 to 4 are two
     and three steps."""
     found = parse_topology("v5p:2x2x2")
-    devices = [
-        SimpleNamespace(id=n, slice_index=0, coords=(n % 2, n // 2 % 2, n // 4)) for n in range(8)
-    ]
+    devices = []
+    for n in range(8):
+        devices.append(SimpleNamespace(id=n, slice_index=0, coords=(n % 2, n // 2 % 2, n // 4)))
     mesh: Any = SimpleNamespace(devices=np.array(devices), size=8, axis_names=("fsdp",))
     pairs = ",".join(f"{{{n},{(n + 1) % 8}}}" for n in range(8))
     (row,) = transfer_rows(
@@ -551,7 +557,9 @@ def test_a_kernel_is_counted_by_the_share_that_is_read(platform, width):
         return gpu_attention.attend_rows(q, k, k, readings).astype(jnp.float32).sum()
 
     jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(q, k).jaxpr
-    found = [jaxpr_flops(jaxpr, trips, of_kernels=True) for trips in ((), (0.25,))]
+    found = []
+    for trips in ((), (0.25,)):
+        found.append(jaxpr_flops(jaxpr, trips, of_kernels=True))
     assert found == [share * (2 + 3 + 4) * 2 * 512 * 512 * 4 * width for share in (0.5, 0.25)]
 
 

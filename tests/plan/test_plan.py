@@ -158,10 +158,9 @@ def test_what_roles_hold_is_what_the_runs_arrays_take(model, planned, mesh):
     assert held("trainer", "update") == {"gradient": bytes_of(total.gradient)}
     published = publish_to(job.model.on(job.roles.sampler), parameters)
     assert held("sampler", "always") == {"the sampler's copy": bytes_of(published)}
-    caches = {
-        f"KV caches ({name})": bytes_of(engine.programs["make_state"]())
-        for name, engine in job.engines.items()
-    }
+    caches = {}
+    for name, engine in job.engines.items():
+        caches[f"KV caches ({name})"] = bytes_of(engine.programs["make_state"]())
     largest = max(caches, key=lambda name: caches[name])
     assert held("sampler", "sampling") == {largest: caches[largest]}
 
@@ -256,7 +255,10 @@ def test_an_interrupted_plan_says_what_was_compiled(model, monkeypatch, capsys, 
 
 
 def test_a_dry_run_estimates_without_compiling(model, monkeypatch, capsys):
-    monkeypatch.setattr("shoal.plan.plan.cost", lambda *_: pytest.fail("compiled"))
+    def cost(*_):
+        return pytest.fail("compiled")
+
+    monkeypatch.setattr("shoal.plan.plan.cost", cost)
     assert cli.main(["plan", f"model.path={model.path}", "mesh.trainer=1", "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "# parameters" in said and "# estimated: fits: " in said and "activations" in said
@@ -313,16 +315,18 @@ def test_decoding_of_two_and_four_layers_gives_that_of_six(model, tmp_path, plan
     found = extrapolate(two, four, 6)
     assert found.flops == pytest.approx(whole.flops, rel=0.01)
     assert found.extra_bytes == pytest.approx(whole.extra_bytes, rel=0.05)
-    moved = [sum(row.bytes for row in one.collectives) for one in (found, whole)]
+    moved = []
+    for one in (found, whole):
+        moved.append(sum(row.bytes for row in one.collectives))
     assert moved[0] == pytest.approx(moved[1], rel=0.01) and moved[0] > 0
 
 
 def placed(**devices: tuple[int, ...]) -> dict[str, RolePlacement]:
     """Roles on these devices, else on two."""
-    return {
-        name: RolePlacement({"fsdp": 2}, devices.get(name, (0, 1)))
-        for name in ("trainer", "sampler", "reference")
-    }
+    result = {}
+    for name in ("trainer", "sampler", "reference"):
+        result[name] = RolePlacement({"fsdp": 2}, devices.get(name, (0, 1)))
+    return result
 
 
 STEP = PlannedStep(
@@ -471,7 +475,9 @@ def job_here(planned) -> Callable[..., tuple[Budget, Any]]:
             return replace(job.described(other), memory=memory)
 
         budget = job_budget(job)
-        costs = {name: ProgramCost(extra_bytes=extra.get(name, 1000)) for name in budget.programs}
+        costs = {}
+        for name in budget.programs:
+            costs[name] = ProgramCost(extra_bytes=extra.get(name, 1000))
         return replace(budget, memory=memory, costs=costs), describe
 
     return make
@@ -601,11 +607,11 @@ def test_rows_of_whole_groups_are_advised_where_others_compute_more(job_here):
         budget, _ = job_here(
             {"mesh.trainer": "1", "batch.prompts_per_step": 32, "batch.group_size": 8, **keys}
         )
-        return {
-            change.values[change.key]: change.cost
-            for change in faster_changes(budget)
-            if change.key == "batch.micro_tokens"
-        }
+        result = {}
+        for change in faster_changes(budget):
+            if change.key == "batch.micro_tokens":
+                result[change.values[change.key]] = change.cost
+        return result
 
     assert sizes(**{"batch.micro_tokens": 2048}) == dict.fromkeys(
         (2304, 4608), "10% fewer tokens are computed"
@@ -691,7 +697,9 @@ def test_an_adapter_is_advised_where_masters_and_moments_take_most(job_here):
     trials = saving_trials(bare, describe, lossy_changes(bare))
     trial = next(trial for trial in trials if trial.change.key == "model.lora.rank")
     assert "model.lora.rank=16 (now off)" in trial.text()
-    held = {item.part: item.bytes for item in trial.after.items_of("trainer", "always")}
+    held = {}
+    for item in trial.after.items_of("trainer", "always"):
+        held[item.part] = item.bytes
     assert held["Adam's moments"] == 2 * held["parameters"] < held["frozen parameters"] * 4
     with_adapter = replace(bare, items=trial.after.items)
     for other in (replace(bare, activations=1 << 40), with_adapter):
@@ -701,7 +709,9 @@ def test_an_adapter_is_advised_where_masters_and_moments_take_most(job_here):
 @pytest.mark.slow
 def test_a_mesh_that_does_not_divide_the_model_is_never_advised(job_here):
     budget, describe = job_here({"mesh.fsdp": 8, "mesh.sampler_tensor": 2}, 1000)
-    tensors = [change.values.get("mesh.sampler_tensor") for change in memory_saving_changes(budget)]
+    tensors = []
+    for change in memory_saving_changes(budget):
+        tensors.append(change.values.get("mesh.sampler_tensor"))
     assert 4 in tensors  # tried, and refused: the model has two heads of keys
     values = {name: get_value(budget.config, name) for name in keys_of(Config)}
     for advice in advise(budget, describe):
@@ -714,15 +724,20 @@ def test_what_cannot_fit_is_said_before_anything_is_compiled(model, monkeypatch)
         raise AssertionError("compiled")
 
     monkeypatch.setattr("shoal.plan.plan.cost", never)
-    monkeypatch.setattr(
-        "shoal.job.memory.available_memory", lambda _: AvailableMemory(1000, 1000, "")
-    )
+
+    def available_memory(_):
+        return AvailableMemory(1000, 1000, "")
+
+    monkeypatch.setattr("shoal.job.memory.available_memory", available_memory)
     found = make_plan(PlanConfig(model=model, sampling=SAMPLING, batch=BATCH), lambda text: None)
     assert not found.fits() and found.costs == {} and verdict(found).startswith("does not fit: ")
 
 
 def test_a_compiler_that_is_not_installed_names_the_extra(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    def find_spec(name):
+        return None
+
+    monkeypatch.setattr("importlib.util.find_spec", find_spec)
     for topology, needed in (("v5p-8", "libtpu"), ("h100:8", "jax_cuda13_plugin")):
         with (
             pytest.raises(ShoalError, match=rf"{needed}: pip install '\.\[plan\]'"),
@@ -782,8 +797,16 @@ def test_decodings_kernel_reads_whole_blocks_of_live_keys(
     job = planned(
         Config(model=model, sampling=SAMPLING, batch=BATCH, mesh=MeshSection(trainer="1"))
     )
-    monkeypatch.setattr("shoal.plan.job.decodes_by_kernel", lambda _: True)
-    monkeypatch.setattr("shoal.plan.job.by_pages", lambda _: pages)
+
+    def decodes_by_kernel(_):
+        return True
+
+    monkeypatch.setattr("shoal.plan.job.decodes_by_kernel", decodes_by_kernel)
+
+    def by_pages(_):
+        return pages
+
+    monkeypatch.setattr("shoal.plan.job.by_pages", by_pages)
     share = (8 * block + 16 * (64 + block - 1) / 2) / (8 * 64 + 16 * 64)
     assert job.programs()["decode"].assumed_trips[1] == pytest.approx(share)
 
@@ -978,15 +1001,14 @@ def test_a_token_of_1_5b_on_an_h200(tmp_path, monkeypatch):
         pytest.skip("jax_cuda13_plugin is not installed")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
     model, few = ModelSection(name="qwen2.5-1.5b"), (1, 2)
-    configs = {
-        longest: PlanConfig(
+    configs = {}
+    for longest in (512, 4096):
+        configs[longest] = PlanConfig(
             topology="h200:1",
             model=model,
             batch=BatchSection(prompts_per_step=32, group_size=8),
             sampling=replace(SAMPLING, max_prompt_tokens=256, max_completion_tokens=longest),
         )
-        for longest in (512, 4096)
-    }
     with compilers(1, "h200:1") as answers:
         costs = answers(
             [

@@ -217,7 +217,11 @@ def test_wilson_interval_refuses_what_is_no_share(correct, total):
 
 def strict(text: str):
     """Parses JSON and fails on the NaN and Infinity that Python's reader would let pass."""
-    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+    def parse_constant(name):
+        return pytest.fail(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=parse_constant)
 
 
 @pytest.mark.parametrize(
@@ -433,7 +437,10 @@ def test_an_evaluation_that_is_asked_for_again_is_recorded_once(tmp_path):
 
 
 def events_of(path: Path) -> list[tuple[int, str, str]]:
-    return [(event.step, event.phase, event.text) for event in StoredRun(path).events()]
+    result = []
+    for event in StoredRun(path).events():
+        result.append((event.step, event.phase, event.text))
+    return result
 
 
 def test_events_of_kept_steps_are_there_once_after_each_resumption(tmp_path):
@@ -523,7 +530,9 @@ def test_a_part_with_other_decisions_keeps_both(tmp_path):
         folder.write_config("same\n", "one device\n", 20)
         assert not parts_of(folder.path)
         folder.write_config("same\n", "two devices\n", 40)
-        files = {path.name: path.read_text() for path in folder.path.glob("*.yaml")}
+        files = {}
+        for path in folder.path.glob("*.yaml"):
+            files[path.name] = path.read_text()
     assert files == {
         "config.yaml": "same\n",
         "decided.yaml": "two devices\n",
@@ -702,7 +711,10 @@ def test_a_plain_line_says_what_matters():
 
 
 def kept(steps: int, seconds: float) -> list[int]:
-    return [int(line.split()[1].split("/")[0]) for line in plain(steps, seconds)]
+    result = []
+    for line in plain(steps, seconds):
+        result.append(int(line.split()[1].split("/")[0]))
+    return result
 
 
 def test_about_forty_lines_stay_and_one_a_minute_at_least():
@@ -881,7 +893,9 @@ def test_a_quick_evaluation_says_how_many_questions_it_asked():
         "sampled_protocol": "8 completions a question at temperature 1",
     }
     quick = {"accuracy": 0.44, "num_questions": 100, "protocol": "greedy"}
-    names = [row[0] for row in summary_rows({"held_out": full}, {"held_out": full})]
+    names = []
+    for row in summary_rows({"held_out": full}, {"held_out": full}):
+        names.append(row[0])
     assert names == [
         "held_out accuracy (greedy, 500 questions)",
         "held_out pass@8 (100 questions)",
@@ -916,7 +930,9 @@ def test_the_curve_of_a_run_is_one_line():
     assert curve(0, 40) == "" and curve_text({0: {}, 20: {}, 40: {}}) == ""
     many = curve(*range(0, 1001, 10)).split(": ", 1)[1].split(", ")
     assert len(many) == 13 and (many[0], many[-1]) == ("0: 0.0%", "1000: 100.0%")
-    rewards = {step: {"rows": {"mean_reward": step / 10, "num_questions": 4}} for step in range(3)}
+    rewards = {}
+    for step in range(3):
+        rewards[step] = {"rows": {"mean_reward": step / 10, "num_questions": 4}}
     assert curve_text(rewards) == "rows mean reward by step: 0: 0, 1: 0.1, 2: 0.2"
 
 

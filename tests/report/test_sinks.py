@@ -62,10 +62,10 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
-    return {
-        tag: [(event.step, event.value) for event in events.Scalars(tag)]
-        for tag in events.Tags()["scalars"]
-    }
+    result = {}
+    for tag in events.Tags()["scalars"]:
+        result[tag] = [(event.step, event.value) for event in events.Scalars(tag)]
+    return result
 
 
 def test_tensorboard_shows_steps_and_evaluations(tmp_path):
@@ -419,7 +419,11 @@ def test_wandb_that_cannot_be_reached_is_an_error_at_the_start(alone, monkeypatc
 @pytest.mark.slow
 def test_wandb_without_a_login_is_an_error_at_the_start_and_not_a_question(alone, monkeypatch):
     alone.mkdir()
-    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+
+    def input(*_):
+        return pytest.fail("asked")
+
+    monkeypatch.setattr("builtins.input", input)
     online = WandbSection(mode="online")
     for call in (
         lambda: check_sinks(ReportSection(wandb=online)),

@@ -77,7 +77,10 @@ def test_a_rule_warns_once_after_so_many_steps_in_a_row(metrics, limit, words, l
 def test_a_warning_on_a_metric_of_a_step_is_one_row(monkeypatch):
     row = Row("kl", "kl", ">", 10, "the KL is {value:.0f}", "lower optimizer.lr", "optimizer.lr")
     monkeypatch.setattr(watch, "ROWS", (*watch.ROWS, replace(row, steps=2)))
-    found = [finding for step in steps(Watch(), 4, kl=20.0) for finding in step]
+    found = []
+    for step in steps(Watch(), 4, kl=20.0):
+        for finding in step:
+            found.append(finding)
     assert [(finding.text, finding.key) for finding in found] == [
         ("the KL is 20: lower optimizer.lr", "optimizer.lr")
     ]
@@ -140,8 +143,16 @@ def test_the_loop_sees_the_first_failure_of_a_function():
     and no more."""
     shown: list[str] = []
     failure = Failure("checker", 17, 2, "raised", "checker raised ValueError")
-    folder = SimpleNamespace(write_groups=None, path="r", during=lambda *_: nullcontext())
-    console = SimpleNamespace(warning=lambda text, key: shown.append(text))
+
+    def during(*_):
+        return nullcontext()
+
+    folder = SimpleNamespace(write_groups=None, path="r", during=during)
+
+    def warning(text, key):
+        return shown.append(text)
+
+    console = SimpleNamespace(warning=warning)
     recorder = Recorder(
         folder,
         console,

@@ -79,7 +79,10 @@ def at_bad(act: Callable[[], Any]) -> Callable[..., list[Any]]:
     """A function that gives 1, 2, ... by length, and acts where a completion is `bad`."""
 
     def checker(completions: Any, **kwargs: Any) -> list[Any]:
-        return [act() if text == "bad" else float(len(text)) for text in texts_of(completions)]
+        result = []
+        for text in texts_of(completions):
+            result.append(act() if text == "bad" else float(len(text)))
+        return result
 
     return checker
 
@@ -378,10 +381,10 @@ def test_results_equal_those_of_the_same_process() -> None:
 
 def test_plain_prompts_bring_plain_completions_through_workers() -> None:
     def checker(prompts: Any, completions: Any) -> list[float]:
-        return [
-            float(prompt == "Once" and text == "b")
-            for prompt, text in zip(prompts, completions, strict=True)
-        ]
+        result = []
+        for prompt, text in zip(prompts, completions, strict=True):
+            result.append(float(prompt == "Once" and text == "b"))
+        return result
 
     scores = scored(checker, examples=[Example(0, "Once")], texts=[["a", "b"]], ids=[[[1], [2]]])
     np.testing.assert_array_equal(scores.rewards, [[0.0, 1.0]])
@@ -430,7 +433,8 @@ def test_tickets_get_their_own_scores_in_any_order() -> None:
 
 def test_a_tasks_own_functions_run_here_and_no_process_is_made() -> None:
     rewards = load_task(TaskSection(num_eval_questions=1)).rewards
-    assert all(one.runs_in_process for one in rewards)
+    for one in rewards:
+        assert one.runs_in_process
     assert not any(
         one.runs_in_process
         for one in load_task(TaskSection(num_eval_questions=1), functions=[len]).rewards
@@ -813,7 +817,10 @@ def test_a_supervisor_whose_trainer_gave_up_ends_without_a_word(
 def test_a_worker_that_ends_as_it_starts_is_a_call_that_died(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(worker_pool, "limit_memory", lambda _: os._exit(3))
+    def limit_memory(_):
+        return os._exit(3)
+
+    monkeypatch.setattr(worker_pool, "limit_memory", limit_memory)
     with RewardPool(name_functions([at_bad(hang)]), section(on_error="zero")) as pool:
         pool.submit(0, *lone("5"))
         [(_, scores)] = pool.collect(wait=True)
@@ -903,7 +910,8 @@ def test_nothing_is_left_after_close(tmp_path: Path) -> None:
     pids = [int(file.name) for file in tmp_path.iterdir()]
     assert len(pids) >= 7
     pool.close()
-    assert all(gone(pid, 5) for pid in pids)
+    for pid in pids:
+        assert gone(pid, 5)
     assert children() == before
     assert set(os.listdir("/proc/self/fd")) == files
     assert threading.active_count() == threads
@@ -976,7 +984,8 @@ def test_a_killed_trainer_leaves_no_process_and_no_open_pipe() -> None:
     process.kill()
     _, errors = process.communicate(timeout=20)  # ends when nobody holds the pipes any more
     assert errors == ""
-    assert all(gone(pid) for pid in family)
+    for pid in family:
+        assert gone(pid)
 
 
 @linux
@@ -986,7 +995,8 @@ def test_an_interrupt_reaches_the_trainer_alone() -> None:
     os.killpg(process.pid, signal.SIGINT)
     out, errors = process.communicate(timeout=20)
     assert (out, errors, process.returncode) == ("stopped\n", "", 0)
-    assert all(gone(pid) for pid in family)
+    for pid in family:
+        assert gone(pid)
 
 
 @linux
@@ -1002,7 +1012,8 @@ def test_a_pool_that_was_killed_is_an_error() -> None:
         with pytest.raises(ShoalError, match="the process that starts reward workers has ended"):
             pool.collect(wait=True)
         assert workers
-        assert all(gone(pid) for pid in workers)
+        for pid in workers:
+            assert gone(pid)
 
 
 @linux
@@ -1021,7 +1032,11 @@ def test_a_pool_works_after_jax_has_started_and_from_a_thread() -> None:
 
     assert float(jax.jit(lambda x: x + 1)(1.0)) == 2.0
     scores: list[Scores] = []
-    thread = threading.Thread(target=lambda: scores.append(scored(at_bad(lambda: 8.0))))
+
+    def target():
+        return scores.append(scored(at_bad(lambda: 8.0)))
+
+    thread = threading.Thread(target=target)
     thread.start()
     thread.join(60)
     scores.append(scored(at_bad(lambda: 8.0)))
@@ -1135,7 +1150,11 @@ def test_a_slow_failure_in_this_process_is_not_waited_for_either(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(scores, "time", types.SimpleNamespace(monotonic=lambda: 50.0 * len(calls)))
+
+    def monotonic():
+        return 50.0 * len(calls)
+
+    monkeypatch.setattr(scores, "time", types.SimpleNamespace(monotonic=monotonic))
 
     def checker(completions: Any, **kwargs: Any) -> list[float]:
         calls.append(len(completions))
@@ -1153,7 +1172,10 @@ def test_a_slow_failure_in_this_process_is_not_waited_for_either(
 @pytest.mark.parametrize("workers", [0, 1])
 def test_none_for_everything_ends_the_run(workers: int) -> None:
     def checker(completions: Any, **kwargs: Any) -> list[Any]:
-        return [1.0 if text == "good" else None for text in texts_of(completions)]
+        result = []
+        for text in texts_of(completions):
+            result.append(1.0 if text == "good" else None)
+        return result
 
     def judge(texts: Sequence[str], trial: bool = False, **keys: Any) -> int:
         with RewardPool(name_functions([checker]), section(workers=workers, **keys)) as pool:

@@ -80,7 +80,9 @@ def test_arguments_are_flat_with_the_groups_side_by_side() -> None:
     ]
     assert [prompt[0]["content"] for prompt in seen["prompts"]] == ["2 + 3?"] * 3 + ["2 * 4?"] * 3
     assert seen["completion_ids"] == [[1, 2], [3], [4], [5], [6, 7], []]
-    assert all(type(token) is int for ids in seen["completion_ids"] for token in ids)
+    for ids in seen["completion_ids"]:
+        for token in ids:
+            assert type(token) is int
     assert seen["answer"] == ["5"] * 3 + ["8"] * 3
     assert seen["level"] == [None] * 3 + [2] * 3
     assert set(seen) == {
@@ -120,9 +122,10 @@ def test_plain_prompts_bring_plain_completions() -> None:
 
 def test_a_function_gets_only_what_it_names() -> None:
     def judge(completions: Any, answer: Any, unset: float = 0.5) -> list[float]:
-        return [
-            float(c[0]["content"] == a) + unset for c, a in zip(completions, answer, strict=True)
-        ]
+        result = []
+        for c, a in zip(completions, answer, strict=True):
+            result.append(float(c[0]["content"] == a) + unset)
+        return result
 
     np.testing.assert_array_equal(run(judge).rewards, [[1.5, 0.5, 0.5], [1.5, 0.5, 0.5]])
     np.testing.assert_array_equal(
@@ -156,7 +159,10 @@ def test_a_wish_that_no_column_meets_names_the_nearest() -> None:
 
 def test_a_reward_for_messages_is_told_that_its_prompts_are_text() -> None:
     def chat(completions: Any, **kwargs: Any) -> list[float]:
-        return [float(len(completion[0]["content"])) for completion in completions]
+        result = []
+        for completion in completions:
+            result.append(float(len(completion[0]["content"])))
+        return result
 
     texts = [Example(1, "2 + 3 =", {"answer": "5"}, place="sums.jsonl line 37")]
     with pytest.raises(

@@ -78,18 +78,20 @@ TASK = Task(
 def answer(request: SampleRequest, version: int | None = None) -> list[Completion]:
     """What a host gives: a token of the row and the completion, by the address alone."""
     size = request.params.max_tokens
-    return [
-        Completion(
-            request.id,
-            index,
-            np.full(size, (request.noise_key.row + index) % 8, np.int32),
-            np.full(size, -0.5, np.float32),
-            np.ones(size, bool),
-            np.full(size, request.version if version is None else version, np.int32),
-            StopReason.LENGTH,
+    result = []
+    for index in range(request.num_completions):
+        result.append(
+            Completion(
+                request.id,
+                index,
+                np.full(size, (request.noise_key.row + index) % 8, np.int32),
+                np.full(size, -0.5, np.float32),
+                np.ones(size, bool),
+                np.full(size, request.version if version is None else version, np.int32),
+                StopReason.LENGTH,
+            )
         )
-        for index in range(request.num_completions)
-    ]
+    return result
 
 
 class FakeHost:
@@ -119,7 +121,8 @@ class FakeHost:
         self.versions.append(version.version)
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
-        assert all(one.version in self.versions for one in requests)
+        for one in requests:
+            assert one.version in self.versions
         self.queued.extend(requests)
         assert sum(one.num_completions for one in self.queued) <= self.capacity + 3
 
@@ -167,19 +170,21 @@ def fleet(hosts: dict[str, Any], in_thread: bool = True, **options: Any) -> Iter
 def requests(
     rows: Sequence[int], step: int = 0, version: int = 0, exact: bool = True
 ) -> list[GroupRequest]:
-    return [
-        GroupRequest(
-            Purpose.TRAIN,
-            step,
-            version,
-            Example(row, "q"),
-            np.array([1, 2]),
-            4,
-            PARAMS,
-            exact=exact,
+    result = []
+    for row in rows:
+        result.append(
+            GroupRequest(
+                Purpose.TRAIN,
+                step,
+                version,
+                Example(row, "q"),
+                np.array([1, 2]),
+                4,
+                PARAMS,
+                exact=exact,
+            )
         )
-        for row in rows
-    ]
+    return result
 
 
 def rows_of(source: Fleet, step: int = 0) -> list[int]:
@@ -203,7 +208,8 @@ def test_groups_come_in_the_order_asked_from_hosts_that_answer_in_any():
         stats = source.read_stats(Purpose.TRAIN)
         assert stats.tokens == stats.counters["tokens"] == 30 * TOKENS and stats.fleet == NOTHING
         assert stats.queue == {"waiting": 0, "running": 0, "sampled": 0}
-    assert all(host.closed for host in hosts.values())
+    for host in hosts.values():
+        assert host.closed
 
 
 def test_a_slow_host_gets_less_unless_others_are_full():
@@ -486,7 +492,9 @@ def test_newest_weights_are_bounded_on_both_sides():
     request = replace(ONE, exact=False)
 
     def of(*versions: int) -> str:
-        completions = [replace(one, versions=np.array(versions)) for one in answer(request)]
+        completions = []
+        for one in answer(request):
+            completions.append(replace(one, versions=np.array(versions)))
         return wrong_answer(request, completions, 10, newest=5)
 
     assert of(3, 4, 5) == of(5, 5, 5) == ""
@@ -568,7 +576,11 @@ def test_a_host_that_compiles_or_reads_weights_has_not_stalled_while_it_is_heard
     """Also before it is ready, when it has no groups yet; one that is stopped meanwhile is heard of
     no more."""
     tells = HostProgress(preparing=True)
-    host: Any = SimpleNamespace(progress=lambda: replace(tells))
+
+    def progress():
+        return replace(tells)
+
+    host: Any = SimpleNamespace(progress=progress)
     for groups in ({}, {1: requests([0])[0]}):
         one = HostHealth("a", host, restarts=1, stall_seconds=stall_seconds, assigned=groups)
         now = time.monotonic()
@@ -626,7 +638,9 @@ def test_no_group_starts_on_a_version_before_its_host_was_given_it():
 def test_training_goes_before_an_evaluation_which_has_a_share_of_each_host():
     """An evaluation of 40 questions at one version; then the groups of a step at the next."""
     host = FakeHost(lambda host: {}, capacity=32)
-    questions = [replace(one, purpose=Purpose.EVALUATE) for one in requests(range(40))]
+    questions = []
+    for one in requests(range(40)):
+        questions.append(replace(one, purpose=Purpose.EVALUATE))
     with fleet({"a": host}) as source:
 
         def queued() -> list[Purpose]:
@@ -735,14 +749,22 @@ def test_a_lost_host_closes_without_a_word():
 def test_the_lane_of_a_host_elsewhere_shows_what_it_tells(tmp_path, monkeypatch):
     """Also of the next host of that name; no event begins before the last one's end."""
     now, tells = [100.0], HostProgress()
-    monkeypatch.setattr("shoal.report.timeline.time.time", lambda: now[0])
+
+    def time():
+        return now[0]
+
+    monkeypatch.setattr("shoal.report.timeline.time.time", time)
     one = HostHealth("worker 0", SimpleNamespace(progress=lambda: replace(tells)), restarts=1)
     with closing(Timeline(tmp_path / "timeline.json", print)) as timeline:
         one.timeline = timeline
         for now[0], tells.busy_seconds in ((101.0, 0.5), (101.3, 0.5), (102.0, 1.75)):
             one.look(now[0])
         one.lose(now[0])
-        one.begin(SimpleNamespace(progress=lambda: HostProgress(busy_seconds=0.25)), now[0])
+
+        def progress():
+            return HostProgress(busy_seconds=0.25)
+
+        one.begin(SimpleNamespace(progress=progress), now[0])
         now[0] = 103.0
         one.look(now[0])
     events = json.loads((tmp_path / "timeline.json").read_text().rstrip().rstrip(",") + "]")
@@ -867,7 +889,9 @@ def versions(completions: list[Completion]) -> set[int]:
 @pytest.mark.slow
 def test_an_exact_version_waits_until_others_are_drawn_and_newest_weights_are_taken_on_the_way():
     host = engine_host()
-    weights = [Weights(seed, random_parameters(PLAINEST, seed=seed)) for seed in range(3)]
+    weights = []
+    for seed in range(3):
+        weights.append(Weights(seed, random_parameters(PLAINEST, seed=seed)))
     host.handle(Load(weights[0]))
     host.handle(
         Submit(
@@ -898,7 +922,8 @@ def test_an_exact_version_waits_until_others_are_drawn_and_newest_weights_are_ta
     )
     found = run(host, lambda number: host.handle(Load(weights[1])) if number == 1 else None)
     assert versions(found[0]) == {0, 1}  # long completions lived through the swap
-    assert all((np.diff(one.versions) >= 0).all() for one in found[0])
+    for one in found[0]:
+        assert (np.diff(one.versions) >= 0).all()
     assert versions(found[1]) == {0} and versions(found[2]) == {1}
 
 
@@ -947,7 +972,9 @@ def test_newest_weights_are_read_while_completions_go_on():
                 one.reading.set_result(one.give)
 
     host = engine_host()
-    slow = [Slow(seed, random_parameters(PLAINEST, seed=seed)) for seed in (1, 2)]
+    slow = []
+    for seed in (1, 2):
+        slow.append(Slow(seed, random_parameters(PLAINEST, seed=seed)))
     host.handle(Load(Weights(0, random_parameters(PLAINEST))))
     host.handle(Submit([sample(number, 0, exact=False) for number in range(6)]))
     found = run(host, before_poll)
@@ -967,13 +994,19 @@ def test_a_thread_that_cannot_sample_waits():
         polled.set()
         return {}
 
+    def handle(message):
+        return None
+
+    def close():
+        return None
+
     host: Any = SimpleNamespace(
         idle=False,
         stuck=True,
         poll=poll,
         progress=HostProgress,
-        handle=lambda message: None,
-        close=lambda: None,
+        handle=handle,
+        close=close,
     )
     with closing(ThreadHost(host, lambda: None, "t")) as thread:
         for number in range(3):
@@ -1095,23 +1128,26 @@ def together(workshop: Workshop):
 
 
 def without_clocks(run: Any) -> list[dict]:
-    return [
-        {name: value for name, value in row.items() if not name.startswith(CLOCKS)}
-        for row in metrics(run)
-    ]
+    result = []
+    for row in metrics(run):
+        result.append({name: value for name, value in row.items() if not name.startswith(CLOCKS)})
+    return result
 
 
 def assert_equal(run: Any, other: Any) -> None:
     assert without_clocks(run) == without_clocks(other)
     assert read_lines(run / "evaluations.jsonl") == read_lines(other / "evaluations.jsonl")
-    files = [sorted(path.name for path in (one / "groups").iterdir()) for one in (run, other)]
+    files = []
+    for one in (run, other):
+        files.append(sorted(path.name for path in (one / "groups").iterdir()))
     assert files[0] == files[1]
     for name in files[0]:
         assert (run / "groups" / name).read_bytes() == (other / "groups" / name).read_bytes(), name
-    sums = [
-        json.loads((one / "checkpoints" / "5" / "extra" / "metadata").read_text())["checksums"]
-        for one in (run, other)
-    ]
+    sums = []
+    for one in (run, other):
+        sums.append(
+            json.loads((one / "checkpoints" / "5" / "extra" / "metadata").read_text())["checksums"]
+        )
     assert sums[0] == sums[1]
 
 
@@ -1119,11 +1155,15 @@ def assert_equal(run: Any, other: Any) -> None:
 def test_devices_of_their_own_and_more_hosts_change_no_bit(workshop, together):
     apart = workshop.train("apart", *LAGGING, "mesh.sampler=[1,2]", "report.timeline=true")
     events = json.loads((apart / "timeline.json").read_text().rstrip().rstrip(",") + "]")
-    lanes = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    lanes = {}
+    for event in events:
+        if event["ph"] == "M":
+            lanes[event["tid"]] = event["args"]["name"]
     assert {"trainer", "publication", "sampler 0", "sampler 1"} <= set(lanes.values())
-    spans = [
-        (event["name"], lanes[event["tid"]], event["dur"]) for event in events if event["ph"] == "X"
-    ]
+    spans = []
+    for event in events:
+        if event["ph"] == "X":
+            spans.append((event["name"], lanes[event["tid"]], event["dur"]))
     assert [name for name, lane, _ in spans].count("update") == 5 and min(
         dur for *_, dur in spans
     ) >= 100
@@ -1137,10 +1177,12 @@ def test_devices_of_their_own_and_more_hosts_change_no_bit(workshop, together):
     )
     rows = metrics(apart)
     assert {row["fleet/hosts"] for row in rows} == {2} and "fleet/hosts" not in metrics(together)[0]
-    assert all(row["publish/bytes"] > 0 and row["publish/seconds"] > 0 for row in rows)
+    for row in rows:
+        assert row["publish/bytes"] > 0 and row["publish/seconds"] > 0
     # the trainer's arrays themselves
     assert {row["publish/bytes"] for row in metrics(together)} == {0}
-    assert all(0 <= row["idle/trainer"] <= 1 and 0 <= row["idle/sampler"] <= 1 for row in rows)
+    for row in rows:
+        assert 0 <= row["idle/trainer"] <= 1 and 0 <= row["idle/sampler"] <= 1
     assert_equal(apart, together)
 
 
@@ -1215,7 +1257,11 @@ def test_a_run_that_was_cut_resumes_on_other_hosts_to_the_same_end(workshop, tog
 def test_evaluations_that_are_under_way_are_in_the_checkpoint(workshop, together, monkeypatch):
     """None is ready before the end: each is filed under its own version with the answers of that
     version."""
-    monkeypatch.setattr(Fleet, "is_ready", lambda self, purpose, step: False)
+
+    def is_ready(self, purpose, step):
+        return False
+
+    monkeypatch.setattr(Fleet, "is_ready", is_ready)
     late = workshop.train("late", *LAGGING, "mesh.sampler=[1]")
     extra = json.loads((late / "checkpoints" / "5" / "extra" / "metadata").read_text())
     assert extra["evaluating"] == [2, 4]
@@ -1231,13 +1277,19 @@ def test_newest_weights_stay_within_the_bound(workshop):
         0 <= row["staleness"] <= row["staleness/max"] <= 2 for row in rows
     )
     assert rows[-1]["staleness/max"] > 0
-    oldest = [
-        int(name.rpartition("/")[2]) for row in rows for name in row if name.startswith("age/ess/")
-    ]
+    oldest = []
+    for row in rows:
+        for name in row:
+            if name.startswith("age/ess/"):
+                oldest.append(int(name.rpartition("/")[2]))
     assert max(oldest) == max(row["staleness/max"] for row in rows)
     for row in rows:
-        assert all(0 < row[name] <= 1 + 1e-6 for name in row if name.startswith("age/ess/"))
-        assert all(row[name] > 0 for name in row if name.startswith("age/weight_max/"))
+        for name in row:
+            if name.startswith("age/ess/"):
+                assert 0 < row[name] <= 1 + 1e-6
+        for name in row:
+            if name.startswith("age/weight_max/"):
+                assert row[name] > 0
     for number in range(2):
         # what was sampled before the weights changed is sampled again to the bit
         assert replay(ReplayConfig(run=str(run), step=4, group=number))["identical"]

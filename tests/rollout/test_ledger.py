@@ -72,7 +72,10 @@ class Account:
         self.asked[step] = list(range(first, self.ledger.next_id))
 
     def start(self, number: int) -> None:
-        waiting = [id for id in self.open() if id not in self.running and id not in self.answered]
+        waiting = []
+        for id in self.open():
+            if id not in self.running and id not in self.answered:
+                waiting.append(id)
         found = self.ledger.at(Stage.WAITING)
         assert [entry.id for entry in found] == sorted(waiting)  # the oldest first
         if found:
@@ -93,14 +96,20 @@ class Account:
             self.running.pop(id, None)
 
     def lose(self, number: int) -> None:
-        lost = [id for id, host in self.running.items() if host == HOSTS[number % 3]]
+        lost = []
+        for id, host in self.running.items():
+            if host == HOSTS[number % 3]:
+                lost.append(id)
         assert self.ledger.lose(HOSTS[number % 3]) == len(lost)
         self.lost += len(lost)
         for id in lost:
             del self.running[id]
 
     def reward(self, number: int) -> None:
-        sampled = [one for one in self.ledger.entries.values() if one.stage is Stage.SAMPLED]
+        sampled = []
+        for one in self.ledger.entries.values():
+            if one.stage is Stage.SAMPLED:
+                sampled.append(one)
         if sampled:
             entry = sampled[number % len(sampled)]
             entry.move(Stage.REWARDED)

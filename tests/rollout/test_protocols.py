@@ -135,7 +135,10 @@ def members_of(protocol: type) -> set[str]:
 
 def parameters(function: Callable) -> list[tuple[str, object]]:
     """Names in order, with their defaults."""
-    return [(p.name, p.default) for p in inspect.signature(function).parameters.values()]
+    result = []
+    for p in inspect.signature(function).parameters.values():
+        result.append((p.name, p.default))
+    return result
 
 
 @pytest.mark.parametrize(("protocol", "implementation"), [*PAIRS, (protocols.Host, Elsewhere)])
@@ -270,17 +273,22 @@ def test_a_host_needs_no_more_than_the_protocol():
     alone."""
     shown: list[tuple[str, int, int]] = []
     model, elsewhere = Model(PLAINEST, roles().sampler), Elsewhere()
+
+    def on_progress(*now):
+        return shown.append(now)
+
     source = Fleet(
         MemoryStore(model),
         {"far": elsewhere},
         group_rewards(),
         seed=0,
-        on_progress=lambda *now: shown.append(now),
+        on_progress=on_progress,
     )
     with closing(source):
         source.publish(7, random_parameters(PLAINEST))
-        requests = {
-            purpose: [
+        requests = {}
+        for purpose, count in ((Purpose.TRAIN, 4), (Purpose.EVALUATE, 1)):
+            requests[purpose] = [
                 GroupRequest(
                     purpose,
                     7,
@@ -292,18 +300,19 @@ def test_a_host_needs_no_more_than_the_protocol():
                 )
                 for row in (5, 2)
             ]
-            for purpose, count in ((Purpose.TRAIN, 4), (Purpose.EVALUATE, 1))
-        }
         for queued in requests.values():
             source.request(queued)
         groups = source.take(Purpose.TRAIN, 7)
         assert [group.example.row for group in groups] == [5, 2]
         for group in groups:
             assert group.rewards.tolist() == [0.0, 3.0, 6.0, 9.0]
-            assert all((one.versions == 7).all() for one in group.completions)
+            for one in group.completions:
+                assert (one.versions == 7).all()
         assert not shown and len(source.take(Purpose.EVALUATE, 7)) == 2
         assert shown == [("train, sampled", 1, 2), ("train, sampled", 2, 2)]
-        tokens = [source.read_stats(purpose).tokens for purpose in (*requests, *requests)]
+        tokens = []
+        for purpose in (*requests, *requests):
+            tokens.append(source.read_stats(purpose).tokens)
         assert tokens == [2 * 4 * 3, 2 * 3, 0, 0]
         # a further round of dynamic sampling, of the same weights
         source.request(requests[Purpose.TRAIN])
@@ -312,7 +321,10 @@ def test_a_host_needs_no_more_than_the_protocol():
 
 
 def test_every_protocol_has_an_implementation():
-    classes = [value for value in vars(protocols).values() if inspect.isclass(value)]
+    classes = []
+    for value in vars(protocols).values():
+        if inspect.isclass(value):
+            classes.append(value)
     names = {one.__name__ for one in classes if getattr(one, "_is_protocol", False)} - {"Protocol"}
     assert names == {protocol.__name__ for protocol, _ in PAIRS}
 
@@ -320,7 +332,10 @@ def test_every_protocol_has_an_implementation():
 @pytest.mark.parametrize("functions", [POLICY_LOSSES, ADVANTAGES])
 def test_the_functions_of_a_registry_share_their_first_parameters(functions):
     """Losses have one signature; advantages share two arrays and take settings by name."""
-    first = [[name for name, _ in parameters(part.load())] for part in functions.values()]
+    first = []
+    for part in functions.values():
+        first.append([name for name, _ in parameters(part.load())])
     if functions is POLICY_LOSSES:
-        assert all(names[:5] == first[0][:5] for names in first)
+        for names in first:
+            assert names[:5] == first[0][:5]
     assert {tuple(names[:2]) for names in first} == {tuple(first[0][:2])}

@@ -190,24 +190,26 @@ def opened(source: Fleet) -> Iterator[Fleet]:
 
 def requests(rows: Sequence[int], as_messages: bool = False, **columns: Any) -> list[GroupRequest]:
     form = Format()
-    return [
-        GroupRequest(
-            Purpose.TRAIN,
-            0,
-            0,
-            Example(
-                row,
-                [{"role": "user", "content": f"question {row}"}]
-                if as_messages
-                else f"question {row}",
-                {"question": str(row), **columns},
-            ),
-            form.encode_prompt(f"question {row}"),
-            4,
-            SamplingParams(max_tokens=LIMIT),
+    result = []
+    for row in rows:
+        result.append(
+            GroupRequest(
+                Purpose.TRAIN,
+                0,
+                0,
+                Example(
+                    row,
+                    [{"role": "user", "content": f"question {row}"}]
+                    if as_messages
+                    else f"question {row}",
+                    {"question": str(row), **columns},
+                ),
+                form.encode_prompt(f"question {row}"),
+                4,
+                SamplingParams(max_tokens=LIMIT),
+            )
         )
-        for row in rows
-    ]
+    return result
 
 
 def play(sessions: Sessions, asked: Sequence[GroupRequest], **changes: Any) -> list[Group]:
@@ -236,7 +238,10 @@ def check_turns(group: Group) -> None:
         ):
             told = list(messages)
             if is_own:
-                ids = [int(word) for message in told for word in message["content"].split()]
+                ids = []
+                for message in told:
+                    for word in message["content"].split():
+                        ids.append(int(word))
             else:
                 ids = Format().encode_context(told, last=EOS[0])
             expected += ids
@@ -256,7 +261,10 @@ def first() -> list[Group]:
 @pytest.mark.slow
 def test_a_tool_answers(first):
     messages = [message for group in first for one in group.completions for message in one.messages]
-    answers = [message["content"] for message in messages if message["role"] == "tool"]
+    answers = []
+    for message in messages:
+        if message["role"] == "tool":
+            answers.append(message["content"])
     assert any(answer.isdigit() for answer in answers)
     assert {
         json.loads(answer)["error"].split(":")[0] for answer in answers if not answer.isdigit()
@@ -291,16 +299,16 @@ def test_lengths_and_penalties_of_lengths_count_sampled_tokens_alone(first):
 @pytest.mark.slow
 def test_a_limit_of_turns():
     groups = play(tools(max_turns=2), requests(range(4)))
-    ends = [
-        one
-        for group in groups
-        for one in group.completions
-        if one.stop_reason is StopReason.MAX_TURNS
-    ]
+    ends = []
+    for group in groups:
+        for one in group.completions:
+            if one.stop_reason is StopReason.MAX_TURNS:
+                ends.append(one)
     assert ends and all(
         sum(message["role"] == "assistant" for message in one.messages) == 2 for one in ends
     )
-    assert all(one.messages[-1]["role"] == "assistant" and one.loss_mask[-1] for one in ends)
+    for one in ends:
+        assert one.messages[-1]["role"] == "assistant" and one.loss_mask[-1]
 
 
 def environment(**changes: Any) -> Sessions:
@@ -310,12 +318,11 @@ def environment(**changes: Any) -> Sessions:
 @pytest.mark.slow
 def test_an_environment_answers_in_words():
     groups = play(environment(), requests(range(3)))
-    ended = [
-        one
-        for group in groups
-        for one in group.completions
-        if one.stop_reason is StopReason.ENVIRONMENT
-    ]
+    ended = []
+    for group in groups:
+        for one in group.completions:
+            if one.stop_reason is StopReason.ENVIRONMENT:
+                ended.append(one)
     assert ended
     for one in ended:
         assert [message["content"] for message in one.messages if message["role"] == "user"] == [
@@ -558,7 +565,8 @@ def test_a_limit_of_a_turn_ends_that_turn_and_the_rollout_goes_on(cut):
         for number, one in enumerate(group.completions):
             turns = turns_in(group, number)
             limits = [limit or LIMIT for limit in TURN_LIMITS]
-            assert all(len(turn) <= limit for turn, limit in zip(turns, limits, strict=False))
+            for turn, limit in zip(turns, limits, strict=False):
+                assert len(turn) <= limit
             assert (
                 one.loss_mask.sum() == sum(map(len, turns))
                 and (one.logprobs[one.loss_mask] < 0).all()
@@ -642,10 +650,10 @@ def limits_kept(
     **columns: Any,
 ) -> list[float]:
     assert sorted(mine) == [1, 2, 3, 4]
-    return [
-        float(len(ids) <= limit and (len(ids) == limit or ids[-1] in EOS))
-        for ids, limit in zip(completion_ids, mine, strict=True)
-    ]
+    result = []
+    for ids, limit in zip(completion_ids, mine, strict=True):
+        result.append(float(len(ids) <= limit and (len(ids) == limit or ids[-1] in EOS)))
+    return result
 
 
 def test_rollouts_of_one_prompt_have_limits_of_their_own(tmp_path):
@@ -732,7 +740,8 @@ def test_the_example_of_a_rollout_function():
         groups = source.take(Purpose.TRAIN, 0)
     assert any(one.branches for group in groups for one in group.completions)
     # no number is said
-    assert all(group.valid.all() and not group.rewards.any() for group in groups)
+    for group in groups:
+        assert group.valid.all() and not group.rewards.any()
 
 
 def returns_others(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
@@ -807,7 +816,10 @@ class Paying(Guess):
 def test_the_reward_of_a_turn_stands_in_its_message():
     (group,) = play(Sessions([], {"Paying": Paying}, EnvironmentSection()), requests([0]))
     for one in group.completions:
-        rewards = [message["reward"] for message in one.messages if "reward" in message]
+        rewards = []
+        for message in one.messages:
+            if "reward" in message:
+                rewards.append(message["reward"])
         assert rewards == [0.1, 0.2, 0.3][: len(rewards)]
         asked = []
         for before, after in itertools.pairwise(one.messages):
@@ -1007,7 +1019,11 @@ def test_words_are_appended_to_the_last_users_message():
 )
 def test_what_reset_returned_ends_its_rollout_where_it_is_too_long(words: str, size: str) -> None:
     dropped: list[Any] = []
-    sessions: Any = SimpleNamespace(drop=dropped.append, kind_of=lambda columns: None)
+
+    def kind_of(columns):
+        return None
+
+    sessions: Any = SimpleNamespace(drop=dropped.append, kind_of=kind_of)
     request = SimpleNamespace(example=Example(7, "question", {}), prompt_ids=np.array([1, 2]))
     for on_error in ("zero", "error"):
         player = TurnDriver(

@@ -209,10 +209,8 @@ def test_groups_have_the_version_that_was_asked_for_and_every_completion_a_seed_
     params = [body["sampling_params"] for body in server.bodies]
     assert len({one["seed"] for one in params}) == len(params) == 36
     assert [body["cache_salt"] for body in server.bodies] == ["0"] * 12 + ["1"] * 12 + ["0"] * 12
-    assert all(
-        one["stop_token_ids"] == [0] and one["logprobs"] == 0 and one["max_tokens"] == 6
-        for one in params
-    )
+    for one in params:
+        assert one["stop_token_ids"] == [0] and one["logprobs"] == 0 and one["max_tokens"] == 6
     assert (
         stats.tokens
         == stats.counters["tokens"]
@@ -471,7 +469,8 @@ def test_an_adapter_has_a_name_of_its_own_at_each_load(has_generate: bool, tmp_p
             and names == sorted(names, key=names.index)
         )
     for group, version in zip(groups, [0] * 4 + [1] * 4 + [0] * 4, strict=True):
-        assert all({*one.versions} == {version} for one in group.completions)
+        for one in group.completions:
+            assert {*one.versions} == {version}
     assert (
         server.calls.count("/v1/load_lora_adapter") == 3
         and server.calls.count("/v1/unload_lora_adapter") == 2
@@ -616,8 +615,12 @@ def test_newer_weights_are_loaded_in_mid_completion_and_every_token_has_its_vers
         source.publish(1, {"w": np.ones(1)}, keep_from=0)
         groups = source.take(Purpose.TRAIN, 0)
         assert source.read_stats(Purpose.TRAIN).fleet["lost"] == 0
-    completions = [one for group in groups for one in group.completions]
-    assert all(len(one) == 40 and list(one.versions) == sorted(one.versions) for one in completions)
+    completions = []
+    for group in groups:
+        for one in group.completions:
+            completions.append(one)
+    for one in completions:
+        assert len(one) == 40 and list(one.versions) == sorted(one.versions)
     both = [one for one in completions if set(one.versions) == {0, 1}]
     assert len(both) == 8 and {1} in [set(one.versions) for one in completions]
     if has_generate:
@@ -771,9 +774,8 @@ def test_servers_that_are_killed_and_stopped_cost_no_group(tmp_path: Path):
         re.search(r"is lost: (its process has ended|it has made no progress)", note)
         for note in notes
     ), notes
-    assert all(
-        one.process is not None and one.process.poll() is not None for one in processes.values()
-    )
+    for one in processes.values():
+        assert one.process is not None and one.process.poll() is not None
 
 
 @pytest.mark.slow
@@ -910,7 +912,9 @@ def test_an_adapter_alone_is_a_folder_of_pefts_on_a_base_that_is_written_once(tm
 
 
 def test_an_adapter_goes_alone_to_servers_that_take_one():
-    given = [ScriptedServer(takes_adapters=takes) for takes in (True, False, None)]
+    given = []
+    for takes in (True, False, None):
+        given.append(ScriptedServer(takes_adapters=takes))
     taking, off, without = (server.url for server in given)
     adapted = Model(replace(QWEN3, adapter=Adapter(2, 4.0, ("q_proj",))), roles().trainer)
     wide = Model(replace(QWEN3, adapter=Adapter(513, 4.0, ("q_proj",))), roles().trainer)

@@ -127,16 +127,20 @@ def assert_same_bits(a: np.ndarray, b: np.ndarray) -> None:
 @given(st.data())
 def test_groups_come_back_to_the_bit(data):
     given_groups = data.draw(st.lists(groups(), min_size=0, max_size=3))
-    advantages = [
-        data.draw(st.lists(st.floats(allow_nan=False), min_size=group.size, max_size=group.size))
-        for group in given_groups
-    ]
-    logprobs = {
-        (p, g): np.array(data.draw(st.lists(singles, min_size=len(c), max_size=len(c))), np.float32)
-        for p, group in enumerate(given_groups)
-        for g, c in enumerate(group.completions)
-        if data.draw(st.booleans())
-    }
+    advantages = []
+    for group in given_groups:
+        advantages.append(
+            data.draw(
+                st.lists(st.floats(allow_nan=False), min_size=group.size, max_size=group.size)
+            )
+        )
+    logprobs = {}
+    for p, group in enumerate(given_groups):
+        for g, c in enumerate(group.completions):
+            if data.draw(st.booleans()):
+                logprobs[(p, g)] = np.array(
+                    data.draw(st.lists(singles, min_size=len(c), max_size=len(c))), np.float32
+                )
     back = from_table(to_table(given_groups, advantages, logprobs))
     assert len(back) == len(given_groups)
     for p, (stored, group) in enumerate(zip(back, given_groups, strict=True)):

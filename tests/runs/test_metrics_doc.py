@@ -79,14 +79,24 @@ def make_group(prompt: int, lengths: list[int], correct: bool = True) -> Group:
 
 def test_every_figure_of_an_evaluation_stands_on_the_page():
     group = make_group(2, [3, 3])
+
+    def well_formed(text):
+        return True
+
+    def extract(text):
+        return text
+
+    def verdict(text, example):
+        return {"correct": True}
+
     task = Task(
         "own",
         (),
         {},
         (),
-        well_formed=lambda text: True,
-        extract=lambda text: text,
-        verdict=lambda text, example: {"correct": True},
+        well_formed=well_formed,
+        extract=extract,
+        verdict=verdict,
     )
     figures = score_greedy([group], task) | score_sampled([group], SamplingParams(), task)
     figures |= read_in_any_form(Answers(greedy=[group]), task)
@@ -164,7 +174,8 @@ def test_families_lie_where_the_table_has_them():
         ("rewards/logged/z", 2),
         ("lr", 2),
     ]
-    assert all(metric(f"rewards/{name}/f").unit != "reward" for name in RESERVED_FUNCTIONS)
+    for name in RESERVED_FUNCTIONS:
+        assert metric(f"rewards/{name}/f").unit != "reward"
 
 
 @pytest.mark.parametrize(

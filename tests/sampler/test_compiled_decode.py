@@ -53,34 +53,41 @@ def sizes(one: Instruction, dtype: str = "") -> list[int]:
     cache."""
     found = re.findall(r"\b\w+\[[\d,]*\](?:\{[^}]*\})?", one.shape)
     made = found[:1] if one.op == "copy-start" else found  # then comes what is copied
-    return [
-        elements
-        for text in made
-        if "S(1)" not in text
-        for kind, elements in arrays(text)
-        if dtype in ("", kind)
-    ]
+    result = []
+    for text in made:
+        if "S(1)" not in text:
+            for kind, elements in arrays(text):
+                if dtype in ("", kind):
+                    result.append(elements)
+    return result
 
 
 def loops(hlo: Module, name: str) -> list[str]:
     """Bodies of the loops that stand in a computation."""
-    return [one.named("body") for one in hlo.computations[name] if one.op == "while"]
+    result = []
+    for one in hlo.computations[name]:
+        if one.op == "while":
+            result.append(one.named("body"))
+    return result
 
 
 def sequences(hlo: Module) -> dict[str, list[Instruction]]:
     """What the device runs one by one: the entry and the loops' bodies, not what is inside
     fusions."""
     (tokens,) = loops(hlo, hlo.entry)
-    return {name: hlo.computations[name] for name in (hlo.entry, tokens, *loops(hlo, tokens))}
+    result = {}
+    for name in (hlo.entry, tokens, *loops(hlo, tokens)):
+        result[name] = hlo.computations[name]
+    return result
 
 
 def collectives(hlo: Module) -> list[Instruction]:
-    return [
-        one
-        for some in hlo.computations.values()
-        for one in some
-        if one.op.removesuffix("-start") in COLLECTIVES
-    ]
+    result = []
+    for some in hlo.computations.values():
+        for one in some:
+            if one.op.removesuffix("-start") in COLLECTIVES:
+                result.append(one)
+    return result
 
 
 def weight_sizes(a: Architecture, tensor: int) -> set[int]:
@@ -123,7 +130,10 @@ def on_tpu() -> dict[int, Module]:
 
 def compiled_layers(topology: str, model: str, *layers: int) -> dict[int, Module]:
     texts = compiled_elsewhere(topology, model, *layers).split("\f")
-    return {number: Module(text) for number, text in zip(layers, texts, strict=False)}
+    result = {}
+    for number, text in zip(layers, texts, strict=False):
+        result[number] = Module(text)
+    return result
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -176,12 +186,11 @@ def test_caches_that_fit_into_a_tpus_on_chip_memory_are_not_copied_there():
     hlo = Module(compiled_elsewhere("v6e:2x2", "decode"))
     (tokens,) = loops(hlo, hlo.entry)
     shapes = {one.name: one.shape for one in hlo.computations[tokens]}
-    read = [
-        shapes[name]
-        for one in hlo.computations[tokens]
-        if one.op == "custom-call" and "/decode_kernel/" in one.attributes
-        for name in one.operands[-2:]
-    ]
+    read = []
+    for one in hlo.computations[tokens]:
+        if one.op == "custom-call" and "/decode_kernel/" in one.attributes:
+            for name in one.operands[-2:]:
+                read.append(shapes[name])
     assert len(read) == 2 * SAMPLED.num_layers and not [shape for shape in read if "S(1)" in shape]
 
 
@@ -221,28 +230,36 @@ def test_context_moves_the_rows_that_it_is_for(topology):
         strict=False,
     ):
         hlo = Module(text)
-        run = [
-            one for some in (hlo.entry, *loops(hlo, hlo.entry)) for one in hlo.computations[some]
-        ]
+        run = []
+        for some in (hlo.entry, *loops(hlo, hlo.entry)):
+            for one in hlo.computations[some]:
+                run.append(one)
         beside = 2 if topology.startswith("v6e") else 1  # values stand beside their keys
-        caches = [64 * 8 * keys * beside * SAMPLED.head_dim for keys in (256, 512)]
+        caches = []
+        for keys in (256, 512):
+            caches.append(64 * 8 * keys * beside * SAMPLED.head_dim)
         # Of a cache that is written into, XLA's name for what does so tells a fusion from a copy.
-        made = [
-            one
-            for one in run
-            if one.op not in NOT_MADE
-            and {*caches} & {*sizes(one, "bf16")}
-            and not (
-                program != "save"
-                and any(
-                    "/scatter" in inner.attributes
-                    or inner.op in ("scatter", "dynamic-update-slice")
-                    for inner in (one, *hlo.computations.get(one.named("calls") or "", ()))
+        made = []
+        for one in run:
+            if (
+                one.op not in NOT_MADE
+                and {*caches} & {*sizes(one, "bf16")}
+                and not (
+                    program != "save"
+                    and any(
+                        "/scatter" in inner.attributes
+                        or inner.op in ("scatter", "dynamic-update-slice")
+                        for inner in (one, *hlo.computations.get(one.named("calls") or "", ()))
+                    )
                 )
-            )
-        ]
+            ):
+                made.append(one)
         assert not made, (program, made)
-        read = [size for one in run for size in sizes(one, "bf16") if one.op == "slice"]
+        read = []
+        for one in run:
+            for size in sizes(one, "bf16"):
+                if one.op == "slice":
+                    read.append(size)
         assert max(read, default=0) < min(caches), program
 
 
@@ -269,12 +286,16 @@ def test_weights_of_8_bits_are_widened_when_they_are_needed(topology):
     )
     assert len(weights & carried) >= 3 and not before
     # in the order of execution
-    last = {name: number for number, one in enumerate(body) for name in one.operands}
+    last = {}
+    for number, one in enumerate(body):
+        for name in one.operands:
+            last[name] = number
     first = {one.name: number for number, one in enumerate(body)}
-    live = [
-        sum(size for name, size in widened.items() if first[name] <= number <= last[name])
-        for number in range(len(body))
-    ]
+    live = []
+    for number in range(len(body)):
+        live.append(
+            sum(size for name, size in widened.items() if first[name] <= number <= last[name])
+        )
     if topology.startswith("v6e"):
         assert not widened
     else:
@@ -325,6 +346,5 @@ def test_replicas_exchange_nothing(mesh, program, truncated):
         ]
     replicas = np.arange(where.mesh.size).reshape(-1, tensor).tolist()
     for one in found:
-        assert all(
-            any(set(group) <= set(replica) for replica in replicas) for group in replica_groups(one)
-        )
+        for group in replica_groups(one):
+            assert any(set(group) <= set(replica) for replica in replicas)

@@ -61,7 +61,9 @@ def drawn(masses: np.ndarray, u) -> np.ndarray:
     padding = -len(u) % ROWS
     masses = np.pad(masses, ((0, padding), (0, 0)), constant_values=1)
     u = np.pad(u, (0, padding), constant_values=0.5)
-    parts = [_inverse(masses[at : at + ROWS], u[at : at + ROWS]) for at in range(0, len(u), ROWS)]
+    parts = []
+    for at in range(0, len(u), ROWS):
+        parts.append(_inverse(masses[at : at + ROWS], u[at : at + ROWS]))
     return np.concatenate(parts)[: len(u) - padding]
 
 
@@ -310,7 +312,9 @@ def test_greedy_and_sampled_slots_stand_side_by_side():
     logits = np.random.default_rng(3).normal(0, 1, (ROWS, 600)).astype(np.float32)
     mixed = how(ROWS)._replace(temperature=np.array([0, 1] * (ROWS // 2), np.float32))
     token, logprob = (np.asarray(x) for x in _choose(logits, mixed, grid(ROWS), False)[:2])
-    alone = [np.asarray(x) for x in _choose(logits, how(ROWS), grid(ROWS), False)[:2]]
+    alone = []
+    for x in _choose(logits, how(ROWS), grid(ROWS), False)[:2]:
+        alone.append(np.asarray(x))
     assert (token[::2] == logits.argmax(-1)[::2]).all()
     assert (token[1::2] == alone[0][1::2]).all() and (logprob[1::2] == alone[1][1::2]).all()
 

@@ -73,7 +73,10 @@ def test_an_accelerators_programs_draw_the_same_tokens(monkeypatch, base, platfo
     monkeypatch.setattr(Role, "platform", platform)
     if by_kernel:
         # SMALL's heads are for no tensor core
-        monkeypatch.setattr(selector, "kernel_refusal", lambda model: "")
+        def kernel_refusal(model):
+            return ""
+
+        monkeypatch.setattr(selector, "kernel_refusal", kernel_refusal)
         for module, kernel in (
             (decode_gpu, decode_gpu.attend_slots),
             (decode_tpu, decode_tpu.attend_pages),
@@ -128,21 +131,22 @@ def test_log_probs_are_the_trainers(a):
     worst = 0.0
     for temperature in (1.0, 0.7):
         of = [r for r in requests if r.params.temperature == temperature]
-        groups = [
-            Group(
-                Purpose.TRAIN,
-                0,
-                0,
-                Example(r.id, ""),
-                r.prompt_ids,
-                tuple(played[r.id, i] for i in range(4)),
-                ("",) * 4,
-                np.zeros(4),
-                {},
-                np.ones(4, bool),
+        groups = []
+        for r in of:
+            groups.append(
+                Group(
+                    Purpose.TRAIN,
+                    0,
+                    0,
+                    Example(r.id, ""),
+                    r.prompt_ids,
+                    tuple(played[r.id, i] for i in range(4)),
+                    ("",) * 4,
+                    np.zeros(4),
+                    {},
+                    np.ones(4, bool),
+                )
             )
-            for r in of
-        ]
         zeros = np.zeros((3, 4))
         (batch,) = pack(groups, range(3), zeros, zeros, [Shape(1, 2560)], temperature)
         lps, entropy = (np.asarray(x) for x in reference(engine.parameters, batch.arrays))
@@ -227,9 +231,9 @@ def test_other_companions_another_order_fewer_prompts(engine, base):
     same(play(engine, [request(row) for row in (6, 5, 4, 3, 2, 1, 0)]), base)
     for rows in ([3], [1, 5], [2, 4, 0]):
         same(play(engine, [request(row, id=100 + row) for row in rows]), base)
-    strangers = [
-        request(row, 10 * row + 3, id=50 + row, step=9, temperature=0.3) for row in range(1, 7)
-    ]
+    strangers = []
+    for row in range(1, 7):
+        strangers.append(request(row, 10 * row + 3, id=50 + row, step=9, temperature=0.3))
     engine.submit(strangers[:3])
     assert engine.dispatch_next()  # they are in already when the others come
     engine.submit([request(row, id=200 + row) for row in (0, 3, 6)])
@@ -320,10 +324,13 @@ def test_tokens_depend_on_no_companion_and_not_on_when_a_sibling_enters(in_rows)
     engine, first = in_rows
     for rows in ((6, 5, 4, 3, 2, 1, 0), (3,), (2, 4, 0)):
         same(play(engine, [request(row, id=300 + row) for row in rows]), first)
-    strangers = [
-        request(row, 9 * row + 3, id=50 + row, step=9, count=(1, 9, 2)[row % 3], temperature=0.3)
-        for row in range(1, 7)
-    ]
+    strangers = []
+    for row in range(1, 7):
+        strangers.append(
+            request(
+                row, 9 * row + 3, id=50 + row, step=9, count=(1, 9, 2)[row % 3], temperature=0.3
+            )
+        )
     engine.submit(strangers[:4])
     assert engine.dispatch_next()  # they are in already when the others come
     engine.submit([request(row, id=200 + row) for row in (0, 3, 6)])
@@ -367,9 +374,8 @@ def test_a_request_is_cancelled_of_which_some_siblings_have_no_place_yet(in_rows
     assert engine.idle and len(engine.scheduler.free) == engine.num_rows and len(found) == 24
     cancelled = [found.pop((row, index)) for index in range(4)]
     assert cancelled[3].stop_reason == StopReason.CANCELLED and len(cancelled[3]) == 0
-    assert all(
-        c.token_ids.tolist() == first[row, c.index].token_ids[: len(c)].tolist() for c in cancelled
-    )
+    for c in cancelled:
+        assert c.token_ids.tolist() == first[row, c.index].token_ids[: len(c)].tolist()
     same(found, first)
     same(play(engine, [request(row)]), first)
 
@@ -585,13 +591,15 @@ def test_each_token_has_the_version_that_sampled_it_and_weights_change_on_the_wa
         others = swapped(new)
         assert counter.read() == 0
         # the first is of the prefill
-        assert all(others[at].token_ids[0] == base[at].token_ids[0] for at in others)
+        for at in others:
+            assert others[at].token_ids[0] == base[at].token_ids[0]
         assert any(
             others[at].token_ids[:8].tolist() != base[at].token_ids[:8].tolist() for at in others
         )
         engine.load(9, new)
         whole = play(engine, [request(0)])
-        assert all((c.versions == 9).all() for c in whole.values())
+        for c in whole.values():
+            assert (c.versions == 9).all()
         # Keys and values of the weights before are kept, so a swap is not the same as starting
         # anew.
         assert any(others[at].logprobs.tolist() != whole[at].logprobs.tolist() for at in whole)
@@ -708,10 +716,11 @@ def test_truncated_log_probs_are_those_of_the_kept_set():
         {"top_k": 9, "top_p": 0.8, "min_p": 0.05},
         {},
     )
-    requests = [
-        request(row, 12 * row + 1, count=2, temperature=temperature, max_tokens=40, **cut)
-        for row, (cut, temperature) in enumerate(zip(cuts, (1.0, 0.7, 1.3, 0.7, 1.0), strict=True))
-    ]
+    requests = []
+    for row, (cut, temperature) in enumerate(zip(cuts, (1.0, 0.7, 1.3, 0.7, 1.0), strict=True)):
+        requests.append(
+            request(row, 12 * row + 1, count=2, temperature=temperature, max_tokens=40, **cut)
+        )
     for (row, _), completion in play(engine, requests).items():
         p = requests[row].params
         scores = full_logits(engine, requests[row].prompt_ids, completion)

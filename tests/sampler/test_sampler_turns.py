@@ -104,7 +104,9 @@ def test_tokens_of_context_are_not_sampled_and_the_others_are_the_trainers(engin
     )
     assert not all(one.loss_mask.all() for one in done.values())
     for (row, index), one in done.items():
-        context = [answer(row, index, turn) for turn in range(1, turns[row, index])]
+        context = []
+        for turn in range(1, turns[row, index]):
+            context.append(answer(row, index, turn))
         given = one.token_ids[~one.loss_mask].tolist()
         assert given == list(chain(*context))
         assert (one.logprobs[~one.loss_mask] == 0).all() and (one.logprobs[one.loss_mask] < 0).all()
@@ -218,10 +220,11 @@ def test_long_contexts_enter_in_pieces(siblings, slots, monkeypatch):
         siblings_per_row=siblings,
         eos_ids=EOS + tuple(range(40, 44)),
     )
-    requests = [
-        replace(in_turns(row, 2), params=replace(in_turns(row).params, max_tokens=1000))
-        for row in (0, 2)
-    ]
+    requests = []
+    for row in (0, 2):
+        requests.append(
+            replace(in_turns(row, 2), params=replace(in_turns(row).params, max_tokens=1000))
+        )
     done, turns = play(engine, requests, tool=long_answer, limit=1000)
     assert (
         max(turns.values()) == MOST_TURNS
@@ -230,7 +233,9 @@ def test_long_contexts_enter_in_pieces(siblings, slots, monkeypatch):
     again, _ = play(engine, requests[1:], 1, long_answer, limit=1000)
     same(again, done)
     for (row, index), one in list(done.items())[:2]:
-        context = [long_answer(row, index, turn) for turn in range(1, turns[row, index])]
+        context = []
+        for turn in range(1, turns[row, index]):
+            context.append(long_answer(row, index, turn))
         assert one.token_ids[~one.loss_mask].tolist() == list(chain(*context))
         logits = full_logits(engine, prompt(row, SIZES[row]), one)
         logprobs = scipy.special.log_softmax(logits.astype(np.float64), -1)[
@@ -263,7 +268,11 @@ def test_turns_by_pages(monkeypatch):
 
     theirs = played(600)
     monkeypatch.setattr(Role, "platform", "tpu")
-    monkeypatch.setattr(selector, "kernel_refusal", lambda model: "")
+
+    def kernel_refusal(model):
+        return ""
+
+    monkeypatch.setattr(selector, "kernel_refusal", kernel_refusal)
     monkeypatch.setattr(
         decode_tpu, "attend_pages", partial(decode_tpu.attend_pages, interpret=True)
     )
@@ -311,7 +320,11 @@ def cut(engine: Engine) -> tuple[dict, dict]:
 
 def turn_sizes(one: Completion) -> list[int]:
     """The tokens of each turn that has some."""
-    return [len([*own]) for is_own, own in groupby(one.loss_mask.tolist()) if is_own]
+    result = []
+    for is_own, own in groupby(one.loss_mask.tolist()):
+        if is_own:
+            result.append(len([*own]))
+    return result
 
 
 def test_a_turn_is_cut_at_a_limit_of_its_own_and_the_rollout_goes_on(engine, base, cut):
@@ -321,17 +334,19 @@ def test_a_turn_is_cut_at_a_limit_of_its_own_and_the_rollout_goes_on(engine, bas
         sizes = turn_sizes(one)
         limits = [own_limit(*key, turn) for turn in range(1, turns[key] + 1)]
         assert len(sizes) == turns[key] and len(one) <= MAX_TOKENS
-        assert all(size <= limit for size, limit in zip(sizes, limits, strict=True) if limit)
+        for size, limit in zip(sizes, limits, strict=True):
+            if limit:
+                assert size <= limit
         # the same tokens as without a limit, as far as it lets
         first = min(sizes[0], turn_sizes(base[0][key])[0])
         assert one.token_ids[:first].tolist() == base[0][key].token_ids[:first].tolist()
         ends = np.flatnonzero(np.diff(one.loss_mask.astype(int)) == -1)  # of each turn but the last
-        is_cut = [id not in engine.eos_ids for id in one.token_ids[ends].tolist()]
-        assert all(
-            size == limit
-            for size, limit, by_limit in zip(sizes, limits, is_cut, strict=False)
-            if by_limit
-        )
+        is_cut = []
+        for id in one.token_ids[ends].tolist():
+            is_cut.append(id not in engine.eos_ids)
+        for size, limit, by_limit in zip(sizes, limits, is_cut, strict=False):
+            if by_limit:
+                assert size == limit
         cut_turns += sum(is_cut)
         context = [answer(*key, turn) for turn in range(1, turns[key])]
         assert one.token_ids[~one.loss_mask].tolist() == list(chain(*context))
@@ -373,11 +388,10 @@ def test_turns_are_cut_alike_in_one_row_and_in_few_places(cut, siblings, slots):
 @pytest.mark.slow
 @pytest.mark.bitwise
 def test_a_cut_turn_that_is_continued_without_context_is_that_without_a_limit(engine):
-    plain = {
-        (row, one.index): one
-        for row in range(6)
-        for one in chain(*_drained(engine, replace(in_turns(row), has_turns=False)))
-    }
+    plain = {}
+    for row in range(6):
+        for one in chain(*_drained(engine, replace(in_turns(row), has_turns=False))):
+            plain[(row, one.index)] = one
     pieces, whole = 0, {}
     engine.submit([in_turns(row, turn_limits=(1, 2, 3, 4)) for row in range(6)])
     while not engine.idle:
@@ -393,14 +407,15 @@ def test_a_cut_turn_that_is_continued_without_context_is_that_without_a_limit(en
 
 
 def test_one_turn_is_a_completion_of_today(engine):
-    plain = {
-        (row, one.index): one
-        for row in range(3)
-        for one in chain(*_drained(engine, replace(in_turns(row), has_turns=False)))
-    }
-    done, turns = play(
-        engine, [in_turns(row) for row in range(3)], tool=lambda *_: [0] * MAX_TOKENS
-    )
+    plain = {}
+    for row in range(3):
+        for one in chain(*_drained(engine, replace(in_turns(row), has_turns=False))):
+            plain[(row, one.index)] = one
+
+    def tool(*_):
+        return [0] * MAX_TOKENS
+
+    done, turns = play(engine, [in_turns(row) for row in range(3)], tool=tool)
     same(done, plain)
     assert set(turns.values()) == {1}
 

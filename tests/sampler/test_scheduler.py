@@ -143,7 +143,10 @@ class Machine(RuleBasedStateMachine):
             return
         found = self.scheduler
         assert found.running == self.running and list(found.waiting) == self.waiting
-        kept = [one.source for one in found.entering.values() if one.is_source_free]
+        kept = []
+        for one in found.entering.values():
+            if one.is_source_free:
+                kept.append(one.source)
         assert sorted([*found.running, *found.free, *kept]) == list(range(self.rows))
         assert set(found.entering) == {
             id for id, parts in self.parts.items() if self.entered[id] < parts

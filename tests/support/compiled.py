@@ -154,10 +154,10 @@ def compiled_apply(devices: Sequence[Any], offload: bool) -> Any:
 def memory_of(compiled: Any) -> dict[str, int]:
     """Bytes on a device, and in the memory of its host."""
     found = compiled.memory_analysis()
-    return {
-        name: getattr(found, f"{name}_size_in_bytes")
-        for name in ("argument", "temp", "host_argument", "host_alias", "host_temp")
-    }
+    result = {}
+    for name in ("argument", "temp", "host_argument", "host_alias", "host_temp"):
+        result[name] = getattr(found, f"{name}_size_in_bytes")
+    return result
 
 
 def call_of(engine: Engine, program: str) -> tuple[tuple, dict[str, Any]]:
@@ -165,7 +165,9 @@ def call_of(engine: Engine, program: str) -> tuple[tuple, dict[str, Any]]:
     state, count = engine.state_shapes(), engine.scheduler.swap_rows
     if program in ("save", "restore"):
         shapes = (engine.parked.shapes,) * (program == "restore")
-        pages = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in engine._empty_table(count)]
+        pages = []
+        for x in engine._empty_table(count):
+            pages.append(jax.ShapeDtypeStruct(x.shape, x.dtype))
         return (state, jax.ShapeDtypeStruct((count,), jnp.int32), *shapes, *pages), {}
     whole = {"embed": "prefill", "enter": "prefill"}.get(program, program)
     return engine.calls(whole, published_shapes(engine.model))[program][1:]
@@ -248,10 +250,10 @@ class Collective:
 
 def arrays(shape: str) -> list[tuple[str, int]]:
     """(type, elements) of the arrays in a shape's text."""
-    return [
-        (kind, math.prod(int(size) for size in sizes.split(",") if size))
-        for kind, sizes in re.findall(r"\b([a-z]+\d+|pred)\[([\d,]*)\]", shape)
-    ]
+    result = []
+    for kind, sizes in re.findall(r"\b([a-z]+\d+|pred)\[([\d,]*)\]", shape):
+        result.append((kind, math.prod(int(size) for size in sizes.split(",") if size)))
+    return result
 
 
 def replica_groups(one: Instruction) -> list[list[int]]:

@@ -59,11 +59,11 @@ def too_expensive(costs: Sequence[Cost]) -> list[Cost]:
         known = least.get(cost.test)
         if known is None or cost.cpu_seconds < known.cpu_seconds:
             least[cost.test] = cost
-    return [
-        cost
-        for cost in least.values()
-        if cost.tier == "fast" and cost.cpu_seconds > MOST_SECONDS and not cost.is_fixture
-    ]
+    result = []
+    for cost in least.values():
+        if cost.tier == "fast" and cost.cpu_seconds > MOST_SECONDS and not cost.is_fixture:
+            result.append(cost)
+    return result
 
 
 def summary(costs: Sequence[Cost]) -> list[str]:

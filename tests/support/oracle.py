@@ -230,7 +230,9 @@ def aggregate(
     """One number from the token values of the completions that count."""
     if not completions:
         return 0.0
-    sums = [x[c.loss_mask].sum() for x, c in zip(per_token, completions, strict=True)]
+    sums = []
+    for x, c in zip(per_token, completions, strict=True):
+        sums.append(x[c.loss_mask].sum())
     lengths = [int(c.loss_mask.sum()) for c in completions]
     if mode == "token-mean":
         return sum(sums) / max(sum(lengths), 1)
@@ -243,7 +245,10 @@ def aggregate(
     if mode == "prompt-mean":
         means = []
         for prompt in dict.fromkeys(c.prompt for c in completions):
-            members = [i for i, c in enumerate(completions) if c.prompt == prompt]
+            members = []
+            for i, c in enumerate(completions):
+                if c.prompt == prompt:
+                    members.append(i)
             means.append(sum(sums[i] for i in members) / max(sum(lengths[i] for i in members), 1))
         return sum(means) / len(means)
     raise KeyError(mode)

@@ -62,14 +62,17 @@ def whiten(
     if len(set(every)) < 2:
         return [[0.0] * len(group) for group in groups]
     size = divisor(deviation(every, ddof), eps, eps_mode)
-    return [[0.0 if r is None else (r - mean(every)) / size for r in group] for group in groups]
+    result = []
+    for group in groups:
+        result.append([0.0 if r is None else (r - mean(every)) / size for r in group])
+    return result
 
 
 def masked(values: Groups, groups: Groups) -> list[list[float | None]]:
-    return [
-        [None if r is None else v for v, r in zip(a, b, strict=True)]
-        for a, b in zip(values, groups, strict=True)
-    ]
+    result = []
+    for a, b in zip(values, groups, strict=True):
+        result.append([None if r is None else v for v, r in zip(a, b, strict=True)])
+    return result
 
 
 def advantages(

@@ -30,14 +30,14 @@ def tpu(kind: str, x: int, y: int, z: int = 1, slices: int = 1) -> list[Device]:
         for host, (number, depth, top, left) in enumerate(hosts)
         for down, right in itertools.product(range(high), range(wide))
     )
-    return [
-        Device(id, host, number, coords, KINDS[kind])
-        for id, (host, (number, coords)) in enumerate(chips)
-    ]
+    result = []
+    for id, (host, (number, coords)) in enumerate(chips):
+        result.append(Device(id, host, number, coords, KINDS[kind]))
+    return result
 
 
 def gpu(kind: str, hosts: int, each: int) -> list[Device]:
-    return [
-        Device(id, id // each, device_kind=KINDS[kind], platform="gpu")
-        for id in range(hosts * each)
-    ]
+    result = []
+    for id in range(hosts * each):
+        result.append(Device(id, id // each, device_kind=KINDS[kind], platform="gpu"))
+    return result

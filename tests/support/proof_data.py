@@ -36,7 +36,10 @@ class Update:
 
     @property
     def keys(self) -> list[Key]:
-        return [(int(p), int(g)) for p, g in zip(*self.valid.nonzero(), strict=True)]
+        result = []
+        for p, g in zip(*self.valid.nonzero(), strict=True):
+            result.append((int(p), int(g)))
+        return result
 
     @property
     def lengths(self) -> np.ndarray:
@@ -52,12 +55,14 @@ class Update:
         """What the oracle sees: completions that count, their entropies and places; nothing drawn
         in a cut one."""
         keys = [key for key in self.keys if self.counts[key]]
-        chosen = [
-            replace(
-                self.completions[p][g], loss_mask=self.completions[p][g].loss_mask & ~self.cut[p, g]
+        chosen = []
+        for p, g in keys:
+            chosen.append(
+                replace(
+                    self.completions[p][g],
+                    loss_mask=self.completions[p][g].loss_mask & ~self.cut[p, g],
+                )
             )
-            for p, g in keys
-        ]
         return chosen, [self.entropies[p][g] for p, g in keys], keys
 
 
@@ -82,7 +87,9 @@ def draw_update(
         )
 
     completions = [[one(p, g) for g in range(siblings)] for p in range(prompts)]
-    entropies = [[rng.exponential(1.0, len(c.lp)) for c in group] for group in completions]
+    entropies = []
+    for group in completions:
+        entropies.append([rng.exponential(1.0, len(c.lp)) for c in group])
     valid, counts, cut = (np.full((prompts, siblings), value) for value in (True, True, False))
     if not plain:
         valid[0, 2], counts[2, 0] = False, False

@@ -134,10 +134,10 @@ def batches(
     rng = np.random.default_rng(7)
     advantages = rng.standard_normal((len(groups), size))
     weights = rng.uniform(0.1, 1.0, (len(groups), size)) / 100
-    return [
-        m.arrays
-        for m in pack(groups, range(len(groups)), advantages, weights, [shape], temperature)
-    ]
+    result = []
+    for m in pack(groups, range(len(groups)), advantages, weights, [shape], temperature):
+        result.append(m.arrays)
+    return result
 
 
 def learner(

@@ -147,12 +147,12 @@ def write_run(
             )
         for step in range(steps):
             made = make(step)
-            advantages = [
-                np.nan_to_num(group.rewards - np.nanmean(group.rewards)) for group in made
-            ]
-            trained = {
-                (place, 0): group.completions[0].logprobs + 0.01 for place, group in enumerate(made)
-            }
+            advantages = []
+            for group in made:
+                advantages.append(np.nan_to_num(group.rewards - np.nanmean(group.rewards)))
+            trained = {}
+            for place, group in enumerate(made):
+                trained[(place, 0)] = group.completions[0].logprobs + 0.01
             folder.write_groups(step + 1, made, advantages, trained)
             folder.write_metrics(step + 1, metrics(step + 1, steps, spike))
         folder.begin("training", 2)

@@ -211,12 +211,11 @@ def read_records(file: Path) -> list[dict[str, Any]]:
 def rewrite_groups(file: Path, change: Callable[[list[StoredGroup]], list[StoredGroup]]) -> None:
     """Replaces the groups of a file."""
     stored = change(read_file(file))
-    logprobs = {
-        (number, index): arrays["trainer_logprobs"]
-        for number, entry in enumerate(stored)
-        for index, arrays in enumerate(entry.token_arrays)
-        if arrays
-    }
+    logprobs = {}
+    for number, entry in enumerate(stored):
+        for index, arrays in enumerate(entry.token_arrays):
+            if arrays:
+                logprobs[(number, index)] = arrays["trainer_logprobs"]
     write_file(
         file, [entry.group for entry in stored], [entry.advantages for entry in stored], logprobs
     )
@@ -240,10 +239,10 @@ def parameters_of(
 
 
 def by_path(tree: Any) -> dict[str, np.ndarray]:
-    return {
-        jax.tree_util.keystr(path): np.asarray(leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
+    result = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        result[jax.tree_util.keystr(path)] = np.asarray(leaf)
+    return result
 
 
 def same_bits(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:

@@ -124,6 +124,8 @@ def calling(patch: pytest.MonkeyPatch) -> None:
         return message, called
 
     patch.setattr(TurnFormat, "read", calls)
-    patch.setattr(
-        TurnFormat, "encode_prompt", lambda self, prompt: self._tokenizer.encode_prompt(prompt)
-    )
+
+    def encode_prompt(self, prompt):
+        return self._tokenizer.encode_prompt(prompt)
+
+    patch.setattr(TurnFormat, "encode_prompt", encode_prompt)

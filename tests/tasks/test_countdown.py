@@ -204,7 +204,8 @@ def test_every_target_can_be_reached_within_the_dials(num_numbers: int, max_valu
     for one in [*task.train[:200], *task.evaluations["held_out"]]:
         numbers, target = one.columns["numbers"], one.columns["target"]
         assert len(numbers) == num_numbers
-        assert all(1 <= number <= max_value for number in [*numbers, target])
+        for number in [*numbers, target]:
+            assert 1 <= number <= max_value
         assert solves(one.columns["solution"], numbers, target)
         assert (
             f"Numbers: {', '.join(map(str, numbers))}. Target: {target}."
@@ -218,7 +219,8 @@ def test_held_out_problems_are_not_trained_on() -> None:
     keys = section(num_numbers=2, max_value=20)
     held = PROBLEMS.held_out(500, keys)
     trained = [PROBLEMS.train(row, keys) for row in range(2000)]
-    assert all(is_held_out(PROBLEMS.key(problem)) for problem in held)
+    for problem in held:
+        assert is_held_out(PROBLEMS.key(problem))
     assert not {problem.normal_form for problem in held} & {
         problem.normal_form for problem in trained
     }

@@ -224,7 +224,9 @@ def test_messages_are_asked_without_their_answer(tmp_path: Path) -> None:
 
 
 def test_a_template_makes_a_message_and_reads_no_braces_in_values(tmp_path: Path) -> None:
-    rows = [{"q": "{n} {{x}} {0.__class__}", "n": n, "all": [1, "ü"]} for n in range(3)]
+    rows = []
+    for n in range(3):
+        rows.append({"q": "{n} {{x}} {0.__class__}", "n": n, "all": [1, "ü"]})
     path = write(tmp_path / "data.jsonl", rows)
     task = load(path, template="Solve {q} with {n} of {all}: \\boxed{{}}")
     assert (
@@ -613,16 +615,18 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def verl_rows(count: int) -> list[dict[str, Any]]:
-    return [
-        {
-            "data_source": "sums",
-            "prompt": asked(f"{10 + i} + 17 = ?")[0],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": str(27 + i)},
-            "extra_info": {"split": "train", "index": i, "tags": ["a", "b"]},
-        }
-        for i in range(count)
-    ]
+    result = []
+    for i in range(count):
+        result.append(
+            {
+                "data_source": "sums",
+                "prompt": asked(f"{10 + i} + 17 = ?")[0],
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": str(27 + i)},
+                "extra_info": {"split": "train", "index": i, "tags": ["a", "b"]},
+            }
+        )
+    return result
 
 
 def test_verl_rows_keep_every_column_in_plain_types(tmp_path: Path) -> None:
@@ -705,9 +709,9 @@ def test_a_run_on_trls_rows(workshop: Workshop) -> None:
     assert len(found) == 2 and [one["prompt"] for one in found] == [
         rows[one["row"]]["prompt"] for one in found
     ]
-    assert all(
-        each["reward"] == len(each["text"]) + 1 for one in found for each in one["completions"]
-    )
+    for one in found:
+        for each in one["completions"]:
+            assert each["reward"] == len(each["text"]) + 1
 
 
 @pytest.mark.slow
@@ -717,9 +721,10 @@ def test_a_run_from_python_on_a_file(workshop: Workshop) -> None:
     )
 
     def judge(completions: list[str], n: list[int], **_: Any) -> list[float]:
-        return [
-            float(100 * number + len(text)) for text, number in zip(completions, n, strict=True)
-        ]
+        result = []
+        for text, number in zip(completions, n, strict=True):
+            result.append(float(100 * number + len(text)))
+        return result
 
     settings = {"name": "custom", "path": str(path), "columns": ["prompt=q"]}
     run = shoal.train(

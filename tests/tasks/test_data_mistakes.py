@@ -308,10 +308,9 @@ def test_rows_with_empty_answers_are_counted(tmp_path: Path, answers: list[Any],
     )
     found = [note for note in load(file).notes if "empty answer" in note]
     assert len(found) == bool(said) and said.format(file=file) in "".join(found)
-    rows = [
-        {"prompt": f"{i}?", "reward_model": {"ground_truth": answer}}
-        for i, answer in enumerate(answers)
-    ]
+    rows = []
+    for i, answer in enumerate(answers):
+        rows.append({"prompt": f"{i}?", "reward_model": {"ground_truth": answer}})
     assert bool([note for note in rows_task(rows).notes if "empty answer" in note]) == bool(said)
 
 
@@ -437,9 +436,17 @@ def test_messages_stand_for_prompts_from_python_too() -> None:
 
 def test_evaluate_asks_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Task] = []
-    monkeypatch.setattr("shoal.commands.evaluate.evaluate", lambda *given: asked.append(given[-1]))
+
+    def evaluate(*given):
+        return asked.append(given[-1])
+
+    monkeypatch.setattr("shoal.commands.evaluate.evaluate", evaluate)
     for rows in (GOOD, [{"prompt": str(i), "answer": i} for i in range(100)]):
-        shoal.evaluate(task=rows, reward=lambda completions, **_: [0.0] * len(completions))
+
+        def reward(completions, **_):
+            return [0.0] * len(completions)
+
+        shoal.evaluate(task=rows, reward=reward)
         assert len(asked.pop().evaluations["held_out"]) == len(rows)
 
 

@@ -197,9 +197,8 @@ def test_prompts_and_columns(tmp_path: Path) -> None:
         {"role": "system", "content": SYSTEM_PROMPT},
         {"role": "user", "content": "q3?"},
     ]
-    assert all(
-        tag in SYSTEM_PROMPT for tag in ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
-    )
+    for tag in ("<reasoning>", "</reasoning>", "<answer>", "</answer>"):
+        assert tag in SYSTEM_PROMPT
     assert example.columns == {"answer": "1003", "solution": row(3)["answer"]}
 
 
@@ -231,7 +230,9 @@ def test_gold(answer: str, number: str | None) -> None:
 
 def test_numbers_are_taken_as_text(tmp_path: Path) -> None:
     answers = [18, 18.0, -2.5, 10**18]
-    rows = [{"question": f"q{i}?", "answer": one} for i, one in enumerate([*answers, 1])]
+    rows = []
+    for i, one in enumerate([*answers, 1]):
+        rows.append({"question": f"q{i}?", "answer": one})
     path = write(tmp_path / "data.jsonl", rows)
     assert [one.columns["answer"] for one in load(path).train] == ["18", "18", "-2.5", str(10**18)]
 

@@ -328,7 +328,8 @@ def test_a_preset_is_chosen_by_key(
     assert [reward.name for reward in task.rewards] == [
         reward.name for reward in PRESETS[preset].rewards
     ]
-    assert all(reward.runs_in_process for reward in task.rewards)
+    for reward in task.rewards:
+        assert reward.runs_in_process
     assert task.correct and task.extract and task.well_formed and task.verdict and task.of_row
     assert [task.correct(answer, one) for answer in (right, wrong)] == [True, False]
     assert task.extract(wrong) is None

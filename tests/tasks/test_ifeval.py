@@ -550,7 +550,10 @@ def published(tmp_path: Path) -> Path:
 
 
 def asked(examples: Any) -> list[int]:
-    return [int(one.prompt[-1]["content"].split()[1].strip(",")) for one in examples]
+    result = []
+    for one in examples:
+        result.append(int(one.prompt[-1]["content"].split()[1].strip(",")))
+    return result
 
 
 def test_training_holds_out_every_tenth_row_and_warns(published: Path) -> None:
@@ -820,15 +823,11 @@ def test_no_text_raises_and_loose_holds_where_strict_does(text: str) -> None:
         "kwargs": [arguments for _, arguments in READ],
     }
     found = verdict(text, Example(0, "", columns))
-    assert all(
-        loose or not strict
-        for strict, loose in zip(
-            found["instruction_strict"], found["instruction_loose"], strict=True
-        )
-    )
-    assert all(
-        found["instruction_strict"][i] is False for i in range(len(READ)) if not text.strip()
-    )
+    for strict, loose in zip(found["instruction_strict"], found["instruction_loose"], strict=True):
+        assert loose or not strict
+    for i in range(len(READ)):
+        if not text.strip():
+            assert found["instruction_strict"][i] is False
     assert "".join("".join(sentences(text)).split()) == "".join(text.split())
 
 

@@ -98,12 +98,16 @@ def section(tmp_path: Path, seconds: float = 20.0, **changes: Any) -> RewardSect
 
 def ask(url: str, reward: RewardSection, *texts: str) -> tuple[list[Any], dict[str, list[float]]]:
     logged: dict[str, list[float]] = {}
+
+    def log_metric(name, value):
+        return logged.setdefault(name, []).append(float(value))
+
     scores = asyncio.run(
         JudgeFunction(url, reward)(
             ["2 + 3"] * len(texts),
             list(texts),
             answer=["5"] * len(texts),
-            log_metric=lambda name, value: logged.setdefault(name, []).append(float(value)),
+            log_metric=log_metric,
         )
     )
     return scores, logged

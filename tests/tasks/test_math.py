@@ -412,7 +412,10 @@ def workers_of(checker: Checker) -> set[int]:
 def test_hostile_texts_are_wrong_and_cost_little(
     monkeypatch: pytest.MonkeyPatch, hasty: Checker
 ) -> None:
-    monkeypatch.setattr(math_check, "checker", lambda: hasty)
+    def checker():
+        return hasty
+
+    monkeypatch.setattr(math_check, "checker", checker)
     start = time.monotonic()
     found = dict(zip(HOSTILE, same_all([("7", text) for text in HOSTILE.values()]), strict=True))
     assert time.monotonic() - start < 60
@@ -622,9 +625,11 @@ def test_two_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     write(tmp_path / "lighteval/test.jsonl", [row(i) for i in range(10, 14)])
     write(tmp_path / "500/test.jsonl", [row(i, answer=f"{i}/7") for i in range(10, 13)])
     folders = {"DigitalLearningGmbH/MATH-lighteval": "lighteval", "HuggingFaceH4/MATH-500": "500"}
-    monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", lambda name, **keys: str(tmp_path / folders[name])
-    )
+
+    def snapshot_download(name, **keys):
+        return str(tmp_path / folders[name])
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     task = load_task(TaskSection(name="math"))
     assert len(task.train) == 4
     assert [one.columns["answer"] for one in task.evaluations["held_out"]] == [
@@ -657,10 +662,9 @@ def test_rewards_and_verdicts(tmp_path: Path) -> None:
     assert task.extract(texts[0]) == task.extract("\\boxed{\\frac{3}{7}}") == "\\frac{3}{7}"
     assert task.extract(texts[4]) is None and task.extract("\\boxed{}") is None
     deep = "\\boxed{" + "(" * 40 + "3/7" + ")" * 40 + "}"
-    verdicts = [
-        task.verdict(text, one)
-        for text in ("The answer is $\\frac{3}{7}$.", "Thus $x$ is $3/7$", "no", deep)
-    ]
+    verdicts = []
+    for text in ("The answer is $\\frac{3}{7}$.", "Thus $x$ is $3/7$", "no", deep):
+        verdicts.append(task.verdict(text, one))
     assert [found["correct"] for found in verdicts] == [True, True, False, False]
     assert [found["unchecked"] for found in verdicts] == [False, False, False, True]
     assert task.figures(verdicts) == {"unchecked": 1.0}
@@ -721,7 +725,10 @@ def test_answers_of_any_form(tmp_path: Path) -> None:
 def test_without_math_verify_the_task_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(math_check.importlib.util, "find_spec", lambda name: None)
+    def find_spec(name):
+        return None
+
+    monkeypatch.setattr(math_check.importlib.util, "find_spec", find_spec)
     with pytest.raises(
         ShoalError, match=r"math-verify is not installed: pip install '\.\[math\]' in the clone"
     ):

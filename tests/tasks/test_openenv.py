@@ -63,9 +63,11 @@ class Server:
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         config = uvicorn.Config(Starlette(routes=routes), log_level="error", ws="websockets-sansio")
         self.server = uvicorn.Server(config)
-        self.thread = threading.Thread(
-            target=lambda: self.server.run(sockets=[self.listener]), daemon=True
-        )
+
+        def target():
+            return self.server.run(sockets=[self.listener])
+
+        self.thread = threading.Thread(target=target, daemon=True)
         self.thread.start()
         while not self.server.started:
             time.sleep(0.01)

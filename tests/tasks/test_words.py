@@ -91,7 +91,9 @@ def test_held_out_solutions_are_right() -> None:
 
 def test_the_question_tells_every_number_in_order() -> None:
     for problem in (*(PROBLEMS.train(row, DIALS) for row in range(500)), *held_out_problems(200)):
-        told = [int(n) for n in re.findall(r"\d+", problem.question.replace("twice", "2 times"))]
+        told = []
+        for n in re.findall(r"\d+", problem.question.replace("twice", "2 times")):
+            told.append(int(n))
         assert told == [problem.start, *(step.operand for step in problem.steps)]
         assert problem.name in problem.question
         assert not re.search(r"[{}]|  ", problem.question)
@@ -106,10 +108,10 @@ def numeric_form(problem: Problem) -> str:
 def template_ids(problem: Problem) -> list[str]:
     """Such as `seen:+:3`, one a sentence, in order."""
     kind = "unseen" if problem.unseen else "seen"
-    return [
-        f"{kind}:{part}:{index}"
-        for part, index in zip(problem.parts, problem.templates, strict=True)
-    ]
+    result = []
+    for part, index in zip(problem.parts, problem.templates, strict=True):
+        result.append(f"{kind}:{part}:{index}")
+    return result
 
 
 def test_problems_are_short_and_varied(task: Task) -> None:
@@ -123,8 +125,12 @@ def test_problems_are_short_and_varied(task: Task) -> None:
     assert used == {
         f"seen:{part}:{i}" for part, templates in SEEN.items() for i in range(len(templates))
     }
-    operations = [step.operation.value for problem in problems for step in problem.steps]
-    assert all(operations.count(operation) > 0.1 * len(operations) for operation in "+-*/")
+    operations = []
+    for problem in problems:
+        for step in problem.steps:
+            operations.append(step.operation.value)
+    for operation in "+-*/":
+        assert operations.count(operation) > 0.1 * len(operations)
     assert (
         len({problem.name for problem in problems})
         == 24
@@ -141,7 +147,8 @@ def test_no_held_out_problem_is_trained_on_whatever_its_words() -> None:
         for problem in (PROBLEMS.train(row, DIALS), PROBLEMS.train(row, DIALS, "pretrain")):
             assert numeric_form(problem) not in held
             assert not is_held_out(numeric_form(problem))
-    assert all(is_held_out(form) for form in held)
+    for form in held:
+        assert is_held_out(form)
 
 
 @pytest.mark.slow
@@ -150,7 +157,8 @@ def test_no_held_out_problem_is_trained_on_whatever_its_words() -> None:
 def test_splits_are_disjoint_at_other_dials_too(section: TaskSection, row: int) -> None:
     held = {numeric_form(problem) for problem in PROBLEMS.held_out(5, section)}
     trained = {numeric_form(PROBLEMS.train(other, section)) for other in range(row, row + 20)}
-    assert all(is_held_out(form) for form in held)
+    for form in held:
+        assert is_held_out(form)
     assert not any(is_held_out(form) for form in trained)
 
 
@@ -200,7 +208,10 @@ def test_held_out_problems_are_distinct_and_cut_from_one_order(task: Task) -> No
     held = [numeric_form(problem) for problem in PROBLEMS.held_out(500, DIALS)]
     assert len(set(held)) == 500
     assert load_task(TaskSection(num_eval_questions=0)).evaluations == task.evaluations
-    evaluated = [example.row for examples in task.evaluations.values() for example in examples]
+    evaluated = []
+    for examples in task.evaluations.values():
+        for example in examples:
+            evaluated.append(example.row)
     assert len(set(evaluated)) == 1000  # no two questions of one evaluation share their noise
 
 
@@ -261,18 +272,22 @@ def test_unseen_sentences_never_occur_in_training() -> None:
     for part in SEEN:
         assert len(SEEN[part]) >= 6 and len(UNSEEN[part]) >= 3
         assert len(set(SEEN[part] + UNSEEN[part])) == len(SEEN[part]) + len(UNSEEN[part])
-    unseen = [pattern(template) for templates in UNSEEN.values() for template in templates]
+    unseen = []
+    for templates in UNSEEN.values():
+        for template in templates:
+            unseen.append(pattern(template))
     told = PROBLEMS.held_out(200, DIALS, "unseen_templates")
-    assert all(
-        any(p.fullmatch(sentence) for p in unseen)
-        for problem in told
-        for sentence in sentences(problem)
-    )
+    for problem in told:
+        for sentence in sentences(problem):
+            assert any(p.fullmatch(sentence) for p in unseen)
     for row in range(1000):
         for problem in (PROBLEMS.train(row, DIALS), PROBLEMS.train(row, DIALS, "pretrain")):
-            assert all(name.startswith("seen:") for name in template_ids(problem))
+            for name in template_ids(problem):
+                assert name.startswith("seen:")
             assert not any(p.fullmatch(sentence) for p in unseen for sentence in sentences(problem))
-    assert all(name.startswith("unseen:") for problem in told for name in template_ids(problem))
+    for problem in told:
+        for name in template_ids(problem):
+            assert name.startswith("unseen:")
 
 
 def sentences(problem: Problem) -> list[str]:

@@ -153,11 +153,10 @@ def test_every_valid_completion_lands_once_with_its_numbers(
 @given(**sizes)
 def test_values_come_back_to_their_completions(seed, prompts, siblings, micro_tokens, shards):
     groups = make_groups(seed, prompts, siblings)
-    old_logprobs = {
-        (g, i): -np.arange(len(c), dtype=np.float32) - 100 * g - 1000 * i - 1
-        for g, group in enumerate(groups)
-        for i, c in enumerate(group.completions)
-    }
+    old_logprobs = {}
+    for g, group in enumerate(groups):
+        for i, c in enumerate(group.completions):
+            old_logprobs[(g, i)] = -np.arange(len(c), dtype=np.float32) - 100 * g - 1000 * i - 1
     ref_logprobs = {key: value - 0.5 for key, value in old_logprobs.items()}
     batches = packed(
         groups,
@@ -219,15 +218,15 @@ def test_little_is_padding_whatever_the_lengths(median, cap):
     16k: computed tokens over real ones, prompts that a second row computes again included."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(median), 1.0, (64, 8)), 1, cap).astype(int)
-    sizes = {
-        n: (int(rng.integers(64, 257)), dict(enumerate(own.tolist())))
-        for n, own in enumerate(lengths)
-    }
+    sizes = {}
+    for n, own in enumerate(lengths):
+        sizes[n] = (int(rng.integers(64, 257)), dict(enumerate(own.tolist())))
     whole = row_shapes(256 + cap, 10**9, 16384, 1, 4)[0]
     rows = fill_rows(sizes, whole.length)
     real = lengths.sum() + sum(prompt for prompt, _ in sizes.values())
     assert len(rows) * whole.length / real < 1.1
-    assert all(row.free >= 0 for row in rows)
+    for row in rows:
+        assert row.free >= 0
     assert sorted((n, i) for row in rows for n, members in row.parts for i in members) == [
         (n, i) for n in range(64) for i in range(8)
     ]
@@ -276,7 +275,9 @@ def rows_by_definition(sizes: dict, length: int) -> list[tuple[int, list]]:
     st.integers(90, 300),
 )
 def test_rows_are_filled_as_defined(groups, length):
-    sizes = {n: (prompt, dict(enumerate(members))) for n, (prompt, members) in enumerate(groups)}
+    sizes = {}
+    for n, (prompt, members) in enumerate(groups):
+        sizes[n] = (prompt, dict(enumerate(members)))
     assert [(row.free, row.parts) for row in fill_rows(sizes, length)] == rows_by_definition(
         sizes, length
     )
@@ -323,10 +324,10 @@ def test_what_is_left_over_takes_a_shorter_shape_where_that_saves_much():
 
     def lengths(count: int) -> list[int]:
         groups = [group(row) for row in range(count)]
-        return [
-            batch.arrays.tokens.shape[1]
-            for batch in packed(groups, row_shapes(60, 10**6, 560, 1, 4))[2]
-        ]
+        result = []
+        for batch in packed(groups, row_shapes(60, 10**6, 560, 1, 4))[2]:
+            result.append(batch.arrays.tokens.shape[1])
+        return result
 
     assert lengths(1) == [128, 128]  # for 140 tokens
     # a fourth group is divided: 60 tokens beside three others, 100 left over

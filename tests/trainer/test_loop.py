@@ -49,7 +49,8 @@ from shoal.trainer.schedule import Schedule
 def test_versions_by_step(lag, every, versions):
     schedule = Schedule(lag, every)
     assert [schedule.version(step) for step in range(8)] == versions
-    assert all(schedule.publishes(version) for version in versions)
+    for version in versions:
+        assert schedule.publishes(version)
     stale = [step - schedule.version(step) for step in range(40)]
     assert max(stale) == schedule.max_staleness == lag + every - 1 and min(stale) >= 0
     assert [v for v in range(8) if schedule.publishes(v)] == list(range(0, 8, every))
@@ -81,7 +82,11 @@ class Diary:
         self.warned: list[Finding] = []
         self.watch = SimpleNamespace(in_a_row={})
         self.folder = Path("checkpoints")
-        self.learner = SimpleNamespace(init=lambda parameters: state_of(0))
+
+        def init(parameters):
+            return state_of(0)
+
+        self.learner = SimpleNamespace(init=init)
 
     def request(self, requests) -> None:
         [step] = {request.step for request in requests}
@@ -94,29 +99,32 @@ class Diary:
     def take(self, purpose, step) -> list[SimpleNamespace]:
         assert purpose is Purpose.TRAIN
         self.events.append(("take", step))
-        completions = [
-            Completion(
-                0,
-                0,
-                np.zeros(1),
-                np.zeros(1),
-                np.ones(1, bool),
-                np.array([request.version - self.older]),
-                StopReason.EOS,
+        completions = []
+        for request in self.pending[step]:
+            completions.append(
+                Completion(
+                    0,
+                    0,
+                    np.zeros(1),
+                    np.zeros(1),
+                    np.ones(1, bool),
+                    np.array([request.version - self.older]),
+                    StopReason.EOS,
+                )
             )
-            for request in self.pending[step]
-        ]
-        return [
-            SimpleNamespace(
-                step=step,
-                example=request.example,
-                rewards=np.zeros(3),
-                valid=np.ones(3, bool),
-                correct=None,
-                completions=[one],
+        result = []
+        for request, one in zip(self.pending[step], completions, strict=True):
+            result.append(
+                SimpleNamespace(
+                    step=step,
+                    example=request.example,
+                    rewards=np.zeros(3),
+                    valid=np.ones(3, bool),
+                    correct=None,
+                    completions=[one],
+                )
             )
-            for request, one in zip(self.pending[step], completions, strict=True)
-        ]
+        return result
 
     def publish(self, version, params, keep_from=None) -> None:
         assert params == ("weights", version)
@@ -216,9 +224,11 @@ def play(
 @pytest.mark.parametrize(("older", "ages"), [(3, "3 to 3"), (-1, "-1 to -1")])
 def test_no_step_learns_from_tokens_beyond_the_bound(monkeypatch, older, ages):
     monkeypatch.setattr(Diary, "older", older)
-    monkeypatch.setattr(
-        Diary, "update", lambda self, state, groups, step: pytest.fail("an update was made")
-    )
+
+    def update(self, state, groups, step):
+        return pytest.fail("an update was made")
+
+    monkeypatch.setattr(Diary, "update", update)
     with pytest.raises(
         RuntimeError,
         match=rf"got tokens {ages} versions old, expected 0 to 2 \(train.max_staleness\)",
@@ -301,7 +311,10 @@ def test_every_step_is_asked_for_once_at_its_version(lag, every, steps):
         assert [(r.num_completions, r.purpose) for r in diary.pending[step]] == [
             (3, Purpose.TRAIN)
         ] * 2
-    rows = [request.example.row for step in range(steps) for request in diary.pending[step]]
+    rows = []
+    for step in range(steps):
+        for request in diary.pending[step]:
+            rows.append(request.example.row)
     assert len(set(rows)) == 2 * steps  # in the first epoch no prompt twice
     evaluated = [event[1:] for event in diary.events if event[0] == "evaluate"]
     ends = [(0, True)], [(steps, True)]
@@ -603,11 +616,18 @@ def test_that_the_data_is_learnt_is_said_once():
 
 def test_only_the_first_evaluation_of_a_process_compiles():
     said: list[str] = []
+
+    def compilations():
+        return 3
+
+    def during(*_):
+        return nullcontext()
+
     recorder = SimpleNamespace(
         _evaluation_rate=None,
         _compiled_before=-1,
-        compilations=lambda: 3,
-        folder=SimpleNamespace(during=lambda *_: nullcontext()),
+        compilations=compilations,
+        folder=SimpleNamespace(during=during),
         _begin_phase=said.append,
     )
     for version in (0, 5):
@@ -687,9 +707,8 @@ def test_a_resumed_run_samples_from_what_its_checkpoint_holds():
     schedule = Schedule(lag=3, held=(4, 5))
     assert [schedule.version(step) for step in range(5, 11)] == [4, 4, 4, 5, 6, 7]
     assert schedule.older_versions(6) == [4, 5] and schedule.keep_from(6) == 4
-    assert all(
-        0 <= step - schedule.version(step) <= schedule.max_staleness for step in range(5, 20)
-    )
+    for step in range(5, 20):
+        assert 0 <= step - schedule.version(step) <= schedule.max_staleness
 
 
 # ---- with the real source
@@ -707,7 +726,10 @@ def train_with(workshop: Workshop, name: str, schedule: Schedule, *words: str):
 
 
 def tokens(run, step: int) -> list:
-    return [[c["token_ids"] for c in group["completions"]] for group in groups(run, step)]
+    result = []
+    for group in groups(run, step):
+        result.append([c["token_ids"] for c in group["completions"]])
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -726,7 +748,8 @@ def test_a_lag_of_one_trains_on_older_samples(workshop, unmoved):
         for group in groups(run, step):
             assert group["version"] == max(0, step - 2)
             # those asked for
-            assert all("versions" not in completion for completion in group["completions"])
+            for completion in group["completions"]:
+                assert "versions" not in completion
         # the weights have moved on since
         assert (row["sampler_gap/logprob_max"] < 2e-5) == (step == 1)
     assert [tokens(run, step) == tokens(unmoved, step) for step in (1, 2, 3)] == [True, True, False]

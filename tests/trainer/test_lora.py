@@ -92,13 +92,15 @@ def with_adapter(a: Architecture, base: Any, adapter: Any) -> Any:
 
 
 def kernels(weights: Any) -> dict[str, Adapted]:
-    found = {
-        name: getattr(weights.blocks, name) for name in ("q", "k", "v", "o", "gate", "up", "down")
-    }
-    return {
-        name: getattr(weight, "kernel", weight) if not isinstance(weight, Adapted) else weight
-        for name, weight in found.items()
-    }
+    found = {}
+    for name in ("q", "k", "v", "o", "gate", "up", "down"):
+        found[name] = getattr(weights.blocks, name)
+    result = {}
+    for name, weight in found.items():
+        result[name] = (
+            getattr(weight, "kernel", weight) if not isinstance(weight, Adapted) else weight
+        )
+    return result
 
 
 @pytest.mark.slow
@@ -110,7 +112,11 @@ def test_on_a_gpu_an_adapters_products_stay_three(a, monkeypatch):
     be three times b's rows, which ended every run with an adapter on a GPU whose model has no
     biases."""
     monkeypatch.setattr(Role, "platform", "gpu")
-    monkeypatch.setattr(selector, "kernel_refusal", lambda model: "")
+
+    def kernel_refusal(model):
+        return ""
+
+    monkeypatch.setattr(selector, "kernel_refusal", kernel_refusal)
     for one in (a, adapted(a)):
         model = Model(one, ROLE)
         engine = Engine(
@@ -293,9 +299,8 @@ def test_an_update_changes_the_adapter_alone_and_has_moments_for_it_alone():
     total, _ = one.accumulate(None, state, batches(random_groups(a, 4, 3, 12, 12))[0])
     state, _ = one.apply(state, total)
     assert checksum(state.frozen) == kept
-    assert all(
-        not np.array_equal(before[name], leaf) for name, leaf in by_path(state.trainable).items()
-    )
+    for name, leaf in by_path(state.trainable).items():
+        assert not np.array_equal(before[name], leaf)
     sizes = {leaf.shape for leaf in jax.tree.leaves(state.optimizer)} - {()}
     assert sizes == {spec.shape for spec in jax.tree.leaves(trained_specs(a))}
     assert {leaf.dtype.name for leaf in jax.tree.leaves((state.trainable, total.gradient))} == {
@@ -349,7 +354,8 @@ def test_frozen_weights_are_published_once(kind, tmp_path):
             tmp_path.glob("*/*.safetensors"), key=lambda file: "frozen" not in file.name
         )
         assert frozen.name.startswith("frozen") and len(versions) == 3
-        assert all(set(load_file(one)).isdisjoint(load_file(frozen)) for one in versions)
+        for one in versions:
+            assert set(load_file(one)).isdisjoint(load_file(frozen))
         frozen.unlink()  # as if it were gone: hosts that have read it go on
         manifest.read(model, kept).result()()
         with pytest.raises(LookupError, match="what is frozen in all versions is not in"):
@@ -523,7 +529,9 @@ def test_the_gated_product_of_tpus_has_the_gradients_of_the_plain_one():
     rng, model = np.random.default_rng(0), learner(PLAINEST).model
     down = quantise(jnp.asarray(rng.standard_normal((64, 32)), jnp.float32), "int8")
     shapes = ((2, 5, 64), (2, 5, 64), (64, 3), (3, 32))
-    inputs = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+    inputs = []
+    for shape in shapes:
+        inputs.append(jnp.asarray(rng.standard_normal(shape), jnp.float32))
 
     def fused(gate: Any, up: Any, a: Any, b: Any) -> Any:
         return jnp.square(gated_product(model, gate, up, Adapted(down, a, b, 2.0))).sum()
@@ -592,7 +600,10 @@ def widened(a: Architecture, parameters: Any) -> Any:
             return weight
         return weight.values.astype(jnp.float32) * weight.scale[..., None, :]
 
-    wide = jax.tree.map(widen, parameters, is_leaf=lambda weight: isinstance(weight, Quantised))
+    def is_leaf(weight):
+        return isinstance(weight, Quantised)
+
+    wide = jax.tree.map(widen, parameters, is_leaf=is_leaf)
     return jax.tree.unflatten(
         jax.tree.structure(param_specs(replace(a, quantised=""))), jax.tree.leaves(wide)
     )
@@ -695,9 +706,9 @@ def test_a_sampler_in_8_bits_has_the_trainers_weights_to_the_nearest(adapter, ki
             (s.shape, s.dtype) for s in wanted
         ]
         assert same_bits(by_path(jax.tree.leaves(one)), by_path(jax.tree.leaves(read[0])))
-    sent = {
-        name: values.dtype for name, values, _ in to_host(model, named_leaves(model, parameters))
-    }
+    sent = {}
+    for name, values, _ in to_host(model, named_leaves(model, parameters)):
+        sent[name] = values.dtype
     # as Ray's objects
     assert sent == {name: published_dtype(model, spec) for name, spec in named_specs(model).items()}
     before, after = parameters.blocks.down, read[0].blocks.down
@@ -714,11 +725,10 @@ def test_a_sampler_in_8_bits_has_the_trainers_weights_to_the_nearest(adapter, ki
         jnp.float32,
         model.architecture,
     )
-    small = [
-        one
-        for one in jax.tree.leaves(read[0], is_leaf=lambda one: isinstance(one, Quantised))
-        if isinstance(one, Quantised)
-    ]
+    small = []
+    for one in jax.tree.leaves(read[0], is_leaf=lambda one: isinstance(one, Quantised)):
+        if isinstance(one, Quantised):
+            small.append(one)
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(small)) == bytes_per_device(
         [own for _, own in copies]
     )
@@ -782,11 +792,13 @@ def test_the_backward_pass_computes_only_the_narrow_products_again():
     )
     rows = batch.tokens.size
     shapes = dict(re.findall(r"%([\w.-]+) = f32\[([\d,]+)\]", text))
-    dots = [
-        (out, *(shapes[name] for name in names))
-        for out, *names in re.findall(r" = f32\[([\d,]+)\]\S* dot\(%([\w.-]+), %([\w.-]+)\)", text)
-    ]
-    wide = [out for out, left, _ in dots if left == f"{rows},{rank}" and out.startswith(f"{rows},")]
+    dots = []
+    for out, *names in re.findall(r" = f32\[([\d,]+)\]\S* dot\(%([\w.-]+), %([\w.-]+)\)", text):
+        dots.append((out, *(shapes[name] for name in names)))
+    wide = []
+    for out, left, _ in dots:
+        if left == f"{rows},{rank}" and out.startswith(f"{rows},"):
+            wide.append(out)
     assert len(wide) == 14  # forward by B, backward by A
     # forward, again, backward by B
     assert len([out for out, *_ in dots if out == f"{rows},{rank}"]) == 21

@@ -125,7 +125,9 @@ def mass_kept(parameters, prompt, completion):
 
 def judged(correct=None, valid=(True, True, True), weights=None, **parts):
     """A group whose reward functions gave these values, or could not judge (None)."""
-    components = {name: np.array(values, float) for name, values in parts.items()}
+    components = {}
+    for name, values in parts.items():
+        components[name] = np.array(values, float)
     weights = weights or dict.fromkeys(parts, 1.0)
     rewards = sum(
         (weights[name] * np.nan_to_num(values) for name, values in components.items()), np.zeros(3)

@@ -111,7 +111,11 @@ def test_the_updates_are_bitwise_those_of_moments_on_the_devices(number):
 def test_an_update_a_layer_at_a_time_is_the_whole_ones(number, monkeypatch):
     """As accelerators do it. In bfloat16 it rounds by other bits."""
     kind, whole = KINDS[number], on_the_devices(number)
-    monkeypatch.setattr(step, "_streams", lambda section, role: section.offload)
+
+    def streams(section, role):
+        return section.offload
+
+    monkeypatch.setattr(step, "_streams", streams)
     step._optimizer_programs.cache_clear()
     try:
         other = trained(made(True, **kind))
@@ -127,7 +131,10 @@ def test_an_update_a_layer_at_a_time_is_the_whole_ones(number, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_an_overflow_changes_no_moment(by_layer, monkeypatch):
-    monkeypatch.setattr(step, "_streams", lambda section, role: by_layer)
+    def streams(section, role):
+        return by_layer
+
+    monkeypatch.setattr(step, "_streams", streams)
     step._optimizer_programs.cache_clear()
     try:
         one = made(True, dtype=jnp.float16)

@@ -36,8 +36,11 @@ def rows(prepared) -> list[int]:
 
 def test_each_epoch_is_a_permutation_in_an_order_of_its_own():
     s = stream()
-    epochs = [rows(s.next(4)) + rows(s.next(4)) + rows(s.next(4)) for _ in range(4)]
-    assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
+    epochs = []
+    for _ in range(4):
+        epochs.append(rows(s.next(4)) + rows(s.next(4)) + rows(s.next(4)))
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(12))
     assert len({tuple(epoch) for epoch in epochs}) == 4 and (s.epoch, s.cursor) == (3, 12)
 
 
@@ -309,4 +312,6 @@ def test_a_run_that_is_resumed_with_fewer_rows_goes_on_with_these(bound):
     longer.postponed = [11, 2, 7]
     shorter.restore(longer.state())
     assert rows(shorter.next(4))[0] == 2
-    assert all(row < 6 for _ in range(6) for row in rows(shorter.next(4)))
+    for _ in range(6):
+        for row in rows(shorter.next(4)):
+            assert row < 6

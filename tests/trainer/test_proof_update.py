@@ -212,7 +212,9 @@ class Watched(Learner):
     done: list[Done]
 
     def apply(self, state: Any, total: Any) -> Any:
-        sums = {name: (float(a), float(b)) for name, (a, b) in total.sums.items()}
+        sums = {}
+        for name, (a, b) in total.sums.items():
+            sums[name] = (float(a), float(b))
         parameters, gradient = jax.device_get((state.trainable, total.gradient))
         self.done.append(Done(parameters, gradient, float(total.loss), sums))
         return super().apply(state, total)
@@ -274,10 +276,12 @@ def advantages(a: AlgorithmSection, old_logprobs: dict, ref_logprobs: dict) -> l
     """Of the whole step, the divergence taken off the reward where it goes there."""
 
     def listed(values: Any) -> list[list[float | None]]:
-        return [
-            [float(v) if ok else None for v, ok in zip(row, group.valid, strict=True)]
-            for row, group in zip(values, groups(), strict=True)
-        ]
+        result = []
+        for row, group in zip(values, groups(), strict=True):
+            result.append(
+                [float(v) if ok else None for v, ok in zip(row, group.valid, strict=True)]
+            )
+        return result
 
     taken = np.zeros((P, G))
     if a.kl_placement == "reward":
@@ -288,7 +292,9 @@ def advantages(a: AlgorithmSection, old_logprobs: dict, ref_logprobs: dict) -> l
     for name in ("first", "second"):
         parts.append(listed([group.reward_components[name] for group in groups()]))
     rewards = listed(np.stack([group.rewards for group in groups()]) - taken)
-    lengths = [[int(c.loss_mask.sum()) for c in group.completions] for group in groups()]
+    lengths = []
+    for group in groups():
+        lengths.append([int(c.loss_mask.sum()) for c in group.completions])
     found = oracle_advantage.advantages(
         a.advantage,
         rewards,
@@ -300,7 +306,10 @@ def advantages(a: AlgorithmSection, old_logprobs: dict, ref_logprobs: dict) -> l
         lengths if a.whiten_over == "tokens" else None,
     )
     # a bound goes by the sign: noise has none
-    return [[0.0 if abs(x) < 1e-15 else x for x in row] for row in found]
+    result = []
+    for row in found:
+        result.append([0.0 if abs(x) < 1e-15 else x for x in row])
+    return result
 
 
 def expected(
@@ -362,7 +371,10 @@ def assert_equals_oracle(
     teacher: bool = False,
 ) -> None:
     """Each update's loss and gradient; the step's means over the tokens that are learnt from."""
-    members = [m for epoch in range(a.num_epochs) for m in updater._minibatches(P, 0, epoch)]
+    members = []
+    for epoch in range(a.num_epochs):
+        for m in updater._minibatches(P, 0, epoch):
+            members.append(m)
     assert len(done) == len(members) == a.num_epochs * a.num_minibatches
     completions, totals = [], {name: [] for name in ("tokens", "entropy", "kl", "clip/fraction")}
     for update, chosen in zip(done, members, strict=True):
@@ -581,4 +593,5 @@ def test_constant_rewards_move_nothing(advantage: Any, monkeypatch: pytest.Monke
     )
     monkeypatch.setitem(globals(), "groups", lambda: same)
     done, _, _ = run(AlgorithmSection(advantage=advantage))
-    assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(done[0].gradient))
+    for leaf in jax.tree.leaves(done[0].gradient):
+        assert (np.asarray(leaf) == 0).all()

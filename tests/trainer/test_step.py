@@ -48,11 +48,10 @@ def flattened(batch: LearnerBatch) -> LearnerBatch:
     """The same tokens with a row for each completion: the prompt's first token, then one segment of
     all others."""
     segment, prompt = np.asarray(batch.segment), np.asarray(batch.prompt)
-    completions = [
-        (row, number)
-        for row in range(len(segment))
-        for number in np.unique(segment[row][segment[row] != prompt[row]])
-    ]
+    completions = []
+    for row in range(len(segment)):
+        for number in np.unique(segment[row][segment[row] != prompt[row]]):
+            completions.append((row, number))
     out = MicroBatch.empty(Shape(len(completions), 80), float(batch.temperature)).arrays
     for at, (row, number) in enumerate(completions):
         own = np.flatnonzero(segment[row] == number)
@@ -98,7 +97,10 @@ def shared_and_flattened(request):
     parameters = random_parameters(request.param)
     (batch,) = batches(random_groups(request.param, 3, 4, 40, 30), temperature=0.7)
     program = gradient_program(request.param, jnp.float32, "dots")
-    return [(one, program(parameters, one)) for one in (batch, flattened(batch))]
+    result = []
+    for one in (batch, flattened(batch)):
+        result.append((one, program(parameters, one)))
+    return result
 
 
 def test_a_shared_prompt_equals_the_flattened_computation(shared_and_flattened):

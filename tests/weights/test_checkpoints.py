@@ -78,8 +78,12 @@ def test_a_protected_version_outlives_newer_ones(tmp_path, monkeypatch):
     """The last good one, where what came after it is ruined."""
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1)
     deleted: list[int] = []
+
+    def all_steps():
+        return [3, 4, 5]
+
     monkeypatch.setattr(
-        checkpoints, "_manager", SimpleNamespace(all_steps=lambda: [3, 4, 5], delete=deleted.append)
+        checkpoints, "_manager", SimpleNamespace(all_steps=all_steps, delete=deleted.append)
     )
     checkpoints.protected = 3
     checkpoints._prune()
@@ -181,7 +185,8 @@ def test_weights_outside_of_devices_are_saved_and_restored_there(tmp_path, monke
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), parameters)
     found = restore(tmp_path, 5, one.shapes(), shapes).published[4]
     assert len(held) == 2 * len(sizes) and max(held[: len(sizes)]) <= before + max(sizes)
-    assert all(isinstance(leaf, LazyArray) for leaf in jax.tree.leaves(found))
+    for leaf in jax.tree.leaves(found):
+        assert isinstance(leaf, LazyArray)
     assert same_bits(by_path(found), by_path(parameters))
     flipped = tmp_path / "checkpoints" / "5" / "published"
     largest = max(
@@ -356,9 +361,11 @@ def test_a_call_to_a_closed_loop_of_orbax_is_dropped_whenever_it_comes_and_nothi
     monkeypatch,
 ):
     seen = []
-    monkeypatch.setattr(
-        sys, "unraisablehook", lambda unraisable: seen.append(str(unraisable.exc_value))
-    )
+
+    def unraisablehook(unraisable):
+        return seen.append(str(unraisable.exc_value))
+
+    monkeypatch.setattr(sys, "unraisablehook", unraisablehook)
     load_orbax.__wrapped__()
     for text, owner in (
         ("Event loop is closed", None),

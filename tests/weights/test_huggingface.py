@@ -262,7 +262,11 @@ def test_locate_nothing(tmp_path):
 def test_locate_tiny_is_the_packaged_one(tmp_path, monkeypatch):
     assets = tmp_path / "assets" / "tiny"
     assets.mkdir(parents=True)
-    monkeypatch.setattr(model_hub.resources, "files", lambda name: {"shoal": tmp_path}[name])
+
+    def files(name):
+        return {"shoal": tmp_path}[name]
+
+    monkeypatch.setattr(model_hub.resources, "files", files)
     assert locate("tiny") == assets
     assets.rmdir()
     with pytest.raises(ShoalError, match="lacks its packaged model"):
@@ -357,7 +361,8 @@ def test_each_tensor_is_where_it_belongs(tmp_path):
         assert np.array_equal(
             p.blocks.mlp_norm[layer], stored[place + "post_attention_layernorm.weight"]
         )
-    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(p))
+    for leaf in jax.tree.leaves(p):
+        assert leaf.dtype == jnp.float32
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
@@ -377,7 +382,9 @@ def test_several_files(tmp_path, indexed):
     for number, some in enumerate((names[:9], names[9:])):
         save_tensors(folder / f"part-{number}.safetensors", {name: named[name] for name in some})
     if indexed:
-        places = {name: f"part-{int(name in names[9:])}.safetensors" for name in names}
+        places = {}
+        for name in names:
+            places[name] = f"part-{int(name in names[9:])}.safetensors"
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     assert same(load(folder), expected)
     if indexed:
@@ -615,9 +622,8 @@ def test_eight_devices_hold_the_same_parameters(tmp_path):
     a, one = architecture_of(folder), load(folder)
     for section in (MeshSection(fsdp=4, tensor=2), MeshSection(data=2, fsdp=2, tensor=2)):
         roles = make_roles(section)
-        assert all(
-            same(huggingface.load(folder, a, role), one) for role in (roles.trainer, roles.sampler)
-        )
+        for role in (roles.trainer, roles.sampler):
+            assert same(huggingface.load(folder, a, role), one)
         many = huggingface.load(folder, a, roles.trainer)
         assert many.blocks.q.kernel.addressable_data(0).shape == (2, 32 // section.fsdp, 16)
     huggingface.save(tmp_path / "saved", many, a, folder)
@@ -702,7 +708,8 @@ def test_shards_have_an_index_and_keep_to_their_size(tmp_path):
     assert set(index["weight_map"].values()) == {file.name for file in files}
     stored = {file.name: load_file(file) for file in files}
     assert {name: file for file, named in stored.items() for name in named} == index["weight_map"]
-    assert all(sum(t.nbytes for t in named.values()) <= 20_000 for named in stored.values())
+    for named in stored.values():
+        assert sum(t.nbytes for t in named.values()) <= 20_000
     assert index["metadata"]["total_size"] == sum(
         t.nbytes for named in stored.values() for t in named.values()
     )
@@ -798,7 +805,10 @@ def test_a_tied_model_whose_files_hold_another_head_is_untied_as_in_transformers
         parts = {"a.safetensors": named, "b.safetensors": {"lm_head.weight": head}}
         for name, part in parts.items():
             save_tensors(folder / name, part)
-        weight_map = {tensor: name for name, part in parts.items() for tensor in part}
+        weight_map = {}
+        for name, part in parts.items():
+            for tensor in part:
+                weight_map[tensor] = name
         (folder / "model.safetensors.index.json").write_text(
             json.dumps({"metadata": {}, "weight_map": weight_map})
         )
@@ -819,10 +829,11 @@ def test_a_tied_model_whose_files_hold_another_head_is_untied_as_in_transformers
     np.testing.assert_array_equal(
         load_file(tmp_path / "export" / "model.safetensors")["lm_head.weight"], head
     )
-    theirs = [
-        transformers.AutoModelForCausalLM.from_pretrained(one).lm_head.weight.detach().numpy()
-        for one in (folder, tmp_path / "export")
-    ]
+    theirs = []
+    for one in (folder, tmp_path / "export"):
+        theirs.append(
+            transformers.AutoModelForCausalLM.from_pretrained(one).lm_head.weight.detach().numpy()
+        )
     for one in theirs:
         np.testing.assert_array_equal(one, head)
 

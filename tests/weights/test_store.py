@@ -39,7 +39,11 @@ def fetch(manifest: Any, model: Model) -> Any:
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
     """A folder whose files are mapped, as in memory."""
-    monkeypatch.setattr(weight_store, "file_system", lambda folder, *_: "tmpfs")
+
+    def file_system(folder, *_):
+        return "tmpfs"
+
+    monkeypatch.setattr(weight_store, "file_system", file_system)
     return tmp_path
 
 
@@ -94,7 +98,9 @@ def test_each_device_has_the_same_part_of_each_piece(folder, monkeypatch):
             (params.blocks.down, block.down, 0),
         ):
             for device, own in enumerate(np.split(np.asarray(whole[number]), 2, axis)):
-                shards = [part.addressable_shards[device].data for part in parts]
+                shards = []
+                for part in parts:
+                    shards.append(part.addressable_shards[device].data)
                 assert np.concatenate(shards, axis).tobytes() == own.tobytes()
         assert np.asarray(block.q).tobytes() == np.asarray(params.blocks.q[number]).tobytes()
     # else a device had each array twice

@@ -171,12 +171,15 @@ def test_rewards_stay_with_their_completions_though_a_function_forks(
     section = RewardSection(workers=workers, timeout_seconds=20.0, memory_gib=0.5)
     with RewardPool(name_functions([make_reward(way)]), section, 10) as pool:
         for step in range(3):
-            texts = [[f"{4 * step + 2 * p + g}" for g in range(2)] for p in range(2)]
+            texts = []
+            for p in range(2):
+                texts.append([f"{4 * step + 2 * p + g}" for g in range(2)])
             pool.submit(step, EXAMPLES, texts, [[[1], [1]], [[1], [1]]], step=step)
             [(_, scores)] = pool.collect(wait=True)
             np.testing.assert_array_equal(scores.rewards, np.array(texts, np.float64))
             assert not scores.failures
-    assert all(gone(pid) for pid in descendants() - before)
+    for pid in descendants() - before:
+        assert gone(pid)
 
 
 # ---- tools and environments
@@ -237,7 +240,8 @@ def sessions() -> Iterator[Sessions]:
     made = Sessions([echo, later], {"own": Echo, "shared": SharedEcho}, section)
     yield made
     made.close()
-    assert all(gone(pid) for pid in descendants() - before)
+    for pid in descendants() - before:
+        assert gone(pid)
 
 
 def answers(sessions: Sessions, number: int) -> list[tuple[Any, Any]]:
@@ -294,7 +298,8 @@ def test_a_factory_that_forks_makes_no_second_trainer() -> None:
     before = descendants()
     assert EnvironmentKind.of("forks", factory).type is Echo
     assert os.getpid() == owner
-    assert all(gone(pid) for pid in descendants() - before)
+    for pid in descendants() - before:
+        assert gone(pid)
 
 
 # ---- what a worker may write into its socket

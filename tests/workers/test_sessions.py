@@ -64,10 +64,10 @@ def attempt(what: str, number: int = 0) -> Any:
     if what == "spoil long":
         return spoil(struct.pack(">II", 1 << 31, 1 << 31))
     if what == "family":
-        return [
-            subprocess.Popen(["sleep", "1000"], start_new_session=alone).pid
-            for alone in (False, True)
-        ]
+        result = []
+        for alone in (False, True):
+            result.append(subprocess.Popen(["sleep", "1000"], start_new_session=alone).pid)
+        return result
     return {
         "bytes": b"\xff\x00",
         "surrogate": "a\ud800b",
@@ -91,9 +91,11 @@ def sockets() -> list[int]:
     for path in Path("/proc/self/fd").iterdir():
         if path.exists():
             found[int(path.name)] = os.readlink(path)
-    return [
-        number for number, target in found.items() if target.startswith("socket:") and number > 2
-    ]
+    result = []
+    for number, target in found.items():
+        if target.startswith("socket:") and number > 2:
+            result.append(number)
+    return result
 
 
 def kill_parent(number: int) -> None:
@@ -220,7 +222,8 @@ def make() -> Iterator[Callable[..., Player]]:
     yield make
     for sessions in made:
         sessions.close()
-    assert all(gone(pid) for pid in descendants() - processes)
+    for pid in descendants() - processes:
+        assert gone(pid)
     assert len(os.listdir("/proc/self/fd")) == files
 
 
@@ -429,7 +432,9 @@ def test_an_async_environment_that_hangs_or_blocks_its_process_harms_no_other(
     for rollout in ("hang", "block"):
         player.sessions.call(rollout, rollout, {})
     player.sessions.call("good", "guess", {"number": 0})
-    kinds = {reply.rollout: (reply.kind, reply.fatal) for reply in player.wait(3)}
+    kinds = {}
+    for reply in player.wait(3):
+        kinds[reply.rollout] = (reply.kind, reply.fatal)
     assert kinds == {"hang": ("timed out", True), "block": ("timed out", True), "good": ("", False)}
     assert player.call("good", "process").value == process
 
@@ -463,9 +468,11 @@ def test_children_that_are_left_end_with_the_rollout(
     children = json.loads(player.call("r", "attempt", what="family").value)
     assert len(children) == 2
     if owner == "environment":  # they may belong to it, as a browser
-        assert all(Path(f"/proc/{pid}").exists() for pid in children)
+        for pid in children:
+            assert Path(f"/proc/{pid}").exists()
     player.end("r")
-    assert all(gone(pid) for pid in children)
+    for pid in children:
+        assert gone(pid)
 
 
 @pytest.mark.slow
@@ -649,7 +656,10 @@ def test_a_tool_that_kills_its_supervisor_is_answered_and_its_rollout_goes_on(
 
 
 def test_a_supervisor_that_ends_as_it_starts_is_an_error() -> None:
-    sessions = Sessions([add], {}, EnvironmentSection(), enter=lambda end: None)
+    def enter(end):
+        return None
+
+    sessions = Sessions([add], {}, EnvironmentSection(), enter=enter)
     sessions.open("r", {})
     sessions.collect()
     with pytest.raises(

@@ -116,7 +116,7 @@ def evaluate(
     from shoal.config.merge import from_overrides
     from shoal.job.cache import cache_by_configuration
     from shoal.job.own_task import config_for_eval_of_run
-    from shoal.tasks.data import evaluating
+    from shoal.tasks.splits import evaluating
 
     config, resolved, functions = from_overrides(
         EvalConfig, **_named(task, held_out, correct, overrides)
@@ -155,7 +155,7 @@ def __getattr__(name: str) -> Any:
 def _named(task: Any, held_out: Any, correct: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the overrides with the task among them: `rows` if `task` is data from Python. Raises
     ShoalError if `held_out` or `correct` is given without such data."""
-    from shoal.tasks.examples import is_data
+    from shoal.tasks.custom import is_data
     from shoal.tasks.task import ROWS
 
     if is_data(task):
@@ -173,7 +173,7 @@ def _task_of_data(
 ) -> Task | None:
     """Returns the Task for data given from Python; None if `task` is a name or settings."""
     from shoal.job.task import task_of_data
-    from shoal.tasks.examples import is_data
+    from shoal.tasks.custom import is_data
 
     if not is_data(task):
         return None
@@ -184,7 +184,7 @@ def _with_functions_named(config: Any, functions: Sequence[Callable]) -> Any:
     """Returns the configuration with the names of the reward functions given from Python, so that
     the run's folder shows that there were some."""
     from shoal.config.keywords import FROM_PYTHON
-    from shoal.rewards.functions import name_functions
+    from shoal.rewards.loading import name_functions
 
     if not functions:
         return config

@@ -53,9 +53,9 @@ from shoal.job.step_trial import ResidentPeak, array_bytes, children_bytes
 from shoal.job.task import load_task
 from shoal.records import Example, ShoalError
 from shoal.report.console import Console
-from shoal.rewards.functions import name_functions
+from shoal.rewards.loading import name_functions
 from shoal.rewards.pool import RewardPool
-from shoal.tasks.library import think_format_reward
+from shoal.tasks.builtin_rewards import think_format_reward
 from shoal.trainer.prompts import TokenizedExample
 
 REWARDS = """

@@ -22,7 +22,7 @@ from shoal.config.sections.task import TaskSection
 from shoal.job.rescore import normalized, question_text
 from shoal.records import Example, ShoalError
 from shoal.tasks import task
-from shoal.tasks.data import Published
+from shoal.tasks.data_folder import Published
 from shoal.tasks.task import Task
 
 QUESTIONS = ["2 + 3 = ?", "4 + 4 = ?", "1 + 1 = ?\n", "9 + 9 = ?"]

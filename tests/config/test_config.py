@@ -39,7 +39,7 @@ from shoal.config.train import Config
 from shoal.config.words import read_arguments
 from shoal.job.resume import overrides_for_resume
 from shoal.records import ShoalError
-from shoal.rewards.functions import load_named
+from shoal.rewards.loading import load_objects
 from shoal.text import _at_most, exact, likeness, nearest
 
 PACKAGE = Path(__file__).parents[2] / "src" / "shoal"
@@ -753,8 +753,8 @@ def test_objects_of_one_name_do_not_take_each_others_place():
     config, *_ = from_overrides(Config, tools=[one, other, one], environment=make_tool("third"))
     names = config.environment.tools
     assert names == ("python:search", "python:search-2", "python:search")
-    assert load_named(names, "tool") == [one, other, one]
-    assert load_named([config.environment.factory], "environment")[0]("") == "third"
+    assert load_objects(names, "tool") == [one, other, one]
+    assert load_objects([config.environment.factory], "environment")[0]("") == "third"
     # The same object again is the same name; a later call that gives another makes a stored name
     # ambiguous.
     assert from_overrides(Config, tools=[one])[0].environment.tools == ("python:search",)
@@ -763,8 +763,8 @@ def test_objects_of_one_name_do_not_take_each_others_place():
     from_overrides(Config)
     assert "python:search" not in PYTHON_OBJECTS
     with pytest.raises(ShoalError, match="came from Python: give it again there"):
-        load_named(["python:search"], "tool")
-    assert load_named(from_overrides(Config, tools=[one])[0].environment.tools, "tool") == [one]
+        load_objects(["python:search"], "tool")
+    assert load_objects(from_overrides(Config, tools=[one])[0].environment.tools, "tool") == [one]
 
 
 class Counter:

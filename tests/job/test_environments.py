@@ -27,8 +27,8 @@ from shoal.job.environments import open_sessions
 from shoal.job.job import Job
 from shoal.records import Example, Failure, ShoalError
 from shoal.report.console import Console
-from shoal.rewards.environments import EndedEnvironment, environment_rewards
-from shoal.rewards.functions import load_functions, name_functions
+from shoal.rewards.ended_environment import EndedEnvironment, environment_rewards
+from shoal.rewards.loading import load_functions, name_functions
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Scores, with_failed
 from shoal.tasks.task import Task

@@ -12,7 +12,7 @@ import pytest
 from shoal.job.fingerprint import _source_digest, compare_facts, fingerprint
 from shoal.records import ShoalError
 from shoal.report.console import Console
-from shoal.rewards.functions import load_functions, name_functions
+from shoal.rewards.loading import load_functions, name_functions
 from shoal.tasks.task import Task
 
 SOURCE = """import json

@@ -33,7 +33,8 @@ from shoal.records import ground_truth
 from shoal.runs.metrics import is_clock
 from shoal.runs.reader import read_config
 from shoal.runs.result import Result, Table
-from shoal.tasks.examples import TAKEN, is_data, rows_task
+from shoal.tasks.custom import is_data, rows_task
+from shoal.tasks.examples import TAKEN
 from shoal.tasks.task import Task
 
 MESSAGES = [{"role": "user", "content": "2 + 3 = ?"}]

@@ -24,7 +24,7 @@ from shoal.config.commands import ReplayConfig
 from shoal.records import ShoalError, StopReason
 from shoal.runs.groups import read_file
 from shoal.runs.reader import read_config
-from shoal.tasks.examples import rows_task
+from shoal.tasks.custom import rows_task
 from shoal.tasks.task import Task
 from shoal.workers.sessions import Reply, Sessions
 

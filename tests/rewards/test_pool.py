@@ -36,7 +36,7 @@ from shoal.job.task import load_task
 from shoal.records import Example, RewardFunction, ShoalError, ground_truth
 from shoal.rewards import pool as pool_module
 from shoal.rewards import scores
-from shoal.rewards.functions import name_functions
+from shoal.rewards.loading import name_functions
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Scores
 from shoal.stop import StopRequested
@@ -943,7 +943,7 @@ SCRIPT = """
 import os, subprocess, sys, time
 from shoal.config.train import RewardSection
 from shoal.rewards.pool import RewardPool
-from shoal.rewards.functions import name_functions
+from shoal.rewards.loading import name_functions
 from shoal.records import Example
 
 def checker(completions, **kwargs):

@@ -24,8 +24,8 @@ from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.task import TaskSection
 from shoal.job.task import load_task
 from shoal.records import Example, RewardFunction, ShoalError
-from shoal.rewards import functions
-from shoal.rewards.functions import load_functions, name_functions
+from shoal.rewards import loading
+from shoal.rewards.loading import load_functions, name_functions
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Scores
 from shoal.tasks.graders.answer import (
@@ -400,7 +400,7 @@ def test_groups_of_different_sizes_are_a_fault_of_the_caller(texts: Any) -> None
 def fresh_imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Leaves the path and the modules of Python's imports as they were."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(functions, "_FOLDERS", set())
+    monkeypatch.setattr(loading, "_FOLDERS", set())
     yield
     for name in [name for name in sys.modules if name.startswith("shoal_test_")]:
         del sys.modules[name]
@@ -713,6 +713,11 @@ def test_extracted_answers(text: str, last: str | None, only: str | None) -> Non
         ("7", 7),
         ("-7", -7),
         ("+7", 7),
+        ("−7", -7),
+        ("–7", -7),
+        ("\u20117", -7),
+        ("–$1\u2009234.5", -1234.5),
+        ("10–20", None),
         ("7.50", 7.5),
         (".5", 0.5),
         ("$1,234", 1234),

@@ -39,7 +39,7 @@ from shoal.records import (
     ShoalError,
     StopReason,
 )
-from shoal.rewards.functions import load_functions
+from shoal.rewards.loading import load_functions
 from shoal.rewards.pool import RewardPool
 from shoal.rollout import host_health
 from shoal.rollout.fleet import Fleet
@@ -48,7 +48,7 @@ from shoal.rollout.ledger import IDLE, GroupRewards, PendingGroup, RolloutState,
 from shoal.rollout.turn_driver import Rollout, TurnDriver, with_words
 from shoal.runs.compare import completion_difference
 from shoal.sampler.engine import Engine
-from shoal.tasks.library import overlong_punishment
+from shoal.tasks.builtin_rewards import overlong_punishment
 from shoal.tasks.task import Task
 from shoal.weights.store import MemoryStore
 from shoal.workers.rollout_function import ROLLOUT, RolloutCall, generate_rollout_completions

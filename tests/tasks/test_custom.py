@@ -21,9 +21,10 @@ from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.task import TaskSection
 from shoal.job.task import check_truths, load_task
 from shoal.records import ShoalError
-from shoal.tasks.data import Published, evaluating, read_splits
-from shoal.tasks.examples import parse_template
+from shoal.tasks.data_folder import Published
+from shoal.tasks.splits import evaluating, read_splits
 from shoal.tasks.task import Task
+from shoal.tasks.template import parse_template
 
 TRAINED = ["steps=1", "task.num_eval_questions=2", "report.groups=true"]
 

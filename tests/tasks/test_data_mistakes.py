@@ -17,8 +17,9 @@ import shoal
 from shoal.config.sections.task import TaskSection
 from shoal.job.task import load_task
 from shoal.records import ShoalError
-from shoal.tasks.data import evaluating, read_file
-from shoal.tasks.examples import rows_task
+from shoal.tasks.custom import rows_task
+from shoal.tasks.data_files import read_file
+from shoal.tasks.splits import evaluating
 from shoal.tasks.task import DataReport, Task
 from shoal.trainer.prompts import PromptStream
 

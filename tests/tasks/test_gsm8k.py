@@ -17,8 +17,8 @@ from scoring import score
 from shoal.config.sections.task import TaskSection
 from shoal.job.task import load_task
 from shoal.records import ShoalError
-from shoal.tasks.data import evaluating
 from shoal.tasks.gsm8k import SYSTEM_PROMPT, gold
+from shoal.tasks.splits import evaluating
 from shoal.tasks.task import DataReport, Task
 
 

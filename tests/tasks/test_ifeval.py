@@ -16,7 +16,6 @@ from scoring import score
 from shoal.config.sections.task import TaskSection
 from shoal.job.task import load_task
 from shoal.records import Example, ShoalError
-from shoal.tasks.data import evaluating
 from shoal.tasks.graders.instructions import (
     KINDS,
     MAX_CHARACTERS,
@@ -41,6 +40,7 @@ from shoal.tasks.ifeval import (
     verdict,
     well_formed,
 )
+from shoal.tasks.splits import evaluating
 
 ENGLISH = (
     "the children walked slowly through the garden and looked at all the flowers that grew beside "

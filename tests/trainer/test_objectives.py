@@ -37,7 +37,7 @@ from shoal.records import (
     StopReason,
 )
 from shoal.runs.metrics import MetricSet
-from shoal.tasks.library import PENALTY, overlong_punishment
+from shoal.tasks.builtin_rewards import PENALTY, overlong_punishment
 from shoal.trainer.batch import pack, unpack
 from shoal.trainer.loop import Run
 from shoal.trainer.loss import batch_logprobs, make_objective

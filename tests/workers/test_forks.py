@@ -21,7 +21,7 @@ from processes import descendants, gone
 from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.task import EnvironmentSection
 from shoal.records import Example
-from shoal.rewards.functions import name_functions
+from shoal.rewards.loading import name_functions
 from shoal.rewards.pool import RewardPool
 from shoal.workers.environments import EnvironmentKind
 from shoal.workers.sessions import Sessions

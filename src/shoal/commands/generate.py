@@ -22,7 +22,7 @@ from shoal.records import Completion, Example, NoiseKey, Purpose, ShoalError
 from shoal.report.console import Console
 from shoal.runs.lines import json_line
 from shoal.sampler.engine import drain
-from shoal.tasks.data import read_file
+from shoal.tasks.data_files import read_file
 from shoal.tasks.examples import UnknownRoles, example_of
 from shoal.text import count
 from shoal.trainer.prompts import TokenizedExample

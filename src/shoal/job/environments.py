@@ -26,7 +26,7 @@ from shoal.config.keywords import FROM_PYTHON
 from shoal.config.sections.sampling import SamplingSection
 from shoal.config.sections.task import EnvironmentSection
 from shoal.records import Example, ShoalError
-from shoal.rewards.functions import load_functions, load_named
+from shoal.rewards.loading import load_functions, load_objects
 from shoal.rollout.turn_driver import TurnDriver
 from shoal.serve.agent import AgentProgram
 from shoal.serve.server import require_packages
@@ -64,7 +64,7 @@ def with_environment(task: Task, given: Any) -> Task:
             require_packages("openenv", "websockets")
             made = openenv(section.factory)
         else:
-            made = load_named([section.factory], "environment")[0]
+            made = load_objects([section.factory], "environment")[0]
         environments = made if isinstance(made, Mapping) else {name_of(made): made}
         task = replace(task, environments=environments)
     if section.rollout:
@@ -363,7 +363,7 @@ def serve() -> None:
     tool_specs, environment_specs, section = json.loads(sys.argv[2])
     # Loaded in one call, so that what comes from one file shares one module.
     specs = list(tool_specs) + list(environment_specs.values())
-    loaded = load_named(specs, "tool")
+    loaded = load_objects(specs, "tool")
     tools = {name_of(tool): tool for tool in loaded[: len(tool_specs)]}
     kinds = {}
     for name, environment in zip(environment_specs, loaded[len(tool_specs) :], strict=True):

@@ -100,7 +100,7 @@ from shoal.model.transformer import Model
 from shoal.records import Example, Params, Purpose, RewardFunction, ShoalError
 from shoal.report.console import Console
 from shoal.report.sinks import check_sinks
-from shoal.rewards.environments import environment_rewards
+from shoal.rewards.ended_environment import environment_rewards
 from shoal.rewards.pool import RewardPool
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.ledger import GroupRewards
@@ -109,7 +109,7 @@ from shoal.runs.layout import MODEL_FOLDER
 from shoal.runs.reader import read_decisions, read_requested
 from shoal.sampler.engine import Engine
 from shoal.stop import StopSignal
-from shoal.tasks.data import evaluating
+from shoal.tasks.splits import evaluating
 from shoal.tasks.task import OWN_DATA, Task
 from shoal.text import gib
 from shoal.trainer.evaluation import Evaluator

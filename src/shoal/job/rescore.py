@@ -31,7 +31,7 @@ from shoal.config.train import Config
 from shoal.job.task import find_functions, load_task, with_overlong
 from shoal.records import GOLD_COLUMNS, Example, Failure, RewardFunction, ShoalError, ground_truth
 from shoal.report.console import Console
-from shoal.rewards.functions import name_functions
+from shoal.rewards.loading import name_functions
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Scores
 from shoal.runs.diagnosis import Figure, diagnose
@@ -40,8 +40,8 @@ from shoal.runs.layout import MODEL_FOLDER
 from shoal.runs.lines import json_ready
 from shoal.runs.metrics import known_mean, wilson_interval
 from shoal.runs.reader import StoredRun
-from shoal.tasks.data import evaluating
 from shoal.tasks.generated import MadeRows
+from shoal.tasks.splits import evaluating
 from shoal.tasks.task import Task
 from shoal.text import count
 from shoal.trainer.step_table import StepTable

@@ -11,10 +11,10 @@ from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.sampling import SamplingSection
 from shoal.config.sections.task import TaskSection
 from shoal.records import Example, RewardFunction, ShoalError, truth_fault
-from shoal.rewards.functions import load_functions, name_functions
-from shoal.tasks.examples import Correct, rows_task
+from shoal.rewards.loading import load_functions, name_functions
+from shoal.tasks.builtin_rewards import PENALTY, find_builtin, overlong_punishment, verl_reward
+from shoal.tasks.custom import Correct, rows_task
 from shoal.tasks.graders.judge_model import JudgeFunction
-from shoal.tasks.library import PENALTY, find_builtin, overlong_punishment, verl_reward
 from shoal.tasks.task import ROWS, Task, load_by_name, no_reward
 from shoal.text import count
 from shoal.trainer.prompts import Encode, TokenizedExample, prepare

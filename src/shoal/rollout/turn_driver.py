@@ -17,7 +17,7 @@ from shoal.chat.turns import TOKEN_CHARACTERS, described, encode, turn_format
 from shoal.config.sections.task import EnvironmentSection
 from shoal.protocols import End, Extend, Message, SampleRequest, Submit
 from shoal.records import Branch, Completion, Failure, Prompt, Purpose, ShoalError, StopReason
-from shoal.rewards.environments import EndedEnvironment
+from shoal.rewards.ended_environment import EndedEnvironment
 from shoal.rollout.ledger import (
     IDLE,
     Ledger,

@@ -14,11 +14,12 @@ from typing import Any
 
 from shoal.config.sections.task import TaskSection
 from shoal.records import Example, RewardFunction, ShoalError
-from shoal.tasks.data import Published, Splits, read_splits
-from shoal.tasks.examples import prompt_key, with_rows
+from shoal.tasks.data_folder import Published
+from shoal.tasks.examples import prompt_key
 from shoal.tasks.graders.answer import completion_text, solution_of
 from shoal.tasks.graders.sandbox import OUTCOMES, require_sandbox, run, run_all
 from shoal.tasks.graders.tested_names import undefined_names
+from shoal.tasks.splits import Splits, read_splits, with_rows
 from shoal.tasks.task import Task
 from shoal.text import count
 

@@ -17,8 +17,8 @@ from typing import Any
 from shoal.config.sections.reward import REWARD_PRESETS, RewardSection
 from shoal.config.sections.task import TaskSection
 from shoal.records import Example, Messages, RewardFunction, ShoalError
-from shoal.tasks.data import Published, read_splits
-from shoal.tasks.examples import has_answer, prompt_key, with_rows
+from shoal.tasks.data_folder import Published
+from shoal.tasks.examples import has_answer, prompt_key
 from shoal.tasks.graders.answer import (
     FORMAT,
     extract_answer,
@@ -27,6 +27,7 @@ from shoal.tasks.graders.answer import (
     well_formed,
 )
 from shoal.tasks.graders.numbers import answer_key, parse_number, same_number, write_number
+from shoal.tasks.splits import read_splits, with_rows
 from shoal.tasks.task import Task
 
 SYSTEM_PROMPT = (

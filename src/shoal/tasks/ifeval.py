@@ -16,10 +16,10 @@ from typing import Any
 
 from shoal.config.sections.task import TaskSection
 from shoal.records import Example, ShoalError
-from shoal.tasks.data import Published, asked_rows, is_evaluating, read_splits
-from shoal.tasks.examples import with_rows
+from shoal.tasks.data_folder import Published
 from shoal.tasks.graders.answer import reward_of, single_answer
 from shoal.tasks.graders.instructions import follows, read_arguments, variants
+from shoal.tasks.splits import asked_rows, is_evaluating, read_splits, with_rows
 from shoal.tasks.task import Task
 
 PUBLISHED = Published(

@@ -14,8 +14,8 @@ from typing import Any
 
 from shoal.config.sections.task import TaskSection
 from shoal.records import Example, RewardFunction, ShoalError
-from shoal.tasks.data import Published, read_splits
-from shoal.tasks.examples import has_answer, with_rows
+from shoal.tasks.data_folder import Published
+from shoal.tasks.examples import has_answer
 from shoal.tasks.graders import math_check
 from shoal.tasks.graders.answer import (
     FORMAT,
@@ -25,6 +25,7 @@ from shoal.tasks.graders.answer import (
     solution_of,
     well_formed,
 )
+from shoal.tasks.splits import read_splits, with_rows
 from shoal.tasks.task import Task
 
 TRAIN = Published(

@@ -29,7 +29,7 @@ TASKS = {
     "ifeval": "shoal.tasks.ifeval",
     "countdown": "shoal.tasks.countdown",
     "code": "shoal.tasks.code",
-    CUSTOM: "shoal.tasks.examples",
+    CUSTOM: "shoal.tasks.custom",
     "environment": "shoal.tasks.openenv",
 }
 """Name -> module with `load(TaskSection) -> Task`, or `load(TaskSection, reward:

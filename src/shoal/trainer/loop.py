@@ -28,7 +28,7 @@ from shoal.report.recorder import Recorder, StepRecord
 from shoal.report.timeline import Timeline, timed
 from shoal.runs.summary import version_text
 from shoal.stop import StopRequested, StopSignal
-from shoal.tasks.library import PENALTY
+from shoal.tasks.builtin_rewards import PENALTY
 from shoal.trainer import dynamic_sampling
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.prompts import DataExhausted, PromptStream, TokenizedExample

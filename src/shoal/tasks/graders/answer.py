@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from shoal.records import RewardFunction
-from shoal.tasks.graders.numbers import has_digit, is_bare, number_in
+from shoal.tasks.graders.numbers import MINUS_SIGNS, has_digit, is_bare, number_in
 
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _TAGGED = r"<{0}>(?:(?!</?(?:reasoning|answer)>).)+</{0}>"
@@ -131,7 +131,10 @@ _MAX_SAID = 20
 _ANNOTATION = re.compile(r"<<[^<>\n]*(?:>>|\Z)")
 _NEXT_QUESTION = re.compile(r"^[^\S\n]*\**(?:Q|Question)\**:", re.MULTILINE)
 # Not a heading, `#### 1. Eggs`.
-_HASHES = re.compile(r"#### ?[*$\\ ]*(?![0-9]+[.)][^\S\n]+[^\s*])([-−–]?\$?\.?[0-9][^\n]*)")
+_HASHES = re.compile(
+    r"#### ?[*$\\ ]*(?![0-9]+[.)][^\S\n]+[^\s*])"
+    rf"([-{''.join(MINUS_SIGNS)}]?\$?\.?[0-9][^\n]*)"
+)
 _SAID = re.compile(r"\bans(?:wer)?\b[^.:=\n]{0,60}?(?:\bis\b|:|=)[\s:*]{0,20}", re.IGNORECASE)
 _SENTENCE = re.compile(r"[.!?](?=\s|\Z)")
 _BOLD = re.compile(r"\*\*([^*\n]+)\*\*")

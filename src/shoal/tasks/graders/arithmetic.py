@@ -9,6 +9,8 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from shoal.tasks.graders.numbers import MINUS_SIGNS
+
 MAX_CHARS = 200
 """A text with more characters is not read as an expression."""
 MAX_DEPTH = 20
@@ -16,7 +18,7 @@ MAX_DEPTH = 20
 MAX_DIGITS = 9
 
 _TOKEN = re.compile(r"[0-9]+|[-+*/()]")
-_SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-"})
+_SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/"} | MINUS_SIGNS)
 _OPERATIONS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 from shoal.config.sections.reward import RewardSection
 from shoal.files import writing
 from shoal.records import Prompt, ShoalError, ground_truth
-from shoal.tasks.examples import fill, parse_template, template_text
 from shoal.tasks.graders.answer import completion_text
+from shoal.tasks.template import fill, parse_template, template_text
 from shoal.text import shorten
 
 PREFIX = "judge:"

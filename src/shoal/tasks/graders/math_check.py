@@ -23,7 +23,7 @@ from fractions import Fraction
 from typing import Any
 
 from shoal.records import ShoalError
-from shoal.tasks.graders.numbers import latex_numerals, parse_latex
+from shoal.tasks.graders.numbers import ascii_numbers, latex_numerals, parse_latex
 from shoal.tasks.graders.units import differ, measures_of, quantity_of, variables_of
 from shoal.workers.pool import Limits, WorkerPool, WorkersLost
 from shoal.workers.process import Header
@@ -73,7 +73,6 @@ _TWO_SIGNS = {r"\+\s*-": "-", r"-\s*-": "+", r"-\s*\+": "-"}
 _ELLIPSIS = re.compile(r"\\[lc]?dots(?![A-Za-z])|\.\.\.|…")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _SIGNS = {
-    "−": "-",
     "π": "\\pi ",
     "∞": "\\infty ",
     "×": "\\times ",
@@ -143,7 +142,7 @@ def _last_variable(answer: str) -> set[str]:
 def ends_with(gold: str, text: str) -> bool | None:
     """True if a whole solution, in which math-verify looks for the answer, has the gold answer;
     None like `same`."""
-    return checker().ask([(latex(gold), text)], "text")[0]
+    return checker().ask([(latex(gold), ascii_numbers(text))], "text")[0]
 
 
 def at_a_glance(gold: str, answer: str) -> bool | None:
@@ -251,8 +250,9 @@ def _root_in_latex(match: re.Match[str]) -> str:
 
 
 def _unwrapped(answer: str) -> str:
-    """Returns an answer with plain spaces in place of LaTeX's, and with words taken out of \\text
-    and the like."""
+    """Returns an answer with LaTeX's spaces as plain spaces, its signs as LaTeX commands, and words
+    without \\text or the like around them: `5\\,\\text{cm}` -> `5 cm `."""
+    answer = ascii_numbers(answer)
     for sign, command in _SIGNS.items():
         answer = answer.replace(sign, command)
     # One space for a run of them, since the search for units tries each.
@@ -264,8 +264,9 @@ def _spelled_out(answer: str) -> str:
     them.
 
     >>> _spelled_out("2 1/2 × 1e3"), _spelled_out("0.\\\\overline{3}"), _spelled_out("\\\\sin 30°")
-    ('2\\\\frac{1}{2} \\\\times  1000', '\\\\frac{1}{3}', '\\\\sin{(\\\\frac{30\\\\pi}{180})}')
+    ('2\\\\frac{1}{2} \\\\times  1000', '\\\\frac{1}{3}', '\\\\sin {(\\\\frac{30\\\\pi}{180})}')
     """
+    answer = ascii_numbers(answer)
     for sign, command in _SIGNS.items():
         answer = answer.replace(sign, command)
     answer = _BARE_FUNCTION.sub(r"\\\1", answer)

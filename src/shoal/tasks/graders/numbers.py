@@ -38,6 +38,23 @@ DECIMAL = r"[0-9]{1,30}(?:\.[0-9]{1,30})?"
 
 _SEPARATORS = re.compile(rf"{_SPACE}|,")
 
+MINUS_SIGNS = {"\u2212": "-", "\u2013": "-", "\u2011": "-"}
+"""Characters that models write for `-`: minus sign, en dash, non-breaking hyphen."""
+_MINUS_SIGNS = str.maketrans(MINUS_SIGNS)
+_THIN_SPACE_IN_NUMBER = re.compile("(?<=[0-9])[\u2009\u202f](?=[0-9]{3}(?![0-9]))")
+_SPACES = str.maketrans({"\u00a0": " ", "\u2009": " ", "\u202f": " "})
+
+
+def ascii_numbers(text: str) -> str:
+    """Returns a text with each minus sign as `-`, without thin spaces between groups of three
+    digits, and with all other thin and no-break spaces as plain spaces.
+
+    >>> ascii_numbers("–12\u202f000\u2009km")
+    '-12000 km'
+    """
+    text = _THIN_SPACE_IN_NUMBER.sub("", text.translate(_MINUS_SIGNS))
+    return text.translate(_SPACES)
+
 
 # ---- a text that is a number
 
@@ -49,14 +66,14 @@ _MARKS = "$% \t\n\r\f\v\u00a0\u2009\u202f"
 
 
 def parse_number(text: str | None) -> Decimal | None:
-    """Reads a text that is a number as people write it, and returns its exact value: with a sign,
-    groups of three digits by commas or spaces, `$` and `%` around it, and a final period. None for
-    any other text.
+    """Returns the exact value of a text that is one number as people write it; None for any other
+    text. The number may have a sign, commas or spaces between groups of three digits, `$` and `%`
+    around it, and a final period.
 
     >>> parse_number("$1,234.50."), parse_number("12 apples"), parse_number("4 2")
     (Decimal('1234.50'), None, None)
     """
-    unmarked = (text or "").strip(_MARKS).removesuffix(".").strip(_MARKS)
+    unmarked = (text or "").strip(_MARKS).removesuffix(".").strip(_MARKS).translate(_MINUS_SIGNS)
     match = _ALONE.fullmatch(unmarked)
     if match is None or not match["digits"]:
         return None
@@ -64,14 +81,15 @@ def parse_number(text: str | None) -> Decimal | None:
 
 
 def same_number(text: str | None, gold: str) -> bool:
-    """True if both texts are numbers with the same value: `7`, `7.0` and `$7` are."""
+    """True if both texts are numbers for `parse_number` and have the same value, as `7.0` and `$7`
+    have."""
     number = parse_number(text)
     return number is not None and number == parse_number(gold)
 
 
 def parse_float(text: str) -> float | None:
-    """Returns what Python's `float` reads in a text; None if the text is not a number or is very
-    long."""
+    """Returns the value that Python's `float` reads in a text, also nan and inf; None if `float`
+    refuses the text, or if it has more than MAX_FLOAT_CHARS characters."""
     if len(text) > MAX_FLOAT_CHARS:
         return None
     try:
@@ -104,8 +122,6 @@ _BEFORE_FIRST = " \t\n$*({[\\`\"'~≈:"
 """What may stand before the number that a text begins with."""
 
 _TYPED = {
-    "−": "-",
-    "–": "-",
     "\\$": "$",
     "\\%": "%",
     "{,}": ",",
@@ -117,8 +133,6 @@ _TYPED = {
     "\\left": "",
     "\\right": "",
     "&nbsp;": " ",
-    "\u00a0": " ",
-    "\u202f": " ",
     "€": "$",
     "£": "$",
 }
@@ -130,9 +144,10 @@ _WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 
 
 def number_in(text: str) -> Fraction | None:
-    """Returns the number in a short text: alone, with units, as `a/b` or `\\frac{a}{b}`. Only the
-    text behind the last `=` counts if it has digits. Of several numbers the first is taken if the
-    text begins with it, else the last. None if there is no number.
+    """Returns the exact value of the number in a short text; None if there is no number. The number
+    may have units, or be a fraction `a/b`, `\\frac{a}{b}` or `1 1/2`. Only the text after the last
+    `=` counts if it has digits. Of several numbers the first is taken if the text begins with it,
+    else the last.
 
     >>> number_in("$42.00 per day"), number_in("x = 7/2"), number_in("none")
     (Fraction(42, 1), Fraction(7, 2), None)
@@ -151,7 +166,8 @@ def number_in(text: str) -> Fraction | None:
 
 
 def is_bare(text: str) -> bool:
-    """True if a text is nothing but one number with at most three words of units."""
+    """True if a text is one number, perhaps with "about" before it and up to three words of units
+    after it, and nothing else."""
     unwrapped = _as_typed(text[:MAX_CHARS]).translate(_WRAPS)
     return _BARE.fullmatch(unwrapped) is not None
 
@@ -161,14 +177,17 @@ def has_digit(text: str) -> bool:
 
 
 def _as_typed(text: str) -> str:
-    """Replaces the signs, fractions and wrapped words of LaTeX in a text by what people type."""
+    """Returns a text with LaTeX's signs, fractions and words as people type them:
+    `-\\frac{1}{2}\\text{ cup}` -> `-1/2  cup`. Minus signs and spaces become ASCII."""
+    text = ascii_numbers(text)
     for latex, typed in _TYPED.items():
         text = text.replace(latex, typed)
     return _WORDS.sub(r" \1 ", _FRACTION.sub(_typed_fraction, text))
 
 
 def _typed_fraction(match: re.Match[str]) -> str:
-    """Returns a LaTeX fraction as `a/b`, a mixed number as `1 a/b`."""
+    """Returns a match of `_FRACTION` as people type it: `\\frac{3}{4}` -> `3/4 `, `1\\frac34` ->
+    `1 3/4 `."""
     above = match["above"] or match["above_digit"]
     below = match["below"] or match["below_digit"]
     if match["whole"]:
@@ -177,8 +196,8 @@ def _typed_fraction(match: re.Match[str]) -> str:
 
 
 def _value_in_text(match: re.Match[str]) -> Fraction | None:
-    """Returns the value of a match of `_IN_TEXT`; None if it has too many digits or divides by
-    0."""
+    """Returns the value of a match of `_IN_TEXT`; None if it has more than MAX_NUMBER_CHARS
+    characters or divides by 0."""
     digits = match["digits"].replace(",", "").replace(" ", "")
     if len(digits) > MAX_NUMBER_CHARS:
         return None
@@ -206,9 +225,9 @@ _RATIO = re.compile(r"(?P<sign>[+-]?)(?P<above>[0-9]{1,30})/(?P<below>[0-9]{1,30
 
 
 def parse_latex(text: str) -> Fraction | None:
-    """Reads an answer that is a number in LaTeX without spacing and marks: a decimal, `a/b`,
-    `\\frac{a}{b}`, or a whole number with such a fraction below 1. Returns its exact value; None
-    for anything else.
+    """Returns the exact value of an answer that is one number in LaTeX, without spaces, `$` and
+    `%`; None for anything else. The number is a decimal, `a/b`, `\\frac{a}{b}`, or a mixed number
+    like `2\\frac{1}{2}`.
 
     >>> parse_latex("-1,234.5"), parse_latex("2\\\\frac{1}{2}"), parse_latex("\\\\pi")
     (Fraction(-2469, 2), Fraction(5, 2), None)
@@ -249,8 +268,8 @@ _MIXED_IN_LINE = re.compile(
 
 
 def latex_numerals(text: str) -> str:
-    """Returns a text whose numbers are in forms that LaTeX parsers read: scientific notation
-    becomes plain digits, repeating decimals become fractions, and mixed numbers get `\\frac`.
+    """Returns a text with its numbers rewritten for LaTeX parsers: scientific notation becomes
+    plain digits, repeating decimals become fractions, and mixed numbers get `\\frac`.
 
     >>> latex_numerals("2 1/2 + 1e3"), latex_numerals("0.1\\\\overline{6}")
     ('2\\\\frac{1}{2} + 1000', '\\\\frac{1}{6}')
@@ -265,7 +284,7 @@ def _without_exponent(match: re.Match[str]) -> str:
 
 
 def _repeating_as_fraction(match: re.Match[str]) -> str:
-    """Returns a repeating decimal as a fraction in LaTeX."""
+    """Returns a match of `_REPEATING` as a fraction: `0.1\\overline{6}` -> `\\frac{1}{6}`."""
     whole, once = match["whole"], match["once"]
     again = match["again"] or match["again_digit"]
     above = int(f"0{whole}{once}{again}") - int(f"0{whole}{once}")
@@ -300,8 +319,8 @@ def write_number(number: Fraction | None) -> str | None:
 
 
 def answer_key(text: str | None) -> str | None:
-    """Returns an answer in one spelling, so that equal answers can be counted for maj@k: `$1,200.0`
-    becomes `1200`; a text that is not a number stays as it is.
+    """Returns an answer in a canonical spelling, under which maj@k counts equal answers: numbers by
+    their value, any other text as it is. None for None.
 
     >>> answer_key("$1,200.0"), answer_key("twelve")
     ('1200', 'twelve')

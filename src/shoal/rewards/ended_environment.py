@@ -39,8 +39,8 @@ class EndedEnvironment:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def __getattr__(self, name: str) -> None:
-        """Returns None for any attribute of a failed environment; AttributeError for an attribute
-        that the environment did not have."""
+        """Called for an attribute that was not kept. Returns None if the environment failed, else
+        raises AttributeError."""
         if name.startswith("_") or vars(self)["_kind"]:
             raise AttributeError(
                 f"the environment had no attribute {name!r} of plain values when its rollout ended"
@@ -50,9 +50,10 @@ class EndedEnvironment:
 def environment_rewards(
     environments: Mapping[str, Callable[[], Any]], taken: Collection[str] = ()
 ) -> tuple[RewardFunction, ...]:
-    """Returns a reward function of weight 1 for each environment whose class has `get_reward`; the
-    function returns what `get_reward` gave at the end of the rollout. It is named after the class,
-    with a number added if `taken` or an earlier environment has this name."""
+    """Returns a reward function of weight 1 for each environment whose class has `get_reward`. The
+    function returns what `get_reward` returned at the end of the rollout. It is named after the
+    class, with a number added if the name is in `taken` or an earlier environment's. `environments`
+    maps names to factories."""
     rewards: list[RewardFunction] = []
     names = list(taken)
     for name, factory in environments.items():
@@ -71,8 +72,8 @@ def _reward_of(
     environments: Sequence[EndedEnvironment] = (),
     **columns: Any,
 ) -> list[float | None]:
-    """Returns the rewards that environments of this kind gave, one for each completion; None for
-    completions of another environment or without one. A reward function after `partial`."""
+    """Returns the reward of each completion's environment; None if that is not the environment
+    named `kind`, or if there is none. With `kind` bound by `partial` it is a reward function."""
     if not environments:
         return [None] * len(completions)
     rewards = []

@@ -1,5 +1,5 @@
-"""Loads objects by a text `file.py:function`, and makes reward functions of them or of objects
-given from Python."""
+"""Loads a user's reward functions, tools and environments: the objects that texts like
+`file.py:function` name. Gives reward functions their names and weights."""
 
 from __future__ import annotations
 
@@ -32,18 +32,19 @@ _FOLDERS: set[Path] = set()
 def load_functions(
     specs: Sequence[str], noun: str = "reward function", hint: str = _NO_MODEL
 ) -> list[Callable[..., Any]]:
-    """Returns the functions that texts `file.py:name` name, after running the files. ShoalError
-    like `load_named`, and for an object that cannot be called. `noun` and `hint` are for the
-    messages."""
-    functions = load_named(specs, noun, hint)
+    """Returns the functions that texts like `file.py:name` name. ShoalError like `load_objects`,
+    and for an object that cannot be called. In messages `noun` says what the functions are, and
+    `hint` ends the sentence on what was expected."""
+    functions = load_objects(specs, noun, hint)
     for spec, function in zip(specs, functions, strict=True):
         _check_callable(function, f"{noun} {spec!r}", hint)
     return functions
 
 
-def load_named(specs: Sequence[str], noun: str, hint: str = "") -> list[Any]:
-    """Returns the objects that texts `file.py:name` name; each file is run once, as a Python
-    module.
+def load_objects(specs: Sequence[str], noun: str, hint: str = "") -> list[Any]:
+    """Returns the objects that texts name. `file.py:name`: runs the file as a Python module, once
+    for all texts, and takes the object of that name. A name in `PYTHON_OBJECTS`: the object that
+    was given from Python.
 
     Raises `ShoalError` for a missing file or name, and for a file that raises.
     """
@@ -62,9 +63,11 @@ def name_functions(
 ) -> tuple[RewardFunction, ...]:
     """Returns the functions as `RewardFunction`s with distinct names and their weights.
 
-    The name is `__name__` (or that of the class), with a number added if it occurs twice; a
-    `RewardFunction` keeps its name. The weight is 1.0 unless `weights` are given. Raises
-    `ShoalError` for objects that cannot be called, for models and for a wrong number of weights.
+    The name is `__name__` (or that of the class), with a number added if it occurs twice. The
+    weight is 1.0 unless `weights` are given. A `RewardFunction` is a built-in: it keeps its name
+    and runs in the run's own process; all others run in worker processes. Raises `ShoalError` for
+    objects that cannot be called, for models, for a name that a metric has, and for a wrong number
+    of weights.
     """
     functions = list(functions)
     if weights and len(weights) != len(functions):
@@ -91,14 +94,16 @@ def name_functions(
 
 
 def _find(spec: str, noun: str, hint: str, modules: dict[Path, ModuleType]) -> Any:
-    """Returns the object that one text `file.py:name` names; runs the file unless `modules` has it,
-    and enters it there. ShoalError if there is no such file or name."""
+    """Returns the object that one text `file.py:name` names. Takes the file's module from `modules`
+    (path -> module), or runs the file and adds its module there. ShoalError if there is no such
+    file or name; it lists the file's functions."""
     if spec.startswith(FROM_PYTHON):
         raise ShoalError(
             f"{noun} {spec!r} came from Python: give it again there, shoal.train(resume=FOLDER, "
             "...)"
         )
-    is_file = spec.endswith(".py") and Path(spec).expanduser().is_file()  # its functions are listed
+    # A file without a name of a function is run too, so that the error can list its functions.
+    is_file = spec.endswith(".py") and Path(spec).expanduser().is_file()
     file, separator, name = (spec, "", "") if is_file else spec.rpartition(":")
     if not (is_file or (separator and file and name)):
         raise ShoalError(f"{noun} {spec!r}: expected `file.py:function`{hint}")
@@ -151,9 +156,11 @@ def _run_file(path: Path) -> ModuleType:
 
 
 def _check_neighbours(path: Path, code: bytes) -> None:
-    """Raises ShoalError if the file imports a module of its folder whose name another folder's
-    module has too: Python keeps one module per name, so one of the two files would get the other's.
-    Also checks the modules of the folder that it imports in turn."""
+    """Raises ShoalError if a user's file imports a module of its own folder, and Python would
+    import another module of the same name: one of another user file's folder, or one on Python's
+    path that is not installed. Python keeps one module per name, so one of the two files would get
+    the wrong module. Also checks the modules that those modules import from the folder. `code` is
+    the file's content."""
     unread = [(path, code)]
     known: set[str] = set()
     while unread:
@@ -184,15 +191,14 @@ def _check_neighbours(path: Path, code: bytes) -> None:
 
 
 def _holds_code(neighbour: Path) -> bool:
-    """True for a .py file or a folder with any; False for a folder of data, which Python would take
-    for a package because of its name."""
+    """True for a .py file, or a folder that has one; False for a folder of data, which Python could
+    import as an empty package."""
     return neighbour.is_file() or any(neighbour.glob("*.py"))
 
 
 def _is_installed(origin: Path) -> bool:
-    """True for a module of Python or of an installed package, which no file of a folder may
-    replace; False for a module that Python finds only through PYTHONPATH or the folder it was
-    started in."""
+    """True if the file of a module belongs to Python itself or to an installed package; False for a
+    module that Python finds only through PYTHONPATH or in the folder it was started in."""
     if not origin.is_absolute():  # `built-in` and `frozen`
         return True
     standard = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
@@ -201,8 +207,8 @@ def _is_installed(origin: Path) -> bool:
 
 
 def _origins(name: str) -> list[Path]:
-    """Returns the file that Python would import under a name; for a package without an __init__.py
-    its folders, which Python joins; [] if there is no such module."""
+    """Returns the file that `import name` would run, as a list of one path. Returns the folders of
+    a package without an __init__.py, and [] if there is no such module."""
     spec = importlib.util.find_spec(name)
     if spec is None:
         return []
@@ -212,8 +218,8 @@ def _origins(name: str) -> list[Path]:
 
 
 def _imported_names(code: bytes) -> set[str]:
-    """Returns the top-level names of all modules that a Python text imports, at whatever depth; an
-    empty set if the text is not valid Python."""
+    """Returns the modules that a Python text imports, anywhere in it, by their first name:
+    `import a.b` -> {"a"}. An empty set if the text is not valid Python."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError):

@@ -10,7 +10,7 @@ from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.task import TaskSection
 from shoal.job.task import load_task
 from shoal.records import ShoalError
-from shoal.tasks.library import (
+from shoal.tasks.builtin_rewards import (
     accuracy_reward,
     cosine_scaled_reward,
     find_builtin,

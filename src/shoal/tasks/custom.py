@@ -1,0 +1,261 @@
+"""The task of a user's own rows, scored by the user's reward functions.
+
+`task=custom` reads the rows from files or the hub at `task.path`; `shoal.train(task=rows)` gets
+them from Python. `examples.py` makes an example of each row.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shoal.config.sections.task import TaskSection
+from shoal.records import Example, ShoalError, ground_truth
+from shoal.tasks.data_folder import Published
+from shoal.tasks.examples import SHARE_GPT_ADVICE, ExampleMaker, is_share_gpt, prompt_key
+from shoal.tasks.splits import Splits, read_splits, with_rows
+from shoal.tasks.task import CUSTOM, ROWS, Task
+from shoal.tasks.template import fill, parse_template, template_text
+from shoal.text import count
+
+# ---- rows from files
+
+_LIKELY = ("question", "problem", "instruction", "query", "input", "text")
+"""Usual names of columns that hold prompts, the likeliest first."""
+
+
+_UNLIKELY = ("solution", "answer", "target", "response", "completion", "label", "ground_truth")
+"""Usual names of columns that hold answers."""
+
+
+def load(task: TaskSection) -> Task:
+    """Loads the task of the rows at `task.path`; it has no reward functions.
+
+    With `task.template` each prompt is one user message, made of the row's columns. Raises
+    `ShoalError`, with file and line, for a row that cannot be used. Training rows whose prompt is
+    also a held-out prompt are dropped; all other rows are kept.
+    """
+    maker = ExampleMaker()
+
+    def make(number: int, place: str, row: dict[str, Any]) -> Example:
+        if "prompt" not in row and "messages" not in row:
+            raise _no_prompt(row, place)
+        return maker(number, place, row)
+
+    if not task.template:
+        return task_of_examples(read_splits(task, Published(CUSTOM), make), maker)
+
+    pieces, names = parse_template(template_text(task.template))
+
+    def make_by_template(number: int, place: str, row: dict[str, Any]) -> Example:
+        text = fill(pieces, names, row, place)
+        return maker(number, place, row | {"prompt": [{"role": "user", "content": text}]})
+
+    splits = read_splits(replace(task, template=""), Published(CUSTOM), make_by_template)
+    splits.notes.append(f"{CUSTOM}: task.template makes each prompt, as a user's message")
+    return task_of_examples(splits, maker)
+
+
+def _no_prompt(row: Mapping[str, Any], place: str) -> ShoalError:
+    """Returns the error for a row without `prompt` or `messages`. It advises the column that most
+    likely holds the prompts, by its name."""
+    candidates = []
+    for name, value in row.items():
+        if is_share_gpt(value):
+            return ShoalError(
+                f"task {CUSTOM}: {place} has no column `prompt` or `messages`, but {name!r}: "
+                f"{SHARE_GPT_ADVICE}, in a column `messages`"
+            )
+        are_messages = isinstance(value, list) and value and isinstance(value[0], dict)
+        if isinstance(value, str) or are_messages:
+            candidates.append(name)
+    likely = min(candidates, default="OTHER", key=_unlikeliness)
+    if isinstance(row.get(likely), list):
+        advice = f"Take the messages of {likely}"
+    else:
+        advice = (
+            f"Make a message of one, task.template='{{{likely}}}', or take text as it is, past "
+            "the model's chat template"
+        )
+    return ShoalError(
+        f"task {CUSTOM}: {place} has no column `prompt`; its columns: {', '.join(row) or 'none'}. "
+        f"{advice}, task.columns=[prompt={likely}]"
+    )
+
+
+def _unlikeliness(column: str) -> int:
+    """Returns the rank of a column by its name: the lower, the likelier the column holds prompts.
+    Names of answers come last, unknown names before them."""
+    name = column.lower()
+    if name in _LIKELY:
+        return _LIKELY.index(name)
+    if name in _UNLIKELY:
+        return len(_LIKELY) + 1
+    return len(_LIKELY)
+
+
+# ---- rows from Python
+
+SAME = "train"
+"""The value of `held_out=` that evaluates on the training rows."""
+
+
+_GIVEN = "rows from Python"
+
+
+_LISTS = ("files", "columns")
+"""Names of task settings whose values are lists; `is_data` must not take them for columns."""
+
+
+Correct = Callable[[str, Example], bool]
+
+
+def is_data(task: Any) -> bool:
+    """True if the argument `task=` holds data rather than a name or settings. Of two dicts, one
+    with plain values is settings, one with lists is columns of data."""
+    if not isinstance(task, Mapping):
+        return task is not None and not isinstance(task, str | bytes)
+    for name, value in task.items():
+        is_plain = value is None or isinstance(value, str | bool | int | float)
+        if not is_plain and name not in _LISTS:
+            return True
+    return False
+
+
+def rows_task(
+    data: Any, held_out: Any = None, correct: Correct | None = None, num_questions: int = 500
+) -> Task:
+    """Returns the task of rows given from Python. Each row has `prompt` (text or messages) or
+    `messages`; all other columns are passed to the reward functions.
+
+    `data` and `held_out` are lists of dicts, dicts of columns, or tables. Without `held_out` the
+    last tenth of `data` is held out, at most `num_questions` rows (0: no limit); inside
+    `evaluating()` all of it. `held_out="train"` evaluates on the training rows. `correct` decides
+    whether a completion's text is right; without it there is no accuracy.
+    """
+    if correct is not None and not callable(correct):
+        raise ShoalError(
+            f"correct is a {type(correct).__name__}: expected a function (text, example) -> bool"
+        )
+    maker = ExampleMaker()
+    train = _examples(maker, data, "task")
+    splits = Splits(ROWS, train, [], on_purpose="held_out='train'", keeps_row_numbers=True)
+    splits.data.train_files[_GIVEN] = len(splits.train)
+    if isinstance(held_out, str) and held_out == SAME:
+        splits.share()
+    elif held_out is not None:
+        splits.held_out = _examples(maker, held_out, "held_out")
+        splits.data.held_out_files[_GIVEN] = len(splits.held_out)
+    else:
+        splits.divide("task", num_questions)
+    checked = functools.partial(_call_correct, correct) if correct else None
+    return task_of_examples(splits, maker, checked)
+
+
+def _call_correct(correct: Correct, text: str, example: Example) -> bool:
+    """Returns the result of the user's function `correct` as a bool. If the function raises, raises
+    a ShoalError that names the example."""
+    try:
+        return bool(correct(text, example))
+    except Exception as error:
+        raise ShoalError(
+            f"correct raised {type(error).__name__}: {error} for data row {example.row}, "
+            f"completion {text[:80]!r}: it must accept any text"
+        ) from error
+
+
+def _examples(maker: ExampleMaker, data: Any, name: str) -> list[Example]:
+    """Returns an example for each row of `data`, which was given from Python as the argument
+    `name`."""
+    examples = []
+    for number, row in enumerate(_rows(data, name)):
+        examples.append(maker(number, f"{name} row {number}", row))
+    return examples
+
+
+def _rows(data: Any, name: str) -> Sequence[Any]:
+    """Returns the rows of any object that holds rows: a list of dicts, a dict of columns, or a
+    table of pandas, polars, arrow or datasets. ShoalError for anything else, and if there are no
+    rows."""
+    rows: Any
+    to_rows = getattr(data, "to_dicts", None) or getattr(data, "to_pylist", None)
+    if isinstance(data, Mapping):
+        rows = _rows_of_columns(data, name)
+    elif hasattr(data, "iloc") and hasattr(data, "to_dict"):  # pandas
+        rows = data.to_dict("records") if hasattr(data, "columns") else data.tolist()
+    elif callable(to_rows):  # polars, arrow
+        rows = to_rows()
+    elif isinstance(data, str | bytes) or not isinstance(data, Iterable):
+        other = "or a shoal.Task"
+        if name == "held_out":
+            other = f"or {SAME!r}, for those that are trained on"
+        raise ShoalError(
+            f"{name} is a {type(data).__name__}: expected rows, a list of dicts with `prompt`, a "
+            f"table of pandas, polars, arrow or datasets, {other}"
+        )
+    else:
+        rows = list(data)
+    if not len(rows):
+        raise ShoalError(f"{name} is empty: expected rows with `prompt`")
+    return rows
+
+
+def _rows_of_columns(columns: Mapping[Any, Any], name: str) -> list[dict[str, Any]]:
+    """Returns a dict of columns as a list of rows. ShoalError if their lengths differ."""
+    for column, values in columns.items():
+        if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
+            raise ShoalError(
+                f"{name}: the column {column!r} is a {type(values).__name__}; expected a list, a "
+                "value a row"
+            )
+    lengths = {column: len(values) for column, values in columns.items()}
+    if len(set(lengths.values())) > 1:
+        shown = ", ".join(f"{column} {length}" for column, length in lengths.items())
+        raise ShoalError(f"{name}: its columns must be of one length, they have {shown} values")
+    rows = []
+    for values in zip(*columns.values(), strict=True):
+        rows.append(dict(zip(columns, values, strict=True)))
+    return rows
+
+
+# ---- both
+
+
+def task_of_examples(splits: Splits, maker: ExampleMaker, correct: Correct | None = None) -> Task:
+    """Returns the task whose examples are in `splits`, which `maker` made. Drops training rows
+    whose prompt is also held out. Adds notes on prompts from `messages`, prompts that end with an
+    assistant's message, unknown roles and empty answers."""
+    splits.drop_held_out(prompt_key, "prompt")
+    if maker.from_messages:
+        splits.notes.append(
+            f"{splits.task}: the prompts are the column `messages`, without the assistant's last "
+            "message"
+        )
+    if maker.num_continued:
+        splits.notes.append(
+            f"{splits.task}: {count(maker.num_continued, 'prompt ends', 'prompts end')} with an "
+            "assistant's message, which the completion continues"
+        )
+    splits.notes += [f"{splits.task}: {note}" for note in maker.roles.notes]
+    note_empty_answers(splits)
+    return with_rows(Task(splits.task, question="prompt", correct=correct), splits)
+
+
+def note_empty_answers(splits: Splits) -> None:
+    """Adds a note to `splits` on rows whose answer column is empty, if only some rows are so: no
+    completion can match an empty answer."""
+    rows = splits.all_rows
+    empty = [example for example in rows if _is_blank(ground_truth(example.columns))]
+    if empty and len(empty) < len(rows):
+        place = f", the first {empty[0].place}" if empty[0].place else ""
+        splits.notes.append(
+            f"{splits.task}: {len(empty)} of {len(rows)} rows have an empty answer{place}: fill "
+            "them in or leave these rows out, unless the reward needs no answer"
+        )
+
+
+def _is_blank(answer: Any) -> bool:
+    """True for None and for text without visible characters."""
+    return answer is None or (isinstance(answer, str) and not answer.strip())

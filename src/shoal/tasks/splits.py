@@ -1,0 +1,399 @@
+"""A task's training rows and held-out rows: reads both from the data at `task.path`, and holds out
+training rows if the data has no other split.
+
+The rules are the same for rows from Python (`custom.py`): if there are no rows to evaluate on, the
+last ones are held out; and no held-out row is trained on, unless that was asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from shoal.buckets import address, area_of, fetch, is_bucket
+from shoal.config.sections.task import TaskSection
+from shoal.files import find_input, within
+from shoal.records import Example, ShoalError
+from shoal.tasks.data_files import read_file
+from shoal.tasks.data_folder import Published, fetch_folder, named_files, open_folder
+from shoal.tasks.task import DataReport, Task
+from shoal.text import did_you_mean
+
+_HELD_OUT_SHARE = 10
+"""If the data has no rows to evaluate on, one of this many is held out."""
+
+
+_EVALUATING: ContextVar[bool] = ContextVar("evaluating", default=False)
+
+
+Make: TypeAlias = "Callable[[int, str, dict[str, Any]], Any]"
+"""(number, place, row) -> what is kept of the row, such as an `Example`; the place is a text like
+`FILE, line 3`."""
+
+
+def evaluating() -> AbstractContextManager[None]:
+    """Returns a context in which data is read for an evaluation alone: a data set of one split is
+    evaluated on as a whole, and there are no training rows."""
+    return within(_EVALUATING)
+
+
+def is_evaluating() -> bool:
+    """True inside of an `evaluating()` context."""
+    return _EVALUATING.get()
+
+
+@dataclass
+class Splits:
+    """A task's training rows and held-out rows, with notes for the user on how they were split. A
+    row is whatever the task's `make` returned for it, usually an `Example`."""
+
+    task: str
+    train: list[Any]
+    held_out: list[Any]
+    on_purpose: str  # the setting that makes a run evaluate on its training rows, for messages
+    notes: list[str] = field(default_factory=list)
+    data: DataReport = field(default_factory=DataReport)
+    one_split: bool = False  # the data had no rows to evaluate on
+    shared: bool = False  # the held-out rows are the training rows, as asked for
+    # True: held-out examples keep their row numbers in the data; False: they count from 0.
+    keeps_row_numbers: bool = False
+
+    @property
+    def all_rows(self) -> list[Any]:
+        """Training rows and held-out rows, each once."""
+        return self.train if self.shared else self.train + self.held_out
+
+    def divide(self, source: str, num_questions: int, spread: bool = False) -> None:
+        """Moves a tenth of `train` to `held_out`; called if the data has no split to evaluate on.
+        Moves the last rows, at most `num_questions` (0: no limit), or with `spread` every tenth
+        row. Inside `evaluating()` moves all rows. Changes the report of files and adds a note.
+        `source` names the data, for messages. ShoalError if there is only one row."""
+        rows = self.train
+        total = len(rows)
+        files = self.data.train_files
+        begin = f"{self.task}: {source} has no other split to evaluate on; "
+        self.one_split = True
+        if is_evaluating():
+            self.train = []
+            self.held_out = rows
+            self.data = DataReport({}, files)
+            self.notes.append(
+                f"{begin}{asked_rows(total, num_questions)} are evaluated on, those too that a run "
+                "on this data learned from"
+            )
+            return
+        if total < 2:
+            raise ShoalError(
+                f"task {self.task}: {source} has 1 row and no other split to evaluate on: add "
+                f"rows, or evaluate on the row that is trained on, {self.on_purpose}"
+            )
+        if spread:
+            held = range(_HELD_OUT_SHARE - 1, total, _HELD_OUT_SHARE) or range(total - 1, total)
+            self.notes.append(f"{begin}every tenth row of it is held out, {len(held)} of {total}")
+        else:
+            num_held = max(1, total // _HELD_OUT_SHARE)
+            if num_questions:
+                num_held = min(num_held, num_questions)
+            held = range(total - num_held, total)
+            self.notes.append(f"{begin}its last {len(held)} of {total} rows are held out")
+        self.train = []
+        self.held_out = []
+        for number, row in enumerate(rows):
+            if number in held:
+                self.held_out.append(row)
+            else:
+                self.train.append(row)
+        self.data = DataReport()
+        first = 0
+        for file, num_rows in files.items():
+            num_held = sum(number in held for number in range(first, first + num_rows))
+            self.data.train_files[file] = num_rows - num_held
+            if num_held:
+                self.data.held_out_files[file] = num_held
+            first += num_rows
+
+    def share(self) -> None:
+        """Makes the held-out rows the training rows: the user asked to evaluate on these. Adds a
+        note."""
+        self.held_out, self.shared = self.train, True
+        self.data = DataReport(self.data.train_files, self.data.train_files)
+        self.notes.append(
+            f"{self.task}: {self.on_purpose}: evaluated on the rows that are trained on"
+        )
+
+    def keep(self, test: Callable[[Any], bool], expected: str, reason: str) -> None:
+        """Drops the rows of both splits for which `test` is False. The report counts the dropped
+        training rows under `reason`; a note counts the held-out ones. ShoalError if a split that
+        had rows would be left empty; its message says that no row has `expected`."""
+        train = [row for row in self.train if test(row)]
+        held_out = [row for row in self.held_out if test(row)]
+        for split, rows, kept in (
+            ("training", self.train, train),
+            ("held-out", self.held_out, held_out),
+        ):
+            if rows and not kept:
+                raise ShoalError(
+                    f"task {self.task}: none of the {len(rows)} {split} rows has {expected}"
+                )
+        if len(held_out) < len(self.held_out):
+            self.notes.append(
+                f"{self.task}: {len(self.held_out) - len(held_out)} of {len(self.held_out)} "
+                f"held-out rows were dropped: {reason}"
+            )
+        self._drop(train, reason)
+        self.held_out = held_out
+
+    def drop_held_out(self, key: Callable[[Any], Any], noun: str) -> None:
+        """Drops the training rows that have the same `key` as a held-out row, unless the training
+        rows are the held-out rows on purpose. `noun` names what is compared, such as `prompt`, for
+        messages. ShoalError if no training row is left."""
+        if self.shared:
+            return
+        held_out_keys = {key(row) for row in self.held_out}
+        kept = [row for row in self.train if key(row) not in held_out_keys]
+        if self.train and not kept and not is_evaluating():
+            raise ShoalError(
+                f"task {self.task}: every training {noun} is held out too: give other data, or "
+                f"evaluate on the rows that are trained on, {self.on_purpose}"
+            )
+        self._drop(kept, f"{noun} held out too")
+
+    def _drop(self, kept: list[Any], reason: str) -> None:
+        """Replaces the training rows by `kept`. The report counts the dropped rows under the
+        reason."""
+        if len(kept) < len(self.train):
+            self.data.dropped[reason] = len(self.train) - len(kept)
+        self.train = kept
+
+
+def asked_rows(total: int, num_questions: int) -> str:
+    """Returns which of `total` rows are evaluated on, as a text: `the first 500 of 1319 rows`, or
+    `all 200 rows`. `num_questions` is the limit; 0: none."""
+    if 0 < num_questions < total:
+        return f"the first {num_questions} of {total} rows"
+    return f"all {total} rows"
+
+
+def with_rows(task: Task, splits: Splits) -> Task:
+    """Returns the task with the examples, notes and report of `splits`. Each split's examples are
+    numbered from 0; with `keeps_row_numbers` the held-out ones keep their numbers."""
+    held_out = splits.held_out
+    if not splits.keeps_row_numbers:
+        held_out = _numbered(held_out)
+    return replace(
+        task,
+        train=_numbered(splits.train),
+        evaluations={"held_out": held_out},
+        notes=tuple(splits.notes),
+        data=splits.data,
+    )
+
+
+def _numbered(examples: Sequence[Example]) -> list[Example]:
+    """Returns the examples with `row` set to their position in the list."""
+    numbered = []
+    for number, example in enumerate(examples):
+        if example.row != number:
+            example = replace(example, row=number)
+        numbered.append(example)
+    return numbered
+
+
+# ---- reading
+
+
+def read_splits(
+    task: TaskSection, published: Published, make: Make, spread: bool = False
+) -> Splits:
+    """Reads the training and the held-out rows of a task from the files at `task.path`, or from its
+    published data set if that is empty. Renames columns as `task.columns` says, then calls `make`
+    for each row; its results are the rows of the splits.
+
+    A single file is the training split, unless the file next to it is the other split
+    (`_siblings`). If there are no rows to evaluate on, some training rows are held out
+    (`Splits.divide`, with `spread`). Raises `ShoalError` for data that is missing, empty or
+    unreadable.
+    """
+    train, held_out, notes = _find_files(task, published)
+    renames = renames_of(task.columns)
+    rows, counts = _read(train, renames, published, make)
+    splits = Splits(
+        published.task, rows, [], f"task.eval_split={task.split}", notes, DataReport(counts)
+    )
+    if held_out and held_out != train:
+        splits.held_out, counts = _read(held_out, renames, published, make)
+        splits.data.held_out_files.update(counts)
+    elif task.eval_split == task.split:
+        splits.share()
+    else:
+        splits.divide(train[0].name, task.num_eval_questions, spread)
+    return splits
+
+
+def _find_files(
+    task: TaskSection, published: Published
+) -> tuple[list[Path], list[Path], list[str]]:
+    """Returns the files to train on, the files to evaluate on ([] if there are none), and notes for
+    the user. `task.path` may be a file, a folder, a hub id or an address in a bucket; files of the
+    hub and of buckets are downloaded. Without a path, `task.files` are patterns from the current
+    directory if the task has no data set on the hub."""
+    name = published.task
+    if task.template:
+        raise ShoalError(
+            f"task.template has no effect on the task {name}, which makes its own prompts: leave "
+            "it out, or choose task=custom"
+        )
+    for key in ("split", "eval_split"):
+        if not getattr(task, key).strip():
+            raise ShoalError(
+                f"task.{key}= is empty: expected the name of a split, such as "
+                f"{getattr(TaskSection, key)}"
+            )
+    path = find_input(task.path, "task.path", weights=True, groups=True)
+    if task.path and path.is_file():
+        notes = []
+        for key in ("subset", "files"):
+            if getattr(task, key):
+                notes.append(f"{name}: task.{key} has no effect, since {path.name} is one file")
+        train, held_out = _siblings(path, task)
+        return train, held_out, notes
+    if task.files and not task.path:
+        are_no_files_of_hub = not published.hub_id or all(is_bucket(file) for file in task.files)
+        if are_no_files_of_hub:
+            train, held_out = named_files(task.files), []
+            if len(train) == 1:
+                train, held_out = _siblings(train[0], task)
+            return train, held_out, []
+    if task.path and path.is_dir():
+        folder = open_folder(path, published)
+    else:
+        folder = fetch_folder(task, published)
+    return folder.find_splits(task)
+
+
+def _siblings(path: Path, task: TaskSection) -> tuple[list[Path], list[Path]]:
+    """Returns the files to train on and to evaluate on if only one file was given. If the file's
+    name contains the name of a split, and a file next to it has the other split's name in its
+    place, each file is its split: `gsm8k_test.jsonl` -> (`[gsm8k_train.jsonl]`,
+    `[gsm8k_test.jsonl]`). Else the file is the training split, and none is evaluated on."""
+    for mine, other in ((task.split, task.eval_split), (task.eval_split, task.split)):
+        before, name_of_split, after = path.name.rpartition(mine)
+        sibling = path.with_name(f"{before}{other}{after}")
+        if area_of(path):
+            fetch(address(sibling), "task.path", may_be_empty=True)
+        if name_of_split and mine != other and sibling.is_file():
+            if mine == task.split:
+                return [path], [sibling]
+            return [sibling], [path]
+    return [path], []
+
+
+def _read(
+    files: Sequence[Path], renames: Mapping[str, str], published: Published, make: Make
+) -> tuple[list[Any], dict[str, int]]:
+    """Returns `make`'s results for all rows of the files, and file name -> number of its rows.
+    ShoalError for a row without the required columns, and if there are no rows."""
+    rows: list[Any] = []
+    counts: dict[str, int] = {}
+    names = [file.name for file in files]
+    for file in files:
+        before = len(rows)
+        for place, row in read_file(file, f"task {published.task}: "):
+            rows.append(make(len(rows), place, _checked(row, place, renames, published)))
+        counts[file.name if names.count(file.name) == 1 else str(file)] = len(rows) - before
+    if not rows:
+        raise ShoalError(
+            f"task {published.task}: {files[0]} is empty; rows with {_columns(published)} are "
+            "needed"
+        )
+    return rows, counts
+
+
+def _columns(published: Published) -> str:
+    """Returns the names of the required columns, for messages."""
+    return " and ".join(f"`{column}`" for column in published.columns) or "columns"
+
+
+def _checked(
+    row: Any, place: str, renames: Mapping[str, str], published: Published
+) -> dict[str, Any]:
+    """Returns a row with its columns renamed. Numbers in the columns `published.numbers` become
+    text, 18.0 becomes `18`. ShoalError if a required column is missing, or if one of
+    `published.texts` is not text."""
+    if not isinstance(row, dict):
+        raise ShoalError(
+            f"task {published.task}: {place} is a {type(row).__name__}; an object with "
+            f"{_columns(published)} is needed"
+        )
+    if renames:
+        row = _renamed(row, place, renames)
+    for column in published.columns:
+        if column not in row:
+            raise ShoalError(
+                f"task {published.task}: {place} has no column {column!r}; its columns: "
+                f"{', '.join(map(str, row)) or 'none'} (task.columns=[{column}=OTHER] takes "
+                "another)",
+                "task.columns",
+            )
+        value = row[column]
+        if column in published.numbers and _is_finite_number(value):
+            is_whole = value == int(value)
+            row[column] = str(int(value) if is_whole else value)  # `18` for 18.0
+        elif column in published.texts and not isinstance(value, str):
+            raise ShoalError(
+                f"task {published.task}: {place}: {column!r} is a {type(value).__name__}; text is "
+                "needed"
+            )
+    return row
+
+
+def _is_finite_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
+        return False
+    return math.isfinite(value)
+
+
+# ---- renamed columns
+
+
+def renames_of(entries: Iterable[str]) -> dict[str, str]:
+    """Returns entries `wanted=theirs` as a dict theirs -> wanted. ShoalError if a name occurs
+    twice.
+
+    >>> renames_of(["prompt=question"])
+    {'question': 'prompt'}
+    """
+    renames: dict[str, str] = {}
+    for entry in entries:
+        wanted, theirs = entry.split("=", 1)
+        wanted, theirs = wanted.strip(), theirs.strip()
+        if wanted in renames.values() or theirs in renames:
+            twice = wanted if wanted in renames.values() else theirs
+            raise ShoalError(
+                f"task.columns={list(entries)}: {twice!r} is named twice; each column has one name"
+            )
+        renames[theirs] = wanted
+    return renames
+
+
+def _renamed(row: Mapping[str, Any], place: str, renames: Mapping[str, str]) -> dict[str, Any]:
+    """Returns a row with its columns renamed; ShoalError if one is missing, or if a name is
+    taken."""
+    for theirs, wanted in renames.items():
+        if theirs not in row:
+            raise ShoalError(
+                f"task.columns: {wanted}={theirs}: {place} has no column {theirs!r}"
+                f"{did_you_mean(theirs, row, lists_all=True)}"
+            )
+        if wanted in row and wanted not in renames:
+            raise ShoalError(
+                f"task.columns: {wanted}={theirs}: {place} has a column {wanted!r} too; rename "
+                f"that as well, OTHER={wanted}"
+            )
+    return {renames.get(column, column): value for column, value in row.items()}

@@ -162,7 +162,7 @@ class SleepingEngine:
 def thread_host(
     name: str, engine: SleepingEngine, capacity: int, woken: threading.Event
 ) -> ThreadHost:
-    host = EngineHost(lambda *_: engine, capacity, shares_memory=False)  # type: ignore
+    host = EngineHost(lambda *_: engine, capacity or None, shares_memory=False)  # type: ignore
     return ThreadHost(host, woken.set, name)
 
 

@@ -75,7 +75,7 @@ def measure(
     seconds, used = time.perf_counter() - started, time.process_time() - used
     assert all(len(one) == lengths[one.request_id, one.index] for one in found)
     drawing, places = engine.counters["active_slots"], engine.counters["total_slots"]
-    for id in list(engine.progress):
+    for id in list(engine.requests):
         engine.cancel(id)
     drain(engine)
     return drawing / max(1, places), drawing / seconds, drawing / used

@@ -96,7 +96,7 @@ def directly(engine: Engine, requests: int, tokens: int) -> None:
     """Samples with the engine alone."""
     given = 0
     while given < requests or not engine.idle:
-        while given < requests and len(engine.progress) < AT_ONCE:
+        while given < requests and len(engine.requests) < AT_ONCE:
             prompt = np.full(PROMPT, 7 + given % 100, np.int32)
             engine.submit(
                 [
@@ -344,10 +344,10 @@ def survive(count: int) -> None:
             found = asyncio.run(fuzz(port, count))
             deadline = time.monotonic() + 30
             while (
-                serving.api.going or sampler.waiting or sampler.engine.progress
+                serving.api.going or sampler.waiting or sampler.engine.requests
             ) and time.monotonic() < deadline:
                 time.sleep(0.05)
-            left = len(serving.api.going), len(sampler.waiting), len(sampler.engine.progress)
+            left = len(serving.api.going), len(sampler.waiting), len(sampler.engine.requests)
         print(
             f"{count:,} requests in {time.perf_counter() - started:.0f} s, by status (0: hung up) "
             f"{dict(sorted(found.items()))}; left: requests {left[0]}, calls {left[1]}, rows "

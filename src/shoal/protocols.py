@@ -176,8 +176,8 @@ class HostProgress:
     # the host reads weights or compiles, so no token may arrive for minutes
     preparing: bool = False
     # most completions that the host wants to have at once, including those that wait in its queue;
-    # 0: no limit; negative: it takes none yet
-    capacity: int = 0
+    # 0 while it cannot take any yet; None: no limit
+    capacity: int | None = None
     # What the host's engines counted, by name. `tokens`: tokens sampled, including those of
     # unfinished completions. `total_slots` and `active_slots`: slots, and slots that sampled a
     # token, summed over the tokens of decoding. Any other name is the metric sampler/NAME.
@@ -324,9 +324,10 @@ class RolloutSource(Protocol):
         float32[T]."""
         ...
 
-    def is_ready(self, purpose: Purpose, step: int) -> bool:
-        """True if `take` would return without waiting for groups that are sampled in the
-        background."""
+    def is_busy_with(self, purpose: Purpose, step: int) -> bool:
+        """True while a step's groups are sampled or scored in the background, so that the caller
+        may do other work before it calls `take`. False once they are complete, and also if only the
+        wait in `take` makes them."""
         ...
 
     def publish_frozen(self, params: Params) -> None:

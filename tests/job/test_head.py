@@ -430,13 +430,13 @@ VLLM = ["sampler.kind=vllm", "vllm.python=python"]
             VLLM,
             True,
             "by vLLM, whose numbers are not the trainer's and which samples other tokens when it "
-            "is asked again; up to 0 versions old, corrected by importance weights "
+            "is asked again; of the current weights, corrected by importance weights "
             "(algorithm.correction=tis)",
         ),
         (
             ["sampler.quantise=int8"],
             False,
-            "by weights in int8, which are not quite the trainer's; up to 0 versions old, "
+            "by weights in int8, which are not quite the trainer's; of the current weights, "
             "corrected by importance weights (algorithm.correction=tis)",
         ),
         (

@@ -462,11 +462,11 @@ def test_a_worker_without_a_place_is_given_no_versions_and_one_that_gets_ready_i
     ):
         host.poll()
     actor.answer("place", ray_host.Place("a node", 0))
-    assert not host.poll() and host.progress() == HostProgress(capacity=-1, preparing=True)
+    assert not host.poll() and host.progress() == HostProgress(capacity=0, preparing=True)
     host.started -= 400  # it compiles
     actor.answer("news", ({}, HostProgress(preparing=True)))
     assert not host.poll() and host.progress() == HostProgress(
-        capacity=-1, preparing=True, reports=1
+        capacity=0, preparing=True, reports=1
     )
     actor.answer("join", ray_host.Joined(proof(), capacity=8))
     host.poll()
@@ -499,7 +499,7 @@ def test_what_ray_begins_in_another_order_is_done_in_the_order_sent(monkeypatch)
 
     monkeypatch.setattr(ray_host.Cluster, "make_actor", make_actor)
     host = ray_host.RayHost("worker 0", made)
-    host._capacity = 8
+    host._joined = ray_host.Joined(proof(), capacity=8)
     for version in range(2):
         host.handle(Load(ray_store.RayVersion(version, {"w": None}, {})))
         host.handle(Submit([version]))  # type: ignore[list-item]
@@ -717,7 +717,7 @@ def joined(
     made: WorkerParity, name: str, shown: WorkerFingerprint, alive: Set[str] = THREE
 ) -> bool | None:
     made.proofs[name] = shown
-    return made.judge(name, alive)
+    return made.numbers_differ(name, alive)
 
 
 def test_a_proof_says_how_it_differs():
@@ -745,14 +745,14 @@ def test_an_odd_worker_is_refused_although_it_joins_first(first):
     with pytest.raises(
         HostRefused, match=r"worker 0 differs from the trainer: (device is gpu, not cpu|it draws)"
     ):
-        made.judge("worker 0", THREE)
+        made.numbers_differ("worker 0", THREE)
 
 
 def test_where_no_worker_is_like_the_trainer_the_first_is_the_measure():
     made, two = judging(trainer=proof()), {"worker 0", "worker 1"}
     assert joined(made, "worker 0", proof({"device": "gpu"}, token=5), two) is None
     assert joined(made, "worker 1", proof({"device": "gpu"}, token=5), two) is False
-    assert made.judge("worker 0", two) is False
+    assert made.numbers_differ("worker 0", two) is False
     with pytest.raises(
         HostRefused,
         match="worker 2 differs from worker 1: device is cpu, not gpu, it draws other to",
@@ -780,7 +780,7 @@ def test_after_a_resume_an_odd_worker_is_refused_although_it_joins_first(tmp_pat
         )
     assert joined(made, "worker 1", proof(logprob=-1 / 3)) is False
     with pytest.raises(HostRefused, match="worker 0 differs from the run's earlier workers"):
-        made.judge("worker 0", THREE)
+        made.numbers_differ("worker 0", THREE)
 
 
 def test_a_run_that_moves_to_other_devices_has_a_new_measure(tmp_path):
@@ -859,9 +859,12 @@ def test_a_worker_that_hangs_before_its_proof_does_not_stop_the_others(monkeypat
     other = proof({"device": "gpu"}, token=5)
     assert joined(made, "worker 0", other) is None
     now[0] += worker_facts.FIRST_SECONDS - 1
-    assert joined(made, "worker 1", other) is made.judge("worker 0", THREE) is None and not said
+    assert (
+        joined(made, "worker 1", other) is made.numbers_differ("worker 0", THREE) is None
+        and not said
+    )
     now[0] += 1
-    assert made.judge("worker 0", THREE) is made.judge("worker 1", THREE) is False
+    assert made.numbers_differ("worker 0", THREE) is made.numbers_differ("worker 1", THREE) is False
     assert said == [
         "no worker that is ready has the devices and settings of the trainer, and after 600 s "
         "worker 2 still prepare: worker 0's numbers are the measure of others'"

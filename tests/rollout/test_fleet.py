@@ -57,7 +57,7 @@ from shoal.rollout import host_health
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.host_health import HostHealth, wrong_answer
-from shoal.rollout.ledger import GroupRewards, Stage
+from shoal.rollout.ledger import GroupRewards, GroupState
 from shoal.sampler.engine import Engine
 from shoal.tasks.task import Task
 from shoal.trainer.update import Updater
@@ -538,7 +538,7 @@ def test_an_answer_from_newest_weights_may_come_while_the_next_are_published(mon
 
 def groups_come(source: Fleet) -> None:
     deadline = time.monotonic() + 20
-    while source.ledger.count(Stage.REWARDED) < 2:
+    while source.ledger.count(GroupState.REWARDED) < 2:
         assert time.monotonic() < deadline and source._failure is None, source._failure
         time.sleep(0.01)
 
@@ -625,7 +625,7 @@ def test_no_group_starts_on_a_version_before_its_host_was_given_it():
             for _ in range(5):
                 source.woken.set()
                 time.sleep(0.02)
-            waiting.append(source.ledger.count(Stage.WAITING))
+            waiting.append(source.ledger.count(GroupState.WAITING))
             return published
 
         source.store.put = slow
@@ -657,7 +657,7 @@ def test_training_goes_before_an_evaluation_which_has_a_share_of_each_host():
         host.fault = lambda host: None if Purpose.TRAIN in queued() else {}
         host.answer_last = lambda: FakeHost.answer_last(host, 0)  # type: ignore[method-assign]
         assert rows_of(source) == [0, 1, 2] and rows_of(source, 1) == list(range(9))
-        assert 4 <= 40 - source.ledger.count(Stage.WAITING, Stage.RUNNING) < 20
+        assert 4 <= 40 - source.ledger.count(GroupState.WAITING, GroupState.RUNNING) < 20
         host.fault = lambda host: None
         assert len(source.take(Purpose.EVALUATE, 0)) == 40
 
@@ -726,7 +726,9 @@ def test_with_newest_weights_hosts_go_on_while_others_are_copied():
         def slowly(version: int, params: Any) -> Any:
             assert not source.store.versions
             copying.append(version)
-            wait_for(lambda: not source.ledger.count(Stage.RUNNING) or source._failure is not None)
+            wait_for(
+                lambda: not source.ledger.count(GroupState.RUNNING) or source._failure is not None
+            )
             return publish(version, params)
 
         source.store.put = slowly
@@ -1258,10 +1260,10 @@ def test_evaluations_that_are_under_way_are_in_the_checkpoint(workshop, together
     """None is ready before the end: each is filed under its own version with the answers of that
     version."""
 
-    def is_ready(self, purpose, step):
-        return False
+    def is_busy_with(self, purpose, step):
+        return True
 
-    monkeypatch.setattr(Fleet, "is_ready", is_ready)
+    monkeypatch.setattr(Fleet, "is_busy_with", is_busy_with)
     late = workshop.train("late", *LAGGING, "mesh.sampler=[1]")
     extra = json.loads((late / "checkpoints" / "5" / "extra" / "metadata").read_text())
     assert extra["evaluating"] == [2, 4]
@@ -1295,8 +1297,8 @@ def test_newest_weights_stay_within_the_bound(workshop):
         assert replay(ReplayConfig(run=str(run), step=4, group=number))["identical"]
 
 
-def test_stages_are_words_that_people_read():
-    assert [str(stage) for stage in Stage] == [
+def test_states_are_words_that_people_read():
+    assert [str(state) for state in GroupState] == [
         "waiting",
         "running",
         "sampled",

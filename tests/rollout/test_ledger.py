@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shoal.protocols import GroupRequest
 from shoal.records import Completion, Example, Group, Purpose, SamplingParams, StopReason
-from shoal.rollout.ledger import TRANSITIONS, Ledger, PendingGroup, Stage
+from shoal.rollout.ledger import TRANSITIONS, GroupState, Ledger, PendingGroup
 
 HOSTS = ("a", "b", "c")
 
@@ -76,7 +76,7 @@ class Account:
         for id in self.open():
             if id not in self.running and id not in self.answered:
                 waiting.append(id)
-        found = self.ledger.at(Stage.WAITING)
+        found = self.ledger.in_state(GroupState.WAITING)
         assert [entry.id for entry in found] == sorted(waiting)  # the oldest first
         if found:
             self.ledger.start(found[0], HOSTS[number % 3])
@@ -108,18 +108,18 @@ class Account:
     def reward(self, number: int) -> None:
         sampled = []
         for one in self.ledger.entries.values():
-            if one.stage is Stage.SAMPLED:
+            if one.state is GroupState.SAMPLED:
                 sampled.append(one)
         if sampled:
             entry = sampled[number % len(sampled)]
-            entry.move(Stage.REWARDED)
+            entry.move(GroupState.REWARDED)
             entry.group = group_of(entry)
 
     def hand_over(self, number: int) -> None:
         ready = [
             step
             for step in self.asked
-            if all(one.stage is Stage.REWARDED for one in self.ledger.of(Purpose.TRAIN, step))
+            if all(one.state is GroupState.REWARDED for one in self.ledger.of(Purpose.TRAIN, step))
         ]
         if ready:
             step = ready[number % len(ready)]
@@ -139,7 +139,7 @@ class Account:
 
     def finish(self) -> None:
         """Hosts work on until nothing is left."""
-        while any(one.stage is Stage.WAITING for one in self.ledger.entries.values()):
+        while any(one.state is GroupState.WAITING for one in self.ledger.entries.values()):
             self.start(0)
         for id in sorted(self.running, reverse=True):
             self.answer(id)
@@ -174,38 +174,38 @@ def test_under_any_interleaving_every_group_is_handed_over_once_and_in_order(cal
     )
 
 
-@pytest.mark.parametrize(("before", "after"), list(itertools.product(Stage, Stage)))
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(GroupState, GroupState)))
 def test_a_stage_changes_only_as_the_table_says(before, after):
     entry = PendingGroup(3, request_of(5), before)
     if after in TRANSITIONS[before]:
         entry.move(after)
-        assert entry.stage is after
+        assert entry.state is after
     else:
         with pytest.raises(
             RuntimeError, match=f"group 3 of train step 5 cannot become {after}: it is {before}"
         ):
             entry.move(after)
-        assert entry.stage is before
+        assert entry.state is before
 
 
 def test_the_table_leads_every_group_to_an_end():
-    """From each stage a group can be handed over, which alone is final."""
-    assert [stage for stage, after in TRANSITIONS.items() if not after] == [Stage.HANDED_OVER]
-    for stage in Stage:
-        reached = {stage}
-        for _ in Stage:
+    """From each state a group can be handed over, which alone is final."""
+    assert [stage for stage, after in TRANSITIONS.items() if not after] == [GroupState.HANDED_OVER]
+    for state in GroupState:
+        reached = {state}
+        for _ in GroupState:
             reached |= set().union(*(TRANSITIONS[one] for one in reached))
-        assert Stage.HANDED_OVER in reached
+        assert GroupState.HANDED_OVER in reached
 
 
 def test_a_lost_group_starts_before_what_was_asked_for_later():
     ledger = Ledger()
     ledger.add([request_of(0)])
     ledger.add([request_of(1)])
-    first, second = ledger.at(Stage.WAITING)
+    first, second = ledger.in_state(GroupState.WAITING)
     ledger.start(first, "a")
-    assert ledger.at(Stage.WAITING) == [second]
-    assert ledger.lose("a") == 1 and ledger.at(Stage.WAITING) == [first, second]
+    assert ledger.in_state(GroupState.WAITING) == [second]
+    assert ledger.lose("a") == 1 and ledger.in_state(GroupState.WAITING) == [first, second]
     ledger.start(first, "b")
     assert (first.attempt, first.host, ledger.asked_again) == (2, "b", 1)
 

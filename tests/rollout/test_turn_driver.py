@@ -166,7 +166,7 @@ def fleet(
     )
     section, woken = dataclasses.replace(sessions.section, **changes), threading.Event()
     player = TurnDriver(sessions, lambda columns: form(), section, 64, 64, tokenizer)  # pyright: ignore
-    host = EngineHost(lambda purpose, size: engine, capacity=64 if thread else 0)
+    host = EngineHost(lambda purpose, size: engine, capacity=64 if thread else None)
     hosts: dict[str, Any] = {"a": ThreadHost(host, woken.set, "a") if thread else host}
     scored = dataclasses.replace(rewards(TASK), on_error=section.on_error)
     return Fleet(

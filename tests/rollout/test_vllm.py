@@ -565,7 +565,7 @@ def test_a_server_on_the_trainers_gpu_sleeps_between_its_completions(
             assert server.is_asleep  # before the trainer has the groups
         ask(source, 3, 1, rows=[0])
         # the caller waits for an evaluation before it learns
-        assert source.is_ready(Purpose.TRAIN, 3)
+        assert not source.is_busy_with(Purpose.TRAIN, 3)
         source.take(Purpose.TRAIN, 3)
         assert source.read_stats(Purpose.TRAIN).fleet["lost"] == 0
     calls = [call for call in server.calls if call.startswith(changes)]

@@ -126,7 +126,7 @@ def make(pages: int = 0, where: Any = None, **changes: Any) -> Engine:
     def decode(*args: Any, stopped: np.ndarray, pages: np.ndarray, **arrays: Any) -> Any:
         check(pool_of(engine))
         for row, (id, part) in engine.scheduler.running.items():
-            for slot, one in enumerate(engine._partials(part, engine.progress[id])):
+            for slot, one in enumerate(engine._partials(part, engine.requests[id])):
                 if not stopped[row, slot] and one.reason is None:
                     assert (pages[row, slot] != NO_PAGE).sum() * PAGE >= min(
                         len(one.tokens) + 31, one.limit - 1
@@ -267,8 +267,8 @@ def test_random_requests_in_few_pages():
         while left or not engine.idle:
             if left and rng.random() < 0.5:
                 engine.submit([left.pop()])
-            if engine.progress and rng.random() < 0.03:
-                engine.cancel(rng.choice(list(engine.progress)))
+            if engine.requests and rng.random() < 0.03:
+                engine.cancel(rng.choice(list(engine.requests)))
             if not engine.idle:
                 found |= {
                     (one.request_id, one.index): one for one in chain(*engine.step().values())

@@ -539,7 +539,7 @@ def test_greedy_takes_the_likeliest_at_each_step(engine):
 def test_wrong_requests_are_refused_and_nothing_is_left_behind(engine, wrong, error, words):
     with pytest.raises(error, match=words):
         engine.submit([wrong])
-    assert engine.idle and not engine.progress
+    assert engine.idle and not engine.requests
 
 
 def test_an_id_twice_without_weights_without_decode(engine):
@@ -650,16 +650,16 @@ def test_cancelling_returns_what_was_drawn_and_frees_the_slot(engine, base):
     others = [other for other in range(7) if other != row]
     engine.submit([request(row), *(request(other) for other in others)])
     found = []
-    while max(len(partial.tokens) for partial in engine.progress[row].partials) < CHUNK:
+    while max(len(partial.tokens) for partial in engine.requests[row].partials) < CHUNK:
         engine.dispatch_next()
         found += chain(*engine.step().values())
     running = {id for id, _ in engine.scheduler.running.values()}
-    waiting = next(other for other in others if other not in running and other in engine.progress)
+    waiting = next(other for other in others if other not in running and other in engine.requests)
     engine.cancel(row)
     engine.cancel(waiting)
     assert (
         not {row, waiting} & {id for id, _ in engine.scheduler.running.values()}
-        and waiting not in engine.progress
+        and waiting not in engine.requests
     )
     found = {(c.request_id, c.index): c for c in found} | drain(engine)
     assert len(found) == 28

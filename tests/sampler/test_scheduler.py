@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shoal.sampler.scheduler import Admission, AdmittedPart, Scheduler
+from shoal.sampler.scheduler import Admission, AdmittedSubgroup, Scheduler
 
 BUCKETS = (64, 128, 256)
 
@@ -16,7 +16,7 @@ BUCKETS = (64, 128, 256)
 def prefill(bucket: int, *entries: tuple[int, int, int]) -> Admission:
     """Of (position, id, row)."""
     return Admission(
-        bucket, tuple(AdmittedPart(position, id, 0, row, row) for position, id, row in entries)
+        bucket, tuple(AdmittedSubgroup(position, id, 0, row, row) for position, id, row in entries)
     )
 
 
@@ -100,13 +100,13 @@ class Machine(RuleBasedStateMachine):
         own = self.rows // self.scheduler.replicas
         each = self.scheduler.join_rows // self.scheduler.replicas
         for entry in admission.entries:
-            assert entry.part == self.entered.get(entry.id, 0)
-            self.entered[entry.id] = entry.part + 1
+            assert entry.subgroup == self.entered.get(entry.id, 0)
+            self.entered[entry.id] = entry.subgroup + 1
             if not admission.bucket:
                 # the prompt is still there, on the same replica
                 assert self.keys[entry.source] == entry.id
                 assert entry.source // own == entry.row // own == entry.position // each
-            self.running[entry.row] = entry.id, entry.part
+            self.running[entry.row] = entry.id, entry.subgroup
         self.keys |= {entry.row: entry.id for entry in admission.entries}
 
     @precondition(lambda self: self.running)
@@ -181,7 +181,7 @@ def test_everyone_is_admitted_once_and_in_the_order_of_its_bucket(
         scheduler.submit(id, bucket, parts)
     while not scheduler.idle:
         while (admission := scheduler.admit()) is not None:
-            came += [entry.id for entry in admission.entries if entry.part == 0]
+            came += [entry.id for entry in admission.entries if entry.subgroup == 0]
         row = order.choice(sorted(scheduler.running))
         id, _ = scheduler.running[row]
         scheduler.release(row)
@@ -226,22 +226,22 @@ def test_a_prefill_of_long_prompts_has_fewer_rows():
 def test_siblings_enter_as_rows_are_free_and_their_prompt_stays_for_them():
     scheduler = Scheduler(num_rows=3, prefill_rows=2, join_rows=2)
     for id in range(3):
-        scheduler.submit(id, 64, parts=3)
+        scheduler.submit(id, 64, num_subgroups=3)
     assert scheduler.admit() == prefill(64, (0, 0, 0), (1, 1, 1))
-    assert scheduler.admit() == Admission(0, (AdmittedPart(0, 0, 1, 2, 0),))
+    assert scheduler.admit() == Admission(0, (AdmittedSubgroup(0, 0, 1, 2, 0),))
     assert scheduler.admit() is None
     scheduler.release(1)  # the first of request 1 has ended, the row holds the keys of its siblings
-    assert scheduler.admit() == Admission(0, (AdmittedPart(0, 1, 1, 1, 1),))
+    assert scheduler.admit() == Admission(0, (AdmittedSubgroup(0, 1, 1, 1, 1),))
     scheduler.release(0)
     scheduler.release(2)
     assert scheduler.admit() == Admission(
-        0, (AdmittedPart(0, 0, 2, 0, 0), AdmittedPart(1, 1, 2, 2, 1))
+        0, (AdmittedSubgroup(0, 0, 2, 0, 0), AdmittedSubgroup(1, 1, 2, 2, 1))
     )
     for row in (0, 1):
         scheduler.release(row)
     scheduler.finish(0)
     assert scheduler.admit() == prefill(64, (0, 2, 0))
-    assert scheduler.admit() == Admission(0, (AdmittedPart(0, 2, 1, 1, 0),))
+    assert scheduler.admit() == Admission(0, (AdmittedSubgroup(0, 2, 1, 1, 0),))
 
 
 def test_rows_of_a_prefill_enter_rows_of_their_replica():

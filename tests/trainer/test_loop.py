@@ -166,8 +166,8 @@ class Diary:
         # the weights that the step's update began with
         assert {group.step for group in groups} == {version}
 
-    def is_ready(self, purpose, step) -> bool:
-        return True
+    def is_busy_with(self, purpose, step) -> bool:
+        return False
 
     def step(self, record):
         assert record.seconds >= 0 and {group.step for group in record.groups} == {record.step}

@@ -107,7 +107,10 @@ def staleness_text(config: Config, own_devices: bool) -> str:
         how = "not corrected"
     elif correction == "direct":
         how = "with the ratio to the sampler's log-probs"
-    text = f"up to {count(oldest, 'version')} old, {how} (algorithm.correction={correction})"
+    age = "of the current weights"
+    if oldest:
+        age = f"up to {count(oldest, 'version')} old"
+    text = f"{age}, {how} (algorithm.correction={correction})"
     engine = config.sampler.engine
     if engine:
         return (

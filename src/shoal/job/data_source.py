@@ -126,9 +126,9 @@ class DataSource:
             else:
                 self.sampler.request([request])
 
-    def is_ready(self, purpose: Purpose, step: int) -> bool:
-        """True if the groups of a step can be taken without waiting; always for training."""
-        return purpose is Purpose.TRAIN or self.sampler.is_ready(purpose, step)
+    def is_busy_with(self, purpose: Purpose, step: int) -> bool:
+        """True while the sampler makes a step's groups in the background; never for training."""
+        return purpose is not Purpose.TRAIN and self.sampler.is_busy_with(purpose, step)
 
     def take(self, purpose: Purpose, step: int) -> list[Group]:
         """Returns the groups of a step; those of training are made of the data's answers, without

@@ -246,10 +246,10 @@ def _sample(
     completions: dict[int, list[Completion]] = {}
     started = clock()
     seconds = 0.0
-    while engine.progress and seconds <= SAMPLING_SECONDS:
+    while engine.requests and seconds <= SAMPLING_SECONDS:
         completions |= engine.step()
         seconds = clock() - started
-    for id in list(engine.progress):
+    for id in list(engine.requests):
         engine.cancel(id)
     completions |= dict(run_until_idle(engine))
     return completions, seconds

@@ -37,10 +37,10 @@ from shoal.report.timeline import Timeline
 from shoal.rollout.host_health import HostHealth, versions_fault, wrong_answer
 from shoal.rollout.ledger import (
     GroupRewards,
+    GroupState,
     Ledger,
     PendingGroup,
-    Stage,
-    describe_stages,
+    describe_states,
     sample_request,
 )
 from shoal.rollout.turn_driver import GroupMessage, TurnDriver
@@ -59,11 +59,11 @@ END_SECONDS = 5.0
 """How long `close` waits for the fleet's thread to end."""
 
 QUEUES = {
-    "waiting": (Stage.WAITING,),
-    "running": (Stage.RUNNING,),
-    "sampled": (Stage.SAMPLED, Stage.REWARDED),
+    "waiting": (GroupState.WAITING,),
+    "running": (GroupState.RUNNING,),
+    "sampled": (GroupState.SAMPLED, GroupState.REWARDED),
 }
-"""Name of the metric -> the stages whose groups it counts."""
+"""Name of the metric -> the states whose groups it counts."""
 
 
 @dataclass
@@ -131,7 +131,7 @@ class Fleet:
         self._changed = threading.Condition()  # its lock guards the ledger
         self._thread: threading.Thread | None = None
         if self.in_background:
-            self._thread = threading.Thread(target=self._run, name="fleet", daemon=True)
+            self._thread = threading.Thread(target=self._run_rounds, name="fleet", daemon=True)
             self._thread.start()
 
     def follow(self, timeline: Timeline) -> None:
@@ -198,9 +198,9 @@ class Fleet:
                     )
             self._taking = purpose, step
             try:
-                self._wait_until(entries, {Stage.SAMPLED, Stage.REWARDED})
+                self._wait_until(entries, {GroupState.SAMPLED, GroupState.REWARDED})
                 sampled = time.perf_counter()
-                self._wait_until(entries, {Stage.REWARDED})
+                self._wait_until(entries, {GroupState.REWARDED})
             finally:
                 self._taking = None
             stats = self._stats[purpose]
@@ -262,14 +262,15 @@ class Fleet:
     def published_shapes(self) -> Params:
         return self.store.published_shapes()
 
-    def is_ready(self, purpose: Purpose, step: int) -> bool:
-        """False if the step's groups are still being made in the background, so that the caller may
-        do other work first. True if they are complete, or if only waiting in `take` makes them."""
+    def is_busy_with(self, purpose: Purpose, step: int) -> bool:
+        """True while a step's groups are sampled or scored in the background, so that the caller
+        may do other work before it calls `take`. False once they are complete, and always if the
+        hosts sample only while the caller waits in `take`."""
         with self._changed:
             if not self.in_background or self.shares_memory:
-                return True
+                return False
             entries = self.ledger.of(purpose, step)
-            return all(entry.stage is Stage.REWARDED for entry in entries)
+            return any(entry.state is not GroupState.REWARDED for entry in entries)
 
     def read_stats(self, purpose: Purpose) -> RolloutStats:
         """Returns the figures of one purpose since the last call, and resets them. Training's
@@ -302,7 +303,7 @@ class Fleet:
         if stats.counters["total_slots"]:
             active_share = stats.counters["active_slots"] / stats.counters["total_slots"]
         stats.sampler_idle = 1.0 - busy_share * active_share
-        stats.queue = {name: self.ledger.count(*stages) for name, stages in QUEUES.items()}
+        stats.queue = {name: self.ledger.count(*states) for name, states in QUEUES.items()}
         members = self.members.values()
         stats.fleet = {
             "hosts": sum(member.host is not None for member in members),
@@ -341,12 +342,12 @@ class Fleet:
 
     # -- waiting
 
-    def _wait_until(self, entries: Sequence[PendingGroup], stages: set[Stage]) -> None:
-        """Waits until all `entries` have one of the `stages`; called with the lock held. Without a
+    def _wait_until(self, entries: Sequence[PendingGroup], states: set[GroupState]) -> None:
+        """Waits until all `entries` have one of the `states`; called with the lock held. Without a
         thread of the fleet's, does the sampling itself. Raises what the fleet's thread raised, and
         stops if the run is to stop."""
         began = time.time()
-        while not all(entry.stage in stages for entry in entries):
+        while not all(entry.state in states for entry in entries):
             self.stop.check()
             if self._failure is not None:
                 raise self._failure
@@ -356,9 +357,9 @@ class Fleet:
                     self._changed.wait(WAIT_SECONDS)
             else:
                 # Once all is sampled, only rewards are waited for, and those may hang.
-                unsampled = (Stage.WAITING, Stage.RUNNING)
-                all_sampled = all(entry.stage not in unsampled for entry in entries)
-                self._work_once(self.stop.raising_at_once, wait=all_sampled)
+                unsampled = (GroupState.WAITING, GroupState.RUNNING)
+                all_sampled = all(entry.state not in unsampled for entry in entries)
+                self._run_round(self.stop.raising_at_once, wait=all_sampled)
 
     def _say_waiting(self, entries: Sequence[PendingGroup], began: float) -> None:
         """Prints what `take` waits for, once that takes long; then again only when the wait has
@@ -379,16 +380,16 @@ class Fleet:
         else:
             what = f"the evaluation {version_text(request.version)}"
         since = time.strftime("%H:%M:%S", time.localtime(began))
-        stages = describe_stages(entries, host_texts)
-        self.on_note(f"waiting for {what} since {since}, {seconds:.0f} s: {stages}")
+        states = describe_states(entries, host_texts)
+        self.on_note(f"waiting for {what} since {since}, {seconds:.0f} s: {states}")
 
-    def _run(self) -> None:
-        """Runs in the fleet's thread: repeats `_work_once` until the fleet is closed. An error is
+    def _run_rounds(self) -> None:
+        """Runs in the fleet's thread: repeats `_run_round` until the fleet is closed. An error is
         stored for `take` to raise."""
         while not self._closed:
             self.woken.clear()
             try:
-                self._work_once()
+                self._run_round()
             except BaseException as error:
                 # `take` raises it, so that whoever waits for these groups learns of it
                 with self._changed:
@@ -396,10 +397,10 @@ class Fleet:
                     self._changed.notify_all()
                 return
             with self._changed:
-                awaits = self.ledger.count(Stage.RUNNING, Stage.SAMPLED) > 0
+                awaits = self.ledger.count(GroupState.RUNNING, GroupState.SAMPLED) > 0
             self.woken.wait(POLL_SECONDS if awaits else WAIT_SECONDS)
 
-    def _work_once(
+    def _run_round(
         self,
         guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         wait: bool = False,
@@ -453,7 +454,7 @@ class Fleet:
                 seconds = POLL_SECONDS
             messages = self.turn_driver.collect(seconds)
         self._send_all(messages)
-        running = self.ledger.at(Stage.RUNNING)
+        running = self.ledger.in_state(GroupState.RUNNING)
         waiting_for_tools = Counter[str]()
         for entry in running:
             waiting_for_tools[entry.host] += entry.num_idle
@@ -488,7 +489,7 @@ class Fleet:
         """Checks a host's answer and enters it in the ledger. Returns the group's entry if the
         group is complete and can be rewarded now, else None. If the answer is wrong, the host
         counts as lost, with all the groups that it has."""
-        id = self.ledger.parts.get(id, id)
+        id = self.ledger.group_ids.get(id, id)
         entry = self.ledger.entries.get(id)
         if self.turn_driver is None:
             member.assigned.pop(id, None)
@@ -539,17 +540,19 @@ class Fleet:
         """Gives waiting groups to hosts with room, each group to the host that is expected to
         finish it first. Training's groups come first, in order; then those of an evaluation, for
         which each host reserves a share."""
-        waiting = [entry for entry in self.ledger.at(Stage.WAITING) if self._may_start(entry)]
+        waiting = [
+            entry for entry in self.ledger.in_state(GroupState.WAITING) if self._may_start(entry)
+        ]
         if self.turn_driver is not None:
             self.turn_driver.open(waiting)
             waiting = [entry for entry in waiting if self.turn_driver.is_ready(entry)]
         if not waiting:
             return
-        unsampled = (Stage.WAITING, Stage.RUNNING)
+        unsampled = (GroupState.WAITING, GroupState.RUNNING)
         purposes = {
             entry.request.purpose is Purpose.TRAIN
             for entry in self.ledger.entries.values()
-            if entry.stage in unsampled
+            if entry.state in unsampled
         }
         is_shared = len(purposes) > 1
         step_seconds = {name: member.step_seconds() for name, member in self.members.items()}
@@ -663,7 +666,7 @@ class Fleet:
             with contextlib.suppress(HostLost):
                 member.host.close()
         if self.turn_driver is not None:
-            running = self.ledger.at(Stage.RUNNING)
+            running = self.ledger.in_state(GroupState.RUNNING)
             self.turn_driver.forget([entry for entry in running if entry.host == member.name])
         self._lost_tokens += member.lose(time.monotonic(), refused)
         num_asked_again = self.ledger.lose(member.name)
@@ -706,7 +709,7 @@ class Fleet:
             if other.request.subset != request.subset or other.request.params != request.params:
                 continue
             num_groups += 1
-            if other.stage in (Stage.SAMPLED, Stage.REWARDED):
+            if other.state in (GroupState.SAMPLED, GroupState.REWARDED):
                 num_done += 1
         self.on_progress(f"{request.subset}, {mode}", num_done, num_groups)
 

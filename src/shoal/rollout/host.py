@@ -47,8 +47,8 @@ class EngineHost:
 
     make_engine: Callable[[Purpose, int], Engine]
     # most completions that the host wants to have at once, including those that wait in its queue;
-    # 0: no limit
-    capacity: int = 0
+    # None: no limit
+    capacity: int | None = None
     # True if the devices are also the trainer's: the caches are freed as soon as nothing is left to
     # sample
     shares_memory: bool = True
@@ -109,7 +109,7 @@ class EngineHost:
         # First give the engine what may begin: the engine then answers with what has been sampled,
         # even if that is nothing.
         self._feed()
-        if self._engine is not None and message.request_id in self._engine.progress:
+        if self._engine is not None and message.request_id in self._engine.requests:
             self._engine.handle(message)
         self._queue = deque(request for request in self._queue if request.id != message.request_id)
 

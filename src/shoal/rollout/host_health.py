@@ -108,10 +108,12 @@ class HostHealth:
         its capacity but EVALUATION_SHARE, and the others that share. A group larger than its
         purpose's share is accepted if it is the only one of its purpose."""
         capacity = self.progress.capacity
-        if self.host is None or capacity < 0:
+        if self.host is None:
             return False
-        if not capacity:
+        if capacity is None:
             return True
+        if capacity == 0:
+            return False
         num_free = capacity - self.completions()
         if not is_shared:
             return num_free > 0

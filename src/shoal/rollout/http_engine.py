@@ -36,7 +36,7 @@ import numpy as np
 from shoal.protocols import End, Extend, HostProgress, Load, Message, SampleRequest
 from shoal.records import Completion, HostLost, SamplingParams, StopReason
 from shoal.rollout.host import EngineHost, ThreadHost
-from shoal.sampler.partial import PartialCompletion, Progress
+from shoal.sampler.partial import ActiveRequest, PartialCompletion
 from shoal.text import describe_error, shorten
 from shoal.weights.folder_store import FolderVersion
 
@@ -255,7 +255,7 @@ class CompletionCall(NamedTuple):
     max_tokens: int
 
 
-class SampledPart(NamedTuple):
+class AddedTokens(NamedTuple):
     """The tokens that a server's answer to a `CompletionCall` adds to a completion."""
 
     token_ids: list[int]
@@ -285,7 +285,7 @@ class HttpEngine(ABC):
         self.settings = settings
         self.version = -1
         self.parameters: FolderVersion | None = None
-        self.progress: dict[int, Progress] = {}
+        self.requests: dict[int, ActiveRequest] = {}
         # only counts tokens; the number of the server's slots is unknown
         self.counters = Counter[str]()
         self.busy_seconds = 0.0
@@ -331,7 +331,7 @@ class HttpEngine(ABC):
         """Returns the call for the rest of a completion's turn."""
 
     @abstractmethod
-    def read_completion(self, call: CompletionCall, reply: Any, version: int) -> SampledPart:
+    def read_completion(self, call: CompletionCall, reply: Any, version: int) -> AddedTokens:
         """Returns the tokens in the answer to a call that was made while the server had `version`.
         LookupError, TypeError or ValueError if the answer cannot be right."""
 
@@ -352,7 +352,7 @@ class HttpEngine(ABC):
             for number in range(request.num_completions):
                 limit = request.turn_limit_of(number)
                 partials.append(PartialCompletion(request.params.max_tokens, limit))
-            self.progress[request.id] = Progress(request, partials)
+            self.requests[request.id] = ActiveRequest(request, partials)
             completions = [(request.id, number) for number in range(request.num_completions)]
             if request.branch:
                 self._waiting.extendleft(completions)
@@ -371,24 +371,24 @@ class HttpEngine(ABC):
 
     def _extend(self, message: Extend) -> None:
         """Queues the next turn of a completion, after its context."""
-        progress = self.progress[message.request_id]
-        number = message.index - progress.request.first
-        partial = progress.partials[number]
+        active = self.requests[message.request_id]
+        number = message.index - active.request.first
+        partial = active.partials[number]
         partial.extend(message.context, message.turn_limit)
         partial.feed(len(message.context), self.version, self.settings.max_support)
         self._waiting.appendleft((message.request_id, number))
 
     def _end(self, message: End) -> None:
         """Ends a completion whose turn has ended."""
-        progress = self.progress[message.request_id]
-        progress.partials[message.index - progress.request.first].waits = False
-        if progress.is_done:
-            del self.progress[message.request_id]
+        active = self.requests[message.request_id]
+        active.partials[message.index - active.request.first].waits = False
+        if active.is_done:
+            del self.requests[message.request_id]
 
     @property
     def idle(self) -> bool:
         """True if no request is unfinished."""
-        return not self.progress
+        return not self.requests
 
     @property
     def stuck(self) -> bool:
@@ -469,9 +469,9 @@ class HttpEngine(ABC):
         right."""
         self._count_under_way(-1, version)
         self._has_news = True
-        progress = self.progress[id]
-        request = progress.request
-        partial = progress.partials[number]
+        active = self.requests[id]
+        request = active.request
+        partial = active.partials[number]
         with reading(call.path, reply):
             sampled = self.read_completion(call, reply, version)
         num_sampled = len(sampled.token_ids)
@@ -490,15 +490,15 @@ class HttpEngine(ABC):
         finished: list[int] = []
         if request.has_turns:
             finished = [number]
-        elif progress.is_done:
+        elif active.is_done:
             finished = list(range(request.num_completions))
         for finished_number in finished:
-            completion = progress.partials[finished_number].completion(
+            completion = active.partials[finished_number].completion(
                 id, request.first + finished_number, self.settings.max_support
             )
             self._answers.setdefault(id, []).append(completion)
-        if progress.is_done:
-            del self.progress[id]
+        if active.is_done:
+            del self.requests[id]
 
     def _count_empty_abort(self, path: str, id: int, number: int, num_tokens: int) -> None:
         """Raises HostLost if a server returns a completion unfinished again and again without a new
@@ -609,7 +609,7 @@ class HttpHost(ThreadHost):
         opening = self.engine.opening
         if opening is None or not opening.done():
             # Groups given to this host now would wait while another server is idle.
-            progress.capacity = -1
+            progress.capacity = 0
         else:
             opening.result()
         return progress

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shoal.rollout.turn_driver import Rollout
 
 
-class Stage(enum.StrEnum):
+class GroupState(enum.StrEnum):
     """State of a group that was requested."""
 
     WAITING = "waiting"  # waits for a host with room
@@ -37,13 +37,13 @@ class Stage(enum.StrEnum):
     HANDED_OVER = "handed over"
 
 
-TRANSITIONS: dict[Stage, frozenset[Stage]] = {
+TRANSITIONS: dict[GroupState, frozenset[GroupState]] = {
     # An answer may come while the group waits again, if its host was given up too early.
-    Stage.WAITING: frozenset({Stage.RUNNING, Stage.SAMPLED}),
-    Stage.RUNNING: frozenset({Stage.WAITING, Stage.SAMPLED}),
-    Stage.SAMPLED: frozenset({Stage.REWARDED}),
-    Stage.REWARDED: frozenset({Stage.HANDED_OVER}),
-    Stage.HANDED_OVER: frozenset(),
+    GroupState.WAITING: frozenset({GroupState.RUNNING, GroupState.SAMPLED}),
+    GroupState.RUNNING: frozenset({GroupState.WAITING, GroupState.SAMPLED}),
+    GroupState.SAMPLED: frozenset({GroupState.REWARDED}),
+    GroupState.REWARDED: frozenset({GroupState.HANDED_OVER}),
+    GroupState.HANDED_OVER: frozenset(),
 }
 
 
@@ -53,7 +53,7 @@ class PendingGroup:
 
     id: int
     request: GroupRequest
-    stage: Stage = Stage.WAITING
+    state: GroupState = GroupState.WAITING
     attempt: int = 0  # how often the group was given to a host
     host: str = ""  # name of the host that has the group, or had it last; "" before the first
     # the group's rollouts, if they have turns; [] otherwise, and until they are opened
@@ -72,15 +72,15 @@ class PendingGroup:
         or are over."""
         return sum(self.rollout_states[state] for state in IDLE)
 
-    def move(self, stage: Stage) -> None:
-        """Sets the stage, and is the only place that does. RuntimeError if TRANSITIONS has no such
+    def move(self, state: GroupState) -> None:
+        """Sets the state, and is the only place that does. RuntimeError if TRANSITIONS has no such
         transition."""
-        if stage not in TRANSITIONS[self.stage]:
+        if state not in TRANSITIONS[self.state]:
             raise RuntimeError(
                 f"group {self.id} of {self.request.purpose} step {self.request.step} cannot become "
-                f"{stage}: it is {self.stage}"
+                f"{state}: it is {self.state}"
             )
-        self.stage = stage
+        self.state = state
 
 
 @dataclass
@@ -90,8 +90,9 @@ class Ledger:
     # by id, in the order of the requests
     entries: dict[int, PendingGroup] = field(default_factory=dict)
     next_id: int = 0
-    # id of a request for a part of a group -> id of the group
-    parts: dict[int, int] = field(default_factory=dict)
+    # id of a request to a host -> id of its group, for the requests beyond a group's first:
+    # rollouts with other prompts, and branches, are requested one by one
+    group_ids: dict[int, int] = field(default_factory=dict)
     duplicates: int = 0  # number of answers to groups that had been answered already
     asked_again: int = 0  # number of groups that wait again because their host was lost
 
@@ -101,11 +102,12 @@ class Ledger:
             self.entries[self.next_id] = PendingGroup(self.next_id, request)
             self.next_id += 1
 
-    def add_part(self, entry: PendingGroup) -> int:
-        """Makes and returns a new id for a request for a part of a group."""
+    def new_request_id(self, entry: PendingGroup) -> int:
+        """Returns an unused id for one more request to a host for a group, and notes whose it
+        is."""
         id = self.next_id
         self.next_id += 1
-        self.parts[id] = entry.id
+        self.group_ids[id] = entry.id
         return id
 
     def of(self, purpose: Purpose, step: int) -> list[PendingGroup]:
@@ -116,13 +118,13 @@ class Ledger:
                 entries.append(entry)
         return entries
 
-    def at(self, stage: Stage) -> list[PendingGroup]:
-        """Returns the entries that are in a stage, the oldest request first."""
-        return [entry for entry in self.entries.values() if entry.stage is stage]
+    def in_state(self, state: GroupState) -> list[PendingGroup]:
+        """Returns the entries that are in a state, the oldest request first."""
+        return [entry for entry in self.entries.values() if entry.state is state]
 
     def start(self, entry: PendingGroup, host: str) -> None:
         """Notes that a host gets the group."""
-        entry.move(Stage.RUNNING)
+        entry.move(GroupState.RUNNING)
         entry.host = host
         entry.attempt += 1
 
@@ -130,20 +132,20 @@ class Ledger:
         """Stores a host's completions in the entry `id`, and returns that entry. Returns None if
         the group was answered before, and counts a duplicate."""
         entry = self.entries.get(id)
-        if entry is None or entry.stage not in (Stage.WAITING, Stage.RUNNING):
+        if entry is None or entry.state not in (GroupState.WAITING, GroupState.RUNNING):
             if id < self.next_id:
                 self.duplicates += 1
             return None
-        entry.move(Stage.SAMPLED)
+        entry.move(GroupState.SAMPLED)
         entry.completions = completions
         return entry
 
     def lose(self, host: str) -> int:
         """Makes all groups of a lost host wait again, ahead of groups that were requested later.
         Returns how many they are."""
-        lost = [entry for entry in self.at(Stage.RUNNING) if entry.host == host]
+        lost = [entry for entry in self.in_state(GroupState.RUNNING) if entry.host == host]
         for entry in lost:
-            entry.move(Stage.WAITING)
+            entry.move(GroupState.WAITING)
         self.asked_again += len(lost)
         return len(lost)
 
@@ -151,36 +153,36 @@ class Ledger:
         """Returns the finished groups of `entries`, in that order, and removes the entries."""
         groups = []
         for entry in entries:
-            entry.move(Stage.HANDED_OVER)
+            entry.move(GroupState.HANDED_OVER)
             assert entry.group is not None
             groups.append(entry.group)
             del self.entries[entry.id]
         if len(entries):
-            for part, id in list(self.parts.items()):
-                if id not in self.entries:
-                    del self.parts[part]
+            for request_id, group_id in list(self.group_ids.items()):
+                if group_id not in self.entries:
+                    del self.group_ids[request_id]
         return groups
 
-    def count(self, *stages: Stage) -> int:
-        """Returns how many groups are in any of the stages."""
-        return sum(entry.stage in stages for entry in self.entries.values())
+    def count(self, *states: GroupState) -> int:
+        """Returns how many groups are in any of the states."""
+        return sum(entry.state in states for entry in self.entries.values())
 
 
-def describe_stages(entries: Sequence[PendingGroup], hosts: Mapping[str, str]) -> str:
-    """Returns a text that says how many groups are in each stage and at which host. `hosts`: the
+def describe_states(entries: Sequence[PendingGroup], hosts: Mapping[str, str]) -> str:
+    """Returns a text that says how many groups are in each state, and at which host. `hosts`: the
     text to use for each host's name."""
     num_rewarded = 0
     counts = Counter[str]()
     for entry in entries:
-        if entry.stage is Stage.REWARDED:
+        if entry.state is GroupState.REWARDED:
             num_rewarded += 1
-        elif entry.stage is Stage.RUNNING:
+        elif entry.state is GroupState.RUNNING:
             counts[f"at {hosts[entry.host]}"] += 1
         else:
-            counts[str(entry.stage)] += 1
+            counts[str(entry.state)] += 1
     parts = [f"{num_rewarded} of {len(entries)} groups are there"]
-    for stage_text, number in counts.items():
-        parts.append(f"{number} {stage_text}")
+    for state_text, number in counts.items():
+        parts.append(f"{number} {state_text}")
     parts.append(f"attempt {max(entry.attempt for entry in entries)}")
     return ", ".join(parts)
 
@@ -347,7 +349,7 @@ class GroupRewards:
         for ticket, scores in scored:
             assert isinstance(ticket, int)
             entry = ledger.entries[ticket]
-            entry.move(Stage.REWARDED)
+            entry.move(GroupState.REWARDED)
             failures = [rollout.failure for rollout in entry.rollouts if rollout.failure]
             if failures:
                 scores = with_failed(scores, failures, self.on_error)

@@ -143,8 +143,10 @@ class MultiProcessSource:
         """Checks this process's own hosts."""
         self.source.check_logprobs(groups, logprobs, version)
 
-    def is_ready(self, purpose: Purpose, step: int) -> bool:
-        return True  # groups are exchanged when they are taken
+    def is_busy_with(self, purpose: Purpose, step: int) -> bool:
+        """Always False: the processes exchange groups when they are taken, all at the same step, so
+        none may decide by itself to take them later."""
+        return False
 
     def publish_frozen(self, params: Params) -> None:
         publish = partial(self.source.publish_frozen, params)

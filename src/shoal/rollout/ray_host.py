@@ -64,7 +64,7 @@ class Joined(NamedTuple):
     """What a worker returns when it is ready to sample."""
 
     proof: WorkerFingerprint
-    capacity: int
+    capacity: int | None
 
 
 class Worker:
@@ -161,7 +161,7 @@ class RayHost:
         self._num_sent = 0
         self._versions: dict[int, Version] = {}
         self._progress = HostProgress()
-        self._capacity = -1  # negative: no room until the worker has joined
+        self._joined: Joined | None = None  # None until the worker may sample
         self._differs = False
 
     def handle(self, message: Message) -> None:
@@ -174,7 +174,7 @@ class RayHost:
                     available[number] = older_version
             available[message.version.version] = message.version
             self._versions = available
-            if self._capacity < 0:
+            if self._joined is None:
                 # `_join` sends it later: calls that wait for a worker for which the cluster has no
                 # room would keep every version that they name.
                 return
@@ -185,7 +185,7 @@ class RayHost:
         Also lets the worker join once it is ready. Raises HostLost if the worker is gone."""
         if self._place is None and not self._has_place():
             return {}
-        if self._capacity < 0 and self._joining.done():
+        if self._joined is None and self._joining.done():
             self._join()
         for sent in list(self._sent):
             if sent.done():
@@ -203,7 +203,11 @@ class RayHost:
         return answers
 
     def progress(self) -> HostProgress:
-        return replace(self._progress, capacity=self._capacity, differs=self._differs)
+        """Returns the worker's figures as it last reported them; capacity 0 until it may sample."""
+        capacity = 0
+        if self._joined is not None:
+            capacity = self._joined.capacity
+        return replace(self._progress, capacity=capacity, differs=self._differs)
 
     def _has_place(self) -> bool:
         """True if the cluster has given the worker a place; the worker's process then compiles."""
@@ -223,11 +227,11 @@ class RayHost:
         except (HostLost, ShoalError) as error:
             raise HostLost(f"it could not start: {error}") from error
         self._cluster.measure.proofs[self.name] = joined.proof
-        differs = self._cluster.measure.judge(self.name, self._cluster.alive)
+        differs = self._cluster.measure.numbers_differ(self.name, self._cluster.alive)
         if differs is None:
             return
         self._differs = differs
-        self._capacity = joined.capacity
+        self._joined = joined
         for version in self._versions.values():
             if version.exists:
                 self._send(Load(version))

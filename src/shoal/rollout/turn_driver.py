@@ -248,7 +248,7 @@ class TurnDriver:
         return rollout_requests(
             sample_request(entry.request, entry.id, self.seed),
             prompts,
-            lambda: self.ledger.add_part(entry),
+            lambda: self.ledger.new_request_id(entry),
             [rollout.turn_limit for rollout in entry.rollouts],
         )
 
@@ -413,7 +413,7 @@ class TurnDriver:
         rollout.state = RolloutState.SAMPLING
         request = branch_request(
             sample_request(rollout.entry.request, rollout.entry.id, self.seed),
-            self.ledger.add_part(rollout.entry),
+            self.ledger.new_request_id(rollout.entry),
             rollout.index,
             prompt_ids=ids,
             branch=len(rollout.ended),

@@ -26,9 +26,9 @@ import numpy as np
 from shoal.records import HostLost, HostRefused, SamplingParams, ShoalError, StopReason
 from shoal.rollout.http_engine import (
     CALL_SECONDS,
+    AddedTokens,
     CompletionCall,
     HttpEngine,
-    SampledPart,
     Server,
     Settings,
     TurnedDown,
@@ -88,9 +88,9 @@ class VllmEngine(HttpEngine):
 
     def completion_call(self, id: int, number: int) -> CompletionCall:
         """Returns the call for the rest of a completion's turn."""
-        progress = self.progress[id]
-        request = progress.request
-        partial = progress.partials[number]
+        active = self.requests[id]
+        request = active.request
+        partial = active.partials[number]
         # Each completion has its own seed, because the engines of a data-parallel server would use
         # the same; after a pause the rest has another.
         noise_key = request.noise_key.key(request.first + number)
@@ -133,7 +133,7 @@ class VllmEngine(HttpEngine):
             "frequency_penalty": 0.0,
         }
 
-    def read_completion(self, call: CompletionCall, reply: Any, version: int) -> SampledPart:
+    def read_completion(self, call: CompletionCall, reply: Any, version: int) -> AddedTokens:
         """Returns the tokens that an answer adds; see the base."""
         (choice,) = reply["choices"]
         ids, logprobs = read_tokens(choice)
@@ -146,7 +146,7 @@ class VllmEngine(HttpEngine):
             versions = [version] * len(ids)
         support_ids = read_support(choice, len(ids), self.settings.max_support)
         check_length(choice, len(ids), call.max_tokens)
-        return SampledPart(ids, logprobs, versions, support_ids, reason)
+        return AddedTokens(ids, logprobs, versions, support_ids, reason)
 
     # -- the server
 

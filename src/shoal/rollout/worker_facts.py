@@ -130,7 +130,7 @@ class WorkerParity:
         if self.strict and self.file.exists():
             self.wanted["the run's earlier workers"] = WorkerFingerprint.read(self.file)
 
-    def judge(self, name: str, alive: Set[str]) -> bool | None:
+    def numbers_differ(self, name: str, alive: Set[str]) -> bool | None:
         """Returns True if worker `name` computes other numbers than it must, False if it computes
         the right ones, None if that cannot be decided yet, because other workers are still
         preparing. `alive`: names of all workers that have a process. Prints a difference once.

@@ -1,8 +1,8 @@
 """Engine that samples completions: runs the compiled steps over N rows of W slots.
 
-    submit -> Scheduler -> prefill (prompts enter free rows, each with its first W siblings)
-                        -> join    (further siblings enter free rows, to which their prompt's keys
-                                   are copied)
+    submit -> Scheduler -> prefill (prompts enter free rows, each with its first W completions)
+                        -> join    (further completions of a prompt enter free rows, to which the
+                                   prompt's keys are copied)
                         -> decode  (every slot samples up to CHUNK tokens, ends early when all are
                                    done)
                 -> save    (rows give way to others, to the host's memory, and come back by
@@ -12,6 +12,7 @@
     extend -> decode  (a completion whose turn has ended goes on after tokens of context: a tool's
                       answer)
 
+A request is sampled by subgroups: those of its completions that share a row (see the scheduler).
 The host decides what runs next and when a completion ends. It never waits for a step that it has
 just started, but gathers the tokens of one step while the next runs."""
 
@@ -31,10 +32,10 @@ from shoal.model.transformer import Model
 from shoal.protocols import Cancel, End, Extend, Message, SampleRequest
 from shoal.records import Completion, Params, StopReason
 from shoal.sampler.partial import (
+    ActiveRequest,
     Decode,
     InFlightStep,
     PartialCompletion,
-    Progress,
     RowOwner,
     check_request,
 )
@@ -56,7 +57,7 @@ from shoal.sampler.programs import (
     run_program,
     state_shapes,
 )
-from shoal.sampler.row_memory import PagePool, ParkedRows
+from shoal.sampler.row_memory import PagePool, ParkedRows, SubgroupKey
 from shoal.sampler.scheduler import (
     PREFILL_TOKENS,
     Admission,
@@ -153,7 +154,8 @@ class Engine:
         )
         self.version = -1
         self.parameters: Params | None = None
-        self.progress: dict[int, Progress] = {}
+        # requests that were submitted and are not finished, by id
+        self.requests: dict[int, ActiveRequest] = {}
         self.in_flight: deque[InFlightStep] = deque()
         self.finished: dict[int, list[Completion]] = {}
         # Counts so far. `tokens`: sampled tokens, including those of cancelled completions.
@@ -209,13 +211,13 @@ class Engine:
                 self.truncated,
                 self.decode_text is not None,
             )
-            num_parts = -(-request.num_completions // self.siblings)
-            self.scheduler.submit(request.id, prompt_bucket(len(request.prompt_ids)), num_parts)
+            num_subgroups = -(-request.num_completions // self.siblings)
+            self.scheduler.submit(request.id, prompt_bucket(len(request.prompt_ids)), num_subgroups)
             partials = []
             for i in range(request.num_completions):
                 limit = self.limit_of(request, request.first + i)
                 partials.append(PartialCompletion(limit, request.turn_limit_of(i)))
-            self.progress[request.id] = Progress(request, partials)
+            self.requests[request.id] = ActiveRequest(request, partials)
 
     def handle(self, message: Message) -> None:
         """Acts on a message about completions that have begun. TypeError for any other message,
@@ -234,12 +236,12 @@ class Engine:
         """Continues a completion whose turn has ended, after tokens of context, with a turn of at
         most `turn_limit` tokens (0: no limit). ValueError if the context and one more token do not
         fit."""
-        partial, part, row, slot = self._locate(id, index)
+        partial, subgroup, row, slot = self._locate(id, index)
         partial.extend(context, turn_limit)
         if row is not None:
             self._inactive[row, slot] = False
         else:
-            self.scheduler.returning[id, part] = self._pages_back(id, part)
+            self.scheduler.returning[id, subgroup] = self._pages_back(id, subgroup)
 
     def end(self, id: int, index: int) -> None:
         """Ends a completion whose turn has ended, and frees its slot."""
@@ -247,8 +249,8 @@ class Engine:
         partial.waits = False
         if row is not None:
             self._release(row)
-        elif self.progress[id].is_done:
-            self._finish(self.progress[id])
+        elif self.requests[id].is_done:
+            self._finish(self.requests[id])
 
     def step(self) -> dict[int, list[Completion]]:
         """Starts compiled steps, waits until the tokens of one have arrived, and returns the
@@ -276,22 +278,23 @@ class Engine:
         """True if nothing can be sampled before a completion is extended or ended."""
         if self.in_flight or self.finished or self.scheduler.idle:
             return False
-        for progress in self.progress.values():
-            if any(partial.waits for partial in progress.partials):
+        for active in self.requests.values():
+            if any(partial.waits for partial in active.partials):
                 return True
         return False
 
     def _locate(self, id: int, index: int) -> tuple[PartialCompletion, int, int | None, int]:
-        """Returns a completion, the part that it belongs to, its row (None if the part has no row),
-        and its slot in the row."""
-        progress = self.progress[id]
-        number = index - progress.request.first
-        partial = progress.partials[number]
-        part, slot = divmod(number, self.siblings)
+        """Returns a completion of a request, the number of its subgroup, the subgroup's row (None
+        if it has none, because it was saved to the host's memory), and the completion's slot in the
+        row. `index`: the completion's index within the group."""
+        active = self.requests[id]
+        number = index - active.request.first
+        partial = active.partials[number]
+        subgroup, slot = divmod(number, self.siblings)
         for row, owner in self.scheduler.running.items():
-            if owner == (id, part):
-                return partial, part, row, slot
-        return partial, part, None, slot
+            if owner == (id, subgroup):
+                return partial, subgroup, row, slot
+        return partial, subgroup, None, slot
 
     @property
     def idle(self) -> bool:
@@ -309,14 +312,14 @@ class Engine:
     def cancel(self, id: int) -> None:
         """Ends a request. The next `step` returns what was sampled so far, with
         StopReason.CANCELLED; it returns nothing for a request with turns."""
-        for partial in self.progress[id].partials:
+        for partial in self.requests[id].partials:
             partial.reason = partial.reason or StopReason.CANCELLED
         for row, (owner_id, _) in self.scheduler.running.items():
             if owner_id == id:
                 self._inactive[row] = True
         self.scheduler.cancel(id)
         self.parked.forget(id)
-        self._finish(self.progress[id])
+        self._finish(self.requests[id])
 
     # -- for the checks before a run
 
@@ -364,11 +367,11 @@ class Engine:
             if not self._park(waiting_rows[:num_lacking]):
                 break
             num_lacking = self.scheduler.lacking
-        # Saved parts whose tokens have not all been gathered cannot return yet.
-        busy: set[tuple[int, int]] = set()
+        # Saved subgroups whose tokens have not all been gathered cannot return yet.
+        busy: set[SubgroupKey] = set()
         if self.pool:
             for step in self._ungathered:
-                busy.update((owner.progress.request.id, owner.part) for owner in step.owners)
+                busy.update((owner.active.request.id, owner.subgroup) for owner in step.owners)
         admission = self.scheduler.admit(busy)
         if admission is not None:
             self._start_admission(admission)
@@ -394,13 +397,13 @@ class Engine:
         if self.scheduler.waiting or self.scheduler.entering:
             return False
         running_ids = {id for id, _ in self.scheduler.running.values()}
-        running = [self.progress[id] for id in running_ids]
+        running = [self.requests[id] for id in running_ids]
         # The next decode would sample in vain in slots that a stop string has ended, and slots
         # whose turns have ended would idle.
-        if any(progress.request.is_read_first for progress in running):
+        if any(active.request.is_read_first for active in running):
             return False
-        for progress in running:
-            for partial in progress.partials:
+        for active in running:
+            for partial in active.partials:
                 tokens_after_chunk = max(1, len(partial.tokens)) + CHUNK
                 if partial.reason is None and partial.limit > tokens_after_chunk:
                     return True
@@ -412,22 +415,22 @@ class Engine:
         that were saved earlier. Returns False if none was saved."""
         swap_rows = self.scheduler.swap_rows
         next_position = self.scheduler.positions(swap_rows)
-        positions: dict[tuple[int, int], int] = {}
+        positions: dict[SubgroupKey, int] = {}
         numbers = np.zeros(swap_rows, np.int32)
         table = self._empty_table(swap_rows)
         for row in rows:
             position = next_position(row)
             if position is None:
                 continue
-            id, part = self.scheduler.running[row]
+            id, subgroup = self.scheduler.running[row]
             numbers[position] = row % self.replica_rows
-            positions[id, part] = position
+            positions[id, subgroup] = position
             for pages in table:
                 pages[position] = self.pool.table[row] if self.pool else NO_PAGE
             if not self._inactive[row].all():
                 self.counters["preempted_rows"] += 1
                 # A row that is saved later entered earlier, so it returns first.
-                returning = {(id, part): self._pages_back(id, part, row)}
+                returning = {(id, subgroup): self._pages_back(id, subgroup, row)}
                 returning.update(self.scheduler.returning)
                 self.scheduler.returning = returning
                 self._inactive[row] = True
@@ -445,35 +448,35 @@ class Engine:
         _, siblings, pages_per_slot = self.pool.table.shape
         return (np.full((rows, siblings, pages_per_slot), NO_PAGE, np.int32),)
 
-    def _pages(self, id: int, part: int, row: int | None = None) -> np.ndarray:
-        """Returns how many pages each slot of a part needs, int[W], for all keys that it may have
-        after the next decode. `row`: the part's row, if steps for it may be in flight; None
-        otherwise."""
+    def _pages(self, id: int, subgroup: int, row: int | None = None) -> np.ndarray:
+        """Returns how many pages each slot of a subgroup needs, int[W], for all keys that it may
+        have after the next decode. `row`: the subgroup's row, if steps for it may be in flight;
+        None otherwise."""
         decodes_in_flight = np.zeros(self.siblings, int)
         if row is not None:
             for step in self._ungathered:
                 if step.live is not None:
                     decodes_in_flight += step.live[row].astype(int)
         wanted = np.zeros(self.siblings, int)
-        for slot, partial in enumerate(self._partials(part, self.progress[id])):
+        for slot, partial in enumerate(self._partials(subgroup, self.requests[id])):
             num_keys = partial.most_keys(int(decodes_in_flight[slot]))
             wanted[slot] = -(-num_keys // PAGE)
         return wanted
 
-    def _pages_back(self, id: int, part: int, row: int | None = None) -> int:
-        """Returns how many pages must be spare before a saved part returns; 0 if keys are not
+    def _pages_back(self, id: int, subgroup: int, row: int | None = None) -> int:
+        """Returns how many pages must be spare before a saved subgroup returns; 0 if keys are not
         stored in pages."""
         if self.pool is None:
             return 0
-        return self.pool.with_next(self._pages(id, part, row))
+        return self.pool.with_next(self._pages(id, subgroup, row))
 
     def _give_pages(self, pool: PagePool) -> None:
         """Gives every live slot pages for the tokens of the next decode. If pages run out, saves
         rows to the host's memory: those whose completions wait, or else those that entered last, so
         that the first row always continues."""
-        for row, (id, part) in list(self.scheduler.running.items()):
+        for row, (id, subgroup) in list(self.scheduler.running.items()):
             while row in self.scheduler.running:
-                if pool.give(row, self._pages(id, part, row)):
+                if pool.give(row, self._pages(id, subgroup, row)):
                     break
                 replica = pool.replica_of(row)
                 rows = [
@@ -484,23 +487,23 @@ class Engine:
                 self._park(candidates[-1:])
 
     def _restore(self, admission: Admission) -> None:
-        """Starts the step that returns saved parts to rows of the device."""
-        self.parked.bring_in(self.progress, wait=True)
+        """Starts the step that returns saved subgroups to rows of the device."""
+        self.parked.bring_in(self.requests, wait=True)
         swap_rows = self.scheduler.swap_rows
         # a row past the end, for which nothing is written
         rows = np.full(swap_rows, OUT_OF_RANGE_ROW, np.int32)
         table = self._empty_table(swap_rows)
-        positions: list[tuple[tuple[int, int], int]] = []
-        for position, id, part, row, _ in admission.entries:
+        positions: list[tuple[SubgroupKey, int]] = []
+        for position, id, subgroup, row, _ in admission.entries:
             rows[position] = row % self.replica_rows
             for pages in table:
                 pages[position] = NO_PAGE
                 if self.pool:
-                    pages[position] = self.pool.enter(row, self._pages(id, part))
+                    pages[position] = self.pool.enter(row, self._pages(id, subgroup))
             self._inactive[row] = True
-            for slot, partial in enumerate(self._partials(part, self.progress[id])):
+            for slot, partial in enumerate(self._partials(subgroup, self.requests[id])):
                 self._inactive[row, slot] = partial.reason is not None
-            positions.append(((id, part), position))
+            positions.append(((id, subgroup), position))
         saved = self.parked.take(positions)
         self._state = self._call("restore", self._state, rows, saved, *table)
 
@@ -511,12 +514,12 @@ class Engine:
             return
         arrays = self._empty_batch(admission.bucket)
         owners = []
-        for position, id, part, row, source in admission.entries:
-            progress = self.progress[id]
-            request = progress.request
+        for position, id, subgroup, row, source in admission.entries:
+            active = self.requests[id]
+            request = active.request
             params = request.params
-            first = request.first + part * self.siblings
-            partials = self._partials(part, progress)
+            first = request.first + subgroup * self.siblings
+            partials = self._partials(subgroup, active)
             count = len(partials)
             arrays["rows"][position] = row % self.replica_rows
             arrays["limit"][position, :count] = [partial.limit for partial in partials]
@@ -535,8 +538,8 @@ class Engine:
             # slots that the request does not use count as ended
             self._inactive[row] = arrays["limit"][position] == 0
             if self.pool:
-                self.pool.enter(row, self._pages(id, part))
-            owners.append(RowOwner(position, row, part, progress))
+                self.pool.enter(row, self._pages(id, subgroup))
+            owners.append(RowOwner(position, row, subgroup, active))
         program = "prefill" if admission.bucket else "join"
         self._start(program, arrays, owners)
 
@@ -552,8 +555,8 @@ class Engine:
         alone."""
         while True:
             long_contexts: list[tuple[int, int, PartialCompletion]] = []
-            for _, row, part, progress in owners:
-                for slot, partial in enumerate(self._partials(part, progress)):
+            for _, row, subgroup, active in owners:
+                for slot, partial in enumerate(self._partials(subgroup, active)):
                     if partial.resumes and len(partial.context) >= FEED:
                         long_contexts.append((row, slot, partial))
             if not long_contexts:
@@ -583,14 +586,14 @@ class Engine:
         if self.pool:
             self._give_pages(self.pool)
         owners = []
-        for row, (id, part) in self.scheduler.running.items():
-            owners.append(RowOwner(row, row, part, self.progress[id]))
-        with_turns = [owner for owner in owners if owner.progress.request.has_turns]
+        for row, (id, subgroup) in self.scheduler.running.items():
+            owners.append(RowOwner(row, row, subgroup, self.requests[id]))
+        with_turns = [owner for owner in owners if owner.active.request.has_turns]
         if with_turns and self.model.key_parts == 1:
             self._feed(with_turns)
         arrays = self._decode_arrays(bool(with_turns))
-        for _, row, part, progress in with_turns:
-            for slot, partial in enumerate(self._partials(part, progress)):
+        for _, row, subgroup, active in with_turns:
+            for slot, partial in enumerate(self._partials(subgroup, active)):
                 if partial.resumes:
                     arrays["resumed"][row, slot] = len(partial.tokens)
                     arrays["last"][row, slot] = partial.tokens[-1]
@@ -601,9 +604,9 @@ class Engine:
                     arrays["forced"][row, slot, : len(next_tokens)] = next_tokens
         self._start("decode", arrays, owners)
 
-    def _partials(self, part: int, progress: Progress) -> list[PartialCompletion]:
-        """Returns the completions of one part of a request."""
-        return progress.partials[part * self.siblings : (part + 1) * self.siblings]
+    def _partials(self, subgroup: int, active: ActiveRequest) -> list[PartialCompletion]:
+        """Returns the completions of one subgroup of a request."""
+        return active.partials[subgroup * self.siblings : (subgroup + 1) * self.siblings]
 
     def _decode_arrays(self, has_turns: bool = False) -> dict[str, Any]:
         """Returns the arrays of a decode in which no slot continues after a turn. `has_turns`:
@@ -658,13 +661,13 @@ class Engine:
         for owner in step.owners:
             # For requests with turns the tokens show whether a slot has ended or waits; see
             # `_gather`.
-            if not owner.progress.request.has_turns:
+            if not owner.active.request.has_turns:
                 self._end(owner, done[owner.position])
         # Start steps before gathering, so that the device need not wait for that.
-        if not any(owner.progress.request.is_read_first for owner in step.owners):
+        if not any(owner.active.request.is_read_first for owner in step.owners):
             self._start_all()
         host = jax.device_get(step.sampled)
-        self.parked.bring_in(self.progress)
+        self.parked.bring_in(self.requests)
         if step.live is not None:
             self._count_slots(host.count)
         for owner in step.owners:
@@ -675,12 +678,12 @@ class Engine:
     def _gather(self, owner: RowOwner, host: SampledTokens, step: InFlightStep) -> None:
         """Adds the new tokens of a row to its completions, and hands over those whose turn has
         ended."""
-        position, row, part, progress = owner
-        if progress.is_finished:
+        position, row, subgroup, active = owner
+        if active.is_forgotten:
             return  # the request was cancelled while the step ran
-        request = progress.request
+        request = active.request
         ended = np.zeros(self.siblings, bool)
-        for slot, partial in enumerate(self._partials(part, progress)):
+        for slot, partial in enumerate(self._partials(subgroup, active)):
             if partial.reason is not None:
                 continue
             if step.live is not None and not step.live[position, slot]:
@@ -691,14 +694,14 @@ class Engine:
             ended[slot] = partial.reason is not None
             if not ended[slot] or not request.has_turns:
                 continue
-            self._hand_over(progress, part * self.siblings + slot)
+            self._hand_over(active, subgroup * self.siblings + slot)
             # A step that has begun already must not add tokens to this completion.
             for later in self.in_flight:
                 if later.live is None:
                     continue
-                # The row may belong to another part in that step.
+                # The row may belong to another subgroup in that step.
                 if any(
-                    later_owner.progress is progress and later_owner.part == part
+                    later_owner.active is active and later_owner.subgroup == subgroup
                     for later_owner in later.owners
                 ):
                     later.live[row, slot] = False
@@ -707,30 +710,30 @@ class Engine:
     def _end(self, owner: RowOwner, ended: np.ndarray) -> None:
         """Notes which slots of a row have ended, bool[W], and frees the row with its last slot,
         unless the row has another owner by now."""
-        _, row, part, progress = owner
-        if progress.is_finished:
+        _, row, subgroup, active = owner
+        if active.is_forgotten:
             return
-        request_id = progress.request.id
-        if self.scheduler.running.get(row) == (request_id, part):
+        request_id = active.request.id
+        if self.scheduler.running.get(row) == (request_id, subgroup):
             self._inactive[row] |= ended
             self._release(row)
             return
-        if all(partial.reason is not None for partial in self._partials(part, progress)):
-            # The part was saved to the host's memory, but has ended: it need not return.
-            self.scheduler.returning.pop((request_id, part), None)
-        if progress.is_done:
-            self._finish(progress)
+        if all(partial.reason is not None for partial in self._partials(subgroup, active)):
+            # The subgroup was saved to the host's memory, but has ended: it need not return.
+            self.scheduler.returning.pop((request_id, subgroup), None)
+        if active.is_done:
+            self._finish(active)
 
     def _release(self, row: int) -> None:
         """Frees a row if all its completions are over, and finishes the request if all of the
         request's are."""
-        id, part = self.scheduler.running[row]
-        progress = self.progress[id]
-        has_waiting = any(partial.waits for partial in self._partials(part, progress))
+        id, subgroup = self.scheduler.running[row]
+        active = self.requests[id]
+        has_waiting = any(partial.waits for partial in self._partials(subgroup, active))
         if self._inactive[row].all() and not has_waiting:
             self.scheduler.release(row)
-        if progress.is_done:
-            self._finish(progress)
+        if active.is_done:
+            self._finish(active)
 
     def _count_slots(self, count: np.ndarray) -> None:
         """Adds a decode's slots to the counters. `count`: tokens that each slot sampled."""
@@ -741,22 +744,22 @@ class Engine:
         self.counters["active_slots"] += int(count.sum())
         self.counters["total_slots"] += int(num_decoded)
 
-    def _finish(self, progress: Progress) -> None:
+    def _finish(self, active: ActiveRequest) -> None:
         """Forgets a request that is over, and hands over its completions unless they were handed
         over turn by turn."""
-        self.scheduler.finish(progress.request.id)
-        self.parked.forget(progress.request.id)
-        del self.progress[progress.request.id]
-        progress.is_finished = True
-        if not progress.request.has_turns:
-            for index in range(len(progress.partials)):
-                self._hand_over(progress, index)
+        self.scheduler.finish(active.request.id)
+        self.parked.forget(active.request.id)
+        del self.requests[active.request.id]
+        active.is_forgotten = True
+        if not active.request.has_turns:
+            for index in range(len(active.partials)):
+                self._hand_over(active, index)
 
-    def _hand_over(self, progress: Progress, number: int) -> None:
+    def _hand_over(self, active: ActiveRequest, number: int) -> None:
         """Adds the tokens so far of one completion of a request to the answers of the next
         `step`."""
-        request = progress.request
-        completion = progress.partials[number].completion(
+        request = active.request
+        completion = active.partials[number].completion(
             request.id, request.first + number, self.max_support
         )
         self.finished.setdefault(request.id, []).append(completion)

@@ -26,7 +26,7 @@ class PartialCompletion:
     """A completion that is being sampled: its tokens so far.
 
     All lists with a value per token have the length of `tokens`, except that `support_ids` is empty
-    if they are not recorded. The `Progress` of the request owns it."""
+    if they are not recorded. Its `ActiveRequest` owns it."""
 
     limit: int  # most tokens of the completion, including context
     # tokens after which the current turn is cut; 0: no limit but the completion's
@@ -193,14 +193,14 @@ class PartialCompletion:
 
 
 @dataclass
-class Progress:
-    """A request and its completions so far. The engine owns it until all completions are handed
-    over."""
+class ActiveRequest:
+    """A request that an engine was given and has not finished, with its completions so far. The
+    engine owns it."""
 
     request: SampleRequest
     partials: list[PartialCompletion]
     # True once the engine has forgotten the request, because it finished or was cancelled
-    is_finished: bool = False
+    is_forgotten: bool = False
 
     @property
     def is_done(self) -> bool:
@@ -239,13 +239,13 @@ def stop_length(decode: Decode, stop: Sequence[str], tokens: Sequence[int], new:
 
 
 class RowOwner(NamedTuple):
-    """The request and part that a row belongs to in a step, with the row's position in the arrays
-    of the step."""
+    """The request and subgroup that a row belongs to in a step, with the row's position in the
+    arrays of the step."""
 
     position: int
     row: int
-    part: int
-    progress: Progress
+    subgroup: int
+    active: ActiveRequest
 
 
 class InFlightStep(NamedTuple):

@@ -90,15 +90,15 @@ class PagePool:
         return len(self.free[replica]) - int(may_need_another.sum())
 
 
-Part = tuple[int, int]
-"""(id of a request, number of the part of its completions that one row holds)."""
+SubgroupKey = tuple[int, int]
+"""(id of a request, number of one of its subgroups): what a row holds. See the scheduler's head."""
 
 
 @dataclass
 class ParkedRows:
-    """Rows that were saved to the host's memory, by part: all that the device held of them, but
-    only as many keys as they have. A part is kept until it is taken or its request is forgotten.
-    The engine owns it.
+    """Rows that were saved to the host's memory, by subgroup: all that the device held of them, but
+    only as many keys as they have. A row is kept until it is taken or its request is forgotten. The
+    engine owns it.
 
     `shapes`: shapes of the rows that one program saves or restores. `key_parts`: number of devices
     over which positions are split."""
@@ -106,12 +106,12 @@ class ParkedRows:
     shapes: DecodeState
     key_parts: int = 1
     # saved rows, as NumPy arrays without the dimension of rows
-    _saved: dict[Part, DecodeState] = field(default_factory=dict)
-    _arriving: deque[tuple[dict[Part, int], DecodeState]] = field(default_factory=deque)
+    _saved: dict[SubgroupKey, DecodeState] = field(default_factory=dict)
+    _arriving: deque[tuple[dict[SubgroupKey, int], DecodeState]] = field(default_factory=deque)
 
-    def add(self, positions: dict[Part, int], saved: DecodeState) -> None:
-        """Notes which parts a step saves, and at which positions of its arrays; `bring_in` copies
-        them once the step has ended."""
+    def add(self, positions: dict[SubgroupKey, int], saved: DecodeState) -> None:
+        """Notes which subgroups a step saves, and at which positions of its arrays; `bring_in`
+        copies them once the step has ended."""
         self._arriving.append((positions, saved))
 
     def bring_in(self, ids: Collection[int], wait: bool = False) -> None:
@@ -123,10 +123,10 @@ class ParkedRows:
                 break
             self._arriving.popleft()
             rows = jax.device_get(saved)
-            for part, position in positions.items():
-                if part[0] in ids:
+            for key, position in positions.items():
+                if key[0] in ids:
                     row = jax.tree.map(operator.itemgetter(position), rows)
-                    self._saved[part] = self._used(row)
+                    self._saved[key] = self._used(row)
 
     def _used(self, row: DecodeState) -> DecodeState:
         """Returns a copy of a saved row without the positions of its caches that hold no key, which
@@ -150,12 +150,12 @@ class ParkedRows:
             caches.append(LayerCache(prefix_k, prefix_v, own_k, own_v))
         return jax.tree.map(np.copy, replace(row, caches=tuple(caches)))
 
-    def take(self, positions: Sequence[tuple[Part, int]]) -> DecodeState:
+    def take(self, positions: Sequence[tuple[SubgroupKey, int]]) -> DecodeState:
         """Returns saved rows as arrays on the device, each at its given position, for the program
         that restores them; and forgets them on the host."""
         rows = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self.shapes)
-        for part, position in positions:
-            saved = jax.tree.leaves(self._saved.pop(part))
+        for key, position in positions:
+            saved = jax.tree.leaves(self._saved.pop(key))
             for leaf, own in zip(jax.tree.leaves(rows), saved, strict=True):
                 used = [slice(size) for size in own.shape]
                 leaf[(position, *used)] = own
@@ -164,6 +164,6 @@ class ParkedRows:
 
     def forget(self, id: int) -> None:
         """Drops all saved rows of a request."""
-        parts = [part for part in self._saved if part[0] == id]
-        for part in parts:
-            del self._saved[part]
+        keys = [key for key in self._saved if key[0] == id]
+        for key in keys:
+            del self._saved[key]

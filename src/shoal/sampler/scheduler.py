@@ -1,5 +1,9 @@
 """Scheduler of the engine: decides which waiting prompts enter which free rows next. It uses
-numbers only, never arrays."""
+numbers only, never arrays.
+
+A row has W slots. A request for G completions is divided into subgroups of W completions (the last
+may have fewer), each sampled in one row. Subgroup 0 enters together with the prompt; the others
+copy the prompt's keys from its row."""
 
 from __future__ import annotations
 
@@ -10,47 +14,57 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shoal.model.attention.caches import KEY_BLOCK
-from shoal.sampler.row_memory import PagePool
+from shoal.sampler.row_memory import PagePool, SubgroupKey
 
 PREFILL_TOKENS = 2**16
 """Most tokens of one prefill, including padding, unless one prompt has more. This bounds the memory
 of a prefill."""
 
 
-class AdmittedPart(NamedTuple):
-    """A part of a request that enters a row: as many of its completions as a row holds."""
+class AdmittedSubgroup(NamedTuple):
+    """A subgroup of a request, entering a row: as many of the request's completions as a row
+    holds."""
 
     position: int  # index in the batch of the compiled step
     id: int
-    part: int  # number of the part, from 0; part 0 enters together with the prompt
+    subgroup: int  # number of the subgroup within the request, from 0
     row: int
-    source: int  # row from which the prompt's keys are copied; equal to `row` for part 0
+    source: int  # row from which the prompt's keys are copied; equal to `row` for subgroup 0
 
 
 @dataclass(frozen=True)
 class Admission:
     """One compiled step that fills rows. Either a prefill of prompts that fit `bucket` tokens, each
-    with the first part of its completions; or, with bucket 0, further parts of requests whose
-    prompts are in other rows; or, with bucket 0 and `is_restore`, parts that were saved to the
-    host's memory and return.
+    with its first subgroup; or a join (bucket 0): further subgroups of requests whose prompts are
+    in other rows; or a restore (bucket 0 and `is_restore`): subgroups that were saved to the host's
+    memory and return.
 
     The scheduler makes it and counts its rows as running already; the engine then starts the
     step."""
 
     bucket: int
-    entries: tuple[AdmittedPart, ...]
+    entries: tuple[AdmittedSubgroup, ...]
     is_restore: bool = False
 
 
 @dataclass
 class Entering:
-    """A request of which some parts have no row yet. The prompt's keys stay in the row of the first
-    part, even after that part has ended; the next part then enters that row."""
+    """A request whose first subgroup has a row, while others still wait for one. The prompt's keys
+    stay in the row of the first subgroup, even after that subgroup has ended; the next subgroup
+    then enters that row."""
 
-    part: int  # number of the next part to enter
-    parts: int
-    source: int
-    is_source_free: bool = False
+    next_subgroup: int  # number of the next subgroup to enter
+    num_subgroups: int
+    source: int  # row that holds the prompt's keys
+    is_source_free: bool = False  # True once the subgroup in that row has ended
+
+
+class WaitingRequest(NamedTuple):
+    """A request of which nothing has entered a row yet."""
+
+    id: int
+    bucket: int  # length to which its prompt is padded: `prompt_bucket`
+    num_subgroups: int
 
 
 @dataclass
@@ -65,8 +79,8 @@ class Scheduler:
     run.
 
     A request that needs several rows gets further ones as soon as they are free, before another
-    prompt enters. Each replica has an equal part of the rows and of every batch, in order; all rows
-    of a request are in one replica."""
+    prompt enters. Each replica has an equal share of the rows and of every batch, in order; all
+    rows of a request are in one replica."""
 
     num_rows: int
     prefill_rows: int
@@ -80,27 +94,27 @@ class Scheduler:
     # pool from which rows get their pages; None if keys are not stored in pages
     pool: PagePool | None = None
     row_pages: int = 0  # number of pages that must be spare before a new row is filled
-    waiting: deque[tuple[int, int, int]] = field(default_factory=deque)  # (id, bucket, parts)
-    # requests whose first part has a row and whose other parts do not all have one, by id, in the
-    # order of their prefills
+    waiting: deque[WaitingRequest] = field(default_factory=deque)
+    # requests whose first subgroup has a row, while others wait for one, by id, in the order of
+    # their prefills
     entering: dict[int, Entering] = field(default_factory=dict)
-    # (id, part) of parts that were saved to the host's memory -> number of pages that must be spare
-    # before they return; they return in this order
-    returning: dict[tuple[int, int], int] = field(default_factory=dict)
-    running: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> (id, part)
+    # saved subgroups that have tokens to sample -> number of pages that must be spare before they
+    # return; they return in this order
+    returning: dict[SubgroupKey, int] = field(default_factory=dict)
+    running: dict[int, SubgroupKey] = field(default_factory=dict)  # row -> what it holds
     free: list[int] = field(default_factory=list)
     ids: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.free = list(range(self.num_rows))
 
-    def submit(self, id: int, bucket: int, parts: int = 1) -> None:
-        """Appends a request of `parts` parts to the queue. ValueError if it was submitted
-        before."""
+    def submit(self, id: int, bucket: int, num_subgroups: int = 1) -> None:
+        """Appends a request to the queue. `bucket`: length to which its prompt is padded.
+        ValueError if it was submitted before."""
         if id in self.ids:
             raise ValueError(f"request {id} was submitted already")
         self.ids.add(id)
-        self.waiting.append((id, bucket, parts))
+        self.waiting.append(WaitingRequest(id, bucket, num_subgroups))
 
     def batch_rows(self, bucket: int) -> int:
         """Returns how many rows one step can fill: a prefill of prompts of `bucket` tokens or, with
@@ -114,9 +128,10 @@ class Scheduler:
         """Returns how many tokens a prompt of a bucket is padded to."""
         return bucket if bucket <= self.whole else self.longest
 
-    def admit(self, busy: Collection[tuple[int, int]] = ()) -> Admission | None:
-        """Returns the next step that fills rows, or None if decoding should continue. Saved parts
-        that are in `busy`, because their tokens are not gathered yet, cannot return."""
+    def admit(self, busy: Collection[SubgroupKey] = ()) -> Admission | None:
+        """Returns the next step that fills rows, or None if decoding should continue: saved
+        subgroups return first, then further subgroups join, then new prompts enter. Saved subgroups
+        in `busy` cannot return yet, because their tokens are still to be gathered."""
         back = self._return(busy)
         if back is not None:
             return back
@@ -128,14 +143,16 @@ class Scheduler:
     @property
     def lacking(self) -> int:
         """The number of rows that could be filled beyond those that are free."""
-        num_entering = sum(request.parts - request.part for request in self.entering.values())
-        num_waiting = sum(parts for _, _, parts in self.waiting)
-        wanted = len(self.returning) + num_entering + num_waiting
+        wanted = len(self.returning)
+        for entering in self.entering.values():
+            wanted += entering.num_subgroups - entering.next_subgroup
+        for request in self.waiting:
+            wanted += request.num_subgroups
         pages = next(iter(self.returning.values()), self.row_pages)
         return min(wanted, self.num_rows) - len(self._fillable_rows(self.num_rows, pages))
 
-    def _return(self, busy: Collection[tuple[int, int]]) -> Admission | None:
-        """Returns the step that restores saved parts to free rows, in the order of `returning`;
+    def _return(self, busy: Collection[SubgroupKey]) -> Admission | None:
+        """Returns the step that restores saved subgroups to free rows, in the order of `returning`;
         None if none can return now."""
         next_position = self._with_pages(self.swap_rows)
         entries = []
@@ -149,16 +166,16 @@ class Scheduler:
             if position is None:
                 continue
             del self.returning[first]
-            id, part = first
-            entries.append(AdmittedPart(position, id, part, row, row))
-            self._enter(id, part, row)
+            id, subgroup = first
+            entries.append(AdmittedSubgroup(position, id, subgroup, row, row))
+            self._enter(id, subgroup, row)
         if not entries:
             return None
         return Admission(0, tuple(entries), is_restore=True)
 
     def _join(self) -> Admission | None:
-        """Returns the step that fills free rows with further parts of requests whose prompts have a
-        row; None if there is no such part or row."""
+        """Returns the step that fills free rows with further subgroups of requests whose prompts
+        have a row; None if there is no such subgroup or row."""
         next_position = self._with_pages(self.join_rows)
         entries = []
         for id, request in list(self.entering.items()):
@@ -166,16 +183,18 @@ class Scheduler:
             rows = [row for row in self.free if self.replica_of(row) == replica]
             if request.is_source_free:
                 rows.insert(0, request.source)
-            num_left = request.parts - request.part
+            num_left = request.num_subgroups - request.next_subgroup
             for row in rows[:num_left]:
                 position = next_position(row, self.row_pages)
                 if position is None:
                     break
-                entries.append(AdmittedPart(position, id, request.part, row, request.source))
-                self._enter(id, request.part, row)
-                request.part += 1
+                entries.append(
+                    AdmittedSubgroup(position, id, request.next_subgroup, row, request.source)
+                )
+                self._enter(id, request.next_subgroup, row)
+                request.next_subgroup += 1
                 request.is_source_free = False
-            if request.part == request.parts:
+            if request.next_subgroup == request.num_subgroups:
                 del self.entering[id]
         if not entries:
             return None
@@ -188,7 +207,7 @@ class Scheduler:
             return None
         # Take the bucket of the first prompt, not the one with most prompts: otherwise a rare
         # length would wait until the end of the step.
-        bucket = self.waiting[0][1]
+        bucket = self.waiting[0].bucket
         rows = self.batch_rows(bucket)
         room = self._fillable_rows(rows)
         wanted = min(rows, len(self.waiting))
@@ -199,16 +218,16 @@ class Scheduler:
             return None
         if self.running and len(room) < enough:
             return None
-        of_bucket = [request for request in self.waiting if request[1] == bucket]
+        of_bucket = [request for request in self.waiting if request.bucket == bucket]
         chosen = of_bucket[: len(room)]
-        chosen_ids = {id for id, _, _ in chosen}
-        self.waiting = deque(request for request in self.waiting if request[0] not in chosen_ids)
+        chosen_ids = {request.id for request in chosen}
+        self.waiting = deque(request for request in self.waiting if request.id not in chosen_ids)
         entries = []
-        for (position, row), (id, _, parts) in zip(room, chosen, strict=False):
-            entries.append(AdmittedPart(position, id, 0, row, row))
-            self._enter(id, 0, row)
-            if parts > 1:
-                self.entering[id] = Entering(1, parts, row)
+        for (position, row), request in zip(room, chosen, strict=False):
+            entries.append(AdmittedSubgroup(position, request.id, 0, row, row))
+            self._enter(request.id, 0, row)
+            if request.num_subgroups > 1:
+                self.entering[request.id] = Entering(1, request.num_subgroups, row)
         return Admission(bucket, tuple(entries))
 
     def enough(self) -> int:
@@ -217,7 +236,7 @@ class Scheduler:
         if self.entering or self.returning:
             return self.join_rows // self.replicas
         if self.waiting:
-            positions = self.batch_rows(self.waiting[0][1])
+            positions = self.batch_rows(self.waiting[0].bucket)
             wanted = min(positions, len(self.waiting)) - len(self._fillable_rows(positions))
             return max(1, -(-wanted // self.replicas))
         return self.num_rows
@@ -274,16 +293,16 @@ class Scheduler:
                 room.append((position, row))
         return room
 
-    def _enter(self, id: int, part: int, row: int) -> None:
-        """Notes that a part runs in a row, which is no longer free."""
+    def _enter(self, id: int, subgroup: int, row: int) -> None:
+        """Notes that a subgroup runs in a row, which is no longer free."""
         if row in self.free:
             self.free.remove(row)
-        self.running[row] = id, part
+        self.running[row] = id, subgroup
 
     def release(self, row: int) -> None:
         """Frees a row whose completions have ended or were saved to the host's memory, and its
-        pages. If other parts of the request have yet to copy the prompt's keys from it, the row is
-        reserved for the next of them."""
+        pages. If further subgroups of the request have yet to copy the prompt's keys from the row,
+        it is reserved for the next of them."""
         id, _ = self.running.pop(row)
         if self.pool:
             self.pool.take_back(row)
@@ -307,8 +326,8 @@ class Scheduler:
         rows = [row for row, (owner_id, _) in self.running.items() if owner_id == id]
         for row in rows:
             self.release(row)
-        self.waiting = deque(request for request in self.waiting if request[0] != id)
-        self.returning = {part: pages for part, pages in self.returning.items() if part[0] != id}
+        self.waiting = deque(request for request in self.waiting if request.id != id)
+        self.returning = {key: pages for key, pages in self.returning.items() if key[0] != id}
         self.finish(id)
 
     @property

@@ -440,7 +440,7 @@ class Run:
         `complete`: all questions are asked, and their answers are waited for, as before the first
         step and after the last. Else they are recorded once they are there: in a later step if
         hosts sample in the background; at once, waiting for them, if they sample only while the
-        caller waits (`RolloutSource.is_ready`)."""
+        caller waits (`RolloutSource.is_busy_with`)."""
         with self.saved_if_given_up(version, state):
             self.stop.check()
             self.stop.begin(f"the evaluation {version_text(version)}")
@@ -455,7 +455,7 @@ class Run:
         """Records the evaluations whose answers are there; with `complete` all that were requested,
         waiting for their answers. `current_version` is that of `state`."""
         for version, started in list(self.evaluating.items()):
-            if not complete and not self.source.is_ready(Purpose.EVALUATE, version):
+            if not complete and self.source.is_busy_with(Purpose.EVALUATE, version):
                 continue
             full = complete and version == current_version
             with self.saved_if_given_up(current_version, state):

@@ -229,7 +229,7 @@ class FakeTrainer:
 
     def ignore(self, *args: Any) -> None: ...
 
-    begin_training = begin_evaluation = sync = spent = data_exhausted = next_steps = ignore
+    begin_training = begin_evaluation = sync = spent = data_exhausted = print_next_steps = ignore
 
 
 REWARD = RewardFunction(

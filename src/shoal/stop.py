@@ -35,7 +35,7 @@ class StopSignal:
         if self.raises_at_once:
             raise StopRequested
 
-    def begin(self, what: str) -> None:
+    def announce_wait(self, what: str) -> None:
         """Sets what a stop waits for from now on; prints it on stderr if a stop was requested
         already."""
         self.waits_for = what

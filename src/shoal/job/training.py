@@ -5,11 +5,11 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -24,12 +24,11 @@ from shoal.job.fingerprint import fingerprint
 from shoal.job.interrupt import stop_on_signals
 from shoal.job.process import check_same, check_same_model
 from shoal.job.resume import restore_latest
-from shoal.mesh import World, memory_stats, return_freed_memory
+from shoal.mesh import memory_stats, return_freed_memory
 from shoal.model.flops import Utilisation
 from shoal.model.parameters import frozen_specs, select
 from shoal.protocols import RolloutSource
-from shoal.records import ShoalError
-from shoal.report.console import Console
+from shoal.records import Params, ShoalError
 from shoal.report.recorder import Recorder
 from shoal.report.sinks import make_sinks
 from shoal.report.timeline import TIMELINE, Timeline
@@ -42,7 +41,7 @@ from shoal.tasks.task import ROWS
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loop import NOTHING_KEPT, Run
 from shoal.trainer.schedule import schedule_of
-from shoal.trainer.scorers import load_scorer
+from shoal.trainer.scorers import ModelScorer, load_scorer
 from shoal.trainer.update import num_scorings
 from shoal.weights.checkpoints import Checkpoints, largest_array, versions
 from shoal.weights.source import ModelSource, copy_model_files
@@ -51,121 +50,75 @@ if TYPE_CHECKING:
     from shoal.job.job import Job
 
 
+@dataclass(frozen=True)
+class LoadedModels:
+    """The models of a run on their devices, as they are before the first step."""
+
+    weights: Params | None
+    """All weights of the model that is trained; None if the run is resumed."""
+    frozen: Params | None
+    """The weights of that model that training does not change, because an adapter is trained."""
+    reference: ModelScorer | None
+    teacher: ModelScorer | None
+
+
 def open_run(job: Job) -> Run:
     """Makes and returns the training run of a job: locks the run's folder, reads the weights or the
     newest checkpoint, and makes everything that the loop uses. Wrong weights or settings raise
     ShoalError before the folder exists, so a refused new run leaves none behind. Side effect: from
     here on SIGINT and SIGTERM request a stop of the run."""
     config = job.config
-    world = job.world
-    spec = job.spec
-    roles = job.roles
-    # Read before the folder exists, so that bad weights leave no folder behind. A resumed run needs
-    # the model's own weights only for the reference and for what an adapter freezes.
-    reads_model = (
-        not job.resumed or bool(spec.architecture.adapter) or config.algorithm.scores_reference
-    )
-    if reads_model:
-        check_same_model(world, "the model", "model.path", spec)
-    weights = None if job.resumed else job.load_weights()
-    if weights:
-        frozen = select(frozen_specs(spec.architecture), weights)
-    else:
-        frozen = spec.load_frozen(roles.trainer, job.model.dtype)
-    reference = job.open_reference(weights or frozen)
-    teacher = None
-    if job.teacher:
-        check_same_model(world, "the teacher", "teacher.path", job.teacher)
-        teacher = load_scorer(config.model, job.teacher, roles.reference)
-    # Each process has tried the kernels on its own GPU, but all must compile the same program.
-    check_same(
-        world,
-        "the kernels of attention, which model.attention=blocked does without",
-        {
-            "model.attention": job.model.attention,
-            "the teacher's": teacher and teacher.model.attention,
-        },
-    )
-    folder = open_folder(config, job.resumed, job.console, job.stack, world)
+    # Models come before the folder, so that bad weights leave no folder behind.
+    models = load_models(job)
+    folder = open_folder(job)
     if job.cluster:
         job.cluster.measure.keep(folder.path)
     source = job.source
-    updater = job.make_updater(reference, teacher)
-    facts = fingerprint(job.task, config.seed, reference, teacher, frozen)
-    check_same(world, "data and rewards", {"data": facts["data"], **facts["rewards"]})
+    updater = job.make_updater(models.reference, models.teacher)
+    facts = checked_facts(job, models)
     restored = None
     if job.resumed:
         restored = restore_latest(
-            folder, updater.learner, source.published_shapes(), facts, job.console, world, frozen
+            folder,
+            updater.learner,
+            source.published_shapes(),
+            facts,
+            job.console,
+            job.world,
+            models.frozen,
         )
-    first = restored.version if restored else 0
-    requested_text, decided_text = texts_of(job.requested, job.decisions)
-    if world.is_main:
-        # In a resumed run the loop writes them after its first step (`Run.store_resume_settings`).
+    first_version = restored.version if restored else 0
+    # A resumed run may have other settings, which are stored by the loop, after its first step.
+    requested, decided = texts_of(job.requested, job.decisions)
+    store_settings = partial(folder.write_config, requested, decided, first_version)
+    if job.world.is_main:
         if not job.resumed:
-            folder.write_config(requested_text, decided_text)
-            if config.report.hydra:
-                changed = difference_from_defaults(job.requested)
-                overrides = [f"{key}={shown(value)}" for key, value in changed.items()]
-                folder.write_hydra(to_yaml(config), overrides)
-        write_head(folder, spec, config, resumed=job.resumed is not None)
-        job.console.keep_log(folder.log_path)
-        folder.begin("start", first)
-        job.console.keep_events(folder.write_event)
-        job.stack.callback(job.console.keep_events, None)
-    utilisation = Utilisation.on(
-        roles.trainer.mesh.devices.flat,
-        job.model.architecture,
-        job.model.dtype,
-        config.algorithm.num_epochs,
-        num_scorings(config.algorithm, teacher is not None),
-    )
-    recorder = open_recorder(
-        config,
-        folder,
-        first if job.resumed else None,
-        source,
-        job.console,
-        job.stack,
-        started=job.started,
-        compilations=job.compilations.read,
-        utilisation=utilisation,
-        is_main=world.is_main,
-    )
-    checkpoints = Checkpoints(
-        folder.checkpoints_path,
-        config.checkpoint.keep_last,
-        config.checkpoint.keep_best,
-        largest_array=largest_array(updater.learner.shapes()),
-    )
-    job.stack.enter_context(closing(checkpoints))
-    if weights is None and restored is None:
-        if not reads_model:
-            check_same_model(world, "the model", "model.path", spec)
-        weights = job.load_weights()
+            store_settings()
+        begin_folder(job, folder, first_version)
+    recorder = open_recorder(job, folder, source, first_version)
+    checkpoints = open_checkpoints(job, folder)
+    weights = None
+    if restored is None:
+        weights = weights_to_train(job, models)
     recorder.spent("start", time.perf_counter() - job.started)
-    command = resume_command(folder.path, config, world.count)
-    # This comes last, because until then a signal may end the process at once.
+    # Signals come last, because until then one may end the process at once.
+    command = resume_command(folder.path, config, job.world.count)
     text_at_stop = partial(kept_text, folder.path, command)
     job.stack.enter_context(stop_on_signals(job.stop, text_at_stop))
     # With several processes only the source reacts to a stop, when it takes groups, because there
     # all processes agree on it; elsewhere some would stop and others continue.
-    stop = job.stop if world.count == 1 else StopSignal()
-    profiled_steps = config.report.profile if world.is_main else ()
+    stop = job.stop if job.world.count == 1 else StopSignal()
+    profiled_steps = config.report.profile if job.world.is_main else ()
     profiler = Profiler(profiled_steps, folder.path / "profile", job.console.warning)
-    prompts = job.prompts
     evaluator = Evaluator(
         job.sets, config.sampling.params, config.pass_k, job.task, config.quick_questions
     )
-    keep_settings = None
-    if job.resumed:
-        keep_settings = partial(folder.write_config, requested_text, decided_text, first)
     run = Run(
         config,
-        None if restored else weights,
+        weights,
         replace(updater, stop=stop),
         source,
-        prompts,
+        job.prompts,
         evaluator,
         checkpoints,
         recorder,
@@ -175,39 +128,90 @@ def open_run(job: Job) -> Run:
         stop,
         command,
         profiler.step,
-        keep_settings=keep_settings,
+        keep_settings=store_settings if job.resumed else None,
         after_save=folder.saved,
     )
-    if config.report.timeline and world.is_main:
-        run.timeline = Timeline(folder.path / TIMELINE, job.console.warning)
-        job.stack.enter_context(closing(run.timeline))
-        if isinstance(source, Fleet):
-            source.follow(run.timeline)
+    if config.report.timeline and job.world.is_main:
+        run.timeline = open_timeline(job, folder, source)
     return run
 
 
-def open_folder(
-    config: Config, run: Path | None, console: Console, stack: ExitStack, world: World
-) -> RunWriter:
-    """Returns the run's folder, locked until `stack` closes: a new one, or the one at `run` if a
-    run is resumed. ShoalError if another process has just started the same run. With several
-    processes the first one locks and writes the folder; the others get a writer that knows its path
-    and writes nothing."""
-    if not world.is_main:
-        folder_names = world.exchange_json("the run folder's name", "")
+def reads_own_model(job: Job) -> bool:
+    """True if the run begins by reading the weights of `model.path`: each new run does, a resumed
+    one only for its reference and for what an adapter freezes, because the trained weights are in
+    its checkpoint."""
+    if not job.resumed:
+        return True
+    return bool(job.spec.architecture.adapter) or job.config.algorithm.scores_reference
+
+
+def load_models(job: Job) -> LoadedModels:
+    """Reads the weights of a run's models onto their devices. ShoalError if a file is wrong, or if
+    the processes of the run have different weights, tokenizers or kernels of attention."""
+    spec = job.spec
+    if reads_own_model(job):
+        check_same_model(job.world, "the model", "model.path", spec)
+    weights = None if job.resumed else job.load_weights()
+    if weights:
+        frozen = select(frozen_specs(spec.architecture), weights)
+    else:
+        frozen = spec.load_frozen(job.roles.trainer, job.model.dtype)
+    reference = job.open_reference(weights or frozen)
+    teacher = None
+    if job.teacher:
+        check_same_model(job.world, "the teacher", "teacher.path", job.teacher)
+        teacher = load_scorer(job.config.model, job.teacher, job.roles.reference)
+    # Each process has tried the kernels on its own GPU, but all must compile the same program.
+    check_same(
+        job.world,
+        "the kernels of attention, which model.attention=blocked does without",
+        {
+            "model.attention": job.model.attention,
+            "the teacher's": teacher and teacher.model.attention,
+        },
+    )
+    return LoadedModels(weights, frozen, reference, teacher)
+
+
+def weights_to_train(job: Job, models: LoadedModels) -> Params:
+    """Returns the weights that a run without a checkpoint starts from: those that were read
+    already, or, if the run is resumed before its first checkpoint, reads them now."""
+    if models.weights:
+        return models.weights
+    if not reads_own_model(job):
+        check_same_model(job.world, "the model", "model.path", job.spec)
+    return job.load_weights()
+
+
+def checked_facts(job: Job, models: LoadedModels) -> dict[str, Any]:
+    """Returns the run's `fingerprint`. ShoalError if the processes of the run have different data
+    or reward functions."""
+    facts = fingerprint(job.task, job.config.seed, models.reference, models.teacher, models.frozen)
+    check_same(job.world, "data and rewards", {"data": facts["data"], **facts["rewards"]})
+    return facts
+
+
+def open_folder(job: Job) -> RunWriter:
+    """Returns the writer of the run's folder, which stays locked until the job is closed: a new
+    folder, or that of the run that is resumed. ShoalError if another process has just started the
+    same run. With several processes the first one locks and writes the folder; the others get a
+    writer that knows its path and writes nothing."""
+    config, console, stack = job.config, job.console, job.stack
+    if not job.world.is_main:
+        folder_names = job.world.exchange_json("the run folder's name", "")
         return stack.enter_context(NullRunWriter(folder_names[0]))
-    path = run or make_run_folder(config.base_output_directory, config.run_name)
+    path = job.resumed or make_run_folder(config.base_output_directory, config.run_name)
     mirror = None
     if area_of(path):
         path = cache_path(address(path), RUNS)
         console.note(f"{address(path)} is mirrored from {path}")
         mirror = stack.enter_context(closing(Mirror(path, config.checkpoint.most_unsaved, console)))
-        if not run:
+        if not job.resumed:
             refuse_foreign(path)
     folder = stack.enter_context(RunWriter(path, mirror))
     # If a command is given twice at the same time, neither process finds a run at first; the lock
     # decides which of them makes it.
-    if not run and is_run(folder.path):
+    if not job.resumed and is_run(folder.path):
         raise ShoalError(
             f"another process has just started the run {address(folder.path)}: give the same "
             "command again to resume it"
@@ -218,8 +222,23 @@ def open_folder(
             "a second process out of this run"
         )
     console.note(f"run folder {address(folder.path)}")
-    world.exchange_json("the run folder's name", str(folder.path))
+    job.world.exchange_json("the run folder's name", str(folder.path))
     return folder
+
+
+def begin_folder(job: Job, folder: RunWriter, first_version: int) -> None:
+    """Writes what a run's folder holds from its start besides the settings: Hydra's files if
+    `report.hydra`, the model's configuration and tokenizer, the phase `start`. From here on the
+    console writes its log and its events there, until the job is closed."""
+    if job.config.report.hydra and not job.resumed:
+        changed = difference_from_defaults(job.requested)
+        overrides = [f"{key}={shown(value)}" for key, value in changed.items()]
+        folder.write_hydra(to_yaml(job.config), overrides)
+    write_head(folder, job.spec, job.config, resumed=job.resumed is not None)
+    job.console.keep_log(folder.log_path)
+    folder.begin("start", first_version)
+    job.console.keep_events(folder.write_event)
+    job.stack.callback(job.console.keep_events, None)
 
 
 def write_head(folder: RunWriter, spec: ModelSource, config: Config, resumed: bool) -> None:
@@ -237,50 +256,67 @@ def write_head(folder: RunWriter, spec: ModelSource, config: Config, resumed: bo
 
 
 def open_recorder(
-    config: Config,
-    folder: RunWriter,
-    resumed_at: int | None,
-    source: RolloutSource,
-    console: Console,
-    stack: ExitStack,
-    *,
-    started: float,
-    compilations: Callable[[], int],
-    utilisation: Utilisation | None,
-    is_main: bool,
+    job: Job, folder: RunWriter, source: RolloutSource, first_version: int
 ) -> Recorder:
-    """Makes the recorder of a run's metrics and groups, with its sinks; `stack` closes both.
-    `resumed_at`: the version that a resumed run starts from, else None. `started`: the time at
-    which the job was opened, by `time.perf_counter`. `compilations`: returns how many programs were
-    compiled."""
+    """Returns the recorder of a run's metrics and groups, with its sinks; all are closed with the
+    job. `first_version`: the version of the weights that the run starts or resumes from."""
+    config = job.config
     sinks = []
-    if is_main:
+    if job.world.is_main:
         sinks = make_sinks(
             folder.path,
             config.report,
             to_dict(config),
             config.run_name or folder.path.name,
-            resumed_at,
-            console.note,
-            console.warning,
+            first_version if job.resumed else None,
+            job.console.note,
+            job.console.warning,
         )
     for sink in sinks:
-        stack.callback(sink.close)
+        job.stack.callback(sink.close)
+    utilisation = Utilisation.on(
+        job.roles.trainer.mesh.devices.flat,
+        job.model.architecture,
+        job.model.dtype,
+        config.algorithm.num_epochs,
+        num_scorings(config.algorithm, job.teacher is not None),
+    )
     recorder = Recorder(
         folder,
-        console,
+        job.console,
         config.steps,
-        config.report.groups and is_main,
+        config.report.groups and job.world.is_main,
         source.read_stats,
-        compilations,
+        job.compilations.read,
         peak_bytes,
         sinks,
         utilisation and utilisation.share,
-        started,
+        job.started,
         warnings_stop=config.train.on_warning == "stop",
         completions_every=config.report.completions_every,
     )
-    return stack.enter_context(closing(recorder))
+    return job.stack.enter_context(closing(recorder))
+
+
+def open_checkpoints(job: Job, folder: RunWriter) -> Checkpoints:
+    """Returns the checkpoints of the run's folder. Closing the job waits until they are written."""
+    checkpoints = Checkpoints(
+        folder.checkpoints_path,
+        job.config.checkpoint.keep_last,
+        job.config.checkpoint.keep_best,
+        largest_array=largest_array(job.learner.shapes()),
+    )
+    return job.stack.enter_context(closing(checkpoints))
+
+
+def open_timeline(job: Job, folder: RunWriter, source: RolloutSource) -> Timeline:
+    """Returns the timeline that `report.timeline` asks for, which is closed with the job; a fleet
+    writes its hosts' work there too."""
+    timeline = Timeline(folder.path / TIMELINE, job.console.warning)
+    job.stack.enter_context(closing(timeline))
+    if isinstance(source, Fleet):
+        source.follow(timeline)
+    return timeline
 
 
 def resume_command(folder: Path, config: Config, processes: int) -> str:

@@ -402,10 +402,10 @@ class Recorder:
             self.console.warning(f"{what}{failed} for {count(number, 'completion')}")
         self.folder.write_summary(summary.record())
         self.folder.flush()
-        self.next_steps(has_weights=True)
+        self.print_next_steps(has_weights=True)
         return summary.record()
 
-    def next_steps(self, has_weights: bool) -> None:
+    def print_next_steps(self, has_weights: bool) -> None:
         """Prints where the run is and how to look at it; with `has_weights` also how to export its
         weights."""
         where = address(self.folder.path)

@@ -100,10 +100,10 @@ class Run:
                 raise
             self.recorder.stop()
             self.checkpoints.finish()
-            self.recorder.next_steps(self.saved > 0)
+            self.recorder.print_next_steps(self.saved > 0)
             raise KeyboardInterrupt(self.stopped_text()) from None
         except Exception:
-            self.recorder.next_steps(self.saved > 0)
+            self.recorder.print_next_steps(self.saved > 0)
             raise
 
     def run_steps(self) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class Run:
                     groups, discarded = self.take(step)
                     self.schedule.check(groups)
                     waited = time.perf_counter() - started
-                    self.stop.begin(f"the update of step {version}")
+                    self.stop.announce_wait(f"the update of step {version}")
                     with self.timeline.span("trainer", "update"):
                         state, outcome = self.updater.update(state, groups, step)
                 # After the update: a step that is given up before has changed neither pending
@@ -359,7 +359,7 @@ class Run:
         With dynamic sampling, groups without variance are replaced, in at most
         `max_sampling_rounds` rounds: more prompts are requested at the same version, in the order
         of the prompts."""
-        self.stop.begin(f"the completions of step {step + 1}")
+        self.stop.announce_wait(f"the completions of step {step + 1}")
         a = self.config.algorithm
         prompts_per_step = self.config.batch.prompts_per_step
         groups = self.source.take(Purpose.TRAIN, step)
@@ -443,7 +443,7 @@ class Run:
         caller waits (`RolloutSource.is_busy_with`)."""
         with self.saved_if_given_up(version, state):
             self.stop.check()
-            self.stop.begin(f"the evaluation {version_text(version)}")
+            self.stop.announce_wait(f"the evaluation {version_text(version)}")
             self.recorder.begin_evaluation(version, self.evaluator.num_completions(full=complete))
             self.evaluator.request_answers(self.source, version, version, full=complete)
         self.evaluating[version] = time.perf_counter()
@@ -510,7 +510,7 @@ class Run:
         if version == self.saved:
             return
         started = time.perf_counter()
-        self.stop.begin(f"the checkpoint of step {version}")
+        self.stop.announce_wait(f"the checkpoint of step {version}")
         # Groups and metrics of the covered steps are written to disk first, so that a kill between
         # the two loses nothing.
         self.recorder.sync(self.prompts.rates.record())

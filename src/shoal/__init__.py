@@ -96,7 +96,7 @@ def train(
     cache_by_configuration()
     config, console = open_console(config)
     summary = run(config, functions, _console(resolved, console), data)
-    return Result(Path(summary["run_folder"]), summary)
+    return Result(Path(summary.run_folder), summary)
 
 
 def evaluate(

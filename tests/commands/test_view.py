@@ -705,7 +705,7 @@ def test_after_a_resume_with_another_reward_the_rewards_are_not_compared(tmp_pat
         ]
         assert evaluations.main_curve(3)[1]["x"] == [6] and evaluations.main_curve()[1]["x"][0] == 0
         del evaluations.lines[2:]  # no evaluation since the resume: both are of the first reward
-        assert viewer.runs["changed"].run.before_after(evaluations, {})[0][3] == "+0.3"
+        assert viewer.runs["changed"].run.before_after(evaluations, None)[0][3] == "+0.3"
     finally:
         viewer.close()
 

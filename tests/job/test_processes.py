@@ -57,6 +57,7 @@ from shoal.records import (
 )
 from shoal.report.console import Console
 from shoal.rollout.multi_process import MultiProcessSource
+from shoal.runs.lines import Summary
 from shoal.runs.reader import read_requested
 from shoal.runs.writer import NullRunWriter, RunWriter
 from shoal.stop import StopRequested, StopSignal
@@ -719,7 +720,7 @@ def test_a_process_without_a_folder_of_its_own_writes_nothing(tmp_path: Path):
                 before[path] = path.read_bytes()
         other = NullRunWriter(tmp_path)
         other.write_metrics(1, {"loss": 1.0})
-        other.write_summary({})
+        other.write_summary(Summary())
         other.rewind(10, evaluated=False)
         other.sync()
         other.close()

@@ -26,7 +26,7 @@ from shoal.report.console import Console, Pace, printable
 from shoal.report.recorder import Recorder, StepRecord
 from shoal.runs.groups import group_record, read_file
 from shoal.runs.layout import decided_file, parts_of
-from shoal.runs.lines import JsonlSink, StepLine, json_line, json_ready
+from shoal.runs.lines import JsonlSink, StepLine, Summary, json_line, json_ready
 from shoal.runs.metrics import (
     _TABLE,
     METRICS,
@@ -36,7 +36,7 @@ from shoal.runs.metrics import (
     pass_at_k,
     wilson_interval,
 )
-from shoal.runs.reader import StoredRun
+from shoal.runs.reader import StoredRun, read_summary
 from shoal.runs.summary import (
     account_text,
     curve_text,
@@ -346,17 +346,17 @@ def test_a_place_that_cannot_be_written_is_one_clear_error(tmp_path, run_name):
 
 def test_a_full_disk_is_one_clear_error_and_leaves_the_old_file(tmp_path, monkeypatch):
     folder = RunWriter.create(tmp_path, "first")
-    folder.write_summary({"accuracy_before": 0.5})
+    folder.write_summary(Summary(accuracy_before=0.5))
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files.os, "replace", full)
     with pytest.raises(ShoalError, match=r"cannot write .*summary\.json: No space left"):
-        folder.write_summary({"accuracy_before": 0.6})
+        folder.write_summary(Summary(accuracy_before=0.6))
     monkeypatch.undo()
     folder.close()
-    assert strict(folder.summary_path.read_text()) == {"accuracy_before": 0.5}
+    assert strict(folder.summary_path.read_text())["accuracy_before"] == 0.5
     assert not list(tmp_path.rglob("*.tmp"))
 
 
@@ -367,7 +367,7 @@ def test_settings_metrics_evaluations_summary(tmp_path):
         folder.write_metrics(2, {"reward/mean": 0.6})
         folder.write_evaluation(0, "held_out", {"accuracy": np.float64(0.5), "protocol": "greedy"})
         folder.write_summary(
-            {"accuracy_after": np.float32(0.7), "seconds_by_phase": {"train": math.inf}}
+            Summary(accuracy_after=np.float32(0.7), seconds_by_phase={"train": math.inf})
         )
     assert folder.config_path.read_text() == "seed: 3\n"
     assert folder.decided_path.read_text() == "batch.micro_tokens: {value: 64}\n"
@@ -379,10 +379,28 @@ def test_settings_metrics_evaluations_summary(tmp_path):
         "accuracy": 0.5,
         "protocol": "greedy",
     }
-    assert strict(folder.summary_path.read_text()) == {
-        "accuracy_after": 0.7,
-        "seconds_by_phase": {"train": None},
-    }
+    stored = strict(folder.summary_path.read_text())
+    assert list(stored) == [field.name for field in dataclasses.fields(Summary)]
+    assert (stored["accuracy_after"], stored["seconds_by_phase"]) == (0.7, {"train": None})
+    read = Summary(accuracy_after=0.7, seconds_by_phase={"train": None})  # type: ignore[arg-type]
+    assert read_summary(folder.path) == read
+
+
+def test_a_summary_of_another_version_has_defaults_and_a_damaged_one_is_an_error(tmp_path):
+    (tmp_path / "config.yaml").write_text("seed: 3\n")
+
+    def read(text: str) -> Summary | None:
+        (tmp_path / "summary.json").write_text(text)
+        assert read_summary(tmp_path) == StoredRun(tmp_path, lenient=True).summary()
+        return StoredRun(tmp_path).summary()
+
+    assert read('{"steps": 3, "of_another_version": [1]}') == Summary(steps=3)
+    for text in ("{}", "[]", '{"steps": "3"}', '{"before": 1}', '{"steps": true}', '{"tokens": {'):
+        with pytest.raises(ShoalError, match=r"summary\.json is damaged"):
+            read(text)
+        assert read_summary(tmp_path) is None
+        run = StoredRun(tmp_path, lenient=True)
+        assert run.summary() is None and "summary.json" in run.problems
 
 
 def make_completion(
@@ -641,7 +659,7 @@ def test_the_end_of_a_run_says_what_became_of_its_tokens_and_what_to_do_next(tmp
         stats = RolloutStats()
         summary = recorder.finish(1)
         recorder.close()
-    assert summary["tokens"] == {
+    assert summary.tokens == {
         "sampled": 16,
         "trained": 3,
         "other_terms": 3,

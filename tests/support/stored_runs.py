@@ -15,6 +15,7 @@ from shoal.config.merge import compose
 from shoal.config.stored import texts_of
 from shoal.config.train import Config
 from shoal.records import Completion, Example, Group, Purpose, StopReason
+from shoal.runs.lines import Summary
 from shoal.runs.metrics import wilson_interval
 from shoal.runs.writer import RunWriter
 
@@ -159,14 +160,12 @@ def write_run(
         folder.write_event("warning", "something to look at <b>here</b>")
         if finished:
             folder.write_summary(
-                {
-                    "before": {
+                Summary(
+                    before={
                         "held_out": {"accuracy": 0.5, "num_questions": 2, "protocol": "greedy"}
                     },
-                    "after": {
-                        "held_out": {"accuracy": 1.0, "num_questions": 2, "protocol": "greedy"}
-                    },
-                }
+                    after={"held_out": {"accuracy": 1.0, "num_questions": 2, "protocol": "greedy"}},
+                )
             )
     write_tokenizer(path / "model")
     return path

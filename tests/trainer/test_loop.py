@@ -80,7 +80,7 @@ class Diary:
         self.evaluated: dict[int, float] = {}
         self.evaluations = self.evaluated
         self.warned: list[Finding] = []
-        self.watch = SimpleNamespace(in_a_row={})
+        self.watch = SimpleNamespace(first_skipped_step=None)
         self.folder = Path("checkpoints")
 
         def init(parameters):
@@ -340,7 +340,7 @@ class Warned(Diary):
     def __init__(self, level) -> None:
         super().__init__()
         self.level = level
-        self.watch = SimpleNamespace(in_a_row={"skipped": [3, 3]})
+        self.watch = SimpleNamespace(first_skipped_step=3)
 
     def step(self, record):
         if record.step == 2:

@@ -238,10 +238,10 @@ def _read_figures(folder: Path) -> dict[str, Any]:
     if summary is None:
         return {}
     figure = "accuracy"
-    if summary.get("accuracy_after") is None:
+    if summary.accuracy_after is None:
         figure = "mean_reward"
     names = (f"{figure}_before", f"{figure}_after", "seconds_total")
-    return {name: summary.get(name) for name in names}
+    return {name: getattr(summary, name) for name in names}
 
 
 def _record(root: Path, runs: Sequence[SweptRun]) -> dict[str, Any]:

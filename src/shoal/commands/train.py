@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from shoal.buckets import address, is_bucket
 from shoal.config.train import Config
@@ -15,6 +14,7 @@ from shoal.job.training import open_run
 from shoal.records import ShoalError
 from shoal.report.console import Console
 from shoal.runs.layout import LAST, find_run
+from shoal.runs.lines import Summary
 from shoal.runs.reader import StoredRun, read_summary
 from shoal.tasks.task import Task
 from shoal.text import count, one_line
@@ -25,7 +25,7 @@ def train(
     reward_functions: Sequence[Callable] = (),
     console: Console | None = None,
     task: Task | None = None,
-) -> dict[str, Any]:
+) -> Summary:
     """Trains and returns the run's summary, which is also stored in the run's folder. An unfinished
     run in the folder is resumed; a run that has made all its steps is left unchanged and its
     summary returned."""
@@ -37,7 +37,7 @@ def train(
             console.note(
                 f"an unfinished run with these settings is in {left}: resume={left} continues it"
             )
-        if plan.run and summary and summary.get("steps") == plan.config.steps:
+        if plan.run and summary and summary.steps == plan.config.steps:
             console.note(
                 f"{address(plan.run)} has made its {count(plan.config.steps, 'step')} already: "
                 "give more steps to continue, or another run_name"

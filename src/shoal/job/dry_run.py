@@ -77,8 +77,8 @@ def _check_job(config: Any, findings: Findings, command: str) -> None:
         config = plan.config
         resumed = plan.run
         if resumed:
-            summary = read_summary(resumed) or {}
-            if summary.get("steps") == config.steps:
+            summary = read_summary(resumed)
+            if summary and summary.steps == config.steps:
                 return
         meets_others = _has_processes(config, findings)
     # `shoal doctor` is judged like the run that it examines.

@@ -186,8 +186,8 @@ def _check_steps(run: Path, stored: Config, config: Config, report: Console | Fi
     from shoal.weights.checkpoints import FOLDER, versions
 
     saved = versions(run)
-    summary = read_summary(run) or {}
-    ended = summary.get("steps", 0)
+    summary = read_summary(run)
+    ended = summary.steps if summary else 0
     made = max(saved, default=0)
     made = max(made, ended)
     if made > config.steps:

@@ -373,9 +373,9 @@ class Recorder:
         for sink in self.sinks:
             sink.seconds_to_close = SECONDS_TO_STOP
 
-    def finish(self, last: int) -> dict[str, Any]:
+    def finish(self, last: int) -> Summary:
         """Ends a run after step `last`: waits for its files, prints the table before and after
-        training and other facts, writes the summary, and returns it as JSON."""
+        training and other facts, writes the summary, and returns it."""
         self.folder.begin("end", last)
         self._groups.flush()
         self._add_tokens(self.read_stats(Purpose.TRAIN))  # tokens sampled since the last step
@@ -400,10 +400,10 @@ class Recorder:
         for failed, number in summary.reward_failures.items():
             what = "" if failed.startswith(f"{ENVIRONMENT}: ") else "reward function "
             self.console.warning(f"{what}{failed} for {count(number, 'completion')}")
-        self.folder.write_summary(summary.record())
+        self.folder.write_summary(summary)
         self.folder.flush()
         self.print_next_steps(has_weights=True)
-        return summary.record()
+        return summary
 
     def print_next_steps(self, has_weights: bool) -> None:
         """Prints where the run is and how to look at it; with `has_weights` also how to export its

@@ -15,7 +15,7 @@ import numpy as np
 
 from shoal.findings import Finding, Level
 from shoal.records import Failure, Group
-from shoal.runs.diagnosis import ROWS, Figure, Row, diagnose
+from shoal.runs.diagnosis import ROWS, SKIPPED_UPDATES, Figure, Row, diagnose
 from shoal.runs.metrics import ENVIRONMENT
 
 
@@ -53,6 +53,16 @@ class Watch:
     given: set[str] = field(default_factory=set)  # names of warnings that were given already
     # name of a reward function -> [min, max, steps, completions, completions that are not 0]
     rewards: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def first_skipped_step(self) -> int | None:
+        """The step in which the current series of skipped updates began; None if the update of the
+        last step was applied, or only halved the loss scale."""
+        streak = self.in_a_row.get(SKIPPED_UPDATES)
+        if streak is None:
+            return None
+        _, first = streak
+        return int(first)
 
     def step(
         self, number: int, metrics: Mapping[str, float], groups: Sequence[Group]

@@ -142,6 +142,9 @@ MOST = 0.5
 
 _OF_FUNCTION = "check it (shoal rescore), or leave it out of reward.functions"
 
+SKIPPED_UPDATES = "skipped"
+"""Name of the row on updates that are skipped one after another."""
+
 ROWS = (
     # ---- of a step: its metrics, in so many steps in a row
     Row(
@@ -168,7 +171,7 @@ ROWS = (
         steps=3,
     ),
     Row(  # here each update counts as a step
-        "skipped",
+        SKIPPED_UPDATES,
         "skipped_without_an_update",
         ">",
         0,

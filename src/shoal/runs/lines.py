@@ -11,7 +11,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, SupportsFloat, cast, get_args
 
@@ -177,32 +177,77 @@ class EventLine:
 @dataclass(frozen=True)
 class Summary:
     """Content of summary.json: what a run that has made all its steps reached, and what that
-    took."""
+    took. The defaults stand in for fields that the file of another version of Shoal lacks.
 
-    accuracy_before: float | None  # on the first data set; None if the task defines no accuracy
-    accuracy_after: float | None
-    mean_reward_before: float | None
-    mean_reward_after: float | None
-    num_questions: int  # number of questions of the last evaluation
-    protocol: str | None
-    before: Mapping[str, Mapping[str, Any]]  # data set -> figure -> value
-    after: Mapping[str, Mapping[str, Any]]
-    seconds_total: float
-    seconds_by_phase: Mapping[str, float]
-    seconds_training: float
-    sample_tokens_per_second: float | None
-    train_tokens_per_second: float | None
-    steps: int  # number of steps in the settings
-    steps_made: int  # fewer than `steps` if the data was exhausted
-    tokens: Mapping[str, int]  # number of tokens that were sampled, and what became of them
-    num_compilations: int
-    prompts_dropped: int
-    reward_failures: Mapping[str, int]  # number of failures by function and kind
-    run_folder: str
+    >>> Summary.parse({"steps": 3, "a_field_of_another_version": 1}).steps
+    3
+    """
+
+    # on the first data set; None if the task defines no accuracy
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+    mean_reward_before: float | None = None
+    mean_reward_after: float | None = None
+    num_questions: int = 0  # number of questions of the last evaluation
+    protocol: str | None = None
+    before: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # data set -> figures
+    after: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    seconds_total: float = 0.0
+    seconds_by_phase: Mapping[str, float] = field(default_factory=dict)
+    seconds_training: float = 0.0
+    sample_tokens_per_second: float | None = None
+    train_tokens_per_second: float | None = None
+    steps: int = 0  # number of steps in the settings
+    steps_made: int = 0  # fewer than `steps` if the data was exhausted
+    # number of tokens that were sampled, and what became of them
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    num_compilations: int = 0
+    prompts_dropped: int = 0
+    # number of failures by function and kind
+    reward_failures: Mapping[str, int] = field(default_factory=dict)
+    run_folder: str = ""
+
+    @classmethod
+    def parse(cls, record: Any) -> Summary:
+        """Makes a summary from the JSON value of the file. A field that is missing has its default;
+        a field that this version does not know is left out. ValueError if the value is not an
+        object, is an empty one, or if a field has a value of another type."""
+        if not isinstance(record, Mapping) or not record:
+            raise ValueError("it is not the record of a finished run")
+        values = {}
+        for known in fields(cls):
+            if known.name not in record:
+                continue
+            value = record[known.name]
+            if not _has_type(value, str(known.type)):
+                raise ValueError(f"{known.name} is not of type {known.type}")
+            values[known.name] = value
+        return cls(**values)
 
     def record(self) -> dict[str, Any]:
         """Returns the summary as a JSON record."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+_JSON_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    "None": type(None),
+    "int": int,
+    "float": (int, float),
+    "str": str,
+    "Mapping": Mapping,
+}
+
+
+def _has_type(value: Any, annotation: str) -> bool:
+    """True if a JSON value has the type of a field's annotation, such as "float | None". Of a
+    `Mapping[...]` only the outermost type is checked, not its keys and values."""
+    if isinstance(value, bool):
+        return False
+    for name in annotation.split(" | "):
+        outermost = name.partition("[")[0]
+        if isinstance(value, _JSON_TYPES[outermost]):
+            return True
+    return False
 
 
 def _step_of(record: Mapping[str, Any]) -> int:

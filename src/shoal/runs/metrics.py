@@ -127,8 +127,8 @@ tokens/trained | tokens | sum | tokens of prompts (once a row) and completions i
 tokens/padding | share | mean | padding among the tokens that the updates computed
 sampler/preempted_rows | rows | sum | rows of completions that gave way to others for lack of \
 memory; absent if none did
-sampler/places_drawing | share | mean | slots of the sampler that sample a token, over all slots \
-and decoding steps
+sampler/places_drawing | share | mean | share of the sampler's slots that sample a token in a \
+decoding step; the other slots are empty or wait
 idle/trainer | share | mean | part of the step in which the trainer waited for groups; not \
 measured on shared devices
 idle/sampler | share | mean | part of the step in which a slot of the sampler sampled nothing, \
@@ -141,7 +141,8 @@ fleet/hosts | hosts | last | hosts (threads or Ray workers with an engine) that 
 fleet/lost | hosts | sum | hosts that died, stalled or answered wrongly since the last step
 fleet/tokens_lost | tokens | sum | tokens that lost hosts had sampled for unfinished groups, by \
 their last report
-fleet/asked_again | groups | sum | groups requested again because their host was lost
+fleet/asked_again | groups | sum | groups that were requested a second time because the host that \
+sampled them was lost
 fleet/duplicates | groups | sum | second answers for a group; they are dropped
 fleet/refused | hosts | last | hosts whose tokens differ from the first's: refused, or used with \
 train.versions=newest

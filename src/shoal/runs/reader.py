@@ -55,6 +55,7 @@ from shoal.runs.lines import (
     EvaluationLine,
     EventLine,
     StepLine,
+    Summary,
     bounded_json,
     bounded_line,
     bounded_yaml,
@@ -223,17 +224,17 @@ class StoredRun:
         stopped."""
         return (self.path / SUMMARY).is_file()
 
-    def summary(self) -> dict[str, Any]:
-        """Returns the content of summary.json; {} until the run has finished."""
+    def summary(self) -> Summary | None:
+        """Returns the content of summary.json; None until the run has finished, or if the file is
+        damaged, which is a problem of the run."""
         text = self.text(SUMMARY, MAX_SUMMARY_BYTES)
         if not text:
-            return {}
+            return None
         try:
-            summary = bounded_json(text)
+            return Summary.parse(bounded_json(text))
         except ValueError as error:
             self.problem(SUMMARY, f"is damaged ({reason(error)})")
-            return {}
-        return summary if isinstance(summary, dict) else {}
+            return None
 
     @property
     def process_has_ended(self) -> bool:
@@ -281,10 +282,11 @@ class StoredRun:
         return LineReader(self, EventLine, MAX_EVENT_BYTES).read_all()
 
     def before_after(
-        self, evaluations: Evaluations, summary: Mapping[str, Any]
+        self, evaluations: Evaluations, summary: Summary | None
     ) -> list[tuple[str, str, str, str]]:
-        """Returns the rows of the table that a run prints at its end; for an unfinished run, of the
-        table up to its newest evaluation."""
+        """Returns the rows (figure, before training, after it, change) of the table that a run
+        prints at its end. Without a summary, the rows compare the first evaluation so far with the
+        newest."""
         since = self.reward_since
         newest = max((line.step for line in evaluations.lines), default=0)
         before, after = evaluations.before_after(summary)
@@ -389,14 +391,13 @@ class Evaluations:
         return {(line.step, line.name): line.figures for line in self.lines}
 
     def before_after(
-        self, summary: Mapping[str, Any]
-    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Returns two mappings, data set -> figures: before the first step, and after the last. If
-        the summary has none, uses the run's first and newest evaluations; a part without an
-        evaluation is {}."""
-        before, after = summary.get("before"), summary.get("after")
-        if isinstance(before, Mapping) and isinstance(after, Mapping):
-            return before, after
+        self, summary: Summary | None
+    ) -> tuple[Mapping[str, Mapping[str, Any]], Mapping[str, Mapping[str, Any]]]:
+        """Returns (before, after): data set -> figures, before the first step and after the last,
+        as the summary has them. Without a summary, `before` is of the first evaluation so far, and
+        `after` of the newest; {} if there is none yet."""
+        if summary is not None:
+            return summary.before, summary.after
         by_step: dict[int, dict[str, Mapping[str, Any]]] = {}
         for (step, name), figures in self.by_version().items():
             by_step.setdefault(step, {})[name] = figures
@@ -739,12 +740,11 @@ def read_config(run: Path, file: str = CONFIG) -> Config:
     return resolved(read_requested(run, file), read_decisions(run, file))
 
 
-def read_summary(run: Path) -> dict[str, Any] | None:
+def read_summary(run: Path) -> Summary | None:
     """Returns the summary of a finished run; None if the run has not finished, or the file is
     damaged."""
     try:
-        summary = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
+        return Summary.parse(json.loads((run / SUMMARY).read_text(encoding="utf-8")))
     # A file that a power cut truncated counts as missing, and is written again.
     except (FileNotFoundError, ValueError, RecursionError):
         return None
-    return summary if isinstance(summary, dict) else None

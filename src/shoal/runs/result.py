@@ -16,6 +16,7 @@ from shoal.files import writing
 from shoal.records import ShoalError
 from shoal.runs.groups import StoredGroup
 from shoal.runs.layout import find_run
+from shoal.runs.lines import Summary
 from shoal.runs.reader import StoredRun, read_config
 from shoal.text import count, duration, figure_text, nearest, text_table
 
@@ -109,7 +110,7 @@ class Result(Mapping[str, Any]):
     >>> result["accuracy_after"], result.metrics["reward/mean"], result.evaluations[-1]["accuracy"]
     """
 
-    def __init__(self, folder: Path, summary: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, folder: Path, summary: Summary | None = None) -> None:
         self.folder = Path(folder)
         self.config_path = self.folder / "config.yaml"
         self.metrics_path = self.folder / "metrics.jsonl"
@@ -118,8 +119,11 @@ class Result(Mapping[str, Any]):
         self.checkpoints_path = self.folder / "checkpoints"
         self.summary_path = self.folder / "summary.json"
         self._run = StoredRun(self.folder)
-        self.summary: dict[str, Any] = dict(self._run.summary() if summary is None else summary)
+        self._summary = self._run.summary() if summary is None else summary
+        self.summary: dict[str, Any] = {}
         """The content of summary.json; empty until the run has finished."""
+        if self._summary is not None:
+            self.summary = self._summary.record()
         self.metrics = Table([line.record() for line in self._run.steps()])
         """A row a step."""
         self._evaluations = self._run.evaluations()
@@ -129,7 +133,7 @@ class Result(Mapping[str, Any]):
     @property
     def finished(self) -> bool:
         """True if the run has made all its steps and written its summary."""
-        return bool(self.summary)
+        return self._summary is not None
 
     @property
     def steps(self) -> list[int]:
@@ -142,15 +146,15 @@ class Result(Mapping[str, Any]):
         return self._run.groups(step)
 
     @property
-    def before(self) -> dict[str, dict[str, Any]]:
+    def before(self) -> dict[str, Mapping[str, Any]]:
         """Data set -> figures of the evaluation before the first step."""
-        return dict(self._evaluations.before_after(self.summary)[0])
+        return dict(self._evaluations.before_after(self._summary)[0])
 
     @property
-    def after(self) -> dict[str, dict[str, Any]]:
+    def after(self) -> dict[str, Mapping[str, Any]]:
         """Data set -> figures after the last step; for an unfinished run those of its newest
         evaluation."""
-        return dict(self._evaluations.before_after(self.summary)[1])
+        return dict(self._evaluations.before_after(self._summary)[1])
 
     # ---- the summary
 
@@ -174,10 +178,10 @@ class Result(Mapping[str, Any]):
     # ---- for reading
 
     def __repr__(self) -> str:
-        rows = self._run.before_after(self._evaluations, self.summary)
+        rows = self._run.before_after(self._evaluations, self._summary)
         steps = count(len(self.metrics), "step")
-        if self.finished:
-            head = f"{steps} in {duration(float(self.summary['seconds_total']))}"
+        if self._summary is not None:
+            head = f"{steps} in {duration(self._summary.seconds_total)}"
         else:
             head = f"not finished, {steps} done"
         lines = [f"Run in {self.folder}: {head}"]

@@ -49,6 +49,7 @@ from shoal.runs.lines import (
     JsonlSink,
     Phase,
     StepLine,
+    Summary,
     json_line,
     json_ready,
     read_lines,
@@ -290,10 +291,10 @@ class RunWriter:
         """Writes pass_rates.jsonl atomically, one line per prompt."""
         write_atomically(self.path / "pass_rates.jsonl", map(json_line, record))
 
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
+    def write_summary(self, summary: Summary) -> None:
         """Writes summary.json atomically."""
         write_atomically(
-            self.summary_path, [json.dumps(json_ready(summary), indent=2, allow_nan=False)]
+            self.summary_path, [json.dumps(json_ready(summary.record()), indent=2, allow_nan=False)]
         )
 
     def saved(self, version: int) -> None:

@@ -26,6 +26,7 @@ from shoal.protocols import GroupRequest, RolloutSource
 from shoal.records import Group, Params, Purpose, ShoalError
 from shoal.report.recorder import Recorder, StepRecord
 from shoal.report.timeline import Timeline, timed
+from shoal.runs.lines import Summary
 from shoal.runs.summary import version_text
 from shoal.stop import StopRequested, StopSignal
 from shoal.tasks.builtin_rewards import PENALTY
@@ -87,7 +88,7 @@ class Run:
     def __post_init__(self) -> None:
         self.lookahead = Lookahead(self.schedule)
 
-    def train(self) -> dict[str, Any]:
+    def train(self) -> Summary:
         """Runs all steps that remain, and returns the run's summary. Raises KeyboardInterrupt,
         whose text says how to resume, if somebody asked the run to stop."""
         try:
@@ -106,7 +107,7 @@ class Run:
             self.recorder.print_next_steps(self.saved > 0)
             raise
 
-    def run_steps(self) -> dict[str, Any]:
+    def run_steps(self) -> Summary:
         """Runs the loop itself: begins or restores the run, runs each step, and returns the summary
         after the last evaluation. Errors and stops pass through; `train` handles them."""
         # Begun here: a caller that held this state would keep the first weights in memory for all
@@ -280,11 +281,10 @@ class Run:
         """Returns the newest checkpoint from before the updates that are being skipped; None if no
         update was skipped in the last step, or there is no such checkpoint. The weights that the
         first skipped update began with were bad already."""
-        streak = self.recorder.watch.in_a_row.get("skipped")
-        if streak is None:
+        first_skipped = self.recorder.watch.first_skipped_step
+        if first_skipped is None:
             return None
-        _, first_step = streak
-        first_bad = first_step - 1
+        first_bad = first_skipped - 1
         good = [number for number in self.checkpoints.versions() if number < first_bad]
         return max(good, default=None)
 

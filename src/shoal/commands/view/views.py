@@ -132,7 +132,7 @@ class OpenRun:
     @property
     def progress(self) -> dict[str, Any]:
         """Returns the record on how far the run is."""
-        is_finished = bool(self._stored(SUMMARY, self.run.summary))
+        is_finished = self._stored(SUMMARY, self.run.summary) is not None
         cause = failure(self.events)
         return progress(self.run, self.curves, self.settings, is_finished, cause)
 

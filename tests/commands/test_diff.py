@@ -25,12 +25,13 @@ from shoal.config.train import Config
 from shoal.records import Completion, Example, Group, Purpose, ShoalError, StopReason
 from shoal.runs.compare import (
     GroupDifference,
-    acting_keys,
+    SettingDifference,
     automatic_keys,
+    chosen_differences,
     find_divergence,
     likely_keys,
-    settings_difference,
     step_difference,
+    without_idle_limits,
 )
 from shoal.runs.groups import StoredGroup
 from shoal.runs.reader import reward_changed_at, short_name
@@ -380,6 +381,11 @@ def test_a_step_with_more_groups():
     assert found == GroupDifference(1, "data", "number of groups", 1, values=(1, 2))
 
 
+def differing(*keys: str) -> list[SettingDifference]:
+    """Settings that differ, whatever their values are."""
+    return [SettingDifference(key, ()) for key in keys]
+
+
 def test_the_stage_that_differs_first():
     token = GroupDifference(3, "sampling", "token", 0, 0, 0)
     assert find_divergence(None, None, None, [1]) is None
@@ -392,10 +398,10 @@ def test_the_stage_that_differs_first():
     unseen = find_divergence(token, 2, None, [1, 3])
     assert unseen is not None and unseen.stages == ("update", "sampling")
     assert "not all groups of steps 1 to 2 were compared" in unseen.sentence
-    warmer = find_divergence(token, 2, None, [1, 2, 3], ["sampling.temperature"])
+    warmer = find_divergence(token, 2, None, [1, 2, 3], differing("sampling.temperature"))
     assert warmer is not None and warmer.stages == ("sampling", "update")
     assert "equal in all else" not in warmer.sentence
-    rate = find_divergence(token, 2, None, [1, 2, 3], ["optimizer.lr", "run_name"])
+    rate = find_divergence(token, 2, None, [1, 2, 3], differing("optimizer.lr", "run_name"))
     assert rate is not None and rate.sentence == weights.sentence
     for what in ("length", "stop reason", "number of completions"):
         ends = find_divergence(GroupDifference(3, "sampling", what, 0, 0, 0), 2, None, [1, 2, 3])
@@ -417,23 +423,27 @@ def test_the_stage_that_differs_first():
 
 
 def test_likely_keys_are_those_of_the_stage_the_likeliest_first():
-    keys = ["optimizer.lr", "seed", "task.path", "report.groups", "algorithm.clip_low"]
+    keys = differing("optimizer.lr", "seed", "task.path", "report.groups", "algorithm.clip_low")
     assert likely_keys(["data"], keys) == ["seed", "task.path"]
     assert likely_keys(["update", "sampling"], keys) == [
         "algorithm.clip_low",
         "optimizer.lr",
         "seed",
     ]
-    assert likely_keys(["update"], ["of.another_version"]) == ["of.another_version"]
-    assert likely_keys(["rewards"], ["run_name", "task.num_eval_questions", "reward.workers"]) == []
+    assert likely_keys(["update"], differing("of.another_version")) == ["of.another_version"]
+    idle = differing("run_name", "task.num_eval_questions", "reward.workers")
+    assert likely_keys(["rewards"], idle) == []
     limit = "sampling.max_prompt_tokens"
-    assert acting_keys(["seed", limit], [0, None, math.nan]) == ["seed"]
-    assert acting_keys(["seed", limit], [0, 2]) == ["seed", limit]
+    both = differing("seed", limit)
+    assert without_idle_limits(both, [0, None, math.nan]) == differing("seed")
+    assert without_idle_limits(both, [0, 2]) == both
     # nothing else can be the cause
-    assert acting_keys(["run_name", limit], [0]) == ["run_name", limit]
-    assert likely_keys(["evaluation"], ["task.num_eval_questions"]) == ["task.num_eval_questions"]
+    inert = differing("run_name", limit)
+    assert without_idle_limits(inert, [0]) == inert
+    evaluated = differing("task.num_eval_questions")
+    assert likely_keys(["evaluation"], evaluated) == ["task.num_eval_questions"]
     # Rows of one file that are held out are not trained on: the last that is thought of.
-    assert likely_keys(["data"], ["task.num_eval_questions", "task.path"]) == [
+    assert likely_keys(["data"], differing("task.num_eval_questions", "task.path")) == [
         "task.path",
         "task.num_eval_questions",
     ]
@@ -450,18 +460,18 @@ def test_each_key_that_alone_differs_is_named_in_the_stages_that_it_acts_on(name
     key = keys_of(Config)[name]
     values = {one: known.default for one, known in keys_of(Config).items()}
     assert key.stages is not None, f"declare {name} by `key(default, stages=...)`"
-    differing = settings_difference(
+    found = chosen_differences(
         [
             values | {"task.path": "data.jsonl"},
             values | {"task.path": "data.jsonl", name: "another"},
         ]
     )
-    assert list(differing) == [name]
+    assert [difference.key for difference in found] == [name]
     of_steps = [stage for stage in key.stages if stage != "evaluation"]
     for stage in STAGES:
-        likely = likely_keys([stage], acting_keys(differing, [1.0]))
+        likely = likely_keys([stage], without_idle_limits(found, [1.0]))
         assert likely == ([name] if stage in key.stages else []), stage
-        said = likely_cause(likely, differing)
+        said = likely_cause(likely, found)
         if stage in key.stages:
             assert said == f"the likeliest cause is {name}"
         else:
@@ -543,9 +553,9 @@ def test_an_update_that_is_seen_in_what_follows_alone_is_a_cause(first, tmp_path
 def test_a_reward_can_be_the_cause_of_other_prompts_where_it_chooses_them():
     row = GroupDifference(2, "data", "data row", 0)
     for feeds_back, named in ((False, []), (True, ["reward.functions"])):
-        found = find_divergence(row, None, None, [1], ["reward.functions"], feeds_back)
+        found = find_divergence(row, None, None, [1], differing("reward.functions"), feeds_back)
         assert found is not None and found.stages[0] == "data"
-        assert likely_keys(found.stages, ["reward.functions"]) == named
+        assert likely_keys(found.stages, differing("reward.functions")) == named
 
 
 @pytest.mark.parametrize(

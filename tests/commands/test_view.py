@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from shoal.commands.view import lint as lint_view
 from shoal.commands.view import one_file, view
 from shoal.commands.view import views as views_module
 from shoal.commands.view.curves import MAX_POINTS, Curves, spikes
-from shoal.commands.view.run import comparison, settings_rows
+from shoal.commands.view.run import comparison, settings_rows, shown_differences
 from shoal.commands.view.server import make_app, page_files
 from shoal.commands.view.views import Viewer
 from shoal.config.commands import ViewConfig
@@ -549,6 +550,11 @@ def test_a_run_that_was_killed_is_stopped_at_once(tmp_path):
         viewer.close()
 
 
+def compared(settings: Sequence[Mapping], decided: Sequence = ()) -> dict:
+    """The page's record of the settings in which runs differ."""
+    return comparison(shown_differences(settings, decided))
+
+
 def test_values_that_a_run_chose_are_no_settings_that_differ(tmp_path):
     chosen = {
         "batch.micro_tokens": 17408,
@@ -568,10 +574,10 @@ def test_values_that_a_run_chose_are_no_settings_that_differ(tmp_path):
         "train.max_staleness": 1,
         "algorithm.correction": "tis",
     }
-    found = comparison([chosen | {"train.max_staleness": 0}, other], [decided, decided])
+    found = compared([chosen | {"train.max_staleness": 0}, other], [decided, decided])
     assert [row["key"] for row in found["differing"]] == ["train.max_staleness"]
     assert "algorithm.correction" in {
-        row["key"] for row in comparison([chosen, other], [decided, set()])["differing"]
+        row["key"] for row in compared([chosen, other], [decided, set()])["differing"]
     }
 
     values = {"batch.micro_tokens": 640, "algorithm.correction": "tis"}
@@ -591,13 +597,13 @@ def test_values_that_a_run_chose_are_no_settings_that_differ(tmp_path):
 
 def test_keys_of_data_that_is_read_mean_nothing_for_questions_that_are_made():
     made = {"task.name": "words", "task.split": "main", "reward.preset": "tunix"}
-    assert comparison([made, {"task.name": "words", "optimizer.lr": 1e-3}])["warning"] == ""
+    assert compared([made, {"task.name": "words", "optimizer.lr": 1e-3}])["warning"] == ""
     read = made | {"task.path": "mine.jsonl"}
-    assert "differ in task.split" in comparison([read, read | {"task.split": "train"}])["warning"]
+    assert "differ in task.split" in compared([read, read | {"task.split": "train"}])["warning"]
 
 
 def test_of_runs_with_other_rewards_all_but_rewards_is_compared():
-    found = comparison([{"task.name": "words", "reward.functions": ["x"]}, {"task.name": "words"}])
+    found = compared([{"task.name": "words", "reward.functions": ["x"]}, {"task.name": "words"}])
     assert (
         "differ in reward.functions: their rewards cannot be compared; accuracies"
         in found["warning"]
@@ -616,7 +622,7 @@ def test_of_runs_with_other_rewards_all_but_rewards_is_compared():
     ],
 )
 def test_what_of_two_runs_cannot_be_compared_follows_from_the_stages_of_the_keys(key, values, part):
-    warning = comparison([{"task.name": "words", key: value} for value in values])["warning"]
+    warning = compared([{"task.name": "words", key: value} for value in values])["warning"]
     assert part in warning and bool(warning) == bool(part)
 
 
@@ -711,10 +717,10 @@ def test_after_a_resume_with_another_reward_the_rewards_are_not_compared(tmp_pat
 
 
 def test_runs_of_other_tasks_are_not_compared():
-    found = comparison([{"task.name": "words", "steps": 5}, {"task.name": "gsm8k", "steps": 6}])
+    found = compared([{"task.name": "words", "steps": 5}, {"task.name": "gsm8k", "steps": 6}])
     assert "task.name: their rewards, accuracies, groups and lengths" in found["warning"]
     assert [row["key"] for row in found["differing"]] == ["task.name", "steps"]
-    assert comparison([{"steps": 5}, {"steps": 6}])["warning"] == ""
+    assert compared([{"steps": 5}, {"steps": 6}])["warning"] == ""
 
 
 # ---- lint

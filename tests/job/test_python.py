@@ -30,6 +30,7 @@ from shoal.config.train import Config
 from shoal.job.cache import cache_by_configuration
 from shoal.job.task import load_task, task_of_data
 from shoal.records import ground_truth
+from shoal.runs.lines import Summary
 from shoal.runs.metrics import is_clock
 from shoal.runs.reader import read_config
 from shoal.runs.result import Result, Table
@@ -471,7 +472,7 @@ def test_keys_beside_resume_are_judged_by_the_run(tmp_path, monkeypatch):
     made: list[Any] = []
 
     def train(config, *_):
-        return made.append(config) or {"run_folder": str(run)}
+        return made.append(config) or Summary(run_folder=str(run))
 
     monkeypatch.setattr(
         "shoal.commands.train.train",

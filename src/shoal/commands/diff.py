@@ -10,7 +10,7 @@ import numpy as np
 
 from shoal.config.commands import DiffConfig
 from shoal.report.console import Console
-from shoal.runs.compare import Comparison, act_on_steps, compare
+from shoal.runs.compare import Comparison, SettingDifference, act_on_steps, compare
 from shoal.runs.layout import find_run
 from shoal.runs.lines import json_ready
 from shoal.runs.reader import StoredRun, short_name
@@ -64,7 +64,10 @@ def _report(comparison: Comparison, console: Console) -> None:
             "no step has stored groups in both runs (report.groups): metrics alone are compared"
         )
     if comparison.settings:
-        table("key", {key: list(map(str, both)) for key, both in comparison.settings.items()})
+        values = {}
+        for setting in comparison.settings:
+            values[setting.key] = [str(value) for value in setting.values]
+        table("key", values)
     else:
         console.text("no key differs")
     if comparison.first_metrics:
@@ -110,9 +113,9 @@ def describe_difference(comparison: Comparison) -> str:
     return f"{comparison.divergence.sentence}; {cause}"
 
 
-def likely_cause(likely_keys: Sequence[str], differing: Iterable[str]) -> str:
-    """Returns a sentence on which of the differing keys is the likely cause of the difference, or
-    where else the cause is."""
+def likely_cause(likely_keys: Sequence[str], differing: Iterable[SettingDifference]) -> str:
+    """Returns the sentence that names the likely cause of a difference: the `likely_keys`, or, if
+    there are none, what else than a setting may differ. `differing`: all settings that differ."""
     if likely_keys:
         first, *others = likely_keys
         text = f"the likeliest cause is {first}"

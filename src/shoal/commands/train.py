@@ -9,7 +9,7 @@ from shoal.buckets import address, is_bucket
 from shoal.config.train import Config
 from shoal.job.head import print_head
 from shoal.job.job import Job
-from shoal.job.resume import changed_keys, resolve_run
+from shoal.job.resume import changed_settings, resolve_run
 from shoal.job.training import open_run
 from shoal.records import ShoalError
 from shoal.report.console import Console
@@ -77,7 +77,7 @@ def unfinished(config: Config) -> Path | None:
     try:
         run = StoredRun(find_run(LAST, config.base_output_directory))
         is_left = not run.is_finished and run.process_has_ended and run.checkpoints()
-        if is_left and not changed_keys(run.config, config):
+        if is_left and not changed_settings(run.config, config):
             return run.path
     except (ShoalError, OSError):
         return None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.buckets import RUNS, address
-from shoal.config.key import get_value, keys_of, open_keys, shown
+from shoal.config.key import keys_of, open_keys, shown
 from shoal.config.keywords import python_leaves
 from shoal.config.merge import Resolved, from_overrides, given_values, load
 from shoal.config.names import key_of
@@ -21,6 +21,7 @@ from shoal.findings import Findings
 from shoal.job.fingerprint import compare_facts
 from shoal.records import Params, ShoalError
 from shoal.report.console import Console
+from shoal.runs.compare import SettingDifference, setting_differences, settings_of
 from shoal.runs.layout import CONFIG, find_named, find_run, is_run
 from shoal.runs.reader import StoredRun, read_decisions, read_requested, read_summary
 from shoal.runs.writer import RunWriter
@@ -139,34 +140,36 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
     requested = read_requested(run)
     stored = resolved(requested, read_decisions(run))
     config = replace(config, model=with_run(config.model))
-    changed = changed_keys(stored, config)
+    changed = changed_settings(stored, config)
     keys = keys_of(Config)
-    fixed = [key for key in changed if keys[key].on_resume == "fixed"]
+    fixed = [setting for setting in changed if keys[setting.key].on_resume == "fixed"]
     if config.resume and fixed:
+        before, now = fixed[0].values
         raise ShoalError(
-            f"resume={address(run)}: {fixed[0]} was {get_value(stored, fixed[0])!r} and cannot "
-            f"become {get_value(config, fixed[0])!r}: start a new run, from these weights with "
-            f"model={address(run)}"
+            f"resume={address(run)}: {fixed[0].key} was {before!r} and cannot become {now!r}: "
+            f"start a new run, from these weights with model={address(run)}"
         )
     if not config.resume:
-        refused = [key for key in changed if not _is_move(stored, config, key)]
+        refused = [setting for setting in changed if not _is_move(stored, config, setting.key)]
         if refused:
-            before = ", ".join(f"{key}={shown(get_value(stored, key))}" for key in refused)
-            now = ", ".join(f"{key}={shown(get_value(config, key))}" for key in refused)
+            before = ", ".join(f"{setting.key}={shown(setting.values[0])}" for setting in refused)
+            now = ", ".join(f"{setting.key}={shown(setting.values[1])}" for setting in refused)
             raise ShoalError(
                 f"the run {address(run)} was started with {before}; given now: {now}. Choose "
                 "another run_name, give the values that it was started with, or change them with "
                 f"resume={address(run)}"
             )
-    for key in changed:
-        before = shown(get_value(stored, key)) or "''"
-        now = shown(get_value(config, key)) or "''"
-        if _is_move(stored, config, key):
+    for setting in changed:
+        before, now = setting.values
+        before = shown(before) or "''"
+        now = shown(now) or "''"
+        if _is_move(stored, config, setting.key):
             effect = "numbers may differ in their last bits"
         else:
             effect = "the run differs from the one that was started"
         report.warning(
-            f"{key} changes from {before} to {now}, for later resumes too: from here on {effect}"
+            f"{setting.key} changes from {before} to {now}, for later resumes too: from here on "
+            f"{effect}"
         )
     _check_steps(run, stored, config, report)
     if config.resume:
@@ -221,20 +224,19 @@ def _is_move(stored: Config, config: Config, key: str) -> bool:
     return keys_of(Config)[key].on_resume == "bits"
 
 
-def changed_keys(stored: Config, requested: Config) -> list[str]:
-    """Returns the names of keys whose requested value differs from the one that the run has worked
-    with. Leaves out keys that may change freely, and keys that are left open now: the run decides
-    these, and warns itself if its decision changes.
+def changed_settings(stored: Config, requested: Config) -> list[SettingDifference]:
+    """Returns the settings whose requested value differs from the one that the run has worked with,
+    with both values: (stored, requested). Leaves out keys that may change freely, and keys that are
+    left open now: the run decides these, and warns itself if its decision changes.
 
     `stored`: the run's configuration with its decisions; `requested`: the new request.
     """
+    keys = keys_of(Config)
     left_open = open_keys(requested)
     changed = []
-    for name, key in keys_of(Config).items():
-        if key.on_resume == "free" or name in left_open:
-            continue
-        if get_value(stored, name) != get_value(requested, name):
-            changed.append(name)
+    for setting in setting_differences([settings_of(stored), settings_of(requested)]):
+        if keys[setting.key].on_resume != "free" and setting.key not in left_open:
+            changed.append(setting)
     return changed
 
 

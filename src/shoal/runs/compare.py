@@ -4,7 +4,15 @@
                                                differences after it
 
 The first difference belongs to one stage; the keys that differ and act on that stage are likely its
-cause. Times and speeds are never compared."""
+cause. Times and speeds are never compared.
+
+Who compares what:
+
+    shoal diff    `compare`: settings, metrics, and groups token by token
+    shoal view    `chosen_differences` and `likely_keys`; it looks for the first completion that
+                  differs with a database query on texts (`commands/view/groups.py`), because its
+                  runs may be hostile or too large to be loaded
+    a resume      `setting_differences` of the stored settings and the new request"""
 
 from __future__ import annotations
 
@@ -33,6 +41,24 @@ Values: TypeAlias = "dict[str, tuple[Any, Any]]"
 
 
 @dataclass(frozen=True)
+class SettingDifference:
+    """A setting whose value is not the same in all of several runs.
+
+    >>> SettingDifference("optimizer.lr", (1e-5, 1e-6)).stages
+    ('update',)
+    """
+
+    key: str
+    values: tuple[Any, ...]  # one for each run; None if a run has no such setting
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages of a step that the setting acts on, the likeliest first; all stages if this
+        version does not know the key."""
+        return stages_of(self.key)
+
+
+@dataclass(frozen=True)
 class Divergence:
     """Where two runs diverge: the step, the stages that may be the cause, the likeliest first, and
     a sentence that says so."""
@@ -52,7 +78,7 @@ class Comparison:
     run: str
     other: str
     identical: bool
-    settings: Values
+    settings: Sequence[SettingDifference]
     num_steps: tuple[int, int]
     steps_compared: str  # as ranges: "1-5, 8"
     group_steps_compared: str
@@ -91,7 +117,7 @@ class Comparison:
                 "run": self.run,
                 "other": self.other,
                 "identical": self.identical,
-                "config": self.settings,
+                "config": {differing.key: differing.values for differing in self.settings},
                 "num_steps": self.num_steps,
                 "steps_compared": self.steps_compared,
                 "group_steps_compared": self.group_steps_compared,
@@ -113,10 +139,8 @@ def compare(a: StoredRun, b: StoredRun) -> Comparison:
     metrics_b = b.metrics()
     evaluations_a = a.evaluations().by_version()
     evaluations_b = b.evaluations().by_version()
-    settings = []
-    for run in (a, b):
-        settings.append({key: get_value(run.config, key) for key in keys_of(Config)})
-    differing = settings_difference(settings, [a.decided_keys, b.decided_keys])
+    settings = [settings_of(a.config), settings_of(b.config)]
+    differing = chosen_differences(settings, [a.decided_keys, b.decided_keys])
 
     in_metrics = metric_difference(metrics_a, metrics_b)
     last_step = in_metrics[0] if in_metrics else None
@@ -127,7 +151,7 @@ def compare(a: StoredRun, b: StoredRun) -> Comparison:
     dropped = []
     for metrics in (metrics_a, metrics_b):
         dropped += [row.get("prompts/dropped") for row in metrics.values()]
-    acting = acting_keys(differing, dropped)
+    acting = without_idle_limits(differing, dropped)
     feeds_back = _rewards_choose_prompts(a.config) or _rewards_choose_prompts(b.config)
     divergence = find_divergence(in_groups, version, in_metrics, group_steps, acting, feeds_back)
     in_evaluations = evaluation_difference(evaluations_a, evaluations_b)
@@ -180,28 +204,41 @@ def automatic_keys(settings: Mapping[str, Any], decided: Collection[str] = ()) -
     return keys
 
 
-def settings_difference(
-    runs: Sequence[Mapping[str, Any]], decided: Sequence[Collection[str]] = ()
-) -> dict[str, tuple[Any, ...]]:
-    """Returns the settings that differ: dotted key -> the value of each run, None if a run has
-    none. A key is left out if all runs `decided` it themselves (`decided`: the keys that each run
-    decided)."""
-    decided = decided or [()] * len(runs)
-    chosen_by_nobody: set[str] | None = None
+def settings_of(config: Config) -> dict[str, Any]:
+    """Returns the settings of a configuration as dotted key -> value."""
+    return {key: get_value(config, key) for key in keys_of(Config)}
+
+
+def setting_differences(runs: Sequence[Mapping[str, Any]]) -> list[SettingDifference]:
+    """Returns all settings that are not equal in all runs, in the order of the runs' settings.
+
+    `runs`: for each run dotted key -> value; a key that a run lacks has the value None there."""
     keys: dict[str, None] = {}  # in order, each once
-    for settings, own in zip(runs, decided, strict=True):
-        automatic = automatic_keys(settings, own)
-        if chosen_by_nobody is None:
-            chosen_by_nobody = automatic
-        else:
-            chosen_by_nobody &= automatic
+    for settings in runs:
         keys.update(dict.fromkeys(settings))
-    differing = {}
+    differing = []
     for key in keys:
         values = tuple(settings.get(key) for settings in runs)
-        is_automatic = chosen_by_nobody is not None and key in chosen_by_nobody
-        if not is_automatic and any(value != values[0] for value in values):
-            differing[key] = values
+        if any(value != values[0] for value in values):
+            differing.append(SettingDifference(key, values))
+    return differing
+
+
+def chosen_differences(
+    runs: Sequence[Mapping[str, Any]], decided: Sequence[Collection[str]] = ()
+) -> list[SettingDifference]:
+    """Returns `setting_differences` without the settings that somebody chose in none of the runs
+    (`automatic_keys`).
+
+    `decided`: for each run the keys that it decided itself; none if it is left out."""
+    decided = decided or [()] * len(runs)
+    automatic_by_run = []
+    for settings, own in zip(runs, decided, strict=True):
+        automatic_by_run.append(automatic_keys(settings, own))
+    differing = []
+    for difference in setting_differences(runs):
+        if not all(difference.key in automatic for automatic in automatic_by_run):
+            differing.append(difference)
     return differing
 
 
@@ -250,15 +287,15 @@ def find_divergence(
     version: int | None,
     in_metrics: tuple[int, Mapping[str, Any]] | None,
     same_groups: Container[int],
-    keys: Iterable[str] = (),
+    differing: Sequence[SettingDifference] = (),
     feeds_back: bool = False,
 ) -> Divergence | None:
     """Returns the stages where two runs diverge; None if they do not.
 
     `in_groups`, `in_metrics`: the first differences in groups and in metrics. `version`: the
     version that sampled the group that differs. `same_groups`: the steps whose groups were
-    compared; all before the difference are equal. `keys`: the settings that differ. `feeds_back`:
-    True if rewards choose prompts (dynamic sampling, a curriculum)."""
+    compared; all before the difference are equal. `differing`: the settings that differ.
+    `feeds_back`: True if rewards choose prompts (dynamic sampling, a curriculum)."""
     if in_groups:
         step = in_groups.step
         stage = in_groups.stage
@@ -271,7 +308,7 @@ def find_divergence(
         # If the same tokens end at another place, a limit or a stop string caused that, not the
         # weights.
         if version and in_groups.what in ("token", "log-prob"):
-            stages, text = _weights_or_sampling(version, same_groups, keys)
+            stages, text = _weights_or_sampling(version, same_groups, differing)
     elif in_metrics:
         step = in_metrics[0]
         names = list(in_metrics[1])
@@ -305,11 +342,11 @@ _SENTENCES = {
 
 
 def _weights_or_sampling(
-    version: int, same_groups: Container[int], keys: Iterable[str]
+    version: int, same_groups: Container[int], differing: Sequence[SettingDifference]
 ) -> tuple[tuple[str, ...], str]:
     """Returns stages and sentence for tokens that differ and were sampled from later weights than
     the first. Only the weights can be the cause if everything before is known to be equal."""
-    if likely_keys(("sampling",), keys):
+    if likely_keys(("sampling",), differing):
         return ("sampling", "update"), "sampling or the weights differ first"
     if not all(before in same_groups for before in range(1, version + 1)):
         return ("update", "sampling"), (
@@ -322,63 +359,68 @@ def _weights_or_sampling(
     )
 
 
-def acting_keys(keys: Iterable[str], dropped: Iterable[float | None]) -> list[str]:
-    """Returns the keys that may be the cause: without those that act only on prompts that are too
-    long, if no step `dropped` a prompt and another key remains."""
+def without_idle_limits(
+    differing: Sequence[SettingDifference], dropped: Iterable[float | None]
+) -> list[SettingDifference]:
+    """Returns the differing settings that may have changed a step. Those that act only on prompts
+    that are too long are left out, if no prompt was dropped, and if another setting remains that
+    acts on steps.
+
+    `dropped`: the number of dropped prompts of each step of both runs, None if it is unknown."""
     has_dropped = any(number and number > 0 for number in dropped)
-    keys = list(keys)
     known = keys_of(Config)
     others = []
-    for name in keys:
-        if name not in known or known[name].acts_if != "a prompt is too long":
-            others.append(name)
+    for difference in differing:
+        key = known.get(difference.key)
+        if key is None or key.acts_if != "a prompt is too long":
+            others.append(difference)
     if act_on_steps(others) and not has_dropped:
         return others
-    return keys
+    return list(differing)
 
 
-def likely_keys(stages: Iterable[str], keys: Iterable[str]) -> list[str]:
-    """Returns those of the differing keys that act on these stages (`stages=` in a key's
+def likely_keys(stages: Iterable[str], differing: Sequence[SettingDifference]) -> list[str]:
+    """Returns the keys of the differing settings that act on these stages (`stages=` in a key's
     declaration), stage by stage; within a stage, first the keys that act mainly on it."""
     order = {name: number for number, name in enumerate(keys_of(Config))}
     likely: dict[str, None] = {}  # in order, each once
     for stage in stages:
 
-        def rank(key: str, stage: str = stage) -> tuple[int, int]:
-            """Returns the sort key of a setting: how early it names the stage, then its place in
-            the schema."""
-            return stages_of(key).index(stage), order.get(key, len(order))
+        def rank(difference: SettingDifference, stage: str = stage) -> tuple[int, int]:
+            """Returns the sort key of a setting: the position of the stage among its stages, then
+            the position of its key in the schema."""
+            return difference.stages.index(stage), order.get(difference.key, len(order))
 
-        acting = [key for key in keys if stage in stages_of(key)]
-        likely.update(dict.fromkeys(sorted(acting, key=rank)))
+        acting = [difference for difference in differing if stage in difference.stages]
+        for difference in sorted(acting, key=rank):
+            likely[difference.key] = None
     return list(likely)
 
 
-def act_on_steps(keys: Iterable[str]) -> bool:
-    """True if one of the keys changes a step's numbers, not only evaluations."""
-    for key in keys:
-        if any(stage != "evaluation" for stage in stages_of(key)):
+def act_on_steps(differing: Iterable[SettingDifference]) -> bool:
+    """True if one of the settings changes a step's numbers, not only evaluations."""
+    for difference in differing:
+        if any(stage != "evaluation" for stage in difference.stages):
             return True
     return False
 
 
-def incomparable(keys: Iterable[str]) -> str:
-    """Returns a sentence that says what cannot be compared between runs that differ in these keys;
-    "" if everything can.
+def incomparable(differing: Iterable[SettingDifference]) -> str:
+    """Returns a sentence that says what cannot be compared between runs that differ in these
+    settings; "" if everything can. Keys that this version does not know do not count.
 
     If the first stage of a key is "data" and it also acts on rewards, the runs ask other questions.
     If its first stage is "rewards", the runs give other rewards for the same answers."""
     of_questions = []
     of_rewards = []
-    for name in keys:
-        key = keys_of(Config).get(name)
-        stages = key.stages if key else None
-        if not stages:
+    for difference in differing:
+        stages = difference.stages
+        if difference.key not in keys_of(Config) or not stages:
             continue
         if stages[0] == "data" and "rewards" in stages:
-            of_questions.append(name)
+            of_questions.append(difference.key)
         elif stages[0] == "rewards":
-            of_rewards.append(name)
+            of_rewards.append(difference.key)
     if of_questions:
         return (
             f"these runs differ in {', '.join(of_questions)}: their rewards, accuracies, groups "
@@ -552,6 +594,10 @@ def _update(a: StoredGroup, b: StoredGroup) -> Differences:
 
 
 _STAGES = {"data": _data, "sampling": _sampling, "rewards": _rewards, "update": _update}
+
+GROUP_STAGES = tuple(_STAGES)
+"""The stages of a step that a stored group shows, in order: a difference in one causes differences
+in those after it."""
 
 
 def completion_difference(a: Completion, b: Completion) -> tuple[str, int] | None:

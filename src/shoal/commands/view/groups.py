@@ -14,7 +14,13 @@ import numpy as np
 
 from shoal.commands.view.curves import Curves
 from shoal.records import ShoalError, ground_truth
-from shoal.runs.compare import acting_keys, likely_keys
+from shoal.runs.compare import (
+    GROUP_STAGES,
+    GroupDifference,
+    SettingDifference,
+    likely_keys,
+    without_idle_limits,
+)
 from shoal.runs.group_table import Database, GroupFile, GroupTable, column_sql, reason
 from shoal.runs.lines import bounded_json, bounded_line
 from shoal.runs.metrics import is_clock
@@ -483,19 +489,17 @@ def _number(settings: Mapping[str, Any], key: str, default: float) -> float:
 
 # ---- two runs
 
-STAGES = ("data", "sampling", "rewards", "update")
-"""Stages of a step in their order: a difference in one causes differences in those after it."""
-
 
 def first_difference(
-    a: Curves, b: Curves, database: Database, keys: Sequence[str]
+    a: Curves, b: Curves, database: Database, differing: Sequence[SettingDifference]
 ) -> dict[str, Any]:
-    """Returns the first step at which two runs differ in a metric that is not a time, and the first
-    completion of that step that differs.
+    """Returns the record of the first step at which two runs differ in a metric that is not a time,
+    and of the first completion of that step that differs (`_first_completion`).
 
     In the record, `step` is None if nothing differs; `num_shared` is the number of steps that both
-    runs have; `stage` is None if the groups of the step cannot be compared; `causes` are the
-    settings among `keys` (those in which the runs differ) that act on the stage."""
+    runs have; `stage` is None if the groups of the step cannot be compared; `causes` are the keys,
+    among the settings in which the runs differ (`differing`), that act on the stage. Steps are
+    those that the curves keep, which may be every second or fourth one of a long run."""
     steps, rows_a, rows_b = np.intersect1d(a.steps, b.steps, return_indices=True)
     first = len(steps)
     for metric in a.columns.keys() & b.columns.keys():
@@ -504,30 +508,45 @@ def first_difference(
         values_a = np.array(a.columns[metric])[rows_a]
         values_b = np.array(b.columns[metric])[rows_b]
         both_missing = np.isnan(values_a) & np.isnan(values_b)
-        differing = np.flatnonzero((values_a != values_b) & ~both_missing)
-        if len(differing):
-            first = min(first, int(differing[0]))
+        unequal = np.flatnonzero((values_a != values_b) & ~both_missing)
+        if len(unequal):
+            first = min(first, int(unequal[0]))
     if first == len(steps):
         return {"num_shared": len(steps), "step": None, "causes": []}
     step = int(steps[first])
-    completion = _first_completion(database, [a.run, b.run], f"step_{step:06d}")
-    stage = completion["stage"]
-    stages = (stage,) if stage else ()
-    # Texts may differ because weights do, and weights because rewards do.
-    if stage == "sampling":
+    completion = _first_completion(database, [a.run, b.run], step)
+    record = {"num_shared": len(steps), "step": step, "causes": [], "stage": None}
+    if completion is None:
+        return record
+    stages = (completion.stage,)
+    # Texts may differ because weights do, and weights because rewards do. Unlike `shoal diff`, this
+    # has not compared the groups of the steps before, so rewards are not ruled out.
+    if completion.stage == "sampling":
         stages = ("sampling", "rewards", "update")
     dropped: list[float] = []
     for run in (a, b):
         dropped += run.columns.get("prompts/dropped", ())
-    causes = likely_keys(stages, acting_keys(keys, dropped))
-    return {"num_shared": len(steps), "step": step, "causes": causes} | completion
+    record["causes"] = likely_keys(stages, without_idle_limits(differing, dropped))
+    record["stage"] = completion.stage
+    record["file"] = _stem(step)
+    record["group"] = completion.group
+    record["completion"] = completion.completion
+    return record
 
 
-def _first_completion(database: Database, runs: Sequence[StoredRun], stem: str) -> dict[str, Any]:
-    """Returns the first completion of a step that differs between two runs: first by data row, else
-    by text, else by reward. Its `stage` is `update` if all of these are equal, and None if the
-    files cannot be compared. `stem`: the name of the step's groups file."""
-    files = [str(run.file("groups", f"{stem}.parquet")) for run in runs]
+def _stem(step: int) -> str:
+    """Returns the name of a training step's groups file, without its ending."""
+    return f"step_{step:06d}"
+
+
+def _first_completion(
+    database: Database, runs: Sequence[StoredRun], step: int
+) -> GroupDifference | None:
+    """Returns the first completion of a step that has another data row in the two runs; if there is
+    none, the first with another text; if there is none, the first with another reward. If all of
+    these are equal, returns the step's first completion, with stage "update". Returns None if the
+    groups cannot be compared, because a run lacks them or a file is damaged."""
+    files = [str(run.file("groups", f"{_stem(step)}.parquet")) for run in runs]
     try:
         rows = database.rows(
             """SELECT "group", completion, CASE WHEN a."row" IS DISTINCT FROM b."row" THEN 0
@@ -539,7 +558,10 @@ def _first_completion(database: Database, runs: Sequence[StoredRun], stem: str) 
         )
     # One run lacks the step, or a file is damaged, which GroupTable reports.
     except database.error:
-        return {"stage": None}
+        return None
     if not rows:
-        return {"stage": None}
-    return {**rows[0], "file": stem, "stage": STAGES[rows[0]["stage"]]}
+        return None
+    row = rows[0]
+    what = ("data row", "text", "reward", "metrics")[row["stage"]]
+    stage = GROUP_STAGES[row["stage"]]
+    return GroupDifference(step, stage, what, row["group"], row["completion"])

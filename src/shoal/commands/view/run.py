@@ -15,7 +15,12 @@ from shoal.commands.view.curves import Curves, about, by_topic, spikes
 from shoal.commands.view.verdict import accuracy_change, drivers, verdict
 from shoal.config.key import keys_of
 from shoal.config.train import FOLDER_KEYS, Config
-from shoal.runs.compare import automatic_keys, incomparable, settings_difference
+from shoal.runs.compare import (
+    SettingDifference,
+    automatic_keys,
+    chosen_differences,
+    incomparable,
+)
 from shoal.runs.layout import parts_of
 from shoal.runs.lines import EventLine, StepLine, bounded_line, json_ready, rounded
 from shoal.runs.reader import Evaluations, StoredRun
@@ -282,37 +287,51 @@ def settings_rows(
 # ---- several runs
 
 
-def differing_settings(
+def shown_differences(
     settings: Sequence[Mapping[str, Any]], decided: Sequence[Collection[str]] = ()
+) -> list[SettingDifference]:
+    """Returns the settings in which runs differ, except their folders and what no run chose.
+
+    `settings`: for each run dotted key -> value. `decided`: for each run the keys whose values it
+    decided itself; none if it is left out."""
+    differing = []
+    for difference in chosen_differences(settings, decided):
+        if difference.key not in FOLDER_KEYS:
+            differing.append(difference)
+    return differing
+
+
+def distinguishing_settings(
+    differing: Sequence[SettingDifference], num_runs: int
 ) -> list[list[tuple[str, Any]]]:
-    """Returns for each run the (key, value) pairs that are not at their default, among the keys in
-    which the runs differ. `decided`: for each run the keys whose values it chose itself."""
+    """Returns for each run the (key, value) pairs among the settings in which the runs differ,
+    without values that are the key's default, or that the run does not have."""
     keys = keys_of(Config)
-    differing = comparison(settings, decided)["differing"]
     by_run = []
-    for number in range(len(settings)):
+    for number in range(num_runs):
         own = []
-        for row in differing:
-            value = row["values"][number]
-            default = json_ready(keys[row["key"]].default) if row["key"] in keys else None
+        for difference in differing:
+            value = json_ready(difference.values[number])
+            default = None
+            if difference.key in keys:
+                default = json_ready(keys[difference.key].default)
             if value is not None and value != default:
-                own.append((row["key"], value))
+                own.append((difference.key, value))
         by_run.append(own)
     return by_run
 
 
-def comparison(
-    settings: Sequence[Mapping[str, Any]], decided: Sequence[Collection[str]] = ()
-) -> dict[str, Any]:
-    """Returns the keys in which runs differ (`differing`) and a `warning` about what cannot be
-    compared: nearly nothing if the tasks differ, all but rewards if only the reward functions
-    differ. `settings`, `decided`: for each run its values, and the keys whose values it chose
-    itself."""
+def comparison(differing: Sequence[SettingDifference]) -> dict[str, Any]:
+    """Returns the record of the settings in which runs differ (`differing`: rows of key, the value
+    of each run, help text), and of what cannot be compared because of them (`warning`, a sentence,
+    or "" if everything can): nearly nothing if the tasks differ, all but rewards if only the reward
+    functions differ."""
     keys = keys_of(Config)
-    differing = []
-    for name, values in settings_difference(settings, decided).items():
-        if name in FOLDER_KEYS:
-            continue
-        help_text = keys[name].help if name in keys else ""
-        differing.append({"key": name, "values": json_ready(values), "help": help_text})
-    return {"differing": differing, "warning": incomparable(row["key"] for row in differing)}
+    rows = []
+    for difference in differing:
+        help_text = ""
+        if difference.key in keys:
+            help_text = keys[difference.key].help
+        values = json_ready(difference.values)
+        rows.append({"key": difference.key, "values": values, "help": help_text})
+    return {"differing": rows, "warning": incomparable(differing)}

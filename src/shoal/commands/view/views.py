@@ -25,11 +25,12 @@ from shoal.commands.view.groups import MAX_TEXT, Searches
 from shoal.commands.view.lint import TextLint, lint, number_findings
 from shoal.commands.view.run import (
     comparison,
-    differing_settings,
+    distinguishing_settings,
     failure,
     home_row,
     overview,
     progress,
+    shown_differences,
 )
 from shoal.files import check_local
 from shoal.records import ShoalError
@@ -375,9 +376,9 @@ def _home(viewer: Viewer, query: Query) -> dict[str, Any]:
     runs = viewer.runs
     settings = [opened.settings for opened in runs.values()]
     decided = [opened.decided_keys for opened in runs.values()]
-    differing = differing_settings(settings, decided)
+    distinguishing = distinguishing_settings(shown_differences(settings, decided), len(runs))
     rows = []
-    for (name, opened), own in zip(runs.items(), differing, strict=True):
+    for (name, opened), own in zip(runs.items(), distinguishing, strict=True):
         row = {
             "name": name,
             "path": str(opened.run.path),
@@ -395,11 +396,11 @@ def _compare(viewer: Viewer, query: Query) -> dict[str, Any]:
     names = [name for name in query.text("runs").split(",") if name in viewer.runs]
     runs = [viewer.runs[name] for name in names]
     settings = [opened.settings for opened in runs]
-    record = comparison(settings, [opened.decided_keys for opened in runs])
+    differing = shown_differences(settings, [opened.decided_keys for opened in runs])
+    record = comparison(differing)
     if len(runs) == 2:
-        keys = [row["key"] for row in record["differing"]]
         record["first"] = groups.first_difference(
-            runs[0].curves, runs[1].curves, viewer.database, keys
+            runs[0].curves, runs[1].curves, viewer.database, differing
         )
     return record
 

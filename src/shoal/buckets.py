@@ -123,7 +123,8 @@ def area_of(path: str | os.PathLike[str]) -> str:
 
 
 def address(path: str | os.PathLike[str]) -> str:
-    """Returns the bucket's address of a path in the cache; any other path unchanged, as text."""
+    """Returns the address in the bucket for a path in the cache (~/.cache/.../runs/ab12/x ->
+    `gs://bucket/x`), for messages; any other path unchanged, as text."""
     if not area_of(path):
         return str(path)
     parts = Path(path).absolute().relative_to(cache_folder("buckets").resolve()).parts
@@ -159,7 +160,7 @@ def connect(url: str, key: str = "") -> tuple[Any, str]:
     try:
         return fsspec.core.url_to_fs(url, **options)
     except Exception as error:  # gcsfs looks for credentials here
-        raise ShoalError(f"{_named(key, url)}: {lasting_fault(error) or cause(error)}") from error
+        raise ShoalError(f"{_named(key, url)}: {permanent_fault(error) or cause(error)}") from error
 
 
 def check_scheme(url: str, key: str = "") -> str:
@@ -189,7 +190,8 @@ def check_scheme(url: str, key: str = "") -> str:
 
 
 def cause(error: BaseException) -> str:
-    """Returns a client library's error as one line of limited length. All its lines are joined,
+    """Returns the message of a client library's error as one line of at most CAUSE_LENGTH
+    characters, or the error's type if it has no message. All lines of the message are joined,
     because the reason often is in the second one."""
     text = " ".join(str(error).split()) or type(error).__name__
     if len(text) > CAUSE_LENGTH:
@@ -197,9 +199,10 @@ def cause(error: BaseException) -> str:
     return text
 
 
-def lasting_fault(error: BaseException) -> str:
-    """Returns what is wrong and how to fix it, if waiting does not help; "" if the bucket may
-    answer later."""
+def permanent_fault(error: BaseException) -> str:
+    """Returns the text for an error that waiting does not cure: what is wrong and how to fix it
+    (credentials, permissions, this machine's disk, a request that can never succeed). Returns "" if
+    the bucket may answer later, so that the request is worth repeating."""
     text, name = cause(error), type(error).__name__
     if "expired" in text.lower():
         return (
@@ -234,8 +237,8 @@ def _status(error: BaseException) -> int:
 
 
 def _is_refused(error: BaseException) -> bool:
-    """True for an error that the same request would get again, because the request itself is
-    wrong."""
+    """True if the bucket refused the request itself, so that sending it again would give the same
+    error; False for errors of the connection, and for statuses that mean "try again later"."""
     if isinstance(error, LookupError | AttributeError):
         return True
     if isinstance(error, ValueError):
@@ -258,10 +261,11 @@ def _is_refused(error: BaseException) -> bool:
     return (is_refusal or code.startswith("Invalid")) and code not in WAITED_CODES
 
 
-def attempt(do: Callable[[], T], url: str, key: str = "") -> T:
-    """Calls `do` and returns its result; while the bucket does not answer, repeats the call with
-    growing pauses. ShoalError if the bucket is missing or refuses, `Unreachable` after
-    WAIT_SECONDS. FileExistsError is passed on to the caller."""
+def with_retries(do: Callable[[], T], url: str, key: str = "") -> T:
+    """Calls `do` and returns its result. If the bucket does not answer, waits and calls it again,
+    with growing pauses. Raises ShoalError if the bucket or file is missing or the request is
+    refused, `Unreachable` after WAIT_SECONDS. A FileExistsError is raised as it is, for the caller
+    to handle. `url` and `key` (the setting that has it) are for messages."""
     began = time.monotonic()
     pause = FIRST_PAUSE
     while True:
@@ -276,7 +280,7 @@ def attempt(do: Callable[[], T], url: str, key: str = "") -> T:
         except ShoalError:
             raise
         except Exception as error:  # each library raises exceptions of its own
-            fault = lasting_fault(error)
+            fault = permanent_fault(error)
             if fault:
                 raise ShoalError(f"{_named(key, url)}: {fault}") from error
             if time.monotonic() + pause - began > WAIT_SECONDS:
@@ -371,8 +375,9 @@ def checksum(file: Path, kind: str = "blake2b") -> str:
 
 
 def is_same(remote: Object, file: Path) -> bool:
-    """True if a local file is a copy of the object: same size, and same time or content. If only
-    the content shows it, sets the file's time, so that the next check is quick."""
+    """True if a local file is a copy of the object: if size and modification time are equal, or
+    else size and content. In the second case the file's time is set to the object's, so that the
+    next check need not read the content."""
     if not file.is_file() or file.stat().st_size != remote.size:
         return False
     if file.stat().st_mtime_ns == remote.stamp:
@@ -399,16 +404,16 @@ def remove(fs: Any, path: str) -> None:
 
 
 @contextlib.contextmanager
-def _arriving(fs: Any, source: str, file: Path, key: str = "") -> Iterator[Path]:
-    """Downloads an object, yields the temporary copy so that it can be checked, and then moves it
-    to `file`; after an error neither is left.
+def _downloaded(fs: Any, source: str, file: Path, key: str = "") -> Iterator[Path]:
+    """Downloads an object to a temporary copy, which the `with` block may check, and moves it to
+    `file` after the block. After an error neither of the two is left.
 
     The copy has a random name, since two processes or threads may fetch the same file at once.
     """
     temporary = file.with_name(f".{secrets.token_hex(8)}.part")
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
-        attempt(partial(fs.get_file, source, str(temporary)), address(file), key)
+        with_retries(partial(fs.get_file, source, str(temporary)), address(file), key)
         yield temporary
         os.replace(temporary, file)
     finally:
@@ -416,20 +421,21 @@ def _arriving(fs: Any, source: str, file: Path, key: str = "") -> Iterator[Path]
 
 
 def download(fs: Any, wanted: Mapping[Path, Object], key: str = "") -> list[Path]:
-    """Copies objects to files, each completely or not at all, except files that are equal already.
-    Returns the files that were copied."""
+    """Copies objects of a bucket to files, several at once, each completely or not at all. A file
+    that is equal to its object already is left as it is. Returns the files that were copied.
+    `wanted` maps each file to its object."""
 
-    def is_copied(file: Path) -> bool:
+    def copy_one(file: Path) -> bool:
         """Copies one object; returns False if its file was equal already."""
         remote = wanted[file]
         if is_same(remote, file):
             return False
-        with _arriving(fs, remote.path, file, key) as copied_file:
+        with _downloaded(fs, remote.path, file, key) as copied_file:
             os.utime(copied_file, ns=(remote.stamp, remote.stamp))
         return True
 
     with ThreadPoolExecutor(FILES_AT_ONCE) as threads:
-        copied = list(threads.map(is_copied, wanted))
+        copied = list(threads.map(copy_one, wanted))
     return [file for file, is_new in zip(wanted, copied, strict=True) if is_new]
 
 
@@ -456,7 +462,7 @@ def fetch(
         checkpoint = re.fullmatch(r"(.+)/checkpoints(?:/\d+)?/*", path)
         if checkpoint:  # reading it also needs other files of its run
             config_file = f"{checkpoint[1]}/config.yaml"
-            if attempt(partial(fs.exists, config_file), url, key):
+            if with_retries(partial(fs.exists, config_file), url, key):
                 root = re.sub(r"/checkpoints(/\d+)?/*$", "", url)
         fetch_into(cache_path(root, COPIES, key), key, weights, groups, may_be_empty)
         _fetched[seen] = time.monotonic()
@@ -469,7 +475,7 @@ def fetch_matching(pattern: str, key: str) -> list[Path]:
     fs, path = connect(pattern, key)
     names = [path]
     if re.search(r"[*?[]", path):
-        names = attempt(partial(fs.glob, path), pattern, key)
+        names = with_retries(partial(fs.glob, path), pattern, key)
     if not names:
         raise ShoalError(f"{_named(key, pattern)}: the bucket holds nothing of that name")
     scheme = pattern.partition("://")[0]
@@ -483,7 +489,7 @@ def fetch_into(
     removes what the bucket does not have. The parameters are those of `fetch`."""
     url = address(to)
     fs, path = connect(url, key)
-    in_bucket = attempt(partial(objects, fs, path), url, key)
+    in_bucket = with_retries(partial(objects, fs, path), url, key)
     if not in_bucket and not may_be_empty:
         raise ShoalError(f"{_named(key, url)}: the bucket holds nothing of that name")
     if INCOMPLETE in in_bucket:
@@ -515,7 +521,7 @@ def fetch_into(
     a_run_may_write = any(LOCKS in PurePosixPath(name).parts for name in in_bucket)
     if a_run_may_write or not copied:
         return
-    now = attempt(partial(objects, fs, path), url, key)
+    now = with_retries(partial(objects, fs, path), url, key)
     for name, remote in whole.items():
         if to / name in wanted and now.get(name) != remote:
             raise ShoalError(
@@ -525,8 +531,9 @@ def fetch_into(
 
 
 def is_partial(name: str, in_bucket: Iterable[str]) -> bool:
-    """True for a lock, and for a file of a checkpoint that has no manifest yet, in a run that a
-    mirror uploads."""
+    """True for a file of a run that another machine is still uploading: its lock, or a file of a
+    checkpoint whose manifest, which is uploaded last, is not there yet. `in_bucket` are the names
+    of all files there."""
     parts = PurePosixPath(name).parts
     if LOCKS in parts:
         return True
@@ -560,8 +567,9 @@ def _remove_others(folder: Path, kept: Mapping[str, Object]) -> None:
 
 
 def complete(path: Path) -> None:
-    """Fetches what `fetch` left out at or below a path of the cache. ShoalError if a file of a
-    checkpoint is missing, or is not the one that the checkpoint's manifest names."""
+    """Downloads the arrays and completions that `fetch` left out (`weights`, `groups`) at or below
+    a path of the cache; does nothing for paths outside of the cache. ShoalError if a file of a
+    checkpoint is missing, or differs from what the checkpoint's manifest says."""
     if area_of(path) not in (COPIES, RUNS):
         return
     url = address(path)
@@ -572,7 +580,7 @@ def complete(path: Path) -> None:
         manifest = Path(matched["run"] or "/", MANIFESTS, f"{matched['version']}.json")
     if manifest is None or not manifest.is_file():
         if area_of(path) == COPIES:  # a path in RUNS was written on this machine
-            in_bucket = attempt(partial(objects, fs, root), url)
+            in_bucket = with_retries(partial(objects, fs, root), url)
             download(fs, {path / name: remote for name, remote in in_bucket.items()})
         return
     entries = _read_manifest(manifest, path)
@@ -583,7 +591,7 @@ def complete(path: Path) -> None:
         if file.is_file() and file.stat().st_size == size and checksum(file) == digest:
             return
         name = file.relative_to(path).as_posix()
-        with _arriving(fs, f"{root}/{name}", file) as copied_file:
+        with _downloaded(fs, f"{root}/{name}", file) as copied_file:
             if checksum(copied_file) != digest:
                 raise ShoalError(
                     f"{url}/{name} is not the file that the checkpoint's manifest names"
@@ -616,7 +624,7 @@ def check_new(url: str, key: str) -> Path:
     where nothing exists then. ShoalError if the bucket holds something there (except an incomplete
     output), or cannot be written."""
     fs, path = connect(url, key)
-    in_bucket = attempt(partial(objects, fs, path), url, key)
+    in_bucket = with_retries(partial(objects, fs, path), url, key)
     if in_bucket and INCOMPLETE not in in_bucket:
         raise ShoalError(f"{key}={url} exists and is not empty: choose another name, or remove it")
     check_writable(url, key)
@@ -634,8 +642,8 @@ def check_writable(url: str, key: str) -> None:
     if "/" not in beside.strip("/"):  # a bucket's root: an object beside it would be in no bucket
         beside += "/"
     probe = f"{beside}.shoal-{os.getpid()}-{time.time_ns()}"
-    attempt(partial(fs.pipe_file, probe, b"-"), url, key)
-    attempt(partial(remove, fs, probe), url, key)
+    with_retries(partial(fs.pipe_file, probe, b"-"), url, key)
+    with_retries(partial(remove, fs, probe), url, key)
 
 
 def send(file: Path) -> None:
@@ -643,7 +651,7 @@ def send(file: Path) -> None:
     if area_of(file):
         url = address(file)
         fs, path = connect(url)
-        attempt(partial(put, fs, file, path), url)
+        with_retries(partial(put, fs, file, path), url)
 
 
 def deliver(path: Path) -> None:
@@ -662,15 +670,15 @@ def deliver(path: Path) -> None:
     url = address(path)
     fs, root = connect(url)
     marker = f"{root}/{INCOMPLETE}"
-    attempt(partial(fs.pipe_file, marker, b"-"), url)
-    old = attempt(partial(objects, fs, root), url)
+    with_retries(partial(fs.pipe_file, marker, b"-"), url)
+    old = with_retries(partial(objects, fs, root), url)
     files: dict[str, Path] = {}
     for file in path.rglob("*"):
         if file.is_file():
             files[file.relative_to(path).as_posix()] = file
     for name in sorted(files, key=lambda name: (name == "config.json", name)):
-        attempt(partial(put, fs, files[name], f"{root}/{name}"), f"{url}/{name}")
+        with_retries(partial(put, fs, files[name], f"{root}/{name}"), f"{url}/{name}")
     for name in old.keys() - files.keys() - {INCOMPLETE}:
-        attempt(partial(remove, fs, f"{root}/{name}"), f"{url}/{name}")
-    attempt(partial(remove, fs, marker), url)
+        with_retries(partial(remove, fs, f"{root}/{name}"), f"{url}/{name}")
+    with_retries(partial(remove, fs, marker), url)
     shutil.rmtree(path)

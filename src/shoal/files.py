@@ -32,7 +32,7 @@ LATE_WRITES = 10
 (Orbax's do)."""
 
 SAMPLES, SAMPLE_BYTES = 16, 1 << 12
-"""How many pieces `sample_of` takes from a long file, and the bytes of each."""
+"""How many pieces `sample_bytes` takes from a long file, and the bytes of each."""
 
 HUB_SECONDS, SILENT_SECONDS = 30.0, 2.0
 """How long the hub may take for an answer, or for the next bytes; and after how long a wait for it
@@ -44,7 +44,8 @@ _OFFLINE: ContextVar[bool] = ContextVar("offline", default=False)
 
 @contextlib.contextmanager
 def within(condition: ContextVar[bool]) -> Iterator[None]:
-    """Sets a condition to True during a block, also for everything that the block calls."""
+    """Sets a context variable to True during the `with` block, also for all functions that the
+    block calls, and sets it back afterwards."""
     token = condition.set(True)
     try:
         yield
@@ -70,10 +71,11 @@ def waits_for_hub() -> bool:
 
 
 def from_hub(name: str, **options: Any) -> Path:
-    """Returns the folder of a model or data set in the cache of the Hugging Face hub, after
-    downloading it if need be. `options` and errors are those of
-    `huggingface_hub.snapshot_download`, but a wait has a limit and is reported on stderr. NotHere
-    inside of `offline()`."""
+    """Downloads a model or a data set from the Hugging Face hub, unless the hub's cache on this
+    machine has it, and returns its folder in that cache. `options` are those of
+    `huggingface_hub.snapshot_download`, and so are its errors. No request waits longer than
+    HUB_SECONDS, and a wait of more than SILENT_SECONDS is reported on stderr. Raises NotHere inside
+    of `offline()`, where nothing is downloaded."""
     if waits_for_hub():
         raise NotHere(name)
     from huggingface_hub import get_session, snapshot_download
@@ -102,9 +104,10 @@ def _limit_wait(request: Any) -> None:
 
 
 @contextlib.contextmanager
-def writing(path: str | Path, key: str = "") -> Iterator[None]:
-    """Turns the system's refusal to write in the block into a ShoalError, which names `key` if
-    `path` is the value of that setting."""
+def explain_write_errors(path: str | Path, key: str = "") -> Iterator[None]:
+    """Turns an OSError of the `with` block, such as a full disk or a missing permission, into a
+    ShoalError that says what to do. `key`: the setting whose value `path` is; the message then
+    names it."""
     try:
         yield
     except OSError as error:
@@ -120,25 +123,25 @@ def writing(path: str | Path, key: str = "") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def appearing(path: Path, key: str = "") -> Iterator[Path]:
-    """Yields a temporary path next to `path`: after the block the file written there replaces
-    `path`; after an error it is removed. If `path` is the cache's copy of a file in a bucket, it is
-    uploaded too.
+def atomic_write(path: Path, key: str = "") -> Iterator[Path]:
+    """Yields a temporary path next to `path` for the `with` block to write to. After the block that
+    file replaces `path` in one operation; after an error it is removed, and `path` stays as it was.
+    If `path` is the cache's copy of a file in a bucket, it is uploaded too.
 
-    If `path` is a device or a pipe, that itself is yielded, because replacing would make /dev/null
-    a file.
+    If `path` is a device or a pipe, `path` itself is yielded, because replacing would make
+    /dev/null a file.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
-        with writing(path, key):
+        with explain_write_errors(path, key):
             yield path
         return
     # The name is random, because two runs that start in one folder both write the file `last`.
     temporary = path.with_name(f".{path.name[:MOST_OF_NAME]}.{secrets.token_hex(4)}.tmp")
-    with writing(path, key):
+    with explain_write_errors(path, key):
         path.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield temporary
-        with writing(path, key):
+        with explain_write_errors(path, key):
             os.replace(temporary, path)
         buckets.deliver(path)
     except BaseException:
@@ -149,11 +152,12 @@ def appearing(path: Path, key: str = "") -> Iterator[Path]:
 
 @contextlib.contextmanager
 def scratch_folder(target: Path) -> Iterator[Path]:
-    """Yields an empty folder on the same disk as `target`, from which results are to be moved to
-    `target`; it is removed afterwards.
+    """Yields a new empty folder for the `with` block to write to, on the same disk as `target`, so
+    that the block's end can move it to `target` at no cost. The folder is removed after the block,
+    if it was not moved.
 
-    It lies in the nearest folder above `target` that exists, so that a failure leaves no new
-    folders above `target` behind.
+    It lies in the nearest existing folder above `target`, so that a failure leaves no new folders
+    behind.
     """
     folder = nearest_folder(target) / f".{target.name}.partial-{os.getpid()}"
     try:
@@ -184,7 +188,7 @@ def write_text(path: str | Path, text: str, key: str = "output") -> None:
     """Writes a text file completely or not at all, and creates the folders above it. `path`: a
     local path or an address in a bucket; the value of the setting `key`."""
     path = check_local(path, key, OUTPUTS)
-    with appearing(path, key) as temporary, writing(path, key):
+    with atomic_write(path, key) as temporary, explain_write_errors(path, key):
         temporary.write_text(text, encoding="utf-8")
 
 
@@ -192,9 +196,10 @@ _ONE_SLASH = re.compile(r"(gs|gcs|s3|s3a|az|abfss?|hdfs|memory):/(?!/)(.*)", re.
 
 
 def check_local(path: str | Path, key: str, area: str = "") -> Path:
-    """Returns the local path for a path or address, the value of the setting `key`: with `~`
-    expanded, or for a bucket the path in the cache's `area`. ShoalError for a bucket if `area` is
-    "", for an unknown scheme, and for `gs:/` with one slash, which would become a folder."""
+    """Returns the local path for the value of the setting `key`, which is a path or an address of a
+    bucket. In a path `~` is expanded; an address gives its path in `area` of the cache. Raises
+    ShoalError for an address if `area` is "" (this setting allows no bucket) or if its scheme is
+    unknown, and for `gs:/` with one slash, which would become a folder of that name."""
     one_slash = _ONE_SLASH.fullmatch(str(path))
     if one_slash:
         scheme, rest = one_slash.groups()
@@ -253,7 +258,7 @@ def check_new_file(path: str | Path, key: str) -> Path:
         )
     if is_bucket(path):
         return buckets.check_new(str(path), key)
-    check_place(local, key)
+    check_writable(local, key)
     if local.exists():
         raise ShoalError(f"{key}={path} exists: choose another name, or remove it")
     return local
@@ -269,7 +274,7 @@ def check_new_folder(path: str | Path, key: str) -> Path:
         raise ShoalError(
             f"{key}={path} exists and is not empty: choose another folder, or remove it"
         )
-    check_place(local, key)
+    check_writable(local, key)
     return local
 
 
@@ -279,14 +284,14 @@ def check_base(path: str | Path, key: str = "base_output_directory") -> Path:
     local = check_local(path, key, RUNS)
     if is_bucket(path):
         buckets.check_writable(str(path), key)
-    check_place(local, key, within=True)
+    check_writable(local, key, within=True)
     return local
 
 
-def check_place(path: Path, key: str, within: bool = False) -> None:
+def check_writable(path: Path, key: str, within: bool = False) -> None:
     """Raises ShoalError, naming `key` and its value, unless a file can be created in the nearest
-    existing folder above `path`; with `within`, in `path` itself if it exists. Tries it with a
-    temporary file."""
+    existing folder above `path`; with `within`, in `path` itself if it exists. Creates a temporary
+    file there to find out."""
     above = nearest_folder(path / "any" if within else path)
     if not above.is_dir():
         raise ShoalError(
@@ -297,7 +302,7 @@ def check_place(path: Path, key: str, within: bool = False) -> None:
             f"{key}={path} cannot be written: no permission in {above}; choose another place"
         )
     # In some folders no file can be created, whatever their mode says.
-    with writing(path, key), tempfile.TemporaryFile(dir=above):
+    with explain_write_errors(path, key), tempfile.TemporaryFile(dir=above):
         pass
 
 
@@ -306,10 +311,11 @@ def nearest_folder(path: Path) -> Path:
     return next(parent for parent in path.absolute().parents if parent.exists())
 
 
-def sample_of(file: Path, start: int = 0, size: int | None = None) -> bytes:
-    """Returns sample bytes of a part of a file, from `start` on, `size` bytes long (None: to the
-    end): all of a short part, else SAMPLES pieces spread over the part, with its first and its last
-    bytes. OSError if the file cannot be read."""
+def sample_bytes(file: Path, start: int = 0, size: int | None = None) -> bytes:
+    """Reads a part of a file, `size` bytes from `start` on (None: to the file's end), and returns a
+    sample of it, for a quick checksum. A short part is returned whole; of a long one SAMPLES pieces
+    of SAMPLE_BYTES that are spread over it, the first and the last bytes included. OSError if the
+    file cannot be read."""
     with open(file, "rb", buffering=0) as stream:
         total = size
         if total is None:

@@ -144,8 +144,9 @@ class NoiseKey:
     row: int
 
     def key(self, completion: int) -> np.ndarray:
-        """Returns the two uint32 words from which the uniforms of one completion are derived, one
-        per position."""
+        """Returns the random key of one completion, two uint32 words: a hash of this address and
+        the completion's number. The uniform number that samples a token follows from the key and
+        the token's position."""
         text = (
             struct.pack("<qqqq", self.seed, self.step, self.row, completion) + self.purpose.encode()
         )
@@ -330,8 +331,9 @@ class Group:
         return self.prompt_ids if own is None else own
 
     def branches_of(self, number: int) -> list[tuple[np.ndarray, slice]]:
-        """Returns the prompts of a completion, each with the slice of the completion's tokens that
-        follow it."""
+        """Returns the branches of one completion (see `Branch`), in order, each as (token ids of
+        its prompt, slice of the completion's tokens that follow that prompt). A completion whose
+        history was never rewritten has one."""
         one = self.completions[number]
         all = [Branch(0, self.prompt_of(number)), *one.branches]
         stops = [branch.start for branch in all[1:]] + [len(one)]

@@ -28,8 +28,8 @@ class StopSignal:
         self.waits_for = ""  # what must end, or be given up, before the run can
 
     def request(self) -> None:
-        """Asks the run to stop: notes the time of the first request, and raises StopRequested
-        inside of `raising_at_once`."""
+        """Asks the run to stop: notes the time of the first request. Inside of a `raising_at_once`
+        block it raises StopRequested there; elsewhere the next `check` does."""
         if self.requested_at is None:
             self.requested_at = time.monotonic()
         if self.raises_at_once:

@@ -40,8 +40,9 @@ def nearest(key: str, names: Iterable[str]) -> str:
 
 
 def nearness(key: str, name: str, like: Callable[[str, str], float] = likeness) -> float:
-    """Returns how like `key` a name is, 0 to 1, as a whole or in the last of its dotted parts.
-    `like`: the function that compares two texts."""
+    """Returns how similar a name is to `key`, from 0 to 1: the larger of the similarity of the
+    whole names and that of their last dotted parts (`lr` in `optimizer.lr`). `like` is the function
+    that compares two texts."""
     key_part = key.rpartition(".")[2]
     name_part = name.rpartition(".")[2]
     is_beginning = len(key_part) > 3 and name_part.startswith(key_part) and name_part != key_part
@@ -173,7 +174,8 @@ def number_text(value: float, digits: int = 3) -> str:
 
 
 def figure(value: Any, digits: int = 4) -> str:
-    """Returns a value as tables show it; `-` for None."""
+    """Returns a value as a cell of a table shows it: a number with `digits` significant digits, any
+    other value as text, `-` for None."""
     if value is None:
         return "-"
     if isinstance(value, float):

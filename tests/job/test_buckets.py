@@ -1032,7 +1032,7 @@ def s3_error(code: str, status: int = 0) -> Exception:
     ],
 )
 def test_what_is_waited_for(error, is_waited_for):
-    assert bool(buckets.lasting_fault(error)) != is_waited_for
+    assert bool(buckets.permanent_fault(error)) != is_waited_for
 
 
 @pytest.mark.slow

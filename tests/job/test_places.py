@@ -13,7 +13,7 @@ import pytest
 
 from shoal import ShoalError
 from shoal.config.commands import ViewConfig
-from shoal.files import appearing, check_base, scratch_folder
+from shoal.files import atomic_write, check_base, scratch_folder
 from shoal.findings import Findings
 from shoal.job.dry_run import check_files
 from shoal.mesh.topology import parse_topology, placeholder_devices
@@ -27,7 +27,7 @@ def test_two_writers_of_one_file_do_not_meet(tmp_path):
 
     def write(text: str) -> None:
         try:
-            with appearing(file) as temporary:
+            with atomic_write(file) as temporary:
                 temporary.write_text(text)
                 both.wait(10)
         except BaseException as error:

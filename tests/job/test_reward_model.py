@@ -113,12 +113,12 @@ def test_scores_equal_transformers(tmp_path: Path, family: str, pad: bool) -> No
 def test_a_group_computes_its_prompt_once_and_a_score_depends_on_no_other(
     judge: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes, pack = [], reward_model.in_batches
+    sizes, pack = [], reward_model.split_into_micro_batches
 
-    def in_batches(given, shapes):
+    def split_into_micro_batches(given, shapes):
         return sizes.append(given) or pack(given, shapes)
 
-    monkeypatch.setattr(reward_model, "in_batches", in_batches)
+    monkeypatch.setattr(reward_model, "split_into_micro_batches", split_into_micro_batches)
     scorer, other = RewardModel(str(judge)), [{"role": "user", "content": "Why?"}]
     together = scorer([QUESTION] * 4 + [other], messages([*ANSWERS, "5"]))
     (shared, ends), (_, alone) = sizes[0][0], sizes[1][0]

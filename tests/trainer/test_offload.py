@@ -115,7 +115,7 @@ def test_an_update_a_layer_at_a_time_is_the_whole_ones(number, monkeypatch):
     def streams(section, role):
         return section.offload
 
-    monkeypatch.setattr(step, "_streams", streams)
+    monkeypatch.setattr(step, "_updates_by_layer", streams)
     step._optimizer_programs.cache_clear()
     try:
         other = trained(made(True, **kind))
@@ -134,7 +134,7 @@ def test_an_overflow_changes_no_moment(by_layer, monkeypatch):
     def streams(section, role):
         return by_layer
 
-    monkeypatch.setattr(step, "_streams", streams)
+    monkeypatch.setattr(step, "_updates_by_layer", streams)
     step._optimizer_programs.cache_clear()
     try:
         one = made(True, dtype=jnp.float16)

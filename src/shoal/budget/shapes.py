@@ -74,14 +74,14 @@ def _row_on_a_device(tokens: int, context: int) -> int:
 def packed_tokens(config: Config, shapes: Sequence[Shape], prompts: int) -> int:
     """Returns the tokens, padding included, of the micro-batches that a run packs the groups of
     `prompts` prompts into, if all prompts and completions have the longest length."""
-    from shoal.trainer.batch import in_batches
+    from shoal.trainer.batch import split_into_micro_batches
 
     if not prompts:
         return 0
     sampling = config.sampling
     completions = dict.fromkeys(range(config.batch.group_size), sampling.max_completion_tokens)
     groups = dict.fromkeys(range(prompts), (sampling.max_prompt_tokens, completions))
-    return sum(shape.tokens for shape, _ in in_batches(groups, shapes))
+    return sum(shape.tokens for shape, _ in split_into_micro_batches(groups, shapes))
 
 
 def computed_tokens(config: Config, row_shards: int, prompts: int, micro_tokens: int) -> int:

@@ -27,7 +27,7 @@ from shoal.config.sections.model import LoraSection, ModelSection
 from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.task import TaskSection
 from shoal.config.train import Config
-from shoal.files import check_base, check_local, check_place, find_input
+from shoal.files import check_base, check_local, check_writable, find_input
 from shoal.findings import Findings
 from shoal.records import ShoalError
 from shoal.runs.layout import find_named, is_run, named_folder, refuse_foreign
@@ -468,7 +468,7 @@ def check_run_folder(config: Config) -> str:
     if not config.run_name:
         return ""
     folder = named_folder(config.base_output_directory, config.run_name)
-    check_place(folder, "base_output_directory", within=True)
+    check_writable(folder, "base_output_directory", within=True)
     run = find_named(config.base_output_directory, config.run_name)
     if is_run(run):
         return f"{address(run)} is a run already, which `shoal train` would resume"

@@ -16,7 +16,7 @@ from typing import Any
 from shoal.config.commands import CompatConfig
 from shoal.config.stored import require_given
 from shoal.config.words import is_file_option, is_file_word, is_folder_option
-from shoal.files import check_local, check_place, write_text
+from shoal.files import check_local, check_writable, write_text
 from shoal.records import ShoalError
 from shoal.report.console import Console
 from shoal.text import count
@@ -138,7 +138,7 @@ def planned(config: CompatConfig) -> dict[Path, str]:
     """Returns the texts of all scripts by path, without writing them. Raises ShoalError if a path
     holds a file that Shoal did not write, as in a checkout of the other system."""
     folder = check_local(config.to, "to")
-    check_place(folder, "to", within=True)
+    check_writable(folder, "to", within=True)
     scripts = {}
     for name, shim in SHIMS.items():
         for path in shim.paths:

@@ -25,10 +25,10 @@ from shoal.config.sections.model import ModelSection
 from shoal.files import (
     check_local,
     check_new_folder,
+    explain_write_errors,
     find_input,
     move_folder,
     scratch_folder,
-    writing,
 )
 from shoal.mesh import make_roles
 from shoal.model import families
@@ -152,7 +152,7 @@ def _to_maxtext(
     )
     inner = maxtext.INNER
     metadata = {"scan_layers": config.scan_layers, "rope_in_pairs": pairs}
-    with writing(target, _target_key(config)), scratch_folder(target) as scratch:
+    with explain_write_errors(target, _target_key(config)), scratch_folder(target) as scratch:
         maxtext.write_tree(scratch, target, arrays, metadata, _progress(size, console))
         is_folder_of_step = target.parts[-2:] == inner.parts
         if is_folder_of_step and not target.parent.exists():
@@ -231,7 +231,7 @@ def _to_hugging_face(
     has_config = tokenizer is not None and families.describes(tokenizer, a)
     made = None if has_config else families.make_config(a, tokenizer)
     specs = jax.tree.leaves(param_specs(a))
-    with writing(target, _target_key(config)):
+    with explain_write_errors(target, _target_key(config)):
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=target.parent) as file:
             huggingface.save(

@@ -16,7 +16,7 @@ from shoal.config.commands import ExportConfig
 from shoal.config.sections.devices import MeshSection
 from shoal.config.sections.model import ModelSection
 from shoal.config.stored import require_given
-from shoal.files import check_new_folder, find_input, writing
+from shoal.files import check_new_folder, explain_write_errors, find_input
 from shoal.mesh import make_roles
 from shoal.model import adapters
 from shoal.records import ShoalError
@@ -55,13 +55,13 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
                 f"{model.base} alone; merge=true writes a whole model"
             )
             adapter = model.read_adapter(role, np.float32, 0)
-            with writing(to, "to"):
+            with explain_write_errors(to, "to"):
                 peft.save(to, adapter, a, model.base, model.folder, config.dtype)
         else:
             num_bytes = parameter_count(a.base) * itemsize
             console.note(f"reads {config.source}; writes {gib(num_bytes)} as {config.dtype}")
             params = adapters.merge(a, model.load(role, np.float32), role)
-            with writing(to, "to"):
+            with explain_write_errors(to, "to"):
                 huggingface.save(
                     to, params, a.base, model.folder, config.dtype, config=model.config
                 )

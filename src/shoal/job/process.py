@@ -17,7 +17,7 @@ from shoal.buckets import RUNS, area_of
 from shoal.config.key import get_value, keys_of
 from shoal.config.sections.devices import MeshSection
 from shoal.config.train import Config
-from shoal.files import check_local, nearest_folder, writing
+from shoal.files import check_local, explain_write_errors, nearest_folder
 from shoal.job.fingerprint import machine
 from shoal.mesh import World
 from shoal.mesh.processes import NO_SECTION, find_processes, join
@@ -139,7 +139,7 @@ def check_shared(world: World, folder: Path, resumed: bool) -> None:
     probe = folder / first["name"]
     try:
         if world.is_main:
-            with writing(folder):
+            with explain_write_errors(folder):
                 probe.touch()
         world.exchange("a file in the run folder", b"")
         deadline = time.monotonic() + SHARED_SECONDS

@@ -31,7 +31,13 @@ from shoal.model.parameters import classifier_specs
 from shoal.model.transformer import Model
 from shoal.records import Params, Prompt, ShoalError
 from shoal.tasks.graders.answer import completion_text
-from shoal.trainer.batch import LearnerBatch, MicroBatch, in_batches, row_shapes, unpack
+from shoal.trainer.batch import (
+    LearnerBatch,
+    MicroBatch,
+    row_shapes,
+    split_into_micro_batches,
+    unpack,
+)
 from shoal.trainer.loss import hidden_states
 from shoal.trainer.step import PROGRAMS_KEPT, put_batch
 from shoal.weights import huggingface
@@ -207,7 +213,7 @@ class RewardModel:
         )
         batches = []
         values = []
-        for shape, rows in in_batches({0: (shared, end_lengths)}, shapes):
+        for shape, rows in split_into_micro_batches({0: (shared, end_lengths)}, shapes):
             batch = MicroBatch.empty(shape, 1.0)
             for row, content in enumerate(rows):
                 for _, members in content.parts:

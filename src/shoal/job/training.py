@@ -19,7 +19,7 @@ from shoal.config.key import shown
 from shoal.config.keywords import FROM_PYTHON
 from shoal.config.stored import difference_from_defaults, texts_of, to_dict, to_yaml
 from shoal.config.train import Config
-from shoal.files import writing
+from shoal.files import explain_write_errors
 from shoal.job.fingerprint import fingerprint
 from shoal.job.interrupt import stop_on_signals
 from shoal.job.process import check_same, check_same_model
@@ -251,7 +251,7 @@ def write_head(folder: RunWriter, spec: ModelSource, config: Config, resumed: bo
         assert spec.tokenizer.date is not None
         write_date(spec.tokenizer.date, model_folder)
     if not is_own_model and not (resumed and area_of(folder.path)):
-        with writing(folder.path, "base_output_directory"):
+        with explain_write_errors(folder.path, "base_output_directory"):
             copy_model_files(spec, model_folder)
 
 

@@ -26,7 +26,7 @@ from jax.interpreters import partial_eval
 from shoal.buckets import cache_folder
 from shoal.budget.budget import ProgramCost
 from shoal.budget.memory import bytes_per_device
-from shoal.files import appearing
+from shoal.files import atomic_write
 from shoal.job.fingerprint import package_version
 from shoal.mesh.accelerators import Accelerator
 from shoal.plan.hlo import Costs, Module
@@ -190,7 +190,7 @@ def _compiled(job: PlannedJob, planned: Planned, lowered: Any) -> Compiled:
         compiled = _exhausted(str(error))
     compiled = replace(compiled, seconds=time.perf_counter() - started)
     file.parent.mkdir(parents=True, exist_ok=True)
-    with appearing(file) as temporary:
+    with atomic_write(file) as temporary:
         temporary.write_bytes(gzip.compress(json.dumps(asdict(compiled)).encode(), 6))
     return compiled
 

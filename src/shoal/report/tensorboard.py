@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.files import writing
+from shoal.files import explain_write_errors
 from shoal.records import ShoalError
 from shoal.report.sinks import Rows
 from shoal.runs.lines import scalars
@@ -27,11 +27,11 @@ class TensorboardSink:
         self._event = events.Event
         self._summary = summaries.Summary
         self._text = text
-        with writing(folder):
+        with explain_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._file = (folder / _next_name(folder)).open("xb")
         self._records = writer(self._file)
-        with writing(folder):
+        with explain_write_errors(folder):
             self._add(file_version="brain.Event:2")
             if resumed_at is not None:
                 start = events.SessionLog(status=events.SessionLog.START)

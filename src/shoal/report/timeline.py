@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO, TypeVar, cast
 
-from shoal.files import writing
+from shoal.files import explain_write_errors
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -36,7 +36,7 @@ class Timeline:
         self._ended: dict[str, float] = {}  # lane -> end of the lane's last event
         self._file: TextIO | None = None
         if path is not None:
-            with writing(path, "report.timeline"):
+            with explain_write_errors(path, "report.timeline"):
                 begins = not path.exists()
                 self._file = path.open("a", encoding="utf-8", buffering=1)
                 if begins:

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from shoal.files import appearing, writing
+from shoal.files import atomic_write, explain_write_errors
 from shoal.records import Branch, Completion, Example, Group, Purpose, ShoalError, StopReason
 from shoal.runs.lines import json_ready
 
@@ -116,7 +116,7 @@ def write_file(
     # the file 7% smaller.
     dictionaries = set(table.column_names) - {"logprobs", "trainer_logprobs", "text"}
     dictionaries |= {"token_ids.list.element", "prompt_ids.list.element"}
-    with appearing(path) as temporary, writing(path), temporary.open("wb") as file:
+    with atomic_write(path) as temporary, explain_write_errors(path), temporary.open("wb") as file:
         options: dict[str, Any] = {
             "use_dictionary": sorted(dictionaries),
             "use_byte_stream_split": [

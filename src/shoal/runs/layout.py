@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from shoal.buckets import RUNS, address, fetch, is_bucket
-from shoal.files import check_local, find_input, writing
+from shoal.files import check_local, explain_write_errors, find_input
 from shoal.records import ShoalError
 from shoal.runs.lines import open_text
 
@@ -30,17 +30,17 @@ def make_run_folder(
         )
     if run_name:
         path = named_folder(os.fspath(base), run_name)
-        with writing(path):
+        with explain_write_errors(path):
             path.mkdir(parents=True, exist_ok=True)
             refuse_foreign(path)
         return path
     time, number = now or datetime.now(), 0
     path = base / time.strftime("%Y-%m-%d") / time.strftime("%H-%M-%S")
-    with writing(path):
+    with explain_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         made = path.with_name(f"{path.name}-{number}") if number else path
-        with writing(path), contextlib.suppress(FileExistsError):
+        with explain_write_errors(path), contextlib.suppress(FileExistsError):
             made.mkdir()
             return made
         number += 1
@@ -124,7 +124,7 @@ class Lock:
         import fcntl
 
         path, self.missing = folder / LOCK, ""
-        with writing(path):
+        with explain_write_errors(path):
             self._file = open_text(path, "a+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -138,7 +138,7 @@ class Lock:
             ) from error
         except OSError as error:
             self.missing = error.strerror or str(error)
-        with writing(path):
+        with explain_write_errors(path):
             self._file.truncate(0)
             self._file.write(
                 f"process {os.getpid()} on {socket.gethostname()}\n{process_start(os.getpid())}\n"

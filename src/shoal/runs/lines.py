@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, SupportsFloat, cast, get_args
 import numpy as np
 import yaml
 
-from shoal.files import appearing, writing
+from shoal.files import atomic_write, explain_write_errors
 from shoal.records import ShoalError
 from shoal.text import one_line
 
@@ -271,7 +271,11 @@ def open_text(path: Path, mode: str) -> Any:
 def write_atomically(path: Path, lines: Iterable[str]) -> None:
     """Writes lines to a file such that the file appears whole or not at all. ShoalError if it
     cannot be written."""
-    with appearing(path) as temporary, writing(path), open_text(temporary, "w") as file:
+    with (
+        atomic_write(path) as temporary,
+        explain_write_errors(path),
+        open_text(temporary, "w") as file,
+    ):
         file.writelines(line + "\n" for line in lines)
         file.flush()
         os.fsync(file.fileno())
@@ -304,13 +308,13 @@ class JsonlSink:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._lock = threading.Lock()
-        with writing(self.path):
+        with explain_write_errors(self.path):
             self._file = open_text(self.path, "a")
 
     def write(self, line: StepLine | EvaluationLine | EventLine) -> None:
         """Appends one line."""
         text = json_line(line.record())
-        with self._lock, writing(self.path):
+        with self._lock, explain_write_errors(self.path):
             self._file.write(text + "\n")
             self._file.flush()
 
@@ -329,7 +333,7 @@ class JsonlSink:
 
     def sync(self) -> None:
         """Waits until everything written would survive a power cut."""
-        with writing(self.path):
+        with explain_write_errors(self.path):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:

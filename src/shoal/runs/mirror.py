@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal import buckets
-from shoal.buckets import FIRST_PAUSE, LOCKS, LONGEST_PAUSE, MANIFESTS, attempt
+from shoal.buckets import FIRST_PAUSE, LOCKS, LONGEST_PAUSE, MANIFESTS, with_retries
 from shoal.protocols import Printer
 from shoal.records import ShoalError
 from shoal.runs.layout import process_start
@@ -93,10 +93,10 @@ class Lease:
         self.before = ""  # id of the lease before this one
         numbers: list[int] = []
         while not self.number:
-            ages = attempt(self._ages, url)
+            ages = with_retries(self._ages, url)
             numbers = sorted(ages)
             newest = max(numbers, default=0)
-            holder = attempt(partial(self._holder, newest), url) if newest else {}
+            holder = with_retries(partial(self._holder, newest), url) if newest else {}
             # this process has written it, though the answer was lost
             if holder.get("id") == self.id:
                 self.number = newest
@@ -115,12 +115,12 @@ class Lease:
                 write = partial(
                     self.fs.pipe_file, self._path(newest + 1), self._record(), mode="create"
                 )
-                attempt(write, url)
-                if attempt(self.numbers, url)[-1] == newest + 1:
+                with_retries(write, url)
+                if with_retries(self.numbers, url)[-1] == newest + 1:
                     self.number = newest + 1
         for number in numbers:
             if number < self.number:
-                attempt(partial(buckets.remove, self.fs, self._path(number)), url)
+                with_retries(partial(buckets.remove, self.fs, self._path(number)), url)
 
     def numbers(self) -> list[int]:
         """Returns the numbers of the leases in the bucket, in order."""
@@ -271,7 +271,7 @@ class Mirror:
         """Makes the local folder equal to the bucket, unless this folder was the last that wrote
         there, and notes which files the bucket has."""
         marker = self.folder / MARKER
-        objects = attempt(partial(buckets.objects, self.fs, self.root), self.url)
+        objects = with_retries(partial(buckets.objects, self.fs, self.root), self.url)
         wrote_last = False
         if marker.is_file() and "config.yaml" in objects:
             wrote_last = marker.read_text() == self.lease.before
@@ -290,7 +290,7 @@ class Mirror:
             if matched:
                 # left by a process that was killed while it uploaded
                 if int(matched["version"]) not in self.whole:
-                    attempt(partial(buckets.remove, self.fs, stored.path), self.url)
+                    with_retries(partial(buckets.remove, self.fs, stored.path), self.url)
                 continue
             is_gone_here = name[0] != "." and not name.startswith("checkpoints_damaged/")
             if name in known or (wrote_last and is_gone_here):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.files import writing
+from shoal.files import explain_write_errors
 from shoal.records import ShoalError
 from shoal.runs.groups import StoredGroup
 from shoal.runs.layout import find_run
@@ -281,7 +281,7 @@ class Page:
     def save(self, path: str | Path) -> Path:
         """Writes the page to a file, which any browser opens."""
         path = Path(path)
-        with writing(path):
+        with explain_write_errors(path):
             path.write_text(self.html, encoding="utf-8")
         return path
 

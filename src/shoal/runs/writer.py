@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.buckets import RUNS, send
-from shoal.files import check_local, writing
+from shoal.files import check_local, explain_write_errors
 from shoal.records import Group, Purpose, ShoalError
 from shoal.runs.groups import TokenLogprobs, groups_file, read_file, write_file
 from shoal.runs.layout import (
@@ -142,7 +142,7 @@ class RunWriter:
         self.metrics.keep(lambda line: line["step"] <= version)
         self.evaluations.keep(lambda line: is_kept(line["step"]))
         self.events.keep(is_kept_event, self._events_before)
-        with writing(self.groups_path):
+        with explain_write_errors(self.groups_path):
             files = list(self.groups_path.iterdir()) if self.groups_path.is_dir() else []
             for file in files:
                 name, _, digits = file.stem.rpartition("_")

@@ -154,9 +154,10 @@ class MicroBatch:
 
 
 def unpack(batches: Iterable[MicroBatch], values: Iterable[np.ndarray]) -> TokenValues:
-    """Returns the values of each completion's tokens from `values`, an array [R, T] for each
-    micro-batch. A completion that was divided, because it follows several prompts, is joined again.
-    """
+    """Returns the values of each completion's tokens, cut out of `values`, which has an array [R,
+    T] for each micro-batch. The inverse of what `pack` does with values by token. A completion that
+    follows several prompts (its history was rewritten) was packed in parts, which are joined
+    again."""
     by_key: dict[Key, np.ndarray] = {}
     for batch, array in zip(batches, values, strict=True):
         for key, tokens in batch.positions.items():
@@ -181,8 +182,9 @@ updates of few tokens and for what is left over at an update's end."""
 
 
 def row_unit(tokens: int) -> int:
-    """Returns the unit of which the length of a row of about so many tokens must be a multiple:
-    attention works in blocks that divide the unit."""
+    """Returns the number that the length of a row must be a multiple of, for rows of about `tokens`
+    tokens: attention works in blocks, and the length must consist of whole blocks. It is a power of
+    2 from 16 to 256, about an eighth of the row."""
     return min(256, 2 ** max(4, (tokens // 8).bit_length() - 1))
 
 
@@ -261,7 +263,7 @@ def pack(
                 prompts[number, prompt_index] = prompt
                 sizes[number, prompt_index] = (len(prompt), lengths)
     batches = []
-    for shape, rows in in_batches(sizes, shapes):
+    for shape, rows in split_into_micro_batches(sizes, shapes):
         batch = MicroBatch.empty(shape, temperature, max_support)
         for row, content in enumerate(rows):
             for prompt_key, keys in content.parts:
@@ -317,8 +319,9 @@ class OpenRows:
         self._by_free: list[tuple[int, int]] = []  # (free tokens, number of the row), sorted
 
     def add(self, number: int | None, group: Any, members: Iterable[Any], tokens: int) -> None:
-        """Puts completions of a group, and so its prompt, into the row of this number (None: a new
-        row). `tokens` are those of prompt and completions together."""
+        """Puts some completions of a group, and the group's prompt before them, into the row of
+        this number (None: into a new row). `tokens` is the sum of the prompt's and the completions'
+        tokens."""
         if number is None:
             number = len(self.rows)
             self.rows.append(Row(self.length))
@@ -329,7 +332,7 @@ class OpenRows:
         row.free -= tokens
         insort(self._by_free, (row.free, number))
 
-    def tightest(self, tokens: int) -> int | None:
+    def tightest_row(self, tokens: int) -> int | None:
         """Returns the number of the row with the least free tokens that still has `tokens` of them;
         None if no row has."""
         first = bisect_left(self._by_free, (tokens, 0))
@@ -338,13 +341,14 @@ class OpenRows:
         _, number = self._by_free[first]
         return number
 
-    def with_most_of(
+    def row_for_most_of(
         self, prompt: int, members: Mapping[Any, int]
     ) -> tuple[int | None, dict[Any, int]]:
-        """Returns the row that can take the most tokens of a group's completions, and the
-        completions that it takes. `prompt` is the number of the prompt's tokens, which the row
-        computes once more. (None, {}) if no row can take more tokens than the prompt has. Of equal
-        rows the first is chosen."""
+        """Returns (number of the row that can take the most tokens of a group's completions, the
+        completions that it can take with their lengths). `members` maps each completion of the
+        group to its length; `prompt` is the number of the prompt's tokens, which every row of a
+        divided group computes once more. Returns (None, {}) if no row can take more completion
+        tokens than the prompt has. Of equal rows the first is chosen."""
         best_row: int | None = None
         best_taken: dict[Any, int] = {}
         best_rank = (prompt, 1)  # (tokens taken, minus the row's number)
@@ -359,7 +363,7 @@ class OpenRows:
             most_taken, _ = best_rank
             if room < max(most_taken, shortest):
                 break
-            taken = _that_fit(members, room)
+            taken = _completions_that_fit(members, room)
             rank = (sum(taken.values()), -number)
             if rank > best_rank:
                 best_row = number
@@ -391,11 +395,11 @@ def fill_rows(sizes: Mapping[Any, tuple[int, Mapping[Any, int]]], length: int) -
         rest = dict(sorted(members.items(), key=longest_first))
         while rest:
             taken = rest
-            row = rows.tightest(prompt + sum(rest.values()))
+            row = rows.tightest_row(prompt + sum(rest.values()))
             if row is None:
-                row, taken = rows.with_most_of(prompt, rest)
+                row, taken = rows.row_for_most_of(prompt, rest)
             if row is None:
-                taken = _that_fit(rest, length - prompt)
+                taken = _completions_that_fit(rest, length - prompt)
                 if not taken:
                     raise ValueError(
                         f"a prompt of {prompt} tokens with a completion of {min(rest.values())} "
@@ -406,7 +410,7 @@ def fill_rows(sizes: Mapping[Any, tuple[int, Mapping[Any, int]]], length: int) -
     return rows.rows
 
 
-def _that_fit(members: Mapping[Any, int], room: int) -> dict[Any, int]:
+def _completions_that_fit(members: Mapping[Any, int], room: int) -> dict[Any, int]:
     """Returns the completions that fit into `room` tokens together, taken in their order; one that
     is too long is skipped."""
     taken: dict[Any, int] = {}
@@ -427,11 +431,12 @@ BATCH_TOKENS = 96
 Batches = list[tuple[Shape, list[Row]]]
 
 
-def in_batches(
+def split_into_micro_batches(
     sizes: Mapping[Any, tuple[int, Mapping[Any, int]]], shapes: Sequence[Shape]
 ) -> Batches:
-    """Returns the micro-batches that hold all groups: (shape, rows) for each. Of `shapes` those are
-    chosen that compute least. `sizes` is that of `fill_rows`."""
+    """Returns the micro-batches that hold all groups, each as (shape, its rows). Tries rows of each
+    of `shapes`, and keeps to the largest unless a smaller one saves at least LEAST_SAVED of the
+    tokens to compute. `sizes` is that of `fill_rows`."""
     longest = 0  # tokens of a prompt with its longest completion
     least = 0  # tokens, if each prompt is computed once
     for prompt, members in sizes.values():
@@ -443,19 +448,21 @@ def in_batches(
         for each."""
         return sum(shape.tokens + BATCH_TOKENS for shape, _ in batches)
 
-    chosen = _of_shape(fill_rows(sizes, shapes[0].length), shapes)
+    chosen = _batches_of_shape(fill_rows(sizes, shapes[0].length), shapes)
     for number, shape in enumerate(shapes[1:], 1):
         allowed = (1 - LEAST_SAVED) * cost(chosen)
         if shape.length >= longest and least <= allowed:
-            shorter = _of_shape(fill_rows(sizes, shape.length), shapes[number:])
+            shorter = _batches_of_shape(fill_rows(sizes, shape.length), shapes[number:])
             if cost(shorter) <= allowed:
                 chosen = shorter
     return chosen
 
 
-def _of_shape(rows: list[Row], shapes: Sequence[Shape]) -> Batches:
-    """Divides rows into micro-batches of the first shape. The last micro-batch gets the emptiest
-    rows, and the smallest shape that holds them, if that saves enough."""
+def _batches_of_shape(rows: list[Row], shapes: Sequence[Shape]) -> Batches:
+    """Divides rows into micro-batches of the first shape, the fullest rows first. The last
+    micro-batch, which has the emptiest rows, gets the smallest of `shapes` that holds them, if that
+    saves at least LEAST_SAVED of all tokens. Without rows one micro-batch without content is
+    returned."""
     rows = sorted(rows, key=attrgetter("free"))  # stable: equal rows stay in order
     largest = shapes[0]
     batches: Batches = []

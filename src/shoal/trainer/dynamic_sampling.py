@@ -26,9 +26,9 @@ def num_extra(wanted: int, useful_share: float) -> int:
 
 
 def num_missing(groups: Sequence[Group], wanted: int, is_useful: Callable[[Group], bool]) -> int:
-    """Returns how many further groups to request, 0 once there are enough useful ones: as many as
-    the share of useful groups so far makes likely to be needed, so that one more round is usually
-    enough."""
+    """Returns how many further groups to request, at most `wanted`; 0 once there are `wanted`
+    useful ones. Assumes that the share of useful groups stays what it was so far: with 8 wanted and
+    6 of 8 groups useful, 3 more are requested, since 2 of them are likely to be useful."""
     num_useful = sum(map(is_useful, groups))
     num_lacking = max(0, wanted - num_useful)
     expected = -(-num_lacking * len(groups) // max(num_useful, 1))  # rounded up
@@ -38,8 +38,9 @@ def num_missing(groups: Sequence[Group], wanted: int, is_useful: Callable[[Group
 def select(
     groups: Sequence[Group], wanted: int, is_useful: Callable[[Group], bool]
 ) -> tuple[list[Group], list[Group]]:
-    """Returns (the groups to train on, those that are discarded), both in the order of the prompts.
-    Useful groups are chosen first; the choice does not depend on which finished first."""
+    """Chooses `wanted` groups to train on, and returns (these, the discarded others), both in the
+    order of their prompts. Useful groups are chosen first, and if there are too few, others fill
+    up. The choice does not depend on which group finished first."""
     useful = []
     others = []
     for number, group in enumerate(groups):

@@ -105,8 +105,9 @@ def make_optimizer(
 
 
 def clip_by_norm(most: float) -> optax.GradientTransformationExtraArgs:
-    """Returns a transformation like `optax.clip_by_global_norm`, but an extra argument `norm` may
-    replace the norm of the gradient that is passed."""
+    """Returns a transformation that scales a gradient down to the norm `most`, like
+    `optax.clip_by_global_norm`. Its extra argument `norm` replaces the norm of the gradient that is
+    passed: an update of one layer passes the norm of the whole gradient."""
 
     def update(
         gradient: Any, state: Any, parameters: Any = None, *, norm: Any = None, **_: Any

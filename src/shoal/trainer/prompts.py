@@ -59,7 +59,9 @@ class PassRates:
             self.counts[row] = (sampled_before + num_sampled, passed_before + num_passed)
 
     def begin_epoch(self) -> None:
-        """Fixes the rates that act during the epoch that begins."""
+        """Takes over the pass rates measured so far as those that decide, during the epoch that
+        begins, how often each prompt occurs. They stay fixed until the next epoch, so that its
+        order is known from its start."""
         # Fixed for an epoch: if the rates of its own steps acted, the order would depend on how far
         # ahead prompts are asked for.
         rates: dict[int, float] = {}
@@ -305,7 +307,8 @@ class PromptStream:
         )
 
     def _return_to(self, position: _Position) -> None:
-        """Goes back to a position."""
+        """Sets the cursor and all that goes with it (epoch, order, postponed rows, counts) back to
+        a position noted earlier."""
         self.epoch = position.epoch
         self.cursor = position.cursor
         self.dropped = position.dropped

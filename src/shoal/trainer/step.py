@@ -232,7 +232,7 @@ def put_batch(model: Model, batch: LearnerBatch) -> LearnerBatch:
     return replace(rows, temperature=temperature)
 
 
-def _streams(section: OptimizerSection, role: Role) -> bool:
+def _updates_by_layer(section: OptimizerSection, role: Role) -> bool:
     """True if moments are kept in the host's memory, and are fetched and updated one layer at a
     time."""
     # On CPU the device's memory is the host's: updating all layers at once is faster there, and
@@ -254,7 +254,7 @@ def _optimizer_programs(
     # The schedule counts updates applied, not steps: with several mini-batches a step moves it
     # several times.
     rate = learning_rate(section, num_updates)
-    by_layer = _streams(section, role)
+    by_layer = _updates_by_layer(section, role)
     # A single layer's parameters lack the dimension for layers that specs have: there the matrices
     # are found by their shapes.
     weight_decay = _matrices
@@ -273,17 +273,17 @@ def _optimizer_programs(
         out_shardings=(layout, everywhere),
     )
     if section.offload:
-        init = partial(_begin, role, optimizer, moments)
+        init = partial(_init_by_leaf, role, optimizer, moments)
     else:
         init = role.jit(optimizer.init, out_shardings=moments)
     return optimizer, layout, init, apply
 
 
-def _begin(
+def _init_by_leaf(
     role: Role, optimizer: optax.GradientTransformation, shardings: Any, parameters: Params
 ) -> Any:
-    """Makes the state that `optimizer.init` would return, which is all zeros, one array at a time:
-    a device might not hold all outputs of one program."""
+    """Makes the state that `optimizer.init` would return, one array at a time; all of its arrays
+    are zeros. A device might not hold all outputs of one program."""
 
     @cache
     def make(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Program:

@@ -40,10 +40,10 @@ from shoal.weights.orbax import (
     StoredArray,
     cause,
     check_room,
+    explain_write_errors,
     leaf_types,
     load_orbax,
     save_args,
-    writing,
     written_at_once,
 )
 from shoal.weights.tensor_files import LazyArray
@@ -115,13 +115,13 @@ class Checkpoints:
             "published": ocp.PyTreeCheckpointHandler(**arrays),
             "extra": ocp.JsonCheckpointHandler(),
         }
-        with self.writing():
+        with self.explain_write_errors():
             self._manager = ocp.CheckpointManager(
                 self.folder, options=options, item_names=tuple(handlers), item_handlers=handlers
             )
         self._args = ocp.args
 
-    def writing(self, name: str = "") -> AbstractContextManager[None]:
+    def explain_write_errors(self, name: str = "") -> AbstractContextManager[None]:
         """Returns a context for code that writes a checkpoint: its errors tell from which
         checkpoint the run can go on."""
         saved = versions(self.folder.parent)
@@ -129,7 +129,7 @@ class Checkpoints:
             then = f"resume the run, which goes on from the checkpoint of step {saved[-1]}"
         else:
             then = "start the run again: it has no checkpoint yet"
-        return writing(self.folder / name, then)
+        return explain_write_errors(self.folder / name, then)
 
     def save(
         self,
@@ -167,7 +167,7 @@ class Checkpoints:
         }
         saves["extra"] = self._args.JsonSave(extra)
         self._scores = scores or {}
-        with self.writing(str(version)):
+        with self.explain_write_errors(str(version)):
             check_room(self.folder, items)
             self._manager.save(version, args=self._args.Composite(**saves))
         if not self.in_background:
@@ -176,7 +176,7 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Waits until the last save is complete, then deletes the checkpoints that are not kept."""
-        with self.writing():
+        with self.explain_write_errors():
             self._manager.wait_until_finished()
             self._prune()
 
@@ -199,7 +199,7 @@ class Checkpoints:
                 self._manager.delete(version)
 
     def close(self) -> None:
-        with self.writing():
+        with self.explain_write_errors():
             self._manager.close()
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shoal.files import read_json, writing
+from shoal.files import explain_write_errors, read_json
 from shoal.model import adapters
 from shoal.model.parameters import (
     joined,
@@ -90,7 +90,7 @@ class FolderStore(FileStore):
         a = self.model.architecture
         whole = joined(params, self._base_params)
         if self.adapters:
-            with writing(self.parent, KEY):
+            with explain_write_errors(self.parent, KEY):
                 peft.save(folder, params, a, str(self.base), self.source, self.model.dtype)
         else:
             self._save(folder, adapters.merge(a, whole, self.model.role))
@@ -116,7 +116,7 @@ class FolderStore(FileStore):
                     tensors.append(replace(tensor, name=HEAD))
                     break
             config = {**config, "tie_word_embeddings": False}
-        with writing(self.parent, KEY):
+        with explain_write_errors(self.parent, KEY):
             huggingface.save(folder, tensors, a.base, self.source, self.model.dtype, config=config)
 
     def published_shapes(self) -> Params:

@@ -38,7 +38,7 @@ import jax
 import numpy as np
 
 from shoal.buckets import area_of, complete
-from shoal.files import is_offline, sample_of
+from shoal.files import is_offline, sample_bytes
 from shoal.mesh import Role
 from shoal.model import families
 from shoal.model.architecture import Architecture
@@ -52,11 +52,11 @@ from shoal.weights.layout import WINDOW_BYTES, Part, assemble
 from shoal.weights.orbax import (
     StoredArray,
     check_room,
+    explain_write_errors,
     leaf_types,
     load_orbax,
     reading,
     save_args,
-    writing,
 )
 from shoal.weights.tensor_files import LazyArray, OutputTensor, grid
 
@@ -313,7 +313,7 @@ class MaxTextCheckpoint:
         digests = {}
         for file in sorted(self.folder.rglob("*")):
             if file.is_file():
-                content = f"{file.stat().st_size} ".encode() + sample_of(file)
+                content = f"{file.stat().st_size} ".encode() + sample_bytes(file)
                 name = str(file.relative_to(self.folder))
                 digests[name] = hashlib.blake2b(content, digest_size=8).hexdigest()
         return digests
@@ -561,7 +561,7 @@ def write_tree(
     )
     options = ocp.CheckpointManagerOptions(create=True, enable_async_checkpointing=False)
     with (
-        writing(target),
+        explain_write_errors(target),
         ocp.CheckpointManager(
             folder.absolute(), item_names=(item,), item_handlers={item: handler}, options=options
         ) as manager,

@@ -116,7 +116,7 @@ def written_at_once(largest_array: int) -> int:
 
 
 @contextmanager
-def writing(path: Path, then: str = "give the same command again") -> Iterator[None]:
+def explain_write_errors(path: Path, then: str = "give the same command again") -> Iterator[None]:
     """Turns whatever Orbax raises while it writes `path` into one ShoalError, whose text ends with
     the advice `then`."""
     try:

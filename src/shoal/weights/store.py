@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shoal.files import appearing, writing
+from shoal.files import atomic_write, explain_write_errors
 from shoal.model.layers import published_specs
 from shoal.model.parameters import (
     ParamSpec,
@@ -329,7 +329,7 @@ class FileStore(WeightStore):
         self.parent = parent
         self.num_written = 0
         self._frozen: FileVersion | None = None
-        with writing(parent, KEY):
+        with explain_write_errors(parent, KEY):
             # without its parents: if a mount is missing, it must not be created as a folder
             parent.mkdir(exist_ok=True)
             remove_abandoned(parent)
@@ -369,7 +369,7 @@ class FileStore(WeightStore):
             OutputTensor(name, spec.shape, partial(runs, name), published_dtype(self.model, spec))
             for name, (_, spec, _) in leaves.items()
         ]
-        with appearing(path, KEY) as temporary, writing(self.parent, KEY):
+        with atomic_write(path, KEY) as temporary, explain_write_errors(self.parent, KEY):
             write_file(temporary, tensors, np.dtype(self.model.dtype))
         return FileVersion(version, path, checksums)
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from shoal.files import sample_of
+from shoal.files import sample_bytes
 from shoal.records import ShoalError
 
 
@@ -138,7 +138,7 @@ class StoredTensor:
         """Returns the tensor's type and shape, and bytes from all over the tensor: enough to tell
         it from another model's."""
         size = OWN_DTYPES[self.dtype].itemsize * math.prod(self.shape)
-        return f"{self.dtype} {self.shape} ".encode() + sample_of(self.file, self.offset, size)
+        return f"{self.dtype} {self.shape} ".encode() + sample_bytes(self.file, self.offset, size)
 
 
 @dataclass(frozen=True)

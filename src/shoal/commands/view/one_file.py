@@ -20,7 +20,7 @@ from typing import Any
 from shoal.commands.view.server import page_files
 from shoal.commands.view.views import OpenRun, Viewer
 from shoal.config.commands import ViewConfig
-from shoal.files import appearing, writing
+from shoal.files import atomic_write, explain_write_errors
 from shoal.records import ShoalError
 from shoal.runs.lines import json_ready
 from shoal.runs.reader import StoredRun
@@ -61,7 +61,7 @@ def write_page(config: ViewConfig, to: Path) -> tuple[list[StoredRun], int]:
         viewer.close()
     note = f"written by shoal view, {time.strftime('%Y-%m-%d %H:%M')}"
     data = page_text({"records": records, "note": note}).encode("utf-8", "backslashreplace")
-    with appearing(to) as temporary, writing(to):
+    with atomic_write(to) as temporary, explain_write_errors(to):
         temporary.write_bytes(data)
     return [opened.run for opened in viewer.runs.values()], len(data)
 

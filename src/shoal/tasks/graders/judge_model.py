@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from shoal.config.sections.reward import RewardSection
-from shoal.files import writing
+from shoal.files import explain_write_errors
 from shoal.records import Prompt, ShoalError, ground_truth
 from shoal.tasks.graders.answer import completion_text
 from shoal.tasks.template import fill, parse_template, template_text
@@ -365,7 +365,7 @@ class JudgeFunction:
         file = self._file(name)
         if file is None:
             return text
-        with writing(file, "reward.judge.cache"):
+        with explain_write_errors(file, "reward.judge.cache"):
             file.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=file.parent, encoding="utf-8") as temporary:
                 json.dump({"reply": text}, temporary)

@@ -30,7 +30,7 @@ from shoal.report.console import Console
 from shoal.rewards.ended_environment import EndedEnvironment, environment_rewards
 from shoal.rewards.loading import load_functions, name_functions
 from shoal.rewards.pool import RewardPool
-from shoal.rewards.scores import Scores, with_failed
+from shoal.rewards.scores import Scores, with_failed_environments
 from shoal.tasks.task import Task
 
 TOOLS = '''
@@ -564,7 +564,7 @@ def test_a_failed_environment_is_scored_by_its_policy(
 ) -> None:
     scores = Scores(np.array([[1.0, 2.0]]), {}, np.array([[True, True]]))
     failure = Failure("environment", 7, 0, "died", "an environment failed")
-    found = with_failed(scores, [failure], policy)
+    found = with_failed_environments(scores, [failure], policy)
     assert found.failures == (failure,)
     np.testing.assert_array_equal(found.rewards, rewards)
     np.testing.assert_array_equal(found.valid, valid)

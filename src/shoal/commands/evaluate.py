@@ -18,7 +18,7 @@ from shoal.job.job import Job
 from shoal.job.rescore import question_text
 from shoal.records import Group, Purpose, ShoalError, ground_truth
 from shoal.report.console import Console
-from shoal.rewards.scores import failed_figures
+from shoal.rewards.scores import failure_counts
 from shoal.tasks.task import ROWS, Task
 from shoal.trainer.evaluation import Answers, Evaluator
 
@@ -77,7 +77,7 @@ def evaluate(
             failed = [failure for failure in failures if set_of_row.get(failure.row) == name]
             of_name: dict[str, Any] = dict(evaluator.figures(of_set))
             of_name |= read_in_any_form(of_set, task)
-            of_name |= failed_figures(failed)
+            of_name |= failure_counts(failed)
             of_name["data"] = data
             figures[name] = of_name
             if "well_formed" in of_name:

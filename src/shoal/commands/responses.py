@@ -27,7 +27,7 @@ from shoal.job.rescore import (
 from shoal.job.task import with_rewards
 from shoal.records import Failure, ShoalError
 from shoal.report.console import Console
-from shoal.rewards.scores import failed_figures, failure_lines
+from shoal.rewards.scores import failure_counts, failure_lines
 from shoal.runs.lines import json_ready
 from shoal.tasks.task import TASKS, Task
 
@@ -75,7 +75,7 @@ def score_responses(
         if num_unscored:
             protocol += f", {num_unscored} of {len(responses)} not judged"
         figures = response_figures(responses, verdicts, task)
-        figures |= failed_figures(failures)
+        figures |= failure_counts(failures)
         figures["protocol"] = protocol
         shown = {name: value for name, value in figures.items() if name != "num_unjudged"}
         report_evaluation({task.name: shown}, failures, console)

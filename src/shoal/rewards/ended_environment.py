@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from shoal.records import RewardFunction
-from shoal.rewards.reward_call import unused
+from shoal.rewards.reward_call import unused_name
 from shoal.workers.environments import EnvironmentKind
 from shoal.workers.rollout_function import ROLLOUT
 
@@ -59,7 +59,7 @@ def environment_rewards(
     for name, factory in environments.items():
         environment_type = EnvironmentKind.of(name, factory).type
         if hasattr(environment_type, "get_reward"):
-            function_name = unused(environment_type.__name__, names)
+            function_name = unused_name(environment_type.__name__, names)
             names.append(function_name)
             function = partial(_reward_of, name)
             rewards.append(RewardFunction(function_name, function, runs_in_process=True))

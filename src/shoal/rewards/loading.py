@@ -18,7 +18,7 @@ from typing import Any
 
 from shoal.config.keywords import FROM_PYTHON, PYTHON_OBJECTS
 from shoal.records import RewardFunction, ShoalError
-from shoal.rewards.reward_call import unused
+from shoal.rewards.reward_call import unused_name
 from shoal.runs.metrics import RESERVED_FUNCTIONS
 from shoal.text import count, describe_error, did_you_mean
 
@@ -87,7 +87,7 @@ def name_functions(
             raise ShoalError(
                 f"reward function {wanted!r}: metrics have this name already; give it another"
             )
-        name = unused(wanted, named)
+        name = unused_name(wanted, named)
         weight = float(weights[i]) if weights else 1.0
         named[name] = RewardFunction(name, called, weight, in_process)
     return tuple(named.values())

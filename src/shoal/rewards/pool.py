@@ -30,7 +30,14 @@ from shoal.rewards.reward_call import (
     TrainerState,
     pickled_batch,
 )
-from shoal.rewards.scores import FunctionCalls, Policy, RewardWatch, Scores, call_here, sum_scores
+from shoal.rewards.scores import (
+    FunctionResults,
+    Policy,
+    RewardWatch,
+    Scores,
+    call_in_process,
+    sum_scores,
+)
 from shoal.text import exact
 from shoal.workers.pool import Limits, WorkerPool, WorkersLost
 from shoal.workers.process import Header
@@ -52,7 +59,7 @@ class _Job:
     ticket: Hashable
     batch: Batch
     policy: Policy
-    calls: dict[str, FunctionCalls] = field(default_factory=dict)  # by function name
+    results: dict[str, FunctionResults] = field(default_factory=dict)  # by function name
     # Function name -> numbers of its calls without a result.
     open: dict[str, set[int]] = field(default_factory=dict)
     done: bool = False
@@ -127,14 +134,15 @@ class RewardPool:
         messages: Sequence[Any] = (),
         environments: Sequence[Any] = (),
     ) -> None:
-        """Queues P groups (texts[P][G]) for scoring under a ticket, which `collect` returns with
-        their scores. It does not wait for workers, but functions that run in this process are
-        called before it returns.
+        """Queues P groups of G completions for scoring; `collect` returns their scores with the
+        ticket. Calls the functions that run in this process before it returns, and does not wait
+        for the workers.
 
-        `on_error` replaces `reward.on_error` for these groups. `trial` is given if the completions
-        are known answers that are scored before the run: it says what each completion of a group
-        is; the first call that times out ends the trial, and the values that are missing then are
-        NaN. `messages` and `environments`, [P][G], are given for rollouts with turns (see `Batch`).
+        `texts`, `completion_ids`, and for rollouts with turns `messages` and `environments`, are
+        [P][G]. `on_error` replaces `reward.on_error` for these groups. `trial` is given if the
+        completions are known answers that are scored before the run, and names what each completion
+        of a group is, such as `right answer`. The first call that times out ends a trial; the
+        values that are missing then are NaN.
 
         Raises ShoalError if a column cannot be sent to another process, or if the workers have
         ended.
@@ -158,7 +166,8 @@ class RewardPool:
         )
         job = _Job(ticket, batch, policy)
         self.watch.begin_wait()
-        call_here(self._here, batch, self._loop, job.calls, functools.partial(self._decides, job))
+        ends_job = functools.partial(self._ends_job, job)
+        call_in_process(self._here, batch, self._loop, job.results, ends_job)
         if job.done:
             return
         if not self._remote:
@@ -170,22 +179,23 @@ class RewardPool:
         self._jobs.append(job)
         body = pickled_batch(batch)
         for function in self._remote:
-            job.calls[function.name] = FunctionCalls()
+            job.results[function.name] = FunctionResults()
             has_hung = (function.name, step) in self._hung
             if function.per_completion or (has_hung and len(batch) > 1):
-                self._call_singles(job, function)
+                self._send_single_calls(job, function)
             else:
-                self._call(job, function, None, body, function.awaits)
+                self._send_call(job, function, None, body, function.awaits)
 
     def collect(self, wait: bool = False) -> list[tuple[Hashable, Scores]]:
-        """Returns (ticket, scores) of all submitted groups that are scored by now, each ticket
-        once. With `wait`, waits until at least one is scored, unless nothing is queued.
+        """Returns (ticket, scores) for each submission that is scored by now and was not returned
+        before; [] if there is none. With `wait`, waits until at least one is scored, unless nothing
+        is queued.
 
-        A long wait is reported on stderr. After a KeyboardInterrupt during the wait, such as that
-        of `StopSignal.raising_at_once`, the pool can only be closed. Raises ShoalError, naming
-        function, step and example, if `reward.on_error` is `error` and a function failed, or if too
-        many calls failed (`reward.max_failed_share`). Raises ShoalError if the supervisor of the
-        workers is stuck.
+        Reports a long wait on stderr. After a KeyboardInterrupt during the wait, such as that of
+        `StopSignal.raising_at_once`, the pool can only be closed. Raises a ShoalError that names
+        function, step and example if a function failed and the policy is `error`, or if too many
+        calls failed (`reward.max_failed_share`). Raises ShoalError if the workers' supervisor is
+        stuck or has ended.
         """
         self._receive()
         if wait:
@@ -216,11 +226,12 @@ class RewardPool:
 
     # -- calls in workers
 
-    def _call(
+    def _send_call(
         self, job: _Job, function: RewardFunction, i: int | None, body: bytes, together: bool
     ) -> None:
-        """Sends one call to the workers: for completion `i` of a job, or with None for all its
-        completions. `together`: on the event loop that `async` calls share."""
+        """Sends one call of a function to the workers: for completion `i` of the job, or for all
+        its completions if `i` is None. `body` is the pickled batch. With `together` the call runs
+        on the event loop that `async` calls share, else in a worker of its own."""
         assert self._workers is not None
         number = self._next_call
         self._next_call += 1
@@ -232,11 +243,14 @@ class RewardPool:
         except WorkersLost as lost:
             raise self._error_of_lost(lost, lost.seconds) from None
 
-    def _call_singles(self, job: _Job, function: RewardFunction, together: bool = True) -> None:
-        """Calls a function for each completion of a job alone."""
+    def _send_single_calls(
+        self, job: _Job, function: RewardFunction, together: bool = True
+    ) -> None:
+        """Sends one call for each completion of a job. Without `together` also `async` calls run in
+        workers of their own."""
         for i in range(len(job.batch)):
             body = pickled_batch(job.batch.single(i))
-            self._call(job, function, i, body, together and function.awaits)
+            self._send_call(job, function, i, body, together and function.awaits)
 
     def _cancel(self, calls: Sequence[int]) -> None:
         """Cancels those of the calls, by number, that no worker has begun."""
@@ -246,30 +260,33 @@ class RewardPool:
             except WorkersLost as lost:
                 raise self._error_of_lost(lost, lost.seconds) from None
 
-    def _take(self, number: int, reply: Header) -> None:
-        """Enters the reply to call `number`. If a call for several completions failed or was
-        cancelled, its completions are called again one by one."""
+    def _enter_reply(self, number: int, reply: Header) -> None:
+        """Enters the reply to call `number` in the results of its job, and finishes the job after
+        its last open call. If a call for several completions failed or was cancelled, sends a call
+        for each of them instead. Ignores replies to calls of jobs that are over."""
         job, function, i = self._calls.pop(number)
         open_calls = job.open[function.name]
         if job.done or number not in open_calls:
             return
         open_calls.discard(number)
+        # True if an `async` call blocked the loop that others share and was made again by itself:
+        # the calls that follow do not share a loop either.
         alone = reply.pop("alone", False)
         if reply["kind"] == "cancelled":
-            self._call_singles(job, function)
+            self._send_single_calls(job, function)
             return
         result = CallResult(**reply)
         if result.kind in ("timed out", "died"):
-            self._note_hung(function, job.batch.state.global_step)
-        calls = job.calls[function.name]
+            self._stop_batch_calls(function, job.batch.state.global_step)
+        results = job.results[function.name]
         if i is None:
-            calls.whole = result
+            results.batch_result = result
             if result.to_be_split(len(job.batch)):
-                self._call_singles(job, function, together=not alone)
+                self._send_single_calls(job, function, together=not alone)
                 return
         else:
-            calls.singles[i] = result
-        if self._decides(job, function, i, result):
+            results.single_results[i] = result
+        if self._ends_job(job, function, i, result):
             return
         if result.kind == "timed out" and job.batch.trial:
             self._cancel(list(open_calls))
@@ -277,9 +294,10 @@ class RewardPool:
         if not any(job.open.values()):
             self._finish(job, self.functions)
 
-    def _note_hung(self, hung: RewardFunction, step: int) -> None:
-        """Notes that a function hung or died in this step: cancels its calls for several
-        completions that no worker has begun, so that their completions are called one by one."""
+    def _stop_batch_calls(self, hung: RewardFunction, step: int) -> None:
+        """Called if a function hung or died in this step. For the rest of the step the function is
+        called for one completion at a time: later jobs start so, and its calls for several
+        completions that no worker has begun are cancelled."""
         if (hung.name, step) in self._hung:
             return
         self._hung.add((hung.name, step))
@@ -291,11 +309,12 @@ class RewardPool:
                 to_cancel.append(number)
         self._cancel(to_cancel)
 
-    def _decides(
+    def _ends_job(
         self, job: _Job, function: RewardFunction, i: int | None, result: CallResult
     ) -> bool:
-        """Reports a call's result to `self.watch`; returns True if its job is over, because the
-        result ends the run (an error, or too many failures)."""
+        """Checks whether a call's result ends the run: by an error, or because too many calls
+        failed, which `self.watch` counts. If so, ends the job with that error and returns True.
+        `i` is the completion of the call, None for all."""
         self.watch.count_wait()
         if result.ends_run(job.policy):
             self._finish(job, [function])
@@ -308,12 +327,12 @@ class RewardPool:
         return job.done
 
     def _finish(self, job: _Job, functions: Sequence[RewardFunction]) -> None:
-        """Sums a job's results to `Scores` and queues these, or the ShoalError, for `collect`.
-        `functions` are all functions, or only the one whose result ends the run."""
+        """Ends a job: sums its results to `Scores` and queues these for `collect`, or a ShoalError
+        in their place. `functions` are all functions, or only the one whose result ends the run."""
         self._drop(job)
         try:
             scores = sum_scores(
-                functions, job.batch, job.calls, job.policy, self.section.timeout_seconds
+                functions, job.batch, job.results, job.policy, self.section.timeout_seconds
             )
             self.watch.add_scores(job.batch, scores)
         except ShoalError as error:
@@ -321,7 +340,7 @@ class RewardPool:
         self._done.append((job.ticket, scores))
 
     def _drop(self, job: _Job) -> None:
-        """Marks a job as done, removes it from the queue and cancels its open calls."""
+        """Marks a job as done, removes it from the queue and cancels its calls without a reply."""
         job.done = True
         if job in self._jobs:
             self._jobs.remove(job)
@@ -333,7 +352,7 @@ class RewardPool:
     # -- waiting
 
     def _receive(self) -> None:
-        """Enters the replies that have arrived."""
+        """Enters the workers' replies that have arrived, without waiting."""
         if self._workers is None:
             return
         self.watch.begin_wait()
@@ -341,19 +360,20 @@ class RewardPool:
             replies = self._workers.receive()
         except WorkersLost as lost:
             raise self._error_of_lost(lost, lost.seconds) from None
-        self._enter(replies)
+        self._enter_replies(replies)
 
-    def _enter(self, replies: Sequence[tuple[int, Header]]) -> None:
-        """Enters replies of the workers, and notes the time as that of the last progress."""
+    def _enter_replies(self, replies: Sequence[tuple[int, Header]]) -> None:
+        """Enters (number of the call, reply) of the workers in their jobs, and sets the time of the
+        last progress."""
         self.watch.count_wait()
         for number, reply in replies:
             self._progress = time.monotonic()
-            self._take(number, {"kind": "", **reply})
+            self._enter_reply(number, {"kind": "", **reply})
 
     def _wait(self) -> None:
-        """Waits until a job is scored, or until none is queued; prints a line on stderr if that
-        takes long. Raises ShoalError if the supervisor is stuck: it is silent, or has taken much
-        longer than the limits allow."""
+        """Waits until a job is done, or until none is queued, and enters the replies that arrive.
+        Prints a line on stderr if that takes long. Raises ShoalError if the supervisor has ended,
+        or sends nothing for much longer than the calls' limits allow."""
         start = time.monotonic()
         next_report = start + FIRST_REPORT_SECONDS
         while self._jobs and not self._done and self._workers is not None:
@@ -375,11 +395,11 @@ class RewardPool:
                 replies = self._workers.wait(min(deadline, next_report) - now, since=start)
             except WorkersLost as lost:
                 raise self._error_of_lost(lost, time.monotonic() - start) from None
-            self._enter(replies)
+            self._enter_replies(replies)
 
     def _most_seconds(self) -> float:
-        """Returns how long all queued calls may take at most, even if every call reaches its
-        limit."""
+        """Returns how many seconds all queued calls take if every call reaches its limit, times
+        `GENEROUS`."""
         num_calls = sum(1 + len(job.batch) for job in self._jobs) * len(self._remote)
         return GENEROUS * self._limits.most_seconds(num_calls)
 
@@ -390,8 +410,8 @@ class RewardPool:
         return f"completions with {names}: {sum(len(job.batch) for job in self._jobs)}"
 
     def _error_of_lost(self, lost: WorkersLost, waited_seconds: float) -> ShoalError:
-        """Closes the pool and returns the error that says what became of the workers'
-        supervisor."""
+        """Closes the pool and returns the error that says whether the workers' supervisor has ended
+        or is stuck. `waited_seconds` is for the message."""
         queue = self._describe_queue()
         self.close()
         if lost.has_ended:

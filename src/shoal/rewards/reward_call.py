@@ -97,8 +97,9 @@ class CallResult:
         return bool(self.kind or self.bad)
 
     def to_be_split(self, size: int) -> bool:
-        """True if a call of several completions failed and each is to be called alone, which shows
-        which one is at fault. False for a broken convention, which every call would break."""
+        """True if a call for `size` > 1 completions failed, so that each is called by itself next,
+        which shows which one is at fault. False for a broken convention, which every call would
+        break."""
         return size > 1 and self.kind not in ("", WRONG)
 
     def ends_run(self, on_error: str) -> bool:
@@ -107,7 +108,7 @@ class CallResult:
         return self.kind == WRONG or (on_error == "error" and self.failed)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the fields that are not empty, without `cause`."""
+        """Returns field name -> value of all fields that are not empty, but `cause`."""
         values = {}
         for of_class in fields(self):
             value = getattr(self, of_class.name)
@@ -147,11 +148,11 @@ class Batch:
         messages: Sequence[Sequence[Sequence[Mapping[str, Any]]]] = (),
         environments: Sequence[Sequence[Any]] = (),
     ) -> Batch:
-        """Returns the batch of P examples with their groups: flattens [P][G] to P*G entries, and
-        makes a column of every name that any example has (None for the examples without that name).
+        """Returns the batch of P examples with G completions each, given as [P][G]. A column that
+        only some examples have is None for the others.
 
-        `trial`: see `RewardPool.submit`; (): the completions are sampled ones. ValueError if the
-        lengths differ or the groups have different sizes.
+        `trial` names the known answers if the completions are these (see `RewardPool.submit`); ()
+        if they were sampled. ValueError if the lengths differ or the groups have different sizes.
         """
         if not len(examples) == len(prompts) == len(texts) == len(completion_ids):
             raise ValueError("examples, prompts, texts and completion_ids must be of one length, P")
@@ -232,33 +233,40 @@ class Batch:
 
 
 def call(reward: RewardFunction, batch: Batch, wait: Callable[[Awaitable[Any]], Any]) -> CallResult:
-    """Calls a function for a batch and returns the result; a failure is a result too, never an
-    exception. If the function returns an awaitable, `wait` runs it and returns its value."""
-    journal = _Journal(len(batch))
+    """Calls a reward function once for a batch and returns the result. If it raises, breaks its
+    convention or is cancelled, the result says so; nothing is raised. If the function returns an
+    awaitable, `wait` runs that and returns its value. Forked copies of this process end after the
+    call."""
+    call_log = _CallLog(len(batch))
     try:
         with ends_copies():
-            result = reward.function(**_arguments(reward, batch, journal))
+            result = reward.function(**_arguments(reward, batch, call_log))
             result = wait(result) if inspect.isawaitable(result) else result
-        return _read(reward, result, batch, journal)
+        return _result_of_return(reward, result, batch, call_log)
     except (Exception, SystemExit, asyncio.CancelledError) as error:
-        return _failed(reward, batch, error)
+        return _result_of_error(reward, batch, error)
 
 
 async def call_async(
     reward: RewardFunction, batch: Batch, limit_seconds: float | None = None
 ) -> CallResult:
-    """Does the same as `call` for an `async` function, on the running event loop. The result is
-    "timed out" after `limit_seconds` (None: no limit)."""
-    journal = _Journal(len(batch))
+    """Awaits an `async` reward function once for a batch, on the running event loop, and returns
+    the result, like `call`. After `limit_seconds` (None: no limit) the result's `kind` is "timed
+    out"."""
+    call_log = _CallLog(len(batch))
     scope = asyncio.timeout(limit_seconds)
     try:
         async with scope:
-            result = await reward.function(**_arguments(reward, batch, journal))
-        return _read(reward, result, batch, journal)
+            result = await reward.function(**_arguments(reward, batch, call_log))
+        return _result_of_return(reward, result, batch, call_log)
     # Ctrl-C is raised in the main thread, where no event loop runs: a KeyboardInterrupt here is the
     # function's own.
     except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
-        return CallResult(kind="timed out") if scope.expired() else _failed(reward, batch, error)
+        return (
+            CallResult(kind="timed out")
+            if scope.expired()
+            else _result_of_error(reward, batch, error)
+        )
 
 
 class _BrokenConvention(Exception):
@@ -266,7 +274,7 @@ class _BrokenConvention(Exception):
 
 
 @dataclass
-class _Journal:
+class _CallLog:
     """The values that a reward function logs during one call, besides its rewards."""
 
     size: int
@@ -274,22 +282,22 @@ class _Journal:
     metrics: dict[str, list[float]] = field(default_factory=dict)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Keeps a column with one value for each completion; ValueError for another number of
-        values."""
+        """Adds a column of one value for each completion, as JSON can hold it. A second column of
+        the same name gets a number added. ValueError for another number of values."""
         if len(values) != self.size:
             raise ValueError(
                 f"log_extra({column!r}): expected {self.size} values, got {len(values)}"
             )
-        self.extra[unused(column, self.extra)] = [_plain(value) for value in values]
+        self.extra[unused_name(column, self.extra)] = [_json_value(value) for value in values]
 
     def log_metric(self, name: str, value: float) -> None:
         """Adds a value to those logged under a metric's name."""
         self.metrics.setdefault(str(name), []).append(float(value))
 
 
-def _failed(reward: RewardFunction, batch: Batch, error: BaseException) -> CallResult:
-    """Returns the result of a call that raised `error`: a broken convention or a ShoalError is
-    `WRONG`, anything else is "raised", with hints on likely causes in its text."""
+def _result_of_error(reward: RewardFunction, batch: Batch, error: BaseException) -> CallResult:
+    """Returns the result of a call that raised `error`. Its kind is `WRONG` for a broken convention
+    and for a ShoalError, else "raised"; the text then has a hint for two common causes."""
     if isinstance(error, _BrokenConvention):
         return CallResult(kind=WRONG, text=str(error), cause=error.__cause__)
     if isinstance(error, ShoalError):  # the user has to fix it, and every completion would get it
@@ -308,8 +316,8 @@ def _failed(reward: RewardFunction, batch: Batch, error: BaseException) -> CallR
 
 
 def _line_of_function(function: Any, error: BaseException) -> str:
-    """Returns `FILE, line N`: the last line of the function's own file that an exception came
-    through; "" if not known."""
+    """Returns `FILE, line N`: the innermost line of the traceback that is in the file of the
+    function. "" if no line is, or if the function has no Python code."""
     if isinstance(function, functools.partial):
         function = function.func
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
@@ -325,12 +333,13 @@ def _line_of_function(function: Any, error: BaseException) -> str:
 # ---- arguments
 
 
-def _arguments(reward: RewardFunction, batch: Batch, journal: _Journal) -> dict[str, Any]:
-    """Returns the keyword arguments of a call, in the convention of the function. The lists are
-    copied for each call, so that a function that changes them in place affects no other."""
+def _arguments(reward: RewardFunction, batch: Batch, call_log: _CallLog) -> dict[str, Any]:
+    """Returns the keyword arguments with which a reward function is called for a batch, in TRL's or
+    verl's convention. Lists and messages are copies, so a function that changes them affects no
+    other call. _BrokenConvention if the function requires an argument that there is not."""
     if reward.per_completion:
         columns = {name: values[0] for name, values in batch.columns.items()}
-        return _accepted(reward.function, _verl_arguments(batch, columns))
+        return _accepted_arguments(reward.function, _verl_arguments(batch, columns))
     arguments: dict[str, Any] = {}
     for name, values in batch.columns.items():
         arguments[name] = list(values)
@@ -358,18 +367,19 @@ def _arguments(reward: RewardFunction, batch: Batch, journal: _Journal) -> dict[
     arguments["completions"] = completions
     arguments["completion_ids"] = [list(ids) for ids in batch.completion_ids]
     arguments["trainer_state"] = batch.state
-    arguments["log_extra"] = journal.log_extra
-    arguments["log_metric"] = journal.log_metric
+    arguments["log_extra"] = call_log.log_extra
+    arguments["log_metric"] = call_log.log_metric
     # Rollout functions may return different fields, and a failed rollout returns none. So where all
     # environments are rollout functions (or failed), a missing argument is None for each rollout.
     kinds = {vars(environment)["_kind"] for environment in batch.environments}
     num_rollouts = len(returned) if kinds <= {ROLLOUT, ""} else 0
-    return _accepted(reward.function, arguments, num_rollouts)
+    return _accepted_arguments(reward.function, arguments, num_rollouts)
 
 
 def _verl_arguments(batch: Batch, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of verl's convention for a batch of one completion. Raises
-    _BrokenConvention if its row has no ground truth."""
+    """Returns the arguments of verl's convention for a batch of one completion, whose row is
+    `columns`. `extra_info` is the row's, with verl's number of turns. _BrokenConvention if the row
+    has no ground truth."""
     fault = truth_fault(columns)
     if fault:
         place = batch.places[0] or f"data row {batch.rows[0][0]}"
@@ -391,7 +401,7 @@ def _verl_arguments(batch: Batch, columns: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _accepted(
+def _accepted_arguments(
     function: Callable[..., Any], given: dict[str, Any], num_rollouts: int = 0
 ) -> dict[str, Any]:
     """Returns the arguments that a function takes: all of `given` if it has `**kwargs`, else those
@@ -436,27 +446,29 @@ def _accepted(
 # ---- results
 
 
-def _read(reward: RewardFunction, result: Any, batch: Batch, journal: _Journal) -> CallResult:
-    """Returns the result of a call that returned: its values as finite floats or None, and in `bad`
-    those that are not finite numbers."""
+def _result_of_return(
+    reward: RewardFunction, result: Any, batch: Batch, call_log: _CallLog
+) -> CallResult:
+    """Returns the result of a call that returned `result`. Its `values` are finite floats or None;
+    `bad` lists the values that are neither, which are None in `values`."""
     if reward.per_completion:
-        returned = [_verl_score(result, journal)]
+        returned = [_verl_score(result, call_log)]
     else:
-        returned = _listed(result, batch)
+        returned = _checked_list(result, batch)
     values: list[float | None] = []
     bad: list[tuple[int, str]] = []
     for i, value in enumerate(returned):
-        number = _number(value)
+        number = _finite_or_text(value)
         if isinstance(number, str):
             bad.append((i, number))
             number = None
         values.append(number)
-    return CallResult(values, bad, journal.extra, journal.metrics)
+    return CallResult(values, bad, call_log.extra, call_log.metrics)
 
 
-def _listed(result: Any, batch: Batch) -> list[Any]:
-    """Returns what a function of TRL's convention returned as a list; _BrokenConvention if it is
-    not a list with one entry for each completion."""
+def _checked_list(result: Any, batch: Batch) -> list[Any]:
+    """Returns the result of a function of TRL's convention as a list. _BrokenConvention unless it
+    is a sequence (a list, an array, ...) with one entry for each completion."""
     wanted = (
         "it must return a list with one number (or None where it cannot judge) for each "
         f"completion; {count(len(batch), 'was', 'were')} given, the first {batch.describe(0)}"
@@ -473,14 +485,15 @@ def _listed(result: Any, batch: Batch) -> list[Any]:
     return values
 
 
-def _verl_score(result: Any, journal: _Journal) -> Any:
-    """Returns the score that a function of verl's convention returned, as it is or under `score` in
-    a dict. Logs the other values of a dict; a plain number is logged as the metric `acc`, as verl
-    does."""
+def _verl_score(result: Any, call_log: _CallLog) -> Any:
+    """Returns the score that a function of verl's convention returned: `result` itself, or its
+    `score` if it is a dict. Logs the dict's other values, numbers as metrics and all else as extra
+    columns. Logs a score that is not in a dict as the metric `acc`, as verl does.
+    _BrokenConvention for a dict without `score`."""
     if not isinstance(result, Mapping):
-        number = _number(result)
+        number = _finite_or_text(result)
         if isinstance(number, float):
-            journal.log_metric("acc", number)
+            call_log.log_metric("acc", number)
         return result
     if "score" not in result:
         raise _BrokenConvention(
@@ -488,17 +501,17 @@ def _verl_score(result: Any, journal: _Journal) -> Any:
         )
     for name, value in result.items():
         if name != "score":
-            number = _number(value)
+            number = _finite_or_text(value)
             if isinstance(number, float):
-                journal.log_metric(name, number)
+                call_log.log_metric(name, number)
             else:
-                journal.log_extra(str(name), [value])
+                call_log.log_extra(str(name), [value])
     return result["score"]
 
 
-def _number(value: Any) -> float | str | None:
-    """Returns a value as a finite float, None for None; for any other value a text that shows it,
-    which marks it as bad."""
+def _finite_or_text(value: Any) -> float | str | None:
+    """Returns a number as a float, and None for None. Returns a text that shows the value if it is
+    anything else, such as text, nan or inf."""
     if value is None:
         return None
     if isinstance(value, str | bytes):
@@ -510,17 +523,17 @@ def _number(value: Any) -> float | str | None:
     return number if math.isfinite(number) else str(number)
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     """Returns a value as JSON can hold it: arrays become lists, dates ISO texts, and unknown
     objects their `str`."""
     if isinstance(value, np.ndarray | np.generic):
-        return _plain(value.tolist())
+        return _json_value(value.tolist())
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
+        return {str(name): _json_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
+        return [_json_value(item) for item in value]
     if hasattr(value, "isoformat"):
         return value.isoformat()
     return str(value)
@@ -539,8 +552,8 @@ class EventLoopThread:
         self._thread: threading.Thread | None = None
 
     def run(self, wanted: Awaitable[Any]) -> Any:
-        """Runs an awaitable on the loop, waits for it and returns its value, or raises what it
-        raised (a KeyboardInterrupt as RuntimeError)."""
+        """Runs an awaitable on the loop's thread, which is started if there is none, and waits for
+        it. Returns its value, or raises what it raised (a KeyboardInterrupt as RuntimeError)."""
 
         async def wait() -> tuple[Any, BaseException | None]:
             try:
@@ -556,7 +569,7 @@ class EventLoopThread:
         if self._loop is None:
             made: Future[asyncio.AbstractEventLoop] = Future()
             self._thread = threading.Thread(
-                target=_serve, args=(made,), name="async rewards", daemon=True
+                target=_run_loop, args=(made,), name="async rewards", daemon=True
             )
             self._thread.start()
             self._loop = made.result()
@@ -566,17 +579,17 @@ class EventLoopThread:
         return result
 
     def close(self) -> None:
-        """Stops the loop, which cancels its tasks, and waits `CLOSE_SECONDS` for its thread; a task
-        that goes on longer ends with the process."""
+        """Stops the loop, cancels its tasks, and waits up to `CLOSE_SECONDS` for its thread. A task
+        that runs longer is left to end with the process."""
         loop, self._loop = self._loop, None
         if loop is not None and self._thread is not None:
             loop.call_soon_threadsafe(loop.stop)
             self._thread.join(CLOSE_SECONDS)
 
 
-def _serve(made: Future[asyncio.AbstractEventLoop]) -> None:
-    """Runs an event loop in this thread until it is stopped; passes the loop to `made` once it
-    exists."""
+def _run_loop(made: Future[asyncio.AbstractEventLoop]) -> None:
+    """Runs an event loop in this thread until it is stopped. Sets the loop as the result of the
+    future `made` as soon as it exists."""
     with asyncio.Runner() as runner:  # at its end all tasks are cancelled
         end_copies_of_loop(runner.get_loop())
         made.set_result(runner.get_loop())
@@ -593,7 +606,8 @@ class CallHandler:
         self.loop = EventLoopThread()
 
     def call(self, header: Header, body: bytes) -> Header:
-        """Returns the result of one call as the reply to send."""
+        """Calls the function number `header["function"]` for the batch that is pickled in `body`,
+        and returns the result as the reply to send."""
         batch = _unpickled(body)
         if isinstance(batch, CallResult):
             return _reply(batch)
@@ -601,8 +615,8 @@ class CallHandler:
         return _reply(call(function, batch, self.loop.run))
 
     async def call_async(self, header: Header, body: bytes) -> Header:
-        """Returns the result of one call of an `async` function, with its time limit applied
-        here."""
+        """Does the same as `call` for an `async` function. Its time limit is applied here, since
+        the process that would be killed runs other calls too."""
         batch = _unpickled(body)
         if isinstance(batch, CallResult):
             return _reply(batch)
@@ -616,8 +630,8 @@ def _reply(result: CallResult) -> Header:
 
 
 def pickled_batch(batch: Batch) -> bytes:
-    """Returns a batch as the bytes that a worker is sent. ShoalError naming the column and data row
-    of a value that cannot be pickled."""
+    """Returns a batch as the bytes that a worker is sent. If a value cannot be pickled, raises a
+    ShoalError that names its column and data row."""
     return pickled(
         batch,
         _named_values(batch),
@@ -626,14 +640,15 @@ def pickled_batch(batch: Batch) -> bytes:
 
 
 def _named_values(batch: Batch) -> Iterator[tuple[str, Any]]:
-    """Yields each value of the batch's columns with a text that says where it is from."""
+    """Yields (`column 'answer' of data row 3`, value) for each value of the batch's columns."""
     for name, values in batch.columns.items():
         for (row, _), value in zip(batch.rows, values, strict=True):
             yield f"column {name!r} of data row {row}", value
 
 
 def _unpickled(body: bytes) -> Batch | CallResult:
-    """Returns the batch in the bytes, or a failed `CallResult` if they cannot be unpickled."""
+    """Returns the batch that `pickled_batch` made bytes of. Returns a failed `CallResult` if the
+    bytes cannot be unpickled in this process."""
     try:
         return ForkingPickler.loads(body)  # pyright: ignore[reportAttributeAccessIssue]
     except Exception as error:
@@ -647,8 +662,8 @@ def _unpickled(body: bytes) -> Batch | CallResult:
 # ---- words
 
 
-def unused(name: str, taken: Iterable[str]) -> str:
-    """Returns the name, with a number added if `taken` has it: `a`, `a_2`, `a_3`."""
+def unused_name(name: str, taken: Iterable[str]) -> str:
+    """Returns the name, or the first of `name_2`, `name_3`, ... that is not in `taken`."""
     taken = set(taken)
     candidate = name
     number = 1

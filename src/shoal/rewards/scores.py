@@ -22,7 +22,7 @@ from shoal.rewards.reward_call import (
     EventLoopThread,
     call,
     call_async,
-    unused,
+    unused_name,
 )
 from shoal.text import count, exact
 
@@ -56,9 +56,10 @@ class Scores:
     failures: tuple[Failure, ...] = ()
 
 
-def with_failed(scores: Scores, failures: Sequence[Failure], policy: Policy) -> Scores:
-    """Returns the scores of one group with the completions whose environments failed changed:
-    reward 0 with the policy `zero`, else not valid."""
+def with_failed_environments(scores: Scores, failures: Sequence[Failure], policy: Policy) -> Scores:
+    """Returns the scores of one group, changed for the completions whose environments failed: their
+    reward is 0 with the policy `zero`; else it is NaN and they are not valid. Adds the failures to
+    the scores'."""
     failed = np.zeros((1, scores.valid.shape[1]), dtype=bool)
     for failure in failures:
         if failure.completion is not None:
@@ -73,8 +74,8 @@ def with_failed(scores: Scores, failures: Sequence[Failure], policy: Policy) -> 
 
 
 def failure_lines(failures: Iterable[Failure]) -> list[str]:
-    """Returns lines for a report: the first failure of each function and kind, then how many
-    completions each of these concerns."""
+    """Returns lines for a report: the text of the first failure of each function and kind
+    ("raised", "timed out", ...), then a line for each with its number of completions."""
     lines = []
     counts: Counter[tuple[str, str]] = Counter()
     for failure in failures:
@@ -87,9 +88,9 @@ def failure_lines(failures: Iterable[Failure]) -> list[str]:
     return lines
 
 
-def failed_figures(failures: Iterable[Failure]) -> dict[str, int]:
-    """Returns counts of completions that functions failed for: in total under `failed`, and for
-    each function under `failed/{function}`. Empty if none failed."""
+def failure_counts(failures: Iterable[Failure]) -> dict[str, int]:
+    """Returns how many completions functions failed for: the total as `failed`, and that of each
+    function as `failed/{function}`. {} if none failed."""
     counts: Counter[str] = Counter()
     for failure in failures:
         if failure.completion is not None:
@@ -106,43 +107,45 @@ def failed_figures(failures: Iterable[Failure]) -> dict[str, int]:
 
 
 @dataclass
-class FunctionCalls:
-    """The results of one function's calls for one batch: of the call for all completions, and, if
-    that failed or the function takes one completion, of the calls for each."""
+class FunctionResults:
+    """The results of one function's calls for one batch: that of the call for all completions, and
+    those of calls for one completion, made if the first call failed or if the function takes one
+    completion at a time."""
 
-    whole: CallResult | None = None
-    singles: dict[int, CallResult] = field(default_factory=dict)
+    batch_result: CallResult | None = None
+    single_results: dict[int, CallResult] = field(default_factory=dict)
 
 
-def call_here(
+def call_in_process(
     functions: Sequence[RewardFunction],
     batch: Batch,
     loop: EventLoopThread,
-    calls: dict[str, FunctionCalls],
-    decides: Callable[[RewardFunction, int | None, CallResult], bool],
+    results: dict[str, FunctionResults],
+    ends_job: Callable[[RewardFunction, int | None, CallResult], bool],
 ) -> None:
     """Calls functions in this process, `async` ones concurrently, and enters their results in
-    `calls`, by function name. Stops as soon as `decides` returns True for a result. A failed call
-    of several completions is not passed to `decides`, since each completion is then called
-    alone."""
-    results = _results_of_async(functions, batch, loop)
+    `results`, by function name. Passes each result, with its function and completion (None: all),
+    to `ends_job`, and stops if that returns True. A failed call for several completions is not
+    passed: the function is called for each of them instead."""
+    async_results = _results_of_async(functions, batch, loop)
     for function in functions:
-        calls[function.name] = function_calls = FunctionCalls()
+        function_results = FunctionResults()
+        results[function.name] = function_results
         if not function.per_completion:
-            whole = results.get((function.name, None))
-            if whole is None:
-                whole = call(function, batch, loop.run)
-            function_calls.whole = whole
-            if not whole.to_be_split(len(batch)):
-                if decides(function, None, whole):
+            result = async_results.get((function.name, None))
+            if result is None:
+                result = call(function, batch, loop.run)
+            function_results.batch_result = result
+            if not result.to_be_split(len(batch)):
+                if ends_job(function, None, result):
                     return
                 continue
         for i in range(len(batch)):
-            single = results.get((function.name, i))
-            if single is None:
-                single = call(function, batch.single(i), loop.run)
-            function_calls.singles[i] = single
-            if decides(function, i, single):
+            result = async_results.get((function.name, i))
+            if result is None:
+                result = call(function, batch.single(i), loop.run)
+            function_results.single_results[i] = result
+            if ends_job(function, i, result):
                 return
 
 
@@ -186,17 +189,17 @@ def weighted_sum(weights: Sequence[float], values: np.ndarray) -> np.ndarray:
 def sum_scores(
     functions: Sequence[RewardFunction],
     batch: Batch,
-    calls: Mapping[str, FunctionCalls],
+    results: Mapping[str, FunctionResults],
     on_error: Policy,
     limit_seconds: float = 0.0,
 ) -> Scores:
-    """Returns the scores of a batch from the results of all calls: the weighted sums, the values of
-    each function, and what was logged. Raises `ShoalError` for the first function that breaks its
-    convention, or fails under the policy `error`. `limit_seconds` is for messages."""
+    """Returns the scores of a batch from the results of all calls, which `results` has by function
+    name. Raises `ShoalError` for the first function that breaks its convention, or that fails under
+    the policy `error`. `limit_seconds` is for messages."""
     columns = []
     for function in functions:
         column = ScoreColumn(function, batch, on_error, limit_seconds)
-        column.fill(calls[function.name])
+        column.fill(results[function.name])
         columns.append(column)
     stacked = np.stack([column.values for column in columns])  # [F, P*G]
     skipped = np.any([column.skipped for column in columns], axis=0)
@@ -211,7 +214,7 @@ def sum_scores(
     for column in columns:
         for name, values in column.extra.items():
             groups = [values[p * group_size : (p + 1) * group_size] for p in range(num_prompts)]
-            extra[unused(name, extra)] = groups
+            extra[unused_name(name, extra)] = groups
         for name, logged in column.metrics.items():
             metrics.setdefault(name, []).extend(logged)
         components[column.function.name] = column.values.reshape(batch.shape)
@@ -243,25 +246,29 @@ class ScoreColumn:
         self.extra: dict[str, list[Any]] = {}
         self.metrics: dict[str, list[float]] = {}
 
-    def fill(self, calls: FunctionCalls) -> None:
-        """Enters the results of all calls of the function. ShoalError if a result ends the run."""
-        whole, size = calls.whole, len(self.batch)
-        if whole is not None and not whole.to_be_split(size):
-            self.add(whole, range(size))
+    def fill(self, results: FunctionResults) -> None:
+        """Enters the results of all calls of the function: that of the call for all completions, or
+        those of the calls for each if it failed. ShoalError for a broken convention, and for a
+        failure under the policy `error`."""
+        batch_result = results.batch_result
+        size = len(self.batch)
+        if batch_result is not None and not batch_result.to_be_split(size):
+            self.add(batch_result, range(size))
             return
         at = f"in a batch of {size} that starts with {self.batch.describe(0)}"
-        for i, result in sorted(calls.singles.items()):
-            if whole is not None and result.kind == WRONG:
+        for i, result in sorted(results.single_results.items()):
+            if batch_result is not None and result.kind == WRONG:
                 raise ShoalError(
-                    f"{self._head} {self._describe(whole)} {at}; called for one completion it "
-                    f"{result.text}"
-                ) from whole.cause
+                    f"{self._head} {self._describe(batch_result)} {at}; called for one completion "
+                    f"it {result.text}"
+                ) from batch_result.cause
             self.add(result, range(i, i + 1))
-        if whole is not None and not self.failures:
-            self._fail(None, whole, f"{at}, though for no part of it alone")
+        if batch_result is not None and not self.failures:
+            self._fail(None, batch_result, f"{at}, though for no part of it alone")
 
     def add(self, result: CallResult, part: range) -> None:
-        """Enters the result of one call for a range of the batch's completions."""
+        """Enters the result of one call, which was made for the completions `part` of the batch:
+        all of them, or one. ShoalError like `fill`."""
         if result.kind == WRONG:
             raise ShoalError(f"{self._head} {result.text}") from result.cause
         if result.kind:
@@ -285,8 +292,9 @@ class ScoreColumn:
             self.metrics.setdefault(name, []).extend(logged)
 
     def _fail(self, i: int | None, result: CallResult, at: str) -> None:
-        """Notes a failure for completion `i` (None: for the batch as a whole); ShoalError with the
-        policy `error`."""
+        """Adds a failure for completion `i`, whose value becomes 0 (policy `zero`) or NaN (policy
+        `skip`). None for `i`: the call for all completions failed, and no value changes. ShoalError
+        with the policy `error`. `at` ends the failure's sentence."""
         text = f"{self._head} {self._describe(result)} {at}"
         if result.where:
             text += f"; {result.where}"
@@ -305,7 +313,7 @@ class ScoreColumn:
         self.skipped[i] = self.on_error == "skip"
 
     def _describe(self, result: CallResult) -> str:
-        """Returns what happened in a failed call, as the middle of a sentence."""
+        """Returns the verb phrase of a failed call: `raised ValueError: ...`."""
         return {
             "raised": f"raised {result.text}",
             "not a number": f"returned {result.text}",
@@ -315,7 +323,7 @@ class ScoreColumn:
 
     @property
     def _head(self) -> str:
-        """The beginning of a message: the function and when it was called."""
+        """The subject of a message: `reward function 'f' after step 3`."""
         step = self.batch.state.global_step
         if self.batch.trial:
             when = "tried on known answers"
@@ -361,8 +369,10 @@ class RewardWatch:
     def add_result(
         self, function: RewardFunction, batch: Batch, i: int | None, result: CallResult
     ) -> None:
-        """Counts the result of a call for completion `i`, or with None for all completions of a
-        batch. ShoalError if too many of the last completions failed."""
+        """Counts the result of a call for completion `i` of a batch, or for all if `i` is None.
+        ShoalError if the function failed for more than `reward.max_failed_share` of its last
+        `NUM_RECENT` completions. Fewer completions
+        decide too if no call of the function returned in `HOPELESS_SECONDS` of waiting."""
         part = range(len(batch)) if i is None else range(i, i + 1)
         name = function.name
         recent = self._recent[name]
@@ -382,19 +392,21 @@ class RewardWatch:
         allowed = self.section.max_failed_share
         silent = self._waited - self._returned[name]
         if num_failed > allowed * NUM_RECENT:
-            raise self._failed(name, f" of {NUM_RECENT}")
+            raise self._error_of_failing(name, f" of {NUM_RECENT}")
         if silent >= HOPELESS_SECONDS and num_failed > allowed * len(recent):
-            raise self._failed(name, f", and returned nothing in {silent:.0f} s of waiting")
+            reason = f", and returned nothing in {silent:.0f} s of waiting"
+            raise self._error_of_failing(name, reason)
 
     def check_end(self) -> None:
         """Raises ShoalError at the end of a run if too many completions failed, also in a run that
         is too short for `add_result` to decide."""
         for name, recent in self._recent.items():
             if sum(recent) > self.section.max_failed_share * len(recent):
-                raise self._failed(name, ", at the end of the run")
+                raise self._error_of_failing(name, ", at the end of the run")
 
-    def _failed(self, name: str, reason: str) -> ShoalError:
-        """Returns the error of a function that fails too often."""
+    def _error_of_failing(self, name: str, reason: str) -> ShoalError:
+        """Returns the error of a function that fails too often. `reason` ends its first
+        sentence."""
         recent, allowed = self._recent[name], self.section.max_failed_share
         return ShoalError(
             f"reward function {name!r} failed for {sum(recent)} of the last {len(recent)} "
@@ -404,9 +416,9 @@ class RewardWatch:
         )
 
     def add_scores(self, batch: Batch, scores: Scores) -> None:
-        """Counts consecutive groups for which every function returned None for every completion;
-        ShoalError after `NUM_UNSCORED` of them. In a trial each known answer counts like a group,
-        but a trial alone never ends the run."""
+        """Counts consecutive groups without any score, because every function returned None for
+        every completion; ShoalError after `NUM_UNSCORED` of them. In a trial each known answer
+        counts like a group, but a trial by itself never ends the run."""
         groups = scores.valid.reshape(-1, 1) if batch.trial else scores.valid
         for is_valid in groups:
             if is_valid.any():

@@ -20,7 +20,7 @@ import numpy as np
 from shoal.protocols import GroupRequest, SampleRequest
 from shoal.records import Completion, Group, NoiseKey, Purpose
 from shoal.rewards.pool import RewardPool
-from shoal.rewards.scores import Policy, Scores, with_failed
+from shoal.rewards.scores import Policy, Scores, with_failed_environments
 from shoal.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -352,7 +352,7 @@ class GroupRewards:
             entry.move(GroupState.REWARDED)
             failures = [rollout.failure for rollout in entry.rollouts if rollout.failure]
             if failures:
-                scores = with_failed(scores, failures, self.on_error)
+                scores = with_failed_environments(scores, failures, self.on_error)
             entry.scores = scores
             entry.group = make_group(
                 self.task, entry.request, entry.completions, entry.texts, scores

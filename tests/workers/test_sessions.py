@@ -659,7 +659,7 @@ def test_a_supervisor_that_ends_as_it_starts_is_an_error() -> None:
     def enter(end):
         return None
 
-    sessions = Sessions([add], {}, EnvironmentSection(), enter=enter)
+    sessions = Sessions([add], {}, EnvironmentSection(), exec_supervisor=enter)
     sessions.open("r", {})
     sessions.collect()
     with pytest.raises(

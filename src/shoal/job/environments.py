@@ -34,9 +34,9 @@ from shoal.tasks.openenv import PREFIX, openenv
 from shoal.tasks.task import Task
 from shoal.workers.environments import EnvironmentKind, name_of
 from shoal.workers.pool import Supervisor
-from shoal.workers.process import live, require_bubblewrap
+from shoal.workers.process import require_bubblewrap, run_child
 from shoal.workers.rollout_function import ROLLOUT, Agent, RolloutCall
-from shoal.workers.sessions import Reply, Sessions, supervised
+from shoal.workers.sessions import Reply, Sessions, supervisor_settings
 
 
 def section_of(given: Any) -> EnvironmentSection:
@@ -136,7 +136,9 @@ class TurnFormats:
     def encode(self, example: Example) -> np.ndarray:
         """Token ids of an example's prompt, int32[T], including the description of its tools."""
         kind = self.sessions.kind_of(example.columns)
-        if kind and kind.asks:  # the environment is a program that writes its own prompts
+        if (
+            kind and kind.is_rollout_function
+        ):  # the environment is a program that writes its own prompts
             return self.tokenizer.encode_prompt(example.prompt)
         return self.of(example.columns).encode_prompt(example.prompt)
 
@@ -194,9 +196,9 @@ def _fault_of(reply: Reply, kind: EnvironmentKind | None, example: Example) -> S
     """Returns the error for a user of an environment, agent or rollout function that failed on a
     row."""
     row = example.place or f"data row {example.row}"
-    if kind and kind.asks and kind.type is Agent:
+    if kind and kind.is_rollout_function and kind.type is Agent:
         return ShoalError(f"the agent failed for {row}: {reply.error}", "environment.agent")
-    if kind and kind.asks:
+    if kind and kind.is_rollout_function:
         return ShoalError(
             f"the rollout function failed for {row}: {reply.error}", "environment.rollout"
         )
@@ -368,11 +370,11 @@ def serve() -> None:
     kinds = {}
     for name, environment in zip(environment_specs, loaded[len(tool_specs) :], strict=True):
         kinds[name] = EnvironmentKind.of(name, environment)
-    handle, limits, handle_async = supervised(tools, kinds, EnvironmentSection(**section))
+    handle, limits, handle_async = supervisor_settings(tools, kinds, EnvironmentSection(**section))
     end = socket.socket(fileno=int(sys.argv[1]))
     trainer = os.getppid()
 
     def supervise() -> None:
         Supervisor(end, handle, handle_async, limits, trainer).run()
 
-    live(supervise)
+    run_child(supervise)

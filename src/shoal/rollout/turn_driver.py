@@ -322,14 +322,14 @@ class TurnDriver:
         rollout.tokens = tokens
         rollout.turns += 1
         calls: list[ToolCall] = []
-        if not (kind and kind.asks):
+        if not (kind and kind.is_rollout_function):
             message, calls = self._format(rollout).read(tokens[before:])
             rollout.messages.append(message)
         rollout.calls = calls
         rollout.answers = []
         if rollout.failure:  # the environment's reset had failed
             return self._end(rollout, StopReason.FAILED, rollout.failure)
-        if kind and kind.asks:
+        if kind and kind.is_rollout_function:
             rollout.state = RolloutState.ACTING
             self._respond(rollout, {"value": self._sampled(rollout, before)})
             return []
@@ -493,7 +493,7 @@ class TurnDriver:
         kind = self._kind(rollout)
         if reply.reward is not None and rollout.messages:
             rollout.messages[-1] = {**rollout.messages[-1], "reward": reply.reward}
-        if kind and kind.asks and reply.what != "end":
+        if kind and kind.is_rollout_function and reply.what != "end":
             return self._serve(rollout, reply.value and json.loads(reply.value))
         if reply.what == "open":
             try:

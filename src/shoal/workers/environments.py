@@ -40,9 +40,9 @@ class EnvironmentKind:
     @staticmethod
     @functools.cache
     def of(name: str, factory: Callable[[], Any]) -> EnvironmentKind:
-        """Returns the kind for a factory. The factory is a class, or a function that is called once
-        here to learn the class of what it makes. ShoalError if it raises, or if the class has no
-        `reset`. Results are cached."""
+        """Returns the kind of the environments that a factory makes; `name` is its key in the
+        mapping of environments. The factory is a class, or a function that is called once here to
+        find the class. ShoalError if it raises, or if the class has no `reset`. Cached."""
         environment_type = _type_made_by(factory)
         if not callable(getattr(environment_type, "reset", None)):
             raise ShoalError(
@@ -66,13 +66,14 @@ class EnvironmentKind:
         return hasattr(self.type, "respond")
 
     @property
-    def asks(self) -> bool:
-        """True for a rollout function, whose words are requests to the sampler (see
-        `RolloutCall`)."""
+    def is_rollout_function(self) -> bool:
+        """True if the environment is a `RolloutCall`, which runs a rollout function: what it
+        returns are requests to the sampler."""
         return issubclass(self.type, RolloutCall)
 
     def arguments(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the columns of a row that `reset` is called with."""
+        """Returns the columns of a row that `reset` is called with: all, but OPTIONAL_COLUMNS only
+        if `reset` has such a parameter or takes any keyword."""
         parameters = inspect.signature(self.type.reset).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         arguments = {}
@@ -118,43 +119,45 @@ class Environments:
         self.tools = tools
         self.kinds = kinds
         self.result_bytes = result_bytes
-        self.live: dict[int, Any] = {}  # environments by session
+        self.environments: dict[int, Any] = {}  # environments by session
         self.spare: dict[str, list[Any]] = {}  # name of a kind -> environments to use again
         # Time limits of the calls that share this process's loop -> their length in seconds.
         self.scopes: dict[asyncio.Timeout, float] = {}
         self.runner: asyncio.Runner | None = None
 
     def call(self, header: Header, body: bytes) -> Header:
-        """Runs one call in a worker that has one call at a time, and returns its reply. The worker
-        is to be replaced if it has child processes when no session needs it."""
+        """Runs one call in a worker that runs one call at a time, and returns the reply. If no
+        session uses the worker and it has child processes, the reply asks the supervisor to replace
+        the worker (`spent`)."""
         began = time.perf_counter()
         try:
-            value = self._act(header, body)
+            value = self._perform(header, body)
             if inspect.iscoroutine(value):
                 if self.runner is None:
                     self.runner = asyncio.Runner()
                     end_copies_of_loop(self.runner.get_loop())
                 value = self.runner.run(value)
-            reply = self._reply(header, value)
+            reply = self._reply_to(header, value)
         except BaseException as error:
-            reply = self._failed(header, error)
-        if not self.live and children():
+            reply = self._reply_to_failure(header, error)
+        if not self.environments and children():
             reply["spent"] = True
         return {**reply, "seconds": time.perf_counter() - began}
 
     async def call_async(self, header: Header, body: bytes) -> Header:
-        """Runs one call on an event loop that other calls share, and returns its reply."""
+        """Runs one call on the event loop that it shares with other calls, with the time limit in
+        its header, and returns the reply."""
         began = time.perf_counter()
         scope = asyncio.timeout(header["seconds"])
         try:
             async with scope:
                 self.scopes[scope] = header["seconds"]
-                value = self._act(header, body)
+                value = self._perform(header, body)
                 if inspect.isawaitable(value):
                     value = await value
-            reply = self._reply(header, value)
+            reply = self._reply_to(header, value)
         except BaseException as error:  # a KeyboardInterrupt here is the call's own
-            reply = self._failed(header, Blocked() if scope.expired() else error)
+            reply = self._reply_to_failure(header, Blocked() if scope.expired() else error)
             # While a call blocked the loop the others could not end in time: their limits restart.
             if isinstance(error, Blocked):
                 now = asyncio.get_running_loop().time()
@@ -164,30 +167,32 @@ class Environments:
         self.scopes.pop(scope, None)
         return {**reply, "seconds": time.perf_counter() - began}
 
-    def _act(self, header: Header, body: bytes) -> Any:
-        """Makes the environment or tool do what the call asks, and returns its result, which may be
-        an awaitable."""
+    def _perform(self, header: Header, body: bytes) -> Any:
+        """Performs a call and returns its result, which may be an awaitable. `open`: takes an
+        environment that an earlier session used, or makes one, and resets it. `end`: gets its
+        reward (None if it has none). Else calls a method of the environment, or a tool."""
         what, session, kind = header["what"], header["session"], header["kind"]
         if what == "open":
             columns = ForkingPickler.loads(body)  # pyright: ignore[reportAttributeAccessIssue]
             spare = self.spare.get(kind)
             environment = spare.pop() if spare else self.kinds[kind].factory()
-            self.live[session] = environment
+            self.environments[session] = environment
             return environment.reset(**columns)
         arguments = json.loads(body)
         if isinstance(arguments, str):  # the message of `Sessions.call` that they cannot be sent
             raise ValueError(arguments)
         if what == "end":
-            environment = self.live[session]
+            environment = self.environments[session]
             return environment.get_reward() if hasattr(environment, "get_reward") else None
         name = header["name"] or what
         if session:
-            return getattr(self.live[session], name)(**arguments)
+            return getattr(self.environments[session], name)(**arguments)
         return self.tools[name](**arguments)
 
-    def _reply(self, header: Header, value: Any) -> Header:
-        """Returns the reply that carries a call's result. TypeError if the environment may not
-        return such a value. For `end` also keeps the environment for a later session."""
+    def _reply_to(self, header: Header, value: Any) -> Header:
+        """Returns the reply to a call whose result is `value`. Text is cut at
+        `environment.result_bytes`. For `end` the reply has reward and state, and the environment is
+        kept for a later session. TypeError if the environment may not return such a value."""
         what, session = header["what"], header["session"]
         if what == "end":
             if value is not None:
@@ -196,14 +201,14 @@ class Environments:
                     raise TypeError(
                         f"get_reward returned {value}: expected a finite number or None"
                     )
-            environment = self.live.pop(session)
+            environment = self.environments.pop(session)
             self.spare.setdefault(header["kind"], []).append(environment)
             return {"value": {"reward": value, "state": state_of(environment)}}
         if what != "call" and not (value is None or isinstance(value, str)):
             method = "reset" if what == "open" else "respond"
             raise TypeError(f"{method} returned {shorten(repr(value))}: expected a text or None")
         if what != "call" and value is None:
-            return {"value": None, **self._reward(session)}
+            return {"value": None, **self._turn_reward(session)}
         if _are_parts_of_a_message(value):
             parts: Any = value
             text = "".join(str(part["text"]) for part in parts)
@@ -212,28 +217,29 @@ class Environments:
         data = text.encode("utf-8", "replace")
         most = self.result_bytes
         # What a rollout function says is a request, no text for the model: it is not cut.
-        if isinstance(self.live.get(session), RolloutCall):
+        if isinstance(self.environments.get(session), RolloutCall):
             most = len(data)
         return {
             "value": data[:most].decode("utf-8", "ignore"),
             "cut": max(0, len(data) - most),
-            **self._reward(session),
+            **self._turn_reward(session),
         }
 
-    def _reward(self, session: int) -> Header:
-        """Returns the reward of the turn for the reply: the environment's attribute `reward`; {} if
-        it has none."""
-        value = getattr(self.live.get(session), "__dict__", {}).get("reward")
+    def _turn_reward(self, session: int) -> Header:
+        """Returns `{"reward": ...}` for a reply: the attribute `reward` of the session's
+        environment, as the reward of this turn. {} if that is not a finite number."""
+        value = getattr(self.environments.get(session), "__dict__", {}).get("reward")
         if isinstance(value, int | float) and math.isfinite(value):
             return {"reward": float(value)}
         return {}
 
-    def _failed(self, header: Header, error: BaseException) -> Header:
-        """Returns the reply to a call that raised, and ends the session unless a tool raised."""
+    def _reply_to_failure(self, header: Header, error: BaseException) -> Header:
+        """Returns the reply to a call that raised `error`. Drops the session's environment, unless
+        a tool raised an ordinary exception."""
         what, session = header["what"], header["session"]
         kind, text = "raised", shorten(describe_error(error), 300)
         spent = isinstance(error, MemoryError)
-        has_no_environment = what != "open" and session and session not in self.live
+        has_no_environment = what != "open" and session and session not in self.environments
         if isinstance(error, Blocked):
             kind = "timed out"
         elif has_no_environment:
@@ -241,7 +247,7 @@ class Environments:
         elif spent:
             kind, text = "died", "MemoryError (environment.memory_gib is the limit)"
         if what != "call" or kind != "raised":
-            self.live.pop(session, None)
+            self.environments.pop(session, None)
         return {"kind": kind, "text": text, "spent": spent}
 
 
@@ -253,8 +259,8 @@ def _are_parts_of_a_message(value: Any) -> bool:
 
 
 def _is_deep(value: Any, most: int = 32) -> bool:
-    """True if a value is nested deeper than `most` levels, which a process on its way to the
-    trainer might not be able to read."""
+    """True if a value is nested deeper than `most` levels: JSON parsers of the processes that the
+    reply passes could fail on it."""
     if most == 0:
         return True
     if isinstance(value, dict):
@@ -269,9 +275,9 @@ def _as_list(array: Any) -> Any:
 
 
 def state_of(environment: Any) -> dict[str, Any]:
-    """Returns an environment's attributes whose names do not begin with `_`, with arrays as lists;
-    leaves out values that JSON cannot hold, that are nested too deep, or that exceed STATE_BYTES in
-    total."""
+    """Returns an environment's public attributes as plain values, arrays as lists. Leaves out
+    values that JSON cannot hold, that are nested too deep, or that do not fit into STATE_BYTES with
+    those before them."""
     state = {}
     bytes_left = STATE_BYTES
     for name, value in getattr(environment, "__dict__", {}).items():

@@ -48,9 +48,9 @@ from shoal.workers.process import (
     fork,
     frame,
     limit_memory,
-    live,
     prctl,
-    work_together,
+    run_child,
+    run_shared_worker,
 )
 
 START_SECONDS = 30.0
@@ -125,22 +125,23 @@ class WorkerPool:
         limits: Limits,
         handle_async: AsyncHandler | None = None,
         prepare: Callable[[], Any] | None = None,
-        enter: Callable[[socket.socket], Any] | None = None,
+        exec_supervisor: Callable[[socket.socket], Any] | None = None,
         restarts: bool = False,
     ) -> None:
         """Forks the supervisor.
 
-        `prepare` is called in the supervisor before it forks the first worker. `enter` replaces the
-        supervisor's program: it is called in the forked process with the socket to the trainer, and
-        starts a supervisor elsewhere, as in a sandbox. With `restarts`, a supervisor that a call
-        has killed is replaced.
+        `prepare` is called in the supervisor before it forks the first worker. `exec_supervisor`
+        replaces all that: it is called in the forked process with the socket to the trainer, and
+        executes a program that runs a supervisor, such as one in a sandbox. With `restarts`, a
+        supervisor that a call has killed is replaced.
         """
         trainer = os.getpid()
 
         def supervise(end: socket.socket) -> None:
-            """Runs in the forked process, on its end of the socket."""
-            if enter is not None:
-                enter(end)
+            """Runs the supervisor in the forked process. `end` is its end of the socket to the
+            trainer."""
+            if exec_supervisor is not None:
+                exec_supervisor(end)
             else:
                 supervisor = Supervisor(end, handle, handle_async, limits, trainer)
                 if prepare is not None:
@@ -165,9 +166,9 @@ class WorkerPool:
         """The process id of the supervisor."""
         return self._supervisor.pid
 
-    def _replies_of_lost(self) -> list[tuple[int, Header]]:
-        """Starts another supervisor, and returns a reply "died" for each call that the lost one
-        had: any of these calls may have killed it."""
+    def _restart(self) -> list[tuple[int, Header]]:
+        """Starts another supervisor after one has ended. Returns a reply "died" for each call that
+        was open, because any of these calls may have killed it."""
         lost = sorted(self._open)
         self._open.clear()
         _end_supervisor(self._supervisor, self._trainer)
@@ -189,11 +190,12 @@ class WorkerPool:
         seat: int = 0,
         seconds: float = 0.0,
     ) -> None:
-        """Sends a call to the supervisor, without waiting for the reply (see `receive`).
+        """Sends a call to the supervisor; `receive` returns its reply.
 
-        `call`: a number that the reply repeats. `together`, `seat`: see the class; 0 is no seat.
-        `seconds`: the time limit of this call; 0 for that of the pool. WorkersLost if the
-        supervisor has ended and is not replaced, or does not read.
+        `call` is a number that the reply repeats; `header` and `body` are for the handler.
+        `together` and `seat` (0: no seat) say where the call runs: see the class. `seconds` is the
+        time limit of this call (0: that of the pool). WorkersLost if the supervisor has ended and
+        is not replaced, or does not read.
         """
         self.heard = time.monotonic()
         envelope = {
@@ -207,8 +209,8 @@ class WorkerPool:
         self._open.add(call)
 
     def cancel(self, calls: Iterable[int]) -> None:
-        """Cancels those of the calls that no worker has begun, which are answered as "cancelled";
-        the others are answered as usual. Raises like `submit`."""
+        """Cancels calls. A call that no worker has begun gets the reply "cancelled"; any other call
+        continues and gets its usual reply. Raises like `submit`."""
         self._send({"cancel": list(calls)})
 
     def _send(self, header: Header, body: bytes = b"") -> None:
@@ -224,9 +226,9 @@ class WorkerPool:
             raise WorkersLost(has_ended=False, seconds=process.SEND_SECONDS) from None
 
     def wait(self, seconds: float, since: float = 0.0) -> list[tuple[int, Header]]:
-        """Returns the replies like `receive`. Raises WorkersLost also if the supervisor has open
-        calls and has sent nothing for `SILENT_SECONDS`; the silence counts from `since` (by
-        time.monotonic) at the earliest."""
+        """Returns replies like `receive`, but also raises WorkersLost if the supervisor has open
+        calls and has sent nothing for `SILENT_SECONDS`. Silence before `since` (a time of
+        time.monotonic) does not count."""
         silent_at = max(self.heard, since) + SILENT_SECONDS
         left = max(0.0, silent_at - time.monotonic())
         replies = self.receive(min(seconds, left) if self._open else seconds)
@@ -237,15 +239,15 @@ class WorkerPool:
 
     def receive(self, seconds: float = 0.0) -> list[tuple[int, Header]]:
         """Returns (call, reply) for all replies that have arrived; waits at most `seconds` for the
-        first frame (which may be a sign of life without a reply). Raises WorkersLost if the
-        supervisor has ended and is not replaced: without `restarts`, or if it ended before it began
-        its work."""
+        first frame. It may return [] earlier, because a frame can be a sign of life without a
+        reply. If the supervisor has ended it is replaced, and its open calls count as died; without
+        `restarts`, or if it ended before it was ready, raises WorkersLost."""
         try:
             frames = self._channel.receive(seconds)
         except EOFError:
             if not (self._restarts and self._is_ready):
                 raise WorkersLost(has_ended=True) from None
-            return self._replies_of_lost()
+            return self._restart()
         if frames:
             self.heard = time.monotonic()
             self._is_ready = True
@@ -266,28 +268,29 @@ class _RunningSupervisor:
 
 
 def _start_supervisor(supervise: Callable[[socket.socket], Any]) -> _RunningSupervisor:
-    """Forks a process that runs `supervise` on its end of a new socket; returns its id and the
-    other end."""
+    """Forks a process that runs `supervise` on one end of a new socket pair. Returns its id and
+    the other end."""
     sys.stdout.flush()
     sys.stderr.flush()
     here, there = socket.socketpair()
     pid = fork()
     if pid == 0:
         here.close()
-        live(lambda: supervise(there))
+        run_child(lambda: supervise(there))
     there.close()
     return _RunningSupervisor(pid, here)
 
 
 def _end_supervisor(supervisor: _RunningSupervisor, owner: int) -> None:
-    """Ends a supervisor and waits until its process is gone: shuts the socket down, upon which the
-    supervisor ends by itself, and kills it after `END_SECONDS`. Closing the socket would not do,
-    because another process, such as the supervisor of a younger pool, may hold a copy. In a fork of
+    """Ends a supervisor and waits until its process is gone. Shuts the socket down, so that the
+    supervisor ends by itself, and kills it if it has not ended after `END_SECONDS`. In a fork of
     the process `owner`, only closes the copy of the socket."""
     pid, end = supervisor.pid, supervisor.end
     if os.getpid() != owner:  # this process is a fork of the owner, made by somebody else
         end.close()
         return
+    # Closing it would not suffice: another process, such as the supervisor of a younger pool, may
+    # hold a copy.
     with contextlib.suppress(OSError):
         end.shutdown(socket.SHUT_RDWR)
     end.close()
@@ -298,14 +301,15 @@ def _end_supervisor(supervisor: _RunningSupervisor, owner: int) -> None:
             os.kill(pid, number)
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline:
-                if _reaped(pid) is not None:
+                if _reap(pid) is not None:
                     return
                 time.sleep(0.002)
 
 
 @dataclass(eq=False)
 class _Call:
-    """A call as the supervisor holds it, with the frame that its worker is sent."""
+    """A call in the supervisor, with the frame that its worker is sent. `WorkerPool` explains
+    `together` and `seat`."""
 
     id: int
     together: bool
@@ -334,11 +338,12 @@ class _Worker:
     def has_ended(self) -> bool:
         """True if the process has ended; reaps it and keeps its status."""
         if self.status is None:
-            self.status = _reaped(self.pid)
+            self.status = _reap(self.pid)
         return self.status is not None
 
     def describe_end(self) -> str:
-        """Returns a text that says how the worker ended, such as `SIGSEGV` or `exit code 1`."""
+        """Returns how the worker ended as a text: `exit code 1`, `SIGSEGV`, or a sentence if the
+        supervisor killed it."""
         status = self.status or 0
         if self.blocked:
             return "a call blocked the event loop that it shares"
@@ -377,7 +382,7 @@ class Supervisor:
         self.num_open = 0  # calls that are not replied to
         self.busy = 0  # workers with a call, or about to start for one
         self.ending = False
-        self.ends = {trainer_end}  # sockets of this process, of which no worker may keep a copy
+        self.sockets = {trainer_end}  # sockets of this process, of which no worker may keep a copy
         self.workers: list[_Worker] = []
         # Idle workers. The last to become idle is used first: its caches may still be warm.
         self.free: list[_Worker] = []
@@ -398,7 +403,7 @@ class Supervisor:
         workers."""
         reader, self.writer = await asyncio.open_connection(sock=self.trainer_end, limit=1 << 24)
         self._send({"ready": True})
-        pulse = self._start(self._pulse(reader))
+        pulse = self._start_task(self._pulse(reader))
         try:
             while True:
                 header, body = await _read_frame(reader)
@@ -414,9 +419,9 @@ class Supervisor:
                 )
                 self.num_open += 1
                 if call.together:
-                    self._start(self._serve_together(call))
+                    self._start_task(self._serve_together(call))
                 elif call.seat:
-                    self._start(self._serve_seat(call))
+                    self._start_task(self._serve_seat(call))
                 else:
                     self.queue.append(call)
                     self._dispatch()
@@ -431,16 +436,18 @@ class Supervisor:
                 await asyncio.wait(self.tasks, timeout=EXIT_SECONDS)
             await self._end_orphans()
 
-    def _start(self, coroutine: Any) -> asyncio.Task[Any]:
-        """Starts a task on the event loop, and keeps it until it is done."""
+    def _start_task(self, coroutine: Any) -> asyncio.Task[Any]:
+        """Starts a task on the event loop. Keeps a reference until it is done, since the loop keeps
+        none."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
         return task
 
     async def _pulse(self, reader: asyncio.StreamReader) -> None:
-        """Repeats once a second: makes the supervisor end if the trainer is gone, sends a sign of
-        life if calls are open, and notices workers that have ended."""
+        """Runs as long as the supervisor. Once a second: closes `reader`, so that the supervisor
+        ends, if the trainer is gone; sends the trainer a sign of life if calls are open; closes the
+        readers of workers that have ended."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(PULSE_SECONDS)
@@ -453,11 +460,11 @@ class Supervisor:
                 if worker.status is None and worker.has_ended():
                     loop.call_later(0.1, worker.reader.feed_eof)
             for pid in list(self.unreaped):
-                if _reaped(pid) is not None:
+                if _reap(pid) is not None:
                     self.unreaped.discard(pid)
 
     def _cancel(self, calls: set[int]) -> None:
-        """Answers those of the calls as "cancelled" that still wait for a worker."""
+        """Replies "cancelled" to each of the calls, by number, that is still queued."""
         for call in [call for call in self.queue if call.id in calls]:
             self.queue.remove(call)
             self._reply(call, {"kind": "cancelled"})
@@ -476,16 +483,16 @@ class Supervisor:
         """Starts queued calls as long as fewer than `num_workers` are running."""
         while self.queue and self.busy < self.limits.num_workers and not self.ending:
             self.busy += 1
-            self._start(self._serve(self.queue.popleft()))
+            self._start_task(self._serve_alone(self.queue.popleft()))
 
-    async def _serve(self, call: _Call) -> None:
-        """Runs one call on a worker that runs nothing else meanwhile, sends the reply and starts
-        the next call of the queue."""
+    async def _serve_alone(self, call: _Call) -> None:
+        """Runs one call on a worker that runs one call at a time, an idle one or a new one. Sends
+        the reply and starts the next call of the queue."""
         while self.free and self.free[-1].has_ended():
             # The worker was killed from outside while it was idle.
             await self._end_worker(self.free[-1])
         free_worker = self.free.pop() if self.free else None
-        reply, worker = await self._ask(free_worker, call)
+        reply, worker = await self._call_worker(free_worker, call)
         if worker in self.workers:
             self.free.append(worker)
         if call.together:
@@ -495,19 +502,24 @@ class Supervisor:
         self._dispatch()
 
     async def _serve_seat(self, call: _Call) -> None:
-        """Runs one call on the worker of its seat (a seat gets one call at a time) and sends the
-        reply."""
-        worker = await self._seated(call)
+        """Runs one call on the worker of its seat and sends the reply. The caller submits one call
+        of a seat at a time."""
+        worker = await self._worker_of_seat(call)
         if worker is None:
             self._reply(call, DIED_AS_IT_STARTED)
             return
-        reply, _ = await self._ask(worker, call)
+        reply, _ = await self._call_worker(worker, call)
         self._reply(call, reply)
 
-    async def _ask(self, worker: _Worker | None, call: _Call) -> tuple[Header, _Worker | None]:
-        """Sends a call to a worker, or with None to a new one; returns the reply and the worker
-        (None if none could start). If the call takes too long or the worker answers wrongly, ends
-        the worker and returns a reply "timed out" or "died"."""
+    async def _call_worker(
+        self, worker: _Worker | None, call: _Call
+    ) -> tuple[Header, _Worker | None]:
+        """Sends a call to a worker (None: to a new one) and waits for the reply. Returns the reply
+        and the worker, which is None if no worker could start.
+
+        Ends the worker if the call exceeds its time limit (reply "timed out"), if the worker ends
+        or sends anything but a reply to this call ("died"), or if the reply asks for it
+        (`spent`)."""
         try:
             if worker is None:
                 worker = await self._spawn()
@@ -533,12 +545,12 @@ class Supervisor:
             reply = {"kind": "died", "text": worker.describe_end()}
         return reply, worker
 
-    async def _seated(self, call: _Call) -> _Worker | None:
-        """Returns the worker of a call's seat, started if there is none; None if it cannot
-        start."""
+    async def _worker_of_seat(self, call: _Call) -> _Worker | None:
+        """Returns the worker of a call's seat, and starts it if there is none or if it was killed.
+        None if it cannot start."""
         for _ in range(2):
             if call.seat not in self.seats:
-                self.seats[call.seat] = self._start(self._spawn(call.seat, call.together))
+                self.seats[call.seat] = self._start_task(self._spawn(call.seat, call.together))
             try:
                 worker = await asyncio.shield(self.seats[call.seat])
             except (TimeoutError, EOFError, ConnectionError):
@@ -550,16 +562,17 @@ class Supervisor:
         return None
 
     async def _serve_together(self, call: _Call) -> None:
-        """Runs one call on an event loop that calls share, and sends the reply.
+        """Runs one call on the shared event loop of a worker, and sends the reply.
 
         The worker itself ends a call that reaches its limit. If the worker sends nothing for longer
-        than that, some call blocks its loop: the worker is ended, and each of its calls is queued
-        to be made again alone, except those of a seat.
+        than that, some call blocks its loop, and the worker is ended. Then each of its calls is
+        queued again for a worker that runs one call at a time; a call of a seat gets the reply
+        "died" instead.
         """
-        worker = await self._seated(call)
+        worker = await self._worker_of_seat(call)
         reply = None
         if worker in self.workers:
-            reply = await self._reply_of_shared(worker, call)
+            reply = await self._call_shared_worker(worker, call)
         if reply is not None:
             self._reply(call, reply)
         elif not call.seat:
@@ -568,12 +581,12 @@ class Supervisor:
         elif worker is None:
             self._reply(call, DIED_AS_IT_STARTED)
         else:
-            await _gone(worker.has_ended)
+            await _wait_until(worker.has_ended)
             self._reply(call, {"kind": "died", "text": worker.describe_end()})
 
-    async def _reply_of_shared(self, worker: _Worker, call: _Call) -> Header | None:
-        """Returns the reply to a call on a shared event loop; None if the worker ended, or was
-        ended here because a call blocks its loop."""
+    async def _call_shared_worker(self, worker: _Worker, call: _Call) -> Header | None:
+        """Sends a call to a worker with a shared event loop, and returns the reply. None if the
+        worker ended, or was ended here because it sent nothing for too long."""
         if not worker.waiting:
             worker.heard = time.monotonic()
         future: asyncio.Future[Header | None] = asyncio.get_running_loop().create_future()
@@ -592,9 +605,10 @@ class Supervisor:
             await asyncio.wait([future], timeout=seconds_left)
         return future.result()
 
-    async def _read_together(self, worker: _Worker) -> None:
-        """Reads the replies of a worker whose event loop calls share, and gives each to the task
-        that waits for it, until the worker ends."""
+    async def _read_shared_replies(self, worker: _Worker) -> None:
+        """Reads what a worker with a shared event loop sends, and passes each reply to the task
+        that waits for it. Returns once the worker has ended, or after ending it: because it sent
+        something else, or because a reply asks for it (`spent`)."""
         try:
             while True:
                 header, _ = await _read_frame(worker.reader)
@@ -614,18 +628,19 @@ class Supervisor:
     # -- workers
 
     async def _spawn(self, seat: int | None = None, together: bool = False) -> _Worker:
-        """Forks a worker and returns it once it is ready. TimeoutError if it takes too long to
-        start, EOFError if it ends before."""
+        """Forks a worker and returns it once it is ready. `seat`: see `_Worker`. With `together` it
+        runs a shared event loop. TimeoutError if it takes too long to start, EOFError if it ends
+        before it is ready."""
         here, there = socket.socketpair()
-        self.ends = {end for end in self.ends if end.fileno() >= 0}
-        self.ends.add(here)
+        self.sockets = {end for end in self.sockets if end.fileno() >= 0}
+        self.sockets.add(here)
         supervisor = os.getpid()
         pid = fork()
         if pid == 0:
-            for end in self.ends:  # also those of workers that are about to start
+            for end in self.sockets:  # also those of workers that are about to start
                 with contextlib.suppress(OSError):
                     os.close(end.fileno())
-            live(lambda: self._work(there, supervisor, together, seat))
+            run_child(lambda: self._work(there, supervisor, together, seat))
         self.pids.add(pid)
         there.close()
         reader, writer = await asyncio.open_connection(sock=here, limit=1 << 24)
@@ -638,11 +653,12 @@ class Supervisor:
             await self._end_worker(worker)
             raise
         if together:
-            self._start(self._read_together(worker))
+            self._start_task(self._read_shared_replies(worker))
         return worker
 
     def _work(self, end: socket.socket, supervisor: int, together: bool, seat: int | None) -> None:
-        """Runs as the worker process: handles calls from its socket until that closes."""
+        """Runs in the worker process: calls the handler for each call that arrives at the socket
+        `end`, until that closes. `supervisor` is the process id of its parent."""
         prctl(KILL_WITH_PARENT, signal.SIGKILL)
         limit_memory(self.limits.memory_bytes)
         if os.getppid() != supervisor:
@@ -654,7 +670,7 @@ class Supervisor:
         if together:
             assert self.handle_async is not None
             alarm = self.limits.seconds if seat else 0.0
-            asyncio.run(work_together(channel, self.handle_async, alarm))
+            asyncio.run(run_shared_worker(channel, self.handle_async, alarm))
             return
         while True:
             for header, body in channel.receive():
@@ -664,8 +680,9 @@ class Supervisor:
                 channel.send({"call": header["call"], "reply": reply})
 
     async def _end_worker(self, worker: _Worker, wait: bool = False) -> None:
-        """Kills a worker and everything that it started, and forgets it. With `wait`, first gives
-        it `EXIT_SECONDS` to end by itself, so that its status says how it ended."""
+        """Kills a worker and everything that it started, and removes it from all lists; does
+        nothing if it was removed before. With `wait`, first gives the worker `EXIT_SECONDS` to end
+        by itself, so that its status says how it ended."""
         if worker not in self.workers:
             return
         self.workers.remove(worker)
@@ -678,20 +695,20 @@ class Supervisor:
                 future.set_result(None)
         worker.writer.transport.abort()
         if wait:
-            await _gone(worker.has_ended)
+            await _wait_until(worker.has_ended)
         _kill_group(worker.pid)
         if not worker.has_ended():
             worker.killed = True
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, signal.SIGKILL)
-            if not await _gone(worker.has_ended):
+            if not await _wait_until(worker.has_ended):
                 self.unreaped.add(worker.pid)
         self.pids.discard(worker.pid)
         await self._end_orphans()
 
     async def _end_orphans(self) -> None:
-        """Kills processes that ended workers had started in sessions of their own; on Linux they
-        are now children of this process."""
+        """Kills processes that ended workers had started in sessions of their own. On Linux this
+        process has adopted them; on other systems they are not found."""
         while True:
             orphans = children() - self.pids - self.unreaped
             if not orphans:
@@ -699,13 +716,13 @@ class Supervisor:
             for pid in orphans:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
-                if not await _gone(functools.partial(_is_reaped, pid)):
+                if not await _wait_until(functools.partial(_has_ended, pid)):
                     self.unreaped.add(pid)
 
 
 async def _read_frame(reader: asyncio.StreamReader) -> tuple[Header, bytes]:
-    """Returns header and body of the next frame; ValueError or EOFError if the bytes are not a
-    frame."""
+    """Returns header and body of the next frame. ValueError if the bytes are not a frame, EOFError
+    if the stream ends before."""
     header_size, body_size = SIZES.unpack(await reader.readexactly(SIZES.size))
     if header_size + body_size > MOST_BYTES:
         raise ValueError
@@ -719,8 +736,8 @@ async def _read_frame(reader: asyncio.StreamReader) -> tuple[Header, bytes]:
 
 
 def _reply_of(header: Header) -> tuple[int, Header]:
-    """Returns the number of the call that a worker answers, and the reply; ValueError if the header
-    is not a reply."""
+    """Returns (number of the call, reply) of a frame's header from a worker. ValueError if it is
+    not a reply."""
     call, reply = header.get("call"), header.get("reply")
     if not (isinstance(call, int) and isinstance(reply, dict)):
         raise ValueError
@@ -733,19 +750,20 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-async def _gone(is_gone: Callable[[], bool]) -> bool:
-    """Waits until `is_gone` returns True, at most `EXIT_SECONDS`; returns whether it did."""
+async def _wait_until(condition: Callable[[], bool]) -> bool:
+    """Waits until `condition()` is True, for at most `EXIT_SECONDS`. Returns False if it still is
+    not."""
     deadline = time.monotonic() + EXIT_SECONDS
-    while not is_gone():
+    while not condition():
         if time.monotonic() >= deadline:
             return False
         await asyncio.sleep(0.001)
     return True
 
 
-def _reaped(pid: int) -> int | None:
-    """Reaps a child: returns its status if it has ended, None if it still runs, 0 if another call
-    has reaped it."""
+def _reap(pid: int) -> int | None:
+    """Reaps a child process, without waiting. Returns its status from waitpid if it has ended, None
+    if it still runs, 0 if it is no child or was reaped before."""
     try:
         ended, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
@@ -753,5 +771,5 @@ def _reaped(pid: int) -> int | None:
     return status if ended else None
 
 
-def _is_reaped(pid: int) -> bool:
-    return _reaped(pid) is not None
+def _has_ended(pid: int) -> bool:
+    return _reap(pid) is not None

@@ -1,6 +1,6 @@
 """What a forked process needs: a channel to its parent, its own standard streams, a limit of
-memory, an event loop that calls share; and a watcher that ends processes which others started for
-this one."""
+memory, and an event loop that concurrent calls share. Also a watcher that kills what this process
+started elsewhere once this process has ended."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ class Channel:
         self.end.sendall(frame(header, body))
 
     def receive(self, seconds: float | None = None) -> list[tuple[Header, bytes]]:
-        """Returns the complete frames that have arrived; waits at most `seconds` for the first data
-        (None: for ever). Raises EOFError if the other end is closed and everything was returned
-        before."""
+        """Returns (header, body) of each complete frame that has arrived; [] if there is none.
+        Waits at most `seconds` for the first data (None: for ever). Raises EOFError if the other
+        end is closed and no complete frame is left."""
         _end_copy_of(self.owner)
         ended = False
         self.end.settimeout(seconds)
@@ -101,8 +101,9 @@ def frame(header: Header, body: bytes = b"") -> bytes:
 
 
 def pickled(value: Any, parts: Iterable[tuple[str, Any]], hint: str) -> bytes:
-    """Returns a value as bytes for another process. If the value cannot be pickled, raises
-    ShoalError that names the first of its `parts` (its description, the part) that cannot."""
+    """Returns a value, pickled, as bytes for another process. If the value cannot be pickled,
+    raises a ShoalError that names the first of its `parts`, (description, part), that cannot be
+    pickled; the error ends with `hint`."""
     try:
         return bytes(ForkingPickler.dumps(value))
     except Exception as error:
@@ -118,9 +119,9 @@ def pickled(value: Any, parts: Iterable[tuple[str, Any]], hint: str) -> bytes:
 
 
 def fork() -> int:
-    """Forks this process, with SIGINT, SIGTERM and SIGHUP blocked in the child until it sets its
-    own handlers. Suppresses Python's warning about other threads: the child uses none, and touches
-    no device."""
+    """Forks this process; returns the child's id, and 0 in the child. SIGINT, SIGTERM and SIGHUP
+    stay blocked in the child until `run_child` sets its handlers. Suppresses Python's warning about
+    other threads: the child uses none, and touches no device."""
     held_back = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, held_back)
     pid = -1
@@ -134,9 +135,10 @@ def fork() -> int:
     return pid
 
 
-def live(body: Callable[[], Any]) -> NoReturn:
-    """Runs `body` as the whole life of a forked process and exits: outside its parent's session,
-    without terminal and Ctrl-C, with its own standard streams (stdin is empty)."""
+def run_child(body: Callable[[], Any]) -> NoReturn:
+    """Runs `body` in a forked process and then exits, with code 1 if it raised. The process gets a
+    session of its own, so Ctrl-C does not reach it, and its own standard streams (stdin is
+    empty)."""
     code = 1
     try:
         gc.freeze()  # nothing that the parent made is ever freed here
@@ -157,9 +159,9 @@ def live(body: Callable[[], Any]) -> NoReturn:
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 0)
         os.close(null)
-        sys.stdin = _stream(0, "r")
-        sys.stdout = _stream(1, "w")
-        sys.stderr = _stream(2, "w")
+        sys.stdin = _open_stream(0, "r")
+        sys.stdout = _open_stream(1, "w")
+        sys.stderr = _open_stream(2, "w")
         # Processes whose parent ends under this one become its children: it can end them.
         prctl(_ADOPT_ORPHANS, 1)
         body()
@@ -177,8 +179,8 @@ def live(body: Callable[[], Any]) -> NoReturn:
 
 @contextlib.contextmanager
 def ends_copies() -> Iterator[None]:
-    """Runs user code, which may fork, in its body: a process that was forked there exits at the end
-    of the body. Otherwise such a copy would go on, take calls of the original and answer them."""
+    """A context for user code that may fork: a process that was forked in the context exits at the
+    end of it. Otherwise such a copy would continue as this process does, and answer its calls."""
     owner = os.getpid()
     try:
         yield
@@ -193,13 +195,13 @@ def _end_copy_of(owner: int) -> None:
 
 
 def end_copies_of_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Makes a process that is forked during a call on this event loop exit once it returns to the
-    loop. A copy shares the original's epoll instance and wakeup socket, and would take events from
-    it."""
+    """Registers a hook for forks: a process that user code forks during a call on this event loop
+    exits as soon as the call returns to the loop. Such a copy shares the original's epoll instance
+    and wakeup socket, and would take its events."""
     reference = weakref.ref(loop)
 
     def end() -> None:
-        """Runs in each forked process: has its copy of the loop exit at the next turn."""
+        """Runs in each forked process: makes it exit at the next turn of its copy of the loop."""
         copy = reference()
         if copy is not None:
             # RuntimeError: it is closed, or its thread is not in the copy.
@@ -209,8 +211,9 @@ def end_copies_of_loop(loop: asyncio.AbstractEventLoop) -> None:
     os.register_at_fork(after_in_child=end)
 
 
-def _stream(number: int, mode: str) -> Any:
-    """Opens a file descriptor as a text stream in UTF-8; the null device if that fails."""
+def _open_stream(number: int, mode: str) -> Any:
+    """Returns a text stream in UTF-8 on a file descriptor, or on the null device if the descriptor
+    is closed."""
     try:
         return open(
             number, mode, buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
@@ -224,10 +227,11 @@ class Blocked(BaseException):
     seat."""
 
 
-async def work_together(channel: Channel, handle: AsyncHandler, alarm: float) -> None:
-    """Runs as the worker whose event loop calls share: starts each call that arrives as a task and
-    sends its reply, until the channel closes. With an `alarm` (seconds; 0: none), a call that
-    blocks the loop for that long gets the exception `Blocked`, and the others go on."""
+async def run_shared_worker(channel: Channel, handle: AsyncHandler, alarm: float) -> None:
+    """Runs a worker whose calls run concurrently on one event loop: starts each call that arrives
+    at the channel as a task and sends its reply, until the channel closes. If a call blocks the
+    loop for `alarm` seconds (0: no limit), `Blocked` is raised in it, and the other calls
+    continue."""
     loop = asyncio.get_running_loop()
     end_copies_of_loop(loop)
     ended = loop.create_future()
@@ -235,7 +239,7 @@ async def work_together(channel: Channel, handle: AsyncHandler, alarm: float) ->
     beats: list[asyncio.TimerHandle] = []
 
     async def work(header: Header, body: bytes) -> None:
-        """Handles one call and sends the reply."""
+        """Runs the handler for one call and sends its reply."""
         with ends_copies():
             reply = await handle(header["asked"], body)
         # Not in `running` any more: no alarm can interrupt the writing of the frame.
@@ -301,9 +305,9 @@ def prctl(option: int, value: int) -> None:
 
 
 def limit_memory(memory_bytes: int) -> None:
-    """Limits this process's address space, on Linux, to what it uses now and `memory_bytes` more
-    (0: no limit). Also disables core dumps, and lets the system kill this process first if memory
-    runs out."""
+    """Limits this process's address space, on Linux, to its present size plus `memory_bytes` (0: no
+    limit). Also disables core dumps, and makes this process the first that Linux kills if the
+    machine's memory runs out."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -322,9 +326,10 @@ def limit_memory(memory_bytes: int) -> None:
 def require_bubblewrap(
     what: str, words: Sequence[str], key: str, case: str = "", expected: str = "passed"
 ) -> None:
-    """Checks that sandboxes work here: raises ShoalError if `bwrap` is missing, or if the command
-    `words`, given `case` as its input, does not print `expected`. Without a `case` the command is
-    only asked to echo. `what` begins the message, `key` is the setting to change."""
+    """Raises ShoalError unless sandboxes work on this machine: `bwrap` is installed, and the
+    command `words`, which starts one, prints `expected` for the input `case`. Without a `case` the
+    command runs `echo` in the sandbox. `what` begins the message, `key` is the setting to
+    change."""
     if not shutil.which("bwrap"):
         raise ShoalError(
             f"{what}: this machine has no bwrap: install it (apt install bubblewrap)", key

@@ -55,12 +55,12 @@ class RolloutSampler:
     def generate(
         self, prompt: Prompt | Sequence[int], max_tokens: int | None = None
     ) -> dict[str, Any]:
-        """Samples a completion of messages, of a text or of token ids, with the run's sampling
-        settings.
+        """Samples a completion of a prompt (messages, text or token ids) with the run's sampling
+        settings. Returns the dict of the class's example.
 
-        If the prompt extends all tokens so far, sampling goes on from them; any other prompt begins
-        a branch. `max_tokens` limits this turn alone, if it is less than the tokens that are left.
-        Raises RolloutEnded if no token is left.
+        If the prompt begins with all tokens of the rollout so far, sampling continues from them;
+        any other prompt begins a branch. `max_tokens` limits this turn, if it is less than the
+        tokens that are left for the rollout. Raises RolloutEnded if none is left.
         """
         ids = _token_ids(prompt)
         if ids is None:
@@ -85,8 +85,8 @@ class RolloutSampler:
     def apply_chat_template(
         self, messages: Any, tokenize: bool = True, add_generation_prompt: bool = True
     ) -> Any:
-        """Returns messages as the chat template renders them: token ids, or with `tokenize=False`
-        text."""
+        """Returns messages as the chat template renders them, as token ids, or as text with
+        `tokenize=False`."""
         if tokenize and add_generation_prompt:
             return self.encode(messages)
         text = self.ask("render", [messages, not add_generation_prompt])
@@ -124,9 +124,9 @@ class RolloutCall:
         self._requests: SimpleQueue[Any] = SimpleQueue()
 
     def reset(self, prompt: Prompt, **columns: Any) -> str | None:
-        """Begins a rollout: starts the function in a thread, and returns its first request (None if
-        it returned without one). The function of the rollout before, if it still waits, gets
-        RolloutDropped."""
+        """Begins a rollout: starts the function in a thread, and returns its first request as JSON;
+        None if it returned without one. If the function of the previous rollout still waits for an
+        answer, RolloutDropped is raised in it."""
         # For the function of the rollout before, which may still wait for an answer.
         self._answers.put({"over": "it was dropped", "dropped": True})
         vars(self).update({"_answers": SimpleQueue(), "_requests": SimpleQueue()})
@@ -134,18 +134,19 @@ class RolloutCall:
             if not name.startswith("_"):
                 delattr(self, name)
         arguments = (prompt, set(columns), self._requests, self._answers)
-        threading.Thread(target=self._run, args=arguments, daemon=True).start()
-        return self._next()
+        threading.Thread(target=self._run_function, args=arguments, daemon=True).start()
+        return self._next_request()
 
     def respond(self, message: str) -> str | None:
-        """Gives the function the answer to its request (JSON), and returns its next request; None
-        once it has returned."""
+        """Passes the answer to its request (`message`, as JSON) to the function, and returns its
+        next request; None if the function has returned."""
         self._answers.put(json.loads(message))
-        return self._next()
+        return self._next_request()
 
-    def _next(self) -> str | None:
-        """Waits for the function's next request and returns it; None once the function has
-        returned, whose fields become attributes. Raises what the function raised."""
+    def _next_request(self) -> str | None:
+        """Waits for the function's next request and returns it. If the function has returned, sets
+        the fields that it returned as attributes and returns None. Raises what the function
+        raised."""
         request = self._requests.get()
         if isinstance(request, BaseException):
             raise request
@@ -154,21 +155,22 @@ class RolloutCall:
         vars(self).update(request)
         return None
 
-    def _run(
+    def _run_function(
         self,
         prompt: Prompt,
         columns: Set[str],
         requests: SimpleQueue[Any],
         answers: SimpleQueue[Any],
     ) -> None:
-        """Runs the function in its thread, and puts its requests, then its fields or its exception,
-        into `requests`."""
+        """Runs in the function's thread: calls the function and puts its requests (text), and in
+        the end its fields (a dict) or its exception, into `requests`. `columns` are names that its
+        fields may not have."""
         # The function may ask from several threads: the lock gives each the answer to its request.
         lock = threading.Lock()
 
         def ask(what: str, value: Any) -> Any:
-            """Sends a request and returns its answer. RolloutEnded or RolloutDropped if the rollout
-            is over."""
+            """Puts a request into `requests`, waits for its answer and returns that. RolloutEnded
+            or RolloutDropped if the rollout is over, ValueError if the request failed."""
             with lock:
                 requests.put(json.dumps({"what": what, "value": value}))
                 answer = answers.get()
@@ -210,8 +212,9 @@ class Agent(RolloutCall):
 
 
 def _fields(returned: Any, sampled: Sequence[int]) -> dict[str, Any]:
-    """Returns the fields that a function returned besides tokens. ValueError if its tokens are not
-    those that were sampled, because training uses the sampled ones."""
+    """Returns what a rollout function returned besides tokens, as name -> value of its one prompt.
+    ValueError if nothing was sampled, or if the returned tokens, without those of the environment,
+    are not the `sampled` ones, which training uses."""
     if not sampled:
         raise ValueError(
             "the rollout function returned before anything was sampled: call generate(prompt)"

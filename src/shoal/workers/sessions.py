@@ -35,8 +35,8 @@ SHARED = 16
 
 @dataclass(frozen=True)
 class Reply:
-    """The reply to one call of a rollout. The calls of a rollout are made one after the other, in
-    the order asked.
+    """The reply to one call of a rollout. The calls of a rollout run one after the other, in the
+    order in which they were queued.
 
     >>> Reply(
     ...     "r1", "call", "add", value='{"error": "TypeError: ..."}', kind="raised",
@@ -58,13 +58,13 @@ class Reply:
     reward: float | None = None  # reward of this turn, if the environment gave one
 
 
-def supervised(
+def supervisor_settings(
     tools: Mapping[str, Callable[..., Any]],
     kinds: Mapping[str, EnvironmentKind],
     section: EnvironmentSection,
 ) -> tuple[Handler, Limits, AsyncHandler]:
-    """Returns what a supervisor of sessions needs: the handler of calls, its limits and the async
-    handler."""
+    """Returns what a `Supervisor` of sessions is made with: the handler of calls, the limits of
+    workers, and the handler of calls on a shared event loop."""
     held = Environments(tools, kinds, section.result_bytes)
     limits = Limits(section.workers, section.timeout_seconds, int(section.memory_gib * 2**30))
     return held.call, limits, held.call_async
@@ -107,11 +107,12 @@ class Sessions:
         tools: Sequence[Callable[..., Any]],
         environments: Mapping[str, Callable[[], Any]],
         section: EnvironmentSection,
-        enter: Callable[[socket.socket], Any] | None = None,
+        exec_supervisor: Callable[[socket.socket], Any] | None = None,
     ) -> None:
-        """Forks the supervisor, best before JAX starts its threads. With `enter`, the forked
-        process calls it with its socket instead, to start the supervisor in a sandbox. ShoalError
-        for two tools of the same name, and for an object that is not an environment."""
+        """Forks the supervisor, best before JAX starts its threads. `environments` maps names to
+        factories. `exec_supervisor` starts the supervisor in another program, such as a sandbox
+        (see `WorkerPool`). ShoalError for two tools of the same name, and for an object that is not
+        an environment."""
         self.section = section
         self.tools = {name_of(tool): tool for tool in tools}
         self.kinds: dict[str, EnvironmentKind] = {}
@@ -127,17 +128,19 @@ class Sessions:
         self._load: Counter[int] = Counter()  # seat -> number of its open sessions
         self._done: list[Reply] = []
         self._numbers = 0  # the last number given to a call, session or seat
-        handle, limits, handle_async = supervised(self.tools, self.kinds, section)
-        self._pool = WorkerPool(handle, limits, handle_async, enter=enter, restarts=True)
+        handle, limits, handle_async = supervisor_settings(self.tools, self.kinds, section)
+        self._pool = WorkerPool(
+            handle, limits, handle_async, exec_supervisor=exec_supervisor, restarts=True
+        )
 
     def close(self) -> None:
         """Ends all processes, and everything that they started."""
         self._pool.close()
 
     def kind_of(self, columns: Mapping[str, Any]) -> EnvironmentKind | None:
-        """Returns the kind of environment of a data row: the only one, or with several the one that
-        the column `environment` names; None if there are none. ShoalError if the column names none
-        of them."""
+        """Returns the kind of environment for a data row; None if the task has no environments. If
+        there are several, the row's column `environment` names its kind; ShoalError if it names
+        none of them."""
         if not self.kinds:
             return None
         if len(self.kinds) == 1:
@@ -152,8 +155,8 @@ class Sessions:
         return self.kinds[name]
 
     def functions(self, columns: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
-        """Returns the tools that rollouts of a row may call, by name: functions, then the
-        environment's methods."""
+        """Returns name -> function of the tools that rollouts of a row may call: the task's tools,
+        then the methods of the row's environment."""
         functions = dict(self.tools)
         kind = self.kind_of(columns)
         if kind is not None:
@@ -161,12 +164,13 @@ class Sessions:
         return functions
 
     def open(self, rollout: Hashable, columns: Mapping[str, Any]) -> None:
-        """Begins a session: calls the environment's `reset(**columns)`, whose answer comes as a
-        `Reply`. ShoalError for a column that cannot be sent to another process."""
+        """Begins a rollout's session: queues the call `reset(**columns)` of its environment, whose
+        result `collect` returns as a `Reply` (None without an environment). ShoalError for a column
+        that cannot be sent to another process, ValueError if the session is open."""
         if rollout in self._sessions:
             raise ValueError(f"the session of {rollout!r} is open")
         kind = self.kind_of(columns)
-        session = _Session(rollout, kind, self._number())
+        session = _Session(rollout, kind, self._new_number())
         body = b""
         if kind is not None:
             arguments = kind.arguments(columns)
@@ -175,50 +179,51 @@ class Sessions:
             session.seat = self._free_seat(kind)
             self._load[session.seat] += 1
         self._sessions[rollout] = session
-        self._ask(session, "open", "", body)
+        self._queue_call(session, "open", "", body)
 
     def _free_seat(self, kind: EnvironmentKind) -> int:
-        """Returns the number of a process that runs these environments and has room for one more,
-        or a new number."""
+        """Returns the seat (see `WorkerPool`) of a worker process for one more environment of this
+        kind: one that has room, else a new one."""
         most = SHARED if kind.shares else 1
         for seat in self._seats[kind]:
             if self._load[seat] < most:
                 return seat
-        seat = self._number()
+        seat = self._new_number()
         self._seats[kind].append(seat)
         return seat
 
     def call(self, rollout: Hashable, name: str, arguments: Mapping[str, Any]) -> None:
-        """Calls a tool by name; its answer comes as a `Reply`. Arguments that JSON cannot hold make
-        the call fail."""
+        """Queues a call of a tool by its name; `collect` returns the `Reply`. If JSON cannot hold
+        the arguments, the reply says that the call failed."""
         try:
             body = json.dumps(dict(arguments))
         except (TypeError, ValueError, RecursionError) as error:
             body = json.dumps(f"the arguments cannot be sent: {type(error).__name__}")
-        self._ask(self._sessions[rollout], "call", name, body.encode())
+        self._queue_call(self._sessions[rollout], "call", name, body.encode())
 
     def respond(self, rollout: Hashable, message: str) -> None:
-        """Gives the environment the model's text; the reply's value is the environment's answer,
-        None if the rollout is over."""
-        self._ask(self._sessions[rollout], "respond", "", json.dumps({"message": message}).encode())
+        """Queues the call `respond(message)` of the environment, with the model's text. The value
+        of its `Reply` is the environment's answer, None if the rollout is over."""
+        body = json.dumps({"message": message}).encode()
+        self._queue_call(self._sessions[rollout], "respond", "", body)
 
     def end(self, rollout: Hashable) -> None:
-        """Ends a session; the reply's value has the environment's reward (None if it has none) and
-        its state."""
-        self._ask(self._sessions[rollout], "end")
+        """Queues the end of a session. The value of its `Reply` has the environment's `reward`
+        (None if it has none) and `state`."""
+        self._queue_call(self._sessions[rollout], "end")
 
     def drop(self, rollout: Hashable) -> None:
-        """Ends a session, if it is open, without a reply; the rollout may be opened again at
-        once."""
+        """Ends a session without a `Reply`, if it is open: its queued calls are not made. The
+        rollout may be opened again at once."""
         session = self._sessions.pop(rollout, None)
         if session is not None:
             session.dropped = True
             session.queue.clear()
-            self._ask(session, "end")
+            self._queue_call(session, "end")
 
     def collect(self, seconds: float = 0.0) -> list[Reply]:
-        """Returns the replies that have arrived; waits at most `seconds` for the first, and not at
-        all if no call is open. ShoalError if the supervisor has ended or is stuck."""
+        """Returns the replies that have arrived, each once. Waits at most `seconds` for the first,
+        and not at all if no call is running. ShoalError if the supervisor has ended or is stuck."""
         deadline = time.monotonic() + seconds
         while True:
             now = time.monotonic()
@@ -230,26 +235,29 @@ class Sessions:
             except WorkersLost as lost:
                 raise _error_of_lost(lost) from None
             for call, reply in replies:
-                self._enter(self._calls.pop(call), reply)
+                self._enter_reply(self._calls.pop(call), reply)
             if self._done or not self._calls or now >= deadline:
                 done, self._done = self._done, []
                 return done
 
     # ---- calls
 
-    def _number(self) -> int:
-        """Returns a number that was not used before."""
+    def _new_number(self) -> int:
+        """Returns a number for a call, a session or a seat that no other has."""
         self._numbers += 1
         return self._numbers
 
-    def _ask(self, session: _Session, what: str, name: str = "", body: bytes = b"{}") -> None:
+    def _queue_call(
+        self, session: _Session, what: str, name: str = "", body: bytes = b"{}"
+    ) -> None:
         """Queues a call of a session, and sends it if the session has no other call running."""
         session.queue.append((what, name, body))
         self._send_next(session)
 
     def _send_next(self, session: _Session) -> None:
-        """Sends the next call of a session, unless one is running. Calls that need no process, such
-        as one of an unknown tool, are answered here."""
+        """Sends the next queued call of a session, unless one is running. Replies itself to calls
+        that need no process: of an unknown tool, beyond the session's time limit, or of a session
+        without an environment."""
         if session.call or not session.queue:
             return
         what, name, body = session.queue.popleft()
@@ -264,18 +272,19 @@ class Sessions:
         if what == "call" and name not in names:
             near = did_you_mean(name, names, lists_all=True)
             text = f"there is no tool {shorten(name)!r}{near}"
-            self._enter(session, {"kind": "unknown tool", "text": text})
+            self._enter_reply(session, {"kind": "unknown tool", "text": text})
         elif seconds <= 0:
-            self._enter(session, {"kind": "timed out"})
+            self._enter_reply(session, {"kind": "timed out"})
         elif kind is None and not name:
             value = {"reward": None, "state": {}} if what == "end" else None
-            self._enter(session, {"value": value})
+            self._enter_reply(session, {"value": value})
         else:
             self._submit(session, what, name, body, seconds)
 
     def _submit(self, session: _Session, what: str, name: str, body: bytes, seconds: float) -> None:
-        """Sends a call to the workers: a tool to any worker, else to the process of the session's
-        environment."""
+        """Submits a session's call to the pool. A tool that is a function runs in any worker, all
+        else in the process of the session's environment. `what` and `name` are those of `Reply`,
+        `seconds` is the time limit."""
         kind = session.kind
         header = {"what": what, "name": name, "seconds": seconds, "kind": kind and kind.name}
         if name in self.tools:  # a function without state: any process can run it
@@ -285,16 +294,16 @@ class Sessions:
             header["session"] = session.number
             seat = session.seat
             together = kind is not None and kind.shares
-        call = self._number()
+        call = self._new_number()
         self._calls[call] = session
         try:
             self._pool.submit(call, header, body, together, seat, seconds)
         except WorkersLost as lost:
             raise _error_of_lost(lost) from None
 
-    def _enter(self, session: _Session, reply: Header) -> None:
-        """Enters the reply to a session's running call: makes the `Reply`, closes the session if it
-        is over, and sends its next call."""
+    def _enter_reply(self, session: _Session, reply: Header) -> None:
+        """Handles the pool's reply to the running call of a session: makes the `Reply` that
+        `collect` returns, removes the session if it is over, and sends its next call."""
         assert session.call
         what, name, limit = session.call
         session.call = None
@@ -335,7 +344,7 @@ class Sessions:
 
 
 def _require_distinct(tool_names: Sequence[str]) -> None:
-    """Raises ShoalError if a name occurs twice."""
+    """Raises ShoalError if two tools have the same name."""
     for name, number in Counter(tool_names).items():
         if number > 1:
             raise ShoalError(

@@ -328,6 +328,50 @@ def test_an_operation_without_an_estimate_is_not_counted_as_the_largest_integer(
     assert np.isclose(costs.cycles["model/transformer.py:251 add"], 7)
 
 
+FRAMES = """\
+HloModule jit_f
+
+FileNames
+1 "/home/me/src/shoal/trainer/step.py"
+2 "/home/me/src/shoal/mesh/programs.py"
+3 "/home/me/src/shoal/plan/analysis.py"
+
+FunctionNames
+1 "f"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=377 end_line=377 column=1 end_column=9}
+2 {file_name_id=2 function_name_id=1 line=170 end_line=170 column=1 end_column=9}
+3 {file_name_id=3 function_name_id=1 line=52 end_line=52 column=1 end_column=9}
+
+StackFrames
+1 {file_location_id=3 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+3 {file_location_id=1 parent_frame_id=3}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0), metadata={op_name="a" stack_frame_id=2}
+  ROOT %add.1 = f32[8]{0} add(%a, %a), metadata={op_name="jit(f)/add" stack_frame_id=3}
+}
+"""
+
+
+@pytest.mark.parametrize("parent", ["3", "2"], ids=["all frames", "without Program.trace"])
+def test_the_code_that_compiles_a_program_is_no_source_of_its_operations(parent):
+    text = FRAMES.replace("parent_frame_id=3", f"parent_frame_id={parent}")
+    module = Module(text)
+    assert module.source(module.by_name["add.1"]) == "trainer/step.py:377 add"
+    assert module.source(module.by_name["a"]) == "a"
+
+
+def test_packages_installed_in_a_checkout_are_no_source():
+    text = FRAMES.replace(
+        "/home/me/src/shoal/trainer/step.py", "/shoal/.venv/lib/site-packages/optax/update.py"
+    )
+    module = Module(text)
+    assert module.source(module.by_name["add.1"]) == "add"
+
+
 COPIES = """\
 %fused (p: bf16[64,64], q: bf16[1000]) -> bf16[64,64] {
   %p = bf16[64,64]{1,0} parameter(0)

@@ -81,6 +81,10 @@ _COPIES = {"copy-start", "slice-start"}
 _KERNEL = "__gpu$xla.gpu.triton"
 """The target of custom calls that are the program's own kernels for GPUs."""
 
+_CALLERS = ("mesh/programs.py:", "plan/")
+"""Where the frames begin of the code that compiles a program; the frames further out are its
+callers. JAX leaves out some frames, so either may come first."""
+
 _SLICES = {"dynamic-slice", "gather", "slice"}
 
 _BITCASTS = frozenset({"bitcast", "copy", "convert"})
@@ -310,8 +314,9 @@ class Module:
         return f"{' < '.join(lines)} {last}"
 
     def _lines_of(self, instruction: Instruction) -> list[str]:
-        """Returns the innermost two lines of this package that made an operation; empty if
-        unknown."""
+        """Returns the innermost two lines of this package that made an operation, such as
+        `["model/linear.py:29", "model/transformer.py:251"]`; empty if unknown. Only lines of the
+        program itself count, not those of the code that compiles it."""
         frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
         if frame is None:
             line = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes)
@@ -326,6 +331,8 @@ class Module:
             seen.add(number)
             location, number = self._frames[number]
             text = self._locations.get(location, "")
+            if text.startswith(_CALLERS):
+                break  # This frame and those around it say nothing about the model.
             if text and text not in lines:
                 lines.append(text)
         return lines
@@ -806,11 +813,11 @@ def _closing(text: str, start: int) -> int:
 
 
 def _line_of_package(file: str, line: str) -> str:
-    """Returns a text like `model/linear.py:29`; '' for files outside of the package, and for the
-    code that only calls programs."""
+    """Returns a text like `model/linear.py:29` for a line of a file of this package; "" for other
+    files."""
     if "/shoal/" not in file:
         return ""
     name = file.rpartition("/shoal/")[2]
-    if name.startswith(("mesh/", "run/")):
+    if "/site-packages/" in name:  # of another package, installed below a checkout named `shoal`
         return ""
     return f"{name}:{line}"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tiny_models import CHATML, SPECIAL, write_tokenizer
 from tokenizers import processors
 
-from shoal.chat import template as template_module
+from shoal.chat import template_sandbox
 from shoal.chat.tokenizer import Tokenizer
 from shoal.chat.tokenizer_files import DATE_FILE, write_date
 from shoal.records import ShoalError
@@ -490,7 +490,7 @@ def test_a_broken_template_of_tools_is_refused_where_there_are_tools(tmp_path, t
     ],
 )
 def test_what_a_template_makes_altogether_is_bounded(tmp_path, monkeypatch, grow):
-    monkeypatch.setattr(template_module, "MOST_BYTES", 1 << 24)
+    monkeypatch.setattr(template_sandbox, "MOST_BYTES", 1 << 24)
     write_tokenizer(tmp_path)
     template = (
         "{% set long = range(50000) | list %}{% set text = 'b' * 100000 %}{% set kept = "
@@ -503,7 +503,7 @@ def test_what_a_template_makes_altogether_is_bounded(tmp_path, monkeypatch, grow
 
 
 def test_what_a_template_only_reads_counts_for_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(template_module, "MOST_BYTES", 1 << 24)
+    monkeypatch.setattr(template_sandbox, "MOST_BYTES", 1 << 24)
     write_tokenizer(tmp_path)
     template = (
         "{% for i in range(3000) %}{% set one = messages[0].content %}{% set one = "

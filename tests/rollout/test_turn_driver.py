@@ -63,7 +63,7 @@ class Format:
     """Turns of a model whose tokens are numbers: it calls a tool with the numbers of its turn when
     their sum is odd."""
 
-    def plain(self, message: dict[str, Any]) -> dict[str, Any]:
+    def split_special_tokens(self, message: dict[str, Any]) -> dict[str, Any]:
         return message
 
     def encode_prompt(self, prompt: Any) -> np.ndarray:

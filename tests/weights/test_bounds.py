@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.chat import template as template_module
+from shoal.chat import template_sandbox
 from shoal.chat import tokenizer as tokenizer_module
 from shoal.chat.tokenizer import Tokenizer
 from shoal.chat.turns import encode
@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
     ],
 )
 def test_a_template_that_loops_is_refused(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
-    monkeypatch.setattr(template_module, "MOST_ROUNDS", 5000)
+    monkeypatch.setattr(template_sandbox, "MOST_ROUNDS", 5000)
     made = Tokenizer.load(TINY, template + AT_END)
     with pytest.raises(
         ShoalError, match="The chat template refused a prompt: it loops: more than 5,000 rounds"
@@ -50,7 +50,7 @@ def test_a_template_that_loops_is_refused(monkeypatch: pytest.MonkeyPatch, templ
 
 
 def test_a_template_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_module, "RENDER_SECONDS", 0.0)
+    monkeypatch.setattr(template_sandbox, "RENDER_SECONDS", 0.0)
     with pytest.raises(ShoalError, match="it loops"):
         Tokenizer.load(TINY, "{% for a in range(9) %}{% endfor %}" + AT_END).render(QUESTION)
 
@@ -102,7 +102,7 @@ def test_a_template_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPat
 def test_a_template_that_makes_endless_texts_is_refused(
     monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:
-    monkeypatch.setattr(template_module, "MOST_CHARACTERS", 1 << 16)
+    monkeypatch.setattr(template_sandbox, "MOST_CHARACTERS", 1 << 16)
     with pytest.raises(
         ShoalError, match="it makes a text or a list of more than 65,536 characters or entries"
     ):

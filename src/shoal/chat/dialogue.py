@@ -36,8 +36,9 @@ class Stream:
 
     @classmethod
     def of(cls, ids: np.ndarray, mask: np.ndarray) -> Stream:
-        """Returns the stream of ids[T], of which those with True in mask[T] are learned. The first
-        token cannot be learned, as nothing comes before it."""
+        """Splits ids[T] into a prompt, up to the first token with True in mask[T], and the tokens
+        from there to the last one with True. True at the first token is ignored: nothing comes
+        before it that could predict it. The mask must have True at a later one."""
         learned = np.flatnonzero(mask[1:]) + 1
         first = learned[0]
         last = learned[-1]
@@ -59,9 +60,13 @@ def streams_of(
     tools: Sequence[dict[str, Any]] | None = None,
     first: int = 0,
 ) -> list[Stream]:
-    """Returns the streams of a dialogue in which the assistant's messages from number `first` on
-    are learned. ShoalError if there is no such message, or if the template does not begin one where
-    it asks a model for it."""
+    """Returns the streams of a dialogue from which the assistant's messages with index `first` or
+    more are learned: one stream if the template only adds to its text from turn to turn, else a new
+    one after each turn that the template rewrites.
+
+    ShoalError if there is no such message, if one follows another message of the assistant or
+    comes first, or if the template writes one in another place than where it asks a model for it.
+    """
     texts: list[_Text] = []
     for number, message in enumerate(messages):
         if number < first or message["role"] != ASSISTANT:
@@ -102,9 +107,10 @@ def streams_of(
 def unwritten(
     tokenizer: Tokenizer, messages: Messages, tools: Sequence[dict[str, Any]] | None = None
 ) -> list[str]:
-    """Returns what a dialogue has and the chat template does not write, found by rendering the
-    dialogue without it: `tools`, keys of messages besides role and content, the contents of a
-    role's messages, and those of messages with tool calls.
+    """Returns the names of what a dialogue has and the chat template does not write: `tools`, keys
+    of messages such as `reasoning_content`, `what role tool says`, and the text of messages with
+    tool calls. Each is found by rendering the dialogue without it: an equal text shows that the
+    template does not read it.
 
     >>> unwritten(tokenizer_of_plain_chatml, messages, tools)
     ['tools', 'tool_calls']
@@ -112,7 +118,8 @@ def unwritten(
     whole = _rendering(tokenizer, messages, tools)
 
     def is_written(others: Messages, their_tools: Sequence[dict[str, Any]] | None) -> bool:
-        """True if the template writes what `others` or `their_tools` leave out."""
+        """True if `messages` with `tools` and `others` with `their_tools`, the same dialogue
+        without one thing, are rendered differently: then the template writes that thing."""
         try:
             if _rendering(tokenizer, others, their_tools) != whole:
                 return True
@@ -129,12 +136,14 @@ def unwritten(
     names = []
     if tools and not is_written(messages, None):
         names.append("tools")
+    # Without one key of all messages.
     for key in _keys_of(messages):
         others = []
         for message in messages:
             others.append({name: value for name, value in message.items() if name != key})
         if not is_written(others, tools):
             names.append(key)
+    # Without the contents of all messages of one role.
     for role in dict.fromkeys(message["role"] for message in messages):
         others = []
         for message in messages:
@@ -155,17 +164,15 @@ def unwritten(
 
 
 def _keys_of(messages: Messages) -> list[str]:
-    """Returns the keys of messages, besides role and content, that have a value in some message and
-    that a template should write."""
-    keys = []
-    for key in dict.fromkeys(key for message in messages for key in message):
-        if key in ("role", "content"):
-            continue
-        for message in messages:
-            if message.get(key) and key not in _LINKS.get(message["role"], ()):
-                keys.append(key)
-                break
-    return keys
+    """Returns the keys that have a value in some message and that a template should write, in the
+    order of their first use: all but role, content and the keys in _LINKS."""
+    has_value: dict[str, bool] = {}  # key -> True if some message has a value that counts
+    for message in messages:
+        links = _LINKS.get(message["role"], ())
+        for key, value in message.items():
+            counts = bool(value) and key not in links
+            has_value[key] = has_value.get(key, False) or counts
+    return [key for key in has_value if has_value[key] and key not in ("role", "content")]
 
 
 _LINKS = {"tool": ("tool_call_id", "name")}
@@ -176,14 +183,15 @@ templates leave them out."""
 def _rendering(
     tokenizer: Tokenizer, messages: Messages, tools: Sequence[dict[str, Any]] | None
 ) -> str:
-    """Returns the text of a dialogue: the whole dialogue if the assistant has the last word, else
-    up to where it answers."""
+    """Returns the text of a dialogue: of a finished one if its last message is the assistant's,
+    else up to where the assistant's answer begins."""
     return tokenizer.render(messages, whole=messages[-1]["role"] == ASSISTANT, tools=tools)
 
 
 def text_stream(tokenizer: Tokenizer, prompt: str, completion: str) -> Stream:
-    """Returns the stream of a prompt and a completion of plain text, with an end-of-sequence token
-    at the end. ShoalError if either is empty."""
+    """Returns the stream of a prompt and a completion of plain text, without the chat template. The
+    whole completion is learned, with an end-of-sequence token at its end if the model has one.
+    ShoalError if the prompt is empty, or if nothing follows it."""
     asked = tokenizer.encode_prompt(prompt)
     ids = tokenizer.encode_prompt(prompt + completion)
     # If a token spans the border, the prompt that the model is asked with differs from the one in
@@ -198,9 +206,10 @@ def text_stream(tokenizer: Tokenizer, prompt: str, completion: str) -> Stream:
 
 
 def _stream(tokenizer: Tokenizer, text: _Text) -> Stream:
-    """Returns the stream of a text: its tokens, and which of them are learned. Of a span that the
-    template marked, all tokens are; of any other span those up to its last end-of-sequence token,
-    without what the template writes behind it."""
+    """Tokenizes a rendered dialogue and returns its stream. Of a span that the template marked, all
+    tokens are learned; of any other span those up to its last end-of-sequence token, because the
+    model does not sample what the template writes after it (a newline). ShoalError if no token is
+    learned."""
     ids, token_spans = tokenizer.encode_spans(text.text, text.spans)
     mask = np.zeros(len(ids), bool)
     for start, stop in token_spans:
@@ -222,12 +231,13 @@ def _stream(tokenizer: Tokenizer, text: _Text) -> Stream:
 
 
 def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """Returns a text without the marks of GENERATION, and the span in it that each pair of marks
-    enclosed."""
+    """Returns (a text without the marks of GENERATION, the spans (from, to) of its characters that
+    were between two marks)."""
     begin, end = GENERATION.values()
-    plain, *parts = text.split(begin)
+    parts = text.split(begin)
+    plain = parts[0]
     spans = []
-    for part in parts:
+    for part in parts[1:]:
         inside, _, rest = part.partition(end)
         spans.append((len(plain), len(plain) + len(inside)))
         plain += inside + rest

@@ -199,13 +199,14 @@ class Tokenizer:
     @property
     def writes_date(self) -> bool:
         """True if prompts depend on the date, because a template writes it."""
-        templates = [self.template, *self.named_templates.values()]
-        return any("strftime_now" in template for template in templates)
+        if "strftime_now" in self.template:
+            return True
+        return any("strftime_now" in template for template in self.named_templates.values())
 
     @property
     def turn_end(self) -> TurnEnd | None:
-        """What the chat template writes to end a turn of the assistant; None if there is no
-        template, or if it does not write such a turn."""
+        """What the chat template writes to end a turn of the assistant, found by rendering one;
+        None if there is no template, or if it does not write such a turn."""
         if self._template is None:
             return None
         turns = [{"role": "user", "content": "What next?"}, {"role": "assistant", "content": MARK}]
@@ -216,7 +217,7 @@ class Tokenizer:
         _, mark, text = rendered.rpartition(MARK.strip())
         if not mark:
             return None
-        text = text.removeprefix(" ")
+        text = text.removeprefix(" ")  # the mark's final space, unless the template trims messages
         ids = self.encode(text)
         for token_id in ids:
             if token_id in self.eos_ids:
@@ -259,16 +260,17 @@ class Tokenizer:
         return np.asarray(ids, np.int32)
 
     def encode_answered(self, prompt: Prompt, answer: str) -> list[int]:
-        """Returns the token ids of a prompt with its answer, as a model that judges the answer
-        reads them: messages whole by the chat template, a text with the tokenizer's special
-        tokens."""
+        """Returns the token ids of a prompt with its answer, as a reward model reads them: a text
+        with the tokenizer's special tokens; messages, with the answer as the assistant's last
+        message, by the chat template. If the prompt ends with an assistant's message, the answer
+        continues that message."""
         if isinstance(prompt, str):
             return self.encode(prompt + answer, special=True)
         messages = list(prompt)
-        begun = ""
+        beginning = ""
         if messages and messages[-1].get("role") == "assistant":
-            begun = messages.pop().get("content") or ""
-        messages.append({"role": "assistant", "content": begun + answer})
+            beginning = messages.pop().get("content") or ""
+        messages.append({"role": "assistant", "content": beginning + answer})
         return self.encode(self.render(messages, whole=True))
 
     def render(
@@ -278,12 +280,14 @@ class Tokenizer:
         tools: Sequence[dict[str, Any]] | None = None,
         marked: bool = False,
     ) -> str:
-        """Returns the text of messages by the chat template, up to where the answer begins; if the
-        last message is the assistant's, the text ends inside of it, so that it is continued, like
-        transformers' `continue_final_message`.
+        """Returns the text that the chat template writes for messages, up to where the answer
+        begins (transformers' `add_generation_prompt`). If the last message is the assistant's, the
+        text ends at the end of its content, so that a model continues it (transformers'
+        `continue_final_message`). Without a template: lines such as `User: ...`.
 
-        `whole`: the conversation is over, and no answer follows. `tools`: schemas to show.
-        `marked`: with GENERATION's marks around what the template says the assistant generates.
+        `whole`: the conversation is over, and no answer follows. `tools`: schemas that the template
+        shows. `marked`: also write GENERATION's marks around the template's `generation` blocks.
+        ShoalError if the template raises for these messages.
         """
         if not messages or not all(isinstance(message, Mapping) for message in messages):
             raise ShoalError(
@@ -324,13 +328,14 @@ class Tokenizer:
             ) from error
         if not continued:
             return text
-        text, mark, rest = text.rpartition(MARK.strip())
+        text, mark, rest = text.rpartition(MARK.strip())  # the answer continues where MARK stands
         if not mark:
             raise ShoalError(
                 "The chat template leaves out the assistant's message that a prompt ends with, "
                 f"{messages[-1]['content']!r:.60}: remove it, or give another template with "
                 "model.template."
             )
+        # A template that trims messages has removed the mark's final space: trim the content too.
         return text if rest.startswith(" ") else text.rstrip()
 
     def encode(self, text: str, special: bool = False) -> list[int]:
@@ -350,8 +355,10 @@ class Tokenizer:
         encoding = self._backend.encode(text, add_special_tokens=False)
         # A token that reaches over a span's start belongs to it, as in transformers. Offsets may
         # lack leading spaces.
-        starts = [start for start, _ in encoding.offsets]
-        ends = [end for _, end in encoding.offsets]
+        starts, ends = [], []
+        for start, end in encoding.offsets:
+            starts.append(start)
+            ends.append(end)
         token_spans = []
         for start, stop in spans:
             token_spans.append((bisect_right(ends, start), bisect_left(starts, stop)))
@@ -377,8 +384,9 @@ class Tokenizer:
         return self._backend.get_vocab(with_added_tokens=True)
 
     def facts(self) -> dict[str, Any]:
-        """Returns what prompts and answers depend on, name -> short text. Two tokenizers with equal
-        facts behave the same."""
+        """Returns name -> short text for everything that prompts and answers depend on: hashes of
+        the tokenizer and its templates, and the special tokens. Two tokenizers with equal facts
+        behave the same; hosts and resumed runs compare them."""
         question = [{"role": "user", "content": "2 + 3 = ?"}]
         try:
             rendered = self.encode_prompt(question).tolist()  # a template may write the date
@@ -409,7 +417,7 @@ class Tokenizer:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises ShoalError if a token id is outside of an embedding with `vocab_size` entries."""
-        largest = max([self.vocab_size - 1, self.pad_id, *self.eos_ids])
+        largest = max(self.vocab_size - 1, self.pad_id, max(self.eos_ids, default=0))
         if largest >= vocab_size:
             raise ShoalError(
                 f"The tokenizer has token ids up to {largest}, but the model's vocabulary has "
@@ -417,8 +425,8 @@ class Tokenizer:
             )
 
     def _encode_text(self, text: str) -> list[int]:
-        """Returns the ids of a text with the tokenizer's special tokens, but neither with a second
-        bos nor with an eos at the end.
+        """Returns the ids of a text with the tokenizer's special tokens around it, but without a
+        second bos and without an eos that the tokenizer appends.
 
         Some tokenizers append eos: to a model a prompt that ends with it is finished, and it would
         go on with another text.
@@ -440,8 +448,9 @@ class Tokenizer:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message whose reasoning, if it has any, is under both names that templates read;
-    data sets use three names."""
+    """Returns a message with its reasoning under both keys that templates read, `thinking` and
+    `reasoning_content`; data sets use these or `reasoning`. A message without reasoning is returned
+    unchanged."""
     for name in ("reasoning_content", "thinking", "reasoning"):
         if name in message:
             reasoning = message[name]
@@ -450,8 +459,9 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain_text(messages: Messages, opens_answer: bool) -> str:
-    """Returns messages as text if there is no template: the system's text, then `User: ...` and
-    `Assistant: ...` lines."""
+    """Returns the text of messages for a model without a template: the system's text as it is,
+    other messages as lines `User: ...` and `Assistant: ...`. `opens_answer`: end with
+    `Assistant:`, for the model to continue."""
     lines = []
     for message in messages:
         role = str(message.get("role", "user"))

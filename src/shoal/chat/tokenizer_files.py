@@ -75,7 +75,8 @@ def read_special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, st
         entries |= read_object(folder / "special_tokens_map.json")
     special = {}
     # In transformers' order, which numbers the tokens that have no id yet.
-    for name in dict.fromkeys((*_SPECIAL_NAMES, *entries)):
+    names = dict.fromkeys(_SPECIAL_NAMES) | dict.fromkeys(entries)
+    for name in names:
         value = entries.get(name)
         text = value.get("content") if isinstance(value, Mapping) else value
         if name.endswith("_token") and isinstance(text, str):
@@ -86,8 +87,10 @@ def read_special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, st
 def add_tokens(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]
 ) -> None:
-    """Adds to a tokenizer the tokens that only tokenizer_config.json has, in transformers' order,
-    which decides their ids."""
+    """Adds to a tokenizer in place the added and special tokens that tokenizer_config.json
+    (`config`) lists and tokenizer.json does not have. They are added in transformers' order, which
+    decides their ids. `special`: the special tokens' texts by role."""
+    # By their `repr`, which shows the flags too: a token with other flags is added again.
     known = {repr(token) for token in backend.get_added_tokens_decoder().values()}
     listed = config.get("added_tokens_decoder", {})
     new_tokens = []
@@ -104,12 +107,16 @@ def add_tokens(
     for token in further:
         texts.append(token["content"] if isinstance(token, Mapping) else token)
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
-    backend.add_special_tokens([text for text in dict.fromkeys(texts) if text not in added])
+    missing = []
+    for text in dict.fromkeys(texts):
+        if text not in added:
+            missing.append(text)
+    backend.add_special_tokens(missing)
 
 
 def token_ids(value: Any) -> list[int]:
-    """Returns the ids in an entry of a configuration such as `eos_token_id`: a number, a list, or
-    null for none."""
+    """Returns the token ids in an entry of a configuration such as `eos_token_id`, which is a
+    number, a list of numbers, or null: `2` -> `[2]`, `None` -> `[]`."""
     if value is None:
         return []
     if isinstance(value, int):
@@ -123,11 +130,11 @@ def token_ids(value: Any) -> list[int]:
 def read_templates(
     folder: Path, config: Mapping[str, Any], requested: str = ""
 ) -> tuple[str, dict[str, str]]:
-    """Returns the default chat template of a model ("" if it has none) and its further templates by
-    name.
+    """Returns (default chat template of a model, "" if it has none; its other templates by name).
 
-    `requested`: the value of model.template, which then is the only template, like transformers'
-    `chat_template=`: a template, a file with one, or the name of one of the model's.
+    `config`: tokenizer_config.json. `requested`: the value of model.template: the text of a
+    template, a file with one, or the name of one of the model's. It is then the default and the
+    only template, like transformers' `chat_template=`.
     """
     own = _own_templates(folder, config)
     if requested in own:
@@ -145,14 +152,18 @@ def read_templates(
 
 
 def _own_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the chat templates of a model folder by name, with the default one as `default`.
-    Files count before the entry of tokenizer_config.json, as in transformers."""
+    """Returns name -> text of a model folder's chat templates; the default one has the name
+    `default`. They are read from template files, or, only if there are none, from the entry
+    `chat_template` of tokenizer_config.json (`config`), as in transformers."""
     files = {file.stem: file for file in sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))}
     default = folder / DEFAULT_TEMPLATE
     if default.is_file():
         files["default"] = default
     if files:
-        return {name: _read_template(file) for name, file in files.items()}
+        templates = {}
+        for name, file in files.items():
+            templates[name] = _read_template(file)
+        return templates
     entry = config.get("chat_template") or []
     if isinstance(entry, str):
         return {"default": entry}
@@ -175,10 +186,15 @@ def _own_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _listed_templates(entry: Any) -> dict[str, str] | None:
-    """Returns the templates by name of an entry chat_template that is not a text: a list of entries
-    with name and template, or an object, which transformers reads too. None for anything else."""
-    if isinstance(entry, list) and all(isinstance(item, Mapping) for item in entry):
-        pairs = [(item.get("name"), item.get("template")) for item in entry]
+    """Returns name -> text of the templates in an entry `chat_template` of tokenizer_config.json
+    that is a list, `[{"name": "rag", "template": "..."}]`, or an object, `{"rag": "..."}`, which
+    transformers reads too. None if it is neither."""
+    pairs: list[tuple[Any, Any]] = []
+    if isinstance(entry, list):
+        for item in entry:
+            if not isinstance(item, Mapping):
+                return None
+            pairs.append((item.get("name"), item.get("template")))
     elif isinstance(entry, Mapping):
         pairs = list(entry.items())
     else:
@@ -202,8 +218,10 @@ def _read_template(file: Path) -> str:
 
 
 def _requested_template(requested: str, own: Mapping[str, str]) -> str:
-    """Returns the text of a requested template: the value itself, or the content of the file that
-    it names. ShoalError if there is no such file. `own`: the model's templates, for the message."""
+    """Returns the text of the template that model.template asks for (`requested`): the value
+    itself if it has a brace or several lines, else the content of the file that it names.
+    ShoalError if there is no such file. `own`: the model's templates, whose names the error
+    message lists."""
     if "{" in requested or "\n" in requested:
         return requested
     file = Path(requested).expanduser()
@@ -229,7 +247,8 @@ def write_templates(folder: Path, default: str, named: Mapping[str, str]) -> Non
 
 
 def read_date(folder: Path) -> datetime | None:
-    """Returns the date that the chat template of a run writes; None if the folder keeps none."""
+    """Returns the date in a run's model folder that the chat template writes; None if there is no
+    such file. ShoalError if the file has no valid date."""
     value = read_object(folder / DATE_FILE).get("strftime_now")
     if not value:
         return None
@@ -243,6 +262,7 @@ def read_date(folder: Path) -> datetime | None:
 
 
 def write_date(date: datetime, folder: Path) -> None:
-    """Writes into a run's model folder the date that the chat template writes."""
+    """Writes `template_date.json` into a run's model folder, with the date that the chat template
+    writes."""
     text = json.dumps({"strftime_now": date.isoformat(timespec="seconds")})
     write_text(folder / DATE_FILE, f"{text}\n", "base_output_directory")

@@ -112,7 +112,8 @@ class CallReader:
         self._start = text[start_of_turn:]
 
     def _set_private_characters(self, table: Any) -> None:
-        """Assigns a private character to each added token whose text occurs in the table."""
+        """Assigns a private character to each added token whose text occurs in the table, and fills
+        the mappings between tokens, ids and characters."""
         used = json.dumps(table, ensure_ascii=False).replace("\\\\", "").replace('\\"', '"')
         markers = []
         for token_id, (token, is_special) in self._tokenizer.added_tokens().items():
@@ -132,8 +133,9 @@ class CallReader:
             self._decoded[char] = "" if is_special else token
 
     def _compile(self, table: Any) -> None:
-        """Compiles the patterns of a table. Raises errors of various types if the table is not
-        valid."""
+        """Compiles the patterns of a table: one that matches any opening marker, whose group says
+        which field it opens, and for each field one for the closing marker. Raises errors of
+        various types if the table is not valid."""
         openings = []
         self._closing: dict[str, re.Pattern[str]] = {}
         for name, field in table["fields"].items():
@@ -154,8 +156,9 @@ class CallReader:
             raise ValueError(f"tool_calls with content {content!r} are not supported")
 
     def _pattern(self, field: Mapping[str, Any], name: str) -> str:
-        """Returns the pattern of a marker: of its literal texts under `name`, or the pattern under
-        `name_pattern`; "" if the table has neither."""
+        """Returns the regular expression of a marker, `name` being open, close or start_anchor:
+        one that matches the field's literal texts under `name`, else its entry `{name}_pattern`;
+        "" if the field has neither. Markers in it are private characters."""
         literals = field.get(name, [])
         if isinstance(literals, str):
             literals = [literals]
@@ -170,8 +173,9 @@ class CallReader:
         return pattern
 
     def read(self, ids: Sequence[int]) -> tuple[str, list[ToolCall]]:
-        """Returns the text of a turn outside of its calls, and the calls; if no call can be read,
-        the text is the whole turn."""
+        """Reads the ids of a turn. Returns (its text outside of calls, its calls in order). The
+        text is the whole turn if it has no call that could be read; a call that could not be read
+        has an `error`. Calls within a thought do not count."""
         whole = self._tokenizer.decode(ids)
         text = self._start + self._text(ids)
         if len(text) > LONGEST:
@@ -192,7 +196,9 @@ class CallReader:
             if opened.lastgroup == "_tool_calls":
                 region_calls = self._read_calls(body, opened.groupdict(), closed is not None)
                 calls += region_calls
-            is_read = bool(region_calls) and all(not call.error for call in region_calls)
+            is_read = bool(region_calls) and not any(call.error for call in region_calls)
+            # A region of calls that were read is left out of the text; any other one, such as a
+            # thought, is kept.
             outside.append(text[position : opened.start() if is_read else end])
             if end == position:  # an empty match would be found again
                 break
@@ -225,9 +231,10 @@ class CallReader:
         return _PRIVATE.sub(lambda match: texts[match[0]], text)
 
     def _read_calls(self, body: str, captured: dict[str, str], is_closed: bool) -> list[ToolCall]:
-        """Returns the calls in the text between two markers; one call with an error if any cannot
-        be read. `captured`: the groups of the match of the opening marker."""
-        form = self._field.get("transform", "{content}")
+        """Returns the calls in the text between two markers (`body`); a single call with an error
+        if any of them cannot be read, or if the closing marker is missing. `captured`: the groups
+        of the opening marker's match, such as the tool's name."""
+        transform = self._field.get("transform", "{content}")
         try:
             if not is_closed:
                 raise ValueError("it does not end")
@@ -239,14 +246,15 @@ class CallReader:
                 values = dict(content) if isinstance(content, dict) else {}
                 values |= captured
                 values["content"] = content
-                calls.append(self._call(_filled(form, values)))
+                calls.append(self._call(_fill_placeholders(transform, values)))
             return calls
         except ValueError as error:
             return [_unread(str(error))]
 
     def _call(self, value: Any) -> ToolCall:
-        """Returns the call that an object with name and arguments describes; also reads OpenAI's
-        form, with `function`. ValueError if it is not a call."""
+        """Returns the call that an object describes: `{"name": ..., "arguments": {...}}`, or with
+        `parameters`, or inside `function` as in OpenAI's messages. Arguments are converted to the
+        types of the tool's schema. ValueError if the object is not a call."""
         if isinstance(value, dict):
             value = value.get("function", value)
         if not isinstance(value, dict):
@@ -265,8 +273,9 @@ class CallReader:
         return ToolCall(name, typed)
 
     def _contents(self, text: str) -> list[Any]:
-        """Returns the values in the text between two markers: one or several of JSON, or one object
-        made of tags. ValueError if it cannot be read."""
+        """Returns the values in the text between two markers: one or several JSON values, or, if
+        the table has tags (`<parameter=x>1</parameter>`), one object `{"x": "1"}`. ValueError if
+        the text cannot be read."""
         if self._field["content"] == "json":
             return _values(self._json(text))
         pairs = []
@@ -284,8 +293,9 @@ class CallReader:
         return [_unique(pairs)]
 
     def _json(self, text: str) -> str:
-        """Returns a text as standard JSON: the table may allow other quotes around strings, and
-        keys without quotes."""
+        """Returns a text as standard JSON: strings in the table's own quotes (`string_delims`) and,
+        if it allows them, keys without quotes get double quotes. Private characters become the
+        tokens' texts."""
         quotes = []
         for begin, end in self._args.get("string_delims", ()):
             quotes += [re.escape(self._with_chars(begin)), re.escape(self._with_chars(end))]
@@ -300,7 +310,8 @@ class CallReader:
 
 
 def _quoted_key(match: re.Match[str]) -> str:
-    """Returns a key with quotes; strings, which the pattern matches too, stay as they are."""
+    """Returns the replacement for a match of _BARE_KEY: the key with quotes. Strings, which the
+    pattern matches too so that keys in them are skipped, stay as they are."""
     if match[2]:
         return f'{match[1]}"{match[2]}":'
     return match[0]
@@ -324,7 +335,7 @@ _TYPES = {
 
 
 def _unread(why: str) -> ToolCall:
-    """Returns the call that says that a call could not be read, and why."""
+    """Returns a call without a name whose `error` says why it could not be read."""
     return ToolCall(
         "",
         {},
@@ -333,7 +344,7 @@ def _unread(why: str) -> ToolCall:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns pairs as a dict; ValueError if a key occurs twice."""
+    """Returns pairs (key, value) as a dict; ValueError if a key occurs twice."""
     values = dict(pairs)
     if len(values) < len(pairs):
         raise ValueError("it gives an argument twice")
@@ -344,8 +355,9 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def _values(text: str) -> list[Any]:
-    """Returns the JSON values in a text, one after the other. ValueError if there is none, for NaN
-    and infinity, and for values that are nested too deep."""
+    """Returns the JSON values in a text, in order: `'{"a": 1}; 2'` -> `[{"a": 1}, 2]`. Spaces,
+    commas and semicolons may be between them. ValueError if there is none, if one is not valid, for
+    NaN and infinity, and for values that are nested deeper than DEEPEST."""
     depth = deepest = 0
     for part in _BRACKET.findall(text):
         if part in ("[", "{"):
@@ -374,17 +386,20 @@ def _values(text: str) -> list[Any]:
     return values
 
 
-def _filled(form: Any, values: Mapping[str, Any]) -> Any:
-    """Returns a table's `transform` in which each string that is one placeholder, `{name}` or
-    `{content.name}`, is replaced by that value, in the value's type. Looks into dicts, not into
-    lists; other strings stay as they are. ValueError if a value is missing."""
-    if isinstance(form, dict):
-        return {key: _filled(value, values) for key, value in form.items()}
-    if not isinstance(form, str):
-        return form
-    placeholder = re.fullmatch(r"\{([\w.]+)\}", form)
+def _fill_placeholders(transform: Any, values: Mapping[str, Any]) -> Any:
+    """Returns a table's `transform` with each string that is a placeholder, `{name}` or
+    `{content.name}`, replaced by that entry of `values`, in the entry's own type. Looks into dicts,
+    not into lists; other strings stay as they are. ValueError if there is no such entry."""
+    if isinstance(transform, dict):
+        filled = {}
+        for key, value in transform.items():
+            filled[key] = _fill_placeholders(value, values)
+        return filled
+    if not isinstance(transform, str):
+        return transform
+    placeholder = re.fullmatch(r"\{([\w.]+)\}", transform)
     if not placeholder:
-        return form
+        return transform
     value: Any = values
     for key in placeholder[1].split("."):
         if not isinstance(value, Mapping) or key not in value:
@@ -394,8 +409,9 @@ def _filled(form: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _typed(value: Any, schema: Mapping[str, Any]) -> Any:
-    """Returns an argument that came as text in another type, if the tool's schema allows that type
-    and the text is such a value; any other argument as it is."""
+    """Converts an argument that came as text to a type that the tool's schema allows: `"2"` -> 2
+    for `{"type": "integer"}`. Returns any other argument, and a text that is no such value,
+    unchanged."""
     if not isinstance(value, str):
         return value
     types = _types(schema)
@@ -413,8 +429,8 @@ def _typed(value: Any, schema: Mapping[str, Any]) -> Any:
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
-    """Returns the names of the types that a schema allows. Since others write schemas, any entry
-    may be of any type."""
+    """Returns the names of the JSON types that a schema allows, `{"type": "integer", "nullable":
+    true}` -> `{"integer", "null"}`. Schemas come from users, so any entry may be of any type."""
     allowed: list[Any] = [schema]
     if isinstance(schema.get("anyOf"), list):
         allowed += schema["anyOf"]

@@ -61,28 +61,34 @@ class TurnFormat:
         self._tokenizer = tokenizer
         self._schemas = list(schemas)
         self._reader: CallReader | None = None
+        # Finds spelled-out added tokens; None: they may become tokens.
         self._added = None if special else _added_tokens(tokenizer)
         names = [tool["function"]["name"] for tool in schemas]
-        shown = self._render([_QUESTION])
+        prompt = self._render([_QUESTION])
         answer: dict[str, Any] = dict(_QUESTION)
         if names:
-            shows_tools = all(name in shown for name in names)
-            if not shows_tools or shown == tokenizer.render([_QUESTION]):
+            shows_tools = prompt != tokenizer.render([_QUESTION])
+            for name in names:
+                shows_tools = shows_tools and name in prompt
+            if not shows_tools:
                 raise ShoalError(_NO_PLACE.format("tools"), "model.template")
             answer = {**_QUESTION, "role": "tool", "name": names[0]}
         if answer["content"] not in tokenizer.decode(self.encode_context([answer])):
             raise ShoalError(_NO_PLACE.format("answers of tools"), "model.template")
         if names:
             if call_format == "auto":
-                call_format = "template" if tokenizer.response_template else self._form(names[0])
-            generation_prompt = shown.rpartition(_QUESTION["content"])[2]
+                if tokenizer.response_template:
+                    call_format = "template"
+                else:
+                    call_format = self._call_format(names[0])
+            generation_prompt = prompt.rpartition(_QUESTION["content"])[2]
             start = tokenizer.encode(generation_prompt)
             self._reader = CallReader(tokenizer, call_format, start, schemas)
         self.notes: list[str] = []
-        tried = [answer]
+        next_messages = [answer]  # what may follow a turn: an answer of a tool, or of a user
         if names:
-            tried.append(_QUESTION)
-        for message in tried:
+            next_messages.append(_QUESTION)
+        for message in next_messages:
             # A template may refuse the turn that this is tried on.
             with contextlib.suppress(ShoalError):
                 note = self._history_note(message)
@@ -90,8 +96,9 @@ class TurnFormat:
                     self.notes.append(note)
 
     def encode_prompt(self, prompt: Prompt) -> np.ndarray:
-        """Returns the token ids of a prompt of messages with the tools, int32[T]. ShoalError if the
-        prompt is a text."""
+        """Returns the token ids of a prompt of messages with the tools, int32[T]. Unless `special`,
+        answers of tools in it are encoded without added tokens. ShoalError if the prompt is a
+        text."""
         if isinstance(prompt, str):
             raise ShoalError(
                 f"Rollouts of several turns need prompts of messages, but {prompt!r:.60} is a "
@@ -99,21 +106,23 @@ class TurnFormat:
             )
         if self._added is None:
             return self._tokenizer.encode_prompt(prompt, self._schemas)
-        has_answers = any(message["role"] == "tool" for message in prompt)
-        has_cuts = any(_CUT in str(message.get("content")) for message in prompt)
-        if not has_answers and not has_cuts:
-            return self._tokenizer.encode_prompt(prompt, self._schemas)
         messages = []
+        has_cuts = False
         for message in prompt:
             if message["role"] == "tool":
-                message = self.plain(message)
+                message = self.split_special_tokens(message)
+                has_cuts = True  # or may have some
+            has_cuts = has_cuts or _CUT in str(message.get("content"))
             messages.append(message)
-        return np.asarray(self._encode(self._render(messages)), np.int32)
+        if not has_cuts:
+            return self._tokenizer.encode_prompt(prompt, self._schemas)
+        return np.asarray(self._encode_pieces(self._render(messages)), np.int32)
 
-    def plain(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Returns a message of a tool or an environment, with a mark put inside each spelled-out
-        added token of its text, at which the text is later encoded in pieces. Unchanged if
-        `special` is True."""
+    def split_special_tokens(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Returns a message of a tool or an environment with the private character _CUT inside each
+        added token that its text spells out: the text is encoded in pieces there, so that no piece
+        becomes that token. The message is returned unchanged if `special` is True, or if its
+        content is no text."""
         text = message.get("content")
         if self._added is None or not isinstance(text, str):
             return message
@@ -127,23 +136,25 @@ class TurnFormat:
         pieces.append(text[start:])
         return {**message, "content": _CUT.join(pieces)}
 
-    def _encode(self, text: str) -> list[int]:
-        """Returns the ids of a rendered text, which is encoded in pieces if it has such marks."""
+    def _encode_pieces(self, text: str) -> list[int]:
+        """Returns the ids of a rendered text, whose pieces between _CUT characters are encoded
+        separately."""
         text = text.encode(errors="replace").decode()  # tokenizers refuse half a character
-        first, *others = text.split(_CUT)
+        pieces = text.split(_CUT)
         if self._tokenizer.has_template:
-            ids = self._tokenizer.encode(first)
+            ids = self._tokenizer.encode(pieces[0])
         else:
-            ids = self._tokenizer.encode_prompt(first).tolist()
-        for piece in others:
+            ids = self._tokenizer.encode_prompt(pieces[0]).tolist()
+        for piece in pieces[1:]:
             if piece:
                 ids += self._tokenizer.encode(piece)
         return ids
 
     def read(self, ids: Sequence[int]) -> tuple[dict[str, Any], list[ToolCall]]:
-        """Reads the sampled ids of a turn: returns the assistant's message, and all tool calls in
-        order, including those that have an error. The message's content is the turn's text,
-        thoughts included, without the calls that could be read."""
+        """Reads the sampled ids of a turn. Returns (the assistant's message, all tool calls in
+        order, including those that could not be read and have an `error`). The message's content is
+        the turn's text with its thoughts and without the calls; its `tool_calls` are the calls
+        without an error."""
         calls: list[ToolCall] = []
         if self._reader:
             content, calls = self._reader.read(ids)
@@ -158,35 +169,40 @@ class TurnFormat:
     def encode_context(
         self, messages: Messages, calls: Sequence[ToolCall] = (), last: int | None = None
     ) -> list[int]:
-        """Returns the ids that follow a turn's last sampled token: the answers, up to and including
-        the next generation prompt.
+        """Returns the ids that follow a turn's last sampled token: the messages that answer the
+        turn, and the next generation prompt.
 
         messages  of role tool, one for each of `calls` in their order, or of role user
+        calls     the turn's tool calls; empty: the names are taken from `messages`
         last      the turn's last sampled id; if it did not end the turn, the returned ids begin
-                  with the token that does
+                  with the token that does. None: the turn was ended
         """
         called: list[str] = []
         answered = [message.get("name", "") for message in messages if message["role"] == "tool"]
         if answered:
             called = [call.name for call in calls] or answered
-        end, ids = self._following(messages, called)
+        end, ids = self._end_and_context(messages, called)
         if last is None or last == end:
             return ids
         if last in self._tokenizer.eos_ids:
             # Another end-of-sequence token will do, unless the answers are part of the turn, as in
             # Gemma 4, where the token that ends the calls opens the answers.
-            usual_end, _ = self._following([_QUESTION])
+            usual_end, _ = self._end_and_context([_QUESTION])
             if end == usual_end:
                 return ids
-        return [end, *ids]
+        ids.insert(0, end)
+        return ids
 
     def _render(self, messages: Messages, whole: bool = False) -> str:
         """Returns the text of messages with the tools by the chat template."""
         return self._tokenizer.render(messages, whole, self._schemas)
 
-    def _following(self, messages: Messages, names: Sequence[str] = ()) -> tuple[int, list[int]]:
-        """Returns the id that ends a turn that calls these tools, and the ids that follow it for
-        the answers. ShoalError if the template writes no end of turn."""
+    def _end_and_context(
+        self, messages: Messages, names: Sequence[str] = ()
+    ) -> tuple[int, list[int]]:
+        """Renders a turn that calls the tools `names`, and the messages that answer it. Returns
+        (the id that ends the turn, the ids after it: the answers and the next generation prompt).
+        ShoalError if the template writes no calls, or no token ends the turn."""
         # The model wrote the names: a text that is no name could contain the end of a turn.
         calls = []
         for number, name in enumerate(names):
@@ -198,15 +214,17 @@ class TurnFormat:
             calls[-1]["function"]["arguments"] = {"text": MARK}
             turn["content"] = ""
             turn["tool_calls"] = calls
-        answers = []
+        conversation = [_QUESTION, turn]
         for number, message in enumerate(messages):
-            answers.append({"tool_call_id": f"call{number:05}", **self.plain(message)})
+            answer = self.split_special_tokens(message)
+            conversation.append({"tool_call_id": f"call{number:05}", **answer})
         try:
-            text = self._render([_QUESTION, turn, *answers])
+            text = self._render(conversation)
         except ShoalError:  # Llama 3.1 takes one call in a message
             if len(calls) < 2:
                 raise
-            text = self._render([_QUESTION, {**turn, "tool_calls": calls[-1:]}, *answers])
+            turn["tool_calls"] = calls[-1:]
+            text = self._render(conversation)
         _, mark, rest = text.partition(MARK.strip())
         if not mark:
             raise ShoalError(_NO_PLACE.format("tool calls"), "model.template")
@@ -214,7 +232,7 @@ class TurnFormat:
             # Tokenizers refuse half a character.
             ids = self._tokenizer.encode(rest.encode(errors="replace").decode())
         else:
-            ids = self._encode(rest)
+            ids = self._encode_pieces(rest)
         for number, id in enumerate(ids):
             if id in self._tokenizer.eos_ids:
                 return id, ids[number + 1 :]
@@ -224,9 +242,10 @@ class TurnFormat:
             "one that ends turns."
         )
 
-    def _form(self, name: str) -> str:
-        """Finds out in which form the chat template writes calls, from a rendered call of the tool
-        `name`. ShoalError if the form is not known."""
+    def _call_format(self, name: str) -> str:
+        """Returns the format in which the chat template writes calls: "xml", "gemma", "hermes" or
+        "llama", recognized in a rendered call of the tool `name`. ShoalError if it is none of
+        them."""
         call = _in_message(ToolCall(name, {"text": MARK}))
         turn = {"role": "assistant", "content": "", "tool_calls": [call]}
         answer = {"role": "tool", "name": name, "content": ""}
@@ -248,8 +267,8 @@ class TurnFormat:
         )
 
     def _history_note(self, answer: dict[str, Any]) -> str:
-        """Returns a note if apply_chat_template would render a turn differently once a message
-        `answer` follows, such as without its thoughts; "" if not."""
+        """Returns a note for the user if the chat template renders a turn differently once the
+        message `answer` follows it, for example without its thoughts; "" if it does not."""
         turn: dict[str, Any] = {
             "role": "assistant",
             "content": "<think>\nWhy?\n</think>\n\nSo.",
@@ -266,8 +285,9 @@ class TurnFormat:
 
 
 def _added_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """Returns a pattern that finds where a text spells out an added token of more than one
-    character; None if there is no such token."""
+    """Returns a pattern that matches, without consuming text, at the start of each place where a
+    text spells out an added token of more than one character. None if the tokenizer has no such
+    token."""
     texts = [text for text, _ in tokenizer.added_tokens().values() if len(text) > 1]
     if not texts:
         return None
@@ -297,14 +317,14 @@ _JSON_TYPES = {
 
 
 def schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the JSON schema of a tool, from its type hints and its docstring in Google's style,
-    equal to that of transformers' `get_json_schema`; or the function's attribute `schema`, if it
-    has one. ShoalError if the docstring, or an argument's type or description, is missing."""
+    """Returns the JSON schema of a tool: the function's attribute `schema` if it has one, else what
+    transformers' `get_json_schema` makes of its type hints and its docstring in Google's style.
+    ShoalError if the docstring, or an argument's type or description, is missing."""
     own_schema = getattr(function, "schema", None)
     if own_schema:
         return own_schema
     name = getattr(function, "__name__", "operation")
-    about, described, returned = _docstring(inspect.getdoc(function) or "")
+    about, described, returned = _split_docstring(inspect.getdoc(function) or "")
     if not about:
         raise ShoalError(
             f"Tool {name} has no docstring: write what it does, and its arguments under Args:."
@@ -348,11 +368,12 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
     return {"type": "function", "function": tool}
 
 
-def _docstring(text: str) -> tuple[str, dict[str, str], str]:
-    """Splits a docstring in Google's style into what a tool does, its arguments' descriptions, and
-    what it returns."""
-    about, *parts = re.split(r"(?:^|\n)[ \t]*(Args|Returns|Raises):", text.strip())
-    sections = dict(zip(parts[::2], parts[1::2], strict=True))
+def _split_docstring(text: str) -> tuple[str, dict[str, str], str]:
+    """Splits a docstring in Google's style. Returns (what the tool does, argument -> description,
+    what it returns); what is missing is empty."""
+    parts = re.split(r"(?:^|\n)[ \t]*(Args|Returns|Raises):", text.strip())
+    about = parts[0]
+    sections = dict(zip(parts[1::2], parts[2::2], strict=True))
     described: dict[str, str] = {}
     indent = ""
     argument = ""
@@ -371,8 +392,9 @@ def _docstring(text: str) -> tuple[str, dict[str, str], str]:
 
 
 def _json_type(hint: Any, where: str) -> dict[str, Any]:
-    """Returns the JSON schema of a type hint; ShoalError for a type that JSON does not have.
-    `where`: for the message."""
+    """Returns the JSON schema of a type hint, `list[int]` -> `{"type": "array", "items": {"type":
+    "integer"}}`. ShoalError for a type that JSON does not have. `where`: the tool and argument, for
+    the message."""
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
     if hint is Any:
@@ -381,7 +403,11 @@ def _json_type(hint: Any, where: str) -> dict[str, Any]:
         return {"type": _JSON_TYPES[hint]}
     if origin is Literal or (isinstance(hint, type) and issubclass(hint, enum.Enum)):
         values = list(args) or [member.value for member in hint]
-        names = list(dict.fromkeys(_JSON_TYPES.get(type(value), "") for value in values))
+        names: list[str] = []
+        for value in values:
+            name = _JSON_TYPES.get(type(value), "")  # "" for a type that an enum cannot have
+            if name not in names:
+                names.append(name)
         if values and not {"", "array", "object"}.intersection(names):
             return {"type": _one_or_list(names), "enum": values}
     elif origin in (Union, types.UnionType):
@@ -402,8 +428,8 @@ def _json_type(hint: Any, where: str) -> dict[str, Any]:
 
 
 def _union(schemas: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the schema of values that match any of the given schemas; simple types become one
-    list of names."""
+    """Returns the schema of values that match any of these schemas: the only schema itself, a list
+    of names for simple types (`{"type": ["integer", "string"]}`), else `anyOf`."""
     if len(schemas) == 1:
         return schemas[0]
     are_simple = all(
@@ -434,15 +460,17 @@ BORDER = 16
 """By how many tokens the count may change at each border between two pieces."""
 
 
-def described(
+def completion_record(
     completion: Completion,
     tools: Sequence[Any],
     tokenizer: Tokenizer,
-    named: bool,
+    with_token_texts: bool,
     start: int = 0,
 ) -> dict[str, Any]:
-    """Returns a completion's tokens from `start` on as plain data for an answer of the server: ids,
-    log-probs, versions, text and message. `named`: also the text of each token."""
+    """Returns a completion as plain data, for an answer of the server: its ids, log-probs, versions
+    and text from token `start` on, its stop reason, and the assistant's message with the tool calls
+    in it. `tools`: schemas of the tools that may be called. `with_token_texts`: also the text of
+    each token, under `tokens`, which is else empty."""
     ids = completion.token_ids[start:].tolist()
     text = tokenizer.decode(ids)
     if tools:
@@ -450,7 +478,7 @@ def described(
     else:
         message = {"role": "assistant", "content": text}
     tokens = []
-    if named:
+    if with_token_texts:
         tokens = [tokenizer.decode([id], skip_special_tokens=False) for id in ids]
     return {
         "ids": ids,
@@ -471,9 +499,9 @@ def turn_format(tokenizer: Tokenizer, tools: str) -> TurnFormat:
 
 
 def encode(prompt: Any, tools: Sequence[Any], tokenizer: Tokenizer, most: int) -> np.ndarray:
-    """Returns the token ids of a prompt (ids, text or messages), int32[T]. ShoalError if it has no
-    token or more than `most`. Of a text that is much longer, only as much is encoded as shows
-    that."""
+    """Returns the token ids of a prompt from a request, int32[T]: of ids, a text, or messages,
+    which may show tools. ShoalError if the prompt has no token or more than `most`; a text that is
+    much longer is refused without encoding all of it."""
     if _is_token_ids(prompt):
         ids = np.array(prompt, np.int32)
     else:
@@ -504,9 +532,10 @@ def check_size(prompt: Any, tools: Sequence[Any], most: int, key: str) -> None:
 
 
 def _check_count(prompt: Any, tokenizer: Tokenizer, most: int) -> None:
-    """Raises ShoalError if a long prompt has more than `most` tokens: counts piece by piece and
-    stops as soon as that is certain, since encoding takes some seconds and a gigabyte for each 4
-    million characters."""
+    """Raises ShoalError if a text or messages are so long that they certainly have more than `most`
+    tokens. A long prompt's tokens are counted piece by piece up to there, because encoding takes
+    some seconds and a gigabyte for each 4 million characters. A prompt that passes may still be
+    somewhat too long."""
     if isinstance(prompt, str):
         texts = [prompt]
     else:
@@ -517,6 +546,7 @@ def _check_count(prompt: Any, tokenizer: Tokenizer, most: int) -> None:
     count = 0
     for text in texts:
         for start in range(0, len(text), PIECE):
+            # BORDER is taken off, so that the count is a lower bound.
             count += len(tokenizer.encode(text[start : start + PIECE])) - BORDER
             if count > most:
                 raise _wrong_length(

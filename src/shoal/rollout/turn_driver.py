@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from shoal.chat.tool_calls import ToolCall
-from shoal.chat.turns import TOKEN_CHARACTERS, described, encode, turn_format
+from shoal.chat.turns import TOKEN_CHARACTERS, completion_record, encode, turn_format
 from shoal.config.sections.task import EnvironmentSection
 from shoal.protocols import End, Extend, Message, SampleRequest, Submit
 from shoal.records import Branch, Completion, Failure, Prompt, Purpose, ShoalError, StopReason
@@ -297,7 +297,9 @@ class TurnDriver:
         spells a special token is kept plain text."""
         if rollout.words is None:
             return rollout.prompt
-        message = self._format(rollout).plain({"role": "user", "content": rollout.words})
+        message = self._format(rollout).split_special_tokens(
+            {"role": "user", "content": rollout.words}
+        )
         return with_words(rollout.entry.request.example.prompt, message["content"])
 
     def _format(self, rollout: Rollout) -> TurnFormat:
@@ -381,7 +383,7 @@ class TurnDriver:
             history = list(prompt)
             for message in rollout.messages + replies:
                 if message["role"] != "assistant":
-                    message = form.plain(message)
+                    message = form.split_special_tokens(message)
                 history.append(message)
             host_messages = self._follow(rollout, form.encode_prompt(history))
         else:
@@ -621,7 +623,7 @@ class TurnDriver:
                 "text": self._encoded("decode", [rollout.tokens[before:]]),
                 "stop_reason": str(rollout.completion.stop_reason),
             }
-        choice = described(
+        choice = completion_record(
             rollout.completion,
             rollout.asked["tools"],
             self.tokenizer,

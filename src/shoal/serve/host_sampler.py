@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shoal.chat.tokenizer import Tokenizer
-from shoal.chat.turns import described, encode
+from shoal.chat.turns import completion_record, encode
 from shoal.protocols import Cancel, Load, Pause, SampleRequest, Submit
 from shoal.records import (
     Completion,
@@ -108,7 +108,7 @@ class HostSampler:
         try:
             self._submit(request, self._loop)
             for completion in await answer:
-                choice = described(completion, call.tools, self.tokenizer, call.logprobs)
+                choice = completion_record(completion, call.tools, self.tokenizer, call.logprobs)
                 choices.append(choice)
         finally:
             if not answer.done() or answer.cancelled():

@@ -77,7 +77,7 @@ def by_softmax(inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
         old.at[row, slot, head, POSITION[..., None]].set(new)
         for old, new in ((own_k, k), (own_v, v))
     )
-    prompt = Keys(prefix_k, prefix_v, jnp.arange(128) < PREFIX_LEN[:, None])
+    prompt = Keys(prefix_k, prefix_v, jnp.arange(128) < PREFIX_LEN[:, None, None])
     own = Keys(own_k, own_v, jnp.arange(128) <= POSITION[..., None])
     out = online_softmax(q[:, :, None], prompt, own, jnp.int32(128), jnp.int32(128), (64, 64))
     return out[:, :, 0], own_k, own_v
@@ -178,7 +178,7 @@ def by_softmax_of_pages(inputs: Paged) -> jax.Array:
     prompt = Keys(
         prompts[..., :width],
         prompts[..., width:],
-        jnp.arange(prompts.shape[2]) < prefix_len[:, None],
+        jnp.arange(prompts.shape[2]) < prefix_len[:, None, None],
     )
     mine = Keys(own[..., :width], own[..., width:], jnp.arange(own.shape[3]) < length[..., None])
     return online_softmax(q[:, :, None], prompt, mine, jnp.int32(256), jnp.int32(384), (256, 384))[

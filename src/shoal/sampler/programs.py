@@ -592,7 +592,7 @@ def _in_pieces(
         own, own_rope = jax.tree.map(
             lambda whole: jax.lax.dynamic_slice_in_dim(whole, start, piece, 1), (x, rope)
         )
-        attention = decode.piece_attention(start, longest, block_keys)
+        attention = decode.piece_attention(model, start, longest, block_keys)
         own, keys = block(model, weights, own, rope=own_rope, cache=keys, attention=attention)
         next_number = number + 1
         x = jax.lax.dynamic_update_slice_in_dim(x, own, start, 1)
@@ -738,7 +738,7 @@ def _feed_layers(
         prefix_k, prefix_v = jax.tree.map(prompt_keys, (cache.prefix_k, cache.prefix_v))
         own_k, own_v = jax.tree.map(own_keys, (cache.own_k, cache.own_v))
         read.append(kv_caches.out_of_pages(LayerCache(prefix_k, prefix_v, own_k, own_v)))
-    attention = decode.context_attention(model.role.platform, prefix_len, start)
+    attention = decode.context_attention(model, prefix_len, start)
     rope = jax.lax.optimization_barrier(rope)  # as in `forward`
     layer = partial(block, model, rope=rope, attention=attention)
     x, new_keys = through_layers(model, blocks, x, layer, read)

@@ -165,8 +165,8 @@ def _keys_of_turn(
     """Returns (numbers [n] of the blocks of keys at place `turn` in the lists of n blocks of
     queries, a mask [n, 1, 1, c, t] which queries read which of these keys)."""
     number = key_lists.lists[:, turn]
-    read = BlockTokens(keys.segment[number], keys.prompt[number], keys.first[number])
-    mask = reads(key_lists.own.tokens.to_meet(2), read.tokens.to_meet(1))
+    read = jax.vmap(keys.at)(number)
+    mask = reads(key_lists.own.tokens.to_meet(2), read.to_meet(1))
     has_turn = turn < key_lists.counts  # False for a block of queries whose list has ended
     return number, (mask & has_turn[:, None, None])[:, None, None]
 

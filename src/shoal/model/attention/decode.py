@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 from shoal.model.attention import softmax
 from shoal.model.attention.caches import PAGE, LayerCache, keys_at_once, on_parts
+from shoal.model.attention.rule import cache_masks
 from shoal.model.attention.selector import by_pages, decodes_by_kernel
 from shoal.model.attention.softmax import (
     LOWEST,
@@ -33,15 +34,11 @@ from shoal.model.transformer import Model
 
 
 class Keys(NamedTuple):
-    """A cache's keys and values, and a mask which of them are read.
+    """A cache's keys and values, and a mask which of them each slot reads."""
 
-    `k, v` are [R, K, T, A], shared by all slots of a row, or [R, S, K, T, A]; `mask` is bool, [R,
-    T] or [R, S, T].
-    """
-
-    k: jax.Array
-    v: jax.Array
-    mask: jax.Array
+    k: jax.Array  # [R, K, T, A] if all slots of a row share them, else [R, S, K, T, A]
+    v: jax.Array  # as k
+    mask: jax.Array  # bool[R, S, T], or bool[R, 1, T] if all slots of a row read the same keys
 
 
 Merge = Callable[[RunningSoftmax], RunningSoftmax]
@@ -73,6 +70,10 @@ def online_softmax(
     # The slots of a row are the queries of one product with the prompt's keys and values.
     of_row = jax.lax.collapse(q.swapaxes(1, 2), 2, 4)  # [R, K, S * g, A]
     running = softmax.start(of_row.shape[:-1], of_row.shape, LOWEST)
+    prefix_mask = prefix.mask
+    if prefix_mask.shape[1] > 1:
+        prefix_mask = jnp.repeat(prefix_mask, share, axis=1)  # [R, S * g, T]
+    prefix = prefix._replace(mask=prefix_mask[:, None])
     running = _add_keys(running, of_row, prefix, num_prefix, prefix_block)
 
     def by_slot(x: jax.Array) -> jax.Array:
@@ -81,6 +82,7 @@ def online_softmax(
         return by_query.swapaxes(1, 2)
 
     running = RunningSoftmax(by_slot(running.top), by_slot(running.total), by_slot(running.out))
+    own = own._replace(mask=own.mask[:, :, None, None])
     running = _add_keys(running, q, own, num_own, own_block)
     if merge is not None:
         running = merge(running)
@@ -92,13 +94,14 @@ def _add_keys(
     running: RunningSoftmax, q: jax.Array, keys: Keys, num_keys: jax.Array, most: int
 ) -> RunningSoftmax:
     """Adds the first `num_keys` of keys[..., K, T, A] to the softmax of queries q[..., K, M, A], in
-    blocks of at most `most` keys. Returns the new state."""
+    blocks of at most `most` keys. The keys' mask has a shape that broadcasts against the scores
+    [..., K, M, T]. Returns the new state."""
     count = keys.k.shape[-2]
     size = largest_block(count, most)
 
     def add(k: jax.Array, v: jax.Array, mask: jax.Array, running: RunningSoftmax) -> RunningSoftmax:
         """Adds one block of keys."""
-        scores = masked(einsum32("...ma,...ta->...mt", q, k), mask[..., None, None, :])
+        scores = masked(einsum32("...ma,...ta->...mt", q, k), mask)
 
         def weigh_values(weights: jax.Array) -> jax.Array:
             return einsum32("...mt,...ta->...ma", weights.astype(v.dtype), v)
@@ -121,8 +124,8 @@ def _add_keys(
 
 @dataclass(frozen=True)
 class SlotKernel:
-    """The `AttentionFn` of decoding by the kernel for GPUs, which also rotates q and k and writes
-    the new keys and values."""
+    """The `AttentionFn` of decoding by the kernel for GPUs. It is a class because it rotates q and
+    k itself, which `block` reads from `rotates`."""
 
     model: Model
     prefix_len: jax.Array
@@ -134,72 +137,50 @@ class SlotKernel:
     ) -> tuple[jax.Array, LayerCache]:
         cos, sin = rope
         slots = cos[:, :, 0], sin[:, :, 0], self.prefix_len, self.position
-        if self.model.role.mesh.size == 1:
-            return self._attend(q, k, v, cache, slots)
-        return _by_heads(self.model, self._attend, q, k, v, cache, slots)
-
-    @staticmethod
-    def _attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple
-    ) -> tuple[jax.Array, LayerCache]:
-        """Calls the kernel on one device's heads, and returns (out, the cache with the new keys and
-        values)."""
-        from shoal.model.attention.decode_gpu import attend_slots  # Pallas takes a second to import
-
-        cos, sin, prefix_len, position = slots
-        keys = cache.prefix_k, cache.prefix_v, cache.own_k, cache.own_v
-        # If q, k and v are slices of one product, XLA sees that they are adjacent, and does not
-        # copy.
-        heads = jnp.concatenate([q, k, v], -2)
-        out, own_k, own_v = attend_slots(heads, cos, sin, keys, prefix_len, position)
-        return out, replace(cache, own_k=own_k, own_v=own_v)
+        return _attend_on_each_device(self.model, _attend_slots, q, k, v, cache, slots)
 
 
-@dataclass(frozen=True)
-class PageKernel:
-    """The `AttentionFn` of decoding by the kernel for TPUs, whose own keys are in pages."""
+def _attend_slots(
+    q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple[jax.Array, ...]
+) -> tuple[jax.Array, LayerCache]:
+    """Calls the kernel for GPUs on one device's heads, which also rotates q and k and writes the
+    new keys and values. Returns (out, new cache). `slots` are cos, sin, prefix_len and position."""
+    from shoal.model.attention.decode_gpu import attend_slots  # Pallas takes a second to import
 
-    model: Model
-    prefix_len: jax.Array
-    position: jax.Array
-    live: jax.Array
-    pages: jax.Array | None
-    rotates = False
-
-    def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache
-    ) -> tuple[jax.Array, LayerCache]:
-        slots = self.live, self.prefix_len, self.position, self.pages
-        if self.model.role.mesh.size == 1:
-            return self._attend(q, k, v, cache, slots)
-        return _by_heads(self.model, self._attend, q, k, v, cache, slots)
-
-    @staticmethod
-    def _attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple
-    ) -> tuple[jax.Array, LayerCache]:
-        """Writes the new keys and values into their pages, calls the kernel on one device's heads,
-        and returns (out, new cache)."""
-        from shoal.model.attention.decode_tpu import attend_pages  # Pallas takes a second to import
-
-        live, prefix_len, position, pages = slots
-        # Slots that sample nothing write past the end, each to another place: XLA compiles a
-        # scatter whose places might coincide to a loop.
-        num_pages = len(cache.own_k)
-        past_end = num_pages + jnp.arange(live.size, dtype=jnp.int32).reshape(live.shape)
-        page = jnp.take_along_axis(pages, position[..., None] // PAGE, 2)
-        page = jnp.where(live[..., None], page, past_end[..., None])
-        new = jnp.concatenate([k, v], -1)
-        own = cache.own_k.at[page, jnp.arange(k.shape[2]), position[..., None] % PAGE].set(
-            new, unique_indices=True, mode="drop"
-        )
-        num_prefix = jnp.where(live.any(1), prefix_len, 0)
-        num_own = jnp.where(live, position + 1, 0)
-        out = attend_pages(q, cache.prefix_k, own, num_prefix, num_own, pages)
-        return out, replace(cache, own_k=own)
+    cos, sin, prefix_len, position = slots
+    keys = cache.prefix_k, cache.prefix_v, cache.own_k, cache.own_v
+    # If q, k and v are slices of one product, XLA sees that they are adjacent, and does not copy.
+    heads = jnp.concatenate([q, k, v], -2)
+    out, own_k, own_v = attend_slots(heads, cos, sin, keys, prefix_len, position)
+    return out, replace(cache, own_k=own_k, own_v=own_v)
 
 
-def _by_heads(
+def _attend_pages(
+    q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple[jax.Array, ...]
+) -> tuple[jax.Array, LayerCache]:
+    """Writes the new keys and values into their pages, then calls the kernel for TPUs on one
+    device's heads. Returns (out, new cache). `slots` are live, prefix_len, position and the table
+    of pages."""
+    from shoal.model.attention.decode_tpu import attend_pages  # Pallas takes a second to import
+
+    live, prefix_len, position, pages = slots
+    # Slots that sample nothing write past the end, each to another place: XLA compiles a scatter
+    # whose places might coincide to a loop.
+    num_pages = len(cache.own_k)
+    past_end = num_pages + jnp.arange(live.size, dtype=jnp.int32).reshape(live.shape)
+    page = jnp.take_along_axis(pages, position[..., None] // PAGE, 2)
+    page = jnp.where(live[..., None], page, past_end[..., None])
+    new = jnp.concatenate([k, v], -1)
+    own = cache.own_k.at[page, jnp.arange(k.shape[2]), position[..., None] % PAGE].set(
+        new, unique_indices=True, mode="drop"
+    )
+    num_prefix = jnp.where(live.any(1), prefix_len, 0)
+    num_own = jnp.where(live, position + 1, 0)
+    out = attend_pages(q, cache.prefix_k, own, num_prefix, num_own, pages)
+    return out, replace(cache, own_k=own)
+
+
+def _attend_on_each_device(
     model: Model,
     attend: Callable,
     q: jax.Array,
@@ -208,8 +189,14 @@ def _by_heads(
     cache: LayerCache,
     slots: tuple,
 ) -> Any:
-    """Calls an attention function of q, k, v [N, W, heads, A], a layer's cache and arrays by slot,
-    on each device for the device's heads."""
+    """Calls attend(q, k, v, cache, slots) on each device, and returns its (out, new cache).
+
+    A device gets its heads of q, k, v [N, W, heads, A] and of the layer's cache, and all of
+    `slots`, a tuple of arrays by row or slot. If a key head's positions are split over devices
+    (`Model.key_parts`), `attend` gets one more argument: the number of the device's part, int32[1].
+    """
+    if model.role.mesh.size == 1:
+        return attend(q, k, v, cache, slots)
     heads = PartitionSpec(None, None, "tensor")
 
     def by_head(keys: jax.Array) -> PartitionSpec:
@@ -248,46 +235,41 @@ def decode_attention(
     TPUs neither reads nor writes their keys. `pages` is that kernel's table of pages.
     """
     if by_pages(model):
-        return PageKernel(model, prefix_len, position, live, pages)
+        slots = live, prefix_len, position, pages
+        return partial(_attend_on_each_device, model, _attend_pages, slots=slots)
     if decodes_by_kernel(model):
         return SlotKernel(model, prefix_len, position)
     slots = prefix_len, position, num_prefix, num_own
-    platform = model.role.platform
     if model.role.tensor == 1:
-        return partial(_attend_caches, slots=slots, platform=platform)
+        return partial(_attend_caches, model, slots=slots)
     # On each device, even if key heads are not split: otherwise the partitioner gathers for each
     # device what all devices of a replica write.
-    attend = partial(_attend_caches, platform=platform)
+    attend = partial(_attend_caches, model)
     if model.key_parts > 1:
-        attend = partial(_attend_part, model.key_parts, model.key_heads, platform)
-
-    def on_each_device(
-        q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache
-    ) -> tuple[jax.Array, LayerCache]:
-        return _by_heads(model, attend, q, k, v, cache, slots)
-
-    return on_each_device
+        attend = partial(_attend_part, model)
+    return partial(_attend_on_each_device, model, attend, slots=slots)
 
 
 def _attend_caches(
+    model: Model,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     cache: LayerCache,
     slots: tuple[jax.Array, ...],
-    platform: str,
-    parts: int = 1,
-    part: Any = 0,
+    part: jax.Array | None = None,
     merge: Merge | None = None,
 ) -> tuple[jax.Array, LayerCache]:
-    """Writes the token of each slot into a cache, and attends to the cache's keys. Returns (out,
-    new cache). If a key head is on several devices, this device has `part` of `parts` of its
-    positions, and `merge` joins the sums."""
+    """Writes the key and value of each slot's token into a cache, and attends to the cache's keys
+    without a kernel. Returns (out, new cache). `slots` are prefix_len, position, num_prefix and
+    num_own. If a key head's positions are split (`Model.key_parts`), `part` says which of them this
+    device has, and `merge` joins the sums of all parts."""
     prefix_len, position, num_prefix, num_own = slots
     row, slot, head = jnp.indices(k.shape[:3], sparse=True)
     index = position[..., None]
     mode = "promise_in_bounds"
-    if parts > 1:  # the other parts write past the end
+    if part is not None:  # the other parts write past the end
+        parts = model.key_parts
         index = jnp.where(index % parts == part, index // parts, cache.own_k.shape[3])
         mode = "drop"
 
@@ -299,31 +281,22 @@ def _attend_caches(
             new, unique_indices=True, indices_are_sorted=True, mode=mode
         )
 
-    def positions(keys: jax.Array) -> jax.Array:
-        """Returns the positions in the sequence of a cache's keys on this device."""
-        return parts * jnp.arange(keys.shape[-2]) + part
-
     own_k = write(cache.own_k, k)
     own_v = write(cache.own_v, v)
     cache = LayerCache(cache.prefix_k, cache.prefix_v, own_k, own_v)
-    prefix_mask = positions(cache.prefix_k) < prefix_len[:, None]
-    blocks = (
-        keys_at_once(platform, cache.prefix_k.shape[2]),
-        keys_at_once(platform, cache.own_k.shape[3]),
-    )
-    # The mask covers positions up to the token itself; what an earlier completion left behind lies
-    # beyond and stays masked.
-    own_mask = positions(cache.own_k) <= position[..., None]
-    prefix = Keys(cache.prefix_k, cache.prefix_v, prefix_mask)
+    prompt_size = cache.prefix_k.shape[2]
+    own_size = cache.own_k.shape[3]
+    prompt_mask, own_mask = cache_masks(model, prefix_len, position, prompt_size, own_size, part)
+    prompt = Keys(cache.prefix_k, cache.prefix_v, prompt_mask)
     own = Keys(cache.own_k, cache.own_v, own_mask)
-    out = online_softmax(q[:, :, None], prefix, own, num_prefix, num_own, blocks, merge)
+    platform = model.role.platform
+    blocks = keys_at_once(platform, prompt_size), keys_at_once(platform, own_size)
+    out = online_softmax(q[:, :, None], prompt, own, num_prefix, num_own, blocks, merge)
     return out[:, :, 0], cache
 
 
 def _attend_part(
-    parts: int,
-    key_heads: int,
-    platform: str,
+    model: Model,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -333,12 +306,14 @@ def _attend_part(
 ) -> tuple[jax.Array, LayerCache]:
     """Computes on each device all queries of its key head against the device's part of the keys,
     and merges the sums of the device's own queries."""
+    key_heads = model.key_heads
+    parts = model.key_parts
     groups = [list(range(first, first + parts)) for first in range(0, key_heads, parts)]
     q = jax.lax.all_gather(q, "tensor", axis=2, axis_index_groups=groups, tiled=True)
     prefix_len, position, num_prefix, num_own = slots
     slots = prefix_len, position, -(-num_prefix // parts), -(-num_own // parts)
     merge = partial(_merge_parts, parts, groups)
-    return _attend_caches(q, k, v, cache, slots, platform, parts, part, merge)
+    return _attend_caches(model, q, k, v, cache, slots, part, merge)
 
 
 def _merge_parts(parts: int, groups: list[list[int]], running: RunningSoftmax) -> RunningSoftmax:
@@ -357,7 +332,7 @@ def _merge_parts(parts: int, groups: list[list[int]], running: RunningSoftmax) -
     return RunningSoftmax(largest, total[..., 0], out)
 
 
-def piece_attention(start: jax.Array, longest: jax.Array, block: int) -> AttentionFn:
+def piece_attention(model: Model, start: jax.Array, longest: jax.Array, block: int) -> AttentionFn:
     """Returns the `AttentionFn` of a piece of R prompts: C tokens of each, from position `start`
     on. `longest` is the length of the longest prompt.
 
@@ -383,9 +358,13 @@ def piece_attention(start: jax.Array, longest: jax.Array, block: int) -> Attenti
             rows = len(q)
             own_k = jax.lax.dynamic_slice_in_dim(prefix_k, first, block, 2)[:, None]
             own_v = jax.lax.dynamic_slice_in_dim(prefix_v, first, block, 2)[:, None]
-            before = Keys(prefix_k, prefix_v, jnp.ones((rows, prefix_k.shape[2]), bool))
-            up_to_itself = jnp.broadcast_to(jnp.tri(block, dtype=bool), (rows, block, block))
-            own = Keys(own_k, own_v, up_to_itself)
+            # The block is read as a completion is, and what comes before it as its prompt.
+            num_tokens = jnp.broadcast_to(first, (rows,))
+            position = jnp.broadcast_to(jnp.arange(block), (rows, block))
+            size = prefix_k.shape[2]
+            mask_before, own_mask = cache_masks(model, num_tokens, position, size, block)
+            before = Keys(prefix_k, prefix_v, mask_before)
+            own = Keys(own_k, own_v, own_mask)
             num_before = jnp.where(first < longest, first, 0)  # padding reads its own block alone
             num_own = jnp.int32(block)
             out = online_softmax(q[:, :, None], before, own, num_before, num_own, (block, block))
@@ -403,7 +382,7 @@ def piece_attention(start: jax.Array, longest: jax.Array, block: int) -> Attenti
     return attention
 
 
-def context_attention(platform: str, prefix_len: jax.Array, start: jax.Array) -> AttentionFn:
+def context_attention(model: Model, prefix_len: jax.Array, start: jax.Array) -> AttentionFn:
     """Returns the `AttentionFn` of C tokens of context for each of M completions, after start[M]
     tokens of the completion.
 
@@ -421,11 +400,13 @@ def context_attention(platform: str, prefix_len: jax.Array, start: jax.Array) ->
         own_k = append(cache.own_k, k.swapaxes(1, 2), start)
         own_v = append(cache.own_v, v.swapaxes(1, 2), start)
         position = start[:, None] + jnp.arange(q.shape[1])
-        prompt_mask = jnp.arange(cache.prefix_k.shape[2]) < prefix_len[:, None]
-        own_mask = jnp.arange(own_k.shape[2]) <= position[..., None]
+        prompt_size = cache.prefix_k.shape[2]
+        own_size = own_k.shape[2]
+        prompt_mask, own_mask = cache_masks(model, prefix_len, position, prompt_size, own_size)
         prompt = Keys(cache.prefix_k, cache.prefix_v, prompt_mask)
         own = Keys(own_k[:, None], own_v[:, None], own_mask)
-        blocks = keys_at_once(platform, prompt.k.shape[2]), keys_at_once(platform, own_k.shape[2])
+        platform = model.role.platform
+        blocks = keys_at_once(platform, prompt_size), keys_at_once(platform, own_size)
         num_own = position.max() + 1
         out = online_softmax(q[:, :, None], prompt, own, prefix_len.max(), num_own, blocks)
         return out[:, :, 0], (own_k, own_v)

@@ -217,7 +217,7 @@ def _over(blocks: Any, number: jax.Array, query: Tokens, add: Callable, carry: A
         other = blocks.lists[number, turn]
 
         def mask_scores(scores: jax.Array) -> jax.Array:
-            return masked(scores, _reads(query, _tokens(blocks.other, other)))
+            return masked(scores, _reads(query, blocks.other.at(other)))
 
         return add(mask_scores, other, carry)
 
@@ -300,7 +300,7 @@ def _key_kernel(
     share = q_ref.shape[2] // k_ref.shape[2]
     k = k_ref[number, :, key_head]
     v = v_ref[number, :, key_head]
-    key = _tokens(blocks.own, number)
+    key = blocks.own.at(number)
 
     def add(turn: jax.Array, carry: tuple) -> tuple:
         """Adds the gradients that a block of queries, in one head, gives to keys and values."""
@@ -310,7 +310,7 @@ def _key_kernel(
         head = key_head * share + jax.lax.rem(turn, share)
         q = q_ref[other, :, head]
         d_out = d_out_ref[other, :, head]
-        mask = _reads(_tokens(blocks.other, other), key).T
+        mask = _reads(blocks.other.at(other), key).T
         # Scores as [keys, queries], an operand of both sums, stay in registers. All are masked:
         # with a second loop for unmasked blocks, which would carry two sums, each of Hopper's
         # products waits for the one before (docs/LOG.md).
@@ -326,15 +326,6 @@ def _key_kernel(
     d_k, d_v = jax.lax.fori_loop(0, blocks.counts[number] * share, add, (zeros, zeros))
     d_k_ref[number, :, key_head] = d_k.astype(k.dtype)
     d_v_ref[number, :, key_head] = d_v.astype(v.dtype)
-
-
-def _tokens(blocks: Any, number: jax.Array) -> Tokens:
-    """Returns the tokens of a block. Positions are computed from the first one, so that they need
-    not be held next to the others."""
-    segment = blocks.segment[number]
-    prompt = blocks.prompt[number]
-    position = blocks.first[number] + jnp.arange(blocks.segment.shape[1])
-    return Tokens(segment, prompt, position)
 
 
 def _reads(query: Tokens, key: Tokens) -> jax.Array:

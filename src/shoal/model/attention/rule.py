@@ -1,5 +1,10 @@
-"""The rule which tokens read which, as a mask and as lists of the blocks that are needed: a token
-reads those at or before it in its own segment and in its prompt's segment."""
+"""The rule which keys a query reads: those at or before it in its own sequence, which is its prompt
+and its completion up to itself.
+
+`reads` is the rule for packed rows (training, scoring, prefill), `needed_blocks` and `whole_blocks`
+are the rule for blocks of these rows, and `cache_masks` is the rule for the caches of sampling. The
+kernels of decoding have no masks: they take the lengths of prompts and of completions.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from shoal.model.transformer import Model
 
 
 class Tokens(NamedTuple):
@@ -20,11 +27,11 @@ class Tokens(NamedTuple):
     @classmethod
     def of(cls, segment: jax.Array, prompt: jax.Array) -> Tokens:
         """Returns the tokens of whole rows."""
-        return cls(
-            segment,
-            prompt,
-            jnp.broadcast_to(jnp.arange(segment.shape[1], dtype=jnp.int32), segment.shape),
-        )
+        # A rule that compares positions in the sequence, such as a window, would compute them here,
+        # from whole rows: the tokens since the segment's first one, and in a completion also the
+        # number of tokens in its prompt's segment.
+        position = jnp.broadcast_to(jnp.arange(segment.shape[1], dtype=jnp.int32), segment.shape)
+        return cls(segment, prompt, position)
 
     def to_meet(self, axis: int) -> tuple[jax.Array, ...]:
         """Returns the three arrays, each with one more dimension at `axis`, along which it is
@@ -57,9 +64,18 @@ class BlockTokens(NamedTuple):
             first=tokens.position[:, ::block].reshape(-1),
         )
 
+    def at(self, number: jax.Array) -> Tokens:
+        """Returns the tokens of the block with this number, as arrays [b]. In a kernel, where the
+        fields are references to memory, this loads them."""
+        segment = self.segment[number]
+        prompt = self.prompt[number]
+        # Computed from the first one, so that a kernel need not hold positions next to the others.
+        position = self.first[number] + jnp.arange(self.segment.shape[1])
+        return Tokens(segment, prompt, position)
+
     @property
     def tokens(self) -> Tokens:
-        """The same tokens with the position of each, as arrays [N, b]."""
+        """The tokens of all blocks, as arrays [N, b]."""
         position = self.first[:, None] + jnp.arange(self.segment.shape[1])
         return Tokens(self.segment, self.prompt, position)
 
@@ -150,6 +166,37 @@ def whole_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
     read = only(key.segment)[:, None]
     is_read = (read > 0) & ((own == read) | (prompt == read))
     return is_read & (key.position[:, None, ::block] + block <= query.position[:, ::block, None])
+
+
+def cache_masks(
+    model: Model,
+    prefix_len: jax.Array,
+    position: jax.Array,
+    prompt_size: int,
+    own_size: int,
+    part: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns which keys in caches each query reads: bool[R, 1, prompt_size] for the keys of its
+    row's prompt, bool[R, S, own_size] for the keys of its completion.
+
+    A query is the token at position[R, S] of its completion, after a prompt of prefix_len[R]
+    tokens. It reads the whole prompt, and its completion up to itself. The first mask has size 1 in
+    place of S because all queries of a row read the same prompt. `prompt_size` and `own_size` are
+    the numbers of keys that the caches can hold. `part` is None if they hold all positions, else
+    which part of the positions this device holds (`Model.key_parts`).
+    """
+
+    def positions(size: int) -> jax.Array:
+        """Returns the position in prompt or completion of each key in a cache."""
+        index = jnp.arange(size)
+        return index if part is None else model.key_parts * index + part
+
+    # Only lengths and positions count: what an earlier prompt or completion left in a cache lies
+    # beyond them. A query's position in its sequence, which a window would compare, is prefix_len +
+    # position; then the first mask differs by query, and has size S.
+    prompt_mask = positions(prompt_size) < prefix_len[:, None]
+    own_mask = positions(own_size) <= position[..., None]
+    return prompt_mask[:, None], own_mask
 
 
 def _filled(x: jax.Array, block: int) -> jax.Array:

@@ -254,7 +254,7 @@ def segment_attention(model: Model, segment: jax.Array, prompt: jax.Array) -> At
     segment[R, T] and prompt[R, T]."""
     rows, size = segment.shape
     form = _row_form(model, rows, size)
-    return RowAttention(model.role, form, _reads_of(model.role, form, segment, prompt))
+    return RowAttention(model.role, form, _reads_of(model, form, segment, prompt))
 
 
 def prefill_attention(model: Model, length: jax.Array, size: int, reads: Any = ()) -> AttentionFn:
@@ -264,7 +264,7 @@ def prefill_attention(model: Model, length: jax.Array, size: int, reads: Any = (
     form = _row_form(model, len(length), size)
     if not reads:
         segment = _prompt_segment(length, size)
-        reads = _reads_of(model.role, form, segment, segment)
+        reads = _reads_of(model, form, segment, segment)
     return RowAttention(model.role, form, reads, is_prefill=True)
 
 
@@ -273,7 +273,7 @@ def prompt_reads(model: Model, length: jax.Array, size: int) -> Any:
     a tree of arrays by row."""
     form = _row_form(model, len(length), size)
     segment = _prompt_segment(length, size)
-    return _reads_of(model.role, form, segment, segment)
+    return _reads_of(model, form, segment, segment)
 
 
 def _prompt_segment(length: jax.Array, size: int) -> jax.Array:
@@ -281,9 +281,10 @@ def _prompt_segment(length: jax.Array, size: int) -> jax.Array:
     return (jnp.arange(size) < length[:, None]).astype(jnp.int32)
 
 
-def _reads_of(role: Role, form: RowForm, segment: jax.Array, prompt: jax.Array) -> Any:
+def _reads_of(model: Model, form: RowForm, segment: jax.Array, prompt: jax.Array) -> Any:
     """Returns which keys each token of rows, or of their parts, reads, in the form that
     `form.attend` takes: a tree of arrays by row."""
+    role = model.role
     size = segment.shape[1]
 
     def find(tokens: tuple[jax.Array, jax.Array], _: None) -> Any:

@@ -27,7 +27,7 @@ from shoal.model.attention import trials as kernel_trials
 from shoal.model.attention.blocked import attend_by_blocks
 from shoal.model.attention.caches import cache_size, keys_at_once
 from shoal.model.attention.reference import attend_at_once
-from shoal.model.attention.rule import Tokens, blocks_of, needed_blocks, whole_blocks
+from shoal.model.attention.rule import Tokens, blocks_of, full_blocks, needed_blocks
 from shoal.model.attention.selector import attention_kind
 from shoal.model.attention.softmax import largest_block
 from shoal.model.parameters import shardings
@@ -198,7 +198,7 @@ def test_no_block_that_is_needed_is_left_out_and_few_others_are_computed(block):
     segment, prompt = rows_of(96)
     read, tokens = allowed(segment, prompt), Tokens.of(jnp.asarray(segment), jnp.asarray(prompt))
     pairs = read.reshape(3, 96 // block, block, 96 // block, block)
-    wanted, whole = pairs.any((2, 4)), np.asarray(whole_blocks(tokens, tokens, block))
+    wanted, whole = pairs.any((2, 4)), np.asarray(full_blocks(tokens, tokens, block))
     # Keys of two segments that are all read are masked, too.
     one = (segment.reshape(3, -1, block).min(-1) == segment.reshape(3, -1, block).max(-1))[:, None]
     np.testing.assert_array_equal(whole, pairs.all((2, 4)) & one)
@@ -224,10 +224,10 @@ def test_no_block_that_is_needed_is_left_out_and_few_others_are_computed(block):
 def test_log_probs_and_gradients_of_a_model_are_those_of_the_reference(
     mesh, kind, platform, monkeypatch
 ):
-    def kernel_refusal(model, size):
+    def row_kernel_refusal(model, size):
         return ""
 
-    monkeypatch.setattr(selector, "_kernel_refusal", kernel_refusal)
+    monkeypatch.setattr(selector, "_row_kernel_refusal", row_kernel_refusal)
     for module in (gpu_attention, tpu_attention):
         monkeypatch.setattr(module, "attend_rows", partial(module.attend_rows, interpret=True))
     groups = random_groups(QWEN3, 12, 3, 16, 16)

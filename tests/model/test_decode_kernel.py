@@ -25,6 +25,7 @@ from shoal.model.attention.caches import PAGE, LayerCache, in_pages
 from shoal.model.attention.decode import Keys, decode_attention, online_softmax
 from shoal.model.attention.decode_gpu import attend_slots, block_keys, slots_at_once
 from shoal.model.attention.decode_tpu import Tiles, attend_pages
+from shoal.model.attention.reference import attend
 from shoal.model.attention.selector import decodes_by_kernel
 from shoal.model.rotary import rotary, rotate
 from shoal.model.transformer import Model
@@ -102,6 +103,27 @@ def test_it_gives_what_the_other_form_gives(share, width, dtype, programs, toler
         np.testing.assert_allclose(
             *(np.asarray(x, np.float32) for x in (ours, theirs)), atol=tolerance, rtol=tolerance
         )
+
+
+def test_each_slot_may_read_other_keys_of_its_rows_prompt():
+    """As with a window: the last 70 keys of prompt and completion together, of each slot; for some
+    slots that is a part of the second block of the prompt, and for one none of its keys."""
+    heads, _, _, (prefix_k, prefix_v, own_k, own_v) = drawn(2, 32)
+    q = heads[:, :, :4]
+    end = PREFIX_LEN[:, None] + POSITION
+    first = (end - 69)[..., None]
+    number = np.arange(128)
+    prompt_mask = (number < PREFIX_LEN[:, None, None]) & (number >= first)
+    own_mask = (number <= POSITION[..., None]) & (PREFIX_LEN[:, None, None] + number >= first)
+    prompt = Keys(prefix_k, prefix_v, jnp.asarray(prompt_mask))
+    own = Keys(own_k, own_v, jnp.asarray(own_mask))
+    out = online_softmax(q[:, :, None], prompt, own, jnp.int32(128), jnp.int32(128), (64, 64))
+    for row, slot in np.ndindex(3, 2):
+        mask = jnp.asarray(np.concatenate([prompt_mask[row, slot], own_mask[row, slot]]))
+        k = jnp.concatenate([prefix_k[row], own_k[row, slot]], 1).swapaxes(0, 1)
+        v = jnp.concatenate([prefix_v[row], own_v[row, slot]], 1).swapaxes(0, 1)
+        wanted = attend(q[row, slot][None, None], k[None], v[None], mask[None, None])
+        np.testing.assert_allclose(out[row, slot], wanted[0], atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.slow
@@ -231,10 +253,10 @@ def test_a_tpus_slots_bits_are_its_own_wherever_its_pages_are():
 def test_on_several_devices_each_has_its_heads(monkeypatch, platform):
     """Two of them, each with one of two key heads, as on one."""
 
-    def kernel_refusal(model):
+    def decode_kernel_refusal(model):
         return ""
 
-    monkeypatch.setattr(selector, "kernel_refusal", kernel_refusal)
+    monkeypatch.setattr(selector, "decode_kernel_refusal", decode_kernel_refusal)
     monkeypatch.setattr(Role, "platform", platform)
     for module, kernel in ((decode_gpu, attend_slots), (decode_tpu, attend_pages)):
         monkeypatch.setattr(module, kernel.__name__, partial(kernel, interpret=True))
@@ -297,8 +319,9 @@ def test_without_it_where_it_cannot_run(monkeypatch):
         decodes_by_kernel(model(80, attention="pallas"))
     monkeypatch.setattr(Role, "platform", "gpu")
     wide = Model(QWEN3, roles(1, 1, 4).sampler)
-    assert "on 2 devices: it needs mesh.sampler_tensor of at most 2" in selector.kernel_refusal(
-        wide
+    assert (
+        "on 2 devices: it needs mesh.sampler_tensor of at most 2"
+        in selector.decode_kernel_refusal(wide)
     )
     monkeypatch.setattr(jax, "local_devices", list)  # the kernels are tried on none
     out, spec = io.StringIO(), ModelSource(Path(), replace(QWEN3, head_dim=80), lambda *_: None)

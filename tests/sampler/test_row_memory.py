@@ -94,10 +94,10 @@ def by_pages() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Role, "platform", "tpu")
 
-        def kernel_refusal(model):
+        def decode_kernel_refusal(model):
             return ""
 
-        patch.setattr(selector, "kernel_refusal", kernel_refusal)
+        patch.setattr(selector, "decode_kernel_refusal", decode_kernel_refusal)
         patch.setattr(decode_tpu, "attend_pages", partial(decode_tpu.attend_pages, interpret=True))
         yield
     jax.config.update("jax_use_simplified_jaxpr_constants", before)

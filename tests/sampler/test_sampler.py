@@ -73,10 +73,10 @@ def test_an_accelerators_programs_draw_the_same_tokens(monkeypatch, base, platfo
     monkeypatch.setattr(Role, "platform", platform)
     if by_kernel:
         # SMALL's heads are for no tensor core
-        def kernel_refusal(model):
+        def decode_kernel_refusal(model):
             return ""
 
-        monkeypatch.setattr(selector, "kernel_refusal", kernel_refusal)
+        monkeypatch.setattr(selector, "decode_kernel_refusal", decode_kernel_refusal)
         for module, kernel in (
             (decode_gpu, decode_gpu.attend_slots),
             (decode_tpu, decode_tpu.attend_pages),

@@ -269,10 +269,10 @@ def test_turns_by_pages(monkeypatch):
     theirs = played(600)
     monkeypatch.setattr(Role, "platform", "tpu")
 
-    def kernel_refusal(model):
+    def decode_kernel_refusal(model):
         return ""
 
-    monkeypatch.setattr(selector, "kernel_refusal", kernel_refusal)
+    monkeypatch.setattr(selector, "decode_kernel_refusal", decode_kernel_refusal)
     monkeypatch.setattr(
         decode_tpu, "attend_pages", partial(decode_tpu.attend_pages, interpret=True)
     )

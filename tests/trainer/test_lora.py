@@ -113,10 +113,10 @@ def test_on_a_gpu_an_adapters_products_stay_three(a, monkeypatch):
     biases."""
     monkeypatch.setattr(Role, "platform", "gpu")
 
-    def kernel_refusal(model):
+    def decode_kernel_refusal(model):
         return ""
 
-    monkeypatch.setattr(selector, "kernel_refusal", kernel_refusal)
+    monkeypatch.setattr(selector, "decode_kernel_refusal", decode_kernel_refusal)
     for one in (a, adapted(a)):
         model = Model(one, ROLE)
         engine = Engine(

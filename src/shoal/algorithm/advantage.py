@@ -8,9 +8,13 @@ Each estimator has a row in `shoal.config.choices`, and uses what it needs of th
 `valid` is False if a completion is missing or could not be scored: whatever its reward holds, NaN
 included, it is left out of every mean and deviation, and its advantage is 0. A NaN where `valid` is
 True is not hidden: it spreads over its group. `components[F, P, G]` are the values of the F reward
-functions, NaN where one could not judge; `weights[F]` are their weights. `lengths[P, G]` are
-numbers of sampled tokens; None if estimators that whiten over the step should count each completion
-once (verl counts it once a token). Settings are those that the row names.
+functions, NaN where one could not judge; `weights[F]` are their weights. `lengths[P, G]` are the
+completions' numbers of sampled tokens. Settings are those that the row names:
+
+    std_ddof      the variance divides by the number of values less this
+    std_eps       added to a standard deviation; with std_eps_mode="max" the least deviation
+    whiten_over   mean and deviation of the step count each completion once ("completions"), or
+                  once for each of its tokens ("tokens", as in verl), which needs `lengths`
 """
 
 from __future__ import annotations
@@ -36,9 +40,12 @@ def nonzero_std(rewards: Rewards, valid: Valid) -> Bool[np.ndarray, "P"]:
 
 
 def has_variance(valid: Bool[np.ndarray, "G"], values: Float[np.ndarray, "N G"]) -> bool:
-    """True if the valid completions of one group differ in any of N values; a completion is left
-    out of a value that is NaN for it. Dynamic sampling replaces the other groups: all right or all
-    wrong, they have no gradient (DAPO, arXiv 2503.14476, eq. 11)."""
+    """True if the valid completions of one group differ in any of N values, such as the reward and
+    what each reward function gave. A NaN is not compared: two or more other values have to differ.
+
+    Dynamic sampling replaces groups for which this is False: all right or all wrong, they have no
+    gradient (DAPO, arXiv 2503.14476, eq. 11).
+    """
     return bool(nonzero_std(values, valid & ~np.isnan(values)).any())
 
 
@@ -102,8 +109,8 @@ def reinforce_pp(
     lengths: Lengths | None = None,
     **unread: object,
 ) -> Rewards:
-    """Returns (r - mean) / (std + std_eps) over all valid rewards of the step, whatever their
-    group. REINFORCE++, arXiv 2501.03262."""
+    """Returns (r - mean) / (std + std_eps), with mean and std of all valid rewards of the step
+    whatever their group. REINFORCE++, arXiv 2501.03262."""
     if whiten_over != "tokens":
         lengths = None
     return _whitened(rewards, valid, lengths, std_ddof, std_eps, std_eps_mode)
@@ -120,7 +127,8 @@ def reinforce_pp_baseline(
     lengths: Lengths | None = None,
     **unread: object,
 ) -> Rewards:
-    """Returns r - mean of the group, whitened over the step. REINFORCE++-baseline, arXiv
+    """Returns r - mean of the group, divided by (std + std_eps) of these differences over the whole
+    step; over tokens, the step's mean is subtracted first. REINFORCE++-baseline, arXiv
     2501.03262."""
     centred = _centred(rewards, valid)
     if whiten_over != "tokens":
@@ -155,8 +163,9 @@ def gdpo(
     lengths: Lengths | None = None,
 ) -> Rewards:
     """Normalises each reward function's values within their groups as `grpo` does, adds them up by
-    weight and whitens the sum over the step: a reward of large spread does not drown the others.
-    GDPO, arXiv 2601.05242."""
+    weight and divides the sum by its deviation over the step, as `reinforce_pp_baseline` does: a
+    reward of large spread does not drown the others. Without `components`, the rewards are the only
+    function. GDPO, arXiv 2601.05242."""
     parts = rewards[None] if components is None else components
     scale = np.ones(len(parts)) if weights is None else weights
     total = np.zeros(rewards.shape)
@@ -189,8 +198,8 @@ def _centred(rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:
 
 
 def _centred_over(values: np.ndarray, counts: np.ndarray, axis: int | None) -> np.ndarray:
-    """Returns x - mean, for a mean in which each x counts `counts` times; 0 where x does not
-    count."""
+    """Returns x - mean, for a mean in which each x counts `counts` times; 0 where that is 0. The
+    mean is of each group with axis 1, of all groups together with None."""
     # Masked before the product: 0 times the NaN of an invalid sibling is NaN.
     kept = np.where(counts, values, 0.0).astype(np.float64)
     total = (counts * kept).sum(axis=axis, keepdims=True)
@@ -199,14 +208,15 @@ def _centred_over(values: np.ndarray, counts: np.ndarray, axis: int | None) -> n
 
 
 def _std(centred: np.ndarray, counts: np.ndarray, ddof: int, axis: int | None) -> np.ndarray:
-    """Returns the standard deviation of centred values that each count `counts` times."""
+    """Returns the standard deviation of centred values that each count `counts` times: of each
+    group with axis 1, of all groups together with None."""
     number = counts.sum(axis=axis, keepdims=True)
     total = (counts * centred**2).sum(axis=axis, keepdims=True)
     return np.sqrt(total / np.maximum(number - ddof, 1))
 
 
 def _divisor(std: np.ndarray, eps: float, eps_mode: str) -> np.ndarray:
-    """Returns what to divide by: the deviation with `eps` added, or at least `eps`; 1 where that is
+    """Returns what to divide by: std + eps, or max(std, eps) with `eps_mode="max"`; 1 where that is
     0, since then every numerator is 0 too."""
     # TRL, verl and Tunix add (1e-4, 1e-6, 1e-6); TorchRL takes the maximum. With G=2 and rewards 0
     # and 1 the ddof matters more: 0.707 with ddof 1, 1.0 with ddof 0 (MaxText).
@@ -222,8 +232,8 @@ def _whitened(
     eps: float,
     eps_mode: str,
 ) -> np.ndarray:
-    """Returns (x - mean) / (std + eps) over the step's completions, or over their tokens if
-    `lengths` is given; exactly 0 if all x are the same."""
+    """Returns (x - mean) / (std + eps), with mean and std of the step's valid completions, each
+    counted once; or `lengths` times if that is given. Exactly 0 if all x are the same."""
     counts = valid if lengths is None else np.where(valid, lengths, 0)
     if not nonzero_std(values.reshape(1, -1), (counts > 0).reshape(1, -1))[0]:
         return np.zeros(values.shape)
@@ -239,11 +249,11 @@ def _whitened_groups(
     eps: float,
     eps_mode: str,
 ) -> np.ndarray:
-    """Whitens values whose mean is 0 within each group, and therefore over completions (but not
-    over tokens).
+    """Returns what `_whitened` does, for values whose mean is 0 within each group.
 
-    Over completions no mean is subtracted again: rounding would turn a group's exact zeros into
-    small numbers, and such a group would then be computed for nothing.
+    If each completion counts once (no `lengths`), the mean over the step is then 0 too, and is not
+    subtracted: rounding would turn a group's exact zeros into small numbers, and such a group would
+    then be computed for nothing.
     """
     if lengths is not None:
         return _whitened(values, valid, lengths, ddof, eps, eps_mode)

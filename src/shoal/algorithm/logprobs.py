@@ -152,7 +152,7 @@ def sliced_logprobs(
     def add_slice(carry: tuple, inputs: tuple[jax.Array, jax.Array]) -> tuple[tuple, None]:
         """Adds a slice's logits to the running sums, and picks the wanted scores that are in the
         slice."""
-        peak, total, mean, picked = carry
+        peak, total, weighted, picked = carry
         weights, start = inputs
         scores = project(weights, states.astype(hidden.dtype)) / temperature
         scores = jnp.where(start + jnp.arange(width) < vocabulary, scores, -jnp.inf)
@@ -167,15 +167,15 @@ def sliced_logprobs(
         if not entropy_gradient:
             moment = jax.lax.stop_gradient(moment)
         total = total * scale + weight.sum(-1)
-        mean = mean * scale + moment.sum(-1)
-        return (new_peak, total, mean, picked), None
+        weighted = weighted * scale + moment.sum(-1)
+        return (new_peak, total, weighted, picked), None
 
     zeros = jnp.zeros(targets.shape, jnp.float32)
     begin = (zeros - jnp.inf, zeros, zeros, jnp.full(ids.shape, -jnp.inf, jnp.float32))
     starts = jnp.arange(len(slices)) * width
-    (peak, total, mean, picked), _ = jax.lax.scan(add_slice, begin, (slices, starts))
+    (peak, total, weighted, picked), _ = jax.lax.scan(add_slice, begin, (slices, starts))
     normaliser = peak + jnp.log(total)
-    entropy = normaliser - mean / total
+    entropy = normaliser - weighted / total
     if not entropy_gradient:
         entropy = jax.lax.stop_gradient(entropy)
     target = picked[..., 0]
@@ -189,8 +189,9 @@ def sliced_logprobs(
 def _over_support(
     kept: jax.Array, support: jax.Array, normaliser: jax.Array, entropy: jax.Array, gradient: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (normaliser, entropy) over only the tokens `support`[..., K], whose logits are
-    `kept`; at a position without any the given normaliser and entropy."""
+    """Returns (normaliser, entropy) of the distribution over the token ids support[..., K] alone.
+    `kept` are the logits of these ids. An id of -1 is no token; at a position that has no other,
+    the result is the `normaliser` and `entropy` that were passed, of the whole vocabulary."""
     used = support >= 0
     truncated = used.any(-1)
     kept = jnp.where(used | ~truncated[..., None], kept, -jnp.inf)
@@ -201,7 +202,8 @@ def _over_support(
 
 
 def _entropy(logs: jax.Array, gradient: bool, guarded: bool = True) -> jax.Array:
-    """Returns the entropy of log-probs[..., V]; some of them may be -inf if `guarded`."""
+    """Returns the entropy of the distributions with log-probs[..., V], with a gradient only if
+    `gradient` is set. A log-prob of -inf counts as 0 if `guarded`, else it gives NaN."""
     if not gradient:
         logs = jax.lax.stop_gradient(logs)
     if not guarded:

@@ -76,7 +76,8 @@ class Objective:
     rejection_level: str = "token"
     # bounds of the estimate within which tokens are kept
     rejection_bounds: tuple[float, float] = (-float("inf"), float("inf"))
-    given: bool = False  # True: the tokens are the data's, and no sampler has log-probs of them
+    # True: the tokens are the data's, and no sampler has log-probs of them
+    learns_from_data: bool = False
     chunk_elements: int = 0  # most logits at once; 0: by device, see CHUNK_ELEMENTS
 
 
@@ -93,12 +94,13 @@ def token_losses(
     sampler_logprobs: Tokens,
     ref_logprobs: Tokens,
 ) -> tuple[Tokens, Metrics, Metrics]:
-    """Returns (token losses, sums, maxima) of a micro-batch. Sums and maxima map a metric to
-    (value, count); maxima are of values of 0 or more.
+    """Returns (token losses, sums, maxima) of a micro-batch. `sums` maps the name of a metric to
+    (sum, count), `maxima` to (largest value, count); no such value is below 0.
 
-    Tokens of weight 0 (with `mask_truncated` those of truncated completions) count only in the
-    metrics of the difference between sampler and trainer; completions without a reward are not in a
-    batch at all.
+    `weight` is each token's weight in the sum over an update (`aggregation`): of what is returned,
+    only the metric `objective` is multiplied by it. Tokens of weight 0 (with `mask_truncated` those
+    of truncated completions) count only in the metrics of the difference between sampler and
+    trainer; completions without a reward are not in a batch at all.
     """
     # The mask is needed besides the weight 0, because a NaN of a masked token would survive the
     # product with 0.
@@ -108,7 +110,7 @@ def token_losses(
     # nothing new.
     if not o.use_old:
         old_logprobs = jax.lax.stop_gradient(lp)
-    if o.given:
+    if o.learns_from_data:
         sampler_logprobs = old_logprobs
     if o.rejection:
         least, most = o.rejection_bounds
@@ -423,8 +425,9 @@ def correction_weights(
     cap: float,
     floor: float,
 ) -> Float[Array, "R T"]:
-    """Returns the importance weight of each token where `mask` is True, 0 elsewhere. `kind` bounds
-    the weights (`tis`, `mis`).
+    """Returns the importance weight of each token where `mask` is True, 0 elsewhere: the ratio of
+    the trainer's probability to the sampler's, bounded by `kind(ratio, cap, floor)`, which is `tis`
+    or `mis`.
 
     `level`: `token`, the token's own ratio; `sequence`, the product over the sampled tokens of its
     completion; `geometric`, their geometric mean (GSPO's ratio, which does not grow with length).
@@ -450,11 +453,12 @@ def kept_tokens(
     least: float,
     most: float,
 ) -> Mask:
-    """Returns `mask` without the tokens whose divergence between trainer and sampler is outside of
-    [least, most].
+    """Returns `mask` without the tokens for which the estimated divergence of trainer and sampler
+    is outside of [least, most]. `estimator` is a KL estimator, for example `k1`.
 
-    `level`: `token`, the token's own estimate; `seq_sum`, `seq_mean`, `seq_max`, that of its
-    completion's sampled tokens. J. Liu et al., "When Speed Kills Stability" (2025); verl's
+    `level`: `token`, each token is kept or not by its own estimate; `seq_sum`, `seq_mean` and
+    `seq_max`, by the sum, mean or maximum over its completion's sampled tokens, so that completions
+    are kept or not as a whole. J. Liu et al., "When Speed Kills Stability" (2025); verl's
     rollout_rs.
     """
     value = estimator(sampler_log_ratio(old_logprobs, sampler_logprobs, mask))
@@ -496,8 +500,8 @@ def segment_sum(
     segment: Int[Array, "*rows T"],
     reduce: Callable[..., Array] = jax.ops.segment_sum,
 ) -> Float[Array, "*rows T"]:
-    """Returns at each token the sum of `x` over the token's segment (or what else `reduce` computes
-    from the segment), in x's type. Segment numbers are at most T."""
+    """Returns at each token the sum of `x` over the token's segment, in x's type; with
+    `reduce=jax.ops.segment_max` the maximum. Segment numbers are at most T."""
 
     def in_row(x: jax.Array, segment: jax.Array) -> jax.Array:
         # Number 0, padding, has its own bucket, whose sum nobody reads.
@@ -521,7 +525,8 @@ def sampler_gap(
     old_logprobs: Tokens, sampler_logprobs: Tokens, loss_mask: Mask
 ) -> tuple[Metrics, Metrics]:
     """Returns (sums, maxima): metrics of how far the trainer's log-probs are from the sampler's,
-    over all sampled tokens."""
+    over all sampled tokens. They are the mean and the maximum of |old - sampler|, and the means of
+    w = exp(old - sampler) and of its square."""
     log_ratio = jnp.where(loss_mask, old_logprobs - sampler_logprobs, 0.0)
     difference = jnp.abs(log_ratio)
     w = jnp.where(loss_mask, jnp.exp(log_ratio), 0.0)

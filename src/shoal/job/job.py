@@ -91,9 +91,9 @@ from shoal.mesh import Role, Roles, World, available_devices, make_roles
 from shoal.model.attention.caches import KEY_BLOCK
 from shoal.model.attention.selector import (
     attention_kind,
+    decode_kernel_refusal,
     decodes_by_kernel,
     kernel_fault,
-    kernel_refusal,
 )
 from shoal.model.parameters import as_frozen, joined, without_adapter
 from shoal.model.transformer import Model
@@ -492,7 +492,7 @@ class Job(StagedJob):
         sampler = model.on(self.roles.sampler)
         is_without_kernel = not decodes_by_kernel(sampler) and sampler.role.platform != "cpu"
         if is_without_kernel and model.attention == "auto":
-            self.console.note(f"decoding goes without its kernel: {kernel_refusal(sampler)}")
+            self.console.note(f"decoding goes without its kernel: {decode_kernel_refusal(sampler)}")
         if self.trains:
             largest = micro_batch_shapes(self.config_for_devices, model.role.row_shards)[0]
             rows = largest.rows

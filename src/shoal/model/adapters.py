@@ -24,8 +24,8 @@ ALL = "all-linear"
 def make_adapter(
     a: Architecture, rank: int, alpha: float, targets: Sequence[str], rslora: bool
 ) -> Adapter:
-    """Returns the adapter that these settings mean for an architecture. ShoalError if the
-    architecture lacks a target, or the rank is too high.
+    """Returns the adapter that these settings mean for an architecture. ShoalError if a target
+    matches no product, or a product in some layers alone, or if the rank is too high.
 
     `targets` are names of products (q_proj, ...), ends of their paths (self_attn.q_proj), one
     regular expression over whole paths (`.*_attn\\.(q|v)_proj`), or `all-linear`.
@@ -82,7 +82,8 @@ def _kernels(a: Architecture) -> dict[str, ParamSpec]:
 
 
 def _paths(a: Architecture) -> dict[str, str]:
-    """Returns the path of each product in the first layer, by the product's name."""
+    """Returns the path of each product in layer 0 by the product's name: "q_proj" ->
+    "model.layers.0.self_attn.q_proj"."""
     paths: dict[str, str] = {}
     for name, spec in _kernels(a).items():
         paths[name] = spec.tensor_names[0].removesuffix(".weight")
@@ -90,8 +91,8 @@ def _paths(a: Architecture) -> dict[str, str]:
 
 
 def _products_of(target: str, paths: Mapping[str, str], layer: int) -> set[str]:
-    """Returns the names of a layer's products that a target means; `paths` are those of the first
-    layer."""
+    """Returns the names of the products that a target matches in the layer with this number;
+    `paths` are those of `_paths`."""
     names = set()
     for name, path in paths.items():
         if _matches(target, name, path.replace(".0.", f".{layer}.")):
@@ -100,7 +101,8 @@ def _products_of(target: str, paths: Mapping[str, str], layer: int) -> set[str]:
 
 
 def _matches(target: str, name: str, path: str) -> bool:
-    """True if a target means the product with this name and path."""
+    """True if a target is `all-linear`, the product's name, the end of its path, or a regular
+    expression that matches its whole path."""
     if target in (ALL, name) or path.endswith(f".{target}"):
         return True
     try:

@@ -33,7 +33,9 @@ def block(
     attention: AttentionFn,
     cache: Any,
 ) -> tuple[jax.Array, Any]:
-    """Computes one layer: x[R, T, D] -> (x[R, T, D], what `attention` returned as the cache)."""
+    """Computes one layer with the weights `w`: x[R, T, D] -> (x[R, T, D], new cache). `rope` are
+    the (cos, sin) of `rotary`; `cache` is passed to `attention`, and what that returns as the new
+    cache is returned. A layer with a cache is compiled as one that decodes (`habits_of`)."""
     a = model.architecture
     habits = habits_of(model, is_decoding=cache is not None)
     kept = partial(checkpoint_name, name="attention")
@@ -95,10 +97,13 @@ def _feed_forward(model: Model, w: Block, h: jax.Array, habits: Habits) -> jax.A
 def cast_weight(
     model: Model, weight: jax.Array, axes: tuple[str | None, ...], trained: bool = True
 ) -> jax.Array | Cast:
-    """Returns a weight as a layer reads it, gathered along `embed`. A trained matrix of another
-    type is cast to the type of the computation, with its float32 master for the gradient (`Cast`).
-    Vectors, matrices that have that type already, and frozen ones are returned without a cast.
-    `axes` are the weight's logical axes."""
+    """Returns a weight in the form that a layer reads. `axes` are the weight's logical axes.
+
+    A trained matrix whose type is not the computation's becomes a `Cast`: a copy in that type,
+    gathered along `embed`, with the stored matrix as the master that gets the gradient. A frozen
+    matrix (`trained` is False) is gathered in its stored type. A vector, or a trained matrix that
+    has the computation's type already, is returned as it is.
+    """
     whole = tuple(None if axis == "embed" else axis for axis in axes)
 
     def gathered(kernel: jax.Array) -> jax.Array:

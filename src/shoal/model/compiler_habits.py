@@ -75,7 +75,8 @@ def _gated_product_forward(
 
 
 def _gated_product_backward(model: Model, kept: tuple, gradient: jax.Array) -> tuple:
-    """Returns the gradients; silu(gate) * up is computed again, with barriers around it."""
+    """Returns the gradients of (gate, up, down); silu(gate) * up is computed again, with barriers
+    around it."""
     gate, up, down = kept
     gate, up = computed_once((gate, up))
     inner, backward_of_gated = jax.vjp(partial(gated, model), gate, up)
@@ -148,7 +149,8 @@ def products_joined(block: Block) -> Block:
 
 
 def split_product(model: Model, heads: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Splits the one product of `products_joined` into q, k and v by head."""
+    """Splits heads[R, T, (H + 2 K) A], the product with the joined weight of `products_joined`,
+    into q[R, T, H, A], k[R, T, K, A] and v[R, T, K, A]."""
     a = model.architecture
     rows, size, _ = heads.shape
     by_head = heads.reshape(rows, size, -1, a.head_dim)

@@ -135,7 +135,8 @@ def architecture_of(folder: str | Path) -> Architecture:
     entries.check_type("quantization_config", dict, "a mapping")
     entries.check_type("layer_types", list, "a list")
     # rope_scaling is written by transformers 4, rope_parameters by 5, which may write one for each
-    # kind of layer.
+    # kind of layer. Its entries are read as if they stood in the file itself; older files say type
+    # for rope_type.
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
     config["rope_type"] = rope.get("type")
@@ -247,8 +248,9 @@ def weight_block(folder: Path) -> tuple[int, int] | None:
 
 
 def _refuse_windows(config: Mapping[str, Any], layers: int, folder: Path) -> None:
-    """Raises ShoalError if a layer attends to a window only. Newer files name each layer's kind;
-    older ones have switches, and windows from layer max_window_layers on."""
+    """Raises ShoalError if any layer has a sliding window, or anything else but full attention.
+    Newer files name each layer's kind in `layer_types`; older ones have the switch
+    `use_sliding_window`, and windows from layer max_window_layers on."""
     kinds = config.get("layer_types")
     if not kinds and config.get("use_sliding_window") and config.get("sliding_window"):
         first = config.get("max_window_layers", 28)
@@ -317,7 +319,8 @@ def config_of(a: Architecture) -> dict[str, Any]:
 
 
 def _family_of(a: Architecture) -> tuple[str, Family]:
-    """Returns (model_type, family) of an architecture; ShoalError if there is none."""
+    """Returns (model_type, family) of the first family that may have this architecture; ShoalError
+    if there is none."""
     for name, family in FAMILIES.items():
         if family.has(a):
             return name, family
@@ -327,8 +330,9 @@ def _family_of(a: Architecture) -> tuple[str, Family]:
 def config_to_save(
     a: Architecture, source: Path | None, config: dict[str, Any] | None, dtype: np.dtype
 ) -> dict[str, Any]:
-    """Returns the config.json to write with parameters of `dtype`: the given one, else the
-    source's, else one made from the architecture."""
+    """Returns the content of the config.json to write with parameters of `dtype`: `config`, or else
+    that of the folder `source`, or else one made from the architecture. Its type is `dtype`, and it
+    says nothing of quantised weights. ShoalError if the source's is of another architecture."""
     if config is None and source is not None and (source / "config.json").is_file():
         if architecture_of(source) != a:
             raise ShoalError(
@@ -346,8 +350,9 @@ def config_to_save(
 def make_config(
     a: Architecture, tokenizer: Path | None, config: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Returns a config for an architecture (`config` if given), with the special token ids of a
-    tokenizer's folder."""
+    """Returns the content of a config.json: `config`, or else one made from the architecture. The
+    ids of the special tokens in it are replaced by those that config.json, and then
+    generation_config.json, have in the folder `tokenizer`."""
     made = dict(config or config_of(a))
     for name in ("config.json", "generation_config.json"):
         if tokenizer and (tokenizer / name).is_file():

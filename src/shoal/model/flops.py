@@ -106,8 +106,8 @@ class Utilisation:
         num_epochs: int = 1,
         num_scorings: int = 0,
     ) -> Utilisation | None:
-        """Returns the figures for these devices; None if the peak rate of a device is unknown, as
-        that of any CPU is."""
+        """Returns the `Utilisation` of a model on these devices; None if there is no device, or the
+        peak rate of one is unknown, as that of any CPU is."""
         peak = 0.0
         for device in devices:
             rate = peak_flops(device.device_kind, dtype)

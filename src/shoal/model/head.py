@@ -37,8 +37,8 @@ def _project(head: Weight, hidden: jax.Array) -> jax.Array:
 
 
 def head_slices(head: jax.Array, size: int) -> jax.Array:
-    """Returns a head[D, V] as n slices [n, D, v], with v at most about `size` and a multiple of a
-    register's 128; the last slices are filled up with zeros."""
+    """Splits a head[D, V] into n slices of consecutive columns, [n, D, v]. v is a multiple of a
+    register's 128, and at most `size` rounded up to one; zeros fill up the last slices."""
     vocab_size = head.shape[1]
     count = -(-vocab_size // size)
     width = -(-vocab_size // (128 * count)) * 128
@@ -87,7 +87,8 @@ def _copies_forward(model: Model, reduce_dtype: Any, head: jax.Array) -> tuple[j
 def _copies_backward(
     model: Model, reduce_dtype: Any, _: None, gradient: jax.Array
 ) -> tuple[jax.Array]:
-    """Sums the gradients of all copies to the gradient of the head."""
+    """Returns the gradient of the head, float32: the sum of the gradients of all copies, which is
+    computed in `reduce_dtype`."""
     role = model.role
     vocab = model.vocab_axis
     gradient = role.constrain(gradient, "rows", None, vocab).astype(reduce_dtype)

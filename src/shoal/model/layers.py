@@ -59,8 +59,8 @@ def ffn_chunks(a: Architecture, role: Role, dtype: Any) -> int:
 
 
 def published_specs(model: Model) -> Parameters:
-    """Returns the specs of the parameters as the sampler of a model gets them: `param_specs`,
-    stacked, or with a tuple of L blocks."""
+    """Returns the specs of the parameters as a sampler holds them: `param_specs`, whose block has
+    all layers stacked, if `model.ffn_chunks` is 0; else the same with a tuple of L blocks."""
     specs = param_specs(model.architecture)
     num_chunks = model.ffn_chunks
     if not num_chunks:
@@ -70,8 +70,8 @@ def published_specs(model: Model) -> Parameters:
 
 
 def _layer_spec(spec: ParamSpec, num_chunks: int) -> ParamSpec | tuple[ParamSpec, ...]:
-    """Returns the spec of one layer of a stacked parameter; of a feed-forward matrix a tuple of its
-    chunks, if there are several."""
+    """Returns the spec of one layer of a stacked parameter. If `num_chunks` is above 1, a
+    feed-forward matrix (one with the axis `mlp`) gets a tuple of so many specs, one a chunk."""
     shape = list(spec.shape[1:])
     axes = spec.axes[1:]
     if num_chunks == 1 or "mlp" not in axes:
@@ -83,8 +83,13 @@ def _layer_spec(spec: ParamSpec, num_chunks: int) -> ParamSpec | tuple[ParamSpec
 def split_layers(
     stacked: jax.Array, spec: ParamSpec, num_chunks: int, tensor: int
 ) -> tuple[Any, ...]:
-    """Splits a stacked array into its layers, in the form of `published_specs`. A chunk consists of
-    the same part of what each of the `tensor` devices holds, so that devices exchange nothing."""
+    """Splits a stacked parameter into a tuple of its L layers. Each is an array, or a tuple of
+    chunks if `_layer_spec` has a tuple for it.
+
+    A chunk is made of an equal share of what each of the `tensor` devices holds, so that devices
+    exchange nothing: if two devices hold columns 0 to 3 and 4 to 7 of a matrix, its two chunks are
+    columns 0, 1, 4, 5 and 2, 3, 6, 7.
+    """
     if num_chunks == 1 or "mlp" not in spec.axes:
         return tuple(stacked)
     at = spec.axes.index("mlp")
@@ -99,8 +104,8 @@ def split_layers(
 
 
 def unstack_layers(parameters: Parameters, num_layers: int) -> Parameters:
-    """Converts parameters whose one block has tuples of L layers as leaves to parameters with a
-    tuple of L blocks."""
+    """Converts parameters with one block, each leaf of which is a tuple of L layers (from
+    `split_layers`), to parameters with a tuple of L blocks."""
     blocks = []
     for number in range(num_layers):
         layer = jax.tree.map(

@@ -114,7 +114,9 @@ def _cast_product_forward(
 def _cast_product_backward(
     out_dtype: Any, reduce_dtype: Any, kept: Any, gradient: jax.Array
 ) -> tuple:
-    """Returns the gradients of x, and of the master or the kernel."""
+    """Returns the gradients of (x, kernel, master). The weight's gradient is the master's, in
+    float32, and the kernel's is None; without a master (`reduce_dtype` is None) it is the reverse,
+    in the type of the product."""
     x, kernel = kept
     # The gradient is cast to x's type even if the product is float32 (logits): otherwise the whole
     # kernel would be converted for float32 products.
@@ -163,7 +165,8 @@ def _adapted_product_forward(
 def _adapted_product_backward(
     scale: float, out_dtype: Any, kept: Any, gradient: jax.Array
 ) -> tuple:
-    """Returns the gradients of x and of the adapter's two matrices."""
+    """Returns the gradients of (x, kernel, the pair of the adapter's matrices); the kernel is
+    frozen, and its gradient is None."""
     x, kernel, pair = kept
 
     def of_trained(x: jax.Array, pair: tuple[Weight, Weight]) -> jax.Array:
@@ -185,8 +188,9 @@ adapted_product.defvjp(_adapted_product_forward, _adapted_product_backward)
 
 
 def quantise(kernel: jax.Array, dtype: Any) -> Quantised:
-    """Quantises kernel[..., in, out] to one byte an element, int8 or a float of 8 bits: the nearest
-    values, with one scale for each output channel."""
+    """Quantises kernel[..., in, out] to `dtype`, int8 or a float of 8 bits: the nearest values,
+    with one scale for each output channel, by which its largest value becomes at most the type's
+    largest."""
     wide = kernel.astype(jnp.float32)
     dtype = jnp.dtype(dtype)
     is_integer = dtype.kind == "i"
@@ -226,7 +230,7 @@ def _broadcast_forward(
 def _broadcast_backward(
     shape: tuple[int, ...], dtype: Any, _: None, gradient: jax.Array
 ) -> tuple[jax.Array]:
-    """Sums the gradient over all rows, in float32."""
+    """Returns the gradient of the vector: the sum over all rows, in float32."""
     rows = gradient.reshape(-1, shape[-1])
     if dtype == jnp.float32:
         # A product: XLA's sum over rows on CPU has an eighth of its speed, an eighth of a small

@@ -265,8 +265,9 @@ def _product_specs(
     scale: float = 1.0,
     heads: int = 0,
 ) -> Any:
-    """Returns the specs of a kernel[rows, columns] that each layer has, with what belongs to it by
-    the architecture: scales in 8 bits, an adapter, a bias."""
+    """Returns the specs of a product that each layer has, in the tree that `linear` takes: the spec
+    of its kernel[rows, columns], put into a `Quantised` if the architecture is quantised, that into
+    an `Adapted` if an adapter targets it, and that into a `Biased` if `bias` is set."""
     row_axis, column_axis = axes
     kernel: Any = _layer_spec(a, f"{name}.weight", (rows, columns), axes, scale=scale, heads=heads)
     if a.quantised:
@@ -344,8 +345,8 @@ def _is_none(leaf: Any) -> bool:
 
 
 def select(specs: Any, tree: Any) -> Any:
-    """Returns a tree of parameters with None wherever `specs` (`trained_specs` or `frozen_specs`)
-    has None. None if `specs` is None."""
+    """Returns the parameters in `tree` that `specs` (from `trained_specs` or `frozen_specs`) has a
+    spec for, with None in place of the others. None if `specs` is None."""
     if specs is None:
         return None
 
@@ -356,8 +357,8 @@ def select(specs: Any, tree: Any) -> Any:
 
 
 def joined(part: Any, other: Any) -> Any:
-    """Returns one tree from two that complement each other: the leaf of `part`, or that of `other`
-    where `part` has None. `other` may be None."""
+    """Joins two trees of `select` to one: each leaf is that of `part`, or that of `other` where
+    `part` has None. `other` may be None as a whole: the result is then `part`."""
     if other is None:
         return part
 
@@ -432,8 +433,8 @@ def quantised_specs(a: Architecture) -> dict[str, Quantised]:
 
 
 def quantiser(a: Architecture, role: Role) -> Keep:
-    """Returns a `Keep` that quantises those kernels that are quantised in the architecture's
-    `param_specs`."""
+    """Returns a `Keep` for reading weights of an architecture with quantised kernels: it replaces
+    each of these by its `Quantised`, and returns any other array as it was read."""
     by_name = quantised_specs(a)
 
     def keep(spec: ParamSpec, array: jax.Array) -> Any:
@@ -514,7 +515,8 @@ def initialise_specs(specs: Any, seed: int, role: Role) -> Any:
 
 
 def _initial(spec: ParamSpec, key: jax.Array) -> jax.Array:
-    """Returns the initial values of one parameter."""
+    """Returns the initial values of one parameter, float32: ones, zeros, or random values with the
+    spec's standard deviation, normal or uniform."""
     if spec.init == "ones":
         return jnp.ones(spec.shape)
     if spec.init == "zeros":

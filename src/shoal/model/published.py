@@ -38,31 +38,33 @@ def _llama(
     theta: float = 500000.0,
     scaling: RopeScaling | None = None,
 ) -> Architecture:
+    """Returns the architecture of a Llama 2 to 3.3 of these sizes, but Llama 3.2."""
     return Architecture(
-        vocabulary,
-        hidden_size,
-        intermediate_size,
-        layers,
-        heads,
-        key_heads,
-        128,
-        theta,
-        scaling,
+        vocab_size=vocabulary,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=key_heads,
+        head_dim=128,
+        rope_theta=theta,
+        rope_scaling=scaling,
         norm_eps=1e-5,
     )
 
 
 def _llama32(hidden_size: int, layers: int, heads: int, head_dim: int) -> Architecture:
+    """Returns the architecture of a Llama 3.2 of these sizes."""
     return Architecture(
-        128256,
-        hidden_size,
-        8192,
-        layers,
-        heads,
-        8,
-        head_dim,
-        500000.0,
-        replace(_LLAMA3, factor=32.0),
+        vocab_size=128256,
+        hidden_size=hidden_size,
+        intermediate_size=8192,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=8,
+        head_dim=head_dim,
+        rope_theta=500000.0,
+        rope_scaling=replace(_LLAMA3, factor=32.0),
         norm_eps=1e-5,
         tie_embeddings=True,
     )
@@ -78,15 +80,16 @@ def _qwen2(
     tied: bool = False,
     head_dim: int = 128,
 ) -> Architecture:
+    """Returns the architecture of a Qwen2.5 of these sizes."""
     return Architecture(
-        vocabulary,
-        hidden_size,
-        intermediate_size,
-        layers,
-        heads,
-        key_heads,
-        head_dim,
-        1e6,
+        vocab_size=vocabulary,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=key_heads,
+        head_dim=head_dim,
+        rope_theta=1e6,
         norm_eps=1e-6,
         tie_embeddings=tied,
         qkv_bias=True,
@@ -96,15 +99,16 @@ def _qwen2(
 def _qwen3(
     hidden_size: int, intermediate_size: int, layers: int, heads: int, tied: bool = False
 ) -> Architecture:
+    """Returns the architecture of a Qwen3 of these sizes."""
     return Architecture(
-        151936,
-        hidden_size,
-        intermediate_size,
-        layers,
-        heads,
-        8,
-        128,
-        1e6,
+        vocab_size=151936,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=8,
+        head_dim=128,
+        rope_theta=1e6,
         norm_eps=1e-6,
         tie_embeddings=tied,
         qk_norm=True,

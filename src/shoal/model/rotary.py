@@ -62,6 +62,7 @@ def _rotate_forward(
 
 
 def _rotate_backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple:
+    """Returns the gradient of x, which is the result's gradient rotated back."""
     cos, sin = kept
     return rotate_by_product(gradient, cos, -sin), None, None
 

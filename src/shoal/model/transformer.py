@@ -43,6 +43,7 @@ class Model:
     sampler_type: str = ""  # 8-bit type of the sampler's matrices; "": as the trainer's
 
     def __post_init__(self) -> None:
+        """Raises ShoalError if the role's devices cannot compute this model."""
         if self.dtype == jnp.float16 and self.role.platform == "tpu":
             raise ShoalError(
                 "model.dtype=float16: a TPU has no products of float16; use bfloat16", "model.dtype"
@@ -126,7 +127,9 @@ def forward(
     attention: AttentionFn,
     caches: Any = None,
 ) -> tuple[jax.Array, Any]:
-    """Returns (hidden states [R, T, D], aux) of tokens[R, T] at positions[R, T].
+    """Returns (hidden states [R, T, D] after the last norm, aux) of tokens[R, T]. positions[R, T]
+    are those in each token's sequence, which its rotation depends on; what a token attends to is
+    decided by `attention` alone.
 
     aux is what `attention` returned next to its output, one entry a layer: None each in training,
     the new caches in decoding. `caches` has one entry a layer, or is None.
@@ -165,8 +168,8 @@ def through_layers(
 def _scanned(
     model: Model, blocks: Block, x: jax.Array, layer: Callable[..., tuple[jax.Array, Any]]
 ) -> tuple[jax.Array, tuple]:
-    """Passes x through stacked layers by a scan: one layer is compiled, and its backward pass
-    computes again what `model.remat` says."""
+    """Passes x through stacked layers by a scan, and returns what `through_layers` does: one layer
+    is compiled, and its backward pass computes again what `model.remat` says."""
     specs = param_specs(model.architecture).blocks
 
     def cast(weight: jax.Array, spec: Any) -> Any:
@@ -187,8 +190,8 @@ def _unrolled(
     layer: Callable[..., tuple[jax.Array, Any]],
     caches: Any,
 ) -> tuple[jax.Array, tuple]:
-    """Passes x through layers one after the other, each compiled separately; `caches` may be
-    None."""
+    """Passes x through layers one after the other, each compiled separately, and returns what
+    `through_layers` does. `caches` may be None: then each layer gets None."""
     aux = ()
     caches = caches or (None,) * len(layers)
     for weights, cache in zip(layers, caches, strict=True):
@@ -198,7 +201,7 @@ def _unrolled(
 
 
 def embed(model: Model, table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Returns the rows of table[V, D] for tokens[R, T], as [R, T, D] in the type of the
+    """Looks up the embeddings of tokens[R, T] in table[V, D]; returns [R, T, D] in the type of the
     computation."""
     constrain = model.role.constrain
 

@@ -47,7 +47,7 @@ def make_objective(a: AlgorithmSection) -> Objective:
         kl_weighted=a.kl_weighted,
         entropy_coef=a.entropy_coef,
         correction=correction.load() if correction.function else None,
-        given=a.learns_from_data,
+        learns_from_data=a.learns_from_data,
         correction_level=a.correction_level,
         correction_bounds=(a.correction_cap, correction.lower_bound(a.correction_floor)),
         rejection=rejection.load() if rejection.function else None,

@@ -47,7 +47,7 @@ def attend_by_blocks(
     q: jax.Array, k: jax.Array, v: jax.Array, blocks: Blocks, at_once: int = 0
 ) -> jax.Array:
     """Computes softmax attention of q[R, T, H, A] to k, v[R, S, K, A] -> [R, T, H, A]; for whole
-    rows S is T.
+    rows S is T. `blocks` are the lists of `blocks_of`, by blocks of queries.
 
     A query reads the keys at or before it in its own segment and in its prompt's. A query of
     segment 0, padding, reads none: its result and its gradient are 0. Scores and sums are float32.
@@ -79,7 +79,7 @@ def _forward(
         q, key_lists = inputs  # n blocks of queries: [n, c, K, g, A]
 
         def add(turn: jax.Array, running: RunningSoftmax) -> RunningSoftmax:
-            """Adds the block of keys that is at place `turn` of each list."""
+            """Adds the block of keys with index `turn` in each list."""
             number, mask = _keys_of_turn(blocks.other, key_lists, turn)
             scores = masked(einsum32("nckga,ntka->nkgct", q, k[number]), mask)
             values = v[number]
@@ -118,7 +118,7 @@ def _backward(at_once: int, residuals: Any, d_out: jax.Array) -> tuple:
         d_k, d_v = d_keys
 
         def add(turn: jax.Array, carry: tuple) -> tuple:
-            """Adds the gradients from the block of keys that is at place `turn` of each list."""
+            """Adds the gradients from the block of keys with index `turn` in each list."""
             d_q, d_k, d_v = carry
             number, mask = _keys_of_turn(blocks.other, key_lists, turn)
             keys = k[number]
@@ -162,8 +162,9 @@ def _key_lists(blocks: Blocks) -> KeyLists:
 def _keys_of_turn(
     keys: BlockTokens, key_lists: KeyLists, turn: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (numbers [n] of the blocks of keys at place `turn` in the lists of n blocks of
-    queries, a mask [n, 1, 1, c, t] which queries read which of these keys)."""
+    """Returns, for the lists of n blocks of c queries, (the numbers [n] of the blocks of keys with
+    index `turn`, a mask [n, 1, 1, c, t] which queries read which of these blocks' t keys). The mask
+    is False for a list that has ended."""
     number = key_lists.lists[:, turn]
     read = jax.vmap(keys.at)(number)
     mask = reads(key_lists.own.tokens.to_meet(2), read.to_meet(1))

@@ -46,8 +46,9 @@ def keys_at_once(platform: str, keys: int) -> int:
 
 
 def cache_size(tokens: int, platform: str, parts: int = 1) -> int:
-    """Returns the keys that a cache for `tokens` tokens has: whole pages on a TPU, else in each of
-    `parts` parts few blocks of equal size, each of at most `keys_at_once` keys.
+    """Returns how many keys a cache has room for that must hold `tokens` tokens: whole pages on a
+    TPU; else as few blocks of at most `keys_at_once` keys as possible, all of the same size, in
+    each of `parts` parts (`Model.key_parts`).
 
     >>> cache_size(200, "cpu"), cache_size(320, "gpu")
     (256, 320)
@@ -160,8 +161,8 @@ def write_prefixes(
 
 
 def _parts_of(parts: int, keys: Any, part: jax.Array) -> Any:
-    """Returns the positions that part[0] of `parts` parts holds, in a tree of keys or values [R, T,
-    K, A]."""
+    """Returns, of keys and values [R, T, K, A] in a tree, the positions of one part: the number of
+    the part is part[0], and position p belongs to part p % `parts`."""
 
     def positions_of_part(new: jax.Array) -> jax.Array:
         filled = jnp.pad(new, ((0, 0), (0, -new.shape[1] % parts), (0, 0), (0, 0)))
@@ -189,8 +190,8 @@ def copy_prefixes(
 
 
 def read_pages(pool: jax.Array, pages: jax.Array) -> jax.Array:
-    """Returns the pages[..] of a pool [P, K, PAGE, 2 A], as [.., K, PAGE, 2 A]. A page number past
-    the end gives the last page."""
+    """Reads the pages with the numbers pages[..] from a pool [P, K, PAGE, 2 A]; returns [.., K,
+    PAGE, 2 A]. A number past the end reads the last page."""
 
     def read_page(page: jax.Array) -> jax.Array:
         return jax.lax.dynamic_index_in_dim(pool, page, keepdims=False)
@@ -221,8 +222,10 @@ def out_of_pages(cache: LayerCache) -> LayerCache:
 
 
 def on_parts(model: Model, function: Callable, specs: tuple, out: Any, *args: Any) -> Any:
-    """Calls a function of arrays on each device of `tensor`. If a head is on several devices, the
-    function gets one more argument, the number of the device's part, int32[1]."""
+    """Calls a function of arrays on each device of `tensor`, and returns its results; `specs` and
+    `out` say how `args` and the results are split. If a head's positions are split over devices
+    (`Model.key_parts`), the function gets one more argument: the number of the device's part,
+    int32[1]."""
     mesh = model.role.mesh
     if model.key_parts > 1:
         part = jnp.arange(model.key_heads) % model.key_parts

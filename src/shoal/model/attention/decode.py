@@ -71,9 +71,9 @@ def online_softmax(
     of_row = jax.lax.collapse(q.swapaxes(1, 2), 2, 4)  # [R, K, S * g, A]
     running = softmax.start(of_row.shape[:-1], of_row.shape, LOWEST)
     prefix_mask = prefix.mask
-    if prefix_mask.shape[1] > 1:
-        prefix_mask = jnp.repeat(prefix_mask, share, axis=1)  # [R, S * g, T]
-    prefix = prefix._replace(mask=prefix_mask[:, None])
+    if prefix_mask.shape[1] > 1:  # slots read different keys: each row of the mask is for g queries
+        prefix_mask = jnp.repeat(prefix_mask, share, axis=1)
+    prefix = prefix._replace(mask=prefix_mask[:, None])  # [R, 1, 1 or S * g, T]
     running = _add_keys(running, of_row, prefix, num_prefix, prefix_block)
 
     def by_slot(x: jax.Array) -> jax.Array:
@@ -304,8 +304,9 @@ def _attend_part(
     slots: tuple[jax.Array, ...],
     part: jax.Array,
 ) -> tuple[jax.Array, LayerCache]:
-    """Computes on each device all queries of its key head against the device's part of the keys,
-    and merges the sums of the device's own queries."""
+    """Computes what `_attend_caches` does if a key head's positions are split over several devices:
+    this device computes all queries of the head against its part of the keys, exchanges the sums
+    with the others, and returns the output of its own queries."""
     key_heads = model.key_heads
     parts = model.key_parts
     groups = [list(range(first, first + parts)) for first in range(0, key_heads, parts)]
@@ -317,8 +318,10 @@ def _attend_part(
 
 
 def _merge_parts(parts: int, groups: list[list[int]], running: RunningSoftmax) -> RunningSoftmax:
-    """Returns the sums of a device's own queries, joined from those that each part of the keys
-    gave."""
+    """Exchanges the sums of a softmax between the devices that share a key head, each of which has
+    computed all of the head's queries against its part of the keys. Returns the sums of this
+    device's own queries over all parts. `groups` are the numbers of the devices that share a head,
+    `parts` is how many they are."""
     packed = jnp.concatenate([running.top[..., None], running.total[..., None], running.out], -1)
     packed = packed[:, :, 0]  # [N, W, g, 2 + A]
     packed = jax.lax.all_to_all(packed, "tensor", 2, 2, axis_index_groups=groups, tiled=True)
@@ -334,10 +337,11 @@ def _merge_parts(parts: int, groups: list[list[int]], running: RunningSoftmax) -
 
 def piece_attention(model: Model, start: jax.Array, longest: jax.Array, block: int) -> AttentionFn:
     """Returns the `AttentionFn` of a piece of R prompts: C tokens of each, from position `start`
-    on. `longest` is the length of the longest prompt.
+    on. `longest` is the length of the longest prompt. `block`, a divisor of C, is how many queries
+    are computed at once.
 
     The cache holds the keys of the pieces before, [R, K, T, A], and afterwards those of this piece,
-    too. A token reads its prompt up to itself, as a slot does in decoding.
+    too. A token reads its prompt up to itself. Results beyond the longest prompt mean nothing.
     """
 
     def attention(

@@ -44,8 +44,10 @@ def block_keys(head_dim: int, dtype: Any) -> int:
 def slots_at_once(
     rows: int, siblings: int, heads: int, share: int, width: int, programs: int = PROGRAMS
 ) -> int:
-    """Returns how many slots of a row one program takes, if each key head has `share` query
-    heads."""
+    """Returns how many of a row's `siblings` slots one program takes: a divisor of them, the
+    largest for which there are still `programs` programs and a program's results fit into
+    registers; else 1. `heads` are the key heads, each with `share` query heads; `width` is a head's
+    dimension, counted in 16 bits."""
     for slots in range(siblings, 1, -1):
         if siblings % slots:
             continue

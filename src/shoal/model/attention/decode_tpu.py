@@ -97,36 +97,38 @@ def attend_pages(
     page = own.shape[2]
     share = num_heads // heads
     item = own.dtype.itemsize
-    t = Tiles.of(rows, slots, heads, size // page, pages.shape[2], page * width * item)
-    steps = rows // t.rows * heads // t.heads
+    tiles = Tiles.of(rows, slots, heads, size // page, pages.shape[2], page * width * item)
+    steps = rows // tiles.rows * heads // tiles.heads
     # over the cores of a device that has two
     grid = (2, steps // 2) if steps % 2 == 0 else (1, steps)
     # Heads of half a register's lanes are read together with their values, which are multiplied by
-    # zeros in the queries.
-    beside = 0 if head_dim % LANES == 0 else head_dim
+    # zeros that fill up the queries.
+    num_zeros = 0 if head_dim % LANES == 0 else head_dim
     q = q * jnp.asarray(head_dim**-0.5, q.dtype)
     q = q.reshape(rows, slots, heads, share, head_dim).swapaxes(1, 2)
-    q = jnp.pad(q.astype(jnp.float32), ((0, 0),) * 3 + ((0, -share % SUBLANES), (0, beside)))
+    q = jnp.pad(q.astype(jnp.float32), ((0, 0),) * 3 + ((0, -share % SUBLANES), (0, num_zeros)))
     lengths = jnp.concatenate([prefix_len[:, None], length], 1)
-    longest = lengths.reshape(-1, t.rows, 1 + slots).max(1)
-    prompt_turns = -(-longest[:, 0] // (page * t.prompt_pages))
-    own_turns = -(-longest[:, 1:].max(1) // (page * t.pages))
+    longest = lengths.reshape(-1, tiles.rows, 1 + slots).max(1)
+    prompt_turns = -(-longest[:, 0] // (page * tiles.prompt_pages))
+    own_turns = -(-longest[:, 1:].max(1) // (page * tiles.pages))
     turns = jnp.stack([prompt_turns, own_turns])
 
     def block_of_step(core: Any, number: Any, *_: Any) -> tuple:
-        row, head = _digits(core * grid[1] + number, heads // t.heads)
+        row, head = _digits(core * grid[1] + number, heads // tiles.heads)
         return row, head, 0, 0, 0
 
     def row_of_step(core: Any, number: Any, *_: Any) -> tuple:
-        row, _head = _digits(core * grid[1] + number, heads // t.heads)
+        row, _head = _digits(core * grid[1] + number, heads // tiles.heads)
         return row, 0, 0, 0
 
     _, _, _, sublanes, q_width = q.shape
-    block = pl.BlockSpec((t.rows, t.heads, slots, sublanes, q_width), block_of_step)
-    by_lane = pl.BlockSpec((t.rows, 1 + slots, 1, LANES), row_of_step)
+    block = pl.BlockSpec((tiles.rows, tiles.heads, slots, sublanes, q_width), block_of_step)
+    by_lane = pl.BlockSpec((tiles.rows, 1 + slots, 1, LANES), row_of_step)
     keys = pl.BlockSpec(memory_space=tpu.MemorySpace.HBM)
-    prompt_buffer = tpu.VMEM((2, t.rows, t.heads, 1, t.prompt_pages * page, width), own.dtype)
-    own_buffer = tpu.VMEM((2, t.rows, t.heads, slots, t.pages * page, width), own.dtype)
+    prompt_buffer = tpu.VMEM(
+        (2, tiles.rows, tiles.heads, 1, tiles.prompt_pages * page, width), own.dtype
+    )
+    own_buffer = tpu.VMEM((2, tiles.rows, tiles.heads, slots, tiles.pages * page, width), own.dtype)
     # the number if every key were read
     num_scores = rows * heads * (size + slots * pages.shape[2] * page)
     # Without this XLA copies whole caches into on-chip memory and back, as if the kernel read all
@@ -135,7 +137,7 @@ def attend_pages(
         prompts = tpu.with_memory_space_constraint(prompts, tpu.MemorySpace.HBM)
         own = tpu.with_memory_space_constraint(own, tpu.MemorySpace.HBM)
     out = pl.pallas_call(
-        partial(_page_kernel, t),
+        partial(_page_kernel, tiles),
         jax.ShapeDtypeStruct(q.shape, own.dtype),
         grid_spec=tpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
@@ -148,7 +150,7 @@ def attend_pages(
             dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True
         ),
         cost_estimate=pl.CostEstimate(
-            flops=4 * num_scores * ROWS_OF_PRODUCTS * (head_dim + beside),
+            flops=4 * num_scores * ROWS_OF_PRODUCTS * (head_dim + num_zeros),
             transcendentals=num_scores * SUBLANES,
             bytes_accessed=num_scores * width * item,
         ),
@@ -163,11 +165,12 @@ def attend_pages(
         prompts,
         own,
     )
-    return out[..., :share, beside:].swapaxes(1, 2).reshape(rows, slots, num_heads, head_dim)
+    return out[..., :share, num_zeros:].swapaxes(1, 2).reshape(rows, slots, num_heads, head_dim)
 
 
 def _digits(number: Any, *sizes: int) -> tuple[Any, ...]:
-    """Returns the index, in an array of [.., sizes], of the element with this number."""
+    """Splits the number of an element of an array [.., *sizes], counted row by row, into its index
+    in each dimension: of 7 with sizes (3,) -> (2, 1)."""
     digits: list[Any] = []
     for size in reversed(sizes):
         digits.insert(0, jax.lax.rem(number, jnp.int32(size)))
@@ -177,15 +180,15 @@ def _digits(number: Any, *sizes: int) -> tuple[Any, ...]:
 
 
 def _products(a: jax.Array, b: jax.Array, contracted: int = 1) -> jax.Array:
-    """Multiplies U matrices [M, X] with U others, in float32. `contracted` says which of their
-    dimensions is X."""
+    """Multiplies U matrices a[U, M, X] with U others in float32; `contracted` is the dimension of b
+    that is X, 1 or 2."""
     precision = None if b.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     # Mosaic has no other precision of 16 bits.
     return jax.lax.dot_general(a, b, (((2,), (contracted,)), ((0,), (0,))), precision, jnp.float32)
 
 
 def _page_kernel(
-    t: Tiles,
+    tiles: Tiles,
     turns: Any,
     lengths: Any,
     pages: Any,
@@ -203,39 +206,41 @@ def _page_kernel(
     steps = pl.num_programs(1)
     page = own.shape[2]
     step = pl.program_id(0) * steps + number
-    parts = own.shape[1] // t.heads
+    num_head_groups = own.shape[1] // tiles.heads
     _, _, slots, sublanes, width = q_ref.shape
     most_pages = pages.shape[0] // (prompts.shape[0] * slots)
 
     def move(act: str, step: Any, turn: Any, is_own: bool) -> None:
-        """Starts the copies of a turn's keys (`act` "start"), or waits for them ("wait")."""
-        rows, head = _digits(step, parts)
-        which = jax.lax.rem(turn, 2)
+        """Starts the copies of a turn's keys into one half of the buffer (`act` "start"), or waits
+        for them ("wait"). The keys are those of prompts, or of slots if `is_own`."""
+        row_group, head_group = _digits(step, num_head_groups)
+        half = jax.lax.rem(turn, 2)
         buffer = own_buffer if is_own else prompt_buffer
-        count = buffer.shape[3]
-        each = buffer.shape[4] // page
+        num_owners = buffer.shape[3]  # slots of a row; 1 for its prompt
+        pages_at_once = buffer.shape[4] // page
 
         def move_page(number: Any, _: None) -> None:
             """Copies one page of a turn, or waits for it; fills the buffer with zeros if the page
             has no key to read."""
-            i, slot, k = _digits(number, count, each)
-            row = rows * t.rows + i
-            at = turn * each + k  # the page's number in its prompt or slot
-            step_heads = pl.ds(head * t.heads, t.heads)
+            row_of_step, slot, page_of_turn = _digits(number, num_owners, pages_at_once)
+            row = row_group * tiles.rows + row_of_step
+            # in its prompt or slot
+            page_number = turn * pages_at_once + page_of_turn
+            step_heads = pl.ds(head_group * tiles.heads, tiles.heads)
             pool_page: Any = 0
             if is_own:
                 first_page = (row * slots + slot) * most_pages
-                pool_page = pages[first_page + jnp.minimum(at, most_pages - 1)]
-            keys = pl.ds(pl.multiple_of(at * page, page), page)
+                pool_page = pages[first_page + jnp.minimum(page_number, most_pages - 1)]
+            keys = pl.ds(pl.multiple_of(page_number * page, page), page)
             if is_own:
                 source = own.at[pool_page, step_heads]
                 length = lengths[row * (1 + slots) + 1 + slot]
             else:
                 source = prompts.at[row, step_heads, keys]
                 length = lengths[row * (1 + slots)]
-            target = buffer.at[which, i, :, slot, pl.ds(k * page, page)]
-            is_read = at * page < length
-            copy = tpu.make_async_copy(source, target, semaphores.at[int(is_own), which])
+            target = buffer.at[half, row_of_step, :, slot, pl.ds(page_of_turn * page, page)]
+            is_read = page_number * page < length
+            copy = tpu.make_async_copy(source, target, semaphores.at[int(is_own), half])
             pl.when(is_read)(getattr(copy, act))
             if act == "start":  # a masked key has weight 0, but its value must be a number
 
@@ -243,7 +248,7 @@ def _page_kernel(
                 def _() -> None:
                     target[...] = jnp.zeros(target.shape, target.dtype)
 
-        jax.lax.fori_loop(0, t.rows * count * each, move_page, None)
+        jax.lax.fori_loop(0, tiles.rows * num_owners * pages_at_once, move_page, None)
 
     def over_turns(
         is_own: bool, running: RunningSoftmax, then: Callable[[], None]
@@ -251,9 +256,9 @@ def _page_kernel(
         """Adds all turns of prompts, or of slots, to the softmax; calls `then` before it reads the
         last turn."""
         buffer = own_buffer if is_own else prompt_buffer
-        rows, _ = _digits(step, parts)
+        rows, _ = _digits(step, num_head_groups)
         count = turns[int(is_own), rows]
-        products = t.rows * t.heads * buffer.shape[3]
+        products = tiles.rows * tiles.heads * buffer.shape[3]
         running = RunningSoftmax(
             top=running.top.reshape(products, -1, 1),
             total=running.total.reshape(products, -1, 1),
@@ -261,7 +266,7 @@ def _page_kernel(
         )
         q = q_ref[...].reshape(running.out.shape).astype(own.dtype)
         length = by_lane[:, 1:, :, :1] if is_own else by_lane[:, :1, :, :1]
-        by_product = t.rows, t.heads, buffer.shape[3], 1, 1
+        by_product = tiles.rows, tiles.heads, buffer.shape[3], 1, 1
         length = jnp.broadcast_to(length[:, None], by_product).reshape(-1, 1, 1)
 
         def add_turn(number: Any, running: RunningSoftmax) -> RunningSoftmax:
@@ -303,7 +308,7 @@ def _page_kernel(
     def _() -> None:
         move("start", step, first, False)
 
-    products = t.rows * t.heads
+    products = tiles.rows * tiles.heads
     queries = slots * sublanes
     running = softmax.start((products, queries, 1), (products, queries, width), LOWEST)
     running = over_turns(False, running, start_first_of_own)

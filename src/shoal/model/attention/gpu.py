@@ -28,7 +28,7 @@ class BlockLists(NamedTuple):
     """Which blocks of keys each block of queries reads, and which blocks of queries read each block
     of keys; rows are filled up to whole blocks."""
 
-    # for each block of queries, the blocks of keys that it reads; those that it reads whole come
+    # for each block of queries, the blocks of keys that it reads; those that it reads in full come
     # first
     queries: Blocks
     keys: Blocks  # for each block of keys, the blocks of queries that read it
@@ -38,7 +38,7 @@ def block_lists(query: Tokens, key: Tokens, block: int) -> BlockLists:
     """Returns both lists, for queries of whole rows or of a part of each row, and all their
     keys."""
     return BlockLists(
-        blocks_of(query, key, block, whole_first=True), blocks_of(query, key, block, of_keys=True)
+        blocks_of(query, key, block, full_first=True), blocks_of(query, key, block, of_keys=True)
     )
 
 
@@ -66,7 +66,8 @@ def attend_rows(
     q: jax.Array, k: jax.Array, v: jax.Array, lists: BlockLists, interpret: bool = False
 ) -> jax.Array:
     """Computes softmax attention of q[R, T, H, A] to k, v[R, S, K, A] -> [R, T, H, A]; for whole
-    rows S is T. Padding gives 0. Scores and sums are float32."""
+    rows S is T. `lists` are those of `block_lists`. Padding gives 0. Scores and sums are
+    float32."""
     rows, size, _, head_dim = q.shape
     block = lists.queries.own.segment.shape[1]
     # Triton's arrays have sizes of powers of two, and its products at least 16.
@@ -118,9 +119,13 @@ _attend.defvjp(_forward, _backward)
 def _call(
     kernel: Any, interpret: bool, results: tuple, products: int, inputs: tuple, blocks: Blocks
 ) -> Any:
-    """Calls a kernel: one program for each block of keys and key head, or for each block of queries
-    and some query heads of a key head. `products` is the number of matrix products a pair of
-    blocks, for the cost estimate. `inputs` begin with q and k."""
+    """Calls a kernel, and returns its results: arrays in the shapes and types of `results`. If the
+    first result has the shape of q, there is one program for each block of queries and some query
+    heads of a key head; else one for each block of keys and key head.
+
+    `inputs` begin with q and k; `blocks` are the lists by blocks of queries, or of keys. `products`
+    is the number of matrix products that a pair of blocks takes, for the cost estimate.
+    """
     q, k = inputs[:2]
     _, block, num_heads, width = q.shape
     key_heads = k.shape[2]
@@ -144,7 +149,8 @@ def _call(
 
 
 def _heads(q: Any, k: Any) -> tuple[int, int]:
-    """Returns (query heads of a program, programs for each key head)."""
+    """Returns (how many query heads of a key head one program of the kernels for queries takes, how
+    many programs a key head has)."""
     share = q.shape[2] // k.shape[2]
     _tokens, most_heads = _tiles(q.shape[3])
     heads = 1 if q.dtype == jnp.float32 else min(most_heads, share)
@@ -174,7 +180,8 @@ class Queries(NamedTuple):
 
     @classmethod
     def of_program(cls, q_ref: Any, k_ref: Any, blocks: Any) -> Queries:
-        """Returns the queries of the program that is running."""
+        """Returns the queries of the program that is running, from its place in the kernel's
+        grid."""
         number = pl.program_id(0)
         part = pl.program_id(1)
         share = q_ref.shape[2] // k_ref.shape[2]
@@ -198,13 +205,13 @@ class Queries(NamedTuple):
 
 
 def _over(blocks: Any, number: jax.Array, query: Tokens, add: Callable, carry: Any) -> Any:
-    """Calls `carry = add(mask_scores, other, carry)` for each block of keys, `other`, that the
-    block of queries `number` reads, and returns the last carry. `mask_scores` masks the scores of
-    keys that a query does not read. Blocks that are read whole need no mask, and have their own
-    loop."""
+    """Calls `carry = add(mask_scores, other, carry)` for each block of keys that the block of
+    queries `number` reads, and returns the last carry. `other` is the number of the block of keys;
+    `mask_scores(scores)` masks the scores of keys that a query does not read. Blocks read in
+    full come first, in a loop of their own: for these `mask_scores` changes nothing."""
 
-    def add_whole(turn: jax.Array, carry: Any) -> Any:
-        """Adds a block that is read whole, without a mask."""
+    def add_full(turn: jax.Array, carry: Any) -> Any:
+        """Adds a block that is read in full, without a mask."""
         other = blocks.lists[number, turn]
 
         def unchanged(scores: jax.Array) -> jax.Array:
@@ -221,9 +228,9 @@ def _over(blocks: Any, number: jax.Array, query: Tokens, add: Callable, carry: A
 
         return add(mask_scores, other, carry)
 
-    count_whole = blocks.whole[number]
-    carry = jax.lax.fori_loop(0, count_whole, add_whole, carry)
-    return jax.lax.fori_loop(count_whole, blocks.counts[number], add_masked, carry)
+    num_full = blocks.num_full[number]
+    carry = jax.lax.fori_loop(0, num_full, add_full, carry)
+    return jax.lax.fori_loop(num_full, blocks.counts[number], add_masked, carry)
 
 
 def _forward_kernel(

@@ -1,7 +1,7 @@
 """The rule which keys a query reads: those at or before it in its own sequence, which is its prompt
 and its completion up to itself.
 
-`reads` is the rule for packed rows (training, scoring, prefill), `needed_blocks` and `whole_blocks`
+`reads` is the rule for packed rows (training, scoring, prefill), `needed_blocks` and `full_blocks`
 are the rule for blocks of these rows, and `cache_masks` is the rule for the caches of sampling. The
 kernels of decoding have no masks: they take the lengths of prompts and of completions.
 """
@@ -90,28 +90,32 @@ class Blocks(NamedTuple):
     # each list are needed
     lists: jax.Array
     counts: jax.Array  # int32[N]: length of each list
-    # int32[N]: number of other blocks that are read whole, without a mask; they come first in a
-    # list. None if not asked for
-    whole: jax.Array | None = None
+    # int32[N]: number of other blocks that are read in full, without a mask; they come first in a
+    # list. None without `full_first`
+    num_full: jax.Array | None = None
 
 
 def blocks_of(
-    query: Tokens, key: Tokens, block: int, of_keys: bool = False, whole_first: bool = False
+    query: Tokens, key: Tokens, block: int, of_keys: bool = False, full_first: bool = False
 ) -> Blocks:
-    """Lists for each block of queries the blocks of keys that it reads; with `of_keys`, for each
-    block of keys the blocks of queries that read it. Queries may be a part of each row.
-    `whole_first` puts the blocks that are read whole first; it is for lists of queries only."""
+    """Returns, for each block of queries, the list of the blocks of keys that it reads; with
+    `of_keys`, for each block of keys the list of the blocks of queries that read it. `query` may be
+    a part of each row; `key` are whole rows.
+
+    With `full_first`, blocks of keys that are read in full come first in a list, and `num_full` of
+    the result says how many they are; it cannot be combined with `of_keys`.
+    """
     is_needed = needed_blocks(query, key, block)
     if of_keys:
         is_needed = is_needed.mT
     rows, _, others = is_needed.shape
     # Sorting by this rank puts the needed blocks first, in order.
     rank = ~is_needed
-    count_whole = None
-    if whole_first:
-        is_whole = whole_blocks(query, key, block)
-        rank = jnp.where(is_whole, -1, rank)
-        count_whole = is_whole.sum(-1).reshape(-1)
+    num_full = None
+    if full_first:
+        is_full = full_blocks(query, key, block)
+        rank = jnp.where(is_full, -1, rank)
+        num_full = is_full.sum(-1).reshape(-1)
     order_in_row = jnp.argsort(rank, axis=-1, stable=True).astype(jnp.int32)
     order = order_in_row + others * jnp.arange(rows)[:, None, None]
     own, other = (key, query) if of_keys else (query, key)
@@ -120,14 +124,15 @@ def blocks_of(
         other=BlockTokens.of(other, block),
         lists=order.reshape(-1, others),
         counts=is_needed.sum(-1).reshape(-1),
-        whole=count_whole,
+        num_full=num_full,
     )
 
 
 def needed_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
-    """Returns bool[R, n, m]: True if any query of block n may read any key of block m. Decided by
-    positions and by segments, whose numbers rise along a row: a block has all segments from its
-    first to its last."""
+    """Returns bool[R, n, m]: False if no query of block n reads any key of block m, so that the
+    pair need not be computed. Decided by positions and by segments, whose numbers rise along a row:
+    a block has all segments from its first to its last. It may be True for a pair without a key to
+    read."""
 
     def span(numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the lowest and the highest segment number in each block; 0, padding, does not
@@ -142,29 +147,31 @@ def needed_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
     position = query.position[:, ::block]
     key_position = key.position[:, ::block]
 
-    def meets(first: jax.Array, last: jax.Array) -> jax.Array:
-        """Returns which spans of segments overlap the spans of which blocks of keys."""
+    def overlaps(first: jax.Array, last: jax.Array) -> jax.Array:
+        """Returns bool[R, n, m]: True if the segments first[R, n] to last[R, n] overlap those of
+        block m of keys."""
         return (key_first[:, None] <= last[..., None]) & (key_last[:, None] >= first[..., None])
 
     # Among the prompts of a block's tokens, only the first token's can begin before the block.
-    has_keys = meets(first, last) | (meets(prompt, prompt) & (prompt > 0)[..., None])
+    has_keys = overlaps(first, last) | (overlaps(prompt, prompt) & (prompt > 0)[..., None])
     return has_keys & (key_position[:, None] < position[..., None] + block)
 
 
-def whole_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
+def full_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
     """Returns bool[R, n, m]: True if every query of block n reads every key of block m, and so
-    needs no mask. The keys are then all of one segment."""
+    needs no mask. Found by segments: True only if all keys of the block are of one segment, which
+    is the queries' own or their prompt."""
 
-    def only(numbers: jax.Array) -> jax.Array:
+    def common(numbers: jax.Array) -> jax.Array:
         """Returns the number that all tokens of a block have; 0, as for padding, if they differ."""
         numbers = _filled(numbers, block).reshape(len(numbers), -1, block)
         return jnp.where(numbers.min(-1) == numbers.max(-1), numbers[..., 0], 0)
 
     prompt_of_query = jnp.where(query.segment > 0, query.prompt, 0)
-    own = only(query.segment)[..., None]
-    prompt = only(prompt_of_query)[..., None]
-    read = only(key.segment)[:, None]
-    is_read = (read > 0) & ((own == read) | (prompt == read))
+    segment = common(query.segment)[..., None]
+    prompt = common(prompt_of_query)[..., None]
+    key_segment = common(key.segment)[:, None]
+    is_read = (key_segment > 0) & ((key_segment == segment) | (key_segment == prompt))
     return is_read & (key.position[:, None, ::block] + block <= query.position[:, ::block, None])
 
 

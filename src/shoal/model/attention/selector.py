@@ -55,7 +55,7 @@ def attention_kind(model: Model, rows: int, size: int) -> str:
     if model.attention == "auto":
         return _fitting_kind(model, rows, size)
     if model.attention == "pallas":
-        refusal = _kernel_refusal(model, size)
+        refusal = _row_kernel_refusal(model, size)
         if refusal:
             raise ShoalError(
                 f"model.attention=pallas: {refusal}; model.attention=auto uses "
@@ -65,11 +65,13 @@ def attention_kind(model: Model, rows: int, size: int) -> str:
 
 
 def _fitting_kind(model: Model, rows: int, size: int) -> str:
-    """Returns the kind of attention that `auto` chooses."""
+    """Returns the kind of attention that `auto` chooses for these rows: on CPU by blocks, but for
+    short rows; elsewhere the kernels if they can, else all scores at once if these fit
+    (`SCORE_BYTES`), else by blocks."""
     role = model.role
     if role.platform == "cpu":
         return "reference" if size <= SHORT else "blocked"
-    if size >= KERNEL_TOKENS and not _kernel_refusal(model, size):
+    if size >= KERNEL_TOKENS and not _row_kernel_refusal(model, size):
         return "pallas"
     a = model.architecture
     layers = a.num_layers if model.remat == "none" else 1
@@ -86,7 +88,7 @@ def kernel_fault(model: Model) -> str:
     Never call this inside of a compiled function. If there is a fault, a model is made with
     `blocked`.
     """
-    if model.attention != "auto" or _kernel_refusal(model, KERNEL_TOKENS):
+    if model.attention != "auto" or _row_kernel_refusal(model, KERNEL_TOKENS):
         return ""
     devices = set(model.role.mesh.devices.flat) & set(jax.local_devices())
     if not devices:  # the devices of a plan are not here
@@ -105,8 +107,9 @@ def platform_fault(attention: str, platform: str) -> str:
     return f"pallas attention is for GPUs and TPUs, and this is a {platform.upper()}"
 
 
-def _kernel_refusal(model: Model, size: int) -> str:
-    """Returns why the kernels cannot compute a model's rows of so many tokens; "" if they can."""
+def _row_kernel_refusal(model: Model, size: int) -> str:
+    """Returns why the kernels for rows cannot compute a model's rows of so many tokens; "" if they
+    can."""
     fault = platform_fault("pallas", model.role.platform)
     if fault:
         return fault
@@ -133,7 +136,8 @@ class RowForm(NamedTuple):
 
 
 def _row_form(model: Model, rows: int, size: int) -> RowForm:
-    """Returns the form for rows that are split into parts of `size` tokens."""
+    """Returns the form that computes arrays [rows, size]. With `mesh.context` above 1 these are
+    parts of rows: so many of them are one row."""
     role = model.role
     kind = attention_kind(model, rows // role.context, size * role.context)
     if kind == "reference":
@@ -218,8 +222,8 @@ class RowAttention:
     def _rotate_and_attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, rope: Any
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns (out, k), for a form that rotates. k is what a cache keeps: rotated in a
-        prefill."""
+        """Computes attention by a form that rotates q and k itself. Returns (out, k), with k
+        rotated in a prefill, since the cache keeps rotated keys, else as it came."""
         from shoal.model.attention.tpu import (  # Pallas takes a second to import
             side_by_side,
             unrotated,
@@ -282,8 +286,9 @@ def _prompt_segment(length: jax.Array, size: int) -> jax.Array:
 
 
 def _reads_of(model: Model, form: RowForm, segment: jax.Array, prompt: jax.Array) -> Any:
-    """Returns which keys each token of rows, or of their parts, reads, in the form that
-    `form.attend` takes: a tree of arrays by row."""
+    """Returns what `form.find_reads` returns for these tokens, computed on each device for its own
+    rows: a tree of arrays by row, which `form.attend` takes. `segment` and `prompt` are [R, T], of
+    whole rows or of the parts that `mesh.context` splits them into."""
     role = model.role
     size = segment.shape[1]
 
@@ -310,9 +315,10 @@ def _whole(role: Role, x: jax.Array) -> jax.Array:
 
 
 def _on_each_device(role: Role, function: Callable, own: tuple[jax.Array, ...], by_row: Any) -> Any:
-    """Calls function(own, by_row) on each device with the device's rows, and with its heads if the
-    arrays of `own` have heads, [R, T, heads, ...]: the partitioner can neither split a kernel nor
-    skip work by device."""
+    """Calls function(own, by_row) on each device with the device's part of both, and returns the
+    results of all devices, split like `own`: the partitioner can neither split a kernel nor skip
+    work by device. `own` are arrays [R, T], split by rows, or [R, T, heads, ...], split by heads
+    too; `by_row` is a tree of arrays with rows in front."""
     if role.mesh.size == 1:
         return function(own, by_row)
     row_axes = role.row_axes or None
@@ -329,8 +335,8 @@ def _on_each_device(role: Role, function: Callable, own: tuple[jax.Array, ...], 
     )(own, by_row)
 
 
-def kernel_refusal(model: Model) -> str:
-    """Returns why decoding's kernel cannot compute a model; "" if it can."""
+def decode_kernel_refusal(model: Model) -> str:
+    """Returns why decoding's kernel for the model's devices cannot compute it; "" if it can."""
     platform = model.role.platform
     if platform == "cpu":
         return f"it is for GPUs and TPUs, and this is a {platform.upper()}"
@@ -354,7 +360,7 @@ def kernel_refusal(model: Model) -> str:
 def decodes_by_kernel(model: Model) -> bool:
     """True if decoding uses the kernel, as `auto` does if it can. ShoalError if the kernel was
     asked for on a GPU or TPU and cannot compute this model."""
-    reason = kernel_refusal(model)
+    reason = decode_kernel_refusal(model)
     if reason and model.attention == "pallas" and model.role.platform != "cpu":
         raise ShoalError(
             f"model.attention=pallas: decoding's kernel cannot compute this model, {reason}; with "

@@ -135,7 +135,7 @@ def attend_rows(
 ) -> jax.Array:
     """Computes softmax attention of q[R, T, H * A] to k, v[R, S, K * A] -> [R, T, H * A]; padding
     gives 0. Scores and sums are float32. q and k are first rotated by `angles`, float32[R, T, A]
-    and float32[R, S, A] (`side_by_side`)."""
+    and float32[R, S, A] (`side_by_side`). `pairs` are those of `row_pairs`."""
     rows, size, _ = q.shape
     q_angles, k_angles = angles
     block = block_size(k.shape[1])

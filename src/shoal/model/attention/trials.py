@@ -29,8 +29,9 @@ Draw = Callable[..., jax.Array]
 """(*shape) -> normal random numbers on the device."""
 
 
-def _drawing(rng: np.random.Generator, dtype: str, device: Any) -> Draw:
-    """Returns the `Draw` of a generator, for arrays of this type on a device."""
+def _make_draw(rng: np.random.Generator, dtype: str, device: Any) -> Draw:
+    """Returns a function that draws normal random numbers, as an array of this type on a
+    device."""
 
     def draw(*shape: int) -> jax.Array:
         return jax.device_put(jnp.asarray(rng.standard_normal(shape), dtype), device)
@@ -38,7 +39,7 @@ def _drawing(rng: np.random.Generator, dtype: str, device: Any) -> Draw:
     return draw
 
 
-def trial(
+def slot_kernel_trial(
     device: Any, share: int, head_dim: int, dtype: str, interpret: bool
 ) -> tuple[tuple, tuple]:
     """Runs decoding's kernel for GPUs on a device for a few slots of random numbers. Returns what
@@ -48,7 +49,7 @@ def trial(
     position = np.array([[0, 63], [40, 5]])
     angles = jnp.asarray(rng.uniform(0, 6, (2, 2, head_dim // 2)), jnp.float32)
     angles = jax.device_put(angles, device)
-    draw = _drawing(rng, dtype, device)
+    draw = _make_draw(rng, dtype, device)
     heads = draw(2, 2, share + 2, head_dim)
     prefix_k = draw(2, 1, 128, head_dim)
     prefix_v = draw(2, 1, 128, head_dim)
@@ -89,7 +90,7 @@ def trial(
     return jax.jit(by_kernel)(heads, cos, sin, keys), jax.jit(by_reference)(heads, cos, sin, keys)
 
 
-def trial_of_pages(
+def page_kernel_trial(
     device: Any, share: int, head_dim: int, dtype: str, interpret: bool
 ) -> tuple[tuple, tuple]:
     """Runs decoding's kernel for TPUs for a few slots of random numbers on scattered pages, in two
@@ -97,7 +98,7 @@ def trial_of_pages(
     pages = np.random.default_rng(1).permutation(24).reshape(2, 2, 6)
     prefix_len = np.array([70, 128])
     length = np.array([[1, 128], [700, 385]])
-    draw = _drawing(np.random.default_rng(0), dtype, device)
+    draw = _make_draw(np.random.default_rng(0), dtype, device)
     q = draw(2, 2, 2 * share, head_dim)
     prompts = draw(2, 2, 128, 2 * head_dim)
     own = draw(24, 2, 128, 2 * head_dim)
@@ -143,7 +144,8 @@ def _first_line(error: Exception) -> str:
 
 @lru_cache
 def _fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: bool) -> str:
-    """Returns what `fault_on` does, cached. Raises JaxRuntimeError if memory runs out."""
+    """Returns what `fault_on` does, once for the same arguments. Raises JaxRuntimeError if the
+    device's memory runs out, which is not cached."""
     on_tpu = device.platform == "tpu"
     try:
         # The precision is the model's; for float32 it is the highest, so that no rounding in the
@@ -152,14 +154,14 @@ def _fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: boo
             if on_tpu:
                 pairs = _row_trial_on_tpu(device, share, head_dim, dtype, interpret)
                 if head_dim % 64 == 0:
-                    ours, exact = trial_of_pages(device, share, head_dim, dtype, interpret)
-                    pairs += _named(("results in decoding",), ours, exact)
+                    ours, exact = page_kernel_trial(device, share, head_dim, dtype, interpret)
+                    pairs += _name_results(("results in decoding",), ours, exact)
             else:
                 pairs = _row_trial_on_gpu(device, share, head_dim, dtype, interpret)
                 if head_dim in decode_gpu.HEADS:
-                    ours, exact = trial(device, share, head_dim, dtype, interpret)
+                    ours, exact = slot_kernel_trial(device, share, head_dim, dtype, interpret)
                     names = "results in decoding", "keys in decoding", "values in decoding"
-                    pairs += _named(names, ours, exact)
+                    pairs += _name_results(names, ours, exact)
     except Exception as error:
         # Whatever a compiler or a device raises is a fault: the model goes on without the kernels.
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
@@ -176,8 +178,8 @@ Pairs = list[tuple[str, np.ndarray, np.ndarray]]
 """(name, the kernel's result, the reference's result) for each result."""
 
 
-def _named(names: tuple[str, ...], ours: tuple, exact: tuple) -> Pairs:
-    """Pairs the kernel's results with the reference's, as float64."""
+def _name_results(names: tuple[str, ...], ours: tuple, exact: tuple) -> Pairs:
+    """Returns each result of the kernel with its name and the reference's result, as float64."""
     pairs = []
     for name, of_kernel, of_reference in zip(names, ours, exact, strict=True):
         pairs.append(
@@ -233,7 +235,7 @@ def _row_trial_on_gpu(device: Any, share: int, head_dim: int, dtype: str, interp
 
     ours = row.results(by_kernel)
     exact = row.results(partial(attend_at_once, query=row.tokens, key=row.tokens))
-    return _named(_ROW_RESULTS, ours, exact)
+    return _name_results(_ROW_RESULTS, ours, exact)
 
 
 def _row_trial_on_tpu(device: Any, share: int, head_dim: int, dtype: str, interpret: bool) -> Pairs:
@@ -256,4 +258,4 @@ def _row_trial_on_tpu(device: Any, share: int, head_dim: int, dtype: str, interp
     def by_reference(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return attend_at_once(rotate(q, cos, sin), rotate(k, cos, sin), v, row.tokens, row.tokens)
 
-    return _named(_ROW_RESULTS, row.results(by_kernel), row.results(by_reference))
+    return _name_results(_ROW_RESULTS, row.results(by_kernel), row.results(by_reference))

@@ -126,7 +126,7 @@ class Trial:
         self.roles = make_roles(config.mesh, jax.devices()[:1])
         spec = ModelSource(Path(), self.architecture, lambda role, dtype: self.parameters)
         self.model = trained_model(config, spec, self.roles)
-        job = Job(config, Console(io.StringIO()), spec=spec)
+        job = Job(config, Console(io.StringIO()), model_source=spec)
         job.opened |= {"config": config, "roles": self.roles, "model": self.model}
         self.learner, self.updater = job.learner, job.make_updater(None, None)
         accumulate = self.learner.accumulate

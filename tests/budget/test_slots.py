@@ -255,16 +255,15 @@ def test_slots_have_room_for_the_longest_prompt_of_own_data(tmp_path):
         longest = max(
             len(job.encode(example)) for example in (*task.train, *task.evaluations["held_out"])
         )
-        sampling = job.slots
+        sampling = job.sampling_settings
         assert job.config.sampling == sampling and sampling.max_prompt_tokens == 1024
         assert longest <= sampling.slot_prompt == sampling.prompt_slot_tokens < longest + 64
-        assert {engine.max_prompt_tokens for engine in job.engines.values()} == {
-            sampling.slot_prompt
-        }
+        engines = dict(run_engines(job.config, job.model, job.roles, job.tokenizer))
+        assert {engine.max_prompt_tokens for engine in engines.values()} == {sampling.slot_prompt}
         # Of one question there is one answer; it had as many slots as training.
         assert sampling.evaluation_slots == 1
-        assert job.engines["evaluation"].num_rows == 1 and job.engines["training"].num_rows == 2
-        text = slots_text(job.config, job.roles, job.spec.architecture)
+        assert engines["evaluation"].num_rows == 1 and engines["training"].num_rows == 2
+        text = slots_text(job.config, job.roles, job.model_source.architecture)
         assert f"room for prompts of {sampling.slot_prompt} tokens" in text
 
 
@@ -283,15 +282,18 @@ def test_slots_have_room_for_all_that_is_allowed_where_the_longest_prompt_is_not
     words = tuple(word.replace("tools.py", str(tmp_path / "tools.py")) for word in words)
     with job_of(tmp_path, *words, lengths=(5, 9, 70, 7)) as job:
         assert (
-            job.slots.prompt_slot_tokens == 0
-            and job.slots.slot_prompt == job.slots.max_prompt_tokens
+            job.sampling_settings.prompt_slot_tokens == 0
+            and job.sampling_settings.slot_prompt == job.sampling_settings.max_prompt_tokens
         )
 
 
 def test_a_generated_task_keeps_its_room():
     config, _ = compose("train", ["task=words", "task.num_eval_questions=2"])
     with Job(config, Console(io.StringIO())) as job:
-        assert job.slots.prompt_slot_tokens == 0 and job.slots.evaluation_slots == 2 + 2 + 2 * 8
+        assert (
+            job.sampling_settings.prompt_slot_tokens == 0
+            and job.sampling_settings.evaluation_slots == 2 + 2 + 2 * 8
+        )
 
 
 def test_room_that_is_too_small_is_refused(tmp_path):
@@ -301,13 +303,13 @@ def test_room_that_is_too_small_is_refused(tmp_path):
             ShoalError, match=r"prompt_slot_tokens=8: the longest prompt of the data has \d+ tokens"
         ),
     ):
-        job.slots  # noqa: B018
+        job.sampling_settings  # noqa: B018
 
 
 def test_a_resumed_run_keeps_its_room_while_its_data_is_as_long(tmp_path, capsys):
     """Another room is another program, whose last bits may differ."""
     with job_of(tmp_path) as job:
-        before = job.slots.prompt_slot_tokens
+        before = job.sampling_settings.prompt_slot_tokens
         with RunWriter.create(tmp_path, "first") as made:
             made.write_config(*texts_of(job.requested, job.decisions))
     decisions = read_decisions(made.path)
@@ -318,9 +320,9 @@ def test_a_resumed_run_keeps_its_room_while_its_data_is_as_long(tmp_path, capsys
         kept = decisions | {"sampling.prompt_slot_tokens": wider}
         folder.write_config(*texts_of(job.requested, kept))
     with job_of(tmp_path, resumed=made.path) as job:
-        assert job.slots.prompt_slot_tokens == before + 64
+        assert job.sampling_settings.prompt_slot_tokens == before + 64
     with job_of(tmp_path, lengths=(5, 9, 300, 5), resumed=made.path) as job:
-        assert before < job.slots.prompt_slot_tokens != before + 64
+        assert before < job.sampling_settings.prompt_slot_tokens != before + 64
     said = " ".join(capsys.readouterr().out.split())
     assert f"longest prompt was {before}, and is " in said
 

@@ -73,8 +73,8 @@ def test_each_is_closed_once_and_the_fleet_first(
 ) -> None:
     try:
         with job_with_an_environment(workshop, tmp_path, command) as job:
-            assert isinstance(job.source, Fleet)
-            assert job.source.turn_driver is not None
+            assert isinstance(job.rollout_source, Fleet)
+            assert job.rollout_source.turn_driver is not None
             assert not closed
             if fails:
                 raise KeyError("after opening")
@@ -101,5 +101,5 @@ def test_what_was_opened_before_the_fleet_is_closed_once_if_the_fleet_cannot_be_
         pytest.raises(ShoalError, match="no sampler"),
         job_with_an_environment(workshop, tmp_path, command) as job,
     ):
-        _ = job.source
+        _ = job.rollout_source
     assert sorted(closed) == ["RewardPool", "Sessions"]

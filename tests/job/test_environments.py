@@ -131,7 +131,7 @@ def test_tools_and_an_environment_come_from_files(file: Path) -> None:
         assert list(made.questions.environments) == ["Game"]
         assert made.sessions is not None
         assert list(made.sessions.functions(ROWS[0].columns)) == ["add", "times", "guess"]
-        assert [one.name for one in made.scorers] == ["nothing", "Game"]
+        assert [one.name for one in made.reward_functions] == ["nothing", "Game"]
         made.sessions.open("r", ROWS[0].columns)
         assert [reply.value for reply in made.sessions.collect(60.0)] == ["Guess."]
     with job() as made:
@@ -143,7 +143,7 @@ def test_a_mapping_of_environments_is_chosen_from_by_a_column(file: Path) -> Non
     with job(rows, environment=f"{file}:GAMES") as made:
         assert made.sessions is not None
         assert list(made.questions.environments) == ["game", "narrow"]
-        assert [one.name for one in made.scorers] == ["nothing", "Game", "Narrow"]
+        assert [one.name for one in made.reward_functions] == ["nothing", "Game", "Narrow"]
     with (
         job(environment=f"{file}:GAMES") as made,
         pytest.raises(
@@ -286,12 +286,12 @@ def test_an_environment_may_be_the_only_reward(
     (data := tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = ["task=custom", f"task.path={data}", f"environment={file}:{environment}"]
     with Job(compose("train", words)[0], Console(io.StringIO())) as made:
-        _ = made.inputs
+        _ = made.check_named_files
         if fault:
             with pytest.raises(ShoalError, match=fault):
-                _ = made.scorers
+                _ = made.reward_functions
         else:
-            assert [one.name for one in made.scorers] == ["Game"]
+            assert [one.name for one in made.reward_functions] == ["Game"]
 
 
 # ---- the sandbox

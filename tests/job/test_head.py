@@ -219,7 +219,7 @@ def test_a_further_set_whose_prompts_are_all_too_long_is_left_out(workshop):
         job.opened["questions"] = replace(job.questions, evaluations={**known, "long": long})
         job.check()
         print_head(job)
-        assert list(job.sets) == [main]
+        assert list(job.evaluation_sets) == [main]
     assert (
         "data: long is not evaluated: no prompt of long has at most 64 tokens: raise "
         in out.getvalue()
@@ -228,7 +228,7 @@ def test_a_further_set_whose_prompts_are_all_too_long_is_left_out(workshop):
     with Job(compose("train", workshop.words("head")[1:])[0], Console(io.StringIO())) as job:
         job.opened["questions"] = replace(job.questions, evaluations={"long": long})
         with pytest.raises(ShoalError, match="no prompt of long has at most 64 tokens: raise"):
-            _ = job.sets
+            _ = job.evaluation_sets
 
 
 @pytest.mark.slow

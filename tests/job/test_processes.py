@@ -393,14 +393,14 @@ def test_processes_have_the_same_kernels(tmp_path: Path):
         job = Job(
             config,
             Console(io.StringIO()),
-            spec=ModelSource(tmp_path, QWEN3, lambda *_: random_parameters(QWEN3)),
+            model_source=ModelSource(tmp_path, QWEN3, lambda *_: random_parameters(QWEN3)),
         )
         attention = "blocked" if world.index else "auto"
         job.opened |= {
             "world": world,
             "config": config,
             "roles": where,
-            "teacher": None,
+            "teacher_source": None,
             "model": Model(QWEN3, where.trainer, attention=attention),
         }
         open_run(job)

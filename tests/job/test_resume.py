@@ -327,20 +327,20 @@ def test_the_date_of_the_first_start_belongs_to_the_run(workshop, tmp_path, monk
     on(1)
     run = tmp_path / "run"
     with job_of(workshop.model, DATED) as job:
-        started = prompt(job.spec.tokenizer)
+        started = prompt(job.model_source.tokenizer)
         assert "01 Jan 2026" in started
         on(2)  # midnight passes while it runs
-        assert prompt(job.spec.tokenizer) == started
-        copy_model_files(job.spec, run / MODEL_FOLDER)
+        assert prompt(job.model_source.tokenizer) == started
+        copy_model_files(job.model_source, run / MODEL_FOLDER)
     with job_of(workshop.model, DATED, run) as job:
-        assert prompt(job.spec.tokenizer) == started
+        assert prompt(job.model_source.tokenizer) == started
     # As eval, generate, serve and replay read it.
     assert prompt(open_model(ModelSection(path=str(run / MODEL_FOLDER)), None).tokenizer) == started
     with job_of(run / MODEL_FOLDER) as job:
-        assert "02 Jan 2026" in prompt(job.spec.tokenizer)
+        assert "02 Jan 2026" in prompt(job.model_source.tokenizer)
     (run / MODEL_FOLDER / DATE_FILE).unlink()  # as a version that kept none wrote the folder
     with job_of(workshop.model, DATED, run) as job:
-        assert "02 Jan 2026" in prompt(job.spec.tokenizer)
+        assert "02 Jan 2026" in prompt(job.model_source.tokenizer)
         assert "did not keep it" in job.findings.at("warning")[0].text
 
 

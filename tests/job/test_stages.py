@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tiny_runs import Workshop
 
+from shoal.config.commands import EvalConfig
 from shoal.config.merge import compose
 from shoal.config.sections.devices import MeshSection
 from shoal.findings import Findings
@@ -45,7 +46,7 @@ class Small(StagedJob):
         self.order.append("devices")
         return 2
 
-    @stage("model", "model.path", needs=("devices", "rows"), commands=("train",))
+    @stage("model", "model.path", needs=("devices", "rows"), commands=("train", "eval"))
     def model(self) -> int:
         self.order.append("model")
         return self.rows * self.devices
@@ -114,8 +115,22 @@ def test_a_stage_reads_no_other_than_it_names():
         _ = Small().careless
 
 
-def test_forking_after_threads_is_refused():
+@pytest.mark.parametrize("name", ["workers", "late"])
+def test_a_stage_that_the_job_lacks_is_not_read(name: str):
     job = Small()
+    job.leave_out("workers")
+    with pytest.raises(LookupError, match=f"a job of shoal train has no stage {name}"):
+        job.open(name)
+    assert job.order == []
+
+
+def test_a_job_that_only_estimates_opens_whatever_is_read():
+    job = Small("estimate")
+    assert job.workers == "no rows" and job.order == ["workers"]
+
+
+def test_forking_after_threads_is_refused():
+    job = Small("doctor")
     assert job.devices == 2
     with pytest.raises(RuntimeError, match=r"stage late forks processes.*open late first"):
         _ = job.late
@@ -135,29 +150,29 @@ def test_stages_stand_behind_what_they_need():
 
 def test_processes_are_forked_before_devices_whatever_is_read_first(workshop: Workshop):
     with job_of(workshop) as job:
-        assert job.engines
+        assert job.learner
         opened = list(job.opened)
-        assert opened.index("pool") < opened.index("world") < opened.index("devices")
+        assert opened.index("reward_pool") < opened.index("world") < opened.index("devices")
         assert opened.index("sessions") < opened.index("devices")
         # What it would have decided by the data had its need not been opened.
         assert "sampling.evaluation_slots" in job.decisions
 
 
-def test_what_is_forked_after_devices_is_refused(workshop: Workshop):
-    with job_of(workshop) as job:
-        job.leave_out("pool")
-        assert job.devices
-        with pytest.raises(RuntimeError, match=r"stage pool forks processes.*since stage"):
-            _ = job.source
+def test_an_evaluation_has_no_stages_of_training():
+    with Job(EvalConfig(), Console(io.StringIO())) as job:
+        for name in ("config", "prompts", "world", "memory_finding"):
+            with pytest.raises(LookupError, match=f"a job of shoal eval has no stage {name}"):
+                job.open(name)
+        assert job.opened == {}
 
 
 def test_a_job_of_a_given_model_reads_no_data(workshop: Workshop):
     with job_of(workshop) as job:
-        spec = job.spec
+        spec = job.model_source
     config, _ = compose("train", workshop.words("stages")[1:])
-    with Job(config, Console(io.StringIO()), spec=spec) as job:
+    with Job(config, Console(io.StringIO()), model_source=spec) as job:
         assert job.command == "estimate" and job.learner
-        assert not {"questions", "pool", "world", "slots"} & job.opened.keys()
+        assert not {"questions", "reward_pool", "world", "sampling_settings"} & job.opened.keys()
 
 
 def test_a_configuration_is_the_same_whenever_it_is_read(workshop: Workshop):
@@ -165,9 +180,9 @@ def test_a_configuration_is_the_same_whenever_it_is_read(workshop: Workshop):
     with job_of(workshop) as job:
         early = job.config_for_devices
         config = job.config
-        assert job.slots and job.engines
+        assert job.sampling_settings and job.learner
         assert job.config is config and job.config_for_devices is early
-        assert config == replace(early, sampling=job.slots)
+        assert config == replace(early, sampling=job.sampling_settings)
         assert early.sampling.evaluation_slots != config.sampling.evaluation_slots
 
 

@@ -428,7 +428,7 @@ def test_a_reference_is_the_same_in_a_new_run_and_in_a_resumed_one(monkeypatch):
 
     spec: Any = SimpleNamespace(read=read)
     assert isinstance(publish_to(model, first).blocks, tuple)
-    with Job(config, Console(io.StringIO()), spec=spec) as job:
+    with Job(config, Console(io.StringIO()), model_source=spec) as job:
         job.opened |= {"config": config, "model": model, "roles": where}
         new, resumed = (job.open_reference(given) for given in (first, None))
     assert new and resumed and int(checksum(new.parameters)) == int(checksum(resumed.parameters))

@@ -370,7 +370,9 @@ def test_a_model_on_a_gpu_has_blocked_attention_where_the_kernels_fail(monkeypat
     )
     for config in (EvalConfig(), GenerateConfig(), Config()):  # replay's jobs are of the last kind
         out = io.StringIO()
-        with Job(config, Console(out), spec=spec, devices=list(role.mesh.devices.flat)) as job:
+        with Job(
+            config, Console(out), model_source=spec, devices=list(role.mesh.devices.flat)
+        ) as job:
             assert job.model.attention == "blocked"
         assert (
             out.getvalue()

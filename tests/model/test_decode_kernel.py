@@ -326,7 +326,7 @@ def test_without_it_where_it_cannot_run(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", list)  # the kernels are tried on none
     out, spec = io.StringIO(), ModelSource(Path(), replace(QWEN3, head_dim=80), lambda *_: None)
     with Job(
-        GenerateConfig(), Console(out), spec=spec, devices=list(role.mesh.devices.flat)
+        GenerateConfig(), Console(out), model_source=spec, devices=list(role.mesh.devices.flat)
     ) as job:
         assert job.model.attention == "auto"
     assert (

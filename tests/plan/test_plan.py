@@ -100,7 +100,7 @@ def test_a_planned_job_leaves_jaxs_precision_as_it_was(before):
     try:
         jax.config.update(key, before)
         with planned_job(Config(model=ModelSection(dtype="float32")), "") as job:
-            job.job.described(replace(job.config, model=ModelSection(dtype="bfloat16")))
+            job.job.budget_for(replace(job.config, model=ModelSection(dtype="bfloat16")))
             assert jax.config.values[key] == "highest"  # also after another job was described
         assert jax.config.values[key] == before
     finally:
@@ -472,7 +472,7 @@ def job_here(planned) -> Callable[..., tuple[Budget, Any]]:
         ).job
 
         def describe(other: Config) -> Budget:
-            return replace(job.described(other), memory=memory)
+            return replace(job.budget_for(other), memory=memory)
 
         budget = job_budget(job)
         costs = {}

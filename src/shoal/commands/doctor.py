@@ -62,13 +62,13 @@ def doctor(
             "time": {},
             "advice": {},
         }
-        job.collect(through="folder_note")
-        if job.is_open("settings", "folder_note") and job.folder_note:
-            findings.of("configuration").ok(job.folder_note)
+        job.collect(through="run_folder_note")
+        if job.is_open("check_configuration", "run_folder_note") and job.run_folder_note:
+            findings.of("configuration").ok(job.run_folder_note)
         job.collect(through="tokenizer")
         begins = check_data(job, result)
-        scored = job.is_open("questions", "pool") and check_reward(job, result)
-        if job.is_open("positions", "model", "teacher"):
+        scored = job.is_open("questions", "reward_pool") and check_reward(job, result)
+        if job.is_open("check_longest_sequence", "model", "teacher_source"):
             check_step(job, result, begins and scored)
         wrong = len(findings.at("wrong"))
         warnings = len(findings.at("warning"))
@@ -92,13 +92,15 @@ def check_data(job: Job, result: dict[str, Any]) -> bool:
             f"{number:,} of {sum(data.data.train_files.values()):,} training rows were dropped: "
             f"{reason}"
         )
-    job.collect(through="slots")
-    if not job.is_open("lengths", "sets", "prompts"):
+    job.collect(through="sampling_settings")
+    if not job.is_open("prompt_lengths", "evaluation_sets", "prompts"):
         return False
     if not job.findings.at("wrong"):
         used = job.requested.steps * job.prompts_per_step
         sets = ", ".join(f"{number:,} {name}" for name, number in set_sizes(data).items())
-        check.ok(f"{len(data.train):,} prompts of {job.lengths}, {used:,} are asked for; {sets}")
+        check.ok(
+            f"{len(data.train):,} prompts of {job.prompt_lengths}, {used:,} are asked for; {sets}"
+        )
     text = job.tokenizer.decode(job.first_prompt.prompt_ids.tolist(), skip_special_tokens=False)
     # The finding of the template reports the prompt's tokens.
     job.console.passage("first prompt", text, lines=16, characters=1200)
@@ -118,7 +120,7 @@ def check_reward(job: Job, result: dict[str, Any]) -> bool:
         sample = sampled_by(job.tokenizer, job.encode)
     tried = None
     with job.findings.of("reward", "reward.functions").errors():
-        tried = probe(job.pool, examples, sample)
+        tried = probe(job.reward_pool, examples, sample)
     if tried is None:
         return False
     result["rewards"] = tried.records()
@@ -215,7 +217,7 @@ def try_first_step(job: Job, parameters: Params) -> StepTrial | None:
             job.config,
             job.task,
             job.tokenizer,
-            job.pool,
+            job.reward_pool,
             job.engines["training"],
             job.learner,
             parameters,
@@ -313,7 +315,7 @@ def report_memory(
         "where": available.where,
         "devices": [{"device": str(device), "needed_bytes": budget.peak()} for device in devices],
     }
-    finding, advice = judge_memory(budget, available, job.described)
+    finding, advice = judge_memory(budget, available, job.budget_for)
     job.findings.extend([finding])
     if finding.level == "wrong":
         result["advice"] = {"text": advice, "key": finding.key}
@@ -326,6 +328,6 @@ def report_time(
     result["time"] = vars(times)
     job.findings.of("time").ok(times.describe())
     if not result["advice"]:
-        advice = best_advice(job.config, budget, job.described, times, available)
+        advice = best_advice(job.config, budget, job.budget_for, times, available)
         result["advice"] = advice
         job.findings.extend([Finding("advice", "ok", advice["text"], advice["key"])])

@@ -61,9 +61,9 @@ def evaluate(
                 "sampling.temperature=0: greedy answers alone; pass@k and maj@k need samples that "
                 "differ"
             )
-        source = job.source
+        source = job.rollout_source
         source.publish(0, job.load_weights())
-        evaluator = Evaluator(job.sets, params, config.pass_k, task)
+        evaluator = Evaluator(job.evaluation_sets, params, config.pass_k, task)
         answers = evaluator.answers(source, 0, 0, full=True)
         failures = source.read_stats(Purpose.EVALUATE).failures
         set_of_row: dict[int, str] = {}

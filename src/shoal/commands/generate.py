@@ -56,7 +56,7 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
         for note in roles.notes:
             console.warning(f"{file.name}: {note}")
         named = "" if config.model != ModelSection() else "; model=... names another"
-        console.note(f"model: {model_text(config.model, job.spec, job.model)}{named}")
+        console.note(f"model: {model_text(config.model, job.model_source, job.model)}{named}")
         tokenizer = job.tokenizer
         size = config.num_generations
         prompts = encode_all(file.name, examples, job.encode, config.sampling, console.warning)

@@ -31,7 +31,7 @@ def serve(config: ServeConfig, console: Console | None = None) -> dict[str, Any]
         job.check()
         # Before weights are read, so that a port in use is reported at once.
         listening = job.stack.enter_context(listen(config.host, config.port, 8000))
-        console.note(f"model: {model_text(config.model, job.spec, job.model)}")
+        console.note(f"model: {model_text(config.model, job.model_source, job.model)}")
         sampler = job.stack.enter_context(contextlib.closing(open_sampler(job)))
         url = f"{base_url(config.host, listening)}/v1"
         console.text(f"OPENAI_BASE_URL={url} OPENAI_API_KEY={token or 'any'} (Ctrl-C ends it)")

@@ -159,15 +159,15 @@ def check_placement(config: PlanConfig, findings: Findings) -> None:
         jax.config.update("jax_platforms", "cpu")
         devices = placeholder_devices(parse_topology(config.topology))
     known = known_architecture(config.model)
-    spec = None
+    model_source = None
     if known:
-        spec = ModelSource(Path(), known)
-    with _quiet_job(config, findings, devices=devices, spec=spec) as job:
+        model_source = ModelSource(Path(), known)
+    with _quiet_job(config, findings, devices=devices, model_source=model_source) as job:
         if known:
-            job.open("positions")
+            job.open("check_longest_sequence")
         _check_roles(job, job.roles if known else job.requested_roles)
         if _is_here(config.model) and not config.topology:
-            job.open("sizes")  # raises if the memory does not fit
+            job.open("memory_finding")  # raises if the memory does not fit
 
 
 def _quiet_job(config: Any, findings: Findings, **parts: Any) -> Job:

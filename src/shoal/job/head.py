@@ -31,15 +31,15 @@ def print_head(job: Job) -> None:
     are warnings and `train.on_warning` is `stop`."""
     config, roles, model, console = job.config, job.roles, job.model, job.console
     shape = micro_batch_shapes(config, model.role.row_shards)[0]
-    lengths = job.lengths
+    lengths = job.prompt_lengths
     rewards = [finding.text for finding in job.reward_findings if finding.level == "ok"]
-    memory = job.sizes
+    memory = job.memory_finding
     first_prompt = job.first_prompt.prompt_ids.tolist()
     text = job.tokenizer.decode(first_prompt, skip_special_tokens=False)
-    evaluations = [f"{len(questions):,} {name}" for name, questions in job.sets.items()]
+    evaluations = [f"{len(questions):,} {name}" for name, questions in job.evaluation_sets.items()]
     lines = {
         "devices": devices_text(config, roles),
-        "model": model_text(config.model, job.spec, model),
+        "model": model_text(config.model, job.model_source, model),
         "reference": reference_note(config, model),
         "attention": attention_kind(model, shape.rows, shape.length),
         **data_lines(job.task),

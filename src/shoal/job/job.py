@@ -160,10 +160,10 @@ class Job(StagedJob):
     ...     open_run(job).train()
 
     `resumed`: the folder of the run that is resumed. `functions`, `task`: reward functions and data
-    that were passed from Python. `devices`: devices to use in place of this machine's. `spec`: a
-    model to use in place of the one that `model.path` names; with it the job is one of `estimate`
-    unless `command` says otherwise. `command`: the command that the job is opened for, if the type
-    of the configuration does not say it.
+    that were passed from Python. `devices`: devices to use in place of this machine's.
+    `model_source`: a model to use in place of the one that `model.path` names; with it the job is
+    one of `estimate` unless `command` says otherwise. `command`: the command that the job is opened
+    for, if the type of the configuration does not say it.
     """
 
     def __init__(
@@ -175,11 +175,11 @@ class Job(StagedJob):
         functions: Sequence[Callable] = (),
         task: Task | None = None,
         devices: Sequence[Any] = (),
-        spec: ModelSource | None = None,
+        model_source: ModelSource | None = None,
         findings: Findings | None = None,
         command: Command | None = None,
     ) -> None:
-        super().__init__(command or _command_of(config, spec), findings or Findings())
+        super().__init__(command or _command_of(config, model_source), findings or Findings())
         requested: Any = replace(config, model=with_run(config.model))
         # Tells this process from the others of its run, and so is no part of `requested`.
         self.process_mesh: MeshSection = requested.mesh
@@ -193,8 +193,8 @@ class Job(StagedJob):
         self._task = task
         if devices:
             self.opened["devices"] = devices
-        if spec is not None:
-            self.opened["spec"] = spec
+        if model_source is not None:
+            self.opened["model_source"] = model_source
         # True if the configuration is a training job's: for sft, doctor and plan too. Whether this
         # command trains is another question: `command`.
         self.trains = isinstance(config, Config)
@@ -220,21 +220,21 @@ class Job(StagedJob):
     # ---- the stages: settings, files
 
     @stage(commands=TRAIN_OR_DOCTOR)
-    def settings(self) -> None:
+    def check_configuration(self) -> None:
         """Raises ShoalError if settings contradict each other, or a sink of reports cannot be
         used."""
         check_settings(self.requested, self.findings)
         check_sinks(self.requested.report)
 
     @stage(commands=TRAIN)
-    def inputs(self) -> None:
+    def check_named_files(self) -> None:
         """Raises ShoalError if files or names that the configuration gives are wrong, as far as
         this machine can tell."""
         from_python = bool(self.functions) or self._task is not None
         check_before_weights(self.requested, from_python, self.resumed is not None)
 
     @stage(fix_key="base_output_directory", commands=TRAIN_OR_DOCTOR)
-    def folder_note(self) -> str:
+    def run_folder_note(self) -> str:
         """Returns a note if the run's folder exists already, else ''. ShoalError if the folder
         cannot be made."""
         if self.resumed:
@@ -285,7 +285,7 @@ class Job(StagedJob):
         return datetime.now().replace(microsecond=0)
 
     @stage("reward", "reward.functions", needs=("template_date",), after=("questions",))
-    def scorers(self) -> tuple[RewardFunction, ...]:
+    def reward_functions(self) -> tuple[RewardFunction, ...]:
         """Returns the functions that score answers: those that the configuration or the caller
         gave, else the task's own, and those of environments. Functions that were given can be
         loaded without the data. Reward models among them learn here which model settings and
@@ -317,33 +317,35 @@ class Job(StagedJob):
     @property
     def task(self) -> Task:
         """The task with the reward functions that this job uses."""
-        return replace(self.questions, rewards=self.scorers)
+        return replace(self.questions, rewards=self.reward_functions)
 
     @stage(
         "reward",
         "reward.functions",
-        needs=("scorers",),
+        needs=("reward_functions",),
         after=("questions",),
         commands=WITH_TASK,
         forks=True,
     )
-    def pool(self) -> RewardPool:
+    def reward_pool(self) -> RewardPool:
         """Starts the processes that score answers (decision 0006), after checking that the data has
         the answers that the functions compare with."""
         if "questions" not in self.failed:
-            check_truths(self.questions, self.scorers)
+            check_truths(self.questions, self.reward_functions)
         steps = (self.requested.steps,) if self.trains else ()
-        pool = RewardPool(self.scorers, self.requested.reward, *steps)
+        pool = RewardPool(self.reward_functions, self.requested.reward, *steps)
         return self.stack.enter_context(closing(pool))
 
     # ---- other processes and machines, which must be known before JAX looks for devices
 
-    @stage(after=("sessions", "pool"), commands=TRAIN)
+    @stage(after=("sessions", "reward_pool"), commands=TRAIN)
     def cluster(self) -> Cluster | None:
         """Joins the Ray cluster of the run; None if the run does not sample on one."""
         return open_cluster(self.requested, self.console, self.stack)
 
-    @stage(needs=("cluster",), after=("sessions", "pool"), commands=TRAIN, starts_threads=True)
+    @stage(
+        needs=("cluster",), after=("sessions", "reward_pool"), commands=TRAIN, starts_threads=True
+    )
     def world(self) -> World:
         """Joins the processes of the run to one world. ShoalError, the same in all of them, if
         their configurations, versions, devices or run folders differ."""
@@ -356,7 +358,7 @@ class Job(StagedJob):
         "devices",
         "mesh",
         needs=("cluster", "world"),
-        after=("sessions", "pool"),
+        after=("sessions", "reward_pool"),
         starts_threads=True,
     )
     def devices(self) -> Sequence[Any]:
@@ -379,7 +381,7 @@ class Job(StagedJob):
         return make_roles(self.mesh, self.devices)
 
     @stage("tokenizer", "model.path", needs=("template_date", "world"))
-    def spec(self) -> ModelSource:
+    def model_source(self) -> ModelSource:
         """Finds the model: returns its sizes, its tokenizer, and how its weights are read; reads no
         weights."""
         if not self.trains:
@@ -396,7 +398,7 @@ class Job(StagedJob):
             date = datetime.fromisoformat(dates[0])
         return replace(spec, date=date)
 
-    @stage("devices", "mesh", needs=("cluster", "devices", "requested_roles", "spec"))
+    @stage("devices", "mesh", needs=("cluster", "devices", "requested_roles", "model_source"))
     def roles(self) -> Roles:
         """Returns the mesh of each role for this model. In training: `requested_roles` with each
         replica of the sampler over as many devices as its weights need. A command that only samples
@@ -405,7 +407,9 @@ class Job(StagedJob):
         if not self.trains:
             return roles
         mesh = self.mesh
-        roles = run_roles(replace(self.requested, mesh=mesh), self.spec.architecture, self.devices)
+        roles = run_roles(
+            replace(self.requested, mesh=mesh), self.model_source.architecture, self.devices
+        )
         requested_tensor = mesh.sampler_tensor or mesh.tensor
         if roles.sampler.tensor != requested_tensor:
             self.console.note(
@@ -414,7 +418,7 @@ class Job(StagedJob):
             )
         return roles
 
-    @stage("devices", "mesh", needs=("cluster", "roles", "spec"), commands=ESTIMATES)
+    @stage("devices", "mesh", needs=("cluster", "roles", "model_source"), commands=ESTIMATES)
     def config_for_devices(self) -> Config:
         """Returns the configuration of a training job with every open key decided that follows from
         settings, devices and model, like `batch.micro_tokens`. Only the sampler's slots may still
@@ -444,7 +448,7 @@ class Job(StagedJob):
             config = self.decide(config, "publish.channel", channel, facts)
         if "batch.micro_tokens" not in open_keys(self.requested):
             return config  # saves packing a step, which each change that advice tries would do
-        micro_tokens = decided_micro_tokens(followed, self.roles, self.spec.architecture)
+        micro_tokens = decided_micro_tokens(followed, self.roles, self.model_source.architecture)
         device_kind = trainer.mesh.devices.flat[0].device_kind
         return self.decide(
             config,
@@ -454,17 +458,17 @@ class Job(StagedJob):
         )
 
     @stage("devices", "mesh", needs=("config_for_devices", "roles"), commands=TRAIN_OR_DOCTOR)
-    def placement(self) -> None:
+    def check_device_use(self) -> None:
         """Adds findings about the devices: what each role uses, and warnings, for example of idle
         devices."""
         check_devices(self.config_for_devices, self.roles, self.findings)
 
-    @stage("model", "sampling.max_completion_tokens", needs=("spec",), commands=WITH_MODEL)
-    def positions(self) -> None:
+    @stage("model", "sampling.max_completion_tokens", needs=("model_source",), commands=WITH_MODEL)
+    def check_longest_sequence(self) -> None:
         """Raises ShoalError if a prompt with its completion may be longer than the positions that
         the model has. The reference has the same positions, so it is not checked."""
         check_positions(
-            self.spec.architecture,
+            self.model_source.architecture,
             self.requested.sampling,
             f"model.path={model_path(self.requested.model)}",
         )
@@ -472,7 +476,7 @@ class Job(StagedJob):
     @stage(
         "model",
         "model.path",
-        needs=("config_for_devices", "roles", "spec"),
+        needs=("config_for_devices", "roles", "model_source"),
         commands=(*WITH_MODEL, "estimate"),
     )
     def model(self) -> Model:
@@ -480,9 +484,11 @@ class Job(StagedJob):
         not train. Side effects: prints a note if attention or decoding cannot use its kernel, and,
         for a float32 model, makes JAX multiply at full precision until the job is closed."""
         if self.trains:
-            model = trained_model(self.config_for_devices, self.spec, self.roles)
+            model = trained_model(self.config_for_devices, self.model_source, self.roles)
         else:
-            model = make_model(self.requested.model, self.spec.architecture, self.roles.sampler)
+            model = make_model(
+                self.requested.model, self.model_source.architecture, self.roles.sampler
+            )
         fault = kernel_fault(replace(model, attention=self.requested.model.attention))
         if fault:
             self.console.note(
@@ -505,32 +511,32 @@ class Job(StagedJob):
         multiply_exactly(model.dtype, self.stack)
         return model
 
-    @stage("model", "model.path", needs=("spec",), commands=("train", *SAMPLES_ALONE))
-    def tensors(self) -> None:
+    @stage("model", "model.path", needs=("model_source",), commands=("train", *SAMPLES_ALONE))
+    def check_weight_files(self) -> None:
         """Checks the weights' files by their headers; raises ShoalError if they do not fit the
         model."""
-        self.spec.check()
+        self.model_source.check()
 
-    @stage("teacher", "teacher.path", needs=("spec",), commands=TRAIN_OR_DOCTOR)
-    def teacher(self) -> ModelSource | None:
+    @stage("teacher", "teacher.path", needs=("model_source",), commands=TRAIN_OR_DOCTOR)
+    def teacher_source(self) -> ModelSource | None:
         """Finds the teacher's model; None if `teacher.path` is not set."""
         if not self.requested.teacher.path:
             return None
-        return find_teacher(self.requested, self.spec, self.console)
+        return find_teacher(self.requested, self.model_source, self.console)
 
     # ---- prompts
 
-    @stage("tokenizer", "model.path", needs=("spec",), commands=WITH_MODEL)
+    @stage("tokenizer", "model.path", needs=("model_source",), commands=WITH_MODEL)
     def tokenizer(self) -> Tokenizer:
         """Returns the tokenizer; in training its notes become findings."""
-        tokenizer = self.spec.tokenizer
+        tokenizer = self.model_source.tokenizer
         if self.trains:
-            notes = list(self.spec.notes) + list(tokenizer.notes)
+            notes = list(self.model_source.notes) + list(tokenizer.notes)
             check_tokenizer(tokenizer, notes, self.findings)
         return tokenizer
 
     @stage("template", "model.template", needs=("sessions", "tokenizer"), commands=WITH_TASK)
-    def turns(self) -> TurnFormats | None:
+    def turn_formats(self) -> TurnFormats | None:
         """Returns how the turns of tools and environments are written as tokens; None if a rollout
         is a single answer, because there are no `sessions`."""
         if not self.sessions:
@@ -545,12 +551,14 @@ class Job(StagedJob):
 
     def encode(self, example: Example) -> np.ndarray:
         """Token ids of an example's prompt, int32[T], including the description of its tools."""
-        if self.has("turns") and self.turns:
-            return self.turns.encode(example)
+        if self.has("turn_formats") and self.turn_formats:
+            return self.turn_formats.encode(example)
         return self.tokenizer.encode_prompt(example.prompt)
 
-    @stage("data", "task.path", needs=("questions", "tokenizer", "turns"), commands=WITH_TASK)
-    def sets(self) -> Mapping[str, Sequence[TokenizedExample]]:
+    @stage(
+        "data", "task.path", needs=("questions", "tokenizer", "turn_formats"), commands=WITH_TASK
+    )
+    def evaluation_sets(self) -> Mapping[str, Sequence[TokenizedExample]]:
         """Returns the tokenized questions of each evaluation set, by name. A set whose prompts are
         all too long is left out with a warning; if that is the first set, its ShoalError is
         raised."""
@@ -576,7 +584,7 @@ class Job(StagedJob):
     @stage(
         "data",
         "task.path",
-        needs=("questions", "tokenizer", "turns"),
+        needs=("questions", "tokenizer", "turn_formats"),
         after=("config_for_devices",),
         commands=TRAIN_OR_DOCTOR,
     )
@@ -592,14 +600,14 @@ class Job(StagedJob):
     @stage(
         "template",
         "model.template",
-        needs=("questions", "tokenizer", "turns"),
-        after=("config_for_devices", "sets"),
+        needs=("questions", "tokenizer", "turn_formats"),
+        after=("config_for_devices", "evaluation_sets"),
         commands=TRAIN_OR_DOCTOR,
     )
-    def lengths(self) -> str:
+    def prompt_lengths(self) -> str:
         """Returns a text with the lengths of the prompts, in training and in each evaluation set;
         checks them, too, and adds findings."""
-        sets = {} if "sets" in self.failed else self.sets
+        sets = {} if "evaluation_sets" in self.failed else self.evaluation_sets
         return check_prompts(
             self.requested,
             self.prompts_per_step,
@@ -618,23 +626,27 @@ class Job(StagedJob):
         needs=(
             "questions",
             "sessions",
-            "scorers",
+            "reward_functions",
             "config_for_devices",
             "tokenizer",
-            "turns",
-            "sets",
+            "turn_formats",
+            "evaluation_sets",
         ),
         commands=WITH_TASK,
     )
-    def slots(self) -> SamplingSection:
+    def sampling_settings(self) -> SamplingSection:
         """Returns the settings of sampling with `sampling.prompt_slot_tokens` and
         `sampling.evaluation_slots` decided from the data."""
         settings = self.config_for_devices if self.trains else self.requested
         quick_questions = settings.quick_questions if self.trains else 0
         evaluator = Evaluator(
-            self.sets, settings.sampling.params, settings.pass_k, self.task, quick_questions
+            self.evaluation_sets,
+            settings.sampling.params,
+            settings.pass_k,
+            self.task,
+            quick_questions,
         )
-        settings = self.with_prompt_room(settings)
+        settings = self.with_prompt_slot_tokens(settings)
         completions = evaluator.num_completions(full=True)
         settings = self.decide(
             settings,
@@ -644,25 +656,25 @@ class Job(StagedJob):
         )
         return settings.sampling
 
-    @stage("devices", "mesh", needs=("config_for_devices", "slots"), commands=ESTIMATES)
+    @stage("devices", "mesh", needs=("config_for_devices", "sampling_settings"), commands=ESTIMATES)
     def config(self) -> Config:
         """Returns the configuration that a training job works with: what was requested, with every
         key that was left open decided. A job of `estimate` reads no data, so there the sampler's
         slots stay open."""
-        if not self.has("slots"):
+        if not self.has("sampling_settings"):
             return self.config_for_devices
-        return replace(self.config_for_devices, sampling=self.slots)
+        return replace(self.config_for_devices, sampling=self.sampling_settings)
 
     @stage(
         needs=(
             "questions",
-            "scorers",
-            "pool",
+            "reward_functions",
+            "reward_pool",
             "roles",
             "config_for_devices",
             "config",
             "tokenizer",
-            "turns",
+            "turn_formats",
             "prompts",
         ),
         commands=TRAIN,
@@ -674,13 +686,13 @@ class Job(StagedJob):
         known."""
         if self.resumed or self.questions.environments:
             return []
-        if is_offline() and reward_models(self.scorers):
+        if is_offline() and reward_models(self.reward_functions):
             return []
         findings = check_first_prompt(
             self.config,
             self.tokenizer,
             self.first_prompt,
-            self.pool,
+            self.reward_pool,
             has_calls=bool(self.questions.tools),
         )
         self.findings.extend(findings)
@@ -689,21 +701,23 @@ class Job(StagedJob):
     @stage(
         "reward",
         "reward.functions",
-        needs=("questions", "scorers", "pool", "tokenizer", "sets"),
+        needs=("questions", "reward_functions", "reward_pool", "tokenizer", "evaluation_sets"),
         commands=("eval",),
     )
-    def lost_answers(self) -> None:
+    def check_lost_answers(self) -> None:
         """Warns if the rewards of an evaluation cannot find in completions what they look for, for
         example because the prompt already opens the tag: every answer would count as wrong."""
-        first = next((questions[0] for questions in self.sets.values() if questions), None)
-        if first is None or self.questions.environments or reward_models(self.scorers):
+        first = next(
+            (questions[0] for questions in self.evaluation_sets.values() if questions), None
+        )
+        if first is None or self.questions.environments or reward_models(self.reward_functions):
             return
 
         def prompt_ids_of(_: Example) -> np.ndarray:
             return first.prompt_ids
 
         sampled = sampled_by(self.tokenizer, prompt_ids_of)
-        lost = lost_in_tokens(self.pool, [first.example], sampled)
+        lost = lost_in_tokens(self.reward_pool, [first.example], sampled)
         if lost:
             self.findings.of("reward").warning(lost)
 
@@ -712,11 +726,11 @@ class Job(StagedJob):
     @stage(
         "memory",
         "model.path",
-        needs=("devices", "spec", "roles", "config", "model"),
-        after=("teacher",),
+        needs=("devices", "model_source", "roles", "config", "model"),
+        after=("teacher_source",),
         commands=TRAIN,
     )
-    def sizes(self) -> Finding:
+    def memory_finding(self) -> Finding:
         """Compares the memory that a device must hold with what it has, as far as this is known
         before anything is compiled, and returns the finding. ShoalError if it cannot fit."""
         check_size(self.config, parameter_count(self.model.architecture), self.findings)
@@ -737,7 +751,7 @@ class Job(StagedJob):
         )
 
     @stage(fix_key="base_output_directory", needs=("config", "learner"), commands=TRAIN)
-    def room(self) -> None:
+    def check_disk_space(self) -> None:
         """Raises ShoalError if the disk of the run's folder has less free space than one checkpoint
         takes. With several processes nothing is refused: each writes a part, perhaps to another
         disk."""
@@ -765,41 +779,41 @@ class Job(StagedJob):
         `pass@k`."""
         return dict(run_engines(self.config, self.model, self.roles, self.tokenizer))
 
-    @stage(needs=("questions", "scorers", "pool", "tokenizer"))
-    def rewards(self) -> GroupRewards:
+    @stage(needs=("questions", "reward_functions", "reward_pool", "tokenizer"))
+    def group_rewards(self) -> GroupRewards:
         """Makes what scores sampled completions in `pool` and turns them into groups."""
         return GroupRewards(
-            self.task, self.pool, self.tokenizer.decode, section_of(self.requested).on_error
+            self.task, self.reward_pool, self.tokenizer.decode, section_of(self.requested).on_error
         )
 
     @stage(
         needs=(
-            "rewards",
+            "group_rewards",
             "cluster",
             "world",
             "roles",
-            "spec",
+            "model_source",
             "config",
             "model",
             "tokenizer",
-            "turns",
-            "slots",
+            "turn_formats",
+            "sampling_settings",
         )
     )
-    def source(self) -> Fleet | MultiProcessSource | DataSource:
+    def rollout_source(self) -> Fleet | MultiProcessSource | DataSource:
         """Makes what groups of completions are requested from and taken from: workers on Ray,
         servers of vLLM, threads with devices of their own, or this thread sample them; a
         `DataSource` takes training's from the data."""
         c = self.requested
         if not self.trains:
             turn_driver = None
-            if self.turns:
+            if self.turn_formats:
                 num_slots = c.batch * self.model.role.mesh.size
-                turn_driver = make_turn_driver(self.turns, num_slots, c.sampling)
+                turn_driver = make_turn_driver(self.turn_formats, num_slots, c.sampling)
             fleet = local_fleet(
                 MemoryStore(self.model, delete_source=True),
                 self.make_engine(),
-                self.rewards,
+                self.group_rewards,
                 c.seed,
                 self.console.answered,
                 turn_driver=turn_driver,
@@ -809,12 +823,12 @@ class Job(StagedJob):
             self.config,
             self.model,
             self.roles,
-            self.spec,
-            self.rewards,
+            self.model_source,
+            self.group_rewards,
             self.stop,
             self.console,
             self.cluster,
-            self.turns,
+            self.turn_formats,
         )
         source = fleet
         if self.world.count > 1:
@@ -837,7 +851,7 @@ class Job(StagedJob):
         sampling = c.sampling
         slots = c.batch * self.model.role.mesh.size
         if isinstance(c, EvalConfig):
-            sampling = self.slots
+            sampling = self.sampling_settings
             slots = min(slots, sampling.evaluation_slots or slots)
         return sampling_engine_maker(
             self.model, self.tokenizer, sampling, slots, group_size, isinstance(c, ServeConfig)
@@ -895,7 +909,7 @@ class Job(StagedJob):
                 f"decides itself: {reason}"
             )
 
-    def with_prompt_room(self, settings: Any) -> Any:
+    def with_prompt_slot_tokens(self, settings: Any) -> Any:
         """Returns the settings with `sampling.prompt_slot_tokens` decided, the tokens that a slot
         of the sampler holds for a prompt: enough for the longest prompt if all are known before the
         run, else 0, which means `sampling.max_prompt_tokens`. ShoalError if the user set fewer than
@@ -919,7 +933,7 @@ class Job(StagedJob):
         # A run that learns from the data's answers samples no completions in training.
         is_sampled = self.trains and not self.requested.algorithm.learns_from_data
         examples = self.questions.train if is_sampled else ()
-        longest = longest_prompt(examples, self.sets, self.encode, sampling)
+        longest = longest_prompt(examples, self.evaluation_sets, self.encode, sampling)
         if requested and longest > requested:
             raise ShoalError(
                 f"sampling.prompt_slot_tokens={requested}: the longest prompt of the data has "
@@ -931,14 +945,14 @@ class Job(StagedJob):
             settings, "sampling.prompt_slot_tokens", room, {"longest prompt": needed}
         )
 
-    def described(self, config: Config) -> Budget:
+    def budget_for(self, config: Config) -> Budget:
         """Returns the budget that the job would have with another configuration, for the same model
         on the same devices. ShoalError if such a job is impossible."""
-        spec = self.spec
+        spec = self.model_source
         if config.model.lora != self.config.model.lora:
             spec = replace(spec, architecture=adapted(config.model.lora, spec.architecture))
-        other = Job(config, Console(io.StringIO()), devices=self.devices, spec=spec)
-        for name in ("teacher", "cluster"):
+        other = Job(config, Console(io.StringIO()), devices=self.devices, model_source=spec)
+        for name in ("teacher_source", "cluster"):
             if name in self.opened:
                 other.opened[name] = self.opened[name]
         with other:
@@ -957,7 +971,7 @@ class Job(StagedJob):
         a = reference_architecture(self.config, policy)
         model = replace(self.model, architecture=a, role=self.roles.reference)
         if first is None:
-            base = self.spec.read(model.role, model.dtype)
+            base = self.model_source.read(model.role, model.dtype)
         else:
             base_model = replace(model, architecture=a.base)
             base = place_parameters(base_model, without_adapter(policy, first))
@@ -965,7 +979,7 @@ class Job(StagedJob):
             return ModelScorer(model, base)
         # Read once more, not shared with the policy: that adapter is trained, and in a resumed run
         # it comes from a checkpoint.
-        adapter = self.spec.read_adapter(model.role, model.dtype, self.requested.seed)
+        adapter = self.model_source.read_adapter(model.role, model.dtype, self.requested.seed)
         return ModelScorer(model, joined(adapter, as_frozen(a, base)))
 
     def make_updater(self, reference: ModelScorer | None, teacher: ModelScorer | None) -> Updater:
@@ -990,21 +1004,21 @@ class Job(StagedJob):
         does not train. The job keeps no reference to them, because they would occupy a model's
         memory for all of the run. `spec`: the model whose weights are read, if not the job's."""
         if not self.trains:
-            return self.spec.load(self.roles.sampler, self.model.dtype)
-        source = spec or self.spec
+            return self.model_source.load(self.roles.sampler, self.model.dtype)
+        source = spec or self.model_source
         return source.load(self.roles.trainer, np.float32, self.model.dtype, self.requested.seed)
 
 
-def _command_of(config: Any, spec: ModelSource | None) -> Command:
-    """Returns the command that a configuration's type belongs to: `estimate` for a plan, or for
-    training settings with a `spec`; else `eval`, `generate`, `serve`, `doctor` or `train`."""
+def _command_of(config: Any, model_source: ModelSource | None) -> Command:
+    """Returns the command that a configuration's type belongs to: `estimate` for a plan, or if the
+    job was given a model; else `eval`, `generate`, `serve`, `doctor` or `train`."""
     if isinstance(config, EvalConfig):
         return "eval"
     if isinstance(config, GenerateConfig):
         return "generate"
     if isinstance(config, ServeConfig):
         return "serve"
-    if spec is not None or isinstance(config, PlanConfig):
+    if model_source is not None or isinstance(config, PlanConfig):
         return "estimate"
     if isinstance(config, DoctorConfig):
         return "doctor"

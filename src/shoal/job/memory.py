@@ -47,7 +47,7 @@ def job_budget(job: Job) -> Budget:
     model = job.model
     roles = job.roles
     a = model.architecture
-    teacher = job.opened.get("teacher")
+    teacher = job.opened.get("teacher_source")
     if teacher:
         of_teacher = teacher.architecture
     else:
@@ -102,7 +102,7 @@ def check_memory(job: Job) -> Finding:
     device would need more than all of its memory."""
     budget = job_budget(job)
     available = available_memory(job.roles.trainer.mesh.devices.flat)
-    finding, _ = judge_memory(budget, available, job.described, "at least")
+    finding, _ = judge_memory(budget, available, job.budget_for, "at least")
     if finding.level == "wrong" and budget.peak() * available.sharing > available.total:
         raise ShoalError(finding.text)
     return finding

@@ -61,7 +61,7 @@ def _by_phase(config: Config, asked: int) -> tuple[str, str, str]:
     the changes that save memory in either; the key of the first of them). `asked`: bytes that were
     needed besides. ShoalError if no key saves memory."""
     spec = ModelSource(Path(), planned_architecture(config.model))
-    with Job(config, Console(io.StringIO()), spec=spec) as job:
+    with Job(config, Console(io.StringIO()), model_source=spec) as job:
         budget = job_budget(job)
         update = _of_program(budget, "accumulate")
         sampling = _of_program(budget, "decode")
@@ -70,10 +70,10 @@ def _by_phase(config: Config, asked: int) -> tuple[str, str, str]:
         sampling = _with_extra(sampling, asked)
 
         def describe_update(other: Config) -> Budget:
-            return _of_program(job.described(other), "accumulate")
+            return _of_program(job.budget_for(other), "accumulate")
 
         def describe_sampling(other: Config) -> Budget:
-            return _of_program(job.described(other), "decode")
+            return _of_program(job.budget_for(other), "decode")
 
         # Changes that alter no result come first, for both phases, then those that do.
         trials = saving_trials(update, describe_update, memory_saving_changes(update))

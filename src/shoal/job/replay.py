@@ -272,7 +272,7 @@ class Replayer:
         # again from this machine's devices.
         batch = replace(config.batch, prompts_per_device=0)
         settings = replace(config, mesh=self._mesh, batch=batch)
-        job = Job(settings, self.console, spec=self._spec)
+        job = Job(settings, self.console, model_source=self._spec)
         # All jobs share one stack, so that what they set for all of JAX is reset in the reverse
         # order.
         job.stack = self._stack
@@ -359,8 +359,8 @@ class Replayer:
             return self._updater_of[1]
         job = self._job_of(config)
         teacher = None
-        if with_teacher and job.teacher:
-            teacher = load_scorer(config.model, job.teacher, self.roles.reference)
+        if with_teacher and job.teacher_source:
+            teacher = load_scorer(config.model, job.teacher_source, self.roles.reference)
         reference = None
         if first is not None:
             reference = job.open_reference(first)

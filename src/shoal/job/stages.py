@@ -1,10 +1,10 @@
 """The stages of a job: an ordered list of parts, each of which declares which others it needs.
 
-@stage("reward", "reward.functions", needs=("scorers",), commands=("train", "eval"), forks=True)
-def pool(self) -> RewardPool: ...
+@stage("reward", "reward.functions", needs=("reward_functions",), commands=("train",), forks=True)
+def reward_pool(self) -> RewardPool: ...
 
-job.pool        opens `scorers` first, then `pool`; each is opened once
-job.check()     opens every stage that can refuse the job's command, in the order of the list
+job.reward_pool   opens `reward_functions` first, then `reward_pool`; each is opened once
+job.check()       opens every stage that can refuse the job's command, in the order of the list
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from shoal.stop import NotHere
 
 Command = Literal["train", "doctor", "eval", "generate", "serve", "estimate"]
 """The command that a job is opened for. `estimate`: a job that only estimates, or computes again,
-with a model that was passed to it; it reads no data and starts no processes."""
+with a model that was passed to it: it checks nothing, reads no data and starts no processes, and
+opens only the stages that its caller reads."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -90,8 +91,8 @@ def stage(
 
     `commands`: the commands that have this stage. They open it before weights are read, to learn
     whether the job is refused. A job of another command skips it in checks and where other stages
-    need it; reading its attribute would open it all the same. Empty: all commands have it, and open
-    it only when something reads it.
+    need it, and may not read it, unless the job only estimates. Empty: all commands have it, and
+    open it only when something reads it.
 
     `forks`: this stage forks processes, which is safe only while this process has no threads of
     JAX. `starts_threads`: this process has threads of JAX once this stage has been opened.
@@ -133,7 +134,8 @@ class StagedJob:
         """Returns the result of a stage. If it is not open yet, first opens the stages that it
         needs, then the stage. Raises the ShoalError with which the stage, or one that it needs,
         failed, each time it is called; RuntimeError if the stage that is being opened reads one
-        that it did not declare."""
+        that it did not declare; LookupError if the job has no such stage (`has`) and does more than
+        estimate."""
         if self._opening:
             reader = self._opening[-1]
             if name not in reader.needs and name not in reader.after:
@@ -141,6 +143,8 @@ class StagedJob:
         if name in self.failed:
             raise self.failed[name]
         if name not in self.opened:
+            if not self.has(name) and self.command != "estimate":
+                raise LookupError(f"a job of shoal {self.command} has no stage {name}")
             try:
                 self.opened[name] = self._opened(self.stages[name])
             except ShoalError as error:
@@ -182,8 +186,7 @@ class StagedJob:
                 )
 
     def leave_out(self, name: str) -> None:
-        """Takes a stage, and every stage that needs it, directly or not, out of checks and of what
-        others need. Reading one still opens it."""
+        """Takes a stage out of the job, with every stage that needs it, directly or not."""
         self._left_out.add(name)
         for other, declared in self.stages.items():
             if name in declared.needs and other not in self._left_out:

@@ -73,7 +73,7 @@ def open_run(job: Job) -> Run:
     folder = open_folder(job)
     if job.cluster:
         job.cluster.measure.keep(folder.path)
-    source = job.source
+    source = job.rollout_source
     updater = job.make_updater(models.reference, models.teacher)
     facts = checked_facts(job, models)
     restored = None
@@ -111,7 +111,7 @@ def open_run(job: Job) -> Run:
     profiled_steps = config.report.profile if job.world.is_main else ()
     profiler = Profiler(profiled_steps, folder.path / "profile", job.console.warning)
     evaluator = Evaluator(
-        job.sets, config.sampling.params, config.pass_k, job.task, config.quick_questions
+        job.evaluation_sets, config.sampling.params, config.pass_k, job.task, config.quick_questions
     )
     run = Run(
         config,
@@ -142,13 +142,13 @@ def reads_own_model(job: Job) -> bool:
     its checkpoint."""
     if not job.resumed:
         return True
-    return bool(job.spec.architecture.adapter) or job.config.algorithm.scores_reference
+    return bool(job.model_source.architecture.adapter) or job.config.algorithm.scores_reference
 
 
 def load_models(job: Job) -> LoadedModels:
     """Reads the weights of a run's models onto their devices. ShoalError if a file is wrong, or if
     the processes of the run have different weights, tokenizers or kernels of attention."""
-    spec = job.spec
+    spec = job.model_source
     if reads_own_model(job):
         check_same_model(job.world, "the model", "model.path", spec)
     weights = None if job.resumed else job.load_weights()
@@ -158,9 +158,9 @@ def load_models(job: Job) -> LoadedModels:
         frozen = spec.load_frozen(job.roles.trainer, job.model.dtype)
     reference = job.open_reference(weights or frozen)
     teacher = None
-    if job.teacher:
-        check_same_model(job.world, "the teacher", "teacher.path", job.teacher)
-        teacher = load_scorer(job.config.model, job.teacher, job.roles.reference)
+    if job.teacher_source:
+        check_same_model(job.world, "the teacher", "teacher.path", job.teacher_source)
+        teacher = load_scorer(job.config.model, job.teacher_source, job.roles.reference)
     # Each process has tried the kernels on its own GPU, but all must compile the same program.
     check_same(
         job.world,
@@ -179,7 +179,7 @@ def weights_to_train(job: Job, models: LoadedModels) -> Params:
     if models.weights:
         return models.weights
     if not reads_own_model(job):
-        check_same_model(job.world, "the model", "model.path", job.spec)
+        check_same_model(job.world, "the model", "model.path", job.model_source)
     return job.load_weights()
 
 
@@ -234,7 +234,7 @@ def begin_folder(job: Job, folder: RunWriter, first_version: int) -> None:
         changed = difference_from_defaults(job.requested)
         overrides = [f"{key}={shown(value)}" for key, value in changed.items()]
         folder.write_hydra(to_yaml(job.config), overrides)
-    write_head(folder, job.spec, job.config, resumed=job.resumed is not None)
+    write_head(folder, job.model_source, job.config, resumed=job.resumed is not None)
     job.console.keep_log(folder.log_path)
     folder.begin("start", first_version)
     job.console.keep_events(folder.write_event)
@@ -279,7 +279,7 @@ def open_recorder(
         job.model.architecture,
         job.model.dtype,
         config.algorithm.num_epochs,
-        num_scorings(config.algorithm, job.teacher is not None),
+        num_scorings(config.algorithm, job.teacher_source is not None),
     )
     recorder = Recorder(
         folder,

@@ -92,12 +92,12 @@ def planned_job(
     else:
         devices = available_devices(config.mesh)
     spec = ModelSource(Path(), planned_architecture(config.model))
-    with Job(config, Console(io.StringIO()), devices=devices, spec=spec) as job:
-        job.open("positions")
+    with Job(config, Console(io.StringIO()), devices=devices, model_source=spec) as job:
+        job.open("check_longest_sequence")
         if config.teacher.path:
             teacher = planned_architecture(ModelSection(path=config.teacher.path))
             check_positions(teacher, config.sampling, f"teacher.path={config.teacher.path}")
-            job.opened["teacher"] = ModelSource(Path(), teacher)
+            job.opened["teacher_source"] = ModelSource(Path(), teacher)
         yield PlannedJob(job, parsed, layers)
 
 
@@ -120,7 +120,7 @@ class PlannedJob:
         self.topology = topology
         self.roles = job.roles
         self.config = job.config
-        self.architecture = job.spec.architecture
+        self.architecture = job.model_source.architecture
         if layers:
             # Made from the job's model, because with fewer layers model.remat=auto might choose
             # another program.
@@ -178,7 +178,7 @@ class PlannedJob:
         if self.config.algorithm.scores_reference:
             a = reference_architecture(self.config, model.architecture)
             models["reference"] = replace(model, architecture=a)
-        teacher = self.job.opened.get("teacher")
+        teacher = self.job.opened.get("teacher_source")
         if teacher:
             models["teacher"] = replace(model, architecture=teacher.architecture)
         return models

@@ -225,7 +225,7 @@ def cost(config: Config, topology: str, program: str, layers: int) -> ProgramCos
 def advise_plan(budget: Budget, topology: str, compiles: bool = True) -> list[Advice]:
     """Returns keys to change, each tried on the devices of the plan."""
     with planned_job(budget.config, topology, compiles=compiles) as job:
-        return advise(budget, job.job.described)
+        return advise(budget, job.job.budget_for)
 
 
 @contextmanager

@@ -44,12 +44,15 @@ def make_checkpoint(folder: Path, layers: int) -> None:
     a = Architecture(128256, 4096, 14336, layers, 32, 8, 128, 500000.0, scaling, norm_eps=1e-5)
     numbers = np.random.default_rng(0).standard_normal(1 << 24).astype(ml_dtypes.bfloat16)
 
-    def tensor(name: str, layer: int, shape: tuple[int, ...]) -> OutputTensor:
+    def tensor(name: str, number: int, shape: tuple[int, ...]) -> OutputTensor:
         def rows(_: Any) -> Iterator[tuple[int, np.ndarray]]:
             columns = math.prod(shape[1:])
             step = numbers.size // 2 // columns
             for row in range(0, shape[0], step):
-                height, start = min(step, shape[0] - row), (row + 997 * layer) % (numbers.size // 2)
+                height, start = (
+                    min(step, shape[0] - row),
+                    (row + 997 * number) % (numbers.size // 2),
+                )
                 yield row, numbers[start : start + height * columns].reshape(height, *shape[1:])
 
         return OutputTensor(name, shape, rows)
@@ -57,9 +60,9 @@ def make_checkpoint(folder: Path, layers: int) -> None:
     specs = jax.tree.leaves(param_specs(a))
     size = sum(math.prod(spec.shape) for spec in specs) * 2
     tensors = [
-        tensor(name, layer, spec.tensor_shape)
+        tensor(name, number, spec.tensor_shape)
         for spec in specs
-        for layer, name in enumerate(spec.tensor_names)
+        for number, name in enumerate(spec.names_by_index.values())
     ]
     huggingface.save(folder, tensors, a, dtype="bfloat16", shard_bytes=int(size / 4.8))
 

@@ -181,17 +181,13 @@ def open_source(source: str) -> tuple[Architecture, maxtext.ReadPart]:
 
     def read(spec: ParamSpec, index: tuple[slice, ...]) -> np.ndarray:
         """Reads a part of one parameter from the stored tensors, in Shoal's orientation."""
-        layers = index[0] if spec.stacked else slice(0, 1)
-        if spec.transposed:
-            rows = index[-1]
-        else:
-            rows = index[int(spec.stacked)]
-        values = tensors[spec.name].read(layers, rows)
-        if spec.transposed:
-            values = np.stack([maxtext.transpose(matrix) for matrix in values])
-        if len(spec.tensor_shape) == 1:
-            values = values[..., 0]
-        return values if spec.stacked else values[0]
+        num_indices = len(spec.indices)
+        values = tensors[spec.name].read(spec.in_file_order(index)[: num_indices + 1])
+        if not spec.transposed:
+            return values
+        matrices = values.reshape(-1, *values.shape[-2:])
+        transposed = np.stack([maxtext.transpose(matrix) for matrix in matrices])
+        return transposed.reshape(*values.shape[:-2], *transposed.shape[-2:])
 
     return a, read
 
@@ -238,7 +234,7 @@ def _to_hugging_face(
                 target, checkpoint.tensors(file, dtype), a, tokenizer, config.dtype, config=made
             )
     return {
-        "tensors": sum(len(spec.tensor_names) for spec in specs),
+        "tensors": sum(len(spec.names_by_index) for spec in specs),
         "bytes": sum(math.prod(spec.shape) for spec in specs) * dtype.itemsize,
     }
 

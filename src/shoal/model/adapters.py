@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from shoal.mesh import Role
 from shoal.model.architecture import PRODUCTS, Adapter, Architecture
 from shoal.model.linear import Adapted
-from shoal.model.parameters import Parameters, ParamSpec, param_specs, without_adapter
+from shoal.model.parameters import Parameters, ParamSpec, kernel_specs, without_adapter
 from shoal.records import ShoalError
 from shoal.text import did_you_mean
 
@@ -30,7 +30,7 @@ def make_adapter(
     `targets` are names of products (q_proj, ...), ends of their paths (self_attn.q_proj), one
     regular expression over whole paths (`.*_attn\\.(q|v)_proj`), or `all-linear`.
     """
-    paths = _paths(a)
+    paths = _paths_by_layer(a)
     covered: list[set[str]] = []  # by layer: the products that have an adapter
     for _ in range(a.num_layers):
         covered.append(set())
@@ -59,8 +59,8 @@ def make_adapter(
             )
     chosen = tuple(name for name in paths if name in named_by)
     most_ranks = {}
-    for name, spec in _kernels(a).items():
-        most_ranks[name] = min(spec.layer_shape)
+    for spec in kernel_specs(a):
+        most_ranks[_product_name(spec)] = min(spec.tensor_shape)
     smallest = min(chosen, key=lambda name: (most_ranks[name], name))
     if not 1 <= rank <= most_ranks[smallest]:
         raise ShoalError(
@@ -70,32 +70,30 @@ def make_adapter(
     return Adapter(rank, alpha, chosen, rslora)
 
 
-def _kernels(a: Architecture) -> dict[str, ParamSpec]:
-    """Returns the specs of the base model's kernels (each for all layers), by the name of the
-    product."""
-    kernels: dict[str, ParamSpec] = {}
-    for spec in jax.tree.leaves(param_specs(a.base).blocks):
-        if not spec.is_vector:
-            _, _, name = spec.name.removesuffix(".weight").rpartition(".")
-            kernels[name] = spec
-    return kernels
+def _product_name(kernel: ParamSpec) -> str:
+    """Returns the name of a product, such as "q_proj", from the spec of its kernel."""
+    _, _, name = kernel.name.removesuffix(".weight").rpartition(".")
+    return name
 
 
-def _paths(a: Architecture) -> dict[str, str]:
-    """Returns the path of each product in layer 0 by the product's name: "q_proj" ->
-    "model.layers.0.self_attn.q_proj"."""
-    paths: dict[str, str] = {}
-    for name, spec in _kernels(a).items():
-        paths[name] = spec.tensor_names[0].removesuffix(".weight")
+def _paths_by_layer(a: Architecture) -> dict[str, list[list[str]]]:
+    """Returns product name -> for each layer, the paths of the product's tensors in that layer:
+    {"q_proj": [["model.layers.0.self_attn.q_proj"], ...], ...}."""
+    paths: dict[str, list[list[str]]] = {}
+    for spec in kernel_specs(a):
+        by_layer: list[list[str]] = [[] for _ in range(a.num_layers)]
+        for (layer, *_), tensor_name in spec.names_by_index.items():
+            by_layer[layer].append(tensor_name.removesuffix(".weight"))
+        paths[_product_name(spec)] = by_layer
     return paths
 
 
-def _products_of(target: str, paths: Mapping[str, str], layer: int) -> set[str]:
-    """Returns the names of the products that a target matches in the layer with this number;
-    `paths` are those of `_paths`."""
+def _products_of(target: str, paths: Mapping[str, list[list[str]]], layer: int) -> set[str]:
+    """Returns the names of a layer's products that a target means, with all of their tensors.
+    `paths` is what `_paths_by_layer` returned."""
     names = set()
-    for name, path in paths.items():
-        if _matches(target, name, path.replace(".0.", f".{layer}.")):
+    for name, by_layer in paths.items():
+        if all(_matches(target, name, path) for path in by_layer[layer]):
             names.add(name)
     return names
 

@@ -97,12 +97,12 @@ def _feed_forward(model: Model, w: Block, h: jax.Array, habits: Habits) -> jax.A
 def cast_weight(
     model: Model, weight: jax.Array, axes: tuple[str | None, ...], trained: bool = True
 ) -> jax.Array | Cast:
-    """Returns a weight in the form that a layer reads. `axes` are the weight's logical axes.
+    """Returns a product's weight in the form that a layer reads. `axes` are its logical axes.
 
-    A trained matrix whose type is not the computation's becomes a `Cast`: a copy in that type,
-    gathered along `embed`, with the stored matrix as the master that gets the gradient. A frozen
-    matrix (`trained` is False) is gathered in its stored type. A vector, or a trained matrix that
-    has the computation's type already, is returned as it is.
+    A trained weight whose type is not the computation's becomes a `Cast`: a copy in that type,
+    gathered along `embed`, with the stored weight as the master that gets the gradient. A frozen
+    weight (`trained` is False) is gathered in its stored type. A trained weight that has the
+    computation's type already is returned as it is.
     """
     whole = tuple(None if axis == "embed" else axis for axis in axes)
 
@@ -112,9 +112,9 @@ def cast_weight(
         split = model.role.constrain(kernel, *axes)
         return model.role.constrain(split, *whole)
 
-    if not trained and weight.ndim > 1:  # gathered in the bytes that are stored
+    if not trained:  # gathered in the bytes that are stored
         return gathered(weight)
-    if weight.ndim == 1 or weight.dtype == model.dtype:
+    if weight.dtype == model.dtype:
         return weight
     kernel = gathered(jax.lax.stop_gradient(weight).astype(model.dtype))
     return Cast(kernel, weight, model.reduce_dtype)

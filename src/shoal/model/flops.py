@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import jax
-
 from shoal.mesh import peak_flops
 from shoal.model.architecture import Architecture
-from shoal.model.parameters import param_specs
+from shoal.model.parameters import kernel_specs
 from shoal.records import Group
 
 GroupLengths = tuple[int, Sequence[int]]
@@ -53,12 +51,8 @@ def _product_flops(a: Architecture, prompt: int, completions: Sequence[int]) -> 
 
 @lru_cache
 def _block_weights(a: Architecture) -> int:
-    """Returns the number of elements of all matrices of all layers."""
-    weights = 0
-    for spec in jax.tree.leaves(param_specs(replace(a, adapter=None, quantised="")).blocks):
-        if not spec.is_vector:
-            weights += math.prod(spec.shape)
-    return weights
+    """Returns the number of elements of all kernels of all layers."""
+    return sum(math.prod(spec.shape) for spec in kernel_specs(a))
 
 
 def model_flops(

@@ -47,13 +47,17 @@ def ffn_chunks(a: Architecture, role: Role, dtype: Any) -> int:
         # Quantised arrays are made for the sampler alone. A part of a matrix of 8 bits is not
         # copied ahead.
         return 1
-    width = a.intermediate_size // role.tensor
     itemsize = jnp.dtype(dtype).itemsize
+    down = param_specs(a).blocks.down
+    is_one_matrix = isinstance(down, ParamSpec) and down.indices == ("layer",)
+    if not is_one_matrix or a.adapter or a.quantised or a.mlp_bias or itemsize != 2:
+        return 0
+    _, width, hidden_size = down.shape
+    width //= role.tensor
     num_chunks = 1
-    while a.hidden_size * width * itemsize > num_chunks * FFN_CHUNK_BYTES:
+    while hidden_size * width * itemsize > num_chunks * FFN_CHUNK_BYTES:
         num_chunks *= 2
-    is_plain = not (a.adapter or a.quantised or a.mlp_bias) and itemsize == 2
-    if is_plain and num_chunks > 2 and width % num_chunks == 0:
+    if num_chunks > 2 and width % num_chunks == 0:
         return num_chunks
     return 0
 
@@ -74,10 +78,11 @@ def _layer_spec(spec: ParamSpec, num_chunks: int) -> ParamSpec | tuple[ParamSpec
     feed-forward matrix (one with the axis `mlp`) gets a tuple of so many specs, one a chunk."""
     shape = list(spec.shape[1:])
     axes = spec.axes[1:]
+    layer = replace(spec, shape=tuple(shape), axes=axes, indices=spec.indices[1:])
     if num_chunks == 1 or "mlp" not in axes:
-        return replace(spec, shape=tuple(shape), axes=axes)
+        return layer
     shape[axes.index("mlp")] //= num_chunks
-    return (replace(spec, shape=tuple(shape), axes=axes),) * num_chunks
+    return (replace(layer, shape=tuple(shape)),) * num_chunks
 
 
 def split_layers(

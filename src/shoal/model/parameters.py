@@ -3,13 +3,14 @@ files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from shoal.mesh import Role, listed, listed_divisors
@@ -60,8 +61,12 @@ class ParamSpec:
     init: Literal["normal", "uniform", "ones", "zeros"] = "normal"
     stddev: float = 0.02
     heads: int = 0  # number of heads that a dimension over `heads` consists of
-    transposed: bool = False  # True if files hold the kernel as [out, in]
-    # name of its tensors in files; `{layer}` stands for the layer's number
+    # What the first dimensions count, if files hold a tensor for each of their indices: ("layer",)
+    # for a parameter of every layer, ("layer", "expert") for one of every expert of every layer
+    indices: tuple[str, ...] = ()
+    # True if tensors in files have the last two dimensions in the other order: kernels as [out, in]
+    transposed: bool = False
+    # Name of its tensors in files. Each of `indices` stands in it in braces, like `{layer}`.
     name: str = field(default="", compare=False)
     # False: frozen, in the type of the computation, without gradient and moments
     trained: bool = True
@@ -71,59 +76,50 @@ class ParamSpec:
 
     @property
     def stacked(self) -> bool:
-        """True if one array has the parameter of all layers; files hold a tensor for each layer."""
-        return self.axes[0] == "layers"
+        """True if one array has the parameter of all layers, along its first dimension."""
+        return self.indices[:1] == ("layer",)
 
     @property
-    def num_layers(self) -> int:
-        """Number of layers in the array; 1 if the parameter belongs to no layer."""
-        return self.shape[0] if self.stacked else 1
+    def index_shape(self) -> tuple[int, ...]:
+        """Sizes of the dimensions that `indices` names: (layers,) for a parameter of every layer,
+        () for one that is a single tensor in files."""
+        return self.shape[: len(self.indices)]
 
     @property
-    def layer_shape(self) -> tuple[int, ...]:
-        """Shape of one layer's part of the array."""
-        return self.shape[1:] if self.stacked else self.shape
-
-    @property
-    def tensor_names(self) -> list[str]:
-        """Names of the parameter's tensors in files, one a layer."""
-        return [self.name.format(layer=layer) for layer in range(self.num_layers)]
+    def names_by_index(self) -> dict[tuple[int, ...], str]:
+        """Index in the dimensions of `index_shape` -> name of the tensor in files with the values
+        there, in order; for example {(0,): "model.layers.0.mlp.up_proj.weight", ...}, or
+        {(): "lm_head.weight"} for a single tensor."""
+        names = {}
+        for index in np.ndindex(self.index_shape):
+            names[index] = self.name.format(**dict(zip(self.indices, index, strict=True)))
+        return names
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """Shape of each of the parameter's tensors in files."""
-        return self.layer_shape[::-1] if self.transposed else self.layer_shape
+        return self.in_file_order(self.shape)[len(self.indices) :]
 
     @property
     def is_vector(self) -> bool:
-        return len(self.layer_shape) == 1
+        """True if each tensor in files is a vector: a norm's weight or a bias."""
+        return len(self.tensor_shape) == 1
 
-    @property
-    def file_shape(self) -> tuple[int, int, int]:
-        """(layers, rows, columns) of the parameter's tensors in files: 1 layer if it belongs to
-        none, 1 column for a vector."""
-        if self.is_vector:
-            return self.num_layers, self.tensor_shape[0], 1
-        rows, columns = self.tensor_shape
-        return self.num_layers, rows, columns
-
-    def from_file(self, values: Any) -> Any:
-        """Converts values from the form of files, [layers, rows, columns], to the parameter's own
-        dimensions."""
+    def in_file_order(self, entries: Sequence[Any]) -> tuple[Any, ...]:
+        """Reorders a sequence that has an entry for each dimension of the array (its shape, a
+        position in it) like the dimensions of the tensors in files, which have the last two
+        exchanged if the parameter is `transposed`. Called with the result, it restores the
+        array's order."""
+        ordered = list(entries)
         if self.transposed:
-            values = values.swapaxes(1, 2)
-        if self.is_vector:
-            values = values[..., 0]
-        return values if self.stacked else values[0]
+            ordered[-2:] = [entries[-1], entries[-2]]
+        return tuple(ordered)
 
-    def to_file(self, values: Any) -> Any:
-        """Converts values from the parameter's dimensions to the form of files: the inverse of
-        `from_file`."""
-        if not self.stacked:
-            values = values[None]
-        if self.is_vector:
-            values = values[..., None]
-        return values.swapaxes(1, 2) if self.transposed else values
+    def transpose(self, values: Any) -> Any:
+        """Converts values between the array's order of dimensions and that of files, in either
+        direction (see `in_file_order`). Values may be any part of the parameter with all of its
+        dimensions."""
+        return values.swapaxes(-1, -2) if self.transposed else values
 
     def sharding(self, role: Role) -> NamedSharding:
         """Returns how a role's devices split the parameter."""
@@ -245,6 +241,7 @@ def _layer_spec(
         init=init,
         stddev=0.02 * scale,
         heads=heads,
+        indices=("layer",),
         transposed=len(shape) == 2,
         name=f"model.layers.{{layer}}.{name}",
         trained=a.adapter is None,
@@ -306,6 +303,12 @@ def _product_specs(
     return Biased(kernel, bias_spec)
 
 
+def kernel_specs(a: Architecture) -> list[ParamSpec]:
+    """Returns the specs of the kernels that a layer's products have, each for all layers; none of
+    an adapter."""
+    return [spec for spec in jax.tree.leaves(param_specs(a.base).blocks) if not spec.is_vector]
+
+
 def classifier_specs(a: Architecture) -> Parameters:
     """Returns the `param_specs` of a sequence classifier with one label, whose head takes the place
     of the head for logits."""
@@ -344,16 +347,16 @@ def _is_none(leaf: Any) -> bool:
     return leaf is None
 
 
-def select(specs: Any, tree: Any) -> Any:
-    """Returns the parameters in `tree` that `specs` (from `trained_specs` or `frozen_specs`) has a
-    spec for, with None in place of the others. None if `specs` is None."""
-    if specs is None:
+def select(present: Any, tree: Any) -> Any:
+    """Returns `tree`, which has an entry for each parameter, with None wherever `present` (for
+    example `trained_specs` or `frozen_specs`) has None. None if `present` is None."""
+    if present is None:
         return None
 
-    def selected(spec: ParamSpec | None, leaf: Any) -> Any:
-        return None if spec is None else leaf
+    def selected(present_leaf: Any, leaf: Any) -> Any:
+        return None if present_leaf is None else leaf
 
-    return jax.tree.map(selected, specs, tree, is_leaf=_is_none)
+    return jax.tree.map(selected, present, tree, is_leaf=_is_none)
 
 
 def joined(part: Any, other: Any) -> Any:

@@ -173,6 +173,8 @@ def _scanned(
     specs = param_specs(model.architecture).blocks
 
     def cast(weight: jax.Array, spec: Any) -> Any:
+        if spec.is_vector:
+            return weight
         axes = spec.axes_on(model.role)[1:]  # without the layers'
         return cast_weight(model, weight, axes, spec.trained and not spec.dtype)
 

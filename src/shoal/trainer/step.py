@@ -255,11 +255,13 @@ def _optimizer_programs(
     # several times.
     rate = learning_rate(section, num_updates)
     by_layer = _updates_by_layer(section, role)
-    # A single layer's parameters lack the dimension for layers that specs have: there the matrices
-    # are found by their shapes.
-    weight_decay = _matrices
-    if not by_layer:
-        weight_decay = _map_specs(attrgetter("weight_decay"), a)
+    has_decay = _map_specs(attrgetter("weight_decay"), a)
+
+    def weight_decay(parameters: Params) -> Any:
+        """Returns which parameters have weight decay: all, or those outside of layers, or those of
+        one layer alone, whose tree has None in place of the others."""
+        return select(parameters, has_decay)
+
     optimizer = make_optimizer(section, rate, weight_decay, seed)
     split = shardings_of(trained_specs(a), role)
     everywhere = role.replicated
@@ -516,12 +518,6 @@ def _with_parts(moments: Any, parts: Iterable[Parameters]) -> Any:
 def _alone(blocks: Block) -> Parameters:
     """Returns `Parameters` that hold layers only."""
     return Parameters(None, blocks, None)
-
-
-def _matrices(parameters: Any) -> Any:
-    """Returns True for each parameter that has weight decay, from parameters without a dimension
-    for layers."""
-    return jax.tree.map(lambda leaf: leaf.ndim == 2, parameters)
 
 
 def _moved(moments: Any, space: Any) -> Any:

@@ -121,8 +121,8 @@ def _has_other_head(folder: Path) -> bool:
     step = max(1, COMPARED_BYTES // (4 * head.shape[1]))
     for start in range(0, head.shape[0], step):
         rows = slice(start, min(start + step, head.shape[0]))
-        head_rows = StoredParameter([head]).read(slice(0, 1), rows)
-        embedding_rows = StoredParameter([embedding]).read(slice(0, 1), rows)
+        head_rows = StoredParameter([head]).read([rows])
+        embedding_rows = StoredParameter([embedding]).read([rows])
         if not np.array_equal(
             head_rows.astype(np.float32), embedding_rows.astype(np.float32), equal_nan=True
         ):
@@ -168,7 +168,7 @@ def check_tensors(
     specs = jax.tree.leaves(specs)
     shapes: dict[str, tuple[int, ...]] = {}
     for spec in specs:
-        for name in spec.tensor_names:
+        for name in spec.names_by_index.values():
             shapes[name] = spec.tensor_shape
     missing = []
     misshapen = []
@@ -190,9 +190,11 @@ def check_tensors(
     faults = [f"{title}: {_listed(names)}" for title, names in problems.items() if names]
     if faults:
         raise ShoalError(f"The tensors in {where}. {'; '.join(faults)}.")
-    return {
-        spec.name: StoredParameter([stored[name] for name in spec.tensor_names]) for spec in specs
-    }
+    parameters = {}
+    for spec in specs:
+        tensors = [stored[name] for name in spec.names_by_index.values()]
+        parameters[spec.name] = StoredParameter(tensors, spec.index_shape)
+    return parameters
 
 
 def has_weights(folder: Path) -> bool:
@@ -303,8 +305,8 @@ def output_tensors(parameters: Any, specs: Any) -> Iterator[OutputTensor]:
                 f"parameter {spec.name} is {tuple(array.shape)}; the architecture has {spec.shape}"
             )
         layout = ParamLayout.on(array, spec)
-        for layer, name in enumerate(spec.tensor_names):
-            yield OutputTensor(name, spec.tensor_shape, partial(collect, array, layout, layer))
+        for index, name in spec.names_by_index.items():
+            yield OutputTensor(name, spec.tensor_shape, partial(collect, array, layout, index))
 
 
 def _write_shards(

@@ -1,10 +1,17 @@
 """How a parameter lies on devices and in files, the windows in which it passes between the two, and
 its way from files that several hosts read to all of their devices.
 
-A file holds a parameter as `layers` tensors [rows, columns]; the array is [layers, rows, columns],
-or [layers, columns, rows] if the kernel is transposed, without `layers` if it belongs to none. A
-window is some rows of some layers. It is spread over the devices as runs of rows, one run for each
-device.
+Files hold a tensor for each index in the first dimensions of the array (`ParamSpec.indices`), for
+example one for each layer; the dimensions after these are the tensor's own, of which files may have
+the last two exchanged (`ParamSpec.transposed`). The first dimension of a tensor in files is its
+rows, the others are its columns.
+
+    array                          [layers, in, out]
+    tensors in files               layers tensors [out, in]: rows are outputs, columns are inputs
+    file order of the array        [layers, out, in]
+
+A window is some rows of some tensors. It is spread over the devices as runs of rows, one run for
+each device. Below, "file order" is the array with its dimensions in the order of files.
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from shoal.mesh import Role
 from shoal.model.parameters import ParamSpec
-from shoal.weights.tensor_files import StoredParameter
+from shoal.weights.tensor_files import StoredParameter, grid
 
 WINDOW_BYTES = 32 << 20
 """Bytes of the files in one window of a process. A window is cast and moved, so about ten copies of
@@ -62,94 +69,121 @@ class ParamLayout:
         return NamedSharding(self.mesh, self.spec)
 
     @property
-    def stacked(self) -> bool:
-        return self.declared.stacked
+    def row_dim(self) -> int:
+        """The dimension in file order that is the rows of each tensor. The dimensions before it
+        number the tensors, those after it are the columns."""
+        return len(self.declared.indices)
 
     @property
-    def row_dim(self) -> int:
-        """The dimension of the array that corresponds to the rows of its files."""
-        if self.declared.transposed:
-            return len(self.spec) - 1
-        return int(self.stacked)
+    def file_axes(self) -> tuple[tuple[str, ...], ...]:
+        """For each dimension in file order the mesh axes that split it, without axes of size 1."""
+        axes = []
+        for entry in self.declared.in_file_order(self.spec):
+            names: tuple[str, ...] = ()
+            if isinstance(entry, str):
+                names = (entry,)
+            elif entry is not None:
+                names = tuple(entry)
+            axes.append(tuple(name for name in names if self.mesh.shape[name] > 1))
+        return tuple(axes)
 
     @property
     def row_axes(self) -> tuple[str, ...]:
         """Mesh axes that split the rows of the files."""
-        return self._mesh_axes(self.row_dim)
+        return self.file_axes[self.row_dim]
+
+    @property
+    def split_columns(self) -> list[tuple[int, tuple[str, ...]]]:
+        """(dimension in file order, mesh axes that split it) for each dimension of the columns that
+        is split."""
+        columns = []
+        for dim, axes in enumerate(self.file_axes):
+            if dim > self.row_dim and axes:
+                columns.append((dim, axes))
+        return columns
 
     @property
     def column_axes(self) -> tuple[str, ...]:
         """Mesh axes that split the columns of the files."""
-        axes: tuple[str, ...] = ()
-        for dim in range(int(self.stacked), len(self.spec)):
-            if dim != self.row_dim:
-                axes += self._mesh_axes(dim)
-        return axes
+        names: tuple[str, ...] = ()
+        for _, axes in self.split_columns:
+            names += axes
+        return names
 
     @property
     def copy_axes(self) -> tuple[str, ...]:
-        """Mesh axes of more than one device that split neither the rows nor the columns of the
-        files: all devices along them hold the same."""
-        splitting = self.row_axes + self.column_axes
+        """Mesh axes of more than one device that split no dimension: all devices along them hold
+        the same."""
+        splitting: set[str] = set()
+        for axes in self.file_axes:
+            splitting.update(axes)
         return tuple(
             axis for axis, size in self.mesh.shape.items() if size > 1 and axis not in splitting
         )
 
-    @property
-    def runs(self) -> PartitionSpec:
-        """How a window [layers, rows, columns] is split into runs of rows, one for each device:
-        first into the parts of `row_axes`, each of these into runs for `column_axes`, each of these
-        into runs for `copy_axes`."""
-        axes = self.row_axes + self.column_axes + self.copy_axes
-        return PartitionSpec(None, axes or None, None)
+    def runs(self, axes: tuple[str, ...]) -> PartitionSpec:
+        """Returns how a window in file order is split into runs of rows: dimensions that number
+        tensors like those of the array, and rows over the given mesh axes.
 
-    def _mesh_axes(self, dim: int) -> tuple[str, ...]:
-        """Mesh axes that split a dimension of the array, without those of size 1."""
-        entry = self.spec[dim]
-        if entry is None:
-            return ()
-        names = (entry,) if isinstance(entry, str) else tuple(entry)
-        return tuple(name for name in names if self.mesh.shape[name] > 1)
+        The axes are `row_axes + column_axes + copy_axes`: rows are first split into the parts of
+        `row_axes`, each of these into runs for `column_axes`, each of these into runs for
+        `copy_axes`, so that each device has one run. Without `copy_axes`, all devices along those
+        have the same run."""
+        entries: list[Any] = [None] * len(self.file_axes)
+        for dim in range(self.row_dim):
+            entries[dim] = self.file_axes[dim] or None
+        entries[self.row_dim] = axes or None
+        return PartitionSpec(*entries)
 
     def parts(self, axes: tuple[str, ...]) -> int:
         """Returns the number of devices along these axes together."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
-    def starts(self, layer: Any, row: Any) -> list[Any]:
-        """Returns the index at which a window begins in a device's part of the array."""
-        starts: list[Any] = [0] * len(self.spec)
-        starts[self.row_dim] = row
-        if self.stacked:
-            starts[0] = layer
-        return starts
+    @property
+    def window_space(self) -> tuple[int, ...]:
+        """Sizes, within the part of the array that a device holds, of the dimensions in which
+        windows are cut: those that number tensors, then the rows."""
+        shape = self.declared.in_file_order(self.declared.shape)
+        sizes = []
+        for dim in range(self.row_dim + 1):
+            sizes.append(shape[dim] // self.parts(self.file_axes[dim]))
+        return tuple(sizes)
+
+    def starts(self, first: Sequence[Any]) -> list[Any]:
+        """Returns the position in a device's part of the array at which a window begins. `first`
+        is the first index of the window in each dimension of `window_space`."""
+        in_file_order = [0] * len(self.spec)
+        in_file_order[: self.row_dim + 1] = first
+        return list(self.declared.in_file_order(in_file_order))
 
     def sizes(self, height: int, shape: tuple[int, ...]) -> list[int]:
-        """Returns the sizes of a window with one layer and `height` rows, in an array of this
-        shape."""
-        sizes = list(shape)
-        sizes[self.row_dim] = height
-        if self.stacked:
-            sizes[0] = 1
-        return sizes
+        """Returns the shape of a window of `height` rows of one tensor, in the order of the array's
+        dimensions. `shape` is the shape of a device's part of the array."""
+        in_file_order = list(self.declared.in_file_order(shape))
+        in_file_order[: self.row_dim] = [1] * self.row_dim
+        in_file_order[self.row_dim] = height
+        return list(self.declared.in_file_order(in_file_order))
 
-    def windows(self, itemsize: int) -> Iterator[tuple[slice, slice]]:
-        """Yields (layers, rows) of each window. Rows are counted within each of the parts that
-        `row_axes` split them into; a window has the same rows of every part, so that a device
-        writes only into its own part."""
-        num_layers, num_rows, num_columns = self.declared.file_shape
-        part_rows = num_rows // self.parts(self.row_axes)
-        tensor_bytes = num_rows * num_columns * itemsize
+    def windows(self, itemsize: int) -> Iterator[tuple[slice, ...]]:
+        """Yields the windows, each as an index in `window_space`. A window has the same tensors
+        and rows of the part of every device, so that a device writes only into its own part.
+
+        A window has about WINDOW_BYTES of the files for each process, all devices together:
+        several tensors if they are small, else some rows of one. `itemsize`: bytes of a value.
+        """
+        *index_sizes, part_rows = self.window_space
+        # Devices along the axes of the first dimensions hold different tensors.
+        num_tensors_at_once = math.prod(self.parts(axes) for axes in self.file_axes[: self.row_dim])
+        tensor_bytes = math.prod(self.declared.tensor_shape) * itemsize * num_tensors_at_once
         processes = {device.process_index for device in self.mesh.devices.flat}
         window_bytes = WINDOW_BYTES * len(processes)
-        layer_step = 1
-        if tensor_bytes <= window_bytes:
-            layer_step = _even_step(num_layers, min(num_layers, window_bytes // tensor_bytes))
         windows_of_tensor = math.ceil(tensor_bytes / window_bytes)
-        row_step = _even_step(part_rows, math.ceil(part_rows / windows_of_tensor))
-        for layer in range(0, num_layers, layer_step):
-            layers = slice(layer, min(layer + layer_step, num_layers))
-            for row in range(0, part_rows, row_step):
-                yield layers, slice(row, min(row + row_step, part_rows))
+        steps = [_even_step(part_rows, math.ceil(part_rows / windows_of_tensor))]
+        most_tensors = max(1, window_bytes // tensor_bytes)
+        for size in reversed(index_sizes):
+            steps.insert(0, _even_step(size, min(size, most_tensors)))
+            most_tensors = max(1, most_tensors // size)
+        return grid(self.window_space, steps)
 
 
 def _even_step(size: int, most: int) -> int:
@@ -192,11 +226,9 @@ def load_sharded(stored: StoredParameter, layout: ParamLayout, dtype: Any) -> ja
     dtype = np.dtype(dtype)
     shape = layout.declared.shape
     if is_small(layout, stored.dtype.itemsize):
-        num_layers, num_rows, _ = stored.shape
-        all_layers = slice(0, num_layers)
-        all_rows = slice(0, num_rows)
+        everything = [slice(0, size) for size in stored.shape[: layout.row_dim + 1]]
         # What was read gets no name: it would be a second copy in memory while the array is made.
-        values = layout.declared.from_file(stored.read(all_layers, all_rows)).astype(dtype)
+        values = layout.declared.transpose(stored.read(everything)).astype(dtype)
 
         def shard(index: Any) -> np.ndarray:
             return values[index]
@@ -208,16 +240,16 @@ def load_sharded(stored: StoredParameter, layout: ParamLayout, dtype: Any) -> ja
     with ThreadPoolExecutor(1) as reader:
 
         def begin_reading(number: int) -> Future[jax.Array]:
-            layers, rows = windows[number]
-            return reader.submit(_put_rows, stored, layout, layers, rows)
+            return reader.submit(_put_rows, stored, layout, windows[number])
 
         ahead = begin_reading(0)
-        for number, (layers, rows) in enumerate(windows):
+        for number, cuts in enumerate(windows):
             window = ahead.result()
             if number + 1 < len(windows):
                 ahead = begin_reading(number + 1)
-            moved = _move(window, layout, rows.stop - rows.start, stored.dtype, dtype)
-            array = _write(array, moved, layers.start, rows.start, layout)
+            height = cuts[-1].stop - cuts[-1].start
+            moved = _move(window, layout, height, stored.dtype, dtype)
+            array = _write(array, moved, [cut.start for cut in cuts], layout)
             del window, moved
             array.block_until_ready()  # else windows, and steps with collectives, would queue up
     return finished(array, layout.sharding, dtype)
@@ -234,36 +266,42 @@ def finished(array: jax.Array, sharding: NamedSharding, dtype: np.dtype) -> jax.
     return jax.make_array_from_single_device_arrays(array.shape, sharding, parts, dtype=dtype)
 
 
-def _put_rows(
-    stored: StoredParameter, layout: ParamLayout, layers: slice, rows: slice
-) -> jax.Array:
-    """Reads a window to the devices in the file's form, one run of rows for each device; the last
-    runs are filled up."""
-    _, all_rows, num_columns = stored.shape
-    num_parts = layout.parts(layout.row_axes)
-    part_rows = all_rows // num_parts
-    height = rows.stop - rows.start
-    devices_of_part = layout.mesh.size // num_parts
-    run_rows = -(-height // devices_of_part)
-    padded_height = run_rows * devices_of_part
+def _put_rows(stored: StoredParameter, layout: ParamLayout, window: tuple[slice, ...]) -> jax.Array:
+    """Reads a window to the devices, and returns it in file order, split into one run of rows for
+    each device. If the rows do not divide evenly, the last runs end with zeros."""
+    row_dim = layout.row_dim
+    num_parts = [layout.parts(axes) for axes in layout.file_axes[: row_dim + 1]]
+    sizes = [cut.stop - cut.start for cut in window]
+    height = sizes[-1]
+    runs_of_part = layout.mesh.size // math.prod(num_parts)
+    padded_height = -(-height // runs_of_part) * runs_of_part
     moved_dtype = transfer_dtype(stored.dtype, layout.mesh)
+    # The sizes of the window, with its rows filled up, in the part of one device, and in all parts.
+    padded_sizes = [*sizes[:-1], padded_height]
+    all_sizes = [size * parts for size, parts in zip(padded_sizes, num_parts, strict=True)]
 
     def read(index: Any) -> np.ndarray:
         """Reads the run of one device."""
-        start, stop, _ = index[1].indices(num_parts * padded_height)
-        part, first = divmod(start, padded_height)
-        last = first + stop - start
-        origin = part * part_rows + rows.start
-        wanted = slice(origin + min(first, height), origin + min(last, height))
+        wanted = []
+        for dim, cut in enumerate(window):
+            start, stop, _ = index[dim].indices(all_sizes[dim])
+            part, first = divmod(start, padded_sizes[dim])
+            last = first + stop - start
+            origin = part * layout.window_space[dim] + cut.start
+            wanted.append(slice(origin + min(first, sizes[dim]), origin + min(last, sizes[dim])))
         # The values are never used again, because JAX on CPU may keep this memory as the array.
-        values = stored.read(layers, wanted).view(moved_dtype)
-        num_missing = stop - start - values.shape[1]
+        values = stored.read(wanted).view(moved_dtype)
+        start, stop, _ = index[row_dim].indices(all_sizes[row_dim])
+        num_missing = stop - start - values.shape[row_dim]
         if not num_missing:
             return values
-        return np.pad(values, ((0, 0), (0, num_missing), (0, 0)))
+        padding = [(0, 0)] * values.ndim
+        padding[row_dim] = (0, num_missing)
+        return np.pad(values, padding)
 
-    shape = (layers.stop - layers.start, num_parts * padded_height, num_columns)
-    sharding = NamedSharding(layout.mesh, layout.runs)
+    shape = (*all_sizes, *stored.shape[row_dim + 1 :])
+    axes = layout.row_axes + layout.column_axes + layout.copy_axes
+    sharding = NamedSharding(layout.mesh, layout.runs(axes))
     return jax.make_array_from_callback(shape, sharding, read, moved_dtype)
 
 
@@ -277,46 +315,52 @@ def zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> jax.Ar
 def _move(
     block: jax.Array, layout: ParamLayout, height: int, stored: np.dtype, dtype: np.dtype
 ) -> jax.Array:
-    """Moves a window from runs of rows to the array's layout, transposed and cast."""
+    """Moves a window from runs of rows (as `_put_rows` returns it) to the array's layout,
+    transposed and cast. `height`: rows of the window in each part, without what fills up the runs.
+    `stored`, `dtype`: types of the values before and after."""
+    row_dim = layout.row_dim
 
     def local(x: jax.Array) -> jax.Array:
         """Converts one device's run to the device's part of the window."""
         if layout.copy_axes:
-            x = lax.all_gather(x, layout.copy_axes, axis=1, tiled=True)
-        if layout.column_axes:
+            x = lax.all_gather(x, layout.copy_axes, axis=row_dim, tiled=True)
+        # From the last dimension, because its axes split the runs last.
+        for dim, axes in reversed(layout.split_columns):
             # The parts get a separate dimension: splitting within one dimension takes three times
             # as long on CPU.
-            num_layers, num_rows, _ = x.shape
-            by_part = x.reshape(num_layers, num_rows, layout.parts(layout.column_axes), -1)
-            x = lax.all_to_all(by_part, layout.column_axes, split_axis=2, concat_axis=1, tiled=True)
-            x = x.reshape(x.shape[0], -1, x.shape[-1])
-        x = lax.bitcast_convert_type(layout.declared.from_file(x[:, :height]), stored).astype(dtype)
+            before = x.shape[:dim]
+            after = x.shape[dim + 1 :]
+            by_part = x.reshape(*before, layout.parts(axes), -1, *after)
+            x = lax.all_to_all(by_part, axes, split_axis=dim, concat_axis=row_dim, tiled=True)
+            x = x.reshape(*x.shape[:dim], -1, *after)
+        x = layout.declared.transpose(lax.slice_in_dim(x, 0, height, axis=row_dim))
+        x = lax.bitcast_convert_type(x, stored).astype(dtype)
         return lax.bitcast_convert_type(x, transfer_dtype(dtype, layout.mesh))
 
+    axes = layout.row_axes + layout.column_axes + layout.copy_axes
     return jax.shard_map(
-        local, mesh=layout.mesh, in_specs=layout.runs, out_specs=layout.spec, check_vma=False
+        local, mesh=layout.mesh, in_specs=layout.runs(axes), out_specs=layout.spec, check_vma=False
     )(block)
 
 
 # A separate program, because in one with the transposition XLA writes element by element on CPU (81
 # ms for 16 MiB; separately 12).
-@partial(jax.jit, static_argnums=4, donate_argnums=0)
-def _write(
-    array: jax.Array, moved: jax.Array, layer: Any, row: Any, layout: ParamLayout
-) -> jax.Array:
-    """Writes a window into the array, whose buffer is donated, at the given layer and row."""
+@partial(jax.jit, static_argnums=3, donate_argnums=0)
+def _write(array: jax.Array, moved: jax.Array, first: list[Any], layout: ParamLayout) -> jax.Array:
+    """Returns the array, whose buffer is donated, with a window written into it. `first`: the first
+    index of the window in each dimension of `window_space`."""
 
-    def local(array: jax.Array, moved: jax.Array, layer: jax.Array, row: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice(array, moved, layout.starts(layer, row))
+    def local(array: jax.Array, moved: jax.Array, first: list[jax.Array]) -> jax.Array:
+        return lax.dynamic_update_slice(array, moved, layout.starts(first))
 
     everywhere = PartitionSpec()
     return jax.shard_map(
         local,
         mesh=layout.mesh,
-        in_specs=(layout.spec, layout.spec, everywhere, everywhere),
+        in_specs=(layout.spec, layout.spec, everywhere),
         out_specs=layout.spec,
         check_vma=False,
-    )(array, moved, layer, row)
+    )(array, moved, first)
 
 
 # Files in parts of another form to devices
@@ -407,63 +451,82 @@ def _paste(array: jax.Array, part: jax.Array, starts: list[Any]) -> jax.Array:
 
 
 def collect(
-    array: Any, layout: ParamLayout, layer: int, dtype: Any
+    array: Any, layout: ParamLayout, index: tuple[int, ...], dtype: Any
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields one layer of a parameter in the file's form, in runs of rows: (number of the first
-    row, values [rows, columns]). `dtype` is the type of the values."""
+    """Yields one of a parameter's tensors as files hold it, in runs of rows: (number of the first
+    row, values). `index` says which tensor, like the keys of `ParamSpec.names_by_index`. The values
+    of a small parameter have the array's own type, the others have `dtype`."""
     if is_small(layout, array.dtype.itemsize):
-        yield 0, layout.declared.to_file(np.asarray(array))[layer]
+        yield 0, layout.declared.transpose(np.asarray(array))[index]
         return
-    _, all_rows, _ = layout.declared.file_shape
+    row_dim = layout.row_dim
+    # If mesh axes split the dimensions that number tensors: which part of each the tensor is in,
+    # and its index within that part.
+    wanted_parts = []
+    first_index = []
+    for dim, number in enumerate(index):
+        part, number_in_part = divmod(number, layout.window_space[dim])
+        wanted_parts.append(part)
+        first_index.append(number_in_part)
     num_parts = layout.parts(layout.row_axes)
-    devices_of_part = layout.parts(layout.column_axes)
-    part_rows = all_rows // num_parts
+    runs_of_part = layout.parts(layout.column_axes)
+    part_rows = layout.window_space[row_dim]
     dtype = np.dtype(dtype)
-    for layers, rows in layout.windows(max(array.dtype.itemsize, dtype.itemsize)):
-        if not layers.start <= layer < layers.stop:
+    for *cuts, rows in layout.windows(max(array.dtype.itemsize, dtype.itemsize)):
+        first_cuts = [cut.start <= i < cut.stop for i, cut in zip(first_index, cuts, strict=True)]
+        if not all(first_cuts):
             continue
         height = rows.stop - rows.start
-        window = _take(array, layer, rows.start, layout, height, dtype)
-        padded_height = window.shape[1] // num_parts
-        run_rows = padded_height // devices_of_part
+        window = _take(array, [*first_index, rows.start], layout, height, dtype)
+        padded_height = window.shape[row_dim] // num_parts
+        run_rows = padded_height // runs_of_part
         for shard in window.addressable_shards:
-            if shard.replica_id:
+            starts = [cut.start or 0 for cut in shard.index[: row_dim + 1]]
+            if shard.replica_id or starts[:-1] != wanted_parts:
                 continue
-            part, first = divmod(shard.index[1].start or 0, padded_height)
+            part, first = divmod(starts[-1], padded_height)
             last = min(first + run_rows, height)
             if first < last:
                 row = part * part_rows + rows.start + first
-                yield row, np.asarray(shard.data)[0, : last - first]
+                only_tensor = (0,) * row_dim
+                yield row, np.asarray(shard.data)[only_tensor][: last - first]
 
 
-@partial(jax.jit, static_argnums=(3, 4, 5))
+@partial(jax.jit, static_argnums=(2, 3, 4))
 def _take(
-    array: jax.Array, layer: Any, row: Any, layout: ParamLayout, height: int, dtype: np.dtype
+    array: jax.Array, first: list[Any], layout: ParamLayout, height: int, dtype: np.dtype
 ) -> jax.Array:
-    """Returns a window of one layer as runs of rows, split over `row_axes`, and each part over
-    `column_axes`."""
+    """Returns a window of `height` rows of one tensor from the part of each device, in file order,
+    as runs of rows split over `row_axes`, and each part over `column_axes`. `first`: the first
+    index of the window in each dimension of `window_space`. If mesh axes split a dimension that
+    numbers tensors, the result has an index there for each of its parts."""
+    row_dim = layout.row_dim
 
-    def local(array: jax.Array, layer: jax.Array, row: jax.Array) -> jax.Array:
+    def local(array: jax.Array, first: list[jax.Array]) -> jax.Array:
         """Converts the window in one device's part of the array to the device's run."""
-        part = lax.dynamic_slice(
-            array, layout.starts(layer, row), layout.sizes(height, array.shape)
-        )
-        x = layout.declared.to_file(part).astype(dtype)
+        part = lax.dynamic_slice(array, layout.starts(first), layout.sizes(height, array.shape))
+        x = layout.declared.transpose(part).astype(dtype)
         if layout.column_axes:
-            parts = layout.parts(layout.column_axes)
             x = lax.bitcast_convert_type(x, transfer_dtype(dtype, layout.mesh))
-            x = jnp.pad(x, ((0, 0), (0, -height % parts), (0, 0)))
-            x = x.reshape(1, parts, -1, x.shape[-1])
-            x = lax.all_to_all(x, layout.column_axes, split_axis=1, concat_axis=3, tiled=True)
-            x = lax.bitcast_convert_type(x.reshape(1, -1, x.shape[-1]), dtype)
+            padding = [(0, 0)] * x.ndim
+            padding[row_dim] = (0, -height % layout.parts(layout.column_axes))
+            x = jnp.pad(x, padding)
+            for dim, axes in layout.split_columns:
+                before = x.shape[:row_dim]
+                after = x.shape[row_dim + 1 :]
+                by_part = x.reshape(*before, layout.parts(axes), -1, *after)
+                x = lax.all_to_all(
+                    by_part, axes, split_axis=row_dim, concat_axis=dim + 1, tiled=True
+                )
+                x = x.reshape(*before, -1, *x.shape[row_dim + 2 :])
+            x = lax.bitcast_convert_type(x, dtype)
         return x
 
     everywhere = PartitionSpec()
-    split_axes = layout.row_axes + layout.column_axes
     return jax.shard_map(
         local,
         mesh=layout.mesh,
-        in_specs=(layout.spec, everywhere, everywhere),
-        out_specs=PartitionSpec(None, split_axes or None, None),
+        in_specs=(layout.spec, everywhere),
+        out_specs=layout.runs(layout.row_axes + layout.column_axes),
         check_vma=False,
-    )(array, layer, row)
+    )(array, first)

@@ -323,7 +323,9 @@ class MaxTextCheckpoint:
         `file` holds one parameter at a time, from which its tensors are read in windows."""
         staged = ""
 
-        def read(spec: ParamSpec, layer: int, _: np.dtype) -> Iterator[tuple[int, np.ndarray]]:
+        def read(
+            spec: ParamSpec, index: tuple[int, ...], _: np.dtype
+        ) -> Iterator[tuple[int, np.ndarray]]:
             """Yields one tensor in windows of rows; first writes its parameter to `file`, if that
             holds another."""
             nonlocal staged
@@ -337,7 +339,7 @@ class MaxTextCheckpoint:
                 # Mapped again for each window, because pages that were read count as this process's
                 # memory as long as the mapping exists.
                 mapped = np.memmap(file, dtype, "r", shape=spec.shape)
-                tensor = mapped[layer] if spec.stacked else mapped
+                tensor = mapped[index]
                 rows = slice(start, start + step)
                 if spec.transposed:
                     yield start, transpose(tensor[:, rows])
@@ -345,8 +347,8 @@ class MaxTextCheckpoint:
                     yield start, np.array(tensor[rows])
 
         for spec in jax.tree.leaves(param_specs(self.architecture)):
-            for layer, name in enumerate(spec.tensor_names):
-                yield OutputTensor(name, spec.tensor_shape, partial(read, spec, layer))
+            for index, name in spec.names_by_index.items():
+                yield OutputTensor(name, spec.tensor_shape, partial(read, spec, index))
 
     def _stage(self, spec: ParamSpec, file: IO[bytes], dtype: np.dtype) -> None:
         """Writes a parameter in Shoal's form to a file, over what it held."""

@@ -116,7 +116,7 @@ def open_tensors(folder: Path, a: Architecture) -> dict[str, StoredParameter]:
     specs = trained_specs(a)
     shapes: dict[str, tuple[int, ...]] = {}
     for spec in jax.tree.leaves(specs):
-        for name in spec.tensor_names:
+        for name in spec.names_by_index.values():
             shapes[name] = spec.tensor_shape
     misfits = []
     for name, shape in shapes.items():

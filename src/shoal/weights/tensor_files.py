@@ -194,17 +194,16 @@ def with_scales(
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """A parameter in files: one tensor, or one for each layer."""
+    """A parameter in files: one tensor, or one for each index of its first dimensions, for example
+    for each layer."""
 
-    tensors: Sequence[StoredTensor]
+    tensors: Sequence[StoredTensor]  # in the order of `ParamSpec.names_by_index`
+    index_shape: tuple[int, ...] = ()  # sizes of the dimensions that number the tensors
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """(layers, rows, columns): 1 layer if it belongs to none, 1 column for a vector."""
-        shape = self.tensors[0].shape
-        num_rows = shape[0]
-        num_columns = shape[1] if len(shape) > 1 else 1
-        return len(self.tensors), num_rows, num_columns
+    def shape(self) -> tuple[int, ...]:
+        """The parameter's shape in the order of files: `index_shape`, then a tensor's shape."""
+        return (*self.index_shape, *self.tensors[0].shape)
 
     @property
     def dtype(self) -> np.dtype:
@@ -214,19 +213,23 @@ class StoredParameter:
             return np.dtype(np.float32)  # float32 holds the values of each of them
         return types.pop()
 
-    def read(self, layers: slice, rows: slice) -> np.ndarray:
-        """Returns some rows of some layers, [layers, rows, columns]."""
-        tensors = self.tensors[layers]
-        _, _, num_columns = self.shape
-        values = np.empty((len(tensors), rows.stop - rows.start, num_columns), self.dtype)
-        for tensor, layer_values in zip(tensors, values, strict=True):
+    def read(self, index: Sequence[slice]) -> np.ndarray:
+        """Returns some rows of some tensors, in the order of `shape`. `index` has a slice for each
+        dimension of `index_shape`, and one for the rows; all columns are read."""
+        *which_tensors, rows = index
+        numbers = np.arange(len(self.tensors)).reshape(self.index_shape)[tuple(which_tensors)]
+        columns = self.shape[len(index) :]
+        values = np.empty((*numbers.shape, rows.stop - rows.start, *columns), self.dtype)
+        for position in np.ndindex(numbers.shape):
+            tensor = self.tensors[numbers[position]]
+            tensor_values = values[position]
             stored_dtype = DTYPES[tensor.dtype]
             if stored_dtype == values.dtype:
-                tensor.read(rows.start, layer_values)
+                tensor.read(rows.start, tensor_values)
                 continue
-            stored = np.empty(layer_values.shape, stored_dtype)
+            stored = np.empty(tensor_values.shape, stored_dtype)
             tensor.read(rows.start, stored)
-            layer_values[...] = stored
+            tensor_values[...] = stored
         return values
 
 

@@ -11,7 +11,13 @@ import pytest
 from pods import gpu, tpu
 
 from shoal.budget.auto import decided_micro_tokens, decided_remat, run_roles
-from shoal.budget.memory import held_versions, input_bytes, update_bytes, weight_budget
+from shoal.budget.memory import (
+    activation_bytes,
+    held_versions,
+    input_bytes,
+    update_bytes,
+    weight_budget,
+)
 from shoal.config.sections.algorithm import AlgorithmSection
 from shoal.config.sections.devices import MeshSection, SamplerSection
 from shoal.config.sections.model import LoraSection, ModelSection, TeacherSection
@@ -199,6 +205,17 @@ def test_rows_of_a_cpu_hold_a_number_of_the_longest_completions(
     )
     a = model_named("qwen2.5-1.5b").architecture
     assert decided_micro_tokens(made, run_roles(made, a, jax.devices()[:1]), a) == micro_tokens
+
+
+def test_activations_of_a_layer_by_hand():
+    """Qwen3 4B: 36 layers of 2560, 32 heads and 8 of keys of 128, a feed-forward part of 9728."""
+    a = model_named("qwen3-4b").architecture
+    products = 4096 + 2 * 1024 + 2560 + 2 * 9728 + 2560
+    by_attention = 4096 + 2 * 1024 + 4096 + 2560
+    for remat, width in (("dots", products + 2560), ("attention", by_attention), ("full", 0)):
+        assert activation_bytes(a, 10, "bfloat16", remat) == 2 * 10 * 36 * width
+    adapter = adapted(LoraSection(rank=16), a)
+    assert activation_bytes(adapter, 10, "bfloat16") == activation_bytes(a, 10, "bfloat16")
 
 
 def test_logits_of_few_tokens_take_no_more_than_they_are():

@@ -398,6 +398,19 @@ def test_memory_and_seconds_by_hand():
     assert budget.mfu(28.0) == pytest.approx(5.6 / (2 * 28))
 
 
+def test_a_record_has_all_that_the_host_holds():
+    items = [
+        Item("Adam's moments", "trainer", "always", 40, on_host=True),
+        Item("stored for the backward pass", "trainer", "update", 30, on_host=True),
+        Item("gradient", "trainer", "update", 20),
+    ]
+    budget = by_hand(items=items)
+    held = plan.held_record(budget)["trainer"]
+    assert held["host"] == budget.on_host()
+    assert held["host"] == {"Adam's moments": 40, "stored for the backward pass": 30}
+    assert (held["always"], held["update"]) == ({}, {"gradient": 20})
+
+
 @pytest.mark.parametrize(
     ("refusal", "pathways", "text"),
     [

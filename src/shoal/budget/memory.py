@@ -28,6 +28,7 @@ from shoal.model.layers import ffn_chunks
 from shoal.model.linear import QUANTISED, Quantised
 from shoal.model.parameters import (
     frozen_specs,
+    kernel_specs,
     param_shapes,
     param_specs,
     quantised_specs,
@@ -240,16 +241,20 @@ def activation_bytes(a: Architecture, tokens: float, dtype: Any, remat: str = "d
     for one of several devices that split it, callers divide `tokens`. `remat`: a value of
     `model.remat`, except `auto` and `none`. With `offload` these bytes are in the host's memory;
     they are counted too."""
-    queries = a.num_heads * a.head_dim
-    queries_and_keys = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
-    saved_by_attention = a.hidden_size + queries_and_keys + queries
-    elements_of_a_token = {
-        "full": 0,
-        "attention": saved_by_attention,
-        "offload": saved_by_attention,
-        "dots": 3 * a.hidden_size + queries_and_keys + 2 * a.intermediate_size,
-    }
-    return int(elements_of_a_token[remat] * a.num_layers * tokens * jnp.dtype(dtype).itemsize)
+    if remat == "full":
+        elements_of_a_token = 0
+    elif remat == "dots":
+        # The outputs of all products of a layer, and attention's output, which is counted as wide
+        # as the hidden states.
+        elements_of_a_token = a.hidden_size
+        for kernel in kernel_specs(a):  # [layers, ..., in, out]
+            elements_of_a_token += math.prod(kernel.shape) // (a.num_layers * kernel.shape[-2])
+    else:
+        # Queries, keys and values, attention's output, and the hidden states after it.
+        queries = a.num_heads * a.head_dim
+        keys_and_values = 2 * a.num_kv_heads * a.head_dim
+        elements_of_a_token = 2 * queries + keys_and_values + a.hidden_size
+    return int(elements_of_a_token * a.num_layers * tokens * jnp.dtype(dtype).itemsize)
 
 
 def input_bytes(a: Architecture, tokens: float, dtype: Any) -> int:

@@ -440,16 +440,16 @@ def job_record(budget: Budget) -> dict[str, Any]:
 
 def held_record(budget: Budget) -> dict[str, dict[str, dict[str, int]]]:
     """Returns the bytes held on each device: role -> phase -> part -> bytes. For the trainer also,
-    under `host`, the bytes that its host always holds for each device."""
+    under `host`, the bytes that its host's memory holds for each device, in whatever phase."""
     held: dict[str, dict[str, dict[str, int]]] = {}
     for role in ROLES:
         held[role] = {"always": {}, "sampling": {}, "update": {}}
     held["trainer"]["host"] = {}
     for item in budget.items:
-        if not item.on_host:
-            held[item.role][item.phase][item.part] = item.bytes
-        elif item.phase == "always":
+        if item.on_host:
             held[item.role]["host"][item.part] = item.bytes
+        else:
+            held[item.role][item.phase][item.part] = item.bytes
     return held
 
 

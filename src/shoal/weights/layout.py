@@ -78,7 +78,7 @@ class ParamLayout:
     def file_axes(self) -> tuple[tuple[str, ...], ...]:
         """For each dimension in file order the mesh axes that split it, without axes of size 1."""
         axes = []
-        for entry in self.declared.in_file_order(self.spec):
+        for entry in self.declared.in_file_order(tuple(self.spec)):
             names: tuple[str, ...] = ()
             if isinstance(entry, str):
                 names = (entry,)

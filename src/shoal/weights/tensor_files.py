@@ -221,7 +221,7 @@ class StoredParameter:
         columns = self.shape[len(index) :]
         values = np.empty((*numbers.shape, rows.stop - rows.start, *columns), self.dtype)
         for position in np.ndindex(numbers.shape):
-            tensor = self.tensors[numbers[position]]
+            tensor = self.tensors[int(numbers[position])]
             tensor_values = values[position]
             stored_dtype = DTYPES[tensor.dtype]
             if stored_dtype == values.dtype:

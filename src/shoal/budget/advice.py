@@ -54,7 +54,8 @@ class Change:
         return next(iter(self.values))
 
     def words(self, config: Any) -> str:
-        """Returns text like `mesh.trainer=32 mesh.sampler=96 (now 64 and 64)`."""
+        """Returns the change as a user types it, with the values of now: `mesh.trainer=32
+        mesh.sampler=96 (now 64 and 64)`."""
         before = []
         for key in self.values:
             value = get_value(config, key)
@@ -74,7 +75,8 @@ def _assigned(values: Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    """Returns a value as it is typed; a long list of devices is shortened to its first and last."""
+    """Returns a value as a user types it. A long list of devices is shortened to its first and
+    last: `[0,1,...,63]` becomes `[0,...,63]`."""
     text = str(value)
     if isinstance(value, bool):
         text = text.lower()
@@ -136,9 +138,9 @@ def advise(budget: Budget, describe: Describe, available: float = 0) -> list[Adv
 
 
 def try_changes(budget: Budget, describe: Describe, changes: Iterable[Change]) -> list[Trial]:
-    """Computes the budget of the job with each of the changes. Returns a trial for each, except
-    changes that change nothing and changes that are impossible, for example because sizes do not
-    divide."""
+    """Computes the budget of the job with each change alone. Returns a trial for each change, in
+    order, but none for changes that change nothing or that are impossible, for example because
+    sizes do not divide."""
     values = {name: get_value(budget.config, name) for name in keys_of(Config)}
     trials = []
     for change in changes:
@@ -160,12 +162,15 @@ def saving_trials(budget: Budget, describe: Describe, changes: Iterable[Change])
 
 
 def suggest_fit(budget: Budget, describe: Describe, available: float) -> Advice:
-    """Returns the changes with which a device needs at most `available` bytes, as a single piece of
-    advice: its text has all of them, its `key` and `values` are those of the first. One change is
-    made after the other: the first that is enough, else the one that saves most, until the job
-    fits; changes that turn out to be needless are removed. Changes that alter results are tried
-    only if no other saves memory. If all of them are not enough, the text says how many devices
-    would be."""
+    """Finds changes with which a device needs at most `available` bytes, and returns them as a
+    single piece of advice: its text lists all of them, its `key` and `values` are those of the
+    first.
+
+    Changes are added one by one, at most MOST_CHANGES: one that is enough, else the one that saves
+    most. Changes that alter results are tried only if no other saves memory, and changes that turn
+    out to be needless are removed. If all together are not enough, the text ends with the number of
+    devices that would be.
+    """
     share = available / budget.memory
     chain: dict[str, Trial] = {}
     now = budget
@@ -202,7 +207,8 @@ def _is_enough(budget: Budget, share: float) -> bool:
 
 
 def _first_enough(trials: Sequence[Trial], share: float) -> Trial | None:
-    """Returns the first trial after which the job fits, or None."""
+    """Returns the first trial after which a device needs at most `share` of its memory; None if
+    there is none."""
     for trial in trials:
         if _is_enough(trial.after, share):
             return trial
@@ -212,8 +218,9 @@ def _first_enough(trials: Sequence[Trial], share: float) -> Trial | None:
 def _without_needless(
     budget: Budget, describe: Describe, chain: Mapping[str, Trial], share: float
 ) -> dict[str, Trial]:
-    """Returns a chain of trials, by key, without those whose change is not needed for the job to
-    fit."""
+    """Returns the chain of trials (by key, each made on top of the one before) without those that
+    are not needed for a device to need at most `share` of its memory. The others are computed again
+    without them."""
     needed = dict(chain)
     for key in chain:
         others = [trial.change for name, trial in needed.items() if name != key]
@@ -364,7 +371,7 @@ def lossy_changes(budget: Budget) -> list[Change]:
 
 
 def plain_changes(config: Any) -> list[Change]:
-    """Returns changes that save memory in any command, for an error after memory ran out, when no
+    """Returns changes that save memory in any command, for an error when memory ran out and no
     budget can be computed. Keys that the command's configuration lacks are left out."""
     keys = keys_of(type(config))
     changes = []
@@ -400,10 +407,10 @@ def _fewer_slots(budget: Budget) -> list[Change]:
 
 
 def _longer_rows(budget: Budget) -> tuple[list[Change], list[Change]]:
-    """Returns two lists of changes of `batch.micro_tokens` to longer rows that hold whole groups.
-    The first has those with which fewer tokens are computed, because no prompt is computed twice
-    and little of a row is padding; the second has the others. What layers store for the backward
-    pass stays the same."""
+    """Returns (changes with which fewer tokens are computed, other changes), all of
+    `batch.micro_tokens` to longer rows that hold whole groups: the two next sizes. Fewer tokens are
+    computed if no prompt is computed twice and little of a row is padding. What layers store for
+    the backward pass stays the same."""
     config = budget.config
     shards = budget.batch.rows * config.mesh.context
     prompts = -(-budget.prompts_per_step // config.algorithm.num_minibatches)
@@ -430,8 +437,9 @@ def _longer_rows(budget: Budget) -> tuple[list[Change], list[Change]]:
 
 
 def _same_batch(budget: Budget) -> dict[str, Any]:
-    """Returns the keys that keep the prompts of a step the same on another number of devices; empty
-    if they do not depend on that."""
+    """Returns keys and values that keep the number of prompts in a step on another number of
+    devices; empty if that number does not depend on the devices (`batch.prompts_per_device` is
+    0)."""
     if not budget.config.batch.prompts_per_device:
         return {}
     return {
@@ -460,8 +468,9 @@ def _idle_devices(budget: Budget) -> list[Change]:
 
 
 def _other_placements(budget: Budget) -> list[Change]:
-    """Returns changes that divide the devices differently between trainer and sampler, and changes
-    that move the models that score to the devices of either."""
+    """Returns changes that divide the devices differently between trainer and sampler; and, if a
+    reference or teacher scores, changes that move it to the sampler's or to the trainer's
+    devices."""
     config = budget.config
     trainer = budget.roles["trainer"].devices
     sampler = budget.roles["sampler"].devices

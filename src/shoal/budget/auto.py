@@ -97,9 +97,9 @@ def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
 
 
 def replica_size(config: Config, a: Architecture, roles: Roles, available: float) -> int:
-    """Returns the number of devices that a replica of the sampler is split over so that its weights
-    leave each device within `available` bytes: the number in `roles`, doubled until they fit or the
-    model cannot be split further."""
+    """Returns the number of devices that a replica of the sampler is split over, so that its
+    weights and what else a device holds fit into `available` bytes: the number in `roles`, doubled
+    until they fit or until the model cannot be split further (they may then still not fit)."""
     dtype = compute_dtype(config.model.dtype, roles.sampler.platform)
     held = open_budget(config, roles, a).held("sampler", "sampling")
     held.pop("the sampler's copy", 0)
@@ -135,8 +135,9 @@ def with_update(
 
 
 def free_cache_tokens(config: Config, roles: Roles, a: Architecture) -> int:
-    """Returns how many tokens' keys and values fit into the memory that weights leave free on one
-    host of the sampler. 0 if the devices' memory is not known, like that of a CPU."""
+    """Returns for how many tokens one host of the sampler has memory for keys and values:
+    `sampling.memory_share` of its devices' memory, less what they hold. 0 if the devices' memory is
+    not known, like that of a CPU."""
     role = roles.sampler
     memory = device_memory(role.mesh.devices.flat[0])
     if not memory:
@@ -157,8 +158,9 @@ def teacher_architecture(config: Config) -> Architecture | None:
 
 
 def trained_model(config: Config, spec: ModelSource, roles: Roles) -> Model:
-    """Returns the `Model` on the trainer's devices, with `model.remat` decided. ShoalError if these
-    devices or this model cannot do what the settings ask for."""
+    """Returns the `Model` on the trainer's devices, with `model.remat` decided if it is `auto`.
+    ShoalError if a device lacks the host memory that the settings need, or if trained weights would
+    be in 8 bits."""
     check_quantised(config.model, spec.architecture)
     remat = config.model.remat
     device = roles.trainer.mesh.devices.flat[0]
@@ -185,11 +187,13 @@ def check_host_memory(device: Any, key: str, value: str, instead: str) -> None:
 
 
 def decided_micro_tokens(config: Config, roles: Roles, a: Architecture) -> int:
-    """Returns `batch.micro_tokens` for a job that leaves it open. On an accelerator: the largest
-    number of whole groups, up to MOST_MICRO_TOKENS, with which an update fits into PLAN_FOR of a
-    device's memory without computing more again in the backward pass. On a CPU: see
-    `cpu_micro_tokens`. Never less than the default in `config`, which it is too if the device's
-    memory is unknown."""
+    """Decides `batch.micro_tokens` for a job that leaves it open, and returns the tokens.
+
+    On an accelerator: the largest number of whole groups, up to MOST_MICRO_TOKENS, with which an
+    update fits into PLAN_FOR of a device's memory, with the `model.remat` that the default would
+    get. On a CPU: `cpu_micro_tokens`. The default in `config` is the least; it is returned if the
+    device's memory is unknown, if `model.remat` is `none`, or if the job learns from data.
+    """
     tokens = config.batch.micro_tokens
     role = roles.trainer
     remat = config.model.remat
@@ -215,9 +219,10 @@ def decided_micro_tokens(config: Config, roles: Roles, a: Architecture) -> int:
 
 
 def cpu_micro_tokens(config: Config, row_shards: int) -> int:
-    """Returns `batch.micro_tokens` for a CPU: the default in `config`, or up to `MOST_CPU_ROWS`
-    times as many if a group does not fit into that, so that a whole number of the longest
-    completions fills a row with little padding."""
+    """Decides `batch.micro_tokens` for a CPU, and returns the tokens: the default in `config`,
+    unless groups do not fit into that. Then rows up to MOST_CPU_ROWS times as long are compared,
+    each with room for a number of the longest completions, and a longer row is chosen if its
+    padding saves enough (WORTH_LONGER_ROWS)."""
     tokens = config.batch.micro_tokens
     rows = completion_rows(config)
     if max(rows) <= tokens:
@@ -238,8 +243,11 @@ def cpu_micro_tokens(config: Config, row_shards: int) -> int:
 
 
 def decided_remat(config: Config, roles: Roles, a: Architecture) -> str:
-    """Returns `model.remat` for a job that leaves it open: the first of `dots`, `attention` and
-    `full` with which an update fits, `full` if none does or if computing again is as fast."""
+    """Decides `model.remat` for a job that leaves it open, and returns it. If the device's memory
+    is known: the first of `dots` and `attention` with which an update fits into TIGHT of it, else
+    `full`; on a TPU `full` also if computing again is as fast as reading (LEAST_READS). If it is
+    unknown, like that of a CPU: `dots` if its activations take at most UNKNOWN_ROOM, else
+    `full`."""
     role = roles.trainer
     tokens = config.batch.micro_tokens
     dtype = compute_dtype(config.model.dtype, role.platform)

@@ -249,8 +249,8 @@ class Budget:
         return parts
 
     def items_of(self, role: str, phase: str) -> list[Item]:
-        """Returns the items that a role itself adds to the memory of its devices in just this
-        phase."""
+        """Returns the items of one role on its devices in exactly this phase: for `sampling` or
+        `update`, without those that are held `always`. Items in the host's memory are left out."""
         return [
             item
             for item in self.items
@@ -262,9 +262,10 @@ class Budget:
         return {item.part: item.bytes for item in self.items if item.on_host}
 
     def needed(self, program: str) -> dict[str, int]:
-        """Returns part -> bytes that a device needs while a program runs: what roles hold, what the
-        program needs besides, compiled code, and on a CPU after a trial what the process itself
-        takes."""
+        """Returns part -> bytes that a device needs while a program runs: what roles hold in its
+        phase, what the program itself takes (activations, temporaries), and compiled code. If a
+        step was tried on a CPU (`process_bytes`), also each device's share of the memory that the
+        process takes besides arrays."""
         role = self.programs[program].role
         parts = self.held(role, held_phase(program))
         cost = self.costs.get(program, ProgramCost())
@@ -326,9 +327,9 @@ class Budget:
         return bool(self.costs) and not any(cost.error for cost in self.costs.values())
 
     def estimated(self) -> Budget:
-        """Returns the budget as it is known before anything is compiled: what roles hold, and the
-        estimated activations of an update as the cost of `accumulate`. It has no times and no
-        advice."""
+        """Returns the budget as it is before anything is compiled: what roles hold, and the
+        estimated activations of an update as the only cost, that of `accumulate`. It has no times
+        and no advice."""
         step = self.step
         if step is not None and step.rates is not None:
             step = replace(step, rates=replace(step.rates, peak_flops=None))
@@ -336,10 +337,10 @@ class Budget:
         return replace(self, step=step, costs={"accumulate": update}, advice=())
 
     def with_scaled_costs(self, changed: Budget) -> Budget:
-        """Returns the budget `changed`, of the same job with other settings, with this budget's
-        costs of programs scaled to it. What a program of sampling needs besides what roles hold is
-        scaled in proportion to the caches; what an update needs, in proportion to its estimated
-        activations."""
+        """Estimates the costs of programs in a changed job from the compiled costs of this one.
+        Returns `changed`, the budget of the same job with other settings, with these estimates as
+        its costs: the memory of each program of this budget, scaled for sampling like the bytes of
+        the caches, and for an update like the estimated activations."""
         costs = {}
         for name, cost in self.costs.items():
             if name in changed.programs:
@@ -348,8 +349,8 @@ class Budget:
         return replace(changed, costs=costs, process_bytes=self.process_bytes)
 
     def _work(self, program: str) -> int:
-        """Returns a number to which the memory that a program needs besides what roles hold is
-        proportional."""
+        """Returns what the memory of a program is taken to be proportional to: of `accumulate` the
+        estimated activations, of a sampling program the bytes of the caches, of others 1."""
         if program == "accumulate":
             return max(1, self.activations)
         if PROGRAM_PHASES[program] == "sampling":
@@ -372,8 +373,9 @@ class Budget:
         return self.peak_flops is not None and self.is_compiled
 
     def seconds(self, program: str) -> tuple[float, float, float]:
-        """Returns the seconds of all runs of a program in a step, in three cases: (the least that
-        is possible; transfers between devices wholly hidden behind computation; none hidden)."""
+        """Returns the seconds of all runs of a program in a step, as three bounds: (the least that
+        is possible; if transfers between devices are hidden behind computation; if none is
+        hidden)."""
         cost = self.costs[program]
         runs = self.programs[program].runs
         compute = runs * cost.compute_seconds
@@ -383,8 +385,9 @@ class Budget:
         return runs * cost.floor_seconds, max(compute, transfer), compute + transfer
 
     def _publication_seconds(self) -> float:
-        """Returns the seconds a step for copying weights to the devices of a sampler that shares
-        none with the trainer; no program's cost contains them."""
+        """Returns the seconds a step for copying weights to a sampler that shares no device with
+        the trainer, which no program's cost contains. 0 if nothing is copied, or if the speed of
+        the links is unknown."""
         step = self.step
         if step is None or step.rates is None or not step.published_bytes:
             return 0.0
@@ -392,8 +395,8 @@ class Budget:
 
     @property
     def step_seconds(self) -> tuple[float, float, float]:
-        """Seconds of a step in a long run, in the three cases of `seconds`. Sampling and training
-        overlap if the schedule and the devices let them."""
+        """Seconds of a step in a long run, as the three bounds of `seconds`. Sampling and training
+        overlap if the schedule and the devices allow it."""
         sampler = []
         trainer = []
         scores_on_sampler = self.samples_apart and "reference" in self.colocated_roles("sampler")
@@ -464,8 +467,9 @@ class Budget:
 
 
 def held_phase(program: str) -> str:
-    """Returns "sampling" or "update" if the program runs in that phase, else "always": for
-    `Budget.held`, which knows of no further memory in the other phases."""
+    """Returns the phase to pass to `Budget.held` for what is held while a program runs: "sampling"
+    or "update" if the program runs in that phase, else "always", because nothing is held for other
+    phases alone."""
     phase = PROGRAM_PHASES[program]
     if phase in ("sampling", "update"):
         return phase
@@ -476,8 +480,8 @@ def held_phase(program: str) -> str:
 
 
 def parts_text(budget: Budget) -> str:
-    """Returns a text that lists what a device needs when it is fullest, by part, the largest first;
-    then what the host holds for it."""
+    """Returns a text that lists what a device needs during the program that needs most, by part,
+    the largest first; then what the host's memory holds for each device, if anything."""
     parts = sorted(budget.needed(budget.fullest).items(), key=lambda part: -part[1])
     text = sizes_text(parts)
     on_host = host_text(budget)
@@ -498,8 +502,8 @@ def sizes_text(parts: Sequence[tuple[str, int]]) -> str:
 
 
 def verdict(budget: Budget) -> str:
-    """Returns the last line of a plan: whether the job fits, how much memory it needs, the seconds
-    of a step if they are known, and the first advice."""
+    """Returns the last line of a plan: whether the job fits, the memory it needs, the seconds of a
+    step if they are known, and the first piece of advice if there is any."""
     leaves_free = budget.fits(FULL)
     if not budget.fits():
         text = "does not fit"

@@ -43,8 +43,9 @@ ROLES = ("trainer", "sampler", "reference")
 def weight_budget(
     config: Config, a: Architecture, roles: Roles, dtype: Any, teacher: Architecture | None
 ) -> Budget:
-    """Returns the budget of a job's weights, computed from the sizes of its models and from the
-    meshes alone. `dtype`: the data type of the computation. `teacher`: its sizes, or None."""
+    """Returns a `Budget` with the weights of a job alone: what trainer, sampler and reference hold,
+    computed from shapes and meshes. Nothing is allocated. `dtype`: the type of the computation.
+    `teacher`: its architecture, or None without a teacher."""
     items = trainer_items(config, a, roles, dtype)
     items += sampler_items(config, a, roles, dtype)
     items += reference_items(config, a, roles, dtype, teacher)
@@ -88,8 +89,8 @@ def trainer_items(config: Config, a: Architecture, roles: Roles, dtype: Any) -> 
 
 
 def sampler_items(config: Config, a: Architecture, roles: Roles, dtype: Any) -> list[Item]:
-    """Returns what the sampler holds besides the arrays that it shares with the trainer: the
-    weights of all versions that are held at the same time. Empty if it shares everything."""
+    """Returns one item with the sampler's weights that are not the trainer's own arrays, for all
+    versions that are held at the same time; empty if the sampler reads the trainer's arrays."""
     sampled = sampled_architecture(config, a)
     masters = param_shapes(trained_specs(a), roles.trainer, jnp.float32)
     frozen = param_shapes(frozen_specs(a), roles.trainer, dtype)
@@ -108,8 +109,9 @@ def sampler_items(config: Config, a: Architecture, roles: Roles, dtype: Any) -> 
 def reference_items(
     config: Config, a: Architecture, roles: Roles, dtype: Any, teacher: Architecture | None
 ) -> list[Item]:
-    """Returns what the models hold that only score: the reference of a KL term, a teacher, reward
-    models."""
+    """Returns an item for each model that only scores: the reference of a KL term, a teacher,
+    reward models. The reference's item has 0 bytes if it shares the adapter's frozen base with the
+    trainer."""
     items = []
     if config.algorithm.scores_reference:
         frozen = param_shapes(frozen_specs(a), roles.trainer, dtype)
@@ -131,8 +133,9 @@ def reference_items(
 
 
 def cache_items(states: Iterable[tuple[str, Any]]) -> list[Item]:
-    """Returns the KV caches of the engine that has the largest, because the sampler's engines take
-    turns; empty if nothing is sampled. `states`: (engine's name, shapes of its state)."""
+    """Returns one item with the KV caches of the engine whose caches are largest, because the
+    sampler's engines take turns; empty if nothing is sampled. `states`: (engine's name, shapes of
+    its state)."""
     by_size = sorted((bytes_per_device(state), name) for name, state in states)
     if not by_size:
         return []
@@ -141,8 +144,8 @@ def cache_items(states: Iterable[tuple[str, Any]]) -> list[Item]:
 
 
 def bytes_per_device(shapes: Any) -> int:
-    """Returns the bytes of a tree of shapes on each device that holds it. Arrays in the host's
-    memory count nothing; an array without a sharding counts whole."""
+    """Returns the bytes that a tree of shapes takes on each device, by the shapes' shardings. An
+    array in the host's memory counts nothing; one without a sharding counts in full."""
     total = 0
     for leaf in jax.tree.leaves(shapes):
         shape = leaf.shape
@@ -179,8 +182,13 @@ def parameter_count(a: Architecture) -> int:
 
 
 def held_versions(config: Config) -> Iterator[tuple[int, int]]:
-    """Yields, for each of some later steps while it samples and updates: (number of published
-    versions whose weights are held, how many of them are older than the trainer's weights)."""
+    """Yields, for each step between two publications of a run that is under way, (number of
+    published versions whose weights are in memory during the step, how many of these are older than
+    the trainer's weights). Later steps repeat the same numbers.
+
+    Examples: a run that samples from the version it trains yields (1, 0); with `max_staleness=1`
+    steps yield (2, 1).
+    """
     schedule = schedule_of(config.train)
     if schedule.newest:
         # The version that is sampled from, and the next, which is held before it is loaded.
@@ -264,8 +272,9 @@ def input_bytes(a: Architecture, tokens: float, dtype: Any) -> int:
 
 
 def update_bytes(a: Architecture, role: Role, dtype: Any, tokens: int) -> int:
-    """Returns the estimated bytes that an update of `tokens` tokens on a device needs there,
-    besides what roles hold and besides `activation_bytes`."""
+    """Returns the estimated bytes that an update of `tokens` tokens on a device needs there, in
+    addition to what roles hold and to `activation_bytes`: weights in the type of the computation,
+    one gathered layer with its gradient, inputs of layers, and logits."""
     itemsize = jnp.dtype(dtype).itemsize
     # The weights in the computation's type, and one layer, gathered whole, with its gradient.
     weights = bytes_per_device(param_shapes(trained_specs(a), role, dtype))
@@ -315,8 +324,9 @@ def device_memory(device: Any) -> int:
 
 
 def available_memory(devices: Iterable[Any]) -> AvailableMemory:
-    """Returns the memory of the local device that has least; on a CPU that of the machine, or the
-    limit of its control group."""
+    """Returns the memory of the device of this process that has the least; of a CPU, the memory of
+    the machine or the limit of its control group. Both figures are 0 if the device does not report
+    them."""
     local = [device for device in devices if device.process_index == jax.process_index()]
     if local[0].platform == "cpu":
         total, free = machine_memory()
@@ -334,8 +344,8 @@ def available_memory(devices: Iterable[Any]) -> AvailableMemory:
 def machine_memory(
     proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")
 ) -> tuple[int, int]:
-    """Returns (total, available) bytes of RAM, within the limits of control groups (versions 2 and
-    1)."""
+    """Returns (total, available) bytes of RAM: those of the machine, or of its control group
+    (version 2 or 1) if that allows less. `proc`, `groups`: the folders where Linux reports both."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = total
     if (proc / "meminfo").is_file():

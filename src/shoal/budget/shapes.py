@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 
 def micro_batch_shapes(config: Config, row_shards: int) -> tuple[Shape, ...]:
-    """Returns the shapes that a run's micro-batches may have, the full shape first; nearly all
-    micro-batches have it."""
+    """Returns the shapes that a run's micro-batches may have, largest first; nearly all
+    micro-batches have the first. `row_shards`: the number of devices of the trainer that rows are
+    split over."""
     from shoal.trainer.update import update_shapes
 
     return update_shapes(
@@ -30,9 +31,10 @@ def micro_batch_shapes(config: Config, row_shards: int) -> tuple[Shape, ...]:
 
 
 def group_rows(config: Config, row_shards: int) -> list[int]:
-    """Returns candidates for the tokens of a row on each device: for each number of groups that
-    divides the groups of a device, the tokens in which that many groups of the longest lengths
-    fit."""
+    """Returns candidates for `batch.micro_tokens`, the tokens of a row on each device: rows with
+    room for 1, 2, ... groups whose prompts and completions all have the longest length. Only
+    numbers of groups that divide the groups which a device gets in an update. `row_shards`: as in
+    `micro_batch_shapes`."""
     batch = config.batch
     sampling = config.sampling
     context = config.mesh.context
@@ -46,9 +48,9 @@ def group_rows(config: Config, row_shards: int) -> list[int]:
 
 
 def completion_rows(config: Config) -> list[int]:
-    """Returns candidates for the tokens of a row on each device: for each number that divides the
-    size of a group, the tokens in which a prompt with that many completions of the longest lengths
-    fits."""
+    """Returns candidates for `batch.micro_tokens` that are smaller than a group: rows with room for
+    a prompt and 1, 2, ... of its completions, all of the longest length. Only numbers that divide
+    the size of a group."""
     sampling = config.sampling
     rows = []
     for number in _divisors(config.batch.group_size):
@@ -62,8 +64,8 @@ def _divisors(number: int) -> list[int]:
 
 
 def _row_on_a_device(tokens: int, context: int) -> int:
-    """Returns the tokens of a row on each of the `context` devices that share it, if `tokens`
-    tokens must fit into the row; rounded up to the unit of rows."""
+    """Returns the tokens that each of the `context` devices which share a row has of it, if
+    `tokens` tokens must fit into the row; rounded up to the unit of rows."""
     from shoal.trainer.batch import row_unit
 
     on_a_device = -(-tokens // context)
@@ -72,8 +74,8 @@ def _row_on_a_device(tokens: int, context: int) -> int:
 
 
 def packed_tokens(config: Config, shapes: Sequence[Shape], prompts: int) -> int:
-    """Returns the tokens, padding included, of the micro-batches that a run packs the groups of
-    `prompts` prompts into, if all prompts and completions have the longest length."""
+    """Returns the tokens, padding included, of all micro-batches into which the groups of `prompts`
+    prompts are packed, if all prompts and completions have the longest length."""
     from shoal.trainer.batch import split_into_micro_batches
 
     if not prompts:

@@ -45,8 +45,9 @@ class KVCacheBudget(NamedTuple):
     by_pages: bool
 
     def slots(self, most: int, siblings: int) -> int:
-        """Returns how many slots there is memory for, in rows of `siblings`, and at most `most`; 0
-        if there is no memory for one row of the longest completions."""
+        """Returns the number of completions that caches have memory for at the same time, at most
+        `most`, if a row has `siblings` of them; 0 if there is no memory for one row of the longest
+        completions."""
         if not self.tokens:
             return most
         tokens = self.tokens // self.replicas
@@ -80,9 +81,13 @@ class SlotPlan(NamedTuple):
     evaluated: int = 0
 
     def rows_for(self, size: int, group_size: int, is_shared: bool = True) -> tuple[int, int]:
-        """Returns (slots, siblings in a row) of the engine that samples groups of `size`: that of
-        training, if its rows can be filled with such groups. `is_shared`: if False, evaluations
-        have engines of their own, which need no more slots than an evaluation has completions."""
+        """Returns (slots, siblings in a row) of the engine that samples groups of `size`
+        completions. The engine of training samples these too if its rows can be filled with such
+        groups.
+
+        `group_size`: that of training. `is_shared`: if False, evaluations have engines of their
+        own, which get no more slots than an evaluation has completions (`evaluated`).
+        """
         siblings = self.siblings
         if size != group_size:
             siblings = math.gcd(self.siblings, size)
@@ -102,7 +107,8 @@ def plan_slots(
     free_tokens: int = 0,
     turns: Turns = "",
 ) -> SlotPlan:
-    """Plans at most `slots` slots for `completions` completions, as far as there is memory.
+    """Returns how many completions an engine samples at once, and how many siblings share a row: at
+    most `slots`, as far as there is memory, of `completions` that are requested at the same time.
 
     `free_tokens`: tokens whose keys and values there is memory for; 0: no limit. `turns`: whether
     rollouts have tools or environments. ShoalError if a mean length of completions is set although
@@ -145,8 +151,9 @@ def plan_slots(
 
 
 def _fewest_siblings(group_size: int, prompt: int, own: int) -> int:
-    """Returns the smallest divisor of the group's size with which the siblings of a row need at
-    least as much memory for their keys as their prompt."""
+    """Returns the smallest divisor of the group's size with which the keys of a row's siblings take
+    at least as much memory as those of their prompt. `prompt`, `own`: tokens of a prompt, and of
+    one completion."""
     for size in range(1, group_size + 1):
         if group_size % size == 0 and prompt <= size * own:
             return size
@@ -172,8 +179,8 @@ def training_slots(config: Config, roles: Roles, a: Architecture) -> SlotPlan:
 
 
 def all_slots(config: Config, roles: Roles, a: Architecture) -> int:
-    """Returns how many completions all hosts of this process's sampler, or all its Ray workers,
-    sample at once."""
+    """Returns how many completions are sampled at once by all hosts of this process, or, if the
+    sampler is remote, by all its workers."""
     hosts = len(roles.hosts)
     if config.sampler.is_remote:
         hosts = config.num_workers
@@ -186,9 +193,9 @@ def num_hosts(roles: Roles) -> int:
 
 
 def slots_text(config: Config, roles: Roles, a: Architecture) -> str:
-    """Returns a text that says how many completions are sampled at once, if not all of a step with
-    each group in a row; and how long prompts may be, if slots hold shorter ones than the settings
-    allow."""
+    """Returns a text for the user, '' if there is nothing to say: how many completions are sampled
+    at once, unless that is all of a step with whole groups in rows; and how long prompts may be, if
+    slots have less room than `sampling.max_prompt_tokens`. For another engine: its servers."""
     plan = training_slots(config, roles, a)
     group_size = config.batch.group_size
     engine = config.sampler.engine
@@ -219,8 +226,9 @@ def slots_text(config: Config, roles: Roles, a: Architecture) -> str:
 def engine_states(
     config: Config, model: Model, roles: Roles, a: Architecture
 ) -> Iterator[tuple[str, DecodeState]]:
-    """Yields (name, shapes of the state) of each engine of `run_engines` that a run uses, without
-    making an engine. `a`: the architecture that memory is estimated with."""
+    """Yields (name, shapes of the state) of each engine of `run_engines` that a run uses:
+    "training", "evaluation" or "pass@k". Makes no engine. `a`: the architecture that memory is
+    estimated with."""
     plan = training_slots(config, roles, a)
     own = model.on(roles.hosts[0])
     group_sizes = {}

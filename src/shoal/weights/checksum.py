@@ -21,9 +21,9 @@ FOLD = 8
 
 
 def checksum(parameters: Any) -> int:
-    """Returns 32 bits computed from the bits of every array of a tree, independent of how the
-    arrays are split over devices. Arrays outside of any device are copied to one, a piece at a
-    time; those in the memory of a device's host are copied to the device one by one."""
+    """Returns a checksum of 32 bits over the bits of every array of a tree; the same however the
+    arrays are split over devices. NumPy arrays and `LazyArray`s are copied to a device in pieces,
+    and arrays in the host's memory of a device one by one."""
     # Computed from the list of leaves: a tree with names that change, such as numbers of versions,
     # would be traced and compiled again.
     leaves = jax.tree.leaves(parameters)
@@ -65,7 +65,7 @@ def types_text(parameters: Any) -> str:
 
 
 def host_checksum(array: np.ndarray, number: int) -> int:
-    """Returns the `array_checksum` of an array outside of any device, computed piece by piece,
+    """Returns the `array_checksum` of a NumPy array or `LazyArray`, computed piece by piece,
     because a single device might not have room for an array that is usually split over devices."""
     most = PIECE_BYTES // array.dtype.itemsize
     steps = []
@@ -81,6 +81,7 @@ def host_checksum(array: np.ndarray, number: int) -> int:
 
 @jax.jit
 def _checksum(leaves: list[jax.Array]) -> jax.Array:
+    """Returns the sum of the `array_checksum` of all leaves."""
     # A function of single arrays, which is traced once for arrays of one shape, for both sums of a
     # checkpoint: that was a sixth of what a tiny run traces.
     total = jnp.uint32(0)

@@ -87,8 +87,9 @@ def read_tensors(
     dtype: Any,
     keep: Keep = keep_as_read,
 ) -> Any:
-    """Reads the parameters in a tree of `ParamSpec`, each created on the devices that hold it, and
-    returns them in the same tree."""
+    """Reads the parameters in a tree of `ParamSpec`, and returns them in the same tree, as arrays
+    on the role's devices. `keep` is called with each spec and array as soon as the array is read,
+    and returns what takes its place (for example the quantised weight)."""
 
     def read(spec: ParamSpec) -> Any:
         array = load_sharded(stored[spec.name], ParamLayout.of(spec, role), dtype)
@@ -98,9 +99,9 @@ def read_tensors(
 
 
 def stored_architecture(folder: Path) -> Architecture:
-    """Returns the architecture of a model folder by its config.json; but if that says that the head
-    is the embedding, and the files hold another head, as those of merged adapters do, the head is
-    not tied. transformers 5 loads both, too."""
+    """Returns the architecture of a model folder by its config.json. One entry is corrected by the
+    files: if config.json says that the head is tied to the embedding, but the files hold another
+    head, as folders of merged adapters do, the head is not tied. transformers 5 loads both too."""
     a = architecture_of(folder)
     if not a.tie_embeddings or not has_weights(folder):
         return a
@@ -131,7 +132,8 @@ def _has_other_head(folder: Path) -> bool:
 
 
 def _read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """Returns the tensors of a folder's files by name; those of 8 bits include their scales."""
+    """Returns the tensors of a folder's files by name, without reading values. Tensors of 8 bits
+    with scales become one `BlockScaledTensor` each."""
     stored: dict[str, StoredTensor] = {}
     for file in _weight_files(folder):
         stored |= read_header(file)
@@ -206,8 +208,9 @@ def has_weights(folder: Path) -> bool:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Returns the safetensors files of a folder: the only one, those that its index names, or all.
-    ShoalError if there is none, or one is missing."""
+    """Returns the safetensors files of a folder: model.safetensors alone if there is one, else the
+    files that the index names, else all. ShoalError if there are none, or if one that the index
+    names is missing."""
     if not folder.is_dir():
         raise ShoalError(
             f"{folder}: this machine has no such folder; expected one with a model's safetensors "
@@ -241,6 +244,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _listed(names: Sequence[str], most: int = 5) -> str:
+    """Returns the names as text, for example "a, b and 3 more", if there are more than `most`."""
     text = ", ".join(names[:most])
     if len(names) > most:
         text += f" and {len(names) - most} more"
@@ -297,8 +301,9 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def output_tensors(parameters: Any, specs: Any) -> Iterator[OutputTensor]:
-    """Yields the tensors of parameters as files hold them, each of which is read when it is
-    written; `specs` is a tree of `ParamSpec`."""
+    """Yields the tensors of parameters as files hold them. Values are copied from the devices only
+    when a tensor is written. `specs` is the tree of `ParamSpec` of the parameters; ValueError if a
+    shape differs."""
     for array, spec in zip(jax.tree.leaves(parameters), jax.tree.leaves(specs), strict=True):
         if tuple(array.shape) != spec.shape:
             raise ValueError(

@@ -53,7 +53,8 @@ class ParamLayout:
 
     @classmethod
     def on(cls, array: jax.Array, declared: ParamSpec) -> ParamLayout:
-        """Returns the layout that an array has now."""
+        """Returns the layout of an array that is on devices already. `declared`: the spec of the
+        parameter that the array holds."""
         sharding = array.sharding
         if not isinstance(sharding, NamedSharding):  # one device
             devices = np.asarray(list(array.devices()))
@@ -187,8 +188,9 @@ class ParamLayout:
 
 
 def _even_step(size: int, most: int) -> int:
-    """Returns a step of at most `most` that divides `size`, unless all such steps are small: fewer
-    sizes of windows mean fewer programs to compile."""
+    """Returns the step in which `size` is cut, at most `most`: the largest that divides `size`,
+    because fewer sizes of windows mean fewer programs to compile; but `most` itself if that step is
+    less than half of it."""
     divisor = most
     while size % divisor:
         divisor -= 1
@@ -203,9 +205,10 @@ compiled for norms and tiny models."""
 
 
 def transfer_dtype(dtype: Any, mesh: Any) -> np.dtype:
-    """Returns the type in which values of `dtype` are moved: 16-bit floats as integers on CPU,
-    where XLA would widen bfloat16 to float32 even to move it: a whole array to write a part of it
-    (525 MB: 220 ms, as integers 3), and all that devices exchange (five times the cost)."""
+    """Returns the type in which values of `dtype` are moved between devices: uint16 for 16-bit
+    floats on a CPU, else `dtype`. XLA for CPU would widen a bfloat16 array to float32 even to write
+    a part of it (525 MB: 220 ms, as integers 3) and in exchanges between devices (five times the
+    cost)."""
     dtype = np.dtype(dtype)
     if dtype.itemsize == 2 and mesh.devices.flat[0].platform == "cpu":
         return np.dtype(np.uint16)
@@ -222,7 +225,8 @@ def is_small(layout: ParamLayout, itemsize: int) -> bool:
 
 
 def load_sharded(stored: StoredParameter, layout: ParamLayout, dtype: Any) -> jax.Array:
-    """Reads a parameter from files, and returns it as `dtype` in its layout."""
+    """Reads a parameter from files, and returns the array on devices, in `layout` and of `dtype`.
+    Each row is read by one process, and goes from there to the devices."""
     dtype = np.dtype(dtype)
     shape = layout.declared.shape
     if is_small(layout, stored.dtype.itemsize):
@@ -256,7 +260,8 @@ def load_sharded(stored: StoredParameter, layout: ParamLayout, dtype: Any) -> ja
 
 
 def finished(array: jax.Array, sharding: NamedSharding, dtype: np.dtype) -> jax.Array:
-    """Returns an array that was moved in `transfer_dtype` as `dtype`, in the same memory."""
+    """Returns an array that was moved in `transfer_dtype` as an array of `dtype` with this
+    sharding. The memory stays the same."""
     parts = [shard.data for shard in array.addressable_shards]
     if array.dtype != dtype:
         # By NumPy's views, because a compiled cast would need the memory twice.
@@ -373,9 +378,9 @@ Part = tuple[tuple[slice, ...], Callable[[], np.ndarray]]
 def assemble(
     parts: Iterable[Part], sharding: NamedSharding, shape: tuple[int, ...], dtype: Any
 ) -> jax.Array:
-    """Returns the array that consists of these parts, which have the array's own dimensions. A
-    process reads only the parts that its devices hold some of, each once; if the array is small,
-    all parts."""
+    """Returns the array that consists of `parts`, which have the array's own dimensions. A process
+    reads only the parts that its devices need, each once; if the array is small (SMALL_BYTES),
+    every process reads all of them."""
     dtype = np.dtype(dtype)
     if math.prod(shape) * dtype.itemsize <= SMALL_BYTES:
         whole = np.empty(shape, dtype)
@@ -421,7 +426,8 @@ def _with_bounds(index: Sequence[slice], shape: Sequence[int]) -> tuple[slice, .
 
 
 def _intersection(first: Sequence[slice], second: Sequence[slice]) -> tuple[slice, ...] | None:
-    """Returns the index of what two parts of an array share; None if they share nothing."""
+    """Returns the index of what two parts of an array have in common; None if they have nothing in
+    common."""
     common = []
     for a, b in zip(first, second, strict=True):
         start = max(a.start, b.start)

@@ -75,8 +75,8 @@ def read_base(folder: Path) -> str:
 
 
 def read_adapter(folder: Path, a: Architecture) -> Adapter:
-    """Reads adapter_config.json, and returns the adapter for a model. ShoalError if it is not of a
-    kind that is computed here."""
+    """Reads adapter_config.json, and returns the adapter for a model. ShoalError if the adapter is
+    not plain LoRA, or does not fit the model."""
     config = read_json(folder / CONFIG)
     unsupported = [name for name in REFUSED if config.get(name)]
     if config.get("init_lora_weights") not in BEGINNINGS:
@@ -108,8 +108,8 @@ def read_adapter(folder: Path, a: Architecture) -> Adapter:
 
 
 def open_tensors(folder: Path, a: Architecture) -> dict[str, StoredParameter]:
-    """Returns the tensors of an adapter in a folder, without reading values. ShoalError unless they
-    are exactly those of the architecture."""
+    """Returns the stored tensors of an adapter in a folder by the names of the adapter's specs,
+    without reading values. ShoalError unless they are exactly those of the architecture."""
     if not (folder / WEIGHTS).is_file():
         raise ShoalError(f"{folder} holds no {WEIGHTS}: expected an adapter as PEFT saves it")
     stored = read_header(folder / WEIGHTS)
@@ -147,8 +147,8 @@ def load(folder: Path, a: Architecture, role: Role, dtype: Any) -> Parameters:
 
 
 def begin(a: Architecture, role: Role, dtype: Any, seed: int) -> Parameters:
-    """Returns the parameters of a new adapter, which changes nothing yet, as PEFT makes it: A
-    uniform within 1/sqrt(in), B zero."""
+    """Returns the parameters of a new adapter, started as PEFT starts it: A uniform within
+    1/sqrt(in), B zero, so that the adapter changes nothing yet."""
 
     def cast(leaf: jax.Array) -> jax.Array:
         return leaf.astype(dtype)
@@ -191,8 +191,9 @@ def save(
     tokenizer: Path,
     dtype: Any = "float32",
 ) -> None:
-    """Writes a folder that `peft.PeftModel.from_pretrained` loads on the base, with the tokenizer's
-    files; `parameters` are those of the adapter."""
+    """Writes a folder that `peft.PeftModel.from_pretrained` loads onto the base model, with the
+    tokenizer's files. `parameters` has the adapter's parameters, and None in place of the base's;
+    `base` is the folder or hub id of the base, `tokenizer` a folder with its files."""
     assert a.adapter
     tensors = list(huggingface.output_tensors(parameters, trained_specs(a)))
     with scratch_folder(folder) as scratch:

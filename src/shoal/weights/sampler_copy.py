@@ -43,9 +43,11 @@ PROGRAMS_KEPT = 64
 
 
 def publish_to(model: Model, params: Params, delete_source: bool = False) -> Params:
-    """Returns the sampler's parameters for `model`, as `place_parameters` does, but split into
-    layers if the sampler reads each layer from its own arrays. `delete_source` deletes arrays of
-    `params` one by one once they are copied, because otherwise there would be two of each."""
+    """Returns the sampler's parameters for `model`, made from the trainer's: quantised if the
+    sampler is, placed like `place_parameters`, and split into layers if the sampler reads each
+    layer from its own arrays (else stacked). Parameters that are split into layers already are
+    returned as they are. `delete_source` deletes each array of `params` as soon as its copy is
+    made, so that there are never two copies of all weights."""
     if isinstance(params.blocks, tuple):  # published before, and read from a checkpoint
         return params
     params = quantised(model, params)
@@ -56,8 +58,9 @@ def publish_to(model: Model, params: Params, delete_source: bool = False) -> Par
 
 
 def quantised(model: Model, params: Params) -> Params:
-    """Returns the parameters with kernels quantised to 8 bits, on the trainer's devices, if the
-    sampler's architecture has them quantised and `params` has not."""
+    """Returns the parameters with their kernels quantised to 8 bits, on the trainer's devices.
+    Returns `params` itself if the sampler is not quantised; weights that are quantised already
+    stay."""
     if not model.architecture.quantised:
         return params
     specs, structure = jax.tree.flatten(
@@ -121,7 +124,8 @@ def _placed(model: Model, params: Params, is_apart: bool, delete_source: bool = 
 
 
 def shards_of(params: Params) -> list[dict[Any, jax.Array]]:
-    """Returns for each parameter what each device of this process holds of it, for `part_of`."""
+    """Returns for each parameter, in the tree's order, a mapping from each device of this process
+    to the part of the parameter there."""
     shards = []
     for leaf in jax.tree.leaves(params):
         shards.append({shard.device: shard.data for shard in leaf.addressable_shards})
@@ -129,8 +133,9 @@ def shards_of(params: Params) -> list[dict[Any, jax.Array]]:
 
 
 def part_of(model: Model, shards: Sequence[Mapping[Any, jax.Array]]) -> Params:
-    """Returns published parameters as arrays on the devices of `model`, a part of the sampler's
-    that hold whole replicas. Nothing is copied. `shards` is what `shards_of` returned."""
+    """Returns published parameters as arrays on the devices of `model`, which are some of the
+    sampler's devices with whole replicas on them. Nothing is copied. `shards` is what `shards_of`
+    returned for the parameters on all of the sampler's devices."""
     shapes, structure = jax.tree.flatten(published_shapes(model))
     arrays = []
     for wanted, by_device in zip(shapes, shards, strict=True):
@@ -147,8 +152,8 @@ def published_shapes(model: Model) -> Params:
 
 
 def named_specs(model: Model) -> dict[str, ParamSpec]:
-    """Returns the specs of all parameters by name, with layers stacked, in the order of a tree of
-    parameters."""
+    """Returns the specs of all parameters by name ("blocks.q"), with layers stacked, in the order
+    of the tree of parameters."""
     specs: dict[str, ParamSpec] = {}
     for path, spec in jax.tree_util.tree_leaves_with_path(param_specs(model.architecture)):
         specs[jax.tree_util.keystr(path, simple=True, separator=".")] = spec
@@ -161,8 +166,8 @@ def published_dtype(model: Model, spec: ParamSpec) -> np.dtype:
 
 
 def num_bytes(model: Model, trained: bool = True) -> int:
-    """Returns the bytes of a version's weights in the sampler's type; with trained=False, those of
-    the frozen parameters, which are published once."""
+    """Returns the bytes of the trained parameters in the sampler's type, which each version has;
+    with trained=False those of the frozen parameters, which are published once."""
     total = 0
     for spec in named_specs(model).values():
         if spec.trained is trained:
@@ -171,8 +176,8 @@ def num_bytes(model: Model, trained: bool = True) -> int:
 
 
 def named_leaves(model: Model, params: Params) -> dict[str, tuple[int, ParamSpec, Any]]:
-    """Returns the parameters that are present (not None) by name, in the sampler's quantisation:
-    (number in the tree of all parameters, spec, array)."""
+    """Returns name -> (number in the tree of all parameters, spec, array) for the parameters that
+    are not None, after quantising them if the sampler is quantised."""
     structure = jax.tree.structure(param_specs(model.architecture))
     leaves = structure.flatten_up_to(quantised(model, params))
     named: dict[str, tuple[int, ParamSpec, Any]] = {}
@@ -187,8 +192,9 @@ def to_host(
     model: Model, leaves: Mapping[str, tuple[int, ParamSpec, Any]]
 ) -> Iterator[tuple[str, np.ndarray, jax.Array | int]]:
     """Yields (name, values in the sampler's type, checksum) for each of `named_leaves`, with layers
-    stacked. One array at a time is on the host, and for one at a time there is a copy on the
-    trainer's devices. The checksum may still be in computation when it is yielded."""
+    stacked. Values are NumPy arrays, and one parameter at a time is copied: to the sampler's type
+    on the trainer's devices, and from there to the host. The checksum may be an array that is still
+    being computed."""
     for name, (number, spec, leaf) in leaves.items():
         dtype = published_dtype(model, spec)
         if isinstance(leaf, jax.Array):
@@ -229,8 +235,9 @@ def _verified(
     location: str,
     frozen: MutableMapping[str, Any],
 ) -> Params:
-    """Compares checksums, and returns the parameters of `unverified` (which is emptied) and of
-    `frozen` in one tree. Frozen parameters that `frozen` lacks are added to it."""
+    """Returns all parameters as one tree, from `unverified` and `frozen`, after comparing the
+    checksums of `unverified`, which is emptied; ShoalError if one differs. Adds frozen parameters
+    that `frozen` lacks to it."""
     is_apart = model.ffn_chunks > 0
     specs = named_specs(model)
     arrays: dict[str, Any] = dict(frozen)
@@ -266,8 +273,9 @@ def _verified(
 def publication_program(
     model: Model, source: NamedSharding, target: NamedSharding, dtype: Any
 ) -> Program:
-    """Returns the program that lays out one of the trainer's arrays for the sampler, in `dtype` and
-    on the trainer's devices, and computes its checksum: (array, its number) -> (array, checksum).
+    """Returns the compiled program (array, its number) -> (array, checksum), which casts one of the
+    trainer's arrays to `dtype` and lays it out as the sampler has it, still on the trainer's
+    devices.
 
     If the sampler has other devices, each of the trainer's gets the part that a replica on as many
     devices would have there; if it has the same ones, `source` must have them in the sampler's
@@ -302,7 +310,8 @@ def _checksum(model: Model) -> Program:
 
 @lru_cache(PROGRAMS_KEPT)
 def _layers(model: Model, spec: ParamSpec, num_chunks: int) -> Program:
-    """Returns the program that splits a stacked array into its layers."""
+    """Returns the compiled program that splits a stacked array into a tuple of its layers, each of
+    `num_chunks` chunks if that is more than 1 (see `ffn_chunks`)."""
     layer_axes = spec.sharding(model.role).spec[1:]
     apart = NamedSharding(model.role.mesh, PartitionSpec(*layer_axes))
     split = partial(split_layers, spec=spec, num_chunks=num_chunks, tensor=model.role.tensor)
@@ -312,8 +321,8 @@ def _layers(model: Model, spec: ParamSpec, num_chunks: int) -> Program:
 def _publish(
     model: Model, leaf: jax.Array, target: NamedSharding, dtype: np.dtype, number: np.uint32
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (the sampler's array, the checksum that it must have: that of the trainer's array in
-    the sampler's type)."""
+    """Copies one of the trainer's arrays to the sampler's layout, type and devices. Returns (the
+    sampler's array, the checksum that the array must have, computed before it was copied)."""
     source = leaf.sharding
     if not isinstance(source, NamedSharding):  # an array of one device, made without a mesh
         one_device = as_mesh(np.asarray(list(leaf.devices())), ("data",))

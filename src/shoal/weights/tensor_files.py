@@ -57,7 +57,8 @@ class LazyArray:
 
 
 def grid(shape: Sequence[int], steps: Sequence[int]) -> Iterator[tuple[slice, ...]]:
-    """Yields the parts of an array that steps along its axes give, in order, each as an index."""
+    """Yields the parts into which an array of this shape is cut by `steps`, one step for each axis:
+    each part as an index, the last axis first. Parts at the end may be smaller."""
     cuts_by_axis = []
     for size, step in zip(shape, steps, strict=True):
         starts = range(0, size, step)
@@ -107,8 +108,8 @@ class StoredTensor:
     offset: int  # byte in the file at which the tensor begins
 
     def read(self, start: int, values: np.ndarray) -> None:
-        """Fills `values` with the rows from `start` on. ShoalError, which names the byte, if the
-        file cannot be read further."""
+        """Fills `values`, an array of consecutive rows, with the tensor's rows from row `start` on.
+        ShoalError, which names the byte, if the file ends early or cannot be read."""
         if not len(values):  # the run of a device that comes after the last row
             return
         position = self.offset + start * values[0].nbytes
@@ -150,7 +151,8 @@ class BlockScaledTensor(StoredTensor):
     block: tuple[int, int]  # rows and columns; the last ones may be smaller
 
     def read(self, start: int, values: np.ndarray) -> None:
-        """Fills `values` with scaled rows from `start` on."""
+        """Fills `values`, float32[rows, columns], with the rows from row `start` on: stored values
+        times the scales of their blocks."""
         block_rows, block_columns = self.block
         num_rows = len(values)
         stored = np.empty(values.shape, OWN_DTYPES["F8_E4M3"])
@@ -207,7 +209,7 @@ class StoredParameter:
 
     @property
     def dtype(self) -> np.dtype:
-        """The type of the tensors; float32 if they differ."""
+        """The type of the tensors; float32 if they have different types."""
         types = {DTYPES[tensor.dtype] for tensor in self.tensors}
         if len(types) > 1:
             return np.dtype(np.float32)  # float32 holds the values of each of them
@@ -234,8 +236,9 @@ class StoredParameter:
 
 
 def digests(stored: Mapping[str, StoredParameter]) -> dict[str, str]:
-    """Returns a digest of the samples (`StoredTensor.sample`) of each parameter's tensors, by name.
-    ShoalError if a file cannot be read."""
+    """Returns parameter name -> digest of its tensors' types and shapes, and of bytes from all over
+    their values (`StoredTensor.sample`), which is much faster than reading all. ShoalError if a
+    file cannot be read."""
 
     def digest(parameter: StoredParameter) -> str:
         """Returns the digest of one parameter."""
@@ -294,8 +297,9 @@ class OutputTensor:
 
 
 def write_file(file: Path, tensors: Sequence[OutputTensor], dtype: np.dtype) -> None:
-    """Writes a safetensors file. Each run of rows is fetched when it is written, and several
-    threads write its parts. `dtype` is for tensors without a type of their own."""
+    """Writes tensors to a safetensors file, in their order. The values of each run of rows are
+    asked for only when they are written, and several threads write them. `dtype` is for tensors
+    without a type of their own."""
     dtype_names = {value: name for name, value in OWN_DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts = []
@@ -327,8 +331,8 @@ def write_file(file: Path, tensors: Sequence[OutputTensor], dtype: np.dtype) -> 
 
 
 def _write_part(descriptor: int, position: int, data: memoryview, first: int) -> None:
-    """Writes PART_BYTES of `data` from byte `first` on; `position` is where `data` begins in the
-    file."""
+    """Writes a part of `data`, at most PART_BYTES from byte `first` on. `position`: the byte of the
+    file at which `data` begins."""
     left = data[first : first + PART_BYTES]
     position += first
     while left:

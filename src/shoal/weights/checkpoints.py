@@ -122,8 +122,9 @@ class Checkpoints:
         self._args = ocp.args
 
     def explain_write_errors(self, name: str = "") -> AbstractContextManager[None]:
-        """Returns a context for code that writes a checkpoint: its errors tell from which
-        checkpoint the run can go on."""
+        """Returns a context for code that writes the checkpoint `name` ("" for the folder of all):
+        whatever is raised in it becomes a ShoalError that says from which checkpoint the run can be
+        resumed."""
         saved = versions(self.folder.parent)
         if saved:
             then = f"resume the run, which goes on from the checkpoint of step {saved[-1]}"
@@ -139,12 +140,13 @@ class Checkpoints:
         published: Mapping[int, Params] | None = None,
         scores: Mapping[int, float] | None = None,
     ) -> None:
-        """Saves the state, `extra` as JSON, and `published` weights of older versions, which are on
-        devices or `LazyArray`s.
+        """Saves a version: the state, `extra` as JSON, and `published`, weights of older versions
+        (arrays on devices or `LazyArray`s). Waits for the save before it, and then for this one
+        too, unless `in_background`.
 
         `scores` of evaluated versions decide which older checkpoints are kept; none is deleted
-        before a newer one is whole. ShoalError if the checkpoint cannot be written: the older ones
-        are then kept.
+        before a newer one is complete. ShoalError if the checkpoint cannot be written: the older
+        ones are then kept.
         """
         self.finish()
         items = {"state": state.to_trees()}
@@ -185,7 +187,8 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def _prune(self) -> None:
-        """Deletes the checkpoints that are not kept."""
+        """Deletes all checkpoints but the newest `keep_last`, the `keep_best` with the highest
+        scores, and the protected one."""
         saved = self.versions()
         keep = set(saved[-self.keep_last :])
         if self.keep_best:
@@ -204,8 +207,8 @@ class Checkpoints:
 
 
 def layout(tree: Any) -> str:
-    """Returns a digest of the names, shapes and types of a tree. If it differs from a checkpoint's,
-    that was saved with another model or optimizer, and is not damaged."""
+    """Returns a digest of the names, shapes and types of a tree of arrays. Another digest than a
+    checkpoint's means that it was saved with another model or optimizer, not that it is damaged."""
     lines = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         lines.append(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}")
@@ -234,9 +237,9 @@ def versions(run: Path) -> list[int]:
 
 
 def find_checkpoint(folder: Path) -> tuple[Path, int] | None:
-    """Returns (run folder, version) for a run folder (its newest version), `<run>/checkpoints`
-    (also the newest) or one of the numbered folders in it; None if `folder` is no run's. ShoalError
-    for a run that has no checkpoint."""
+    """Returns (run folder, version) if `folder` is a run's folder or its `checkpoints` (the newest
+    version), or one of the numbered folders in that. None if `folder` belongs to no run; ShoalError
+    if the run has no checkpoint."""
     folder = folder.resolve()  # the names of `.` and `..` say nothing
     if folder.name.isdigit() and folder.parent.name == FOLDER and folder.is_dir():
         return folder.parent.parent, int(folder.name)
@@ -266,22 +269,23 @@ def restore(
     sampler: Params | None = None,
     world: World | None = None,
 ) -> Restored:
-    """Reads a checkpoint, each array in the layout of `shapes`. `sampler` has shapes and layouts
-    for published weights: if it has no layouts, these weights become `LazyArray`s of the
-    checkpoint; if it is None, they are not read.
+    """Reads a checkpoint, each array with the sharding of `shapes`. `sampler`: shapes of one
+    version's published weights. If these have shardings, the weights are read too; if they have
+    none, each weight becomes a `LazyArray` of the checkpoint; if `sampler` is None, published
+    weights are left out.
 
     Raises `DamagedCheckpoint` if a part is missing or differs by a single bit from what was saved,
     ShoalError if the checkpoint was saved with another model or optimizer, or if the machine cannot
-    read it now (memory, permissions, network). If there are several processes, all raise the same,
-    whichever of them met it.
+    read it now (memory, permissions, network). If there are several processes, all raise the same
+    error, whichever of them met it.
     """
     path = (run / FOLDER / str(version)).absolute()
     wanted: dict[str, Any] = {"state": shapes.to_trees()}
     world = world or World()
 
     def read_extra() -> tuple[dict[str, Any], list[str], dict[str, int]]:
-        """Returns (extra, names of trees whose layout differs from the saved one, checksums). Adds
-        the published weights to what is wanted."""
+        """Returns (extra, names of trees whose layout differs from the saved one, checksums by name
+        of tree). Adds the published weights to `wanted`."""
         with _reader(load_orbax().JsonCheckpointHandler()) as reader:
             extra = reader.restore(path / "extra")
         if sampler is not None and extra["published"]:
@@ -291,7 +295,7 @@ def restore(
         return extra, others, extra["checksums"]
 
     def read_arrays(name: str) -> Any:
-        """Reads the tree of this name."""
+        """Reads the tree of this name in `wanted`: `state` or `published`."""
         if name == "published":
             leaves = jax.tree.leaves(wanted[name])
             if all(leaf.sharding is None for leaf in leaves):
@@ -338,8 +342,9 @@ def _reader(handler: Any) -> Any:
 
 
 def _read_everywhere(path: Path, part: str, read: Callable[[], Any], world: World) -> Any:
-    """Calls `read` in every process, and returns its result once all have returned. If any failed,
-    all raise the fault of one of them."""
+    """Calls `read` in every process, and returns this process's result once all have returned. If
+    it failed in any process, all of them raise the same: ShoalError if a machine is at fault, else
+    `DamagedCheckpoint`. `part`: what is read, for messages between processes."""
     content = None
     error = None
     fault = None
@@ -364,8 +369,8 @@ def _read_everywhere(path: Path, part: str, read: Callable[[], Any], world: Worl
 
 
 def _is_machine_fault(error: Exception) -> bool:
-    """True for trouble with memory, permissions or a network disk, in spite of which the checkpoint
-    may be whole."""
+    """True for an error of memory, permissions or a network disk, which says nothing about the
+    checkpoint's files."""
     if isinstance(error, MemoryError | Unreachable):
         return True
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
@@ -381,11 +386,11 @@ _MACHINE_FAULTS = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "Ou
 def restore_newest(
     run: Path, shapes: Checkpointed, sampler: Params, warn: Callable[[str], None], world: World
 ) -> Restored | None:
-    """Reads the newest checkpoint that is whole, and returns it. Damaged newer ones are moved away,
-    and named in a warning.
+    """Reads the newest checkpoint that is not damaged, and returns it. Damaged newer ones are then
+    moved to DAMAGED_FOLDER, each with a warning.
 
-    None if the run has no checkpoint; ShoalError, with nothing moved, if every one is damaged. If
-    there are several processes, all read the checkpoints that the first one sees.
+    None if the run has no checkpoint; ShoalError, with nothing moved, if all are damaged. If there
+    are several processes, all read the checkpoints that the first one sees.
     """
     damaged: dict[int, str] = {}
     for version in reversed(world.exchange_json("checkpoints", versions(run))[0]):
@@ -408,7 +413,7 @@ def restore_newest(
 
 
 def _move_away(run: Path, version: int) -> Path:
-    """Moves a damaged checkpoint to `DAMAGED_FOLDER`, and returns where it is now."""
+    """Moves a damaged checkpoint to `DAMAGED_FOLDER`, and returns its new path."""
     # Moved, not deleted: a file that is lost today may be on a disk that comes back.
     folder = run / DAMAGED_FOLDER
     folder.mkdir(exist_ok=True)
@@ -421,8 +426,9 @@ def _move_away(run: Path, version: int) -> Path:
 
 
 def read_extra(run: Path, version: int, name: str) -> dict[str, Any]:
-    """Returns one entry of a checkpoint's JSON: `facts`, about the inputs of its run, or
-    `checksums`. {} if it cannot be read; the error comes when the weights are read."""
+    """Returns one entry of the JSON beside a checkpoint's arrays: `facts` (about the inputs of its
+    run) or `checksums`. {} if it cannot be read, because reading the weights will raise the
+    error."""
     file = run / FOLDER / str(version) / "extra" / "metadata"
     try:
         return json.loads(file.read_text("utf-8"))[name]
@@ -438,9 +444,9 @@ def load_parameters(
     dtype: Any = jnp.float32,
     keep: Keep = keep_as_read,
 ) -> Params:
-    """Reads the trained parameters of one checkpoint, each in this role's layout and in `dtype`.
-    `keep` is called with each one, after all have been read, and returns what takes its place.
-    ShoalError if they are not what was saved."""
+    """Reads the trained parameters of one checkpoint, on a role's devices and in `dtype`; no
+    optimizer state. Then `keep` is called with each spec and array, and returns what takes the
+    array's place. ShoalError if the files cannot be read, or differ from what was saved."""
     ocp = load_orbax()
     specs = trained_specs(architecture)
     wanted = {"trainable": param_shapes(specs, role, dtype)}

@@ -84,8 +84,8 @@ class FolderStore(FileStore):
             self._save(self.base, without_adapter(self.model.architecture, params))
 
     def write(self, version: int, params: Params) -> Version:
-        """Writes a version's folder, scores the probe, and sets `num_bytes` to the folder's
-        size."""
+        """Writes a version's folder, scores the probe with its weights, and returns the version.
+        Sets `num_bytes` to the folder's size."""
         folder = self.new_path(f"{version:06d}")
         a = self.model.architecture
         whole = joined(params, self._base_params)
@@ -105,7 +105,7 @@ class FolderStore(FileStore):
         )
 
     def _save(self, folder: Path, weights: Params) -> None:
-        """Writes a base model's folder."""
+        """Writes the weights of a base model as a folder in Hugging Face's format."""
         a = self.model.architecture
         tensors = list(huggingface.output_tensors(weights, param_specs(a.base)))
         config = self.config or read_json(self.source / "config.json")
@@ -152,8 +152,8 @@ class FolderVersion:
     def read(
         self, model: Model, frozen: MutableMapping[str, Any] | None = None
     ) -> Future[Callable[[], Params]]:
-        """Returns a done future of a function that returns this version itself, since the engine
-        reads the files. LookupError if the folder was removed."""
+        """Returns a future that is done: a function that returns this version in place of weights,
+        because the engine reads the files itself. LookupError if the folder was removed."""
         if not self.exists:
             raise LookupError(f"version {self.version} is not published any more")
         done: Future[Callable[[], Params]] = Future()

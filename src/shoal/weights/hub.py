@@ -60,9 +60,9 @@ def locate(path: str | Path, token: str | None = None, weights: bool = True) -> 
 
 
 def cached_folder(path: str) -> Path | None:
-    """Returns the folder of a model if it is on this machine, without downloading anything: a
-    packaged model's, a local folder, or, for a hub id, the snapshot that `main` refers to in the
-    hub's cache, if it has a config.json. None if there is none. The weights may be missing."""
+    """Returns the folder of a model if it is on this machine: that of a packaged model, a local
+    folder, or, for a hub id, the snapshot of `main` in the hub's cache. Downloads nothing. None if
+    there is no such folder, or if the snapshot has no config.json. Weights may be missing."""
     if path in PACKAGED or Path(path).expanduser().is_dir():
         return locate(path)
     if not HUB_ID.fullmatch(path):
@@ -80,9 +80,10 @@ def cached_folder(path: str) -> Path | None:
 
 
 def _other_folders() -> tuple[str, ...]:
-    """Returns patterns of files that are not downloaded with a model: those in subfolders, which
-    hold the same weights in other formats, except the folder of chat templates. Each pattern but
-    the first names the folders whose names differ from that folder's at one letter."""
+    """Returns patterns of files in subfolders, which are not downloaded with a model because they
+    hold the same weights in other formats. The folder NAMED_TEMPLATES (chat templates) is spared:
+    patterns cannot exclude one name, so each after the first matches names that differ from it at
+    one letter."""
     patterns = ["*/*/*"]
     for length, letter in enumerate(NAMED_TEMPLATES):
         patterns.append(f"{NAMED_TEMPLATES[:length]}[!{letter}]*/*")

@@ -139,7 +139,8 @@ class MaxTextArray:
 
     @property
     def row_axis(self) -> int:
-        """The axis of MaxText's array that is the rows of Hugging Face's tensor."""
+        """The axis of MaxText's array that corresponds to the rows of the tensor in Hugging Face's
+        files; of heads the one that counts them."""
         if not self.spec.transposed:
             return 0
         if self.head_axis == 1:
@@ -155,7 +156,8 @@ class MaxTextArray:
         return self.head_axis + 1 + int(self.scanned)
 
     def index(self, part: tuple[slice, ...]) -> tuple[slice, ...]:
-        """Converts the index of a part in MaxText's array to its index in Shoal's parameter."""
+        """Converts the index of a part of MaxText's array to the index of the same values in
+        Shoal's parameter. The axis of a head's width must be whole."""
         cuts = list(part)
         layers: slice | None = None
         if self.scanned:
@@ -171,7 +173,8 @@ class MaxTextArray:
         return tuple(cuts)
 
     def from_shoal(self, values: np.ndarray) -> np.ndarray:
-        """Converts a part of Shoal's parameter to MaxText's form."""
+        """Converts a part of Shoal's parameter to MaxText's form: heads in two dimensions, rotary
+        pairs, scaled queries, layers on axis 1."""
         if self.head_axis is not None:
             axis = self.head_axis + int(self.spec.stacked)
             shape = list(values.shape)
@@ -208,8 +211,9 @@ class MaxTextArray:
 
 
 def arrays_of(a: Architecture, scan_layers: bool, pairs: bool) -> list[MaxTextArray]:
-    """Returns all arrays of an architecture as MaxText has them; ShoalError if MaxText has no such
-    model."""
+    """Returns all arrays that MaxText has for an architecture: one for each parameter if
+    `scan_layers`, else one for each layer of it. `pairs`: True if rotary dimensions that belong
+    together are adjacent. ShoalError if MaxText has no model with these biases."""
     if a.output_bias or a.mlp_bias or (a.qkv_bias and a.qk_norm):
         raise ShoalError(
             "MaxText has no model with these biases (on the attention's output, the feed-forward "
@@ -262,8 +266,8 @@ def layout_text(scan_layers: bool, pairs: bool) -> str:
 
 
 def find_tree(folder: Path) -> Path | None:
-    """Returns the folder of an Orbax tree: `folder` itself, its `items`, or that of its newest
-    step. None if there is no tree, or it is part of a Shoal run's checkpoint."""
+    """Returns the folder of an Orbax tree of MaxText's: `folder` itself, its `items`, or that of
+    its newest step. None if there is no tree, or if it is part of a Shoal run's checkpoint."""
     for path in (folder, folder / INNER.name):
         if (path / "_METADATA").is_file() and not (path / "config.json").exists():
             # Shoal's own checkpoints are Orbax trees, too; `checkpoints.py` reads those, and
@@ -298,8 +302,8 @@ class MaxTextCheckpoint:
         return f"MaxText checkpoint {self.folder}: {layout_text(self.scan_layers, self.pairs)}"
 
     def load(self, role: Role, dtype: Any = np.float32, keep: Keep = keep_as_read) -> Params:
-        """Reads the parameters and returns them in the role's layout. They are read a part at a
-        time, each part once in a process; `keep` as in `huggingface.load`."""
+        """Reads the parameters and returns them in the role's layout. Each process reads the parts
+        that its devices need, one after the other; `keep` as in `huggingface.load`."""
 
         def read(spec: ParamSpec) -> Any:
             array = assemble(self._parts(spec), spec.sharding(role), spec.shape, dtype)
@@ -319,15 +323,16 @@ class MaxTextCheckpoint:
         return digests
 
     def tensors(self, file: IO[bytes], dtype: np.dtype) -> Iterator[OutputTensor]:
-        """Yields the tensors of Hugging Face's files, each of which is read when it is written.
-        `file` holds one parameter at a time, from which its tensors are read in windows."""
+        """Yields the tensors of Hugging Face's files, whose values are read only when they are
+        written. `file`: a temporary file; the parameter that is being written is converted into it
+        as a whole, and its tensors are read from there."""
         staged = ""
 
         def read(
             spec: ParamSpec, index: tuple[int, ...], _: np.dtype
         ) -> Iterator[tuple[int, np.ndarray]]:
-            """Yields one tensor in windows of rows; first writes its parameter to `file`, if that
-            holds another."""
+            """Yields one tensor in runs of rows. Fills `file` with the tensor's parameter first,
+            unless the tensor before was of the same parameter."""
             nonlocal staged
             if spec.name != staged:
                 self._stage(spec, file, dtype)
@@ -351,7 +356,7 @@ class MaxTextCheckpoint:
                 yield OutputTensor(name, spec.tensor_shape, partial(read, spec, index))
 
     def _stage(self, spec: ParamSpec, file: IO[bytes], dtype: np.dtype) -> None:
-        """Writes a parameter in Shoal's form to a file, over what it held."""
+        """Replaces the content of `file` by a parameter in Shoal's form."""
         file.truncate(0)
         # otherwise a full disk would end the process by a signal
         if hasattr(os, "posix_fallocate"):
@@ -360,8 +365,8 @@ class MaxTextCheckpoint:
             np.memmap(file, dtype, "r+", shape=spec.shape)[index] = read().astype(dtype)
 
     def _parts(self, spec: ParamSpec) -> Iterator[Part]:
-        """Yields all of a parameter in parts, each about a window, or a piece of the file if pieces
-        are larger."""
+        """Yields a parameter in parts, each with a function that reads it: about WINDOW_BYTES, or a
+        piece of the stored array if its pieces are larger."""
         for array in arrays_of(self.architecture, self.scan_layers, self.pairs):
             if array.spec.name != spec.name:
                 continue
@@ -378,8 +383,9 @@ def _read_part(array: MaxTextArray, stored: StoredArray, part: tuple[slice, ...]
 
 
 def part_steps(array: StoredArray, itemsize: int, whole: int | None) -> list[int]:
-    """Returns steps along an array's axes for reading it: a piece of the file, and as many more as
-    a window holds. The axis `whole` is not cut."""
+    """Returns the size, along each axis, of the parts in which a stored array is read: a piece of
+    the array on disk, or several if they fit into WINDOW_BYTES. The axis `whole` is not cut; None:
+    every axis may be."""
     steps = [min(piece, size) for piece, size in zip(array.pieces, array.shape, strict=True)]
     if whole is not None:
         steps[whole] = array.shape[whole]
@@ -390,8 +396,8 @@ def part_steps(array: StoredArray, itemsize: int, whole: int | None) -> list[int
 
 
 def transpose(values: np.ndarray) -> np.ndarray:
-    """Returns a copy of `values.T`, made by blocks of rows, which is three times as fast as at
-    once."""
+    """Returns a copy of the matrix `values.T`. It is made from blocks of rows, which is three times
+    as fast as one copy."""
     copy = np.empty(values.shape[::-1], values.dtype)
     for start in range(0, len(values), 64):
         copy[:, start : start + 64] = values[start : start + 64].T
@@ -405,9 +411,11 @@ def open_checkpoint(
     scan_layers: bool,
     keys: tuple[str, str] = ("model.name", "model.tokenizer"),
 ) -> MaxTextCheckpoint:
-    """Returns a MaxText checkpoint without reading its values, after checking it against the model
-    of a name, or else of the config.json next to the tokenizer. `keys` are the settings for both,
-    for messages. ShoalError if it does not fit."""
+    """Opens a MaxText checkpoint without reading its values, and returns it after checking names
+    and shapes of its arrays against a model: the published one called `model_name`, or that of the
+    config.json of `model_name` (a hub id) or of the `tokenizer` folder. `keys` are the settings
+    that name both, for messages. ShoalError if the checkpoint does not fit, or if no model is
+    given."""
     if not (model_name or tokenizer):
         raise ShoalError(
             f"{tree_folder} is a MaxText checkpoint, which does not say what model it is: give "
@@ -455,8 +463,9 @@ def _check_arrays(
     where: Path,
     model: str,
 ) -> str:
-    """Returns the prefix of the parameters' names, if they fit the architecture of `model` one to
-    one; else raises ShoalError, which names the first that does not."""
+    """Returns the prefix of the parameters' names (one of ROOTS), if the stored arrays are exactly
+    those of the architecture; else raises ShoalError, which names the first that differs. `model`:
+    what the architecture was read from, for messages."""
     roots = [root for root in ROOTS if root + "token_embedder/embedding" in shapes]
     if not roots:
         raise ShoalError(
@@ -490,8 +499,8 @@ def _check_arrays(
 
 
 def _first_misfit(stored: Mapping[str, tuple[int, ...]], arrays: Sequence[MaxTextArray]) -> str:
-    """Returns what is wrong with the first stored array that does not fit; "" if all fit one to
-    one."""
+    """Returns a text about the first array that has another shape, is missing or is left over; ""
+    if the stored arrays are exactly these."""
     wanted = {array.name: array.shape for array in arrays}
     for name, shape in wanted.items():
         if name in stored and stored[name] != shape:
@@ -518,8 +527,8 @@ def _first_of(names: Collection[str]) -> str:
 def arrays_to_write(
     read: ReadPart, arrays: Iterable[MaxTextArray], dtype: np.dtype
 ) -> dict[str, LazyArray]:
-    """Returns the arrays of MaxText's tree by name, each of which is read and converted when it is
-    written."""
+    """Returns name in MaxText's tree -> array, whose values are read by `read` and converted to
+    MaxText's form only when the array is written."""
 
     def part_of(array: MaxTextArray, part: tuple[slice, ...]) -> np.ndarray:
         return array.from_shoal(read(array.spec, array.index(part))).astype(dtype, copy=False)
@@ -543,10 +552,11 @@ def write_tree(
     metadata: Mapping[str, Any],
     on_written: Callable[[int], None],
 ) -> None:
-    """Writes `folder/0/items` as MaxText does: the step, the arrays, an empty optimizer state.
+    """Writes `folder/0/items` as MaxText does: the step, the arrays, an empty optimizer state, and
+    `metadata`.
 
     One piece of one array at a time is in memory; `on_written` is called with the bytes of each.
-    Errors name `target`, the folder to which the result will be moved.
+    Errors name `target`, the folder to which the caller will move the result.
     """
     ocp = load_orbax()
     step, item = INNER.parts

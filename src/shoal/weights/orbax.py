@@ -53,7 +53,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @functools.cache
 def load_orbax() -> Any:
-    """Imports and returns the module `orbax.checkpoint`; late, because that takes a second.
+    """Imports `orbax.checkpoint`, changes how it reads arrays (`_read_to_the_end`), and returns the
+    module. Called late, because the import takes a second.
 
     As a side effect one message of its event loops is dropped from now on. When one array of many
     cannot be read or written, Orbax closes its loop, and for each other array a thread that is not
@@ -92,8 +93,8 @@ async def _read_to_the_end(read: Callable[..., Any], *args: Any, **options: Any)
 
 @contextmanager
 def orbax_silenced() -> Iterator[None]:
-    """Drops what Orbax logs and warns of in addition to the errors that it raises, until the end of
-    the block."""
+    """Silences the log lines and warnings that Orbax writes in addition to the errors it raises,
+    until the end of the block."""
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
@@ -117,8 +118,8 @@ def written_at_once(largest_array: int) -> int:
 
 @contextmanager
 def explain_write_errors(path: Path, then: str = "give the same command again") -> Iterator[None]:
-    """Turns whatever Orbax raises while it writes `path` into one ShoalError, whose text ends with
-    the advice `then`."""
+    """Turns any exception in the block, which writes `path` by Orbax, into a ShoalError that names
+    the cause. `then`: the advice at the end of its text."""
     try:
         yield
     except Exception as error:
@@ -137,8 +138,8 @@ def _is_full_disk(error: Exception) -> bool:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turns whatever Orbax raises while it reads `path` into one ShoalError, which advises to copy
-    the checkpoint again."""
+    """Turns any exception in the block, which reads `path` by Orbax, into a ShoalError that names
+    the cause and advises to copy the checkpoint again."""
     try:
         yield
     except Exception as error:
@@ -148,8 +149,8 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def cause(error: BaseException) -> str:
-    """Returns the reason of an error for a message: its first line; if that is one of Orbax's long
-    ones, its last clause before a list of settings.
+    """Returns the reason of an error in one line for a message: its first line without settings, or
+    the end of that line if it is long.
 
     Also frees what the error's frames hold: a coroutine that is freed later would warn then, after
     the end of `orbax_silenced`.
@@ -174,8 +175,8 @@ def cause(error: BaseException) -> str:
 
 
 def check_room(folder: Path, tree: Any) -> None:
-    """Raises OSError if the disk has less room than the arrays take, before anything is written.
-    Does nothing if there are several processes."""
+    """Raises OSError (no space) if the disk has less free space than a tree's arrays take. Does
+    nothing if there are several processes."""
     needed = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
     free = shutil.disk_usage(folder).free
     if jax.process_count() == 1 and free < needed:
@@ -224,8 +225,8 @@ class StoredArray:
 
 
 def leaf_types(on_written: Callable[[int], None] = lambda size: None) -> Any:
-    """Returns Orbax's registry of leaf types, with a handler that writes a `LazyArray` part by
-    part; `on_written` is called with the bytes of each part."""
+    """Returns Orbax's registry of handlers by type of leaf: with it, a `LazyArray` is written part
+    by part. `on_written` is called with the bytes of each part."""
     import tensorstore
 
     type_handlers = load_orbax().type_handlers
@@ -236,7 +237,7 @@ def leaf_types(on_written: Callable[[int], None] = lambda size: None) -> Any:
         async def serialize(
             self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
         ) -> Sequence[Any]:
-            """Writes arrays in batches, and returns when all are written."""
+            """Writes arrays in batches (`_batches`), and returns when all are written."""
             assert args is not None
             for batch in _batches(values):
                 # Batch by batch: Orbax would write all at once, and every array would have a slice
@@ -246,7 +247,8 @@ def leaf_types(on_written: Callable[[int], None] = lambda size: None) -> Any:
             return []
 
         async def _open_and_write(self, value: Any, tspec: Any, ts_context: Any) -> None:
-            """Writes one array in parts, each read from it when it is written."""
+            """Writes one `LazyArray` in parts: each is read from the array just before it is
+            written."""
             array: Any = await tensorstore.open(
                 tensorstore.Spec(tspec), create=True, open=True, context=ts_context
             )
@@ -269,7 +271,8 @@ def leaf_types(on_written: Callable[[int], None] = lambda size: None) -> Any:
 
 
 def save_args(leaf: Any) -> Any:
-    """Returns Orbax's settings for writing a leaf: how a large `LazyArray` is cut into pieces."""
+    """Returns Orbax's settings for writing a leaf: pieces of at most CHUNK_BYTES on disk for a
+    large `LazyArray`, the default for others."""
     save_args_of = load_orbax().SaveArgs
     if not isinstance(leaf, LazyArray) or leaf.nbytes <= CHUNK_BYTES:
         return save_args_of()
@@ -278,8 +281,8 @@ def save_args(leaf: Any) -> Any:
 
 
 def _batches(values: Sequence[LazyArray]) -> Iterator[slice]:
-    """Yields slices of arrays that are written at the same time: runs of arrays with at most
-    CHUNK_BYTES together, or one array."""
+    """Yields consecutive slices of `values`, each to be written at the same time: arrays of at most
+    CHUNK_BYTES together, or a single larger one."""
     start = 0
     total = 0
     for number, value in enumerate(values):

@@ -40,8 +40,8 @@ PROGRAM = "shoal: published weights"
 
 
 def file_system(folder: Path, mounts: Path = MOUNTS) -> str:
-    """Returns the type of the file system that a folder lies in, for example "tmpfs" or "ext4"; ""
-    if the system does not say."""
+    """Returns the type of the file system that a folder is in, for example "tmpfs" or "ext4"; "" if
+    that is unknown. `mounts`: Linux's list of mounted file systems."""
     try:
         lines = mounts.read_text().splitlines()
         resolved = folder.resolve()
@@ -58,8 +58,8 @@ def file_system(folder: Path, mounts: Path = MOUNTS) -> str:
 
 
 def default_folder(num_bytes: int) -> Path:
-    """Returns the folder for versions of `num_bytes` bytes each: a file system in memory if it has
-    room for them, else the system's folder for temporary files."""
+    """Returns the folder for versions of `num_bytes` bytes each: MEMORY_FOLDER if it can be written
+    and has room for COPIES_IN_MEMORY of them, else the system's folder for temporary files."""
     with contextlib.suppress(OSError):
         if shutil.disk_usage(MEMORY_FOLDER).free >= COPIES_IN_MEMORY * num_bytes:
             with tempfile.TemporaryFile(dir=MEMORY_FOLDER):
@@ -68,8 +68,8 @@ def default_folder(num_bytes: int) -> Path:
 
 
 def mark_folder(folder: Path) -> int:
-    """Marks a folder as this process's, by the file `OWNER` in it. Returns the descriptor of that
-    file, which stays locked until it is closed or the process ends."""
+    """Marks a folder as this process's by the file `OWNER` in it, which it creates and locks.
+    Returns the file's descriptor: the lock ends when that is closed, or with the process."""
     import fcntl
 
     file = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -81,9 +81,9 @@ def mark_folder(folder: Path) -> int:
 
 
 def remove_abandoned(parent: Path, mounts: Path = MOUNTS) -> None:
-    """Removes folders in `parent` that this machine's processes have marked, if their process has
-    ended. Removes nothing on a file system that other machines may write to, because their
-    processes cannot be seen."""
+    """Deletes folders in `parent` that were marked (`mark_folder`) by processes of this machine
+    which have ended since without deleting them. Deletes nothing on a file system that other
+    machines may write to, because their processes cannot be seen."""
     import fcntl
 
     if file_system(parent, mounts) not in LOCAL_FILE_SYSTEMS:

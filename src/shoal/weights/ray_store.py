@@ -74,8 +74,8 @@ class RayVersion(StoredVersion):
         self.refs.clear()
 
     def open(self, model: Model) -> Callable[[str], np.ndarray]:
-        """Returns a function that reads a tensor by name; it fetches the next tensors at the same
-        time. LookupError if the version was removed."""
+        """Returns a function that reads a tensor by name; with it, it fetches the next tensors, up
+        to FETCH_BYTES. LookupError if the version was removed."""
         refs = dict(self.refs)
         if not refs:
             raise LookupError(f"{self.title} is not in {self.location} any more")
@@ -84,7 +84,8 @@ class RayVersion(StoredVersion):
         fetched: dict[str, Any] = {}
 
         def read(name: str) -> np.ndarray:
-            """Returns a tensor; fetches it, and the next ones, if it was not fetched yet."""
+            """Returns a tensor. If it was not fetched yet, fetches it with the next ones, in place
+            of those that were fetched before."""
             nonlocal fetched
             if name not in fetched:
                 batch = _first_bytes(model, specs, names[names.index(name) :], FETCH_BYTES)
@@ -99,8 +100,8 @@ class RayVersion(StoredVersion):
 def _first_bytes(
     model: Model, specs: Mapping[str, ParamSpec], names: Sequence[str], most: int
 ) -> list[str]:
-    """Returns the first names whose tensors have at most `most` bytes together; at least one
-    name."""
+    """Returns as many of the first names as have tensors of at most `most` bytes together; at least
+    one name."""
     first: list[str] = []
     size = 0
     for name in names:

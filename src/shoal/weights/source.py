@@ -86,18 +86,19 @@ class ModelSource:
     """Returns digests of samples of all weights that are read, by name."""
 
     def load(self, role: Role, dtype: Any, frozen_dtype: Any = None, seed: int = 0) -> Params:
-        """Reads the weights and returns them in a role's layout: trained ones in `dtype`, those
-        that an adapter freezes in `frozen_dtype` (None: also `dtype`). `seed` is for an adapter
-        that is new."""
+        """Reads the weights and returns them on a role's devices: trained ones in `dtype`, those
+        that an adapter freezes in `frozen_dtype` (None: also `dtype`). A new adapter, which no file
+        has, is made from `seed`."""
         if not self.architecture.adapter:
             return self.read(role, dtype)
         frozen = self.load_frozen(role, dtype if frozen_dtype is None else frozen_dtype)
         return joined(self.read_adapter(role, dtype, seed), frozen)
 
     def load_frozen(self, role: Role, dtype: Any) -> Params | None:
-        """Reads the weights that an adapter freezes, with None in the places of the adapter's own;
-        returns None if the model has no adapter. ShoalError if the adapter was trained on weights
-        of the same types but with another checksum."""
+        """Reads the weights that an adapter freezes, and returns them with None in place of the
+        adapter's own; returns None if the model has no adapter. ShoalError if the adapter's run
+        recorded another checksum of its frozen weights (compared only if their types are the
+        same)."""
         if not self.architecture.adapter:
             return None
         frozen = as_frozen(self.architecture, self.read(role, dtype))
@@ -140,8 +141,13 @@ def _checked(source: ModelSource, console: Printer | None) -> ModelSource:
 
 
 def open_run_model(section: ModelSection, run: Path | None, console: Printer | None) -> ModelSource:
-    """Finds the model of a training run. A resumed run uses the files in its own folder; it reads
-    `model.path` only for the first weights. `run` is None for a run that is not resumed."""
+    """Finds the model of a training run, and prints notes about it. `run`: the folder of a run that
+    is resumed, or None.
+
+    A resumed run uses config, tokenizer and adapter in its own folder, because `model.path` may
+    have changed since. Its weights at the beginning, and their digests, still come from
+    `model.path`, which is opened only when they are read.
+    """
     if run is None or not (run / MODEL_FOLDER / "config.json").is_file():
         return open_model(section, console)
     # The run's own files, because what `model.path` names may have changed since, or be gone.
@@ -175,9 +181,9 @@ def section_of(section: ModelSection, path: str) -> ModelSection:
 
 
 def with_run(section: ModelSection) -> ModelSection:
-    """Returns the section with the settings for reading weights of the run that it names
-    (`scan_layers`, `quantise`), if the section has no others; the section itself if it names no
-    run."""
+    """Returns the section with `scan_layers` and `quantise` of the run that `model.path` names,
+    where the section does not set them. Returns the section itself if it names no run, or one whose
+    settings cannot be read."""
     local = find_input(section.path, "model.path")
     checkpoint = find_checkpoint(local) if local.is_dir() else None
     if checkpoint is None:
@@ -194,8 +200,8 @@ def with_run(section: ModelSection) -> ModelSection:
 
 
 def resolve_model(section: ModelSection) -> ModelSource:
-    """Finds the model that the settings name, with its adapter and type of weights. A model on the
-    hub is downloaded."""
+    """Finds the model that the settings name, with their adapter and type of weights, and returns
+    it without its weights. A model on the hub is downloaded."""
     section = with_run(section)
     source = _with_lora(section.lora, _resolve(section))
     if section.quantise == "none":
@@ -204,8 +210,8 @@ def resolve_model(section: ModelSection) -> ModelSource:
 
 
 def _quantised(section: ModelSection, source: ModelSource) -> ModelSource:
-    """Returns the source with the frozen weights of its products in one byte an element; each is
-    quantised as soon as it is read."""
+    """Returns the source with the kernels that an adapter freezes in 8 bits. Each kernel is
+    quantised as soon as it is read, so that no two are in memory in the wider type."""
     a = quantised(section, source.architecture)
 
     def read(role: Role, dtype: Any) -> Params:
@@ -215,8 +221,9 @@ def _quantised(section: ModelSection, source: ModelSource) -> ModelSource:
 
 
 def _with_lora(lora: LoraSection, source: ModelSource) -> ModelSource:
-    """Returns the source with the adapter of the settings, if they have one. ShoalError if the
-    source has an adapter already, or the settings' does not fit."""
+    """Returns the source with the adapter of `model.lora.*`: a new one, or the one in
+    `model.lora.path`; the source itself if the settings have none. ShoalError if the source has an
+    adapter already, or if that of the settings does not fit."""
     if not (lora.rank or lora.path):
         return source
     if source.architecture.adapter:
@@ -275,8 +282,9 @@ def check_quantised(section: ModelSection, a: Architecture) -> None:
 
 
 def _find_files(path: str, local: Path) -> tuple[Path, tuple[Path, int] | None]:
-    """Returns (the folder with the files of a model, None); for a run (its model folder, (run
-    folder, version) of the checkpoint with the weights). A model on the hub is downloaded."""
+    """Returns (folder with the model's config and tokenizer files, checkpoint): for a run its model
+    folder and (run folder, version); for another model the folder that also has the weights, and
+    None. A model on the hub is downloaded. `local`: where a local folder called `path` would be."""
     if local.is_dir():
         checkpoint = find_checkpoint(local)
         if checkpoint is not None:
@@ -291,8 +299,9 @@ def _find_files(path: str, local: Path) -> tuple[Path, tuple[Path, int] | None]:
 
 
 def _resolve(section: ModelSection, base: ModelSource | None = None) -> ModelSource:
-    """Finds the model of the path, as its files have it. If the path is an adapter's, `base` is
-    used as its base model, in place of the one that its files name."""
+    """Finds the model of `model.path` (or `model.name`) as its files have it, without the settings'
+    adapter and type of weights. If the path is an adapter's, `base` is used as its base model;
+    None: the one that its files name."""
     path = model_path(section)
     local = find_input(path, "model.path")
     # MaxText comes first, because another system's folder may hold a config.json too.
@@ -342,8 +351,9 @@ def _checkpoint_model(folder: Path, run: Path, version: int) -> ModelSource:
 def _folder_model(
     path: str, local: Path, folder: Path, a: Architecture, is_untied: bool
 ) -> ModelSource:
-    """Returns the model of a folder in Hugging Face's format. `path` is what the settings name,
-    `local` where a local folder of that name would be."""
+    """Returns the model of a folder in Hugging Face's format. `path`: what the settings name;
+    `local`: where a local folder called so would be. `is_untied`: True if the files have a head
+    although config.json says that it is tied; the source then has a corrected config and a note."""
 
     def digests() -> Mapping[str, str]:
         return tensor_digests(huggingface.open_tensors(folder, a))
@@ -392,8 +402,9 @@ def _adapter_model(
     checkpoint: tuple[Path, int] | None,
     base: ModelSource | None,
 ) -> ModelSource:
-    """Returns the model of a folder with an adapter: PEFT's, or a run's, whose weights are in a
-    checkpoint. `base` as in `_resolve`."""
+    """Returns the model of a folder with an adapter: PEFT's, or a run's model folder, with its
+    weights in `checkpoint` (run folder, version). `base`: the base model; None: the one that the
+    adapter's files name, which is opened only when it is needed."""
     base_name = peft.read_base(folder) if base is None else base.base
     # A run's folder has the sizes, so its base is looked for only when the base's weights are read.
     has_config = (folder / "config.json").is_file()
@@ -462,7 +473,8 @@ def _adapter_model(
 
 
 def _base_of(section: ModelSection, folder: Path, base_name: str) -> ModelSource:
-    """Finds the model that an adapter in a folder was trained on."""
+    """Finds the base model `base_name` of the adapter in a folder, and returns it. ShoalError,
+    which names the folder, if it is not found."""
     # A MaxText checkpoint does not say its sizes: a run's folder does.
     tokenizer = str(folder) if (folder / "config.json").is_file() else ""
     base = ModelSection(path=base_name, scan_layers=section.scan_layers, tokenizer=tokenizer)
@@ -473,8 +485,8 @@ def _base_of(section: ModelSection, folder: Path, base_name: str) -> ModelSource
 
 
 def _maxtext_model(section: ModelSection, tree: Path) -> ModelSource:
-    """Returns the model of a MaxText checkpoint, with the tokenizer of the settings, or of the
-    model that `model.name` names."""
+    """Returns the model of the MaxText checkpoint in `tree`. Its tokenizer is `model.tokenizer`, or
+    else that of the hub model which `model.name` means."""
     name = section.name
     if section.tokenizer:
         tokenizer_source = section.tokenizer
@@ -520,8 +532,9 @@ def model_path(section: ModelSection) -> str:
 
 
 def known_architecture(section: ModelSection) -> Architecture | None:
-    """Returns the sizes of a model that is a local folder or has a well-known name, with the
-    adapter of the settings; None for others, whose config only the hub has."""
+    """Returns the architecture of a local or packaged model, or of a published model whose sizes
+    are known by name, with the adapter and type of weights of the settings. None for others, whose
+    config only the hub has; nothing is downloaded."""
     path = model_path(section)
     if Path(path).expanduser().is_dir() or path in PACKAGED:
         return resolve_model(section).architecture
@@ -540,8 +553,8 @@ def _with_settings(section: ModelSection, a: Architecture) -> Architecture:
 
 
 def planned_architecture(section: ModelSection) -> Architecture:
-    """Returns the model's sizes, from its name or a config.json alone (which may be downloaded);
-    ShoalError if neither can be had."""
+    """Returns `known_architecture`, or else the architecture of the model's config.json, which may
+    be downloaded (no weights). ShoalError if there is none."""
     known = known_architecture(section)
     if known is not None:
         return known
@@ -550,8 +563,8 @@ def planned_architecture(section: ModelSection) -> Architecture:
 
 
 def check_positions(a: Architecture, sampling: SamplingSection, whose: str) -> None:
-    """Raises ShoalError if sequences may be longer than a model's positions reach. `whose` names
-    the model in the message, as "key=value"."""
+    """Raises ShoalError if a prompt and completion of the longest lengths have more tokens than a
+    model has positions. `whose` names the model in the message, as "key=value"."""
     prompt, completion = sampling.max_prompt_tokens, sampling.max_completion_tokens
     if 0 < a.max_positions < prompt + completion:
         raise ShoalError(
@@ -572,8 +585,8 @@ def compute_dtype(name: str, platform: str) -> Any:
 
 
 def multiply_exactly(dtype: Any, stack: ExitStack) -> None:
-    """Makes float32 be multiplied as float32, if `dtype` is float32: sets JAX's global precision
-    until `stack` closes. By default accelerators keep fewer bits."""
+    """Makes JAX multiply float32 with all bits in the whole process until `stack` closes, if
+    `dtype` is float32 (else does nothing). By default accelerators keep fewer bits."""
     if dtype != jnp.float32:
         return
     # The global setting covers all threads, some of which sample; `jax.default_matmul_precision`
@@ -583,8 +596,9 @@ def multiply_exactly(dtype: Any, stack: ExitStack) -> None:
 
 
 def make_model(section: ModelSection, a: Architecture, role: Role) -> Model:
-    """Returns the `Model` of an architecture on a role's devices; `trained_model` makes the one
-    that is trained. Its attention is `blocked` if the kernels do not work on this device."""
+    """Returns the `Model` of an architecture on a role's devices, with `blocked` attention if the
+    kernels do not work on this device. `model.remat=auto` becomes `dots`: use `trained_model` for a
+    model that is trained."""
     dtype = compute_dtype(section.dtype, role.platform)
     remat = "dots" if section.remat == "auto" else section.remat
     model = Model(a, role, dtype, remat, section.attention)
@@ -594,8 +608,9 @@ def make_model(section: ModelSection, a: Architecture, role: Role) -> Model:
 
 
 def copy_model_files(model: ModelSource, target: Path) -> None:
-    """Copies tokenizer, chat template and config.json to `target`, so that checkpoints need nothing
-    else. config.json comes last, because it marks the folder as complete."""
+    """Copies tokenizer, chat template, adapter config and config.json to `target`, a run's model
+    folder, so that its checkpoints need nothing else. config.json comes last, because it marks the
+    folder as complete."""
     target.mkdir(parents=True, exist_ok=True)
     # The template may be the user's own, and an exported model must be asked as it was trained.
     model.tokenizer.write_templates(target)
@@ -619,7 +634,8 @@ PREFIX = "model:"
 
 
 def reward_architectures(section: RewardSection) -> dict[str, Architecture]:
-    """Returns the sizes of those reward models whose files are on this machine, by path."""
+    """Returns path -> architecture of the reward models in `reward.functions` (`model:PATH`); those
+    whose files are not on this machine are left out."""
     architectures: dict[str, Architecture] = {}
     for spec in section.functions:
         if not spec.startswith(PREFIX):

@@ -99,8 +99,8 @@ class WeightStore(abc.ABC):
         `versions` (`put` does). `params` has None in the places of the frozen ones."""
 
     def put(self, version: int, params: Params) -> Version:
-        """Writes a version, adds it to `versions` and returns it. An older version of the same
-        number is replaced and removed."""
+        """Writes a version, adds it to `versions` and returns it. If there is a version of this
+        number, it is replaced and then removed."""
         replaced = self.versions.get(version)
         written = self.write(version, params)
         self.versions = {**self.versions, version: written}
@@ -109,7 +109,8 @@ class WeightStore(abc.ABC):
         return written
 
     def drop(self, versions: Iterable[int]) -> None:
-        """Removes these versions. Hosts that sample from one of them keep their own copy."""
+        """Removes these versions from the store. A host that samples from one of them still has its
+        arrays."""
         previous = self.versions
         dropped = set(versions)
         self.versions = {
@@ -119,8 +120,8 @@ class WeightStore(abc.ABC):
             previous[number].remove()
 
     def published_shapes(self) -> Params:
-        """Returns shapes and types of a version's weights, and their shardings if the store keeps
-        them on devices."""
+        """Returns shapes and types of a version's trained parameters; with shardings only if the
+        store keeps versions on devices."""
 
         def shape_of(spec: ParamSpec) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(spec.shape, published_dtype(self.model, spec))
@@ -155,8 +156,9 @@ class MemoryStore(WeightStore):
         self._frozen = publish_to(self.model, params)
 
     def write(self, version: int, params: Params) -> Version:
-        """Puts trained parameters on the sampler's devices, and sets `num_bytes` to what was
-        copied."""
+        """Puts trained parameters on the sampler's devices, and returns the version. Sets
+        `num_bytes` to the bytes that were copied: arrays that are the trainer's own count
+        nothing."""
         trainers_own = {id(leaf) for leaf in jax.tree.leaves(params)}
         trained = publish_to(self.model, params, self.delete_source)
         self.num_bytes = 0
@@ -205,7 +207,8 @@ class MemoryVersion:
         return done
 
     def _arrays_of(self, model: Model) -> Params:
-        """Returns the version's arrays, or the parts of them that are on the devices of `model`."""
+        """Returns all parameters of the version, as arrays on the devices of `model`: all of the
+        sampler's, or some of them. LookupError if the version was removed."""
         held = self.held  # read once: another thread may remove the version meanwhile
         if held is None:
             raise LookupError(f"version {self.version} is not published any more")
@@ -261,10 +264,11 @@ class StoredVersion(abc.ABC):
 
     def read_now(self, model: Model, frozen: MutableMapping[str, Any]) -> Callable[[], Params]:
         """Reads the weights to the devices of `model`, waits for them, and returns a function that
-        verifies their checksums and returns them. That function can be called once.
+        verifies their checksums and returns all parameters. That function can be called once; it
+        raises ShoalError if a checksum differs.
 
-        `frozen` is the caller's store of frozen parameters by name: if it is empty, they are read
-        too and put in there; else they are taken from it.
+        `frozen`: the caller's frozen parameters by name. If it is empty, they are read too, and
+        that function adds them to it; else they are taken from it.
         """
         versions: list[StoredVersion] = [self]
         if self.frozen is not None and not frozen:
@@ -294,8 +298,8 @@ class StoredVersion(abc.ABC):
         return reading
 
     def parameters(self, model: Model) -> Params:
-        """Returns the trained parameters as `LazyArray`s, with None in the places of the frozen
-        ones."""
+        """Returns the trained parameters as `LazyArray`s, which read their tensors when they are
+        used, with None in place of the frozen ones."""
         # Lazily: arrays on devices would make each of the trainer's devices hold a replica's
         # weights besides the trainer's.
         reader = self.open(model)
@@ -348,8 +352,8 @@ class FileStore(WeightStore):
         return self.folder / f"{name}-{self.num_written}"
 
     def _write_file(self, name: str, version: int, params: Params) -> FileVersion:
-        """Writes parameters to a new safetensors file, and returns it as a version with the
-        checksums of its tensors."""
+        """Writes parameters to a new safetensors file `<name>-<number>.safetensors`, and returns it
+        as a version with the checksums of its tensors."""
         # A new file each time: JAX on CPU computes with mapped files as they are, without copying
         # them, so overwriting a file would change the weights of samplers that are working.
         path = self.new_path(name).with_suffix(".safetensors")
@@ -358,8 +362,8 @@ class FileStore(WeightStore):
         checksums: dict[str, int] = {}
 
         def runs(name: str, _: np.dtype) -> Iterator[tuple[int, np.ndarray]]:
-            """Yields the one run of a tensor, all of it, and notes its checksum. Tensors must be
-            asked for in order."""
+            """Yields all of a tensor as one run, and stores its checksum in `checksums`. Tensors
+            must be asked for in their order."""
             tensor_name, array, array_sum = next(values)
             assert tensor_name == name
             yield 0, array
@@ -402,7 +406,7 @@ class FileVersion(StoredVersion):
 
     def open(self, model: Model) -> Callable[[str], np.ndarray]:
         """Returns a function that reads one tensor of the file by name. ShoalError if this machine
-        does not have the folder, LookupError if it has the folder without the file."""
+        does not have the folder; LookupError if it has the folder, but the file was removed."""
         folder = self.path.parent
         if not folder.is_dir():
             raise ShoalError(
@@ -436,8 +440,8 @@ class FileVersion(StoredVersion):
         return read
 
     def read_now(self, model: Model, frozen: MutableMapping[str, Any]) -> Callable[[], Params]:
-        """Reads the weights as `StoredVersion.read_now` does, but raises LookupError instead of
-        ShoalError if reading failed because the file was removed meanwhile."""
+        """Reads the weights like `StoredVersion.read_now`, but raises LookupError instead of
+        ShoalError if the file was removed while it was read."""
         try:
             return super().read_now(model, frozen)
         except ShoalError as error:

@@ -344,11 +344,11 @@ class Budget:
         costs = {}
         for name, cost in self.costs.items():
             if name in changed.programs:
-                extra = cost.extra_bytes * changed._work(name) / self._work(name)
+                extra = cost.extra_bytes * changed._memory_scale(name) / self._memory_scale(name)
                 costs[name] = ProgramCost(extra_bytes=round(extra), code_bytes=cost.code_bytes)
         return replace(changed, costs=costs, process_bytes=self.process_bytes)
 
-    def _work(self, program: str) -> int:
+    def _memory_scale(self, program: str) -> int:
         """Returns what the memory of a program is taken to be proportional to: of `accumulate` the
         estimated activations, of a sampling program the bytes of the caches, of others 1."""
         if program == "accumulate":

@@ -160,7 +160,7 @@ class Checkpoints:
         layouts: dict[str, str] = {}
         for name, tree in items.items():
             saves[name] = self._args.PyTreeSave(tree, save_args=jax.tree.map(save_args, tree))
-            layouts[name] = layout(tree)
+            layouts[name] = layout_digest(tree)
         extra = {
             **extra,
             "checksums": sums,
@@ -206,7 +206,7 @@ class Checkpoints:
             self._manager.close()
 
 
-def layout(tree: Any) -> str:
+def layout_digest(tree: Any) -> str:
     """Returns a digest of the names, shapes and types of a tree of arrays. Another digest than a
     checkpoint's means that it was saved with another model or optimizer, not that it is damaged."""
     lines = []
@@ -291,7 +291,7 @@ def restore(
         if sampler is not None and extra["published"]:
             wanted["published"] = {str(number): sampler for number in extra["published"]}
         layouts = extra["layouts"]
-        others = [name for name, tree in wanted.items() if layout(tree) != layouts[name]]
+        others = [name for name, tree in wanted.items() if layout_digest(tree) != layouts[name]]
         return extra, others, extra["checksums"]
 
     def read_arrays(name: str) -> Any:

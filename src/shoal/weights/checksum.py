@@ -45,7 +45,7 @@ def checksum(parameters: Any) -> int:
             if _is_offloaded(leaf):
                 sharding: Any = leaf.sharding
                 leaf = jax.device_put(leaf, sharding.with_memory_kind("device"))
-            total += int(_part(leaf, np.uint32(number)))
+            total += int(_array_sum(leaf, np.uint32(number)))
         return total % 2**32
 
 
@@ -75,7 +75,7 @@ def host_checksum(array: np.ndarray, number: int) -> int:
     total = 0
     for piece in grid(array.shape, steps):
         start = np.array([cut.start for cut in piece], np.uint32)
-        total += int(_part(np.asarray(array[piece]), np.uint32(number), array.shape, start))
+        total += int(_array_sum(np.asarray(array[piece]), np.uint32(number), array.shape, start))
     return total % 2**32
 
 
@@ -86,7 +86,7 @@ def _checksum(leaves: list[jax.Array]) -> jax.Array:
     # checkpoint: that was a sixth of what a tiny run traces.
     total = jnp.uint32(0)
     for number, leaf in enumerate(leaves):
-        total = jnp.add(total, _part(leaf, jnp.uint32(number)))
+        total = jnp.add(total, _array_sum(leaf, jnp.uint32(number)))
     return total
 
 
@@ -124,7 +124,7 @@ def array_checksum(
     return jax.lax.platform_dependent(terms, cpu=_fold_and_sum, default=jnp.sum)
 
 
-_part = jax.jit(array_checksum, static_argnames="whole")
+_array_sum = jax.jit(array_checksum, static_argnames="whole")
 
 
 def _fold_and_sum(terms: jax.Array) -> jax.Array:

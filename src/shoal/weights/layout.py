@@ -256,10 +256,10 @@ def load_sharded(stored: StoredParameter, layout: ParamLayout, dtype: Any) -> ja
             array = _write(array, moved, [cut.start for cut in cuts], layout)
             del window, moved
             array.block_until_ready()  # else windows, and steps with collectives, would queue up
-    return finished(array, layout.sharding, dtype)
+    return in_final_type(array, layout.sharding, dtype)
 
 
-def finished(array: jax.Array, sharding: NamedSharding, dtype: np.dtype) -> jax.Array:
+def in_final_type(array: jax.Array, sharding: NamedSharding, dtype: np.dtype) -> jax.Array:
     """Returns an array that was moved in `transfer_dtype` as an array of `dtype` with this
     sharding. The memory stays the same."""
     parts = [shard.data for shard in array.addressable_shards]
@@ -417,7 +417,7 @@ def assemble(
     assembled = jax.make_array_from_single_device_arrays(
         shape, sharding, list(arrays.values()), dtype=moved_dtype
     )
-    return finished(assembled, sharding, dtype)
+    return in_final_type(assembled, sharding, dtype)
 
 
 def _with_bounds(index: Sequence[slice], shape: Sequence[int]) -> tuple[slice, ...]:

@@ -53,7 +53,7 @@ def publish_to(model: Model, params: Params, delete_source: bool = False) -> Par
     params = quantised(model, params)
     if not model.ffn_chunks:
         return place_parameters(model, params)
-    placed = _placed(model, params, is_apart=True, delete_source=delete_source)
+    placed = _placed(model, params, into_layers=True, delete_source=delete_source)
     return unstack_layers(placed, model.architecture.num_layers)
 
 
@@ -84,11 +84,11 @@ def place_parameters(model: Model, params: Params) -> Params:
     Each copy is compared with its original by checksum, so that sampling from old or missing
     weights cannot go unnoticed. RuntimeError if they differ.
     """
-    return _placed(model, params, is_apart=False)
+    return _placed(model, params, into_layers=False)
 
 
-def _placed(model: Model, params: Params, is_apart: bool, delete_source: bool = False) -> Params:
-    """Returns the parameters for `model`; with `is_apart`, each stacked array is replaced by a
+def _placed(model: Model, params: Params, into_layers: bool, delete_source: bool = False) -> Params:
+    """Returns the parameters for `model`; with `into_layers`, each stacked array is replaced by a
     tuple of its layers."""
     specs, structure = jax.tree.flatten(param_specs(model.architecture))
     placed: list[Any] = []
@@ -106,7 +106,7 @@ def _placed(model: Model, params: Params, is_apart: bool, delete_source: bool = 
             sums.append((expected, _checksum(model)(array, np.uint32(number))))
         # One array after the other, so that stacked layers and separate layers exist both for one
         # array only.
-        if is_apart and spec.stacked:
+        if into_layers and spec.stacked:
             array = _layers(model, spec, model.ffn_chunks)(array)
         placed.append(array)
         if delete_source and array is not leaf:
@@ -118,7 +118,7 @@ def _placed(model: Model, params: Params, is_apart: bool, delete_source: bool = 
                 f" {expected:#x}): a copy between devices failed; resume the run from its newest "
                 "checkpoint"
             )
-    if not sums and not is_apart:
+    if not sums and not into_layers:
         return params
     return jax.tree.unflatten(structure, placed)
 
@@ -132,7 +132,7 @@ def shards_of(params: Params) -> list[dict[Any, jax.Array]]:
     return shards
 
 
-def part_of(model: Model, shards: Sequence[Mapping[Any, jax.Array]]) -> Params:
+def arrays_on(model: Model, shards: Sequence[Mapping[Any, jax.Array]]) -> Params:
     """Returns published parameters as arrays on the devices of `model`, which are some of the
     sampler's devices with whole replicas on them. Nothing is copied. `shards` is what `shards_of`
     returned for the parameters on all of the sampler's devices."""
@@ -238,7 +238,7 @@ def _verified(
     """Returns all parameters as one tree, from `unverified` and `frozen`, after comparing the
     checksums of `unverified`, which is emptied; ShoalError if one differs. Adds frozen parameters
     that `frozen` lacks to it."""
-    is_apart = model.ffn_chunks > 0
+    into_layers = model.ffn_chunks > 0
     specs = named_specs(model)
     arrays: dict[str, Any] = dict(frozen)
     sums: dict[str, jax.Array] = {}
@@ -249,7 +249,7 @@ def _verified(
         # array only.
         array = unverified.pop(name)
         sums[name] = _checksum(model)(array, np.uint32(number))
-        if is_apart and spec.stacked:
+        if into_layers and spec.stacked:
             array = _layers(model, spec, model.ffn_chunks)(array)
         arrays[name] = array
     for name, array_sum in jax.device_get(sums).items():
@@ -264,7 +264,7 @@ def _verified(
             frozen[name] = arrays[name]
     structure = jax.tree.structure(param_specs(model.architecture))
     params = jax.tree.unflatten(structure, [arrays[name] for name in specs])
-    if not is_apart:
+    if not into_layers:
         return params
     return unstack_layers(params, model.architecture.num_layers)
 

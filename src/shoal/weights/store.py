@@ -51,11 +51,11 @@ from shoal.weights.publish_folder import (
     remove_abandoned,
 )
 from shoal.weights.sampler_copy import (
+    arrays_on,
     from_host,
     named_leaves,
     named_specs,
     num_bytes,
-    part_of,
     publish_to,
     published_dtype,
     shards_of,
@@ -214,7 +214,7 @@ class MemoryVersion:
             raise LookupError(f"version {self.version} is not published any more")
         if held.shards is None:
             return held.whole
-        return part_of(model, held.shards)
+        return arrays_on(model, held.shards)
 
     def parameters(self, model: Model) -> Params:
         """Returns the trained parameters."""

@@ -479,8 +479,8 @@ def collect(
     part_rows = layout.window_space[row_dim]
     dtype = np.dtype(dtype)
     for *cuts, rows in layout.windows(max(array.dtype.itemsize, dtype.itemsize)):
-        first_cuts = [cut.start <= i < cut.stop for i, cut in zip(first_index, cuts, strict=True)]
-        if not all(first_cuts):
+        is_inside = [cut.start <= i < cut.stop for i, cut in zip(first_index, cuts, strict=True)]
+        if not all(is_inside):
             continue
         height = rows.stop - rows.start
         window = _take(array, [*first_index, rows.start], layout, height, dtype)

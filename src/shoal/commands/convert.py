@@ -185,9 +185,9 @@ def open_source(source: str) -> tuple[Architecture, maxtext.ReadPart]:
         values = tensors[spec.name].read(spec.in_file_order(index)[: num_indices + 1])
         if not spec.transposed:
             return values
-        matrices = values.reshape(-1, *values.shape[-2:])
+        matrices = values.reshape((-1, values.shape[-2], values.shape[-1]))
         transposed = np.stack([maxtext.transpose(matrix) for matrix in matrices])
-        return transposed.reshape(*values.shape[:-2], *transposed.shape[-2:])
+        return transposed.reshape(values.shape[:-2] + transposed.shape[-2:])
 
     return a, read
 

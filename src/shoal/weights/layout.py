@@ -172,7 +172,8 @@ class ParamLayout:
         A window has about WINDOW_BYTES of the files for each process, all devices together:
         several tensors if they are small, else some rows of one. `itemsize`: bytes of a value.
         """
-        *index_sizes, part_rows = self.window_space
+        index_sizes = self.window_space[:-1]
+        part_rows = self.window_space[-1]
         # Devices along the axes of the first dimensions hold different tensors.
         num_tensors_at_once = math.prod(self.parts(axes) for axes in self.file_axes[: self.row_dim])
         tensor_bytes = math.prod(self.declared.tensor_shape) * itemsize * num_tensors_at_once
@@ -282,7 +283,8 @@ def _put_rows(stored: StoredParameter, layout: ParamLayout, window: tuple[slice,
     padded_height = -(-height // runs_of_part) * runs_of_part
     moved_dtype = transfer_dtype(stored.dtype, layout.mesh)
     # The sizes of the window, with its rows filled up, in the part of one device, and in all parts.
-    padded_sizes = [*sizes[:-1], padded_height]
+    padded_sizes = list(sizes)
+    padded_sizes[row_dim] = padded_height
     all_sizes = [size * parts for size, parts in zip(padded_sizes, num_parts, strict=True)]
 
     def read(index: Any) -> np.ndarray:
@@ -304,7 +306,7 @@ def _put_rows(stored: StoredParameter, layout: ParamLayout, window: tuple[slice,
         padding[row_dim] = (0, num_missing)
         return np.pad(values, padding)
 
-    shape = (*all_sizes, *stored.shape[row_dim + 1 :])
+    shape = tuple(all_sizes) + stored.shape[row_dim + 1 :]
     axes = layout.row_axes + layout.column_axes + layout.copy_axes
     sharding = NamedSharding(layout.mesh, layout.runs(axes))
     return jax.make_array_from_callback(shape, sharding, read, moved_dtype)
@@ -333,11 +335,9 @@ def _move(
         for dim, axes in reversed(layout.split_columns):
             # The parts get a separate dimension: splitting within one dimension takes three times
             # as long on CPU.
-            before = x.shape[:dim]
-            after = x.shape[dim + 1 :]
-            by_part = x.reshape(*before, layout.parts(axes), -1, *after)
-            x = lax.all_to_all(by_part, axes, split_axis=dim, concat_axis=row_dim, tiled=True)
-            x = x.reshape(*x.shape[:dim], -1, *after)
+            x = _split_dimension(x, dim, layout.parts(axes))
+            x = lax.all_to_all(x, axes, split_axis=dim, concat_axis=row_dim, tiled=True)
+            x = _join_dimensions(x, dim)
         x = layout.declared.transpose(lax.slice_in_dim(x, 0, height, axis=row_dim))
         x = lax.bitcast_convert_type(x, stored).astype(dtype)
         return lax.bitcast_convert_type(x, transfer_dtype(dtype, layout.mesh))
@@ -346,6 +346,20 @@ def _move(
     return jax.shard_map(
         local, mesh=layout.mesh, in_specs=layout.runs(axes), out_specs=layout.spec, check_vma=False
     )(block)
+
+
+def _split_dimension(x: jax.Array, dim: int, parts: int) -> jax.Array:
+    """Returns the array with dimension `dim` split into two: the parts, and what each has."""
+    shape = list(x.shape)
+    shape[dim : dim + 1] = [parts, shape[dim] // parts]
+    return x.reshape(shape)
+
+
+def _join_dimensions(x: jax.Array, dim: int) -> jax.Array:
+    """Returns the array with dimensions `dim` and `dim + 1` joined into one."""
+    shape = list(x.shape)
+    shape[dim : dim + 2] = [shape[dim] * shape[dim + 1]]
+    return x.reshape(shape)
 
 
 # A separate program, because in one with the transposition XLA writes element by element on CPU (81
@@ -478,24 +492,32 @@ def collect(
     runs_of_part = layout.parts(layout.column_axes)
     part_rows = layout.window_space[row_dim]
     dtype = np.dtype(dtype)
-    for *cuts, rows in layout.windows(max(array.dtype.itemsize, dtype.itemsize)):
-        is_inside = [cut.start <= i < cut.stop for i, cut in zip(first_index, cuts, strict=True)]
-        if not all(is_inside):
+    for cuts in layout.windows(max(array.dtype.itemsize, dtype.itemsize)):
+        tensor_cuts = cuts[:row_dim]
+        rows = cuts[row_dim]
+        if not _contains(tensor_cuts, first_index):
             continue
         height = rows.stop - rows.start
-        window = _take(array, [*first_index, rows.start], layout, height, dtype)
+        first = list(first_index)
+        first.append(rows.start)
+        window = _take(array, first, layout, height, dtype)
         padded_height = window.shape[row_dim] // num_parts
         run_rows = padded_height // runs_of_part
         for shard in window.addressable_shards:
             starts = [cut.start or 0 for cut in shard.index[: row_dim + 1]]
             if shard.replica_id or starts[:-1] != wanted_parts:
                 continue
-            part, first = divmod(starts[-1], padded_height)
-            last = min(first + run_rows, height)
-            if first < last:
-                row = part * part_rows + rows.start + first
+            part, first_row = divmod(starts[-1], padded_height)
+            last_row = min(first_row + run_rows, height)
+            if first_row < last_row:
+                row = part * part_rows + rows.start + first_row
                 only_tensor = (0,) * row_dim
-                yield row, np.asarray(shard.data)[only_tensor][: last - first]
+                yield row, np.asarray(shard.data)[only_tensor][: last_row - first_row]
+
+
+def _contains(cuts: Sequence[slice], index: Sequence[int]) -> bool:
+    """True if an index lies within a part of an array."""
+    return all(cut.start <= number < cut.stop for cut, number in zip(cuts, index, strict=True))
 
 
 @partial(jax.jit, static_argnums=(2, 3, 4))
@@ -518,13 +540,9 @@ def _take(
             padding[row_dim] = (0, -height % layout.parts(layout.column_axes))
             x = jnp.pad(x, padding)
             for dim, axes in layout.split_columns:
-                before = x.shape[:row_dim]
-                after = x.shape[row_dim + 1 :]
-                by_part = x.reshape(*before, layout.parts(axes), -1, *after)
-                x = lax.all_to_all(
-                    by_part, axes, split_axis=row_dim, concat_axis=dim + 1, tiled=True
-                )
-                x = x.reshape(*before, -1, *x.shape[row_dim + 2 :])
+                x = _split_dimension(x, row_dim, layout.parts(axes))
+                x = lax.all_to_all(x, axes, split_axis=row_dim, concat_axis=dim + 1, tiled=True)
+                x = _join_dimensions(x, row_dim)
             x = lax.bitcast_convert_type(x, dtype)
         return x
 

@@ -205,7 +205,7 @@ class StoredParameter:
     @property
     def shape(self) -> tuple[int, ...]:
         """The parameter's shape in the order of files: `index_shape`, then a tensor's shape."""
-        return (*self.index_shape, *self.tensors[0].shape)
+        return self.index_shape + self.tensors[0].shape
 
     @property
     def dtype(self) -> np.dtype:
@@ -218,10 +218,13 @@ class StoredParameter:
     def read(self, index: Sequence[slice]) -> np.ndarray:
         """Returns some rows of some tensors, in the order of `shape`. `index` has a slice for each
         dimension of `index_shape`, and one for the rows; all columns are read."""
-        *which_tensors, rows = index
-        numbers = np.arange(len(self.tensors)).reshape(self.index_shape)[tuple(which_tensors)]
-        columns = self.shape[len(index) :]
-        values = np.empty((*numbers.shape, rows.stop - rows.start, *columns), self.dtype)
+        which_tensors = tuple(index[:-1])
+        rows = index[-1]
+        numbers = np.arange(len(self.tensors)).reshape(self.index_shape)[which_tensors]
+        shape = list(numbers.shape)
+        shape.append(rows.stop - rows.start)
+        shape.extend(self.tensors[0].shape[1:])
+        values = np.empty(shape, self.dtype)
         for position in np.ndindex(numbers.shape):
             tensor = self.tensors[int(numbers[position])]
             tensor_values = values[position]

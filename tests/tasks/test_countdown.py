@@ -55,7 +55,7 @@ def load(**keys: int) -> Task:
     ],
 )
 def test_expressions(text: str, value: int | Fraction, numbers: tuple[int, ...]) -> None:
-    assert arithmetic.read(text) == Expression(Fraction(value), numbers)
+    assert arithmetic.parse_expression(text) == Expression(Fraction(value), numbers)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_expressions(text: str, value: int | Fraction, numbers: tuple[int, ...])
     ],
 )
 def test_what_is_no_expression(text: str) -> None:
-    assert arithmetic.read(text) is None
+    assert arithmetic.parse_expression(text) is None
 
 
 TREES = st.recursive(
@@ -131,13 +131,14 @@ def test_expressions_come_to_what_their_tree_does(
     tree: tuple[str, Fraction | None, list[int]],
 ) -> None:
     text, value, numbers = tree
-    assert arithmetic.read(text) == (None if value is None else Expression(value, tuple(numbers)))
+    expected = None if value is None else Expression(value, tuple(numbers))
+    assert arithmetic.parse_expression(text) == expected
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.text(max_size=60) | st.text("0123456789+-*/() ", max_size=60))
 def test_no_text_breaks_the_parser(text: str) -> None:
-    found = arithmetic.read(text)
+    found = arithmetic.parse_expression(text)
     assert found is None or all(str(number) in text for number in found.numbers)
 
 

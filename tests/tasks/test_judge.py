@@ -23,7 +23,7 @@ from shoal.records import Example, ShoalError
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Scores
 from shoal.tasks.graders import judge_model
-from shoal.tasks.graders.judge_model import JudgeFunction, _address, read_score
+from shoal.tasks.graders.judge_model import JudgeFunction, _completions_url, read_score
 
 KEY = "sk-secret-4711"
 GRADER = ["reward.judge.model=grader"]
@@ -572,7 +572,7 @@ def test_addresses() -> None:
         "http://a:1/v1/",
         "http://a:1/v1/chat/completions",
     ):
-        assert _address(given) == "http://a:1/v1/chat/completions"
-    assert _address("https://a/x/v2") == "https://a/x/v2/chat/completions"
+        assert _completions_url(given) == "http://a:1/v1/chat/completions"
+    assert _completions_url("https://a/x/v2") == "https://a/x/v2/chat/completions"
     with pytest.raises(ShoalError, match="expected http"):
-        _address("ftp://a")
+        _completions_url("ftp://a")

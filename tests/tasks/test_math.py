@@ -24,7 +24,7 @@ from shoal.config.sections.task import TaskSection
 from shoal.job.task import load_task
 from shoal.records import ShoalError
 from shoal.tasks.graders import math_check
-from shoal.tasks.graders.math_check import Checker, at_a_glance, latex, plain, same, same_all
+from shoal.tasks.graders.math_check import Checker, latex, plain, quick_verdict, same, same_all
 from shoal.tasks.graders.numbers import parse_latex
 from shoal.tasks.math import SYSTEM_PROMPT, answer_of, gold
 from shoal.tasks.task import DataReport, Task
@@ -124,8 +124,8 @@ from shoal.workers.pool import WorkerPool
         ("25^\\circ\\text{C}", "25^\\circ\\text{F}", False),
     ],
 )
-def test_what_is_seen_at_a_glance(wanted: str, answer: str, told: bool | None) -> None:
-    assert at_a_glance(wanted, answer) is told
+def test_quick_verdicts(wanted: str, answer: str, told: bool | None) -> None:
+    assert quick_verdict(wanted, answer) is told
 
 
 WORKED = [
@@ -347,7 +347,7 @@ def test_a_pair_has_one_verdict_in_both_orders(pairs: list[tuple[str, str]], wan
 @pytest.mark.slow
 def test_what_cannot_be_evaluated_in_its_time_is_wrong_in_both_orders(hasty: Checker) -> None:
     pairs = [("9^{9^{9^9}}", "9^{9^{9^{9}}}+0"), ("(10^9)!", "(10^9)!+0")]
-    assert hasty.ask([*pairs, *((answer, gold) for gold, answer in pairs)]) == [None] * 4
+    assert hasty.compare([*pairs, *((answer, gold) for gold, answer in pairs)]) == [None] * 4
 
 
 @pytest.mark.parametrize(
@@ -410,7 +410,9 @@ HOSTILE = {  # each would keep a parser or sympy busy, or take all memory
 )
 def test_no_notation_takes_long_to_read(text: str) -> None:
     start = time.process_time()
-    assert at_a_glance("7", text) is not True and at_a_glance(text, "7") is not True and latex(text)
+    assert quick_verdict("7", text) is not True
+    assert quick_verdict(text, "7") is not True
+    assert latex(text)
     assert time.process_time() - start < 2
 
 
@@ -447,38 +449,38 @@ def test_hostile_texts_are_wrong_and_cost_little(
 
 @pytest.mark.slow
 def test_a_process_that_is_killed_is_replaced(hasty: Checker) -> None:
-    assert hasty.ask([("a+b", "b+a")]) == [True]
+    assert hasty.compare([("a+b", "b+a")]) == [True]
     for pid in workers_of(hasty):
         os.kill(pid, signal.SIGKILL)
         assert gone(pid)
-    assert hasty.ask([("a+c", "c+a"), ("a+d", "d+b")]) == [True, False]
+    assert hasty.compare([("a+c", "c+a"), ("a+d", "d+b")]) == [True, False]
 
 
 @pytest.mark.slow
 def test_a_process_gives_way_to_a_fresh_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(math_check, "CHECKS_A_WORKER", 2)
     checker = Checker(num_workers=1)
-    assert checker.ask([("k+0", "0+k")]) == [True]
+    assert checker.compare([("k+0", "0+k")]) == [True]
     first = workers_of(checker)
-    assert checker.ask([(f"k+{i}", f"{i}+k") for i in range(1, 5)]) == [True] * 4
+    assert checker.compare([(f"k+{i}", f"{i}+k") for i in range(1, 5)]) == [True] * 4
     assert not first & workers_of(checker)
     checker.close()
 
 
 @pytest.mark.slow
 def test_a_supervisor_that_is_killed_is_replaced(hasty: Checker) -> None:
-    assert hasty.ask([("s+b", "b+s")]) == [True]
+    assert hasty.compare([("s+b", "b+s")]) == [True]
     assert hasty._workers is not None
     os.kill(hasty._workers.pid, signal.SIGKILL)
-    assert hasty.ask([("s+c", "c+s")]) == [None]
-    assert hasty.ask([("s+d", "d+s")]) == [True]
+    assert hasty.compare([("s+c", "c+s")]) == [None]
+    assert hasty.compare([("s+d", "d+s")]) == [True]
 
 
 def test_results_are_cached(hasty: Checker, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = [("u+v", "v+u"), ("u+v", "u v"), ("u+v", "v+u")]
-    assert hasty.ask(pairs) == [True, False, True]
+    assert hasty.compare(pairs) == [True, False, True]
     monkeypatch.setattr(hasty, "_workers", None)
-    assert hasty.ask(pairs[:2]) == [True, False]
+    assert hasty.compare(pairs[:2]) == [True, False]
     assert hasty._workers is None  # none was started
 
 
@@ -489,12 +491,12 @@ def test_a_call_that_is_interrupted_leaves_no_answers_behind(
     def broken(*args: Any) -> Any:
         raise KeyboardInterrupt
 
-    assert hasty.ask([("p+t", "t+p")]) == [True]
+    assert hasty.compare([("p+t", "t+p")]) == [True]
     monkeypatch.setattr(WorkerPool, "receive", broken)
     with pytest.raises(KeyboardInterrupt):
-        hasty.ask([("p+q", "q+p")])
+        hasty.compare([("p+q", "q+p")])
     monkeypatch.undo()
-    assert hasty.ask([("p+r", "p+s"), ("p+q", "q+p")]) == [False, True]
+    assert hasty.compare([("p+r", "p+s"), ("p+q", "q+p")]) == [False, True]
 
 
 def test_easy_answers_need_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -542,9 +544,9 @@ def test_easy_answers_need_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         max_size=10,
     ).map("".join)
 )
-def test_no_text_breaks_what_is_seen_at_a_glance(text: str) -> None:
-    assert at_a_glance("\\frac{1}{2}", text) in (True, False, None)
-    assert at_a_glance(text, text) is (bool(text.strip()))
+def test_no_text_breaks_the_quick_verdict(text: str) -> None:
+    assert quick_verdict("\\frac{1}{2}", text) in (True, False, None)
+    assert quick_verdict(text, text) is (bool(text.strip()))
     assert isinstance(latex(text) + plain(text), str)
     assert isinstance(parse_latex(plain(text)), Fraction | None)
     if "boxed" not in text:
@@ -763,6 +765,6 @@ def test_a_broken_math_verify_says_why(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(
         ShoalError, match=r"math-verify cannot be used \(ImportError: no antlr here\): pip install"
     ):
-        checker.ask([("x", "y")])
+        checker.compare([("x", "y")])
     checker.close()
     assert "math_verify" not in sys.modules  # never imported here

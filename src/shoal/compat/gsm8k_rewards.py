@@ -70,7 +70,7 @@ def same_value(answer: str | None, gold: str) -> bool:
     wanted = parse_number(gold)
     if wanted is None:
         return False
-    expression = arithmetic.read(content)
+    expression = arithmetic.parse_expression(content)
     if expression is not None:
         return expression.value == Fraction(wanted)
     content = content.removeprefix("+").rstrip(" ,")

@@ -77,7 +77,7 @@ def accuracy_reward(
     for completion, gold in zip(completions, solution, strict=True):
         pairs.append((str(gold), completion_text(completion)))
     scores: list[float | None] = []
-    for is_right in math_check.checker().ask(pairs, "trl"):
+    for is_right in math_check.checker().compare(pairs, "trl"):
         scores.append(None if is_right is None else float(is_right))
     return scores
 

@@ -26,7 +26,7 @@ def calculate(expression: str) -> str:
     Args:
         expression: Whole numbers joined by + - * / and brackets, such as 12 * (3 + 4).
     """
-    parsed = arithmetic.read(expression)
+    parsed = arithmetic.parse_expression(expression)
     if parsed is None:
         raise ValueError(
             f"{expression!r:.80} is no expression of whole numbers, + - * / and brackets"

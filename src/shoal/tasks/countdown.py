@@ -116,7 +116,7 @@ def solves(answer: str | None, numbers: Sequence[int], target: int) -> bool:
     """
     if not answer:
         return False
-    expression = arithmetic.read(answer)
+    expression = arithmetic.parse_expression(answer)
     if expression is None or expression.value != target:
         return False
     return sorted(expression.numbers) == sorted(numbers)

@@ -159,7 +159,7 @@ def gold(row: Mapping[str, Any]) -> str | None:
         answer = str(row["answer"]).strip()
     if not answer:
         answer = last_boxed(str(row.get("solution") or ""))
-    if not answer or not math_check.is_whole(answer):
+    if not answer or not math_check.has_balanced_braces(answer):
         return None
     return answer
 

@@ -69,8 +69,10 @@ def last_boxed(text: str) -> str | None:
 
 
 def solution_of(text: str) -> str:
-    """Returns the part of a text that is the solution: without the thoughts before it, and without
-    a next question that the model asks itself behind it.
+    """Returns the part of a text that is the solution. Drops the thoughts up to the last
+    `</think>` or `</reasoning>`, unless nothing follows. Drops a line that begins with `Question:` or
+    `Q:` and what follows it, since base models invent the next task, unless no digit stands before
+    that line.
 
     >>> solution_of("<think>5?</think> It is 6.\\n\\nQuestion: and 7?")
     ' It is 6.\\n\\n'
@@ -104,8 +106,9 @@ def reward_of(
     weight: float = 1.0,
     columns: Sequence[str] = ("answer",),
 ) -> RewardFunction:
-    """Returns a reward function in TRL's convention that calls `points(text, *values)` for each
-    completion; the values are those of the row's `columns`. It runs in the caller's process."""
+    """Returns the reward function `name` in TRL's convention. For each completion it returns
+    `points(text, *values)`, with the row's values of `columns`. It runs in the run's own
+    process."""
 
     def reward(completions: Sequence[Any], **given: Any) -> list[float]:
         texts = [completion_text(completion) for completion in completions]

@@ -31,7 +31,7 @@ _OPERATIONS = {
 class Expression:
     """The value of an expression, and the numbers in it in their order.
 
-    >>> read("(3 + 4) * 2")
+    >>> parse_expression("(3 + 4) * 2")
     Expression(value=Fraction(14, 1), numbers=(3, 4, 2))
     """
 
@@ -39,9 +39,10 @@ class Expression:
     numbers: tuple[int, ...]
 
 
-def read(text: str) -> Expression | None:
-    """Reads a text that is an expression as a whole; None if it is anything else, or divides by
-    0."""
+def parse_expression(text: str) -> Expression | None:
+    """Returns the value and the numbers of a text that is one expression, with `×`, `÷` and the
+    like for operators. None for any other text, for one that is too long or nested too deep, and if
+    it divides by 0."""
     text = text.translate(_SIGNS)
     tokens: list[str] = []
     if len(text) <= MAX_CHARS:
@@ -67,9 +68,9 @@ def read(text: str) -> Expression | None:
 
 
 def _value(node: ast.expr, numbers: list[int], num_signs: int) -> Fraction:
-    """Returns the exact value of a part of an expression, and appends its numbers to `numbers`.
-    Raises TypeError for anything but numbers and the four operations. `num_signs`: the signs around
-    the part."""
+    """Returns the exact value of a node of Python's syntax tree, and appends its numbers to
+    `numbers`. `num_signs` counts the minus signs directly around the node. TypeError for anything
+    but numbers and the four operations, and for more than MAX_DEPTH signs."""
     match node:
         case ast.Constant(value=int(number)):
             numbers.append(number)

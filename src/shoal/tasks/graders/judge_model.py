@@ -1,4 +1,4 @@
-"""A judge, `reward=judge:URL`: a language model at an OpenAI-style address that grades completions.
+"""A judge, `reward=judge:URL`: a language model behind an OpenAI-style API grades completions.
 
     prompt, completion, columns -> template -> cache on disk, else POST .../chat/completions
                                 -> a number -> 0 to 1
@@ -137,7 +137,7 @@ class JudgeFunction:
     __name__ = "judge"
 
     def __init__(self, url: str, section: RewardSection) -> None:
-        self.url = _address(url)
+        self.url = _completions_url(url)
         self.section = section.judge
         self.timeout_seconds = section.timeout_seconds
         if not self.section.model:
@@ -164,9 +164,9 @@ class JudgeFunction:
     async def __call__(
         self, prompts: Sequence[Prompt], completions: Sequence[Any], **columns: Any
     ) -> list[Any]:
-        """Returns the score of each completion, 0 to 1, or a text that says why there is none,
-        which counts as a failure. A reward function; it asks about all completions at the same
-        time."""
+        """Returns the score of each completion, from 0 to 1. Returns a text in place of a score
+        that the judge did not give; the reward pool counts it as a failure. A reward function in
+        TRL's convention, which requests all scores concurrently."""
         lists = {name: values for name, values in columns.items() if isinstance(values, list)}
         pieces, names = self._template
         waiting = []
@@ -190,8 +190,8 @@ class JudgeFunction:
         return [self._score(reply) for reply in replies]
 
     def _score(self, reply: Reply) -> float | str:
-        """Returns the score of a reply, scaled to 0 to 1; a text, which counts as a failure, if
-        there is none."""
+        """Returns the score of a reply, scaled from `score_range` to 0 to 1. Returns a text that
+        says what is wrong if the request failed, or if the reply has no score in the range."""
         if reply.fault:
             return reply.fault
         low, high = self.section.score_range
@@ -207,8 +207,8 @@ class JudgeFunction:
     # ---- one text
 
     async def _reply(self, text: str) -> Reply:
-        """Returns the judge's reply to one text: from the cache, from an equal request that is
-        running, or by asking."""
+        """Returns the judge's reply to one filled template. Takes it from the cache, waits for an
+        equal request that is running, or sends a request."""
         body = {
             "model": self.section.model,
             "messages": [{"role": "user", "content": text}],
@@ -219,23 +219,27 @@ class JudgeFunction:
             body["response_format"] = {"type": "json_object"}
         elif self.section.response_format == "json_schema":
             body["response_format"] = {"type": "json_schema", "json_schema": JSON_SCHEMA}
-        name = _hash([self.url, body])
-        cached = self._read(name)
+        cache_key = _hash([self.url, body])
+        cached = self._read_cache(cache_key)
         if cached is not None:
             return Reply(cached, cached=True)
         # Two equal completions get one reply; a call that is given up leaves it for the next.
-        shared = self._running.get(name)
+        shared = self._running.get(cache_key)
         if shared is not None:
             return replace(await asyncio.shield(shared), requests=0, tokens=0, cached=True)
-        task = self._running[name] = asyncio.ensure_future(self._ask(body, name))
-        task.add_done_callback(lambda _: self._running.pop(name, None))
+        task = self._running[cache_key] = asyncio.ensure_future(self._request(body, cache_key))
+        task.add_done_callback(lambda _: self._running.pop(cache_key, None))
         return await asyncio.shield(task)
 
-    async def _ask(self, body: Mapping[str, Any], name: str) -> Reply:
-        """Asks the address, at most 1 + `retries` times with growing pauses, and returns its reply,
-        which is also stored under `name`, the key of the cache. A reply that failed has a `fault`
-        and no text. ShoalError, which ends the run, if the address refuses every request (401, 403,
-        404), or nobody has ever answered there."""
+    async def _request(self, body: Mapping[str, Any], cache_key: str) -> Reply:
+        """Sends a request until it succeeds, and returns the reply, which is also written to the
+        cache.
+
+        Network errors and busy servers (RETRIED) are retried up to `retries` times, with doubling
+        pauses; other HTTP errors are not. A request that failed returns a `Reply` with a `fault`
+        and no text. ShoalError, which ends the run, for HTTP 401, 403 and 404, and for a refused
+        connection if the server has never answered.
+        """
         started = time.monotonic()
         pause = FIRST_PAUSE_SECONDS
         requests = tokens = 0
@@ -268,10 +272,10 @@ class JudgeFunction:
                 case {"choices": [{"message": {"content": str(text)}, **choice}]}:
                     if choice.get("finish_reason") == "length":
                         text = _without_cut_number(text, self.section.score_range[1])
-                    kept = self._keep(name, text)
+                    kept = self._store(cache_key, text)
                     return Reply(kept, "", requests, tokens, time.monotonic() - started)
                 case dict():
-                    answer = f"expected one choice with a text, got {_shown(answer)}"
+                    answer = f"expected one choice with a text, got {_short_json(answer)}"
             http_status = "" if status in (0, 200) else f"HTTP {status}, "
             fault = f"{self.url}: {http_status}{shorten(answer)}"
             if status not in (0, 200) and status not in RETRIED:
@@ -285,14 +289,16 @@ class JudgeFunction:
         return Reply("", fault, requests, tokens, time.monotonic() - started)
 
     def _note_refusal(self, reason: str) -> None:
-        """Notes which fields of a request the address refuses, for all further requests."""
+        """Finds in an error message of the server which fields it refuses; further requests are
+        sent without these (see `_adapted`)."""
         # OpenAI's reasoning models refuse `max_tokens`, and any temperature but their own.
         self._renames_max_tokens |= "max_completion_tokens" in reason
         self._omits_temperature |= _OTHER_TEMPERATURE.search(reason) is not None
 
     def _adapted(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a request in the form that the address accepts. The cache's key is that of the
-        original form."""
+        """Returns a request as the server accepts it: with `max_completion_tokens` for
+        `max_tokens`, or without `temperature`, if it refused these. The cache's key stays that of
+        `body`."""
         sent = dict(body)
         if self._renames_max_tokens:
             sent["max_completion_tokens"] = sent.pop("max_tokens")
@@ -301,8 +307,8 @@ class JudgeFunction:
         return sent
 
     async def _post(self, body: Mapping[str, Any]) -> tuple[int, Any]:
-        """Sends a request; returns the HTTP status and the object that came back. If there is none,
-        returns a text that says what is wrong, with status 0 if nothing answered."""
+        """Sends one request. Returns (HTTP status, JSON object) if the server sent one; else
+        (status, error text), with status 0 if there was no response."""
         import httpx  # a dependency of huggingface_hub; importing takes 60 ms
 
         if self._slots is None:  # made here, in the process and on the loop that make the calls
@@ -337,16 +343,16 @@ class JudgeFunction:
 
     # ---- the cache
 
-    def _file(self, name: str) -> Path | None:
-        """Returns the cache's file for a request; None without a cache."""
+    def _cache_file(self, cache_key: str) -> Path | None:
+        """Returns the file of a cache key; None if there is no cache."""
         folder = self.section.cache
         if not folder:
             return None
-        return Path(folder).expanduser() / name[:2] / f"{name}.json"
+        return Path(folder).expanduser() / cache_key[:2] / f"{cache_key}.json"
 
-    def _read(self, name: str) -> str | None:
-        """Returns the cached reply to a request; None if there is none."""
-        file = self._file(name)
+    def _read_cache(self, cache_key: str) -> str | None:
+        """Returns the text of the cached reply; None if there is none."""
+        file = self._cache_file(cache_key)
         if file is None:
             return None
         try:
@@ -359,10 +365,10 @@ class JudgeFunction:
                 "reward.judge.cache",
             ) from error
 
-    def _keep(self, name: str, text: str) -> str:
-        """Stores a reply, and returns the reply to use: if another process was first, that
-        process's."""
-        file = self._file(name)
+    def _store(self, cache_key: str, text: str) -> str:
+        """Writes a reply to the cache, and returns the text to use: `text`, or the cached one if
+        another process was first."""
+        file = self._cache_file(cache_key)
         if file is None:
             return text
         with explain_write_errors(file, "reward.judge.cache"):
@@ -374,7 +380,7 @@ class JudgeFunction:
                     # By a link the file appears complete, and only if there is none yet.
                     os.link(temporary.name, file)
                 except FileExistsError:
-                    return self._read(name) or text
+                    return self._read_cache(cache_key) or text
         return text
 
 
@@ -402,7 +408,7 @@ def read_score(reply: str, highest: float) -> float | None:
     if "score" in fields:
         score = fields["score"]
         if isinstance(score, str):
-            return _in_range(_NUMBER_ALONE.fullmatch(score), highest)
+            return _score_on_scale(_NUMBER_ALONE.fullmatch(score), highest)
         if isinstance(score, bool) or not isinstance(score, int | float):
             return None
         return float(score) if abs(score) <= _LARGEST else None
@@ -414,15 +420,15 @@ def read_score(reply: str, highest: float) -> float | None:
         is_below = match is not None and "\n" in text[label.end() : match.start("number")]
         if match is not None and is_below and _ITEM_OF_LIST.match(text, match.end()):
             return None
-        return _in_range(match, highest)
+        return _score_on_scale(match, highest)
     if labels:
         return None
-    return _in_range(_NUMBER_ALONE.fullmatch(text), highest)
+    return _score_on_scale(_NUMBER_ALONE.fullmatch(text), highest)
 
 
-def _in_range(match: re.Match[str] | None, highest: float) -> float | None:
-    """Returns the number of a match; None without a match, or if the scale that it names does not
-    end at `highest`."""
+def _score_on_scale(match: re.Match[str] | None, highest: float) -> float | None:
+    """Returns the number in a match of `_NUMBER`. None if `match` is None, or if the match names a
+    scale (`8/10`, `80%`) that does not end at `highest`."""
     if match is None:
         return None
     scale = "100" if match["percent"] else match["scale"]
@@ -432,8 +438,7 @@ def _in_range(match: re.Match[str] | None, highest: float) -> float | None:
 
 
 def _json_object(text: str) -> Mapping[str, Any]:
-    """Returns the JSON object that a text is; {} if it is not one, or if Python's parser cannot
-    read it."""
+    """Parses a text that is one JSON object, and returns the object; {} for any other text."""
     if not text.startswith("{"):
         return {}
     try:
@@ -443,7 +448,7 @@ def _json_object(text: str) -> Mapping[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
-def _shown(reply: Mapping[str, Any]) -> str:
+def _short_json(reply: Mapping[str, Any]) -> str:
     """Returns an object as short JSON, for messages."""
     try:
         return shorten(json.dumps(reply))
@@ -452,8 +457,8 @@ def _shown(reply: Mapping[str, Any]) -> str:
 
 
 def _without_cut_number(text: str, highest: float) -> str:
-    """Returns a reply that was cut at its limit, without a final number that may lack digits:
-    `Score: 1`, if the scale goes to 10."""
+    """Returns the text of a reply that ended at its token limit, without a final number that may
+    lack digits: `Score: 1` could be the start of `Score: 10` if `highest` is 10 or more."""
     digits = _LAST_DIGITS.search(text)
     if digits is None:
         return text
@@ -468,9 +473,9 @@ def _hash(value: Any) -> str:
     ).hexdigest()
 
 
-def _address(url: str) -> str:
-    """Returns the address of a server's chat completions, given the address of the server, of its
-    `/v1`, or in full. ShoalError if the text is not such an address."""
+def _completions_url(url: str) -> str:
+    """Returns the URL of a server's chat completions: `http://host:8000` and `http://host:8000/v1`
+    -> `http://host:8000/v1/chat/completions`. ShoalError if `url` is not of this form."""
     try:
         parts = urlsplit(url)
         is_right = (
@@ -491,7 +496,7 @@ def _address(url: str) -> str:
 
 
 def _prompt_text(prompt: Prompt) -> str:
-    """Returns a prompt as text; several messages each with its role."""
+    """Returns a prompt as text: several messages as `user: ...`, one message without its role."""
     if isinstance(prompt, str):
         return prompt
     parts = []

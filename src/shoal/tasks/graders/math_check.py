@@ -24,7 +24,7 @@ from typing import Any
 
 from shoal.records import ShoalError
 from shoal.tasks.graders.numbers import ascii_numbers, latex_numerals, parse_latex
-from shoal.tasks.graders.units import differ, measures_of, quantity_of, variables_of
+from shoal.tasks.graders.units import measures_of, quantity_of, units_differ, variables_of
 from shoal.workers.pool import Limits, WorkerPool, WorkersLost
 from shoal.workers.process import Header
 
@@ -99,8 +99,9 @@ def same(gold: str, answer: str) -> bool | None:
 
 
 def same_all(pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
-    """Returns `same` for each of many pairs (gold, answer); several are checked at a time."""
-    verdicts: list[bool | None] = [at_a_glance(gold, answer) for gold, answer in pairs]
+    """Returns `same` for each pair (gold, answer). Pairs that `quick_verdict` does not decide are
+    checked by math-verify, several at a time."""
+    verdicts: list[bool | None] = [quick_verdict(gold, answer) for gold, answer in pairs]
     undecided: list[int] = []
     to_check: list[Pair] = []
     for i, (gold, answer) in enumerate(pairs):
@@ -108,30 +109,31 @@ def same_all(pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
             undecided.append(i)
             to_check.append(_in_latex(gold, answer))
     if undecided:
-        for i, is_same in zip(undecided, checker().ask(to_check), strict=True):
+        for i, is_same in zip(undecided, checker().compare(to_check), strict=True):
             verdicts[i] = is_same
     return verdicts
 
 
 def _in_latex(gold: str, answer: str) -> tuple[str, str]:
-    """Returns a gold answer and an answer in LaTeX, each with the knowledge which letters are
-    variables."""
-    variables = _shared_variables(_unwrapped(gold), _unwrapped(answer))
+    """Returns a gold answer and an answer as `latex` writes them, so that a final letter that is a
+    variable in either answer is not taken for a unit."""
+    variables = _variables_of_either(_unwrapped(gold), _unwrapped(answer))
     return (
         latex(gold, variables | _last_variable(gold)),
         latex(answer, variables | _last_variable(answer)),
     )
 
 
-def _shared_variables(gold: str, answer: str) -> set[str]:
-    """Returns the letters that are variables in either of two answers (both `_unwrapped`). At the
-    end of the other answer such a letter is no unit: in `m/2` and `0.5 m` it is the variable m."""
+def _variables_of_either(gold: str, answer: str) -> set[str]:
+    """Returns the letters that are variables in one of two answers (both `_unwrapped`). At the end
+    of the other answer such a letter is not a unit: with `m/2`, `0.5 m` has the variable m."""
     return variables_of(gold) | variables_of(answer)
 
 
 def _last_variable(answer: str) -> set[str]:
-    """Returns the letter at the end of an answer if it is a variable, because other letters in the
-    answer are: h in `\\pi r^2 h`. (Units of one letter stand behind numbers, or in \\text.)"""
+    """Returns the letter at the end of an answer, as a set, if the answer has other variables: h in
+    `\\pi r^2 h`. Such a letter is a variable too, since a unit would stand after a number or in
+    \\text. An empty set otherwise."""
     expression = _unwrapped(answer.rpartition("=")[2])
     last = _LAST_LETTER.search(answer)
     if last is None or not variables_of(expression):
@@ -140,16 +142,16 @@ def _last_variable(answer: str) -> set[str]:
 
 
 def ends_with(gold: str, text: str) -> bool | None:
-    """True if a whole solution, in which math-verify looks for the answer, has the gold answer;
-    None like `same`."""
-    return checker().ask([(latex(gold), ascii_numbers(text))], "text")[0]
+    """True if math-verify finds the gold answer in `text`, a whole solution without box or tag;
+    False if not; None if the check was ended at its limit."""
+    return checker().compare([(latex(gold), ascii_numbers(text))], "text")[0]
 
 
-def at_a_glance(gold: str, answer: str) -> bool | None:
-    """Returns True or False if the texts or values of two answers decide whether they are the same;
-    None if math-verify has to decide.
+def quick_verdict(gold: str, answer: str) -> bool | None:
+    """Compares two answers by their texts, units and values, without math-verify. Returns True or
+    False if these decide whether the answers are the same, None if math-verify has to.
 
-    >>> at_a_glance("\\\\frac{1}{2}", "0.5"), at_a_glance("7", "8"), at_a_glance("x^2", "x x")
+    >>> quick_verdict("\\\\frac{1}{2}", "0.5"), quick_verdict("7", "8"), quick_verdict("x^2", "x x")
     (True, False, None)
     """
     if not answer.strip():
@@ -157,52 +159,55 @@ def at_a_glance(gold: str, answer: str) -> bool | None:
     if max(len(gold), len(answer)) > MAX_CHARS:
         return None
     gold, answer = _PERCENT.sub(r"\\%", gold), _PERCENT.sub(r"\\%", answer)
-    wanted, came = plain(gold), plain(answer)
-    if wanted == came:
+    plain_gold, plain_answer = plain(gold), plain(answer)
+    if plain_gold == plain_answer:
         return True
-    for text, read in ((gold, wanted), (answer, came)):
-        if _WRAPPED.fullmatch(text.strip()) and read.isalpha() and len(read) > 1:
-            return wanted.casefold() == came.casefold()
+    for text, plain_text in ((gold, plain_gold), (answer, plain_answer)):
+        is_word = plain_text.isalpha() and len(plain_text) > 1
+        if is_word and _WRAPPED.fullmatch(text.strip()):
+            return plain_gold.casefold() == plain_answer.casefold()
     gold_text, answer_text = _unwrapped(gold), _unwrapped(answer)
-    variables = _shared_variables(gold_text, answer_text)
-    wanted_number, wanted_unit = quantity_of(gold_text, variables)
-    number, unit = quantity_of(answer_text, variables)
-    if differ(wanted_unit, unit):
+    variables = _variables_of_either(gold_text, answer_text)
+    text_before_gold_unit, gold_unit = quantity_of(gold_text, variables)
+    text_before_unit, unit = quantity_of(answer_text, variables)
+    if units_differ(gold_unit, unit):
         return False
-    if unit is not None and wanted_unit == unit:  # `5 in.` and `5 inches`
-        wanted, came = plain(wanted_number), plain(number)
-        if wanted == came:
+    if unit is not None and gold_unit == unit:  # `5 in.` and `5 inches`
+        plain_gold, plain_answer = plain(text_before_gold_unit), plain(text_before_unit)
+        if plain_gold == plain_answer:
             return True
-    wanted_measures, measures = measures_of(gold_text), measures_of(answer_text)
-    if wanted_measures and measures and max(len(wanted_measures), len(measures)) > 1:
+    gold_measures, measures = measures_of(gold_text), measures_of(answer_text)
+    if gold_measures and measures and max(len(gold_measures), len(measures)) > 1:
         # math-verify would read only the 3 of `3 hours 20 minutes`.
-        return wanted_measures == measures
-    if "\\equiv" in wanted or "\\equiv" in came:
+        return gold_measures == measures
+    if "\\equiv" in plain_gold or "\\equiv" in plain_answer:
         # math-verify would read only the 3 of `x \\equiv 1 \\pmod 3`.
-        return _congruence(wanted) == _congruence(came)
+        return _congruence(plain_gold) == _congruence(plain_answer)
     if _ELLIPSIS.search(gold) or _ELLIPSIS.search(answer):
         # math-verify reads `1, 2, \\ldots, n` up to the dots.
-        return _ELLIPSIS.sub("...", wanted) == _ELLIPSIS.sub("...", came)
-    first, second = parse_latex(wanted), parse_latex(came)
-    if first is None or second is None:
+        return _ELLIPSIS.sub("...", plain_gold) == _ELLIPSIS.sub("...", plain_answer)
+    gold_number, number = parse_latex(plain_gold), parse_latex(plain_answer)
+    if gold_number is None or number is None:
         return None
-    if first == second:
+    if gold_number == number:
         return True
-    if ("%" in gold) != ("%" in answer):
-        percentage, number = (first, second) if "%" in gold else (second, first)
-        return percentage == 100 * number
-    are_whole = first.denominator == second.denominator == 1
+    if "%" in gold and "%" not in answer:
+        return gold_number == 100 * number
+    if "%" in answer and "%" not in gold:
+        return number == 100 * gold_number
+    # Different whole numbers are different answers. Fractions may be equal after rounding.
+    are_whole = gold_number.denominator == number.denominator == 1
     return False if are_whole else None
 
 
 def _congruence(text: str) -> str:
-    """Returns a congruence, already `plain`, with its modulus in one spelling."""
+    """Returns a congruence, which `plain` has normalized, with its modulus as `mod3`."""
     return re.sub(r"[(){}]", "", re.sub(r"\\[bp]?mod(?![A-Za-z])", "mod", text))
 
 
 def _is_readable(answer: str) -> bool:
-    """True if an answer is short enough, and its brackets are not nested too deep, for
-    math-verify."""
+    """True if math-verify can be given an answer: it has at most MAX_CHARS characters, and brackets
+    nested at most MAX_DEPTH deep."""
     depth = most = 0
     for character in answer[: MAX_CHARS + 1]:
         if character in "([{":
@@ -213,9 +218,9 @@ def _is_readable(answer: str) -> bool:
     return len(answer) <= MAX_CHARS and most <= MAX_DEPTH
 
 
-def is_whole(gold: str) -> bool:
-    """True if a gold answer is not too long and its braces match, so that it can be read. A quick
-    check for whole data sets, which math-verify would take minutes for."""
+def has_balanced_braces(gold: str) -> bool:
+    """True if each brace of a gold answer has its partner, and the answer has at most MAX_CHARS
+    characters. A quick check for a whole data set, where math-verify would take minutes."""
     depth = 0
     for brace in _BRACE.findall(gold[: MAX_CHARS + 1]):
         if brace == "{":
@@ -228,9 +233,9 @@ def is_whole(gold: str) -> bool:
 
 
 def latex(answer: str, variables: Collection[str] = ()) -> str:
-    """Returns an answer with plain-text signs, names and numbers written in LaTeX: `π/2`,
-    `sqrt(2)`, `√10`, `2 1/2`, `1e10`. If its last letter is one of `variables`, it is put in
-    braces, so that math-verify does not take it for a unit."""
+    """Returns an answer, in plain text or LaTeX, as LaTeX that math-verify reads: `π/2` -> `\\pi
+    /2`, `√10` -> `\\sqrt{10}`, `2 1/2` -> `2\\frac{1}{2}`. If its last letter is one of
+    `variables`, it is put in braces, so that math-verify does not take it for a unit."""
     answer = _PERCENT.sub(r"\\%", answer)
     answer = _exponentials(_PI.sub(r"\\pi ", _spelled_out(answer)))
     for signs, sign in _TWO_SIGNS.items():
@@ -260,8 +265,8 @@ def _unwrapped(answer: str) -> str:
 
 
 def _spelled_out(answer: str) -> str:
-    """Returns an answer with its signs as LaTeX commands, and its numbers as LaTeX parsers read
-    them.
+    """Returns an answer with Unicode signs and names of functions as LaTeX commands, numbers in
+    forms that LaTeX parsers read, and degrees inside of sin, cos, ... in radians.
 
     >>> _spelled_out("2 1/2 × 1e3"), _spelled_out("0.\\\\overline{3}"), _spelled_out("\\\\sin 30°")
     ('2\\\\frac{1}{2} \\\\times  1000', '\\\\frac{1}{3}', '\\\\sin {(\\\\frac{30\\\\pi}{180})}')
@@ -275,8 +280,8 @@ def _spelled_out(answer: str) -> str:
 
 
 def _in_radians(answer: str) -> str:
-    """Returns an answer in which degrees inside of sin, cos, ... are converted to radians.
-    Elsewhere the degree sign stays; comparisons leave it out."""
+    """Returns an answer with the degrees inside of sin, cos, ... converted to radians, and these
+    functions as LaTeX commands. Other degree signs stay; `plain` drops them."""
     parts = []
     done = 0  # the number of characters that are in `parts`
     for match in _TRIGONOMETRIC.finditer(answer):
@@ -288,7 +293,7 @@ def _in_radians(answer: str) -> str:
         alone = _DEGREES.match(rest)
         end = start
         if opening:
-            end = _closing(answer, start + opening.end() - 1)
+            end = _end_of_bracket(answer, start + opening.end() - 1)
         elif alone:
             end = start + alone.end()
         elif not match[0].startswith("\\"):  # `5 sec`
@@ -300,9 +305,9 @@ def _in_radians(answer: str) -> str:
     return "".join(parts) + answer[done:]
 
 
-def _closing(text: str, start: int) -> int:
-    """Returns the position behind the bracket that closes the one at `start`; `start` itself if
-    none does."""
+def _end_of_bracket(text: str, start: int) -> int:
+    """Returns the position after the bracket that closes the one at `start`; `start` if it is never
+    closed."""
     opening = text[start]
     closing = {"(": ")", "[": "]", "{": "}"}[opening]
     depth = 0
@@ -321,7 +326,7 @@ def _exponentials(answer: str) -> str:
     match = _EXP.search(answer)
     while match is not None:
         start = match.end() - 1
-        end = _closing(answer, start)
+        end = _end_of_bracket(answer, start)
         if end == start:
             return answer
         answer = f"{answer[: match.start()]}e^{{{answer[start + 1 : end - 1]}}}{answer[end:]}"
@@ -330,8 +335,9 @@ def _exponentials(answer: str) -> str:
 
 
 def plain(answer: str) -> str:
-    """Returns an answer in a normal form for comparison as text: without spacing, dollar, degree
-    and percent signs, with words unwrapped and fractions in one spelling."""
+    """Returns an answer in a normal form: answers with the same normal form are the same. It has no
+    spaces, no dollar, degree and percent signs, no `\\text` or option's parentheses, and fractions
+    in one spelling: `\\$ 1{,}000` -> `1,000`, `\\dfrac12` -> `\\frac{1}{2}`."""
     text = _spelled_out(answer.strip().removesuffix(".").replace("{,}", ","))
     text = _LARGE_FRACTION.sub(r"\\frac", text)
     for dropped in _DROPPED:
@@ -382,7 +388,7 @@ class Checker:
     """Worker processes that compare answers with math-verify, several at a time. They are forked
     when they are first needed, and results are cached. May be used from several threads.
 
-    >>> Checker().ask([("x^2", "x x"), ("1", "9^{9^{9^{9}}}")])
+    >>> Checker().compare([("x^2", "x x"), ("1", "9^{9^{9^{9}}}")])
     [True, None]
     """
 
@@ -394,16 +400,16 @@ class Checker:
         self._cache: dict[tuple[str, ...], bool | None] = {}
         self._lock = threading.Lock()
 
-    def ask(self, pairs: Sequence[Pair], how: str = "answer") -> list[bool | None]:
-        """Returns for each pair (gold, answer) True if both are the same, False if not; None if the
-        check was ended at its limit or failed.
+    def compare(self, pairs: Sequence[Pair], mode: str = "answer") -> list[bool | None]:
+        """Compares each pair (gold, answer) with math-verify. Returns True if both are the same,
+        False if not, None if the check was ended at its limit or failed.
 
-        `how` says how the two texts are read. `answer`: each is an answer alone. `text`: the second
-        is a whole solution. `trl`: a solution and a whole completion, as TRL's `accuracy_reward`
-        reads them; then None means that the solution has no answer that can be read, and a check at
+        `mode` says what the two texts are. `answer`: two answers. `text`: a gold answer and a whole
+        solution. `trl`: a solution and a whole completion, read as TRL's `accuracy_reward` does;
+        then None means that no answer can be read in the solution, and a check that was ended at
         its limit is False.
         """
-        keys: list[tuple[str, ...]] = [(how, *pair) for pair in pairs]
+        keys: list[tuple[str, ...]] = [(mode, *pair) for pair in pairs]
         with self._lock:
             if len(self._cache) > _NUM_CACHED:
                 self._cache.clear()
@@ -418,9 +424,9 @@ class Checker:
         self._workers = None
 
     def _check(self, keys: Sequence[tuple[str, ...]]) -> list[bool | None]:
-        """Returns the results of math-verify for the keys. If the supervisor was killed or is
-        stuck, the checks that are left count as ended at the limit, and the next check starts
-        another supervisor."""
+        """Returns math-verify's result for each key (mode, gold, answer), without the cache. Starts
+        the workers if there are none. If their supervisor was killed or is stuck, the remaining
+        checks count as ended at the limit, and the next call starts other workers."""
         results: list[bool | None] = [False if key[0] == "trl" else None for key in keys]
         limits = Limits(self.num_workers, WALL_SECONDS, MEMORY_BYTES)
         if keys and self._workers is None:
@@ -467,9 +473,9 @@ _unusable = ""
 
 
 def _import_math_verify() -> None:
-    """Runs in the supervisor: imports math-verify and uses it once, so that each worker, a fork,
-    starts at once. Silences its output. Keeps the reason in `_unusable` if it cannot be
-    imported."""
+    """Runs in the supervisor of the workers: imports math-verify and uses it once, so that workers,
+    which are forks, need not. Silences this process's output and logging. If the import fails, the
+    reason is kept in `_unusable`."""
     global _unusable
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 1)
@@ -495,34 +501,35 @@ class _Handler:
         self.num_checks = 0
 
     def check(self, header: Header, body: bytes) -> Header:
-        """Returns a reply with `same`: True, False or None; without `same` if the check failed. The
-        system ends this process if the check exceeds its processor time."""
+        """Compares the texts in a call's header (mode, gold, answer). The reply has the result as
+        `same`, no `same` if math-verify raised, or `unusable` with the reason if it cannot be
+        imported. A timer kills this process if the check exceeds its processor time."""
         if _unusable:
             return {"unusable": _unusable}
-        how, gold, answer = header["texts"]
+        mode, gold, answer = header["texts"]
         self.num_checks += 1
         reply: Header = {"spent": self.num_checks >= CHECKS_A_WORKER}
         # When the timer ends, the system ends the process.
         signal.setitimer(signal.ITIMER_PROF, self.cpu_seconds)
         try:
-            if how == "trl":
-                reply["same"] = _same_as_trl(gold, answer)
-            elif how == "text":
-                reply["same"] = _same(gold, answer)
+            if mode == "trl":
+                reply["same"] = _is_same_to_trl(gold, answer)
+            elif mode == "text":
+                reply["same"] = _is_same_to_math_verify(gold, answer)
             else:
-                reply["same"] = _same(gold, f"\\boxed{{{answer}}}")
+                reply["same"] = _is_same_to_math_verify(gold, f"\\boxed{{{answer}}}")
         except (Exception, RecursionError):  # the check failed: the reply has no verdict
             pass
         signal.setitimer(signal.ITIMER_PROF, 0)
         return reply
 
 
-def _same(gold: str, answer: str) -> bool:
-    """True if math-verify finds two answers the same in both directions, so that it does not matter
-    which is the gold one."""
+def _is_same_to_math_verify(gold: str, answer: str) -> bool:
+    """True if math-verify says that the gold answer equals the other, and also with the two
+    exchanged, since its answer may depend on the order. `answer` may be a whole solution."""
     from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
 
-    with _our_comparison():
+    with _patched_math_verify():
         golds: list[Any] = parse(f"\\boxed{{{gold}}}", parsing_timeout=0)
         answers: list[Any] = parse(answer, parsing_timeout=0)
         if not golds or not answers:
@@ -541,9 +548,9 @@ _COORDINATES = {"x", "y", "z"}
 
 
 def _unwrap_equations(golds: list[Any], answers: list[Any]) -> None:
-    """Replaces an equation, like `m + n = 7`, by its value if only one of the two answers is an
-    equation. An equation in x, y or z is left, since it describes a curve and has no value. Changes
-    the lists in place."""
+    """Replaces an equation, like `m + n = 7`, by its right side if the other answer is not an
+    equation. Equations with x, y or z on the left stay, since they describe curves. Changes the
+    first element of the lists in place."""
     from math_verify.grader import is_equation, take_last_relation  # pyright: ignore
 
     for side, other in ((golds, answers), (answers, golds)):
@@ -575,11 +582,11 @@ _MOST_DIGITS = 400
 
 
 @contextlib.contextmanager
-def _our_comparison() -> Iterator[None]:
-    """Patches math-verify while the context lasts, for all of this process: replaces how it
-    compares numbers, because its own way rounds all numbers to six places, and small ones to 0; and
-    has it tell sets in braces from tuples, because it takes both `\\{1,2\\}` and `1,2` for the
-    tuple `(1,2)`."""
+def _patched_math_verify() -> Iterator[None]:
+    """A context in which this process's math-verify is patched in two ways. It compares numbers by
+    `_is_same_number`, because it would round all numbers to six places, and small ones to 0. And a
+    set in braces is not equal to a tuple, because it would take both `\\{1,2\\}` and `1,2` for
+    `(1,2)`."""
     from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy  # pyright: ignore
     from latex2sympy2_extended.sets import FiniteSet  # pyright: ignore[reportMissingImports]
     from math_verify import grader  # pyright: ignore[reportMissingImports]
@@ -619,9 +626,9 @@ def _our_comparison() -> Iterator[None]:
 def _is_same_number(
     first: Any, second: Any, float_rounding: int = 0, numeric_precision: int = 0
 ) -> bool:
-    """True if two expressions of sympy are the same number, or matrices of the same numbers. A
-    percentage is the same as its number with and without division by 100. Has the signature of the
-    function of math-verify that it replaces; the last two parameters are not used."""
+    """True if two expressions of sympy are the same number, or matrices of the same numbers; False
+    if either has variables. `50\\%` is the same as 50 and as 0.5. The last two parameters are
+    unused: the signature is that of the function of math-verify that this replaces."""
     from math_verify.grader import get_pct_val  # pyright: ignore[reportMissingImports]
     from sympy import MatrixBase  # pyright: ignore[reportMissingImports]
 
@@ -684,8 +691,8 @@ def _is_significant(number: Any) -> bool:
 
 
 def _rounds_to(first: Fraction, second: Fraction) -> bool:
-    """True if two numbers are equal after rounding to `PLACES` places, or significant digits below
-    0.1."""
+    """True if two numbers are equal after rounding to `PLACES` decimal places, or, if both are
+    below 0.1, to that many significant digits."""
     size = max(abs(first), abs(second))
     places = PLACES
     while size and size < Fraction(1, 10):
@@ -694,9 +701,10 @@ def _rounds_to(first: Fraction, second: Fraction) -> bool:
     return round(first, places) == round(second, places)
 
 
-def _same_as_trl(solution: str, completion: str) -> bool | None:
-    """Decides like TRL's `accuracy_reward`, which reads any answer in a solution, but only LaTeX in
-    a completion, a box before all else. None if the solution has no answer that can be read."""
+def _is_same_to_trl(solution: str, completion: str) -> bool | None:
+    """Returns TRL's `accuracy_reward` as a bool: whether the completion's answer, which must be
+    LaTeX, preferably in a box, is that of the solution. None if no answer can be read in the
+    solution."""
     from latex2sympy2_extended import NormalizationConfig  # pyright: ignore[reportMissingImports]
     from math_verify import LatexExtractionConfig, parse, verify  # pyright: ignore
 

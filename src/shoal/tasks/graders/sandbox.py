@@ -41,8 +41,8 @@ _CASE = {
 
 @functools.cache
 def command() -> list[str]:
-    """Returns the command that starts a sandbox with the tester in it; the case is sent to its
-    standard input."""
+    """Returns the command that starts a sandbox which runs `sandbox_main.py`. It reads a sealed
+    case (see `_sealed`) from its standard input, and prints outcome and seal."""
     python = os.path.realpath(sys.executable)
     # Code could read the environment of the sandbox's first process, so `run` starts it with an
     # empty one.
@@ -91,8 +91,8 @@ def command() -> list[str]:
 
 @functools.cache
 def require_sandbox() -> None:
-    """Raises ShoalError if sandboxes do not work on this machine; code to be tested is never run
-    outside of one."""
+    """Raises ShoalError if sandboxes do not work on this machine: there is no way to run a model's
+    code outside of one."""
     if platform.machine() not in NUMBERS:
         raise ShoalError(
             "task code: a model's code is run in bubblewrap alone, on Linux for "
@@ -119,7 +119,8 @@ def run(case: Mapping[str, Any]) -> str:
 
 
 async def run_all(cases: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the outcomes of several cases; as many run at once as there are cores."""
+    """Runs cases in sandboxes, as many at once as there are cores, and returns their outcomes in
+    the order of the cases. See `run`."""
     loop = asyncio.get_running_loop()
     threads = _threads(os.getpid())
     running = [loop.run_in_executor(threads, run, case) for case in cases]
@@ -128,14 +129,15 @@ async def run_all(cases: Sequence[Mapping[str, Any]]) -> list[str]:
 
 @functools.cache
 def _threads(process: int) -> ThreadPoolExecutor:
-    """Returns the threads of this process that start sandboxes. They are kept, because a sandbox
-    ends with the thread that started it."""
+    """Returns the pool of threads that start sandboxes, one for each process id, since threads do
+    not survive a fork. It is kept, because a sandbox ends with the thread that started it."""
     return ThreadPoolExecutor(num_cores())
 
 
 @functools.lru_cache(10_000)
 def _run(text: str) -> str:
-    """Runs a case, given as JSON, in a sandbox and returns its outcome; results are cached."""
+    """Runs a case, as JSON, in a sandbox and returns its outcome. "crashed" also means that the
+    sandbox printed no verdict. Outcomes are cached."""
     seal = secrets.token_hex(16)  # the tester alone reads it, so nothing else can write a verdict
     try:
         tester = subprocess.run(
@@ -156,7 +158,8 @@ def _run(text: str) -> str:
 
 
 def _sealed(text: str, seal: str) -> str:
-    """Returns a case as the tester reads it: with the names that the tests get, and the seal."""
+    """Returns a case, as JSON, with what the tester needs: which names the tests may use
+    (`tested_names`), and the seal that it must print with its verdict."""
     case = json.loads(text)
     tested = tested_names(case)
     case["given"] = tested.given

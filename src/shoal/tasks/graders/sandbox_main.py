@@ -104,8 +104,8 @@ class Ref:
 
 
 def pack(value: Any, refs: list[Any]) -> Any:
-    """Returns a value as JSON can hold it. An object that JSON cannot hold is appended to `refs`,
-    and its position there stands for it."""
+    """Returns a value in a form that JSON can hold: `(1, 2)` -> `{"tuple": [1, 2]}`. An object of
+    another type is appended to `refs`, and becomes `{"ref": its position there}`."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     for name, plain_type in PLAIN.items():
@@ -124,7 +124,7 @@ def pack(value: Any, refs: list[Any]) -> Any:
         return {"deque": [[pack(item, refs) for item in value], value.maxlen]}
     for value_type in VALUES:
         if isinstance(value, value_type):
-            return {value_type.__name__: arguments_of(value, value_type)}
+            return {value_type.__name__: constructor_arguments(value, value_type)}
     for name, passed_type in TYPES.items():
         if value is passed_type:
             return {"type": name}
@@ -134,9 +134,9 @@ def pack(value: Any, refs: list[Any]) -> Any:
     return {"ref": len(refs) - 1}
 
 
-def arguments_of(value: Any, value_type: type) -> list[Any]:
-    """Returns the arguments, as JSON can hold them, that make a value of one of the types in VALUES
-    again."""
+def constructor_arguments(value: Any, value_type: type) -> list[Any]:
+    """Returns the arguments with which `MAKERS` or the type itself makes an equal value, in forms
+    that JSON can hold. `value_type` is one of VALUES but deque."""
     if value_type in (bytes, bytearray):
         return [value.hex()]
     if value_type is complex:
@@ -153,7 +153,8 @@ def arguments_of(value: Any, value_type: type) -> list[Any]:
 
 
 def unpack(value: Any, find: Any) -> Any:
-    """Returns the value that `pack` wrote; `find` returns the object for a number."""
+    """Returns the value that `pack` returned `value` for. `find` returns the object for the number
+    of a `ref`."""
     if not isinstance(value, dict):
         return value
     ((name, content),) = value.items()
@@ -184,9 +185,10 @@ def unpack(value: Any, find: Any) -> Any:
 # ---- the candidate
 
 
-def candidate(channel: socket.socket) -> None:
-    """Runs as the candidate's process: executes its code and answers questions from the channel,
-    with no standard streams and no right to start processes."""
+def run_candidate(channel: socket.socket) -> None:
+    """Runs the candidate's process: answers the tester's questions, one JSON line each, until the
+    channel closes. The first has the candidate's code to execute. The process has no standard
+    streams and may start no other."""
     null = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
         os.dup2(null, number)
@@ -195,7 +197,8 @@ def candidate(channel: socket.socket) -> None:
     names: dict[str, Any] = {"__name__": "candidate"}
 
     def handle(what: str, target: Any, *rest: Any) -> Any:
-        """Does what the tester asks, and returns the result."""
+        """Answers one question of the tester. `exec`: executes the code `target`, and returns the
+        defined ones of the names in `rest`. `call` calls `target`; see ASKED for all others."""
         if what == "exec":
             exec(compile(target, "<candidate>", "exec"), names)
             return {name: names[name] for name in rest[0] if name in names}
@@ -208,13 +211,13 @@ def candidate(channel: socket.socket) -> None:
             reply = [True, pack(handle(*unpack(json.loads(line), refs.__getitem__)), refs)]
             text = json.dumps(reply)
         except BaseException as error:  # including SystemExit
-            text = json.dumps([False, [builtin_kind(error), str(error)[:200]]])
+            text = json.dumps([False, [builtin_exception_name(error), str(error)[:200]]])
         channel.sendall(f"{text}\n".encode())
 
 
-def builtin_kind(error: BaseException) -> str:
-    """Returns the name of the nearest builtin exception that an error is derived from: a test that
-    expects a ValueError accepts a class that the candidate derived from it, too."""
+def builtin_exception_name(error: BaseException) -> str:
+    """Returns the name of an error's class, or of its nearest base class that is builtin: a test
+    that expects a ValueError also accepts a class that the candidate derived from it."""
     for error_type in type(error).__mro__:
         if getattr(builtins, error_type.__name__, None) is error_type:
             return error_type.__name__
@@ -222,8 +225,9 @@ def builtin_kind(error: BaseException) -> str:
 
 
 def forbid_processes() -> None:
-    """Forbids this process to start any other process from now on; threads are still allowed. It
-    uses a filter of system calls, because limits on processes do not hold for root."""
+    """Forbids this process to start other processes; threads are still allowed. Installs a seccomp
+    filter of system calls, because limits on processes do not hold for root. Exits if that
+    fails."""
     system, clone, clone3, denied = NUMBERS[platform.machine()]
     # Instructions and results of Linux's filters of system calls.
     load, equal, least, bit, done = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -265,33 +269,33 @@ def forbid_processes() -> None:
 # ---- the tester
 
 
-class Over(BaseException):
+class CandidateEnded(BaseException):
     """Raised in the tester if the candidate gives no further answer; its text is the outcome."""
 
 
-def raised_by_candidate(name: str, text: str) -> Exception:
-    """Returns the exception that the tester raises for one of the candidate: of the same builtin
-    kind, since tests may expect it.
+def candidate_exception(name: str, text: str) -> Exception:
+    """Returns the exception that the tester raises in place of one of the candidate: the builtin
+    class `name` with the message `text`, since tests may expect that class, or RuntimeError.
 
-    Raises Over for an exception that would end a loop or this process instead of failing a test:
-    `all(map(f, cases))` takes StopIteration for the end of the cases.
+    Raises CandidateEnded for an exception that would not fail a test, but end a loop or this
+    process: `all(map(f, cases))` takes StopIteration for the end of the cases.
     """
     error_type = getattr(builtins, name, RuntimeError)
     if not (isinstance(error_type, type) and issubclass(error_type, BaseException)):
         error_type = RuntimeError
     ends_a_loop = issubclass(error_type, StopIteration | StopAsyncIteration)
     if ends_a_loop or not issubclass(error_type, Exception):
-        raise Over("failed")
+        raise CandidateEnded("failed")
     try:
         return error_type(text)
     except TypeError:  # such as UnicodeDecodeError, which is made of five values
         return RuntimeError(text)
 
 
-def how_it_ended(pid: int) -> str:
-    """Returns "timed out" if the kernel ended the candidate for its CPU time, else "crashed".
-    Called when its end of the channel is closed; ends the process first, because it may have closed
-    only that."""
+def end_candidate(pid: int) -> str:
+    """Terminates the candidate's process and returns why it ended: "timed out" if the kernel killed
+    it at its limit of CPU time, else "crashed". Called after its end of the channel closed; the
+    process may still run, so it gets SIGTERM first."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -310,51 +314,53 @@ class Candidate:
         tests may catch whatever is raised in them."""
 
     def ask(self, what: str, *rest: Any) -> Any:
-        """Returns the candidate's answer; if the answer is an exception, raises it. Raises Over if
-        the candidate does not answer any more."""
+        """Sends a question (a key of ASKED, `exec` or `call`, with its arguments) to the candidate
+        and returns the answer; raises the answer if it is an exception. Raises CandidateEnded if
+        there is no valid answer, and from then on for every question."""
         if self.outcome:
-            raise Over(self.outcome)
+            raise CandidateEnded(self.outcome)
         try:
             return self._answer((what, *rest))
-        except Over as over:
+        except CandidateEnded as over:
             self.outcome = str(over)
             raise
 
     def _answer(self, question: tuple[Any, ...]) -> Any:
-        """Sends a question and returns the answer, like `ask`, but does not keep the outcome."""
+        """Sends a question and returns or raises the answer, like `ask`, but does not set
+        `outcome`."""
         unsent: list[Any] = []
         text = json.dumps(pack(question, unsent)).encode() + b"\n"
         if unsent:
             # The question holds an object of the tests, such as a function: its number would mean
             # another object to the candidate.
-            raise Over("failed")
+            raise CandidateEnded("failed")
         try:
             line = self._exchange(text)
         except TimeoutError:
-            raise Over("timed out") from None
+            raise CandidateEnded("timed out") from None
         except OSError:
-            raise Over(how_it_ended(self.pid)) from None
+            raise CandidateEnded(end_candidate(self.pid)) from None
         try:
             good, value = json.loads(line)
             if good:
                 return unpack(value, lambda number: Ref(self.ask, number))
-            error = raised_by_candidate(str(value[0]), str(value[1]))
-        except Exception:  # this file's candidate() does not write such an answer
-            raise Over("failed") from None
+            error = candidate_exception(str(value[0]), str(value[1]))
+        except Exception:  # run_candidate() does not write such an answer
+            raise CandidateEnded("failed") from None
         raise error
 
     def _exchange(self, text: bytes) -> bytes:
-        """Sends a line and returns the line that comes back. Over if the channel closes or the line
-        is too long."""
+        """Sends a line and returns the line that the candidate sends back. CandidateEnded if the
+        channel closes or that line is too long, TimeoutError at the deadline."""
         self._limit_wait()
         self.channel.sendall(text)
         while b"\n" not in self.received:
             self._limit_wait()
             data = self.channel.recv(1 << 16)
             if not data:
-                raise Over(how_it_ended(self.pid))
+                raise CandidateEnded(end_candidate(self.pid))
             if len(self.received) > MOST_BYTES:
-                raise Over("failed")
+                raise CandidateEnded("failed")
             self.received.extend(data)
         line, _, self.received[:] = bytes(self.received).partition(b"\n")
         return line
@@ -365,7 +371,8 @@ class Candidate:
 
 
 def run(channel: socket.socket, pid: int, case: dict[str, Any], seconds: float) -> str:
-    """Runs the tests of a case and returns the outcome."""
+    """Runs the tests of a case and returns the outcome: `passed`, `failed`, `timed out` or
+    `crashed`. `pid` is the candidate's process, `seconds` the limit by the clock."""
     candidate_process = Candidate(channel, pid, seconds)
     outcome = "passed"
     try:
@@ -376,7 +383,8 @@ def run(channel: socket.socket, pid: int, case: dict[str, Any], seconds: float) 
 
 
 def run_tests(case: dict[str, Any], candidate_process: Candidate) -> None:
-    """Runs the candidate's code and the tests; raises whatever a test raises."""
+    """Has the candidate execute its code, and runs the tests in this process, in globals that get
+    the candidate's tested names. Raises whatever a test raises."""
     defined = candidate_process.ask("exec", case["code"], case["names"] + case["spare"])
     names: dict[str, Any] = {"__name__": "tests"}
     exec(compile(case["given"], "<given>", "exec"), names)
@@ -413,8 +421,8 @@ def run_tests(case: dict[str, Any], candidate_process: Candidate) -> None:
 
 
 def main() -> NoReturn:
-    """Starts the candidate's process, runs the tests in this one, and writes the verdict with the
-    seal."""
+    """Runs the sandbox's first process: forks the candidate's process, reads the case from the
+    standard input, runs the tests in this process, and prints outcome and seal."""
     cpu, seconds, memory = [int(word) for word in sys.argv[1:]]
     # The candidate can neither trace this process nor open its files.
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
@@ -432,7 +440,7 @@ def main() -> NoReturn:
         here.close()
         resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
         with contextlib.suppress(BaseException):
-            candidate(there)
+            run_candidate(there)
         os._exit(0)
     there.close()
     case = json.load(sys.stdin)

@@ -35,9 +35,10 @@ class TestedNames:
 
 
 def tested_names(case: Mapping[str, Any]) -> TestedNames:
-    """Returns the names for the tests of a case, from its `setup`, `tests`, `entry_point` and, if
-    the data has them, `given` (the prompt's code) and `reference` (its solution). Code that is not
-    valid Python counts as having no names: the sandbox then fails on it."""
+    """Decides which names the tests of a case get, and from where. Reads the case's `setup`,
+    `tests`, `entry_point` and, if the data has them, `given` (the prompt's code) and `reference`
+    (its solution). Code that is not valid Python counts as having no names: the sandbox then fails
+    on it."""
     tests = _Code.read([case.get("setup", ""), *case["tests"]])
     given_text = _completed(case.get("given", ""))
     given = _Code.read([given_text])
@@ -72,10 +73,10 @@ def tested_names(case: Mapping[str, Any]) -> TestedNames:
 
 
 def undefined_names(case: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the names that the tests use and that nothing defines: neither the tests, the setup,
-    the prompt's code, an import nor the reference solution. A completion passes such tests only if
-    it happens to define these names. Empty without a reference solution, since the names may then
-    be what is asked for.
+    """Returns the names that the tests use and that neither the tests, the setup, the prompt's
+    code, an import nor the reference solution defines. A completion passes such tests only if it
+    happens to define these names. () without a reference solution, since the completion may then be
+    expected to define them.
 
     >>> case = {"setup": "", "tests": ["assert is_near(area(1), 3)"], "entry_point": ""}
     >>> undefined_names({**case, "reference": "def area(r): return 3 * r"})
@@ -87,7 +88,9 @@ def undefined_names(case: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _re_exported(tests: _Code, wanted: set[str], reference: _Code) -> set[str]:
-    """Returns the tested names that a solution only imports, as in `from math import gcd`."""
+    """Returns the names that the tests call and that the reference solution does not define but
+    only imports, as in `from math import gcd`; an empty set if it does not import all of them.
+    `wanted` are the names that the tests use and do not define."""
     called = {name for name in wanted & tests.called if not hasattr(builtins, name)}
     imported = reference.imported
     if called <= imported or ("*" in imported and len(called) == 1):
@@ -96,8 +99,8 @@ def _re_exported(tests: _Code, wanted: set[str], reference: _Code) -> set[str]:
 
 
 def _completed(text: str) -> str:
-    """Returns code with a body added if it ends with the head of a function; "" if it is not valid
-    Python."""
+    """Returns code that compiles: the text itself, or with the body `pass` added if it ends with
+    the head of a function; "" if neither is valid Python."""
     for body in ("", "    pass\n"):
         try:
             compile(text + body, "<given>", "exec")
@@ -128,7 +131,8 @@ class _Code:
 
     @staticmethod
     def read(texts: Sequence[str]) -> _Code:
-        """Returns the names in the texts; a text that is not valid Python has none."""
+        """Returns the names that occur in several texts of code. A text that is not valid Python is
+        left out."""
         used: set[str] = set()
         bound: set[str] = set()
         defined: set[str] = set()
@@ -169,8 +173,8 @@ class _Code:
 
 
 def _run_with_module(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields the nodes that are executed when a module is run: all but the insides of functions and
-    classes."""
+    """Yields the nodes below `node` that running the module executes: all but the bodies of
+    functions and classes, and the insides of expressions."""
     for inner in ast.iter_child_nodes(node):
         yield inner
         if not isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.expr):
@@ -178,7 +182,7 @@ def _run_with_module(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _global_uses(table: symtable.SymbolTable) -> Iterator[str]:
-    """Yields the global names that a scope and its inner scopes read."""
+    """Yields the names that a scope and its inner scopes read as globals."""
     is_module = table.get_type() == "module"
     for symbol in table.get_symbols():
         if symbol.is_referenced() and (is_module or symbol.is_global()):

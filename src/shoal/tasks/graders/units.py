@@ -67,9 +67,9 @@ def unit_of(text: str) -> Unit | None:
 
 
 def quantity_of(text: str, variables: Collection[str] = ()) -> tuple[str, Unit | None]:
-    """Splits a text into what stands before its final unit, and that unit; returns the whole text
-    and None if there is no unit. A letter that is one of `variables` is no unit. The base of a
-    number (`52_8`) counts as a unit.
+    """Splits a text into (text before its final unit, the unit). Returns (whole text, None) if
+    there is no unit that is known. A letter in `variables` is not a unit. The base of a number
+    (`52_8`) counts as a unit.
 
     >>> quantity_of("5 m"), quantity_of("5 m", {"m"}), quantity_of("52_8")
     (('5', Unit(name='m', power=1)), ('5 m', None), ('52', Unit(name='base 8', power=1)))
@@ -88,15 +88,16 @@ def quantity_of(text: str, variables: Collection[str] = ()) -> tuple[str, Unit |
 
 
 def variables_of(text: str) -> set[str]:
-    """Returns the letters that stand alone in a text, except its unit and a name before `=`. In `3m
-    + 2s` the m is a variable, no meter (and s a unit)."""
+    """Returns the single letters in a text, except its final unit and a name before `=`. In `3m +
+    2s` the m is a variable, and s is taken for a unit."""
     expression = _NAMED.sub("", quantity_of(text)[0], count=1)
     return set(_LETTER.findall(expression))
 
 
 def measures_of(text: str) -> list[tuple[str, int, Fraction]]:
-    """Returns the measures that a text consists of as (unit, power, number), sorted; the unit of a
-    number alone is "". [] for any other text.
+    """Returns the measures in a text that is a list of them, as sorted (unit, power, number). The
+    unit of a number without unit is "". [] if the text has anything else, an unknown unit, or
+    several numbers one of which has no unit.
 
     >>> measures_of("5 ft 6 in")
     [('ft', 1, Fraction(5, 1)), ('in', 1, Fraction(6, 1))]
@@ -128,8 +129,8 @@ def measures_of(text: str) -> list[tuple[str, int, Fraction]]:
 
 
 def _unit_of_words(match: re.Match[str]) -> Unit | None:
-    """Returns the unit that the words at the end of a text name; None if any of them is not
-    known."""
+    """Returns the unit that a match of `_WORDS`, the words at the end of a text, names; None if any
+    of the words is unknown."""
     words = match["words"].replace(".", " ").lower().split()
     if match["circ"] and words in ([], ["c"], ["f"]):
         return Unit(f"deg{''.join(words)}")
@@ -156,9 +157,9 @@ def _name_of(word: str) -> str | None:
     return None
 
 
-def differ(first: Unit | None, second: Unit | None) -> bool:
-    """True if both units are known and are different. The degree sign alone matches any kind of
-    degrees."""
+def units_differ(first: Unit | None, second: Unit | None) -> bool:
+    """True if both units are known (not None) and are different. A degree sign without C or F
+    equals any kind of degrees."""
     if first is None or second is None or first == second:
         return False
     names = first.name, second.name

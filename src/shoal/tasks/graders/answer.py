@@ -69,10 +69,10 @@ def last_boxed(text: str) -> str | None:
 
 
 def solution_of(text: str) -> str:
-    """Returns the part of a text that is the solution. Drops the thoughts up to the last
-    `</think>` or `</reasoning>`, unless nothing follows. Drops a line that begins with `Question:` or
-    `Q:` and what follows it, since base models invent the next task, unless no digit stands before
-    that line.
+    """Returns the part of a text that is the solution. Drops the thoughts up to the last `</think>`
+    or `</reasoning>`, unless nothing follows. Drops a line that begins with `Question:` or `Q:` and
+    what follows it, since base models invent the next task, unless no digit stands before that
+    line.
 
     >>> solution_of("<think>5?</think> It is 6.\\n\\nQuestion: and 7?")
     ' It is 6.\\n\\n'

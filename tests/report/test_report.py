@@ -41,7 +41,7 @@ from shoal.runs.summary import (
     account_text,
     curve_text,
     evaluation_text,
-    step_figures,
+    step_texts,
     summary_facts,
     summary_rows,
 )
@@ -763,12 +763,12 @@ def test_numbers_are_written_as_a_person_would(value, text):
 
 
 def test_kl_and_skipped_updates_show_when_there():
-    assert step_figures({"kl": 0.00123, "update/skipped": 2.0}) == [
+    assert step_texts({"kl": 0.00123, "update/skipped": 2.0}) == [
         "kl 0.00123",
         "skipped updates 2",
     ]
-    assert step_figures({"update/skipped": 0.0}) == []
-    assert step_figures({"reward/mean": math.nan}) == ["reward nan"]
+    assert step_texts({"update/skipped": 0.0}) == []
+    assert step_texts({"reward/mean": math.nan}) == ["reward nan"]
 
 
 def test_time_left_does_not_count_steps_that_compile():

@@ -16,7 +16,7 @@ from typing import Any, TextIO, TypeAlias
 
 from shoal.records import Group, Prompt
 from shoal.runs.lines import EventLevel
-from shoal.runs.summary import evaluation_text, step_figures, summary_rows
+from shoal.runs.summary import evaluation_text, step_texts, summary_rows
 from shoal.text import duration, one_line, text_table
 
 LINES_A_RUN, FIRST_STEPS, QUIET_SECONDS = 40, 3, 60.0
@@ -169,7 +169,7 @@ class Console:
         times, left = f"{duration(now - self._pace.start)} elapsed", self._pace.left(steps - step)
         if left is not None:
             times += f", {duration(left)} left"
-        line = "  ".join([times, *step_figures(metrics, compiled)])
+        line = "  ".join([times, *step_texts(metrics, compiled)])
         every = max(1, math.ceil(steps / LINES_A_RUN))
         if (
             step <= FIRST_STEPS

@@ -103,7 +103,8 @@ class Recorder:
     # -- steps
 
     def begin_training(self, first: int) -> None:
-        """Notes that training begins after `first` steps, and says so on the screen."""
+        """Begins the events of step `first` + 1, and prints and records that training begins there,
+        after `first` steps; prints nothing if no step is left."""
         self.begin_step(first + 1)
         if self.steps > first:
             begin = f", from step {first + 1} on" if first else ""
@@ -117,13 +118,18 @@ class Recorder:
         self.folder.begin("training", number)
 
     def _begin_phase(self, text: str) -> None:
-        """Prints a heading, and writes it as an event."""
+        """Prints a heading, and writes it to events.jsonl as the beginning of a phase."""
         self.console.heading(text)
         self.folder.write_event("phase", text)
 
     def step(self, record: StepRecord) -> dict[str, float]:
-        """Records a step as number `step + 1`: writes its metrics and groups, prints its line, and
-        warns of what may be wrong. Returns the metrics."""
+        """Records a step: completes its metrics, writes them to metrics.jsonl and to the sinks,
+        queues its groups for the thread that writes them, and prints the step's line. Returns the
+        metrics by name.
+
+        Files, screen and warnings number steps from 1: step 0 of the record is step 1 there.
+        Findings of `Watch` are printed as warnings and kept in `warned`, on which the loop acts;
+        nothing is raised for them here."""
         number = record.step + 1
         metrics = record.metrics
         stats = self.read_stats(Purpose.TRAIN)
@@ -137,7 +143,7 @@ class Recorder:
         metrics.add("prompts/retired", record.prompts_retired)
         self.prompts_dropped = record.prompts_dropped
         self._add_rewards(metrics, stats)
-        taken = 0
+        taken = 0  # number of tokens sampled for the groups of this step
         for group in record.groups:
             taken += sum(completion.num_sampled for completion in group.completions)
         trained = 0
@@ -199,8 +205,8 @@ class Recorder:
         return result
 
     def _add_counters(self, metrics: MetricSet, stats: RolloutStats) -> None:
-        """Adds the counters of the samplers' engines as metrics. A counter that is 0 gets no
-        metric."""
+        """Adds the counters of the samplers' engines as metrics `sampler/{counter}`, none for a
+        counter that is 0, and the share of slots that sampled as `sampler/places_drawing`."""
         counters = stats.counters.copy()
         del counters["tokens"]  # `_add_tokens` counts them
         active_slots = counters.pop("active_slots", 0)
@@ -209,15 +215,16 @@ class Recorder:
             if value:
                 metrics.add(f"sampler/{name}", value)
 
-    def _add_tokens(self, stats: RolloutStats, **taken: int) -> None:
-        """Adds sampled and lost tokens, and what became of tokens that were `taken`, to the account
-        of the run."""
+    def _add_tokens(self, stats: RolloutStats, **used: int) -> None:
+        """Adds to the run's token account (`token_account`) the tokens that hosts sampled and lost,
+        and those that were `used`, by what for: `trained=12`."""
         lost = stats.fleet.get("tokens_lost", 0)
-        self.account.update(sampled=stats.counters["tokens"], lost=lost, **taken)
+        self.account.update(sampled=stats.counters["tokens"], lost=lost, **used)
 
     def _add_rewards(self, metrics: MetricSet, stats: RolloutStats) -> None:
-        """Adds metrics that reward functions logged, and the number of completions on which
-        functions failed; counts the failures for the summary."""
+        """Adds the metrics that reward functions logged, and the number of completions for which a
+        reward function or an environment failed, in all and by function. Counts all failures for
+        the summary, and warns of new ones."""
         for name, values in stats.logged.items():
             metrics.add(logged_name(name), sum(values), len(values))
         failed = [failure for failure in stats.failures if failure.completion is not None]
@@ -227,21 +234,22 @@ class Recorder:
         self._count_failures(stats.failures)
 
     def _count_failures(self, failures: Sequence[Failure]) -> None:
-        """Counts failures of reward functions and environments, and warns of them."""
+        """Counts failures of reward functions and environments for the summary, and warns of each
+        new one."""
         self.failures.update((failure.function, failure.kind) for failure in failures)
         self._warn(self.watch.failures(failures))
 
     def _warn(self, findings: Sequence[Finding]) -> None:
-        """Keeps findings for the loop, and prints the warnings among them unless a warning ends the
-        run."""
+        """Keeps findings in `warned`, which the loop reads, and prints the warnings among them; not
+        if `warnings_stop`, because the loop then raises them as the run's error."""
         self.warned += findings
         if not self.warnings_stop:
-            self._print(findings)
+            self._print_warnings(findings)
 
-    def _print(self, findings: Sequence[Finding]) -> None:
-        """Prints the findings that are warnings."""
+    def _print_warnings(self, findings: Sequence[Finding]) -> None:
+        """Prints the findings of level "warning". One of level "wrong" is not printed here, because
+        the loop raises it as the run's error."""
         for finding in findings:
-            # a finding of level "wrong" is not printed here, because it becomes the run's error
             if finding.level == "warning":
                 self.console.warning(finding.text, finding.key)
 
@@ -252,8 +260,9 @@ class Recorder:
     # -- evaluations
 
     def begin_evaluation(self, version: int, num_completions: int) -> None:
-        """Says on the screen that an evaluation begins, how many completions it needs and about how
-        long it takes, as far as known. Does nothing if it needs none."""
+        """Prints and records that an evaluation begins, how many completions it samples, and about
+        how long it takes, if an earlier evaluation of this process tells. Does nothing if it
+        samples none."""
         if not num_completions:
             return
         rate = self._evaluation_rate
@@ -276,8 +285,11 @@ class Recorder:
         num_completions: int,
         seconds: float,
     ) -> None:
-        """Records an evaluation of one version: figures by data set, and `groups` with its greedy
-        answers. Warns if it is worse than before training."""
+        """Records the evaluation of a version: prints its figures, writes them to evaluations.jsonl
+        and to the sinks, queues `groups`, its greedy answers, to be written, and warns if it is
+        worse than the evaluation before training.
+
+        `figures`: data set -> figure -> value. `num_completions` were sampled, in `seconds`."""
         self.spent("evaluate", seconds)
         if num_completions and self.compilations() == self._compiled_before:
             self._evaluation_rate = seconds / num_completions
@@ -299,30 +311,34 @@ class Recorder:
             self._warn(self.watch.evaluation(version, before, figures.get(main, {})))
 
     def scores(self) -> dict[int, float]:
-        """Returns the accuracy on the first data set, or the mean reward if there is no accuracy,
-        by version. Only evaluations with the most questions count."""
+        """Returns version -> its score, by which checkpoints are compared: the accuracy on the
+        first data set, or its mean reward if there is no accuracy. Evaluations on fewer questions
+        than the largest one are left out, because their scores are less certain."""
         main_sets = {}
         for version, figures in self.evaluations.items():
             main_sets[version] = next(iter(figures.values()), {})
-        most = max((main.get("num_questions", 0) for main in main_sets.values()), default=0)
+        most_questions = 0
+        for main in main_sets.values():
+            most_questions = max(most_questions, main.get("num_questions", 0))
         scores = {}
         for version, main in main_sets.items():
             score = main.get("accuracy", main.get("mean_reward"))
-            if main.get("num_questions", 0) == most and score is not None:
+            if main.get("num_questions", 0) == most_questions and score is not None:
                 scores[version] = score
         return scores
 
     # -- checkpoints and resumption
 
     def sync(self, pass_rates: Sequence[Mapping[str, Any]]) -> None:
-        """Writes the prompts' current pass rates, and waits until everything recorded so far would
-        survive a power cut."""
+        """Waits until everything recorded so far would survive a power cut, then writes the current
+        pass rates of the prompts. Called before a checkpoint is saved."""
         self._groups.flush()
         self.folder.sync()
         self.folder.write_pass_rates(pass_rates)
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint must hold of the recorder, as JSON."""
+        """Returns the sums and warnings so far, which a checkpoint stores for `restore`, as
+        JSON."""
         failures = []
         for (function, kind), number in self.failures.items():
             failures.append([function, kind, number])
@@ -339,9 +355,12 @@ class Recorder:
     def restore(
         self, state: Mapping[str, Any], version: int, evaluated: bool, again: Collection[int] = ()
     ) -> None:
-        """Continues a run after `version`, from the state of its checkpoint. Removes from the
-        folder: what belongs to later steps, the evaluation of `version` unless it was completely
-        `evaluated`, and the evaluations of the versions in `again`, which are to be repeated."""
+        """Continues a run after `version`: sets the recorder to the state that the checkpoint of
+        this version holds, and rewinds the run's files to it.
+
+        Removed from the files are all later steps, the evaluation of `version` unless it was
+        complete (`evaluated`), and the evaluations of the versions in `again`, which the run will
+        repeat. Warns if lines of earlier steps are missing."""
         self.prompts_dropped = state["dropped"]
         self.failures.update({(name, kind): number for name, kind, number in state["failures"]})
         self.seconds.update(state["seconds"])
@@ -369,19 +388,21 @@ class Recorder:
             self.console.note(f"{text}; training ends here")
 
     def stop(self) -> None:
-        """Shortens the waits at the end of the run, because somebody asked it to stop."""
+        """Shortens the time that sinks may take to close, because somebody asked the run to
+        stop."""
         for sink in self.sinks:
             sink.seconds_to_close = SECONDS_TO_STOP
 
     def finish(self, last: int) -> Summary:
-        """Ends a run after step `last`: waits for its files, prints the table before and after
-        training and other facts, writes the summary, and returns it."""
+        """Ends a run after step `last` (from 1): waits until its groups are written, prints the
+        table before and after training, facts and failures, writes summary.json, and returns its
+        content. Does not close the files (`close`)."""
         self.folder.begin("end", last)
         self._groups.flush()
         self._add_tokens(self.read_stats(Purpose.TRAIN))  # tokens sampled since the last step
         # warnings of the last evaluation, which come too late to end the run
         if self.warnings_stop:
-            self._print(self.warned)
+            self._print_warnings(self.warned)
         summary = self._summary(last)
         solved = None
         if summary.after:
@@ -461,9 +482,20 @@ class Recorder:
 
 
 def token_account(counts: Mapping[str, int]) -> dict[str, int]:
-    """Returns how many tokens hosts sampled, and what became of them. `other_terms`: in groups
-    without an advantage, so that only other terms of the loss used them. `no_gradient`: entered no
-    update. `unused`: the rest, under way at the end."""
+    """Returns how many tokens hosts `sampled`, and what became of them; the other entries sum to
+    it.
+
+    trained: of groups with an advantage, in an update
+    other_terms: of groups whose advantages are all 0, in an update because of a KL, entropy or
+        teacher term
+    no_gradient: of the step's groups, but in no update
+    discarded: of groups that dynamic sampling replaced
+    evaluated: in evaluations
+    lost: with a host, or with a trainer that was resumed from a checkpoint
+    unused: all others, which were under way at the end
+
+    `counts`: the same entries without `unused`; a missing one is 0.
+    """
     account = {"sampled": counts.get("sampled", 0)}
     unused = account["sampled"]
     for name in ("trained", "other_terms", "no_gradient", "discarded", "evaluated", "lost"):
@@ -476,8 +508,10 @@ def token_account(counts: Mapping[str, int]) -> dict[str, int]:
 def _add_group_metrics(
     metrics: MetricSet, groups: Sequence[Group], advantages: np.ndarray, nonzero_std: np.ndarray
 ) -> None:
-    """Adds the metrics on rewards, lengths and staleness of P groups of G completions;
-    `advantages[P, G]`, `nonzero_std[P]`."""
+    """Adds the metrics on rewards, lengths and staleness of P groups of G completions. Without
+    reward functions, as in supervised training, those on rewards are left out.
+
+    `advantages[P, G]`; `nonzero_std[P]`: 1 for a group whose rewards differ, else 0."""
     if groups[0].reward_components:  # otherwise the data's own answers are learned, without rewards
         rewards = np.stack([group.rewards for group in groups])  # [P, G]
         valid = np.stack([group.valid for group in groups])  # [P, G]
@@ -518,11 +552,14 @@ def _add_group_metrics(
 
 
 def _add_turn_metrics(metrics: MetricSet, groups: Sequence[Group]) -> None:
-    """Adds the metrics on turns, tools and environments; none if all rollouts have one turn."""
+    """Adds the metrics on turns, tools and environments. Adds none if every rollout is one turn
+    without tools: no messages, no branches, no context tokens."""
     rollouts = [rollout for group in groups for rollout in group.completions]
-    if not any(
-        rollout.messages or rollout.branches or not rollout.loss_mask.all() for rollout in rollouts
-    ):
+    has_turns = False
+    for rollout in rollouts:
+        if rollout.messages or rollout.branches or not rollout.loss_mask.all():
+            has_turns = True
+    if not has_turns:
         return
     for rollout in rollouts:
         # A turn begins where the loss mask turns from 0 to 1, and with each branch.
@@ -558,19 +595,23 @@ def _add_turn_metrics(metrics: MetricSet, groups: Sequence[Group]) -> None:
 def _add_call_metrics(
     metrics: MetricSet, ending: str, answers: Sequence[Mapping[str, Any]], num_rollouts: int
 ) -> None:
-    """Adds how often tools were called, and how often calls failed, from the messages that answer
-    them. `ending` is added to the metrics' names."""
+    """Adds the mean number of tool calls of a rollout, and the share of calls that failed.
+
+    `answers`: the messages that answer the calls. `ending`: the end of both metrics' names, such as
+    "/search" for the calls of one tool, or ""."""
     num_failed = sum(message["content"].startswith(FAILED_CALL) for message in answers)
     metrics.add(f"tools/call_frequency{ending}", len(answers), num_rollouts)
     metrics.add(f"tools/failure_frequency{ending}", num_failed, len(answers))
 
 
 def _add_age_metrics(metrics: MetricSet, groups: Sequence[Group], logprobs: TokenLogprobs) -> None:
-    """Adds metrics on how much samplers and trainer differ, by the age of a completion's oldest
-    token; none if all completions are new.
+    """Adds the metrics `age/*`, which show how far samplers and trainer differ by age: how many
+    versions before this step's the oldest token of a completion was sampled. Adds none if all
+    completions are of age 0.
 
-    They are computed from w = exp(trainer's log-prob - sampler's log-prob) of the tokens of
-    completions in `logprobs[group, index]`, which the update trained on."""
+    They are computed from w = exp(trainer's log-prob - sampler's log-prob) of each sampled token.
+    `logprobs`: the trainer's, by (index of the group, index of the completion), of the completions
+    that were trained on; the others are left out."""
     differences: dict[int, list[np.ndarray]] = {}
     for number, group in enumerate(groups):
         for completion in group.completions:

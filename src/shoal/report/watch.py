@@ -20,8 +20,14 @@ from shoal.runs.metrics import ENVIRONMENT
 
 
 def step_figures(metrics: Mapping[str, float]) -> dict[str, Figure]:
-    """Returns a step's metrics as figures by name, together with figures derived from several
-    metrics."""
+    """Returns name -> figure for one step: each of its metrics, and the figures that ROWS judge but
+    that are no metrics.
+
+    skipped_not_finite: number of skipped updates, without those that only halve the loss scale
+    skipped_without_an_update: the same, in a step of which no update was applied
+    unchanged_after_an_update: number of publications without new weights, after an update
+    truncated_where_updated: share of truncated completions, in a step without skipped updates
+    """
     figures = {}
     for name, value in metrics.items():
         # None: nothing was measured, for example because there are no rewards
@@ -67,13 +73,14 @@ class Watch:
     def step(
         self, number: int, metrics: Mapping[str, float], groups: Sequence[Group]
     ) -> list[Finding]:
-        """Returns the warnings that step `number` (from 1) brings; their level is `wrong` if
-        training cannot recover."""
+        """Reads step `number` (from 1), and returns the findings that it gives for the first time:
+        those of rows that now apply for enough steps in a row, and those on each reward function.
+        Their level is "wrong" if training cannot recover, else "warning"."""
         findings = []
         figures = step_figures(metrics)
         for row in ROWS:
             figure = figures.get(row.figure)
-            if figure is None or not row.applies_to(figure.value):
+            if figure is None or not row.passes_bound(figure.value):
                 self.in_a_row.pop(row.name, None)
                 continue
             steps_before, first = self.in_a_row.get(row.name, [0, number])
@@ -88,8 +95,8 @@ class Watch:
         return findings
 
     def _reward(self, function: str, values: np.ndarray) -> list[Finding]:
-        """Adds a step's values of a reward function, and returns the warnings that all its values
-        so far show."""
+        """Adds a step's values of a reward function (NaN: not scored) to what is known of it, and
+        returns the new findings that all its values so far show."""
         low, high, steps, count, others = self.rewards.get(function, [np.inf, -np.inf, 0, 0, 0])
         known = values[~np.isnan(values)]
         if known.size:
@@ -148,14 +155,15 @@ class Watch:
         return self._findings([Figure(name, low_before - highest, words=words)])
 
     def _findings(self, figures: Sequence[Figure]) -> list[Finding]:
-        """Returns the findings that these figures show and that were not given before."""
+        """Returns the findings that these figures show, without those that were given before."""
         findings = []
         for diagnosis in diagnose(figures):
             findings += self._once(diagnosis.row, diagnosis.figure)
         return findings
 
     def _once(self, row: Row, figure: Figure) -> list[Finding]:
-        """Returns a row's finding in a list, and notes it; [] if it was given before."""
+        """Returns a list with the finding of a row on a figure, and notes that it was given; [] if
+        it was given before. A finding of level "wrong" is always returned."""
         name = f"{row.name} {figure.subject}".strip()
         if name in self.given:
             return []
@@ -165,7 +173,8 @@ class Watch:
         return [Finding("training", level, row.sentence(figure), row.key)]
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint must hold, as JSON."""
+        """Returns what was seen and given so far, which a checkpoint stores for `restore`, as
+        JSON."""
         return {
             "in_a_row": dict(self.in_a_row),
             "given": sorted(self.given),

@@ -75,9 +75,9 @@ class Row:
     completions: int = 0
     card: Card | None = None
 
-    def applies_to(self, value: float) -> bool:
-        """True if a value passes the bound, that is, if the finding applies as far as the value
-        goes: something is wrong. False for NaN."""
+    def passes_bound(self, value: float) -> bool:
+        """True if `value comparison bound` holds, such as `value > 0.5`: then the finding applies,
+        given enough evidence. False for NaN."""
         if self.comparison == ">":
             return value > self.bound
         if self.comparison == ">=":
@@ -87,7 +87,8 @@ class Row:
         return value == self.bound
 
     def has_evidence(self, figure: Figure) -> bool:
-        """True if a figure rests on enough steps, groups and completions for the finding."""
+        """True if a figure rests on at least as many steps, groups and completions as the row asks
+        for."""
         return (
             figure.steps >= self.steps
             and figure.groups >= self.groups
@@ -97,10 +98,12 @@ class Row:
     def holds(self, figure: Figure) -> bool:
         """True if the finding applies: the figure's value passes the bound, and rests on enough
         evidence."""
-        return self.applies_to(figure.value) and self.has_evidence(figure)
+        return self.passes_bound(figure.value) and self.has_evidence(figure)
 
     def fill(self, template: str, figure: Figure) -> str:
-        """A template of the row with the figure's words."""
+        """Returns a text of the row with its placeholders filled: `{value}`, `{subject}`,
+        `{steps}`, `{groups}` and `{completions}` from the figure, `{least_steps}` from the row, all
+        others from the figure's `words`. KeyError if a placeholder has no value."""
         words: dict[str, Any] = {
             "value": figure.value,
             "subject": figure.subject,
@@ -113,7 +116,8 @@ class Row:
         return template.format(**words)
 
     def sentence(self, figure: Figure) -> str:
-        """Returns a sentence that says what is wrong and what helps."""
+        """Returns what is wrong and what helps, as "{text}: {cure}"; only the text if the row has
+        no cure."""
         text = self.fill(self.text, figure)
         if self.cure:
             text += f": {self.fill(self.cure, figure)}"
@@ -448,7 +452,9 @@ ROWS = (
 
 
 def diagnose(figures: Iterable[Figure]) -> list[Diagnosis]:
-    """Returns the rows that apply, each with its figure, in the order of the table."""
+    """Returns the rows that apply (`Row.holds`), each with the figure that shows it, in the order
+    of the table. A row is returned once for each of its figures that it holds for, such as one for
+    each reward function."""
     by_name: dict[str, list[Figure]] = {}
     for figure in figures:
         by_name.setdefault(figure.name, []).append(figure)
@@ -461,7 +467,8 @@ def diagnose(figures: Iterable[Figure]) -> list[Diagnosis]:
 
 
 def row_named(name: str) -> Row:
-    """Returns the first row with this name. KeyError if there is none."""
+    """Returns the first row with this name; a few names have two rows. KeyError if there is
+    none."""
     for row in ROWS:
         if row.name == name:
             return row

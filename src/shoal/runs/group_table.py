@@ -336,7 +336,9 @@ class GroupTable:
             folder = (self.run.root / "groups").resolve(strict=True)
             changed = folder.stat().st_mtime_ns
             if not folder.is_relative_to(self.run.root):
-                self.run.problem("groups", "is a link that leads out of the run: it is not read")
+                self.run.add_problem(
+                    "groups", "is a link that leads out of the run: it is not read"
+                )
                 return {}
             # Some file systems store times in seconds: a folder that has just changed may change
             # again without a new time.
@@ -345,7 +347,7 @@ class GroupTable:
         except FileNotFoundError:
             return {}
         except (OSError, RuntimeError) as error:
-            self.run.problem("groups", f"cannot be listed ({error})")
+            self.run.add_problem("groups", f"cannot be listed ({error})")
             return {}
         return self._listed[1]
 
@@ -354,7 +356,7 @@ class GroupTable:
         files: dict[str, tuple[Path, Stamp]] = {}
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         if len(entries) > MAX_FILES:
-            self.run.problem(
+            self.run.add_problem(
                 "groups", f"holds {len(entries):,} files: the first {MAX_FILES:,} are read"
             )
         for entry in entries[:MAX_FILES]:
@@ -396,7 +398,7 @@ class GroupTable:
                 return
             stem, _, stamp = batch[0]
             self._failed[stem] = stamp
-            self.run.problem(f"groups/{stem}.parquet", f"is passed over ({reason(error)})")
+            self.run.add_problem(f"groups/{stem}.parquet", f"is passed over ({reason(error)})")
             return
         with self.lock:
             for file in files:

@@ -3,8 +3,8 @@ use it without unpacking.
 
     df.groupby(["step", "group"])["reward"].mean()          df[df.text.str.contains("boxed")]
 
-    step version row group completion purpose subset   numbers and names; `group` is the place in
-                                                       the file
+    step version row group completion purpose subset   numbers and names; `group` is the number of
+                                                       the group in the file
     prompt prompt_ids                                  messages as JSON text
     column/<name> weight/<name>                        the data's columns, the rewards' weights
     text token_ids logprobs stop_reason                the completion, one entry a token in the
@@ -106,7 +106,8 @@ def write_file(
     advantages: Advantages = None,
     logprobs: TokenLogprobs | None = None,
 ) -> None:
-    """Writes groups to a parquet file that appears whole or not at all.
+    """Writes groups to a parquet file that appears whole or not at all. `advantages`, `logprobs`:
+    the trainer's, as their types say; absent for an evaluation.
 
     ShoalError if the file cannot be written, ValueError if the lengths of arrays do not match."""
     import pyarrow.parquet as pq
@@ -132,8 +133,9 @@ def write_file(
 def to_table(
     groups: Sequence[Group], advantages: Advantages = None, logprobs: TokenLogprobs | None = None
 ) -> pa.Table:
-    """Returns the groups as an Arrow table with one row per completion. Arrays by token are
-    concatenated; no token becomes a Python object."""
+    """Returns the groups as an Arrow table with one row per completion, in the columns that the
+    head of this module lists. ValueError if there is not one advantage per completion and one
+    log-prob per token."""
     import pyarrow as pa
 
     if advantages is None:
@@ -215,8 +217,9 @@ _OF_COMPLETION = (
 
 
 def _add_turns(table: dict[str, pa.Array], completions: Sequence[Completion]) -> list[str]:
-    """Adds the columns of rollouts with turns, if there are such rollouts. Returns the names of the
-    columns that hold JSON text."""
+    """Adds the columns of rollouts with turns (`messages`, `own_prompt_ids`, `branches`), each only
+    if a completion has a value for it. Returns the names of the added columns that hold JSON
+    text."""
     messages = []
     own_prompts = []
     branches = []
@@ -235,8 +238,9 @@ def _add_turns(table: dict[str, pa.Array], completions: Sequence[Completion]) ->
 
 
 def _group_columns(groups: Sequence[Group]) -> dict[str, pa.Array]:
-    """Returns the columns of what a group's completions share, with one value per group; only those
-    whose type is the same in every file."""
+    """Returns the columns of what a group's completions share, with one value per group: names,
+    numbers, weights of the rewards, tokens of the prompt. Prompt and data columns, whose types
+    differ from file to file, are not among them (`_add_free_columns`)."""
     import pyarrow as pa
 
     steps = []
@@ -269,8 +273,8 @@ def _group_columns(groups: Sequence[Group]) -> dict[str, pa.Array]:
 def _check_lengths(
     groups: Sequence[Group], advantages: Sequence[Any], logprobs: TokenLogprobs
 ) -> None:
-    """Raises ValueError if a group has not one advantage per completion, or a completion not one
-    log-prob per token."""
+    """Raises ValueError if a group has advantages, but not one per completion, or if a completion
+    has not one log-prob per token: the sampler's, and the trainer's if it has them."""
     for group, of_group in zip(groups, advantages, strict=True):
         if of_group is not None and len(of_group) != group.size:
             raise ValueError("advantages: expected one for each completion of each group")
@@ -285,7 +289,8 @@ def _check_lengths(
 def _check_one_a_token(
     name: str, number: int, index: int, values: np.ndarray, completion: Completion
 ) -> None:
-    """Raises ValueError if there is not one value per token of a completion."""
+    """Raises ValueError if `values` has not one entry per token of the completion. The error names
+    them (`name`), the group (`number`) and the completion (`index`)."""
     if len(values) != len(completion):
         raise ValueError(
             f"{name} of (group, completion) {(number, index)}: expected one a token, "
@@ -306,8 +311,12 @@ def _lists(arrays: Sequence[np.ndarray | None], kind: Any) -> pa.ListArray:
 
 
 def _nested_lists(arrays: Sequence[np.ndarray | None]) -> pa.ListArray:
-    """Returns a column with a list of T lists for each array int32[T, K], without the -1 that pads
-    the end of each token's row; null for None."""
+    """Returns a column of nested lists: one entry per array int32[T, K], with T lists of at most K
+    numbers, because the -1 that pad each token's list at its end are left out; null for None.
+
+    >>> _nested_lists([np.array([[5, 7], [6, -1]]), None]).to_pylist()
+    [[[5, 7], [6]], None]
+    """
     import pyarrow as pa
 
     counts = [np.zeros(1, int)]  # length of each token's list, after a leading 0
@@ -327,8 +336,8 @@ def _nested_lists(arrays: Sequence[np.ndarray | None]) -> pa.ListArray:
 
 
 def _numbers(values: Sequence[Any], groups: Sequence[Group]) -> pa.Array:
-    """Returns a column with one number per completion from one array (or None) per group. NaN, and
-    all completions of a group with None, become null."""
+    """Returns a column with one number per completion. `values`: for each group an array with one
+    entry per completion, or None. NaN becomes null, and None a null for each completion."""
     import pyarrow as pa
 
     parts = [np.empty(0)]
@@ -344,8 +353,11 @@ def _numbers(values: Sequence[Any], groups: Sequence[Group]) -> pa.Array:
 def _add_free_columns(
     table: dict[str, pa.Array], columns: Mapping[str, list[Any]], rows: pa.Array | None = None
 ) -> list[str]:
-    """Adds columns of whatever values the data has; `rows` maps rows of the table to values (None:
-    one each). Returns the names of the columns that hold JSON text."""
+    """Adds columns whose values may be of any type (`free_column`). Returns the names of those that
+    hold JSON text.
+
+    `columns`: name -> values, one per row of the table, or, with `rows`, one per group; `rows` is
+    then the group's number of each row."""
     as_json = []
     for name, values in columns.items():
         column, is_json = free_column(values)
@@ -358,9 +370,9 @@ def _add_free_columns(
 
 
 def free_column(values: Sequence[Any]) -> tuple[pa.Array, bool]:
-    """Returns values of any type as a column, and whether it holds JSON text. If all values are
-    texts, numbers or booleans of the same type, the column has that type; otherwise the values are
-    stored as JSON text."""
+    """Returns (column, is_json) for values of any type. If all of them, except None, are texts,
+    integers of 64 bits, floats or booleans, the column has that type. Otherwise, also if integers
+    and floats are mixed, it holds each value as JSON text, and `is_json` is True."""
     import pyarrow as pa
 
     arrow_types = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
@@ -449,8 +461,8 @@ def from_table(table: pa.Table) -> list[StoredGroup]:
 
 
 def _stored_group(number: int, rows: Mapping[str, list[Any]]) -> StoredGroup:
-    """Returns the group with number `number` in its file from its rows; `rows`: column -> the
-    values of these rows."""
+    """Makes a group from its rows of the table (`rows`: column -> the values of these rows).
+    `number`: of the group in its file, which becomes the `request_id` of its completions."""
     completions = []
     for index in range(len(rows["group"])):
         completions.append(_completion(number, _row(rows, index)))
@@ -497,9 +509,9 @@ def _row(rows: Mapping[str, list[Any]], index: int) -> dict[str, Any]:
 
 
 def _completion(request_id: int, row: Mapping[str, Any]) -> Completion:
-    """Builds the completion that one row of the table holds, and returns it; values that the file
-    leaves out, because they hold for every token, are filled in. `request_id`: the group's number
-    in the file. ValueError if an array has not one entry per token."""
+    """Makes a completion from its row of the table. A loss mask that the file leaves out is all
+    true, and versions that it leaves out are the group's. ValueError if an array has not one entry
+    per token."""
     size = len(row["token_ids"])
     for name in _BY_TOKEN:
         if row[name] is not None and len(row[name]) != size:
@@ -543,7 +555,11 @@ def _branch(branch: Branch) -> dict[str, Any]:
 
 
 def _under(columns: Mapping[str, Any], head: str) -> dict[str, Any]:
-    """Returns the columns whose names begin with `head`, by the rest of their names."""
+    """Returns the columns whose names begin with `head`, by the rest of their names.
+
+    >>> _under({"weight/format": [1.0], "reward": [0.5]}, "weight/")
+    {'format': [1.0]}
+    """
     below = {}
     for name, values in columns.items():
         if name.startswith(head):
@@ -578,8 +594,8 @@ def _floats(values: Sequence[float | None]) -> np.ndarray:
 
 
 def group_record(stored: StoredGroup) -> dict[str, Any]:
-    """Returns a stored group as JSON: the prompt once, then its completions. Leaves out fields that
-    hold for every token, such as a mask that is always true."""
+    """Returns a stored group as JSON, which `shoal groups` prints: the prompt once, then a record
+    for each completion. Leaves out what says nothing, such as a loss mask that is always true."""
     group = stored.group
     record: dict[str, Any] = {
         "purpose": group.purpose,
@@ -601,7 +617,7 @@ def group_record(stored: StoredGroup) -> dict[str, Any]:
 
 
 def _completion_record(stored: StoredGroup, index: int) -> dict[str, Any]:
-    """Returns one completion of a stored group as a JSON record."""
+    """Returns the record of completion `index` of a stored group; its values are not JSON yet."""
     group = stored.group
     completion = group.completions[index]
     record: dict[str, Any] = {

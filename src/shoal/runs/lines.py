@@ -251,8 +251,8 @@ def _has_type(value: Any, annotation: str) -> bool:
 
 
 def _step_of(record: Mapping[str, Any]) -> int:
-    """Returns the step of a JSON record. ValueError if there is none, or it is not a small enough
-    integer."""
+    """Returns the value of "step" in a JSON record. ValueError if it is missing, or is not an
+    integer of at most 15 digits."""
     step = record.get("step")
     if not isinstance(step, int) or isinstance(step, bool) or not abs(step) <= 10**15:
         raise ValueError("it has no step")
@@ -282,8 +282,9 @@ def write_atomically(path: Path, lines: Iterable[str]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the objects of a file of JSON lines, without an incomplete last line that a killed
-    process left. Returns [] if there is no file. ShoalError if any other line is not JSON."""
+    """Returns the JSON objects of a file, one a line; [] if there is no file. Empty lines are left
+    out, and so is a last line that a killed process left incomplete. ShoalError if any other line
+    is not JSON."""
     if not path.is_file():
         return []
     records = []
@@ -319,14 +320,14 @@ class JsonlSink:
             self._file.flush()
 
     def keep(self, is_kept: Callable[[dict[str, Any]], bool], of_first: int | None = None) -> None:
-        """Rewrites the file without the lines for which `is_kept` returns False, and without an
-        incomplete last line. With `of_first`, only that many lines at the beginning are checked;
-        all later ones stay."""
+        """Rewrites the file without the lines (as JSON records) for which `is_kept` returns False,
+        and without an incomplete last line. With `of_first`, only that many lines at the beginning
+        are checked; all later ones stay."""
         self.close()
         lines = []
         for number, line in enumerate(read_lines(self.path)):
-            is_own = of_first is not None and number >= of_first
-            if is_own or is_kept(line):
+            is_checked = of_first is None or number < of_first
+            if not is_checked or is_kept(line):
                 lines.append(json_line(line))
         write_atomically(self.path, lines)
         self._file = open_text(self.path, "a")
@@ -375,9 +376,9 @@ def flat_yaml(text: str) -> dict[str, Any]:
 
 
 def bounded_yaml(text: str) -> Mapping[str, Any]:
-    """Parses YAML of nested mappings. ValueError if the text is anything else, exceeds the bounds
-    on depth or number of values, or has aliases, with which a small file can stand for billions of
-    values."""
+    """Parses YAML that another program may have written, and returns its nested mappings.
+    ValueError if the text is anything else, exceeds the bounds on depth or number of values, or has
+    aliases, with which a small file can stand for billions of values."""
     depth = 0
     num_values = 0
     try:
@@ -407,9 +408,9 @@ def bounded_yaml(text: str) -> Mapping[str, Any]:
 
 
 def bounded_json(text: str | bytes) -> Any:
-    """Parses JSON that another program may have written. ValueError if the text is not JSON, is
-    nested too deep, or has an integer with so many digits that neither a float nor a database holds
-    it."""
+    """Parses JSON that another program may have written, and returns its value. ValueError if the
+    text is not JSON, is nested too deep, or has an integer with so many digits that neither a float
+    nor a database holds it."""
     try:
         value = json.loads(text, parse_int=_bounded_int)
     except RecursionError as error:
@@ -436,7 +437,11 @@ def _bounded_int(text: str) -> int:
 
 
 def leaves(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) of nested mappings; an empty mapping counts as a value."""
+    """Yields (dotted key, value) of nested mappings; an empty mapping counts as a value.
+
+    >>> list(leaves({"optimizer": {"lr": 1e-5}, "extra": {}}))
+    [('optimizer.lr', 1e-05), ('extra', {})]
+    """
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{key}.")
@@ -450,7 +455,7 @@ def bounded_line(text: object) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Returns what an error says, as one short line."""
+    """Returns the message of an error as one short line, or its type if it has none."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return bounded_line(text)[:160]
 
@@ -472,7 +477,8 @@ def evaluation_scalars(name: str, figures: Mapping[str, Any]) -> dict[str, float
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the values that are numbers, as floats."""
+    """Returns the entries whose values are numbers (also True and False), as floats; leaves out
+    texts, None and lists."""
     return {
         name: float(value)
         for name, value in metrics.items()

@@ -168,7 +168,8 @@ compilations | programs | last | programs compiled since the process started
 
 
 def _read_table(text: str) -> dict[str, Metric]:
-    """Parses the table; one metric per line: name | unit | reduction | meaning."""
+    """Parses the table of metrics, one per line as `name | unit | reduction | meaning`, and returns
+    name -> Metric."""
     metrics = {}
     for position, line in enumerate(text.strip().splitlines()):
         name, unit, reduction, meaning = (cell.strip() for cell in line.split(" | "))
@@ -193,8 +194,8 @@ _CLOCKS = ("time/", "throughput/", "memory/", "idle/", "queue/", "fleet/", "publ
 
 
 def is_clock(name: str) -> bool:
-    """True if a metric depends on the machine and its speed, so that an exact resumption does not
-    repeat it."""
+    """True if a metric depends on the machine and its speed. An exact resumption repeats all others
+    bit for bit, and comparisons of runs leave these out."""
     return name.startswith(_CLOCKS) or name in (
         "compilations",
         "mfu",
@@ -204,8 +205,8 @@ def is_clock(name: str) -> bool:
 
 
 def logged_name(name: object) -> str:
-    """Returns the metric's name for a name given to `log_metric`; characters other than letters,
-    digits and `_ . - / @` become `_`.
+    """Returns the name of the metric for a name that a reward function gave to `log_metric`. Each
+    character that is not an ASCII letter or digit, or one of `_ . - / @`, becomes `_`.
 
     >>> logged_name("length (tokens)")
     'rewards/logged/length__tokens_'
@@ -219,7 +220,8 @@ def logged_name(name: object) -> str:
 
 @lru_cache(4096)
 def metric(name: str) -> Metric:
-    """Returns the table's row for a metric's name. ValueError if the table has none."""
+    """Returns the table's row for a metric's name. A row for many names, such as
+    `rewards/{function}`, is returned with this name. ValueError if the table has none."""
     if name in METRICS:
         return METRICS[name]
     for family in FAMILIES:
@@ -244,8 +246,9 @@ class MetricSet:
         self._pairs: dict[str, tuple[float, float]] = {}
 
     def add(self, name: str, value: SupportsFloat, count: SupportsFloat = 1) -> None:
-        """Adds the sum `value` over `count` items to a metric; for min, max and last the value
-        itself. Adds nothing if `count` is 0.
+        """Adds to a metric. If its reduction is mean, `value` is the sum over `count` items; for
+        sum, min, max and last it is the value itself, and `count` only says that there is one. Adds
+        nothing if `count` is 0.
 
         ValueError if the name is unknown or the count negative. NaN is kept, so that it shows in
         the result."""
@@ -261,8 +264,8 @@ class MetricSet:
         self._pairs[name] = (amount, weight)
 
     def result(self) -> dict[str, float]:
-        """Returns name -> figure, in the table's order. A name to which nothing was added is
-        absent."""
+        """Returns name -> figure, in the table's order; for a mean, the sum divided by the count. A
+        name to which nothing was added is absent."""
         figures = {}
         for name in sorted(self._pairs, key=lambda name: (metric(name).position, name)):
             value, denominator = self._pairs[name]
@@ -273,7 +276,9 @@ class MetricSet:
 
 
 def _join(reduction: Reduction, held: float, new: float) -> float:
-    """Returns the joined value of two values under one name."""
+    """Returns what two values of a metric become: their sum for sum and mean (whose counts are
+    added elsewhere), the new one for last, else the smaller or larger one. NaN if either is NaN,
+    except for last."""
     if reduction in (Reduction.MEAN, Reduction.SUM):
         return held + new
     if reduction is Reduction.LAST:

@@ -68,9 +68,8 @@ from shoal.runs.lines import (
 from shoal.runs.summary import summary_rows
 from shoal.text import count, ranges
 
+# Bounds on what is read of a run that may be hostile.
 MAX_CONFIG_BYTES, MAX_SUMMARY_BYTES, MAX_EVENT_BYTES = 128 << 10, 4 << 20, 8 << 20
-
-
 MAX_PROBLEMS, MAX_PARTS = 100, 50
 
 
@@ -96,43 +95,51 @@ class StoredRun:
     # ---- files
 
     def file(self, *parts: str) -> Path | None:
-        """Returns the path of a file of the run, or None if there is no such file. With lenient
-        reading, also returns None, and notes a problem, if a link leads out of the run or the file
-        cannot be opened."""
+        """Returns the path of a file of the run; None if there is no such file, or if it is a
+        folder.
+
+        A path that cannot be resolved (a cycle of links) is a problem, and so is, with lenient
+        reading, a link that leads out of the run: ShoalError if strict, else None (`add_problem`).
+
+        >>> run.file("groups", "step_000012.parquet")
+        """
         try:
             path = self.root.joinpath(*parts).resolve(strict=True)
         except FileNotFoundError:
             return None
         # Such as a cycle of links, or a name with a zero byte.
         except (OSError, RuntimeError, ValueError) as error:
-            self.problem("/".join(parts), f"cannot be opened ({reason(error)})")
+            self.add_problem("/".join(parts), f"cannot be opened ({reason(error)})")
             return None
         if self.lenient and not path.is_relative_to(self.root):
-            self.problem("/".join(parts), "is a link that leads out of the run: it is not read")
+            self.add_problem("/".join(parts), "is a link that leads out of the run: it is not read")
             return None
         return path if path.is_file() else None
 
-    def problem(self, about: str, text: str) -> None:
-        """Notes that a file cannot be read; with strict reading raises ShoalError instead."""
+    def add_problem(self, about: str, text: str) -> None:
+        """Adds to `problems` that a file cannot be read; with strict reading raises ShoalError
+        instead. `about`: the file's name within the run; `text`: what is wrong, as a predicate:
+        "is damaged"."""
         if not self.lenient:
             raise ShoalError(f"{self.where}/{about} {text}: remove it, or restore it from a backup")
         with self.lock:
             if about in self.problems or len(self.problems) < MAX_PROBLEMS:
                 self.problems[about] = bounded_line(f"{about}: {text}")
 
-    def damaged_line(self, name: str, number: int, cause: str) -> None:
-        """Notes that a line of a file, counted from 1, cannot be read; with strict reading raises
-        ShoalError instead."""
+    def add_damaged_line(self, name: str, number: int, cause: str) -> None:
+        """Adds to `problems` that line `number` (from 1) of a file cannot be read, because of
+        `cause`; with strict reading raises ShoalError instead."""
         if not self.lenient:
             raise ShoalError(
                 f"{self.where}/{name}, line {number} is damaged ({cause}): restore the file from a "
                 "backup, or remove the line"
             )
-        self.problem(name, f"line {number} is damaged ({cause}); it is passed over")
+        self.add_problem(name, f"line {number} is damaged ({cause}); it is passed over")
 
     def text(self, name: str, most: int) -> str:
         """Returns at most the first `most` bytes of a file as text, with bytes that are not UTF-8
-        as escapes. Returns "" if there is no such file. A longer file is noted as a problem."""
+        as escapes; "" if there is no such file. A file that is longer, or cannot be read, is a
+        problem (`add_problem`), which strict reading raises."""
         path = self.file(name)
         if path is None:
             return ""
@@ -140,10 +147,10 @@ class StoredRun:
             with path.open("rb") as file:
                 data = file.read(most + 1)
         except OSError as error:
-            self.problem(name, f"cannot be read ({reason(error)})")
+            self.add_problem(name, f"cannot be read ({reason(error)})")
             return ""
         if len(data) > most:
-            self.problem(name, f"has more than {most >> 10:,} KiB: only its beginning is read")
+            self.add_problem(name, f"has more than {most >> 10:,} KiB: only its beginning is read")
         return data[:most].decode("utf-8", "backslashreplace")
 
     # ---- settings
@@ -157,7 +164,7 @@ class StoredRun:
     @cached_property
     def segments(self) -> dict[int, Config]:
         """The settings of each segment, by the version that the segment started at. A run that was
-        never resumed with other settings has one segment, at 0, with those of config.yaml."""
+        never resumed with other settings has one segment: 0 -> the settings of config.yaml."""
         segments = {0: self.config}
         for number, file in sorted(parts_of(self.path).items()):
             segments[number] = read_config(self.path, file.name)
@@ -168,9 +175,10 @@ class StoredRun:
         return self.segments[max(start for start in self.segments if start <= max(version, 0))]
 
     def settings(self, file: str = CONFIG) -> dict[str, Any]:
-        """Returns the settings that the run works with, as dotted key -> value: those of
-        config.yaml, or of the file of a segment, together with what the run decided itself. They
-        are plain data: presets or files that they name are not read."""
+        """Returns the settings that the run works with, as dotted key -> value: the requested ones
+        of `file` (config.yaml, or config_40.yaml of a segment), with the run's own decisions in
+        place of what they leave open. They are plain data, which is not checked; presets or files
+        that they name are not read. {} if the file is missing or (lenient) damaged."""
         values = self.requested(file)
         if values:
             for key, decision in self.decisions(file).items():
@@ -184,12 +192,12 @@ class StoredRun:
         try:
             return flat_yaml(text)
         except ValueError as error:
-            self.problem(file, f"is damaged ({reason(error)})")
+            self.add_problem(file, f"is damaged ({reason(error)})")
             return {}
 
     def decisions(self, file: str = CONFIG) -> dict[str, Decision]:
-        """Returns what the run decided itself, because the settings of `file` left it open, by key;
-        {} if the file of decisions is missing or (lenient) damaged."""
+        """Returns dotted key -> the decision of the run, for the settings that `file` left open;
+        {} if decided.yaml (of a segment: decided_40.yaml) is missing or (lenient) damaged."""
         name = decided_file(self.path / file).name
         if self.file(name) is None:
             return {}
@@ -197,7 +205,7 @@ class StoredRun:
         try:
             return _decisions_in(text)
         except (ValueError, ShoalError) as error:
-            self.problem(name, f"is damaged ({reason(error)})")
+            self.add_problem(name, f"is damaged ({reason(error)})")
             return {}
 
     @property
@@ -233,13 +241,13 @@ class StoredRun:
         try:
             return Summary.parse(bounded_json(text))
         except ValueError as error:
-            self.problem(SUMMARY, f"is damaged ({reason(error)})")
+            self.add_problem(SUMMARY, f"is damaged ({reason(error)})")
             return None
 
     @property
     def process_has_ended(self) -> bool:
         """True if the process that last worked in this folder ran on this machine and no longer
-        exists, however it ended."""
+        exists, however it ended. False if it exists, ran on another machine, or is unknown."""
         holder = re.fullmatch(r"process (\d{1,9}) on (\S+)\s+(\d*)\s*", self.text(LOCK, 400))
         if not holder:
             return False
@@ -252,21 +260,22 @@ class StoredRun:
             return True
         except (PermissionError, OverflowError):
             pass
+        # A process with this id exists. It may be a later one, which started at another time.
         start = process_start(int(pid))
         if not start or not start_of_holder:
             return False
-        return start != start_of_holder  # another process has this id now
+        return start != start_of_holder
 
     @property
     def reward_since(self) -> int:
-        """The version from which on the run has the reward settings of its newest segment; 0 if the
-        reward was never changed."""
+        """The version at which a resume last changed the reward settings; 0 if none did."""
         parts = sorted(parts_of(self.root).items())[:MAX_PARTS]
         return reward_changed_at({number: self.requested(path.name) for number, path in parts})
 
     def steps(self) -> list[StepLine]:
-        """Returns the lines of all steps, in order. ShoalError, which names the line, if any but
-        the last line is damaged (lenient: a problem)."""
+        """Returns the lines of all steps, in order. An incomplete last line is left out, because
+        the run may still write it. ShoalError, which names the line, if another one is damaged
+        (lenient: a problem, and the line is left out)."""
         return LineReader(self, StepLine).read_all()
 
     def metrics(self) -> dict[int, Mapping[str, Any]]:
@@ -295,7 +304,8 @@ class StoredRun:
     # ---- groups
 
     def group_files(self, name: str = "step") -> dict[int, Path]:
-        """Returns the paths of the files `groups/<name>_<step>.parquet`, by step."""
+        """Returns step -> path of the files `groups/<name>_<step>.parquet`, in order of the steps.
+        `name`: "step" for training, `evaluate_<data set>` for an evaluation."""
         files = {}
         for path in (self.path / "groups").glob(f"{name}_*.parquet"):
             matched = re.fullmatch(rf"{re.escape(name)}_(\d+)", path.stem)
@@ -304,7 +314,8 @@ class StoredRun:
         return dict(sorted(files.items()))
 
     def require_groups(self, name: str = "step") -> dict[int, Path]:
-        """Returns `group_files`. ShoalError, with the reason, if there are none."""
+        """Returns `group_files`. ShoalError if there are none, which says why: the run stores no
+        groups, or has not come so far."""
         files = self.group_files(name)
         if files:
             return files
@@ -332,7 +343,7 @@ class StoredRun:
         return read_file(files[step])
 
     def group(self, step: int, number: int, name: str = "step") -> StoredGroup:
-        """Returns one group of a step. ShoalError if the step has fewer groups."""
+        """Returns group `number` (from 0) of a step. ShoalError if the step has fewer groups."""
         groups = self.groups(step, name)
         if number >= len(groups):
             raise ShoalError(
@@ -352,8 +363,9 @@ class StoredRun:
         return sorted(int(name) for name in names if name.isdecimal() and len(name) < 10)
 
     def checkpoint_records(self) -> dict[int, dict[str, Any]]:
-        """Returns the record that each readable checkpoint keeps beside its arrays, by version.
-        Checkpoints whose record cannot be read are left out."""
+        """Returns version -> the JSON record that a checkpoint stores in addition to its arrays:
+        facts of the process, state of the recorder, pending requests. A checkpoint whose record
+        cannot be read is left out."""
         records = {}
         for version in self.checkpoints():
             path = self.root / "checkpoints" / str(version) / "extra" / "metadata"
@@ -380,7 +392,7 @@ class Evaluations:
     def read(self, reader: LineReader[EvaluationLine], seconds: float) -> None:
         """Adds the new lines of a file that a run may still be writing, reading for at most
         `seconds`. Starts over if the file was replaced."""
-        restarted, lines = reader.new(seconds)
+        restarted, lines = reader.read_new(seconds)
         if restarted:
             self.lines = []
         self.lines += lines
@@ -393,9 +405,9 @@ class Evaluations:
     def before_after(
         self, summary: Summary | None
     ) -> tuple[Mapping[str, Mapping[str, Any]], Mapping[str, Mapping[str, Any]]]:
-        """Returns (before, after): data set -> figures, before the first step and after the last,
-        as the summary has them. Without a summary, `before` is of the first evaluation so far, and
-        `after` of the newest; {} if there is none yet."""
+        """Returns (before, after), each as data set -> figures: before the first step and after the
+        last, from the summary. Without a summary they are the first and the newest evaluation so
+        far: {} if there is none yet, and `after` is {} if there is only one."""
         if summary is not None:
             return summary.before, summary.after
         by_step: dict[int, dict[str, Mapping[str, Any]]] = {}
@@ -409,8 +421,9 @@ class Evaluations:
         return first, by_step[max(by_step)]
 
     def curves(self) -> dict[str, dict[str, list[Any]]]:
-        """Returns evaluate/<set>/<figure> -> its steps `x`, values `y`, the ends of their 95%
-        intervals `low` and `high` (None if unknown), and the number of questions `n`."""
+        """Returns evaluate/<set>/<figure> -> curve: a dictionary of lists with the versions `x`,
+        values `y`, the ends of their 95% intervals `low` and `high` (None if unknown), and the
+        number of questions `n`. Figures that qualify another one (`_NO_CURVES`) have no curve."""
         curves: dict[str, dict[str, list[Any]]] = {}
         for (step, data_set), figures in sorted(self.by_version().items()):
             values = evaluation_scalars(data_set, figures)
@@ -429,9 +442,11 @@ class Evaluations:
         return curves
 
     def main_curve(self, reward_since: int = 0) -> tuple[str, dict[str, list[Any]]]:
-        """Returns name and curve of the accuracy on the first data set or, if the task defines no
-        accuracy, of its mean reward; ("", {}) if there is neither. For the mean reward, versions up
-        to `reward_since` are left out if that is not 0 (`reward_changed_at`)."""
+        """Returns (name, curve) of the accuracy on the first data set or, if no set has one, of the
+        mean reward; ("", {}) if there is neither.
+
+        `reward_since`: the version at which the reward changed (`reward_changed_at`), or 0. The
+        curve of a mean reward begins after it, because earlier values are of another reward."""
         curves = self.curves()
         names = [name for name in curves if name.endswith("/accuracy")]
         names += [name for name in curves if name.endswith("/mean_reward")]
@@ -452,8 +467,9 @@ _NO_CURVES = ("_error", "num_questions", "num_responses")
 def _interval(
     name: str, value: float, standard_error: float, figures: Mapping[str, Any]
 ) -> tuple[Any, Any]:
-    """Returns both ends of a figure's 95% interval, None if unknown: for an accuracy the stored
-    interval, else one from the standard error."""
+    """Returns (low, high) of a figure's 95% interval, None for an end that is unknown. An accuracy
+    has a stored interval in `figures`; that of any other figure follows from its standard error,
+    which is NaN if unknown."""
     stored = figures.get("accuracy_interval")
     if name.endswith("/accuracy") and isinstance(stored, list):
         ends: list[Any] = [None, None]
@@ -480,12 +496,12 @@ Line = TypeVar("Line", StepLine, EvaluationLine, EventLine)
 
 
 class LineReader(Generic[Line]):
-    """Reads the lines of one of a run's files, in order. `new` returns the lines that were added
-    since the last call.
+    """Reads the lines of one of a run's files, in order. `read_new` returns the lines that were
+    added since the last call.
 
     An incomplete last line is left for the next reading. A damaged line is skipped and becomes a
-    problem of the run, which a strict reading raises. A file that was replaced by another, as when
-    a run is resumed, is read from the beginning."""
+    problem of the run, which a strict reading raises. If the file was replaced by another, because
+    the run was resumed, the reading starts again at its beginning."""
 
     def __init__(
         self, run: StoredRun, line_type: type[Line], most_bytes: int = MAX_FILE_BYTES
@@ -505,13 +521,14 @@ class LineReader(Generic[Line]):
 
     def read_all(self) -> list[Line]:
         """Returns all lines that the file has now."""
-        _, lines = self.new(math.inf)
+        _, lines = self.read_new(math.inf)
         return list(lines)
 
-    def new(self, seconds: float) -> tuple[bool, Iterator[Line]]:
-        """Returns whether the file was replaced since the last call, and an iterator over the new
-        lines. The iterator stops after about `seconds`; `complete` then says whether it reached the
-        end."""
+    def read_new(self, seconds: float) -> tuple[bool, Iterator[Line]]:
+        """Returns (replaced, lines). `replaced`: True if the lines start at the beginning of the
+        file, because this is the first call or the file was replaced or removed since the last one;
+        what was read before is then void. `lines`: an iterator over the lines that were added. It
+        stops after about `seconds`; `complete` then says whether it reached the end."""
         path = self._run.file(self._name)
         if path is None:
             restarted = self._inode >= 0
@@ -527,8 +544,8 @@ class LineReader(Generic[Line]):
         return restarted, self._lines(path, time.monotonic() + seconds)
 
     def _lines(self, path: Path, until: float) -> Iterator[Line]:
-        """Yields the lines from the current position on, until the end of the file, its limit, or
-        the time `until`."""
+        """Yields the lines from the current position on, until the end of the file, the limit of
+        its size (`most_bytes`), or the time `until` (of time.monotonic)."""
         try:
             with path.open("rb") as file:
                 file.seek(self._offset)
@@ -539,7 +556,7 @@ class LineReader(Generic[Line]):
                     *lines, self._rest = (self._rest + piece).split(b"\n")
                     yield from self._parsed(lines)
                     if len(self._rest) > MAX_LINE_BYTES:
-                        self._run.problem(
+                        self._run.add_problem(
                             self._name, "has a line of more than 1 MiB, which is passed over"
                         )
                         self._rest = b""
@@ -549,15 +566,16 @@ class LineReader(Generic[Line]):
                 self.complete = True
                 if os.stat(path).st_size > self._most_bytes:
                     megabytes = self._most_bytes >> 20
-                    self._run.problem(
+                    self._run.add_problem(
                         self._name, f"has more than {megabytes:,} MiB: only its beginning is shown"
                     )
         except OSError as error:
             self.complete = True
-            self._run.problem(self._name, f"cannot be read ({error.strerror})")
+            self._run.add_problem(self._name, f"cannot be read ({error.strerror})")
 
     def _parsed(self, lines: list[bytes]) -> Iterator[Line]:
-        """Yields the parsed lines; skips empty ones and notes damaged ones as problems."""
+        """Parses complete lines and yields their records; skips empty lines, and reports damaged
+        ones (`add_damaged_line`)."""
         for text in lines:
             self._num_lines += 1
             if self._is_skipping:  # the end of a line that was too long
@@ -571,9 +589,9 @@ class LineReader(Generic[Line]):
                     raise ValueError("it is no JSON object")
                 line = self._type.parse(record)
             except json.JSONDecodeError:
-                self._run.damaged_line(self._name, self._num_lines, "it is no JSON")
+                self._run.add_damaged_line(self._name, self._num_lines, "it is no JSON")
             except ValueError as error:
-                self._run.damaged_line(self._name, self._num_lines, reason(error))
+                self._run.add_damaged_line(self._name, self._num_lines, reason(error))
             else:
                 yield line
 
@@ -586,11 +604,12 @@ MAX_DEPTH, MAX_FOLDERS = 4, 20_000
 def open_runs(
     words: Sequence[str], base: str = "outputs", known: Sequence[StoredRun] = ()
 ) -> list[StoredRun]:
-    """Opens the runs that `words` name, except those in `known`, for lenient reading. A word is a
-    run's folder, `last`, or a folder with runs below it (perhaps none yet), each of which is named
-    by its path from there. Without words, opens the newest run below `base`.
+    """Opens the runs that `words` name, for lenient reading, and gives each a name that no other
+    has. Runs in `known` are left out; their names stay taken.
 
-    ShoalError if a word names neither; the text says what the word names instead."""
+    A word is a run's folder, `last` (the newest run below `base`), or a folder with runs below it
+    (perhaps none yet), which are named by their paths from there. Without words, opens the newest
+    run below `base`. ShoalError if a word names none of these; the text says what it names."""
     paths: dict[Path, Path] = {}  # resolved path -> path as it was named
     names: dict[Path, str] = {}  # resolved path -> name, for runs found below a folder
     for word in words or [_newest(base)]:
@@ -627,8 +646,8 @@ _NO_NAME = re.compile(r"\d+|\d\d-\d\d-\d\d(-\d+)?")
 
 
 def short_name(run: Path, others: Sequence[Path]) -> str:
-    """Returns the shortest end of a path that distinguishes the run from the others and is more
-    than a sweep's number or a time of day.
+    """Returns the shortest end of a run's path that no other run's path ends with, and that does
+    not begin with a bare number (of a sweep's run) or a time of day.
 
     >>> short_name(Path("outputs/sweep/0"), [Path("outputs/sweep/0"), Path("outputs/sweep/1")])
     'sweep/0'
@@ -652,8 +671,8 @@ _DATE_AND_TIME = re.compile(r"/(\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d)[^/]*$")
 
 
 def _newest(base: str) -> str:
-    """Returns `last` if there is such a file, else the path of the newest run below `base`.
-    ShoalError if there is no run."""
+    """Returns the word "last" if `base` has the file `last`, which names its newest run, else the
+    path of the run below `base` that began last. ShoalError if there is no run."""
     if (Path(base) / LAST).is_file():
         return LAST
     runs = []
@@ -668,10 +687,11 @@ def _newest(base: str) -> str:
 
 
 def _runs_below(folder: Path) -> Iterator[Path]:
-    """Yields the run folders within a folder, by name. Links are not followed, and folders within a
-    run are not searched."""
+    """Yields the run folders within a folder, by name, down to MAX_DEPTH. Links are not followed,
+    and folders within a run are not searched."""
     for num_seen, (walked, names, files) in enumerate(os.walk(folder)):
         path = Path(walked)
+        # os.walk then visits those of the subfolders that are left in `names`.
         if CONFIG in files:
             names.clear()
             yield path
@@ -681,11 +701,11 @@ def _runs_below(folder: Path) -> Iterator[Path]:
 
 
 def reward_changed_at(parts: Mapping[int, Mapping[str, Any]]) -> int:
-    """Returns the version from which on a run has the reward settings of its last segment; 0 if the
-    reward never changed.
+    """Returns the version at which a run was last resumed with other settings that act on rewards;
+    0 if it never was.
 
-    `parts`: the settings of each file of `parts_of`, as dotted key -> value, by the segment's
-    number."""
+    `parts`: version at which a segment began -> its settings (dotted key -> value); a missing key
+    has its default."""
     defaults = {}
     for name, key in keys_of(Config).items():
         if "rewards" in stages_of(name):
@@ -702,8 +722,9 @@ def reward_changed_at(parts: Mapping[int, Mapping[str, Any]]) -> int:
 
 
 def read_requested(run: Path, file: str = CONFIG) -> Config:
-    """Returns the settings of a run as they were requested, so that what was left open is still
-    open; `file`: that of a segment. ShoalError if they cannot be read."""
+    """Returns the settings of a run as they were requested: keys that were left for the run to
+    decide are still open. `file`: config.yaml, or that of a segment. ShoalError if they cannot be
+    read."""
     try:
         return config_of(flat_values(run / file))
     except ShoalError as error:
@@ -714,8 +735,9 @@ def read_requested(run: Path, file: str = CONFIG) -> Config:
 
 
 def read_decisions(run: Path, file: str = CONFIG) -> dict[str, Decision]:
-    """Returns what a run decided where its settings leave a key open, by key; {} if there is no
-    such file, so that a run decides everything anew. ShoalError if the file is damaged."""
+    """Returns key -> the decision of a run, for the keys that its settings in `file` leave open; {}
+    if it has no file of decisions, so that a resume decides again. ShoalError if that file is
+    damaged."""
     path = decided_file(run / file)
     try:
         return _decisions_in(path.read_text(encoding="utf-8"))

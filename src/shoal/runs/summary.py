@@ -41,10 +41,16 @@ is left out."""
 _SHOWN_ABOVE_ZERO = ("tools/failure_frequency", "completions/ended_by_failed")
 
 
-def step_figures(metrics: Mapping[str, float], compiled: int = 0) -> list[str]:
-    """Returns the texts on a step's line: its metrics in the order of STEP_FIGURES, and the number
-    of skipped updates, if any. A step that `compiled` programs shows no speeds, because most of its
-    time went into compiling."""
+def step_texts(metrics: Mapping[str, float], compiled: int = 0) -> list[str]:
+    """Returns the texts on a step's line: its metrics in the order of STEP_FIGURES, then the number
+    of skipped updates, if any.
+
+    `compiled`: the number of programs compiled during the step. If it is not 0, the number is shown
+    in place of speeds, because most of the time went into compiling.
+
+    >>> step_texts({"reward/mean": 0.5, "completions/length_mean": 20.0}, compiled=3)
+    ['reward 0.5', 'length 20.0', 'compiled 3 programs']
+    """
     figures = []
     for name, (label, form) in STEP_FIGURES.items():
         value = metrics.get(name)
@@ -88,8 +94,13 @@ _ABOUT = (
 
 
 def evaluation_text(figures: Mapping[str, Any]) -> str:
-    """Returns an evaluation's figures in one line; after the first, in brackets: protocol, number
-    of questions, interval."""
+    """Returns an evaluation's figures in one line. After the first figure stand, in parentheses,
+    how all were measured: protocol, number of questions, interval; after the first figure of
+    sampled answers the protocol of these.
+
+    >>> evaluation_text({"accuracy": 0.5, "protocol": "greedy", "num_questions": 4})
+    'accuracy 50.0% (greedy, 4 questions)'
+    """
     names = _shown(figures)
     about = _about_evaluation(figures, names)
     if not names:
@@ -99,7 +110,7 @@ def evaluation_text(figures: Mapping[str, Any]) -> str:
     for number, name in enumerate(names):
         notes = list(about) if number == 0 else []
         if name == first_sampled and figures.get("sampled_protocol"):
-            notes += _fewer(figures)
+            notes += _sampled_questions(figures)
             notes.append(one_line(figures["sampled_protocol"]))
         error = figures.get(f"{name}_error")
         if error is not None:
@@ -117,8 +128,9 @@ def evaluation_text(figures: Mapping[str, Any]) -> str:
 
 
 def _about_evaluation(figures: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """Returns texts on protocol, data and number of questions, and the interval of the accuracy if
-    that is the first of the figures shown, `names`."""
+    """Returns texts that say how an evaluation was measured: one of protocol, data and number of
+    questions, and one of the interval of the accuracy, if that is the first of the shown figures
+    (`names`). A text without content is left out."""
     terms = [one_line(figures[name]) for name in ("protocol", "data") if figures.get(name)]
     for name, unit in _NUMBERS.items():
         if figures.get(name) is not None:
@@ -132,9 +144,9 @@ def _about_evaluation(figures: Mapping[str, Any], names: Sequence[str]) -> list[
     return about
 
 
-def _fewer(figures: Mapping[str, Any]) -> list[str]:
-    """Returns a text with the number of questions that were sampled, in a list, if fewer than all
-    were; else []."""
+def _sampled_questions(figures: Mapping[str, Any]) -> list[str]:
+    """Returns a list with a text such as "20 questions": the number of questions that got sampled
+    answers. Returns [] if all questions did."""
     number = figures.get("sampled_num_questions")
     if number is None or number == figures.get("num_questions"):
         return []
@@ -142,8 +154,9 @@ def _fewer(figures: Mapping[str, Any]) -> list[str]:
 
 
 def _shown(figures: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the figures that are shown by themselves. pass@1 equals the sampled
-    accuracy and is left out; of several pass@k only the largest is shown."""
+    """Returns the names of the figures that have a text of their own, in order. Left out are those
+    that qualify another figure (_ABOUT, standard errors), pass@1 if it repeats the sampled
+    accuracy, and every pass@k but the one of the largest k."""
     pass_ks = [int(name[5:]) for name in figures if re.fullmatch(r"pass@\d+", name)]
     largest_pass = f"pass@{max(pass_ks, default=0)}"
     shown = []
@@ -168,12 +181,13 @@ def summary_rows(
     after: Mapping[str, Mapping[str, Any]],
     reward_since: int = 0,
 ) -> list[tuple[str, str, str, str]]:
-    """Returns one row per figure: (name with protocol and number of questions, before, after,
-    change), as texts. If the reward was changed at version `reward_since` > 0, rewards have no
-    change.
+    """Returns the rows of the table before and after training: (name, before, after, change), all
+    texts. The name includes the data set, and for its main figure protocol and number of questions:
+    "held_out accuracy (greedy, 500 questions)".
 
-    A figure that one side lacks has a dash there. Lengths, truncation and each function's mean
-    reward are left out."""
+    `before`, `after`: data set -> figures. A figure that one of them lacks is "-" there. Lengths,
+    truncation and each function's mean reward are left out. `reward_since`: the version at which
+    the reward was changed, or 0; a mean reward then has no change, ""."""
     rows = []
     for subset in dict.fromkeys([*before, *after]):
         old, new = before.get(subset, {}), after.get(subset, {})
@@ -188,7 +202,7 @@ def summary_rows(
             if name == main:
                 notes = _protocol_and_questions(old, new)
             elif name.startswith(_SAMPLED):
-                notes = _fewer(about)
+                notes = _sampled_questions(about)
             change = _change(name, old.get(name), new.get(name))
             if reward_since > 0 and name == "mean_reward":
                 notes.append(f"another reward since step {reward_since}")
@@ -203,8 +217,9 @@ def summary_rows(
 
 
 def _protocol_and_questions(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Returns texts with the protocol of two evaluations and their number of questions; both
-    numbers, if they differ."""
+    """Returns the protocol of two evaluations and their number of questions as texts, such as
+    ["greedy", "500 questions"], or "50 and 500 questions" if the numbers differ; what is unknown is
+    left out."""
     terms = []
     about = new or old
     if about.get("protocol"):
@@ -219,7 +234,8 @@ def _protocol_and_questions(old: Mapping[str, Any], new: Mapping[str, Any]) -> l
 
 
 def _change(name: str, old: Any, new: Any) -> str:
-    """Returns the difference as text; "" if one of the two is not a number."""
+    """Returns `new - old` of a figure as text with its sign, a share in points ("+24.0 points"); ""
+    if one of the two is not a finite number."""
     if not is_number(old) or not is_number(new):
         return ""
     difference = float(new) - float(old)
@@ -232,8 +248,9 @@ def _change(name: str, old: Any, new: Any) -> str:
 
 
 def curve_text(evaluations: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> str:
-    """Returns the main figure of three or more evaluations by version, in one line with at most 13
-    points; "" if there are fewer than three.
+    """Returns a line with the main figure of a run's evaluations, by version, with at most 13
+    points; "" if there are fewer than three evaluations. The main figure is the accuracy on the
+    first data set, else its mean reward.
 
     >>> curve_text({step: {"held_out": {"accuracy": 0.37 + step / 200}} for step in (0, 20, 40)})
     'held_out accuracy by step: 0: 37.0%, 20: 47.0%, 40: 57.0%'
@@ -261,7 +278,8 @@ def curve_text(evaluations: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> st
 
 
 def summary_facts(summary: Summary) -> str:
-    """Returns a text on the steps, time and speeds of a finished run."""
+    """Returns a text on the steps, time and speeds of a finished run: "20 steps in 3:05: sampling
+    ... tokens/s, ..."."""
     steps = count(summary.steps_made, "step")
     sampling = speed_text(summary.sample_tokens_per_second)
     training = speed_text(summary.train_tokens_per_second)

@@ -53,7 +53,7 @@ class Curves:
     def read(self, seconds: float = 0.3) -> None:
         """Reads metrics that the run has written since the last call, for at most this many
         seconds."""
-        restarted, lines = self._lines.new(seconds)
+        restarted, lines = self._lines.read_new(seconds)
         if restarted:
             self._forget()
         for line in lines:
@@ -74,7 +74,7 @@ class Curves:
             return
         for name in values.keys() - self.columns.keys():
             if len(self.columns) >= MAX_NAMES:
-                self.run.problem(
+                self.run.add_problem(
                     StepLine.FILE, f"has more than {MAX_NAMES} names: the others are not shown"
                 )
                 break

@@ -326,19 +326,19 @@ class Pieces:
 
         path = self._run.file("model", "tokenizer.json")
         if path is None:
-            self._run.problem(
+            self._run.add_problem(
                 "model/tokenizer.json", "is not there: tokens are shown without their texts"
             )
             return None
         if path.stat().st_size > MAX_TOKENIZER_BYTES:
-            self._run.problem("model/tokenizer.json", "has more than 64 MiB: it is not read")
+            self._run.add_problem("model/tokenizer.json", "has more than 64 MiB: it is not read")
             return None
         try:
             return tokenizers.Tokenizer.from_file(str(path))
         except BaseException as error:  # a panic of the Rust library is no Exception
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
-            self._run.problem(
+            self._run.add_problem(
                 "model/tokenizer.json", f"cannot be read ({bounded_line(error)[:120]})"
             )
             return None
@@ -458,7 +458,7 @@ def _replayed(
             others = [[str(other["text"]), float(other["logprob"])] for other in token["likeliest"]]
             likeliest.append(others)
     except (ValueError, LookupError, TypeError, OverflowError) as error:
-        run.problem(name, f"is damaged ({type(error).__name__})")
+        run.add_problem(name, f"is damaged ({type(error).__name__})")
         return None, None
     return entropies, likeliest
 

@@ -218,7 +218,7 @@ def before_after(run: StoredRun, evaluations: Evaluations) -> list[list[Any]]:
             cells.append(change.sign if change else 0)
             rows.append(cells)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-        run.problem("evaluations", f"cannot be shown as a table ({error})")
+        run.add_problem("evaluations", f"cannot be shown as a table ({error})")
         return []
     return rows
 

@@ -223,7 +223,7 @@ class Viewer:
                         opened.all_read.set()
             # Any exception: the folder may be gone, and a hostile file may cause anything.
             except Exception as error:
-                opened.run.problem("reading", f"{type(error).__name__}: {error}")
+                opened.run.add_problem("reading", f"{type(error).__name__}: {error}")
         return more
 
     def read_all(self) -> None:

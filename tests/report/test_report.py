@@ -774,19 +774,19 @@ def test_kl_and_skipped_updates_show_when_there():
 def test_time_left_does_not_count_steps_that_compile():
     pace = Pace(0.0, window=4)
     pace.mark(60.0, 1)
-    assert pace.left(9) is None
+    assert pace.seconds_left(9) is None
     for step in range(2, 10):
         pace.mark(60.0 + 2 * step, step)
-    assert pace.left(10) == pytest.approx(20.0)
+    assert pace.seconds_left(10) == pytest.approx(20.0)
     pace.mark(178.0, 10, compiled=True)  # 100 s
-    assert pace.left(10) == pytest.approx(20.0)
+    assert pace.seconds_left(10) == pytest.approx(20.0)
 
 
 def test_time_left_of_a_run_that_compiles_at_every_step():
     pace = Pace(0.0)
     for step in range(1, 9):
         pace.mark(5.0 * step, step, compiled=True)
-    assert pace.left(10) == pytest.approx(50.0)
+    assert pace.seconds_left(10) == pytest.approx(50.0)
 
 
 @pytest.mark.parametrize(

@@ -81,8 +81,8 @@ class Console:
             self.keep(self._unkept.popleft())
 
     def keep(self, text: str) -> None:
-        """Writes a text to the log file only, not to the screen; remembers it if there is no log
-        file yet."""
+        """Writes a text to the log file only, not to the screen. Before `keep_log` has named the
+        file, the text is remembered and written then."""
         if self._log is None:
             self._unkept.append(text)
             return
@@ -91,15 +91,15 @@ class Console:
             file.write(printable(text) + "\n")
 
     def keep_events(self, write: WriteEvent | None) -> None:
-        """Passes all warnings and errors to `write`, too: those so far and all further ones. None:
-        from now on they are remembered for the next `write`."""
+        """Passes all warnings and errors also to `write`: those so far and all further ones. With
+        None, further ones are remembered, and passed to the `write` of the next call."""
         self._write_event = write
         while write and self._unwritten:
             level, text, key = self._unwritten.popleft()
             write(level, text, key)
 
     def _event(self, level: EventLevel, text: str, key: str = "") -> None:
-        """Passes an event on, or remembers it."""
+        """Passes an event to the function of `keep_events`, or remembers it until there is one."""
         if self._write_event is None:
             self._unwritten.append((level, text, key))
         else:
@@ -142,8 +142,8 @@ class Console:
         self._write(text, style)
 
     def passage(self, title: str, text: str, lines: int = 200, characters: int = 2000) -> None:
-        """Prints a text under a title, indented. If it has more lines or characters than allowed,
-        only its beginning and its end."""
+        """Prints a text of any length under a title, indented. Of a text with more `lines` or
+        `characters`, prints the beginning and the end, with the number of characters between."""
         rows = text.split("\n")
         head = "\n".join(rows[: lines // 2])[: characters // 2]
         tail = "\n".join(rows[-lines // 2 :])[-characters // 2 :]
@@ -160,13 +160,15 @@ class Console:
     # ---- a run
 
     def step(self, step: int, steps: int, metrics: Mapping[str, float]) -> None:
-        """Notes that `step` of `steps` (from 1) is done: prints its line if it is one of about
-        LINES_A_RUN, and updates the progress bar."""
+        """Notes that `step` (from 1) of `steps` is done, and updates the progress bar on a
+        terminal. Prints the step's line for the first and the last steps, for about LINES_A_RUN in
+        all, and if none was printed for QUIET_SECONDS."""
         now, programs = self._clock(), metrics.get("compilations", 0)
         compiled = round(programs - self._programs)
         self._pace.mark(now, step, compiled=compiled > 0)
         self._programs = programs
-        times, left = f"{duration(now - self._pace.start)} elapsed", self._pace.left(steps - step)
+        times = f"{duration(now - self._pace.start)} elapsed"
+        left = self._pace.seconds_left(steps - step)
         if left is not None:
             times += f", {duration(left)} left"
         line = "  ".join([times, *step_texts(metrics, compiled)])
@@ -185,7 +187,7 @@ class Console:
             self.close()
 
     def _show_bar(self, step: int, steps: int, text: str) -> None:
-        """Shows or updates the progress bar."""
+        """Shows the progress bar, or updates it: `step` of `steps`, and a text behind the bar."""
         from rich.progress import BarColumn, Progress, TextColumn
         from rich.table import Column
 
@@ -205,8 +207,9 @@ class Console:
         )
 
     def answered(self, part: str, done: int, total: int) -> None:
-        """Notes that `done` (one more at each call) of the `total` questions of an evaluation's
-        part are answered. Prints a line after 2 s if 10 s or more are left, then every 10 s.
+        """Notes that `done` of the `total` questions of an evaluation's `part` are answered. Called
+        with 1, 2, ... up to `total`. Prints a line with the estimated time after 2 s, if 10 s or
+        more are left, then every 10 s.
 
         >>> console.answered("held_out, greedy", 120, 500)
         held_out, greedy: 120 of 500, 0:48 left
@@ -215,7 +218,7 @@ class Console:
         if done == 1:
             self._answers, self._due = Pace(now, window=total), now + FIRST_ANSWERS_SECONDS
         self._answers.mark(now, done)
-        left = self._answers.left(total - done)
+        left = self._answers.seconds_left(total - done)
         if now >= self._due and left:
             self._due = now + ANSWERS_SECONDS
             if left >= ANSWERS_SECONDS or now - self._answers.start >= ANSWERS_SECONDS:
@@ -240,11 +243,11 @@ class Console:
         facts: Sequence[str] = (),
         reward_since: int = 0,
     ) -> None:
-        """Prints the end of a run: a table of figures by data set before and after, one line per
-        fact, and a question that was answered wrong before and right after, as both groups.
+        """Prints the end of a run: the table of figures before and after training, a line for each
+        of the `facts` that is not "", and a question that was wrong before and right after.
 
-        `before`, `after`: name of the data set -> its figures, as given to `evaluation`;
-        `reward_since`: see `summary_rows`."""
+        `before`, `after`: data set -> its figures, as given to `evaluation`. `solved`: the groups
+        of that question before and after, or None. `reward_since`: see `summary_rows`."""
         rows = summary_rows(before, after, reward_since)
         if rows:
             self.table(("", "before", "after", "change"), rows)
@@ -271,7 +274,8 @@ class Console:
         self.close()
 
     def _write_once(self, text: str, style: str) -> bool:
-        """Writes a line unless it was written before. Returns True if it was written now."""
+        """Writes a line to screen and log, unless it was written so before. Returns True if it was
+        written now."""
         if text in self._once:
             return False
         self._once.add(text)
@@ -279,7 +283,7 @@ class Console:
         return True
 
     def _write(self, text: str, style: str = "") -> None:
-        """Writes a text to the screen and to the log."""
+        """Writes a text to the screen, with escapes for what it cannot show, and to the log."""
         self.keep(text)
         if self._rich is not None:
             from rich.text import Text  # Text, not markup: a model's "[bold]" stays what it is
@@ -311,11 +315,11 @@ class Pace:
             self._steps.append((now - self._last, done - self._done, compiled))
         self._last, self._done = now, done
 
-    def left(self, number: int) -> float | None:
-        """Returns the estimated seconds for `number` more steps; None until a step after the first
-        has compiled nothing."""
+    def seconds_left(self, number: int) -> float | None:
+        """Returns the estimated seconds for `number` more steps. None as long as every step after
+        the first has compiled something, except if there were more than five of them: then
+        compiling is part of the run's pace."""
         usual = [step for step in self._steps if not step[2]]
-        # if every step compiles, compiling is part of the run's pace
         if not usual and len(self._steps) > 5:
             usual = list(self._steps)
         total_seconds = 0
@@ -361,8 +365,8 @@ def prompt_text(prompt: Prompt) -> str:
 
 
 def completion_text(group: Group, number: int) -> str:
-    """Returns a completion for people to read: its text, or the messages of a rollout with
-    turns."""
+    """Returns completion `number` of a group for people to read: its text or, for a rollout with
+    turns, its messages one below the other."""
     messages = group.completions[number].messages
     if not messages:
         return group.texts[number]

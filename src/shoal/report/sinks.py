@@ -69,7 +69,8 @@ class Background:
         self._check()
 
     def close(self) -> None:
-        """Waits for queued rows, at most `seconds_to_close`, and ends the sink."""
+        """Lets the sink receive what is queued, and closes it. Waits at most `seconds_to_close`; a
+        sink that takes longer is left to its thread, with a warning."""
         self._put(None)
         if self._on and self._fault is None:
             self._thread.join(self.seconds_to_close)
@@ -87,7 +88,8 @@ class Background:
                 self._fault = f"it accepts no more rows, {self._pending.maxsize} are waiting"
 
     def _check(self) -> None:
-        """Switches the sink off, with a warning, if it has failed."""
+        """Switches the sink off, with a warning, if its thread has noted a fault. Called after each
+        write, so that the warning comes from the run's thread."""
         if self._on and self._fault is not None:
             self._on = False
             self._warn(
@@ -112,8 +114,9 @@ class Background:
 
 
 def completion_rows(groups: Sequence[Group], advantages: np.ndarray) -> list[dict[str, Any]]:
-    """Returns prompt, completion, rewards and advantage of a few completions, as rows with the same
-    names; `advantages[P, G]`."""
+    """Returns the rows of a table of completions: of each of the first GROUPS_SHOWN groups those of
+    least and of most reward, as a dictionary of prompt, completion, reward, the value of each
+    reward function, and advantage. `advantages[P, G]`."""
     rows = []
     for group, of_group in zip(groups[:GROUPS_SHOWN], advantages, strict=False):
         order = np.argsort(group.rewards)  # NaN last
@@ -152,9 +155,11 @@ def make_sinks(
     note: Callable[[str], None],
     warn: Callable[[str], None],
 ) -> list[Background]:
-    """Returns the sinks that `report` configures. `config` is the resolved configuration,
-    `resumed_at` the version that a resumed run continues from. ShoalError if a package or a login
-    is missing, a file cannot be written or a service refuses."""
+    """Returns the sinks that `report` (`section`) configures, each with its thread running.
+    ShoalError if a package or a login is missing, a file cannot be written or a service refuses.
+
+    `config`: the resolved configuration, which is sent along. `resumed_at`: the version that a
+    resumed run continues from, None for a new run. `note` prints a line, `warn` a warning."""
     sinks: list[Background] = []
     if section.tensorboard:
         from shoal.report.tensorboard import TensorboardSink
@@ -244,7 +249,8 @@ class GroupWriter:
         )
 
     def _raise_failure(self) -> None:
-        """Raises the thread's error, if there is one, once."""
+        """Raises the error of the thread, if there is one, and forgets it, so that it is raised
+        once."""
         # Read the field once: an error that the thread sets between two reads would be lost.
         failure = self._failure
         if failure is not None:
@@ -252,7 +258,8 @@ class GroupWriter:
             raise failure
 
     def _work(self) -> None:
-        """Runs in the thread: makes the queued calls; after an error none until it was raised."""
+        """Runs in the thread: makes the queued calls, and sets queued events when it reaches them.
+        After an error calls are dropped, until `put` or `flush` has raised it."""
         item = self._pending.get()
         while item is not None:
             if isinstance(item, threading.Event):

@@ -63,8 +63,9 @@ class TensorboardSink:
 
 
 def load() -> tuple[Any, Any, Any, Any]:
-    """Imports the package, and returns (messages of events, messages of summaries, function for
-    text summaries, writer of records). ShoalError if the package is missing."""
+    """Imports what is needed of the package `tensorboard`, and returns (module of event messages,
+    module of summary messages, function that makes a text summary, class that writes records).
+    ShoalError if the package is missing."""
     try:
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.plugins.text.summary_v2 import text_pb
@@ -78,8 +79,9 @@ def load() -> tuple[Any, Any, Any, Any]:
 
 
 def _next_name(folder: Path) -> str:
-    """Returns the name of a new event file. TensorBoard reads files in the order of their names, so
-    the name has the time, but always a later one than existing files."""
+    """Returns the name of a new event file, with the time in seconds, as TensorBoard names them. It
+    reads files in the order of their names, so the time is moved on if an existing file has the
+    same or a later one."""
     number = int(time.time())
     for path in folder.glob(f"{_PREFIX}[0-9]*"):
         existing = int(path.name.removeprefix(_PREFIX)[:10])

@@ -44,7 +44,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def span(self, lane: str, name: str) -> Iterator[None]:
-        """Context manager that becomes an event as long as the block."""
+        """Context manager that writes an event which begins and ends with the `with` block."""
         started = time.time()
         try:
             yield
@@ -58,7 +58,9 @@ class Timeline:
         self._write(lane, name, max(self._ended.get(lane, 0.0), ended - seconds), ended)
 
     def _write(self, lane: str, name: str, started: float, ended: float) -> None:
-        """Writes an event from `started` to `ended`, both in seconds since the epoch."""
+        """Writes an event from `started` to `ended`, both in seconds since the epoch; none if it is
+        too short (LEAST_SECONDS) or the timeline is closed. An error of the disk ends the timeline
+        with a warning."""
         if self._file is None or ended - started < LEAST_SECONDS:
             return
         with self._lock:
@@ -98,7 +100,8 @@ class Timeline:
 
 
 def timed(lane: str, name: str) -> Callable[[Method], Method]:
-    """Returns a decorator that makes each call of a method an event in its object's `timeline`."""
+    """Returns a decorator for methods: each call is written as an event to the `timeline` of the
+    method's object."""
 
     def of_method(method: Method) -> Method:
         @functools.wraps(method)

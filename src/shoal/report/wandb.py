@@ -68,7 +68,8 @@ class WandbSink:
         self.url: str | None = None if mode == "offline" else self._run.url
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Logs figures: of an evaluation with the axis `evaluate/step`, of a step at that step."""
+        """Logs figures. Those of an evaluation (`evaluate/...`) get the axis `evaluate/step`; those
+        of a step are logged at that step, unless the service has it already."""
         values = scalars(metrics)
         if all(name.startswith("evaluate/") for name in values):
             self._run.log({"evaluate/step": step} | values, commit=False)
@@ -88,8 +89,9 @@ class WandbSink:
 
 
 def load(section: WandbSection) -> tuple[Any, str]:
-    """Returns the package `wandb`, and "online" or "offline". ShoalError if it is not installed, or
-    would ask for a key."""
+    """Returns (package `wandb`, mode). The mode is "online" if the section asks for it, or leaves
+    it open and there is a login, else "offline". ShoalError if the package is not installed, or if
+    "online" was asked for without a login."""
     try:
         with _no_error_reports(section):
             import wandb

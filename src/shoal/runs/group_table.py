@@ -45,7 +45,7 @@ class Database:
         self.error = duckdb.Error
         self._connection = duckdb.connect(config={"threads": THREADS, "memory_limit": MEMORY})
         self._local = threading.local()
-        self._asked = 0
+        self._user_queries = 0
         self._lock = threading.Lock()
         allowed = ", ".join(quoted(f"{folder}/") for folder in folders)
         # After these settings no statement can reach a file elsewhere, or change the settings.
@@ -68,21 +68,22 @@ class Database:
         return self._local.cursor
 
     @contextmanager
-    def asked(self) -> Iterator[None]:
-        """Context manager for queries that a person waits for: threads that read ahead pause
-        meanwhile."""
+    def user_query(self) -> Iterator[None]:
+        """Context manager for the queries of a request of the page, which a person waits for:
+        `wait_for_user_queries` of other threads waits until it is left."""
         with self._lock:
-            self._asked += 1
+            self._user_queries += 1
         try:
             yield
         finally:
             with self._lock:
-                self._asked -= 1
+                self._user_queries -= 1
 
-    def give_way(self) -> None:
-        """Waits while a query of a person runs, at most MOST_PATIENCE seconds."""
+    def wait_for_user_queries(self) -> None:
+        """Waits while another thread is in `user_query`, at most MOST_PATIENCE seconds. Called by
+        the thread that reads ahead, before each piece of work."""
         until = time.monotonic() + MOST_PATIENCE
-        while self._asked and time.monotonic() < until:
+        while self._user_queries and time.monotonic() < until:
             time.sleep(0.004)
 
     def rows(self, query: str, *values: Any) -> list[dict[str, Any]]:
@@ -96,14 +97,15 @@ class Database:
         self.cursor.execute(query, values)
 
     def columns(self, files: Sequence[Path]) -> dict[str, str]:
-        """Returns name -> type of all columns that these parquet files have together."""
+        """Returns name -> SQL type for each column that any of these parquet files has."""
         paths = [str(file) for file in files]
         query = "DESCRIBE SELECT * FROM read_parquet(?, union_by_name = true)"
         rows = self.cursor.execute(query, [paths]).fetchall()
         return {row[0]: row[1] for row in rows}
 
     def json_columns(self, file: Path) -> frozenset[str]:
-        """Returns the columns of a groups file that hold JSON text, from the file's metadata."""
+        """Returns the names of the columns of a groups file that hold JSON text, from the file's
+        metadata; none if the metadata is missing or damaged."""
         for _, key, value in self.cursor.execute(
             "SELECT * FROM parquet_kv_metadata(?)", [str(file)]
         ).fetchall():
@@ -163,11 +165,16 @@ _TERM = re.compile(r"([\w/@.-]+?)\s*(<=|>=|!=|==|=|<|>)\s*(\"[^\"]*\"|\S+)")
 
 
 def condition(text: str, functions: Iterable[str]) -> tuple[str, list[Any]]:
-    """Returns SQL and its values for a filter such as `reward>0.5 step=10..20 set=held_out`.
-    ShoalError if the text is not a filter.
+    """Parses a filter that a person typed, and returns (SQL, values of its parameters); "true" for
+    a filter without conditions. ShoalError if the text is not a filter.
 
+    Conditions stand next to each other, or with `and` between, and all must hold.
     `column=low..high` is a range; `none` stands for a missing value. `functions`: names of the
-    reward functions."""
+    reward functions, whose means are columns too.
+
+    >>> condition("reward>0.5 step=10..20", [])
+    ('"reward" > CAST(? AS FLOAT) AND "step" BETWEEN ? AND ?', [0.5, 10.0, 20.0])
+    """
     text = text[:MAX_CHARS]
     parts = []
     values = []
@@ -193,7 +200,9 @@ def condition(text: str, functions: Iterable[str]) -> tuple[str, list[Any]]:
 
 
 def _condition(sql: str, column: str, operator: str, value: str) -> tuple[str, list[Any]]:
-    """Returns SQL and its values for one condition; `sql` is the column as SQL."""
+    """Returns (SQL, values of its parameters) for one condition of a filter. `sql`: the column as
+    SQL; `column`: its name as typed, for errors. ShoalError if operator or value do not fit the
+    column."""
     if value == "none" and operator in ("=", "!="):
         return f"{sql} IS {'NOT ' if operator == '!=' else ''}NULL", []
     if COLUMNS.get(column) == "VARCHAR":
@@ -208,7 +217,8 @@ def _condition(sql: str, column: str, operator: str, value: str) -> tuple[str, l
 
 
 def _number(column: str, text: str) -> float:
-    """Returns the number in a filter. ShoalError if the text is not a number."""
+    """Returns the number that a filter compares a column with. ShoalError if the text is not a
+    number below 2**31."""
     try:
         value = float(text)
     except ValueError:
@@ -219,8 +229,8 @@ def _number(column: str, text: str) -> float:
 
 
 def column_of(column: str, functions: Iterable[str]) -> str:
-    """Returns a column as SQL: one of the table, or a reward function's mean by the name of the
-    function. ShoalError if there is no such column."""
+    """Returns the SQL name of a column: one of COLUMNS, or the mean of a reward function, named
+    `mean/format` or only `format`. ShoalError, with the columns, if there is none of this name."""
     if column in COLUMNS:
         return column_sql(column)
     function = column.removeprefix("mean/")
@@ -307,13 +317,14 @@ class GroupTable:
     # ---- taking up files
 
     def refresh(self) -> bool:
-        """Indexes up to FILES_AT_ONCE new or changed files, and drops those that are gone. Returns
-        True if there are more."""
-        there = self._there()
-        for gone in self.files.keys() - there.keys():
+        """Indexes up to FILES_AT_ONCE new or changed files, and drops those that were deleted from
+        disk. A file that could not be read is tried again only when it changes. Returns True if
+        more files wait to be indexed."""
+        on_disk = self._files_on_disk()
+        for gone in self.files.keys() - on_disk.keys():
             self._remove(gone)
         new = []
-        for stem, (_, stamp) in there.items():
+        for stem, (_, stamp) in on_disk.items():
             is_indexed = stem in self.files and self.files[stem].stamp == stamp
             if not is_indexed and self._failed.get(stem) != stamp:
                 new.append(stem)
@@ -323,15 +334,16 @@ class GroupTable:
         # files of the same kind have nearly the same columns, so index these together
         family = new[0].rpartition("_")[0]
         batch = [stem for stem in new if stem.rpartition("_")[0] == family][:FILES_AT_ONCE]
-        self._add([(stem, there[stem][0], there[stem][1]) for stem in batch])
+        self._add([(stem, on_disk[stem][0], on_disk[stem][1]) for stem in batch])
         self.waiting = len(new) - len(batch)
         self.revision += 1
         return self.waiting > 0
 
-    def _there(self) -> dict[str, tuple[Path, Stamp]]:
-        """Returns stem -> (path, stamp) of the files in groups/ that lie within the run. Lists the
-        folder again only if it has changed: a thousand files take 20 ms, which a running job next
-        to it should not pay every second."""
+    def _files_on_disk(self) -> dict[str, tuple[Path, Stamp]]:
+        """Returns stem -> (path, stamp) of the groups files that are on disk, without links that
+        lead out of the run; {} if there is no folder. Lists the folder again only if it has
+        changed: a thousand files take 20 ms, which a running job next to it should not pay every
+        second."""
         try:
             folder = (self.run.root / "groups").resolve(strict=True)
             changed = folder.stat().st_mtime_ns
@@ -352,7 +364,8 @@ class GroupTable:
         return self._listed[1]
 
     def _list(self, folder: Path) -> dict[str, tuple[Path, Stamp]]:
-        """Returns the groups files in a folder."""
+        """Lists the groups files in a folder, at most MAX_FILES, as `_files_on_disk` returns
+        them."""
         files: dict[str, tuple[Path, Stamp]] = {}
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         if len(entries) > MAX_FILES:
@@ -372,7 +385,7 @@ class GroupTable:
         return files
 
     def _remove(self, stem: str) -> None:
-        """Removes a file from the table."""
+        """Removes the groups of an indexed file from the tables; nothing on disk changes."""
         with self.lock:
             file = self.files.pop(stem)
             for table in (self.table, self.sums):
@@ -380,8 +393,9 @@ class GroupTable:
             del self.by_number[file.number]
 
     def _add(self, batch: Sequence[tuple[str, Path, Stamp]]) -> None:
-        """Indexes files together. If DuckDB refuses, indexes each half by itself, so that one
-        damaged file costs no other."""
+        """Indexes files (stem, path, stamp) together. If DuckDB refuses, indexes each half by
+        itself, down to single files, so that one damaged file costs no other. A damaged file
+        becomes a problem of the run."""
         number = max(self.by_number, default=-1) + 1
         files = []
         for stem, path, stamp in batch:
@@ -405,7 +419,8 @@ class GroupTable:
                 self.files[file.stem] = self.by_number[file.number] = file
 
     def _insert(self, files: Sequence[GroupFile]) -> None:
-        """Reads files into the tables; ShoalError if they lack a column."""
+        """Reads files into the tables, all or none of them. ShoalError if a needed column is
+        missing or of another type, database.error if a file is damaged."""
         database = self.database
         columns = database.columns([file.path for file in files])
         for column, kinds in NEEDED.items():
@@ -454,13 +469,14 @@ class GroupTable:
 
     @property
     def weights(self) -> dict[str, float]:
-        """The weight of each reward function, from the file of the newest step, else of an
-        evaluation. Reads that file each time, so it does not need the table."""
-        there = self._there()
-        if not there:
+        """The weight of each reward function, from the groups of the newest step, or of an
+        evaluation if there is no step; {} if there are none. Reads the file each time, because the
+        table may not have indexed it yet."""
+        on_disk = self._files_on_disk()
+        if not on_disk:
             return {}
-        newest = max(there, key=lambda stem: (stem.startswith("step_"), stem))
-        path, _ = there[newest]
+        newest = max(on_disk, key=lambda stem: (stem.startswith("step_"), stem))
+        path, _ = on_disk[newest]
         try:
             chosen = []
             for column in self.database.columns([path]):
@@ -488,9 +504,14 @@ class GroupTable:
         hits: str = "",
         by_prompt: bool = False,
     ) -> tuple[list[dict[str, Any]], int]:
-        """Returns some rows of the table, and how many rows the filter leaves in all. `hits`: name
-        of a table with the (file, group) to choose from. `by_prompt`: of each prompt that was
-        answered more than once only the newest group, with `times` and `change`.
+        """Returns (rows, total): `limit` rows of the table from `offset` on, each a group with the
+        beginning of its prompt, and the number of all rows that the filter (see `condition`)
+        leaves.
+
+        `hits`: name of a database table of (file, group), the result of a search; only these groups
+        count. `by_prompt`: a row for each prompt that was answered more than once, with its newest
+        group, the number of groups (`times`) and the change of its share of right answers, or of
+        its mean reward, since the first (`change`).
 
         ShoalError if the filter or the column to sort by is wrong."""
         where, values = condition(filter, self.functions)
@@ -505,7 +526,7 @@ class GroupTable:
         names += [f"mean/{function}" for function in self.functions]
         names += extra
         columns = ", ".join(map(column_sql, names))
-        with self.database.asked(), self.lock:
+        with self.database.user_query(), self.lock:
             rows = self.database.rows(
                 f"{chosen} SELECT {columns} FROM {source} "
                 f'ORDER BY {order}, file, "group" LIMIT ? OFFSET ?',
@@ -525,8 +546,8 @@ class GroupTable:
         return rows, counted[0]["n"]
 
     def prompt_texts(self, rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], str]:
-        """Returns (set, row of the data) -> the beginning of the prompt, for these rows of the
-        table."""
+        """Returns (set, row of the data) -> the shortened text of the prompt, for the prompts of
+        these rows, and for those of the same data rows in other sets."""
         wanted = {int(row["row"]) for row in rows if row["row"] is not None}
         if not wanted:
             return {}

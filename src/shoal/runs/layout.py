@@ -18,10 +18,10 @@ from shoal.runs.lines import open_text
 def make_run_folder(
     base: str | os.PathLike[str], run_name: str = "", now: datetime | None = None
 ) -> Path:
-    """Makes and returns the folder `base/run_name`, which may hold a run already, or without a name
-    `base/YYYY-MM-DD/HH-MM-SS` (with -1, -2, ... if that exists).
+    """Makes a run's folder and returns its path: `base/run_name`, which may exist and hold a run,
+    or without a name a new one, `base/YYYY-MM-DD/HH-MM-SS` (with -1, -2, ... if that exists).
 
-    ShoalError if a named folder holds other files than a run's, or cannot be written."""
+    ShoalError if the folder cannot be made, or if a named one holds files but no run."""
     base = check_local(os.fspath(base), "base_output_directory", RUNS)
     if "[" in str((base / run_name).absolute()):
         raise ShoalError(
@@ -47,7 +47,8 @@ def make_run_folder(
 
 
 def refuse_foreign(path: Path) -> None:
-    """Raises ShoalError if a folder holds files but no run."""
+    """Raises ShoalError if a folder holds files, but no config.yaml, so that a run there would mix
+    with something else. Hidden files and those in EMPTY do not count."""
     foreign = []
     for entry in path.iterdir():
         if entry.name not in EMPTY and entry.name[0] != ".":
@@ -72,8 +73,8 @@ def named_folder(base: str | os.PathLike[str], run_name: str) -> Path:
 
 
 def find_named(base: str | os.PathLike[str], run_name: str) -> Path:
-    """Returns the folder in which a run of this name can be read: `named_folder`, or the local copy
-    if `base` is in a bucket."""
+    """Returns the folder in which a run of this name can be read: `named_folder`, or, if `base` is
+    in a bucket, a local copy without weights and groups. The folder need not exist."""
     folder = named_folder(base, run_name)
     if is_bucket(base):
         return fetch(
@@ -155,9 +156,9 @@ run."""
 
 
 def find_run(name: str, base: str | os.PathLike[str] = "outputs", groups: bool = True) -> Path:
-    """Returns the folder of the run at a path or, for `last`, of the run started last under `base`.
-    ShoalError if there is none. For a run in a bucket, returns a local copy, without groups unless
-    `groups`."""
+    """Returns the folder of a run. `name`: its path, or the word `last` for the run that was
+    started last under `base`. A run in a bucket is copied to this machine, with its groups if
+    `groups`, and the copy is returned. ShoalError if there is no such run."""
     if name == LAST and not Path(name).is_dir():
         if is_bucket(base):
             pointed = (
@@ -185,9 +186,9 @@ def find_run(name: str, base: str | os.PathLike[str] = "outputs", groups: bool =
 
 
 def parts_of(run: Path) -> dict[int, Path]:
-    """Returns the files config_40.yaml by their number: the settings that were requested for each
-    part of a run that was resumed with other settings. What each part decided itself is in
-    decided_40.yaml (`decided_file`)."""
+    """Returns version -> path of the files config_<version>.yaml, in no particular order. A run
+    that was resumed with other settings has one for each of its parts: the settings that were
+    requested when the part began, at this version. {} for a run that never was."""
     parts = {}
     for file in run.glob("config_*.yaml"):
         digits = file.stem.removeprefix("config_")
@@ -202,9 +203,9 @@ def decided_file(config_file: Path) -> Path:
 
 
 def process_start(pid: int) -> str:
-    """Returns when a process of this machine started, in ticks since the machine started, as text.
-    Returns "" if the process has ended, or the system does not say. Two processes that had the same
-    id one after the other differ in it."""
+    """Returns when a process of this machine started, in ticks since the machine started, as text;
+    "" if the process has ended, or the system does not say. It distinguishes two processes that had
+    the same id one after the other."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else fields[19]

@@ -63,8 +63,9 @@ MARKER = ".bucket"
 
 
 def _machine() -> str:
-    """Returns a text that identifies this machine since it was started, and its table of processes;
-    a name alone would not, because containers may share it."""
+    """Returns a text that identifies this machine, its last start, and its namespace of process
+    ids: two processes for which it is equal can look each other up by id. A host name alone does
+    not say so, because containers may share it."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts += [
@@ -79,15 +80,16 @@ class Fenced(ShoalError):
 
 
 class Lease:
-    """The right to write to a run in a bucket, renewed by `renew`. ShoalError if a living process
-    has it.
+    """The right to write to a run in a bucket, renewed by `renew`. Making one raises ShoalError if
+    another process holds it.
 
     Its age is measured with the bucket's clock: the time of its object against that of an object
     written just now. The clocks of machines differ by minutes, so they decide nothing. The id in it
     says whose it is, so a process recognizes its own after a lost answer."""
 
     def __init__(self, url: str) -> None:
-        """Takes the lease, after any previous one has ended, and removes older leases."""
+        """Takes the lease and removes older ones. ShoalError, with the holder's name and the time
+        at which its lease ends, if another process holds it."""
         (self.fs, root), self.url = buckets.connect(url), url
         self.folder, self.id, self.number = f"{root}/{LOCKS}", secrets.token_hex(8), 0
         self.before = ""  # id of the lease before this one
@@ -177,11 +179,11 @@ class Lease:
         return f"{self.folder}/{number:06d}"
 
     def _holder(self, number: int) -> dict[str, Any]:
-        """Returns the record of a lease; {} if it was removed meanwhile, by a process that has the
-        next.
+        """Returns the record of the process that holds a lease (`_record`); {} if the lease was
+        removed meanwhile, because another process took the next one.
 
-        A record that cannot be read, for example after a write that was cut off, counts as another
-        process's; its lease ends by its age."""
+        If the record cannot be read, for example after a write that was cut off, the holder is
+        unknown, and the lease ends by its age."""
         try:
             record = json.loads(self.fs.cat_file(self._path(number)))
         except FileNotFoundError:
@@ -194,7 +196,8 @@ class Lease:
         return holder
 
     def _record(self, lives: bool = True) -> bytes:
-        """Returns this process's record as JSON."""
+        """Returns what this process writes into its lease, as JSON. `lives=False`: the lease is
+        given back."""
         pid = os.getpid()
         return json.dumps(
             {
@@ -209,8 +212,9 @@ class Lease:
 
 
 def _seconds_left(holder: dict[str, Any], age: float) -> float:
-    """Returns how long a lease that was renewed `age` seconds ago still lasts; 0 if it was given
-    back, or its process ran on this machine and has ended."""
+    """Returns for how many seconds a lease that was renewed `age` seconds ago still lasts; 0 or
+    less if it has ended. It ends at once if it was given back, or if its process ran on this
+    machine and has ended."""
     pid = holder.get("pid")
     has_ended = False
     if isinstance(pid, int) and holder.get("machine") == _machine():
@@ -260,7 +264,7 @@ class Mirror:
             raise
         self._threads = [
             threading.Thread(
-                target=self._guarded, args=[work], name=f"mirror: {work.__name__}", daemon=True
+                target=self._run_thread, args=[work], name=f"mirror: {work.__name__}", daemon=True
             )
             for work in (self._upload, self._renew)
         ]
@@ -268,8 +272,9 @@ class Mirror:
             thread.start()
 
     def _begin(self) -> None:
-        """Makes the local folder equal to the bucket, unless this folder was the last that wrote
-        there, and notes which files the bucket has."""
+        """Fetches the bucket's files into the local folder, unless this folder was the last that
+        wrote to the bucket and is therefore newer. Then notes in `sent` and `whole` which files and
+        checkpoints the bucket has, and removes checkpoints whose upload was cut off."""
         marker = self.folder / MARKER
         objects = with_retries(partial(buckets.objects, self.fs, self.root), self.url)
         wrote_last = False
@@ -284,7 +289,7 @@ class Mirror:
             shutil.rmtree(left)
         self.staging = Path(tempfile.mkdtemp(prefix=".upload-", dir=self.folder))
         self.whole = {int(Path(name).stem) for name in objects if name.startswith(f"{MANIFESTS}/")}
-        known = self._plain()
+        known = self._plain_files()
         for name, stored in objects.items():
             matched = buckets.CHECKPOINT.fullmatch(name)
             if matched:
@@ -300,13 +305,13 @@ class Mirror:
     # ---- called by the run
 
     def check(self) -> None:
-        """Prints a change in whether the bucket answers; raises the error that ends the run, if
-        there is one."""
+        """Prints that the bucket does not answer, or that it answers again, once each; raises the
+        error that ends the run, if a thread has met one."""
         self._check(f"training continues, and what it writes is kept in {self.folder}")
 
     def _check(self, without_answer: str) -> None:
-        """Does what `check` does; `without_answer` says what the run does while the bucket does not
-        answer."""
+        """Does what `check` does. `without_answer`: what the run does while the bucket does not
+        answer, the end of the warning."""
         if self.fault:
             raise self.fault
         if not self._silent_since:
@@ -318,8 +323,8 @@ class Mirror:
             self._warned = without_answer
 
     def saved(self, version: int) -> None:
-        """Notes that a checkpoint was saved here. If too many checkpoints exist only here, waits
-        until a newer one is in the bucket."""
+        """Notes that a checkpoint was saved to the local folder. If more than `most_unsaved`
+        checkpoints are newer than the newest one in the bucket, waits until enough are uploaded."""
         self.pending.append(version)
 
         def are_few_unsaved() -> bool:
@@ -327,7 +332,7 @@ class Mirror:
             unsaved = [version for version in self.pending if version > newest_whole]
             return len(unsaved) <= self.most_unsaved
 
-        self._await(
+        self._wait_until(
             are_few_unsaved,
             f"more than checkpoint.most_unsaved={self.most_unsaved} checkpoints are in "
             f"{self.folder} alone",
@@ -336,11 +341,14 @@ class Mirror:
     def flush(self) -> None:
         """Waits until the bucket has everything that the folder holds now."""
         self._asked = asked = self._asked + 1
-        self._await(lambda: self._done >= asked, f"its newest files are in {self.folder} alone")
+        self._wait_until(
+            lambda: self._done >= asked, f"its newest files are in {self.folder} alone"
+        )
 
-    def _await(self, is_done: Callable[[], bool], reason: str) -> None:
-        """Waits until `is_done`. Prints that, with the `reason`, if the bucket does not answer
-        meanwhile; ends the run with an error if that takes too long."""
+    def _wait_until(self, is_done: Callable[[], bool], reason: str) -> None:
+        """Wakes the uploading thread, and waits until `is_done()` is true. If the bucket does not
+        answer, prints that the run waits, and why (`reason`); ShoalError if it has not answered for
+        UNSAVED_SECONDS of the wait, or if a thread has failed."""
         began = time.monotonic()
         self._wake.set()
         waits = f"the run waits for it, at most {UNSAVED_SECONDS:.0f} s, as {reason}"
@@ -378,8 +386,9 @@ class Mirror:
 
     # ---- threads
 
-    def _guarded(self, work: Callable[[], None]) -> None:
-        """Runs a thread's work; an error becomes the run's."""
+    def _run_thread(self, work: Callable[[], None]) -> None:
+        """Runs a thread's work. An error of it becomes `fault`, which the run raises at its next
+        call of `check`."""
         try:
             work()
         except _Closed:
@@ -394,8 +403,8 @@ class Mirror:
                 )
 
     def _renew(self) -> None:
-        """Runs in a thread: renews the lease, more often while that fails. Ends the run if another
-        process has taken over."""
+        """Runs in a thread until the mirror is closed: renews the lease, more often while that
+        fails. `Fenced`, which ends the run, if another process has taken over."""
         pause = LEASE_SECONDS / 3
         while not self._closed.wait(pause):
             try:
@@ -408,27 +417,29 @@ class Mirror:
 
     def _upload(self) -> None:
         """Runs in a thread until the mirror is closed: uploads what is new, removes from the bucket
-        what is gone here, and waits PERIOD_SECONDS or until `flush` wakes it. `_do` repeats what
-        fails."""
+        what is gone here, and waits PERIOD_SECONDS or until `flush` wakes it. `_repeat` repeats
+        what fails."""
         while not self._closed.is_set():
             # Read the checkpoints before the files, so that the files that these checkpoints need
             # are uploaded.
             asked = self._asked
             versions = self._versions()
-            files = self._plain()
+            files = self._plain_files()
             files.pop("summary.json", None)
             self._upload_plain(files)
             for version in sorted(versions - self.whole, reverse=True):
                 self._upload_checkpoint(version)
-            self._upload_plain(self._plain())
+            self._upload_plain(self._plain_files())
             self._remove()
             self._done = asked
             if self._asked == asked:
                 self._wake.wait(PERIOD_SECONDS)
                 self._wake.clear()
 
-    def _do(self, do: Callable[[], Any]) -> Any:
-        """Returns what `do` returns; repeats it with growing pauses until the bucket answers."""
+    def _repeat(self, do: Callable[[], Any]) -> Any:
+        """Calls `do` until it succeeds, with growing pauses in between, and returns its result.
+        Notes since when, and why, the bucket has not answered. A ShoalError is raised at once;
+        `_Closed` if the mirror is closed or has failed."""
         pause = FIRST_PAUSE
         while not (self._closed.is_set() or self.fault):
             try:
@@ -449,10 +460,9 @@ class Mirror:
         entries = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
         return {int(entry.name) for entry in entries if entry.name.isdecimal()}
 
-    def _plain(self) -> dict[str, tuple[int, int]]:
-        """Returns the files that are uploaded one by one, with (size, time), in the order of
-        upload: settings first, because they make a folder a run, and those of its parts before
-        them."""
+    def _plain_files(self) -> dict[str, tuple[int, int]]:
+        """Returns name -> (size, time) of the local files outside checkpoints/, in the order of
+        their upload (`_upload_order`). Hidden files and folders are not uploaded."""
         sizes_and_times = {}
         for walked, folders, names in os.walk(self.folder):
             folder = Path(walked)
@@ -472,18 +482,19 @@ class Mirror:
         return {name: sizes_and_times[name] for name in sorted(sizes_and_times, key=_upload_order)}
 
     def _upload_plain(self, files: dict[str, tuple[int, int]]) -> None:
-        """Uploads the files that the bucket does not have in this version."""
+        """Uploads those of the files (`_plain_files`) that have changed since their last upload."""
         # Upload a copy: a file that grows meanwhile would not have the size that was announced.
         copy = self.staging / "copy"
         for name, version in files.items():
             with contextlib.suppress(FileNotFoundError):
                 if self.sent.get(name) != version:
                     shutil.copyfile(self.folder / name, copy)
-                    self._put(copy, name)
+                    self._upload_file(copy, name)
                     self.sent[name] = version
 
     def _upload_checkpoint(self, version: int) -> None:
-        """Uploads a checkpoint's files and then its manifest."""
+        """Uploads a checkpoint's files and then its manifest, which makes it complete. Does nothing
+        if the run removes the checkpoint at this moment."""
         name, stage = f"checkpoints/{version}", self.staging / str(version)
         try:  # hard links keep the files if the run removes the checkpoint meanwhile
             shutil.copytree(self.folder / name, stage, copy_function=os.link)
@@ -496,36 +507,36 @@ class Mirror:
             for path in files
         }
         for file in manifest:
-            self._put(stage / file, f"{name}/{file}")
-        self._do(self.lease.check)
+            self._upload_file(stage / file, f"{name}/{file}")
+        self._repeat(self.lease.check)
         path, text = f"{MANIFESTS}/{version}.json", json.dumps(manifest)
-        self._do(lambda: self.fs.pipe_file(f"{self.root}/{path}", text.encode()))
+        self._repeat(lambda: self.fs.pipe_file(f"{self.root}/{path}", text.encode()))
         (self.folder / MANIFESTS).mkdir(exist_ok=True)
         (self.folder / path).write_text(text)
         self.whole.add(version)
         shutil.rmtree(stage)
 
-    def _put(self, file: Path, name: str) -> None:
+    def _upload_file(self, file: Path, name: str) -> None:
         """Uploads a file."""
-        self._do(lambda: buckets.put(self.fs, file, f"{self.root}/{name}"))
+        self._repeat(lambda: buckets.put(self.fs, file, f"{self.root}/{name}"))
 
     def _remove(self) -> None:
         """Removes from the bucket the files and checkpoints that the local folder no longer has."""
-        for name in self.sent.keys() - self._plain().keys():
+        for name in self.sent.keys() - self._plain_files().keys():
             self._remove_object(name)
             del self.sent[name]
         for version in self.whole - self._versions():
-            self._do(self.lease.check)
+            self._repeat(self.lease.check)
             self._remove_object(f"{MANIFESTS}/{version}.json")
             (self.folder / MANIFESTS / f"{version}.json").unlink(missing_ok=True)
             self.whole.discard(version)
-            for name in self._do(
+            for name in self._repeat(
                 partial(buckets.objects, self.fs, f"{self.root}/checkpoints/{version}")
             ):
                 self._remove_object(f"checkpoints/{version}/{name}")
 
     def _remove_object(self, name: str) -> None:
-        self._do(partial(buckets.remove, self.fs, f"{self.root}/{name}"))
+        self._repeat(partial(buckets.remove, self.fs, f"{self.root}/{name}"))
 
 
 def _upload_order(name: str) -> tuple[int, str]:

@@ -245,8 +245,8 @@ class Result(Mapping[str, Any]):
 
 
 def _draw(axis: Any, rows: Sequence[Mapping[str, Any]], column: str, label: str) -> None:
-    """Draws a column over the steps, with a mark at each point if there are few; draws nothing if
-    no row has the column."""
+    """Draws a column of the rows over their steps, as a line named `label`, with a mark at each
+    point if there are few; draws nothing if no row has the column."""
     known = [row for row in rows if row.get(column) is not None]
     if not known:
         return
@@ -301,8 +301,9 @@ class Page:
 
 
 def make_page(folder: Path, groups: Sequence[str]) -> str:
-    """Returns the HTML page that `shoal view` writes. A separate process makes it, since it may
-    read a run of any size."""
+    """Returns the text of the HTML page that `shoal view` writes for a run; `groups` as in
+    `Result.view`. Runs `shoal view` in another process, since a run may be of any size. ShoalError,
+    with its last line, if that fails."""
     with tempfile.TemporaryDirectory() as temporary:
         to = Path(temporary) / "page.html"
         command = [sys.executable, "-m", "shoal", "view", str(folder), f"to={to}"]

@@ -83,7 +83,8 @@ class RunWriter:
     """Phase and step under way, which events get when they are written."""
 
     def _open(self) -> None:
-        """Takes the lock and opens the files that grow."""
+        """Takes the run's lock, and opens the files of lines, to which lines are appended. Removes
+        an incomplete last line of the events."""
         self._lock = Lock(self.path)
         self.metrics = JsonlSink(self.path / StepLine.FILE)
         self.evaluations = JsonlSink(self.path / EvaluationLine.FILE)
@@ -111,7 +112,8 @@ class RunWriter:
         return self._lock.missing
 
     def remember(self, base: str | os.PathLike[str]) -> None:
-        """Makes `last` mean this run under `base`."""
+        """Writes this run to the file `last` under `base`, so that the word `last` means it; not if
+        the run is elsewhere."""
         base = check_local(os.fspath(base), "base_output_directory", RUNS)
         if self.path.resolve().is_relative_to(base.resolve()):
             write_atomically(base / LAST, [os.path.relpath(self.path, base)])
@@ -120,27 +122,31 @@ class RunWriter:
     # -- resuming
 
     def rewind(self, version: int, evaluated: bool = True, again: Collection[int] = ()) -> None:
-        """Removes what was written of steps after `version`, the evaluation of `version` unless it
-        was completely `evaluated`, the evaluations of the versions in `again`, and incomplete
-        lines. Writes an event that says so."""
+        """Brings the folder to the state of a checkpoint, from which the run is resumed. Removes
+        the metrics, groups, events and settings of all steps after `version`, the evaluation of
+        `version` unless it was complete (`evaluated`), the evaluations of the versions in `again`,
+        incomplete lines, and the summary. Writes an event that says that the run was resumed.
+
+        `version` -1: the run has no checkpoint and starts from its beginning. Events that this
+        process has written already are kept."""
 
         last_evaluation = version if evaluated else version - 1
 
-        def is_kept(number: int) -> bool:  # whether the evaluation of a version is kept
+        def is_kept_evaluation(number: int) -> bool:
             return number not in again and number <= last_evaluation
 
         def is_kept_event(line: Mapping[str, Any]) -> bool:
-            """True if an event is kept."""
+            """True if an event of an earlier process is kept."""
             event = EventLine.parse(line)
             if event.phase == "evaluation":
-                return is_kept(event.step)
+                return is_kept_evaluation(event.step)
             if event.phase == "training":
                 return event.step <= version
             # A start after which no step was kept is repeated, and so is the end.
             return event.phase == "start" and event.step < version
 
         self.metrics.keep(lambda line: line["step"] <= version)
-        self.evaluations.keep(lambda line: is_kept(line["step"]))
+        self.evaluations.keep(lambda line: is_kept_evaluation(line["step"]))
         self.events.keep(is_kept_event, self._events_before)
         with explain_write_errors(self.groups_path):
             files = list(self.groups_path.iterdir()) if self.groups_path.is_dir() else []
@@ -149,7 +155,7 @@ class RunWriter:
                 if not digits.isdigit():
                     kept = True
                 elif name.startswith("evaluate"):
-                    kept = is_kept(int(digits))
+                    kept = is_kept_evaluation(int(digits))
                 else:
                     kept = int(digits) <= version
                 if file.name.startswith(".") or not kept:
@@ -177,9 +183,10 @@ class RunWriter:
         return evaluations
 
     def write_config(self, config: str, decided: str, version: int = 0) -> None:
-        """Writes the settings as requested and what the run decided, both YAML text. If a run is
-        resumed at `version` with other settings, keeps those of each part: config_0.yaml and
-        decided_0.yaml, config_40.yaml and decided_40.yaml."""
+        """Writes config.yaml, the settings as requested, and decided.yaml, what the run decided;
+        both are YAML text. If a run is resumed at `version` with other settings or decisions, those
+        of each part are kept too: config_0.yaml and decided_0.yaml of the first part,
+        config_40.yaml and decided_40.yaml of the part that began at version 40."""
         parts = parts_of(self.path)
         # Not config.yaml, because it may hold the settings of a part that was lost together with
         # its checkpoint.
@@ -200,7 +207,7 @@ class RunWriter:
         write_atomically(self.decided_path, [decided.rstrip("\n")])
 
     def _write_part(self, version: int, config: str, decided: str) -> None:
-        """Writes the settings and decisions of one part."""
+        """Writes the settings and decisions of the part of the run that begins at `version`."""
         path = self.path / f"config_{version}.yaml"
         # Decisions first, because the file of settings is what makes the part exist.
         write_atomically(decided_file(path), [decided.rstrip("\n")])
@@ -240,7 +247,8 @@ class RunWriter:
 
     @contextlib.contextmanager
     def during(self, phase: Phase, step: int) -> Iterator[None]:
-        """Context manager whose events belong to another phase than those before and after."""
+        """Context manager: events written within it get this phase and step; those after it get
+        again what was set before."""
         before = self.phase, self.step
         self.begin(phase, step)
         try:
@@ -262,17 +270,18 @@ class RunWriter:
         advantages: Any = None,
         trainer_logprobs: TokenLogprobs | None = None,
     ) -> Path:
-        """Writes a step's groups atomically, and returns the file, `groups/step_000012.parquet`;
-        groups of an evaluation go to `groups/evaluate_<data set>_000012.parquet`. `advantages`: by
-        group and completion, [P, G]."""
+        """Writes a step's groups atomically to `groups/step_000012.parquet`, or those of an
+        evaluation to `groups/evaluate_<data set>_000012.parquet`, and returns the path. `step`:
+        from 1, of an evaluation the version. `advantages`: by group and completion, [P, G]."""
         purpose, subset = (groups[0].purpose, groups[0].subset) if groups else (Purpose.TRAIN, "")
         path = self.groups_path / groups_file(purpose, subset, step)
         write_file(path, groups, advantages, trainer_logprobs)
         return path
 
     def solved_question(self, subset: str, last: int) -> tuple[Group, Group] | None:
-        """Returns the first question of a data set that was answered wrong before training and
-        right after step `last`, as both groups; None if there is none, or the files are missing."""
+        """Returns (group before training, group after step `last`) of the first question of a data
+        set whose greedy answer was wrong and became right; None if there is none, or if the groups
+        of an evaluation are missing."""
         try:
             before = read_file(self.groups_path / groups_file(Purpose.EVALUATE, subset, 0))
             after = read_file(self.groups_path / groups_file(Purpose.EVALUATE, subset, last))
@@ -344,7 +353,8 @@ class NullRunWriter(RunWriter):
         return []
 
     def read_evaluations(self) -> dict[int, dict[str, Mapping[str, Any]]]:
-        """Returns the evaluations that process 0 keeps."""
+        """Returns version -> data set -> figures, of the evaluations that process 0 keeps when it
+        rewinds the run."""
         evaluations = super().read_evaluations()
         # The same as after process 0 has removed the later ones.
         for version in list(evaluations):

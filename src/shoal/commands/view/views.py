@@ -217,7 +217,7 @@ class Viewer:
             try:
                 more |= opened.read(seconds)
                 if groups and opened.is_opened:
-                    self.database.give_way()
+                    self.database.wait_for_user_queries()
                     more |= opened.index.refresh()
                     if not opened.index.waiting:
                         opened.all_read.set()
@@ -275,7 +275,7 @@ class Viewer:
         name = query.text("run")
         if name in self.runs and self._thread:
             self._await_groups(self.runs[name], view)
-        with self.database.asked():
+        with self.database.user_query():
             if view in ("runs", "home", "compare"):
                 return VIEWS[view](self, query)
             if name not in self.runs:

@@ -87,7 +87,7 @@ class Trial:
     def __init__(self, shape: Shape, dtype: Any, rank: int = 0) -> None:
         import jax
 
-        from shoal.budget.auto import trained_model
+        from shoal.budget.auto import decided_remat, trained_model
         from shoal.config.sections.model import ModelSection
         from shoal.config.sections.optimizer import BatchSection, OptimizerSection
         from shoal.config.sections.sampling import SamplingSection
@@ -125,6 +125,8 @@ class Trial:
         )
         self.roles = make_roles(config.mesh, jax.devices()[:1])
         spec = ModelSource(Path(), self.architecture, lambda role, dtype: self.parameters)
+        remat = decided_remat(config, self.roles, self.architecture)
+        config = replace(config, model=replace(config.model, remat=remat))
         self.model = trained_model(config, spec, self.roles)
         job = Job(config, Console(io.StringIO()), model_source=spec)
         job.opened |= {"config": config, "roles": self.roles, "model": self.model}

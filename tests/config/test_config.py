@@ -964,9 +964,44 @@ def test_every_key_of_training_says_what_another_value_does_to_a_run():
             assert key.on_resume == "free" or name in ("recipe", "algorithm.name"), name
         if key.decided_from:
             # Else it would be kept, or refused, undecided.
-            assert key.on_resume in ("warn", "free"), name
+            assert key.on_resume in ("warn", "free", "bits"), name
         for source in key.decided_from:  # a key, or a fact in plain words
             assert source in keys_of(Config) or "." not in source, (name, source)
+
+
+FIXED_MEANING = {
+    "seed",
+    "model.lora.rank",
+    "reward.overlong_buffer_tokens",
+    "sampling.top_k",
+    "sampling.min_p",
+    "sampling.mean_completion_tokens",
+    "algorithm.clip_dual",
+    "algorithm.kl_coef",
+    "algorithm.kl_clamp_input",
+    "algorithm.kl_clamp_value",
+    "algorithm.kl_sampler_coef",
+    "algorithm.entropy_coef",
+    "optimizer.weight_decay",
+    "batch.prompts_per_device",
+    "checkpoint.keep_best",
+    "report.completions_every",
+}
+"""Keys whose default 0 is a value as any other: off, none, all, or the longest."""
+
+
+def test_each_key_that_is_left_open_is_decided_or_says_why_not():
+    """All keys whose default may mean that the run chooses: auto, 0, -1 or -2."""
+    decided_by_another_key = {"batch.prompts_per_step"}  # its default is a number
+    for name, key in keys_of(Config).items():
+        may_be_open = key.default == "auto" or (
+            type(key.default) in (int, float) and key.default in (0, -1, -2)
+        )
+        is_open = may_be_open and name not in FIXED_MEANING
+        is_decided = bool(key.decided_from) and name not in decided_by_another_key
+        assert is_open == (is_decided or bool(key.undecided_because)), name
+        assert not (key.decided_from and key.undecided_because), name
+    assert set(keys_of(Config)) >= FIXED_MEANING
 
 
 def test_nearest():

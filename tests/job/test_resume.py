@@ -975,7 +975,10 @@ DECIDED = {
     "train.evaluate_every",
     "train.quick_questions",
     "train.pass_k",
+    "train.max_staleness",
     "model.dtype",
+    "model.remat",
+    "mesh.sampler_tensor",
     "publish.channel",
     "sampling.evaluation_slots",
     "sampling.prompt_slot_tokens",
@@ -1014,7 +1017,7 @@ def test_what_was_requested_and_what_the_run_decided_are_two_files(stopped, deci
     assert decisions["algorithm.correction"] == Decision(
         "none",
         {
-            "train.max_staleness": -1,
+            "train.max_staleness": 0,
             "train.weight_sync_interval": 1,
             "sampler.kind": "local",
             "sampler.quantise": "none",
@@ -1024,6 +1027,11 @@ def test_what_was_requested_and_what_the_run_decided_are_two_files(stopped, deci
     assert decisions["model.dtype"] == Decision("float32", {"platform of the trainer": "cpu"})
     assert decisions["train.pass_k"] == Decision(8, {"task.name": "words"})
     assert decisions["publish.channel"].value == "memory"
+    assert decisions["train.max_staleness"] == Decision(0, {"train.weight_sync_interval": 1})
+    assert decisions["model.remat"].value == "dots"
+    assert decisions["model.remat"].sources["batch.micro_tokens"] > 0
+    assert decisions["mesh.sampler_tensor"].value == 1
+    assert decisions["mesh.sampler_tensor"].sources["devices of the sampler"] == "1 x cpu"
     config = read_config(decided)
     assert config.batch.micro_tokens == decisions["batch.micro_tokens"].value > 0
     assert (config.model.dtype, config.train.evaluate_every) == ("float32", 10)
@@ -1129,6 +1137,82 @@ def test_a_run_goes_on_as_it_decided_while_what_it_followed_from_is_the_same(dec
     said = " ".join(capsys.readouterr().out.split())
     assert "batch.micro_tokens changes from 640 to" in said
     assert "sampling.max_completion_tokens was 64, and is 200 now" in said
+
+
+def with_decision(run: Path, key: str, value: object) -> None:
+    """Puts another value in place of a decision of the run, as if another version had taken it."""
+    decisions = read_decisions(run)
+    decisions[key] = replace(decisions[key], value=value)
+    with RunWriter(run) as folder:
+        folder.write_config(*texts_of(read_requested(run), decisions))
+
+
+def test_rematerialisation_is_kept_until_its_sources_change(decided, capsys):
+    with_decision(decided, "model.remat", "full")
+    assert go_on(decided, "steps=50", "optimizer.lr=1e-5").model.remat == "full"
+    assert "model.remat changes" not in capsys.readouterr().out
+    assert go_on(decided, "batch.micro_tokens=1024").model.remat == "dots"
+    said = " ".join(capsys.readouterr().out.split())
+    assert "model.remat changes from full to dots, which the run decides itself: " in said
+    assert re.search(r"batch\.micro_tokens was \d+, and is 1024 now", said)
+    assert go_on(decided, "model.remat=attention").model.remat == "attention"
+
+
+def test_replicas_of_the_sampler_are_kept_until_their_sources_change(tmp_path, capsys):
+    run = begin(tmp_path, "two", "mesh.fsdp=2")
+    with_decision(run, "mesh.sampler_tensor", 2)
+    plan = resolve_run(config_for_resume(Config, [f"resume={run}"])[0], Console())
+    with Job(plan.config, Console(), resumed=plan.run) as job:
+        assert job.roles.sampler.tensor == job.config.mesh.sampler_tensor == 2
+        assert job.advised_config.mesh.sampler_tensor == 0  # advice tries the key as it is open
+        assert job.advised_config.model.remat == "auto" != job.config.model.remat
+    assert "mesh.sampler_tensor changes" not in capsys.readouterr().out
+    assert go_on(run, "mesh.fsdp=1").mesh.sampler_tensor == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "mesh.sampler_tensor changes from 2 to 1" in said
+    assert "mesh.fsdp was 2, and is 1 now" in said
+
+
+def test_staleness_follows_the_interval_of_a_resumed_run(decided, capsys):
+    assert go_on(decided, "train.weight_sync_interval=3").train.max_staleness == 2
+    said = " ".join(capsys.readouterr().out.split())
+    assert "train.max_staleness changes from 0 to 2" in said
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float32", 1e-3), ("auto", 1e-3), ("bfloat16", 0.1)]
+)
+def test_the_tolerance_of_servers_is_decided_by_the_type_of_the_computation(
+    tmp_path, dtype, tolerance
+):
+    vllm = DIFFERENT_SAMPLES[-1].split()
+    run = begin(tmp_path, "vllm", *vllm, f"model.dtype={dtype}")
+    decisions = read_decisions(run)
+    assert decisions["vllm.tolerance"].value == tolerance
+    assert "mesh.sampler_tensor" not in decisions  # servers split a model themselves
+    assert read_config(run).vllm.tolerance == tolerance
+
+
+def test_workers_of_ray_have_all_their_devices_in_a_replica(tmp_path):
+    words = ["sampler.kind=ray", "sampler.devices_per_worker=4"]
+    config = compose("train", [f"base_output_directory={tmp_path}", *words])[0]
+    with Job(config, Console()) as job:
+        job.opened["cluster"] = None  # as if it had no room for the trainer
+        assert job.config.mesh.sampler_tensor == 4
+        assert job.roles.sampler.tensor == 1
+
+
+def test_the_form_of_tool_calls_is_decided_once(tmp_path):
+    words = [f"base_output_directory={tmp_path}", "model.path=tiny-tools", "task=calculator"]
+    with Job(compose("train", words)[0], Console()) as job:
+        assert job.turns
+        decision = job.decisions["environment.call_format"]
+        assert decision.value == job.turns.section.call_format == "hermes"
+        assert decision.sources["task.name"] == "calculator"
+    with Job(compose("train", [*words, "environment.call_format=xml"])[0], Console()) as job:
+        assert job.turns
+        assert "environment.call_format" not in job.decisions
+        assert job.turns.section.call_format == "xml"
 
 
 def test_vllm_in_place_of_this_process_is_no_free_change(decided, tmp_path, capsys):

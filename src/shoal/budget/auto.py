@@ -158,20 +158,16 @@ def teacher_architecture(config: Config) -> Architecture | None:
 
 
 def trained_model(config: Config, spec: ModelSource, roles: Roles) -> Model:
-    """Returns the `Model` on the trainer's devices, with `model.remat` decided if it is `auto`.
+    """Returns the `Model` on the trainer's devices. `config` must have `model.remat` decided.
     ShoalError if a device lacks the host memory that the settings need, or if trained weights would
     be in 8 bits."""
     check_quantised(config.model, spec.architecture)
-    remat = config.model.remat
     device = roles.trainer.mesh.devices.flat[0]
     if config.optimizer.offload:
         check_host_memory(device, "optimizer.offload", "true", "false")
-    if remat == "offload":
+    if config.model.remat == "offload":
         check_host_memory(device, "model.remat", "offload", "full")
-    if remat == "auto":
-        remat = decided_remat(config, roles, spec.architecture)
-    section = replace(config.model, remat=remat)
-    model = make_model(section, spec.architecture, roles.trainer)
+    model = make_model(config.model, spec.architecture, roles.trainer)
     return replace(model, sampler_type=QUANTISED[config.sampler.quantise])
 
 

@@ -77,10 +77,7 @@ class TurnFormat:
             raise ShoalError(_NO_PLACE.format("answers of tools"), "model.template")
         if names:
             if call_format == "auto":
-                if tokenizer.response_template:
-                    call_format = "template"
-                else:
-                    call_format = self._call_format(names[0])
+                call_format = find_call_format(tokenizer, self._schemas)
             generation_prompt = prompt.rpartition(_QUESTION["content"])[2]
             start = tokenizer.encode(generation_prompt)
             self._reader = CallReader(tokenizer, call_format, start, schemas)
@@ -242,30 +239,6 @@ class TurnFormat:
             "one that ends turns."
         )
 
-    def _call_format(self, name: str) -> str:
-        """Returns the format in which the chat template writes calls: "xml", "gemma", "hermes" or
-        "llama", recognized in a rendered call of the tool `name`. ShoalError if it is none of
-        them."""
-        call = _in_message(ToolCall(name, {"text": MARK}))
-        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-        answer = {"role": "tool", "name": name, "content": ""}
-        text = self._render([_QUESTION, turn, answer])
-        before_mark = text.partition(MARK.strip())[0]
-        before, _, after = before_mark.rpartition(name)
-        if before.endswith("<function="):
-            return "xml"
-        if before.endswith("call:"):
-            return "gemma"
-        if "<tool_call>" in before[-40:] and '"arguments"' in after:
-            return "hermes"
-        if '"parameters"' in after:
-            return "llama"
-        raise ShoalError(
-            f"The chat template writes tool calls in a form that is not known, {before[-40:]!r}: "
-            "choose environment.call_format=hermes, xml, llama or gemma.",
-            "environment.call_format",
-        )
-
     def _history_note(self, answer: dict[str, Any]) -> str:
         """Returns a note for the user if the chat template renders a turn differently once the
         message `answer` follows it, for example without its thoughts; "" if it does not."""
@@ -282,6 +255,34 @@ class TurnFormat:
             f"the chat template renders a turn in another way once a {answer['role']} message "
             "follows it, as without its thoughts; rollouts keep the tokens that were sampled"
         )
+
+
+def find_call_format(tokenizer: Tokenizer, schemas: Sequence[dict[str, Any]]) -> str:
+    """Returns the form in which the model writes calls of these tools: `template` if the tokenizer
+    has a `response_template`, else the form of a call that the chat template renders: xml, gemma,
+    hermes or llama. ShoalError if it renders none of these."""
+    if tokenizer.response_template:
+        return "template"
+    name = schemas[0]["function"]["name"]
+    call = _in_message(ToolCall(name, {"text": MARK}))
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    answer = {"role": "tool", "name": name, "content": ""}
+    text = tokenizer.render([_QUESTION, turn, answer], False, list(schemas))
+    before_mark = text.partition(MARK.strip())[0]
+    before, _, after = before_mark.rpartition(name)
+    if before.endswith("<function="):
+        return "xml"
+    if before.endswith("call:"):
+        return "gemma"
+    if "<tool_call>" in before[-40:] and '"arguments"' in after:
+        return "hermes"
+    if '"parameters"' in after:
+        return "llama"
+    raise ShoalError(
+        f"The chat template writes tool calls in a form that is not known, {before[-40:]!r}: "
+        "choose environment.call_format=hermes, xml, llama or gemma.",
+        "environment.call_format",
+    )
 
 
 def _added_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:

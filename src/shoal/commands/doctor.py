@@ -162,7 +162,7 @@ def check_step(job: Job, result: dict[str, Any], tries: bool) -> None:
             if check_weights(job, parameters) and tries:
                 trial = try_first_step(job, parameters)
     except Exception as error:  # running out of memory raises one of several types
-        explained = explain_out_of_memory(error, job.config)
+        explained = explain_out_of_memory(error, job.advised_config)
         if explained is None:
             raise
         job.findings.of("memory", "batch.micro_tokens").wrong(explained)

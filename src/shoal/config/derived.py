@@ -80,11 +80,12 @@ def correction_of(config: Config) -> str:
 
 
 def decided_by_settings(config: Config) -> dict[str, Any]:
-    """What keys that are left open become where other keys alone decide: value by dotted key, each
-    after those that it follows from."""
+    """Returns dotted key -> value for the keys that, if they are left open, are decided by other
+    keys alone. A key comes after the keys that its value follows from."""
     correction = correction_of(config)
     floor = CORRECTIONS[correction].lower_bound(config.algorithm.correction_floor)
     return {
+        "train.max_staleness": oldest_samples(config),
         "algorithm.correction": correction,
         "algorithm.correction_floor": floor,
         "algorithm.aggregation_tokens": config.sampling.max_completion_tokens,
@@ -92,6 +93,14 @@ def decided_by_settings(config: Config) -> dict[str, Any]:
         "train.quick_questions": config.quick_questions,
         "train.pass_k": config.pass_k,
     }
+
+
+def vllm_tolerance(dtype: str) -> float:
+    """Returns the value of `vllm.tolerance` if it is left open. `dtype`: the name of the data type
+    that the trainer computes in."""
+    if dtype == "float32":
+        return 1e-3
+    return 0.1
 
 
 def staleness_text(config: Config, own_devices: bool) -> str:

@@ -43,6 +43,10 @@ Condition = Literal["data is read", "a prompt is too long"]
 files and does not generate them, or if a prompt has more tokens than
 `sampling.max_prompt_tokens`."""
 
+NamesCode = Literal["", "rewards", "environment"]
+"""What the functions or classes that a key names make: rewards of completions, or the environment
+of rollouts, with its tools. Empty for a key that names none."""
+
 T = TypeVar("T")
 
 
@@ -52,8 +56,10 @@ def key(
     stages: tuple[Stage, ...],
     on_resume: OnResume | None = None,
     decided_from: tuple[str, ...] = (),
+    undecided_because: str = "",
     may_be_infinite: bool = False,
     acts_if: Condition | None = None,
+    names_code: NamesCode = "",
 ) -> T:
     """Declares a field of a configuration class: returns a dataclass field with this default and
     with metadata about the key.
@@ -68,15 +74,20 @@ def key(
     `on_resume`: what happens if a resumed run has another value; the default is `free` for a key
     without stages, else `warn`. `decided_from`: for a key whose value the run can decide itself
     (see `open_keys`), the keys and facts (in plain words) that determine the decision.
+    `undecided_because`: for a key whose default leaves it open although no decision of the run is
+    stored for it, the reason why none can be.
     `may_be_infinite`: True if `inf` is accepted and means no bound. `acts_if`: the only condition
     under which the key has an effect; otherwise the key changes at most the last bits of numbers,
-    because compiled programs get other shapes."""
+    because compiled programs get other shapes. `names_code`: not empty if the values of the key
+    name functions or classes, as `file.py:name`, or are such objects from Python."""
     declared = {
         "stages": stages,
         "on_resume": on_resume or ("warn" if stages else "free"),
         "decided_from": decided_from,
+        "undecided_because": undecided_because,
         "may_be_infinite": may_be_infinite,
         "acts_if": acts_if,
+        "names_code": names_code,
     }
     return dataclasses.field(default=default, metadata=declared)
 
@@ -98,8 +109,10 @@ class Key:
     stages: tuple[Stage, ...] | None = None
     on_resume: OnResume | None = None
     decided_from: tuple[str, ...] = ()
+    undecided_because: str = ""
     may_be_infinite: bool = False
     acts_if: Condition | None = None
+    names_code: NamesCode = ""
 
     @property
     def section(self) -> str:

@@ -13,14 +13,6 @@ from shoal.config.words import COMMA_LISTS, PYTHON, Arguments, Word, make_word, 
 from shoal.records import ShoalError
 from shoal.text import shorten
 
-OBJECT_KEYS = (
-    "environment.tools",
-    "environment.factory",
-    "environment.rollout",
-    "environment.agent",
-)
-"""Keys whose values may be objects from Python, like functions or classes."""
-
 
 def read_keywords(
     config_type: type, overrides: Mapping[str, Any]
@@ -36,9 +28,9 @@ def read_keywords(
         key = key_of(config_type, name)
         if key and key.name in COMMA_LISTS and isinstance(value, str):
             value = split_list(key, value)
-        if key and key.name == "reward.functions":
+        if key and key.names_code == "rewards":
             value, functions = _take_callables(value)
-        if key and key.name in OBJECT_KEYS:
+        if key and key.names_code == "environment":
             if isinstance(value, list | tuple):
                 value = [register_object(item) for item in value]
             else:
@@ -75,7 +67,7 @@ def python_leaves(config_type: type, overrides: Mapping[str, Any]) -> Iterator[t
     for name, value in leaves_of(config_type, nested_names(overrides)):
         is_list = isinstance(value, list | tuple)
         key = key_of(config_type, name)
-        may_be_object = key is not None and key.name in OBJECT_KEYS
+        may_be_object = key is not None and key.names_code == "environment"
         is_object = callable(value) or may_be_object
         is_value = is_list or is_object or isinstance(value, str | bytes | Mapping)
         if isinstance(value, Iterable) and not is_value:  # a set, an array, a generator

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from shoal.chat.tokenizer import Tokenizer
-from shoal.chat.turns import TurnFormat, schema
+from shoal.chat.turns import TurnFormat, find_call_format, schema
 from shoal.config.keywords import FROM_PYTHON
 from shoal.config.sections.sampling import SamplingSection
 from shoal.config.sections.task import EnvironmentSection
@@ -141,6 +141,20 @@ class TurnFormats:
         ):  # the environment is a program that writes its own prompts
             return self.tokenizer.encode_prompt(example.prompt)
         return self.of(example.columns).encode_prompt(example.prompt)
+
+
+def written_call_format(tokenizer: Tokenizer, sessions: Sessions) -> str:
+    """Returns the form in which the tokenizer or its chat template writes tool calls, a value of
+    `environment.call_format`. '' if rollouts have no tools, or if the form is not known."""
+    functions = dict(sessions.tools)
+    for kind in sessions.kinds.values():
+        # Any tools will do, because all kinds of environments have the same template.
+        functions = functions or dict(kind.tools)
+    if not functions:
+        return ""
+    with contextlib.suppress(ShoalError):  # raised again, with the row, by `TurnFormats.of`
+        return find_call_format(tokenizer, [schema(function) for function in functions.values()])
+    return ""
 
 
 def make_turn_driver(turns: TurnFormats, num_slots: int, sampling: SamplingSection) -> TurnDriver:

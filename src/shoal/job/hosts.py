@@ -379,10 +379,9 @@ def vllm_fleet(
         not config.vllm.urls,
     )
     sleeps = config.shares_gpu and model.role.platform != "cpu"
-    default_tolerance = 1e-3 if model.dtype == np.float32 else 0.1
     settings = http_engine.Settings(
         ids,
-        config.vllm.tolerance or default_tolerance,
+        config.vllm.tolerance,
         spec.tokenizer.eos_ids,
         longest,
         training_slots(config, roles, model.architecture).slots,

@@ -18,7 +18,12 @@ import jax
 import numpy as np
 
 from shoal.buckets import RUNS
-from shoal.budget.auto import decided_micro_tokens, run_roles, trained_model
+from shoal.budget.auto import (
+    decided_micro_tokens,
+    decided_remat,
+    run_roles,
+    trained_model,
+)
 from shoal.budget.budget import Budget
 from shoal.budget.memory import parameter_count, reference_architecture
 from shoal.budget.shapes import micro_batch_shapes
@@ -46,11 +51,12 @@ from shoal.config.derived import (
     longest_sequence,
     max_support,
     num_updates,
+    vllm_tolerance,
 )
 from shoal.config.key import get_value, keys_of, open_keys, shown, with_values
 from shoal.config.sections.devices import MeshSection
 from shoal.config.sections.sampling import SamplingSection
-from shoal.config.stored import Decision
+from shoal.config.stored import Decision, resolved
 from shoal.config.train import Config
 from shoal.files import check_local, is_offline, nearest_folder
 from shoal.findings import Finding, Findings
@@ -62,6 +68,7 @@ from shoal.job.environments import (
     open_sessions,
     section_of,
     with_environment,
+    written_call_format,
 )
 from shoal.job.hosts import (
     decided_channel,
@@ -407,10 +414,14 @@ class Job(StagedJob):
         if not self.trains:
             return roles
         mesh = self.mesh
-        roles = run_roles(
-            replace(self.requested, mesh=mesh), self.model_source.architecture, self.devices
-        )
+        architecture = self.model_source.architecture
+        roles = run_roles(replace(self.requested, mesh=mesh), architecture, self.devices)
         requested_tensor = mesh.sampler_tensor or mesh.tensor
+        config = self.with_sampler_tensor(roles)
+        if not config.sampler.is_remote and config.mesh.sampler_tensor != roles.sampler.tensor:
+            # A resumed run keeps its replicas, although this version would decide otherwise.
+            mesh = replace(mesh, sampler_tensor=config.mesh.sampler_tensor)
+            roles = run_roles(replace(config, mesh=mesh), architecture, self.devices)
         if roles.sampler.tensor != requested_tensor:
             self.console.note(
                 f"mesh.sampler_tensor={roles.sampler.tensor}: a replica of the sampler does not "
@@ -421,41 +432,48 @@ class Job(StagedJob):
     @stage("devices", "mesh", needs=("cluster", "roles", "model_source"), commands=ESTIMATES)
     def config_for_devices(self) -> Config:
         """Returns the configuration of a training job with every open key decided that follows from
-        settings, devices and model, like `batch.micro_tokens`. Only the sampler's slots may still
-        be open, because they follow from the data: `config` has them too."""
+        settings, devices and model, like `batch.micro_tokens`. Only the sampler's slots and the
+        form of tool calls may still be open, because they follow from the data: `config` has them
+        too."""
         trainer = self.roles.trainer
         num_devices = trainer.mesh.size
         followed = for_devices(self.requested, num_devices, trainer.platform)
+        config = self.requested
+        sampler_tensor = self.decisions.get("mesh.sampler_tensor")  # by the stage `roles`
+        if sampler_tensor is not None:
+            config = with_values(config, {"mesh.sampler_tensor": sampler_tensor.value})
         config = self.decide(
-            self.requested,
+            config,
             "batch.prompts_per_step",
             followed.batch.prompts_per_step,
             {"devices of the trainer": num_devices},
         )
         for key, value in decided_by_settings(self.requested).items():
             config = self.decide(config, key, value)
+        platform = {"platform of the trainer": trainer.platform}
         dtype = compute_dtype(self.requested.model.dtype, trainer.platform).name
         # Of a float32 computation, layers are summed in float32 whatever is requested: that pair
         # cannot be written down, so it stays open.
         if dtype == "bfloat16" or config.optimizer.reduce_dtype == "float32":
-            platform = {"platform of the trainer": trainer.platform}
             config = self.decide(config, "model.dtype", dtype, platform)
+        if config.sampler.kind == "vllm":
+            config = self.decide(config, "vllm.tolerance", vllm_tolerance(dtype), platform)
         cluster = self.opened.get("cluster")
         channel = decided_channel(self.requested, cluster)
         if channel:
             spans_machines = cluster is not None and cluster.may_span_machines
             facts = {"Ray may span machines": str(spans_machines).lower()}
             config = self.decide(config, "publish.channel", channel, facts)
-        if "batch.micro_tokens" not in open_keys(self.requested):
-            return config  # saves packing a step, which each change that advice tries would do
-        micro_tokens = decided_micro_tokens(followed, self.roles, self.model_source.architecture)
-        device_kind = trainer.mesh.devices.flat[0].device_kind
-        return self.decide(
-            config,
-            "batch.micro_tokens",
-            micro_tokens,
-            {"devices of the trainer": f"{num_devices} x {device_kind}"},
-        )
+        architecture = self.model_source.architecture
+        devices = {"devices of the trainer": _devices_text(trainer)}
+        # The condition saves packing a step, which each change that advice tries would do.
+        if "batch.micro_tokens" in open_keys(self.requested):
+            micro_tokens = decided_micro_tokens(followed, self.roles, architecture)
+            config = self.decide(config, "batch.micro_tokens", micro_tokens, devices)
+        if config.model.remat == "auto":
+            remat = decided_remat(config, self.roles, architecture)
+            config = self.decide(config, "model.remat", remat, devices)
+        return config
 
     @stage("devices", "mesh", needs=("config_for_devices", "roles"), commands=TRAIN_OR_DOCTOR)
     def check_device_use(self) -> None:
@@ -541,12 +559,16 @@ class Job(StagedJob):
         is a single answer, because there are no `sessions`."""
         if not self.sessions:
             return None
+        settings = self.requested
+        call_format = written_call_format(self.tokenizer, self.sessions)
+        if call_format:
+            settings = self.decide(settings, "environment.call_format", call_format)
         return TurnFormats(
             self.tokenizer,
             self.sessions,
-            section_of(self.requested),
+            section_of(settings),
             self.console.note,
-            self.requested.sampling.max_completion_tokens,
+            settings.sampling.max_completion_tokens,
         )
 
     def encode(self, example: Example) -> np.ndarray:
@@ -661,9 +683,8 @@ class Job(StagedJob):
         """Returns the configuration that a training job works with: what was requested, with every
         key that was left open decided. A job of `estimate` reads no data, so there the sampler's
         slots stay open."""
-        if not self.has("sampling_settings"):
-            return self.config_for_devices
-        return replace(self.config_for_devices, sampling=self.sampling_settings)
+        # `sampling_settings` needs `turn_formats`, which may have decided `environment.call_format`.
+        return resolved(self.config_for_devices, self.decisions)
 
     @stage(
         needs=(
@@ -909,6 +930,22 @@ class Job(StagedJob):
                 f"decides itself: {reason}"
             )
 
+    def with_sampler_tensor(self, roles: Roles) -> Config:
+        """Returns the requested configuration with `mesh.sampler_tensor` decided: the devices of a
+        replica in `roles`, or all devices of a worker of Ray. Of vLLM it stays open, because its
+        servers split a model themselves."""
+        config = self.requested
+        if config.sampler.kind == "vllm":
+            return config
+        tensor = roles.sampler.tensor
+        devices = _devices_text(roles.sampler)
+        if config.sampler.is_remote:
+            tensor = config.sampler.devices_per_worker
+            devices = "each worker's own"
+        return self.decide(
+            config, "mesh.sampler_tensor", tensor, {"devices of the sampler": devices}
+        )
+
     def with_prompt_slot_tokens(self, settings: Any) -> Any:
         """Returns the settings with `sampling.prompt_slot_tokens` decided, the tokens that a slot
         of the sampler holds for a prompt: enough for the longest prompt if all are known before the
@@ -945,9 +982,24 @@ class Job(StagedJob):
             settings, "sampling.prompt_slot_tokens", room, {"longest prompt": needed}
         )
 
+    @property
+    def advised_config(self) -> Config:
+        """The configuration that advice changes: `config` with `model.remat` and
+        `mesh.sampler_tensor` as they were requested. Where they are open they stay so, because they
+        are decided again for each change that advice tries."""
+        requested = self.requested
+        return with_values(
+            self.config,
+            {
+                "model.remat": requested.model.remat,
+                "mesh.sampler_tensor": requested.mesh.sampler_tensor,
+            },
+        )
+
     def budget_for(self, config: Config) -> Budget:
         """Returns the budget that the job would have with another configuration, for the same model
-        on the same devices. ShoalError if such a job is impossible."""
+        on the same devices: usually `advised_config` with some keys changed. ShoalError if such a
+        job is impossible."""
         spec = self.model_source
         if config.model.lora != self.config.model.lora:
             spec = replace(spec, architecture=adapted(config.model.lora, spec.architecture))
@@ -1007,6 +1059,11 @@ class Job(StagedJob):
             return self.model_source.load(self.roles.sampler, self.model.dtype)
         source = spec or self.model_source
         return source.load(self.roles.trainer, np.float32, self.model.dtype, self.requested.seed)
+
+
+def _devices_text(role: Role) -> str:
+    """Returns number and kind of a role's devices, like `8 x TPU v6 lite`."""
+    return f"{role.mesh.size} x {role.mesh.devices.flat[0].device_kind}"
 
 
 def _command_of(config: Any, model_source: ModelSource | None) -> Command:

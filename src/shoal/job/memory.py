@@ -64,6 +64,7 @@ def job_budget(job: Job) -> Budget:
     rows = num_rows(plan.slots, plan.siblings, roles.hosts[0].row_shards)
     return replace(
         weights,
+        config=job.advised_config,
         memory=memory,
         items=list(weights.items) + caches + stored,
         num_devices=len(job.devices),

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.config.commands import EvalConfig
+from shoal.config.key import keys_of
 from shoal.config.keywords import FROM_PYTHON, PYTHON_OBJECTS
 from shoal.config.merge import Resolved, load
 from shoal.config.stored import difference_from_defaults
@@ -18,18 +19,10 @@ from shoal.runs.reader import read_requested
 from shoal.tasks.task import ROWS
 from shoal.weights.checkpoints import find_checkpoint
 
-SECTIONS = ("task.", "reward.", "environment.", "sampling.")
-"""Sections of a run's settings that decide which questions its model gets, which tools it may call,
-and how answers are scored."""
-REWARD = ("reward.functions", "reward.weights")
-ENVIRONMENT = (
-    "environment.tools",
-    "environment.factory",
-    "environment.rollout",
-    "environment.agent",
-)
-"""If the user gives one key of REWARD, or one of ENVIRONMENT, the run's values for all keys of that
-list are ignored."""
+SECTIONS = ("task", "reward", "environment", "sampling")
+"""Sections that `shoal eval` takes from a run: which questions its model gets, which tools it may
+call, how long it answers, and how answers are scored. The other sections that both commands have
+are about the model, which the user names, and about the devices of this machine."""
 
 
 def config_for_eval_of_run(
@@ -52,22 +45,26 @@ def config_for_eval_of_run(
     if "task.name" in resolved.origins and config.task.name != stored.task.name:
         return config, resolved
 
-    replaced: list[str] = []
-    has_rewards = has_functions or "reward.functions" in resolved.origins
-    if has_rewards:
-        replaced.extend(REWARD)
-    if any(key in resolved.origins for key in ENVIRONMENT):
-        replaced.extend(ENVIRONMENT)
-    _require_from_python(path, stored, has_rewards)
+    keys = keys_of(EvalConfig)
+    given_code = {keys[name].names_code for name in resolved.origins if name in keys}
+    if has_functions:
+        given_code.add("rewards")
+    _require_from_python(path, stored, "rewards" in given_code)
     settings = {}
-    for key, value in difference_from_defaults(stored).items():
-        if key.startswith(SECTIONS) and key not in replaced:
-            settings[key] = list(value) if isinstance(value, tuple) else value
     has_environment = False
-    for key in ENVIRONMENT:
-        if key in settings:
+    for name, value in difference_from_defaults(stored).items():
+        if name.partition(".")[0] not in SECTIONS:
+            continue
+        names_code = keys[name].names_code
+        # A user who names one function of a kind replaces all of the run's of that kind.
+        if names_code and names_code in given_code:
+            continue
+        if name == "reward.weights" and "rewards" in given_code:
+            continue  # a weight for each of the run's functions
+        if names_code == "environment":
             has_environment = True
-            _require_objects(path, key, settings[key])
+            _require_objects(path, name, value)
+        settings[name] = list(value) if isinstance(value, tuple) else value
 
     beneath = Layer([Word(key, value, f"{run}") for key, value in settings.items()], "run")
     # The same task named again must not set its preset's lengths over those of the run.
@@ -97,10 +94,11 @@ def _require_from_python(path: str, stored: Config, has_rewards: bool) -> None:
     )
 
 
-def _require_objects(path: str, key: str, value: str | list[str]) -> None:
+def _require_objects(path: str, key: str, value: str | tuple[str, ...]) -> None:
     """Raises ShoalError if tools or an environment of the run came from Python and were not given
-    again."""
-    for name in value if isinstance(value, list) else [value]:
+    again. `value`: the run's value of `key`, which names them."""
+    names = (value,) if isinstance(value, str) else value
+    for name in names:
         if name.startswith(FROM_PYTHON) and name not in PYTHON_OBJECTS:
             argument = key.partition(".")[2].replace("factory", "environment")
             raise ShoalError(

@@ -475,7 +475,6 @@ class PlannedJob:
             machines = self.topology.machines
         return replace(
             budget,
-            config=self.config,
             memory=memory,
             machines=machines,
             programs=programs,

@@ -123,7 +123,11 @@ class AlgorithmSection:
     `correction`: seq_mean_k1 its geometric mean."""
     rejection_cap: float = key(2.0, stages=("update",), may_be_infinite=True)
     """Upper bound: with k1 of w, else of the estimate in nats; inf for none."""
-    rejection_floor: float = key(-1.0, stages=("update",))
+    rejection_floor: float = key(
+        -1.0,
+        stages=("update",),
+        undecided_because="it is a formula of algorithm.rejection_cap, for the estimator k1 alone",
+    )
     """With k1, the lower bound of w; 0 for none, -1 for 1 / rejection_cap."""
     match_sampling_support: bool = key(True, stages=("update", "sampling"))
     """Compute the trainer's log-probs over the tokens that top_k, top_p and min_p kept in sampling;

@@ -10,6 +10,36 @@ from typing import Literal
 
 from shoal.config.key import at_least, key, require
 
+WEIGHTS_ON_DEVICES = (
+    "model.path",
+    "model.dtype",
+    "model.quantise",
+    "model.lora.rank",
+    "teacher.path",
+    "reward.functions",
+    "algorithm.kl_coef",
+    "algorithm.kl_metric",
+    "algorithm.reference",
+    "optimizer.offload",
+    "optimizer.moments",
+    "train.max_staleness",
+    "train.weight_sync_interval",
+    "train.versions",
+    "sampler.kind",
+    "sampler.quantise",
+    "mesh.data",
+    "mesh.fsdp",
+    "mesh.dcn_data",
+    "mesh.dcn_fsdp",
+    "mesh.trainer",
+    "mesh.sampler",
+    "mesh.reference",
+    "mesh.context",
+    "mesh.tensor",
+)
+"""Keys that determine how many bytes of weights and moments each device holds, and so what is
+decided from the memory that they leave (`decided_from`)."""
+
 
 @dataclass(frozen=True)
 class MeshSection:
@@ -32,7 +62,16 @@ class MeshSection:
     takes the last devices. Empty for the trainer's."""
     reference: str = key("", stages=("update",), on_resume="bits")
     """Devices of the reference and of a teacher, in the same forms. Empty for the sampler's."""
-    sampler_tensor: int = key(0, stages=("sampling", "evaluation"), on_resume="bits")
+    sampler_tensor: int = key(
+        0,
+        stages=("sampling", "evaluation"),
+        on_resume="bits",
+        decided_from=(
+            *WEIGHTS_ON_DEVICES,
+            "sampler.devices_per_worker",
+            "devices of the sampler",
+        ),
+    )
     """Devices of one replica of the sampler, which share its weights; 0 for mesh.tensor, or more
     where a replica does not fit the memory of so few."""
     dcn_data: int = key(1, stages=("sampling", "update", "evaluation"), on_resume="bits")
@@ -42,10 +81,14 @@ class MeshSection:
     coordinator: str = key("", stages=())
     """Of a run in several processes: HOST:PORT where process 0 waits for the others. Slurm and TPU
     slices give it."""
-    processes: int = key(0, stages=())
+    processes: int = key(
+        0,
+        stages=(),
+        undecided_because="each start takes it from Slurm or the TPU slice that it runs on",
+    )
     """Number of processes, each with its own devices and started with the same command; 0 for one,
     or as Slurm or a TPU slice says."""
-    process: int = key(-1, stages=())
+    process: int = key(-1, stages=(), undecided_because="it differs between the processes of a run")
     """Number of this process, from 0; process 0 writes the run folder. Slurm and TPU slices give
     it."""
     pathways: bool = key(False, stages=())
@@ -112,7 +155,11 @@ class SamplerSection:
     restarts: int = key(3, stages=())
     """How often each worker that was lost is started anew, with growing pauses. Each 20 steps with
     answers of it earn one back."""
-    stall_seconds: float = key(0.0, stages=())
+    stall_seconds: float = key(
+        0.0,
+        stages=(),
+        undecided_because="it follows the compiled steps of each worker, which are timed all along",
+    )
     """How long a worker that has work may make no progress before it is killed; 0 for 20 times the
     median of its compiled steps, at least 30. Reading weights and compiling may take any time, as
     long as its process answers."""
@@ -211,11 +258,17 @@ class VllmSection:
     or with variables: `env CUDA_VISIBLE_DEVICES=1 /opt/vllm/bin/python`."""
     arguments: tuple[str, ...] = key((), stages=("sampling", "evaluation"))
     """Further arguments of these servers, as [--max-num-seqs=64,--data-parallel-size=2]."""
-    memory: float = key(0.0, stages=("sampling", "evaluation"))
+    memory: float = key(
+        0.0,
+        stages=("sampling", "evaluation"),
+        undecided_because="vLLM's own default holds, which its server does not report",
+    )
     """Share of the trainer's GPU that each of them takes (vLLM's gpu_memory_utilization) while it
     samples: it sleeps while the trainer learns, in synchronous runs alone. 0 for vLLM's default, on
     GPUs of their own."""
-    tolerance: float = key(0.0, stages=())
+    tolerance: float = key(
+        0.0, stages=(), decided_from=("sampler.kind", "model.dtype", "platform of the trainer")
+    )
     """Largest difference between a server's and the trainer's log-prob of a token, measured after
     each load of weights; 0 for 1e-3 in float32 and 0.1 in other types."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shoal.config.key import at_least, key, require
+from shoal.config.sections.devices import WEIGHTS_ON_DEVICES
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,15 @@ class ModelSection:
     template: str = key("", stages=("data", "environment", "evaluation"), on_resume="fixed")
     """Jinja chat template, or a file with one, that replaces the tokenizer's own."""
     remat: Literal["auto", "none", "dots", "attention", "full", "offload"] = key(
-        "auto", stages=("update",)
+        "auto",
+        stages=("update",),
+        decided_from=(
+            *WEIGHTS_ON_DEVICES,
+            "batch.micro_tokens",
+            "sampling.max_prompt_tokens",
+            "sampling.max_completion_tokens",
+            "devices of the trainer",
+        ),
     )
     """What the backward pass recomputes (gradient checkpointing): nothing, all but products with
     weights (dots), the feed-forward part (attention), or whole blocks (full). offload is attention
@@ -79,7 +88,10 @@ class ModelSection:
     """Type of frozen weights of products: 8 bits an element and a scale an output channel, from
     when they are read. In training with model.lora; in eval and generate for any model."""
     attention: Literal["auto", "reference", "blocked", "pallas"] = key(
-        "auto", stages=("sampling", "update", "evaluation")
+        "auto",
+        stages=("sampling", "update", "evaluation"),
+        undecided_because="each program chooses by the shape of its rows, and each start by "
+        "whether the kernels pass their test there",
     )
     """How training, scoring and prefill compute attention: all scores of a row at once (reference),
     only the blocks of them that a prompt and its completions need (blocked), or the same by our own

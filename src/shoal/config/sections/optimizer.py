@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shoal.config.key import at_least, key, require
+from shoal.config.sections.devices import WEIGHTS_ON_DEVICES
 
 
 @dataclass(frozen=True)
@@ -70,33 +71,9 @@ class BatchSection:
             "sampling.max_completion_tokens",
             "algorithm.name",
             "algorithm.num_minibatches",
-            "algorithm.kl_coef",
-            "algorithm.kl_metric",
-            "algorithm.reference",
-            "model.path",
-            "model.dtype",
             "model.remat",
-            "model.quantise",
-            "model.lora.rank",
-            "teacher.path",
-            "reward.functions",
-            "optimizer.offload",
-            "optimizer.moments",
-            "train.max_staleness",
-            "train.weight_sync_interval",
-            "train.versions",
-            "sampler.kind",
-            "sampler.quantise",
-            "mesh.data",
-            "mesh.fsdp",
-            "mesh.dcn_data",
-            "mesh.dcn_fsdp",
             "mesh.sampler_tensor",
-            "mesh.trainer",
-            "mesh.sampler",
-            "mesh.reference",
-            "mesh.context",
-            "mesh.tensor",
+            *WEIGHTS_ON_DEVICES,
             "devices of the trainer",
         ),
     )

@@ -59,7 +59,7 @@ class JudgeSection:
 class RewardSection:
     """The keys `reward.*`: functions that score completions."""
 
-    functions: tuple[str, ...] = key((), stages=("rewards", "evaluation"))
+    functions: tuple[str, ...] = key((), stages=("rewards", "evaluation"), names_code="rewards")
     """Reward functions as `file.py:function`, names of ready ones (accuracy_reward, ...),
     `model:PATH` for a reward model (a sequence classifier's folder or hub id), or `judge:URL` for a
     judge behind an OpenAI-style address; empty for the task's own."""

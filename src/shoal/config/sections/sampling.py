@@ -44,7 +44,12 @@ class SamplingSection:
     )
     """Prompts over the limit: dropped from the data and counted, or an error. They are never
     truncated."""
-    slots_per_device: int = key(0, stages=("sampling", "evaluation"))
+    slots_per_device: int = key(
+        0,
+        stages=("sampling", "evaluation"),
+        undecided_because="each host plans its slots when it starts, from the memory of its own "
+        "devices",
+    )
     """Completions sampled at once on each device; 0 for all of a step."""
     prompt_slot_tokens: int = key(
         0,

@@ -13,20 +13,34 @@ class EnvironmentSection:
     """The keys `environment.*`: tools and environments, for rollouts of several turns."""
 
     tools: tuple[str, ...] = key(
-        (), stages=("environment", "data", "sampling", "rewards", "evaluation")
+        (),
+        stages=("environment", "data", "sampling", "rewards", "evaluation"),
+        names_code="environment",
     )
     """Functions that the model may call, as `file.py:function`, with type hints and a Google
     docstring."""
-    factory: str = key("", stages=("environment", "data", "sampling", "rewards", "evaluation"))
+    factory: str = key(
+        "",
+        stages=("environment", "data", "sampling", "rewards", "evaluation"),
+        names_code="environment",
+    )
     """Class or function of no arguments that makes an environment of a rollout, as
     `file.py:Factory`: its `reset(**columns)` begins a rollout, its public methods are tools,
     `respond(message)` answers in words, and `get_reward()` is a further reward. A mapping of names
     to factories is chosen from by the column `environment`. Or `openenv:URL`, an OpenEnv server."""
-    rollout: str = key("", stages=("environment", "data", "sampling", "rewards", "evaluation"))
+    rollout: str = key(
+        "",
+        stages=("environment", "data", "sampling", "rewards", "evaluation"),
+        names_code="environment",
+    )
     """Function that plays a rollout, as `file.py:function`, in TRL's convention:
     `function([prompt], sampler)` calls `sampler.generate(...)` as often as it likes, and returns
     fields for the reward functions."""
-    agent: str = key("", stages=("environment", "data", "sampling", "rewards", "evaluation"))
+    agent: str = key(
+        "",
+        stages=("environment", "data", "sampling", "rewards", "evaluation"),
+        names_code="environment",
+    )
     """Program that plays a rollout, as `python my_agent.py`, or function, as `file.py:function`: it
     asks the address in OPENAI_BASE_URL, with a key of its own, as often as it likes, and gets its
     row as JSON on standard input."""
@@ -41,7 +55,16 @@ class EnvironmentSection:
     from what is there, the rollout goes on in a branch with a prompt of its own, of at most
     sampling.max_prompt_tokens."""
     call_format: Literal["auto", "hermes", "xml", "llama", "gemma", "template"] = key(
-        "auto", stages=("environment", "data", "sampling", "evaluation")
+        "auto",
+        stages=("environment", "data", "sampling", "evaluation"),
+        decided_from=(
+            "model.path",
+            "model.tokenizer",
+            "model.template",
+            "task.name",
+            "environment.tools",
+            "environment.factory",
+        ),
     )
     """How the model writes tool calls; auto takes it from the tokenizer and its chat template."""
     on_error: Literal["error", "zero", "skip"] = key(
@@ -70,7 +93,11 @@ class EnvironmentSection:
     workers: int = key(32, stages=("environment", "sampling", "evaluation"))
     """Calls of tools that are functions at once, each in a process; `async` ones share one process,
     as many as come."""
-    rollouts: int = key(0, stages=("environment", "sampling", "evaluation"))
+    rollouts: int = key(
+        0,
+        stages=("environment", "sampling", "evaluation"),
+        undecided_because="it is the number of slots, which each host plans when it starts",
+    )
     """Rollouts in flight at once; more than the sampler's places keeps them busy while others wait
     for tools. 0: as many as there are places."""
 

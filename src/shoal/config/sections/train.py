@@ -32,7 +32,7 @@ class TrainSection:
     weight_sync_interval: int = key(1, stages=("sampling",))
     """Steps between two weight updates of the sampler; with n above 1, samples are up to n-1
     versions old."""
-    max_staleness: int = key(-1, stages=("sampling",))
+    max_staleness: int = key(-1, stages=("sampling",), decided_from=("train.weight_sync_interval",))
     """Largest age of samples, in versions of the weights: weight_sync_interval - 1 or more; -1 for
     exactly that. What exceeds it lets a sampler with devices of its own go on while the trainer
     learns."""

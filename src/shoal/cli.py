@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.buckets import is_bucket
 from shoal.commands.help import command_help, dry_run, options_of, overview
+from shoal.config.arguments import POSITIONALS, suggest_argument, switch_of
 from shoal.config.commands import COMMANDS
 from shoal.config.key import keys_of
 from shoal.config.stored import require_given
 from shoal.config.token import redact_token
-from shoal.config.words import POSITIONALS, argument_for, switch_of
 from shoal.job.cache import cache_by_environment
 from shoal.job.interrupt import end_on_interrupt, raise_on_interrupt
 from shoal.records import ShoalError
@@ -139,7 +139,7 @@ def _known(word: str) -> str:
     if "=" in word or word.startswith("-"):
         argument = word
     else:
-        argument = argument_for("train", word)
+        argument = suggest_argument("train", word)
     if argument:
         reason = f"the command comes first: `shoal train {argument}`."
     else:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from shoal.compat.front import translate
+from shoal.config.arguments import NO_VALUE, Layer, Setting
 from shoal.config.merge import Merged, compose
 from shoal.config.train import Config
-from shoal.config.words import NO_VALUE, Layer, Word
 from shoal.records import ShoalError
 
 
@@ -17,12 +17,12 @@ def layer(*words: str, file: Path | None = None) -> Layer:
     typed = []
     for word in words:
         name, _, value = word.partition("=")
-        typed.append(Word(name, value, f"--{name}"))
+        typed.append(Setting(name, value, f"--{name}"))
     return Layer(typed, file=file)
 
 
 def words_of(layer: Layer) -> list[tuple[str, str, object]]:
-    return [(word.name, word.key, word.value) for word in layer.words]
+    return [(setting.name, setting.key, setting.value) for setting in layer.settings]
 
 
 def test_a_flag_is_replaced_where_it_stands():
@@ -34,7 +34,7 @@ def test_a_flag_is_replaced_where_it_stands():
         ("grpo_epsilon", "algorithm.clip_high", "0.1"),
         ("seed", "", "1"),
     ]
-    assert translated.typed == typed.words
+    assert translated.typed == typed.settings
 
 
 def test_only_the_highest_use_of_a_flag_is_replaced():
@@ -53,14 +53,14 @@ def test_a_rules_words_stand_at_their_flags_and_have_the_values_of_what_lies_ben
     line = layer("max_target_length=300")
     _, translated = translate(Config, [file, line]).layers
     assert words_of(translated) == [("max_target_length", "sampling.max_completion_tokens", "200")]
-    assert translated.words[0].of_rule
+    assert translated.settings[0].of_rule
 
 
 def test_a_rule_without_a_value_still_names_its_keys():
     [translated] = translate(Config, [layer("vllm_gpu_memory_utilization=0.5")]).layers
-    assert {word.value for word in translated.words} == {NO_VALUE}
+    assert {setting.value for setting in translated.settings} == {NO_VALUE}
     merged = Merged(Config, [translated])
-    assert merged.top == {} and merged.values() == ({}, [])
+    assert merged.in_effect == {} and merged.values() == ({}, [])
 
 
 def test_words_that_yield_to_all_else_are_a_layer_beneath_all():

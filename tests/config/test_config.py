@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.commands.help import command_help
+from shoal.config.arguments import read_arguments
 from shoal.config.choices import ADVANTAGES, POLICY_LOSSES
 from shoal.config.commands import COMMANDS, EvalConfig, ExportConfig, GenerateConfig
 from shoal.config.key import (
@@ -36,7 +37,6 @@ from shoal.config.preset_files import PRESETS, PRESETS_OF_SYSTEMS, presets_of
 from shoal.config.sections.optimizer import OptimizerSection
 from shoal.config.stored import difference_from_defaults, require_given, texts_of, to_dict, to_yaml
 from shoal.config.train import Config
-from shoal.config.words import read_arguments
 from shoal.job.resume import overrides_for_resume
 from shoal.records import ShoalError
 from shoal.rewards.loading import load_objects
@@ -230,7 +230,7 @@ def test_hard_text_arrives_unchanged(text):
     assert config.run_name == text
     if text and not text.startswith("["):
         assert config.sampling.stop == (text,)
-    assert resolved.arguments.words[0].value == text
+    assert resolved.arguments.settings[0].value == text
 
 
 @settings(max_examples=25, deadline=None)
@@ -242,7 +242,7 @@ def test_any_text_arrives_unchanged(text):
 def test_a_command_line_is_entries():
     arguments = read_arguments("train", ["gsm8k.yml", "--steps=5", "sampling.stop=1"])
     assert arguments.config_name == "gsm8k.yml"
-    assert [(one.name, one.value, one.origin) for one in arguments.words] == [
+    assert [(one.name, one.value, one.origin) for one in arguments.settings] == [
         ("steps", "5", "command line"),
         ("sampling.stop", ["1"], "command line"),
     ]
@@ -268,7 +268,7 @@ def test_where_a_configuration_came_from_is_kept():
     _, resolved = compose("train", ["gsm8k.yml", "--steps=5"])
     assert resolved.arguments == read_arguments("train", ["gsm8k.yml", "--steps=5"])
     _, resolved, _ = from_overrides(Config, steps=5)
-    assert [(one.name, one.value, one.origin) for one in resolved.arguments.words] == [
+    assert [(one.name, one.value, one.origin) for one in resolved.arguments.settings] == [
         ("steps", "5", "Python")
     ]
 

@@ -13,9 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from shoal.config.arguments import is_file_argument, is_file_option, is_folder_option
 from shoal.config.commands import CompatConfig
 from shoal.config.stored import require_given
-from shoal.config.words import is_file_option, is_file_word, is_folder_option
 from shoal.files import check_local, check_writable, write_text
 from shoal.records import ShoalError
 from shoal.report.console import Console
@@ -182,8 +182,8 @@ def shim_argv(name: str, words: Sequence[str]) -> list[str]:
             known = ", ".join(f"`{name} {command}`" for command in shim.commands)
             raise ShoalError(f"{name}: expected one of {known}")
         beneath += shim.commands[command]
-    is_file_first = bool(words) and is_file_word(words[0])
-    names_file = any(is_file_word(word) or is_file_option(word) for word in words)
+    is_file_first = bool(words) and is_file_argument(words[0])
+    names_file = any(is_file_argument(word) or is_file_option(word) for word in words)
     folder = ""  # the folder of the user's YAML files, relative to the current folder
     if not any(is_folder_option(word) for word in words):
         for config_folder in shim.configs:

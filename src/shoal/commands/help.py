@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from shoal.config.arguments import POSITIONALS, positionals_text
 from shoal.config.commands import COMMANDS, PlanConfig, command_of
 from shoal.config.derived import step_text
 from shoal.config.foreign import Flag, front_end
@@ -16,7 +17,6 @@ from shoal.config.names import aliases_of, find_key, names_of
 from shoal.config.preset_files import packaged, presets_of
 from shoal.config.sections.model import ModelSection
 from shoal.config.train import Config
-from shoal.config.words import POSITIONALS, positionals_text
 from shoal.records import ShoalError
 from shoal.text import did_you_mean
 

@@ -28,11 +28,11 @@ from typing import Any
 import yaml
 
 from shoal.commands.multirun import combine
+from shoal.config.arguments import switch_of
 from shoal.config.commands import COMMANDS, LaunchConfig
 from shoal.config.merge import compose
 from shoal.config.sections.devices import MeshSection
 from shoal.config.train import Config
-from shoal.config.words import switch_of
 from shoal.mesh.topology import Topology, parse_topology, placeholder_devices
 from shoal.records import ShoalError
 from shoal.report.console import Console

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from shoal.buckets import RUNS, address, area_of, fetch_into, send
+from shoal.config.arguments import is_file_argument, is_file_option, join_values, read_argument
 from shoal.config.commands import dataclass_of
 from shoal.config.derived import step_sizes
 from shoal.config.merge import compose
 from shoal.config.stored import difference_from_defaults
 from shoal.config.train import FOLDER_KEYS, Config
-from shoal.config.words import is_file_option, is_file_word, joined, read_word
 from shoal.files import check_local, read_json
 from shoal.records import ShoalError
 from shoal.report.console import Console
@@ -136,13 +136,13 @@ def combine(config_type: type, words: Sequence[str]) -> Iterator[tuple[dict[str,
     [({'optimizer.lr': '1e-4'}, ['optimizer.lr=1e-4', 'steps=3']),
      ({'optimizer.lr': '1e-5'}, [...])]
     """
-    line = joined(config_type, words)
+    line = join_values(config_type, words)
     choices: dict[str, list[str]] = {}  # name -> its swept texts
     positions: dict[str, int] = {}  # name -> the position of its word on the line
     for position, word in enumerate(line):
-        if "=" not in word or is_file_option(word) or is_file_word(word):
+        if "=" not in word or is_file_option(word) or is_file_argument(word):
             continue
-        name, text = read_word(config_type, word)
+        name, text = read_argument(config_type, word)
         texts = sweep_texts(text)
         if name in choices or (name in positions and len(texts) > 1):
             raise ShoalError(f"{name} is given more than once, and swept: write it once")

@@ -1,12 +1,12 @@
-"""Replaces other systems' flags by words of Shoal's keys (a word is a name with its value):
+"""Replaces other systems' flags by settings of Shoal's keys (a setting is a name with its value):
 `translate` takes layers as they were typed and returns layers in which only keys of Shoal are
 named.
 
 layers as typed  ->  the use of each flag in its highest layer
-    ->  words in its place                   from the flag alone, or from a group of flags that are
-                                             read together
-    ->  words that depend on other keys      from rules, applied in their order; each rule sees the
-                                             values that the rules before it made
+    ->  settings in its place               from the flag alone, or from a group of flags that are
+                                            read together
+    ->  settings that depend on other keys  from rules, applied in their order; each rule sees the
+                                            values that the rules before it made
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 from shoal.compat import maxtext, torchrl, trl, verl
 from shoal.compat.rules import RULES
+from shoal.config.arguments import NO_VALUE, Layer, Setting
 from shoal.config.foreign import (
     INSTEAD,
     NOTHING,
@@ -35,7 +36,6 @@ from shoal.config.key import keys_of, shown, text_of
 from shoal.config.merge import Merged, Resolved, with_origins
 from shoal.config.names import names_of
 from shoal.config.token import TOKEN
-from shoal.config.words import NO_VALUE, Layer, Word
 from shoal.records import ShoalError
 from shoal.text import count
 
@@ -135,7 +135,7 @@ def flags_of(config_type: type) -> Mapping[str, Sequence[Flag]]:
 
 def likely_system(names: Iterable[str]) -> tuple[str, bool]:
     """Returns (system, is_sure): the system that has most of these names, '' if none has one, and
-    whether the names suffice for its patterns to count. If they do not, a word such as
+    whether the names suffice for its patterns to count. If they do not, an argument like
     `recipe=verl` among them decides."""
     names = list(names)
     votes: Counter[str] = Counter()
@@ -150,67 +150,67 @@ def likely_system(names: Iterable[str]) -> tuple[str, bool]:
     return likely, votes[likely] >= ENOUGH
 
 
-# ---- from flags to words of our keys
+# ---- from flags to settings of our keys
 
 
 @dataclass(frozen=True, eq=False)
 class FlagUse:
-    """One use of a flag: its row in the tables, the word as typed, the index of the layer, and the
-    index of the word in that layer."""
+    """One use of a flag: its row in the tables, the setting as typed, the index of the layer, and
+    the index of the setting in that layer."""
 
     flag: Flag
-    word: Word
+    setting: Setting
     layer: int
     index: int
 
     @property
     def name(self) -> str:
-        return self.word.name
+        return self.setting.name
 
     @property
     def text(self) -> str:
-        return text_of(self.word.value)
+        return text_of(self.setting.value)
 
     @property
     def where(self) -> str:
         """Returns `file:line: ` as prefix of an error; '' on a command line, because the error
         names the flag."""
-        return f"{self.word.origin}: " if ":" in self.word.origin else ""
+        return f"{self.setting.origin}: " if ":" in self.setting.origin else ""
 
 
 LOWEST = -1
-"""Index of an additional layer beneath all others, for words that yield to everything else."""
+"""Index of an additional layer beneath all others, for settings that yield to everything else."""
 
 
 @dataclass(eq=False)
-class PlacedWord:
-    """A word of Shoal's keys, with the layer and index of the flag that it replaces."""
+class PlacedSetting:
+    """A setting of Shoal's keys, with the layer and index of the flag that it replaces."""
 
-    word: Word
+    setting: Setting
     layer: int
     index: int
 
 
 @dataclass(eq=False)
 class Effect:
-    """What one flag, or several flags read together, became: the words that replace them, and the
-    line about it that --dry-run shows. With `has_line` the line is also shown at the start of a
-    run."""
+    """What one flag, or several flags read together, became: the settings that replace them, and
+    the parts of the line about them that --dry-run shows. With `has_line` the line is also shown at
+    the start of a run."""
 
     flags: Given  # name -> text, as the line shows them
     last: tuple[int, int]  # the layer and the index of the last of the flags
     meaning: str = ""
     has_line: bool = False
-    words: list[PlacedWord] = field(default_factory=list)
+    settings: list[PlacedSetting] = field(default_factory=list)
     rule: Rule | None = None
-    # Only for a rule: its sentence about the values, and False if higher words set all its keys.
+    # Only for a rule: its sentence about the values, and False if higher settings set all its keys.
     reason: str | None = None
     applies: bool = True
 
 
 def translate(config_type: type, layers: Sequence[Layer]) -> Translation:
-    """Replaces the flags of other systems in layers (lowest first) by words of Shoal's keys. Errors
-    do not raise: they are collected in the Translation."""
+    """Replaces the flags of other systems in layers (lowest first) by settings of Shoal's keys.
+    Errors do not raise: they are collected in the Translation."""
     draft = Draft(config_type, layers)
     groups: dict[Group, list[FlagUse]] = {}
     by_rule: dict[Rule, list[FlagUse]] = {}
@@ -241,19 +241,21 @@ def translate(config_type: type, layers: Sequence[Layer]) -> Translation:
     errors = [*draft.errors, *merged.errors]
     for effect in effects:
         positions = _positions(merged)
-        free = {}  # keys of the rule that no higher word sets -> the origin of the rule's word
-        for placed in effect.words:
-            word = placed.word
-            if word.key not in merged.top or merged.top[word.key] < positions[id(word)]:
-                free[word.key] = word.origin
+        # Keys of the rule that no higher setting sets -> the origin of the rule's setting.
+        free = {}
+        for placed in effect.settings:
+            key = placed.setting.key
+            position = positions[id(placed.setting)]
+            if key not in merged.in_effect or merged.in_effect[key] < position:
+                free[key] = placed.setting.origin
         if not free:
             continue
         assert effect.rule is not None
         try:
             values, effect.reason = effect.rule(effect.flags, merged.get)
-            for placed in effect.words:
-                value = values.get(placed.word.key, NO_VALUE)
-                placed.word = replace(placed.word, value=value)
+            for placed in effect.settings:
+                value = values.get(placed.setting.key, NO_VALUE)
+                placed.setting = replace(placed.setting, value=value)
             effect.applies = True
             merged = Merged(config_type, draft.layers())
         except ShoalError as error:
@@ -269,18 +271,18 @@ def translate(config_type: type, layers: Sequence[Layer]) -> Translation:
 
 
 def _positions(merged: Merged) -> dict[int, int]:
-    """Returns for each word, by its id(), its index in `merged.words`."""
-    return {id(word): position for position, (_, word) in enumerate(merged.words)}
+    """Returns for each setting, by its id(), its index in `merged.settings`."""
+    return {id(setting): position for position, (_, setting) in enumerate(merged.settings)}
 
 
 class Draft:
-    """The layers of a configuration while flags in them are being replaced by words. Collects
+    """The layers of a configuration while flags in them are being replaced by settings. Collects
     effects and errors."""
 
     def __init__(self, config_type: type, layers: Sequence[Layer]) -> None:
         self.config_type = config_type
         self.typed = layers
-        self.taken: set[tuple[int, int]] = set()  # layer and index of each word that is a flag
+        self.taken: set[tuple[int, int]] = set()  # layer and index of each setting that is a flag
         self.uses = self._highest_uses()
         self.effects: list[Effect] = []
         self.errors: list[str] = []
@@ -292,16 +294,18 @@ class Draft:
         all_names = set()
         recipes = []
         for layer in self.typed:
-            for word in layer.words:
-                all_names.add(word.name)
-                if word.name == "recipe":
-                    recipes.append(f"recipe={text_of(word.value)}")
+            for setting in layer.settings:
+                all_names.add(setting.name)
+                if setting.name == "recipe":
+                    recipes.append(f"recipe={text_of(setting.value)}")
         for number, layer in enumerate(self.typed):
-            names = dict.fromkeys(word.name for word in layer.words)
+            names = dict.fromkeys(setting.name for setting in layer.settings)
             likely, is_sure = likely_system([*names, *recipes])
-            for index, word in enumerate(layer.words):
-                has_patterns = is_sure and layer.is_users and bool(layer.file or "." in word.name)
-                flag = find_row(self.config_type, word.name, word.value, likely, has_patterns)
+            for index, setting in enumerate(layer.settings):
+                has_patterns = (
+                    is_sure and layer.is_users and bool(layer.file or "." in setting.name)
+                )
+                flag = find_row(self.config_type, setting.name, setting.value, likely, has_patterns)
                 if flag is None:
                     continue
                 # If the flag's key is given, too, the name means Shoal's own key of that name.
@@ -311,38 +315,38 @@ class Draft:
                     continue
                 self.taken.add((number, index))
                 # Removed and added again, so that the dict is ordered by the highest uses.
-                highest.pop(word.name, None)
-                highest[word.name] = FlagUse(flag, word, number, index)
+                highest.pop(setting.name, None)
+                highest[setting.name] = FlagUse(flag, setting, number, index)
         return list(highest.values())
 
     def layers(self) -> list[Layer]:
-        """Returns the layers with flags replaced by words; in each layer the words that yield come
-        first. If there are words that yield to everything, they make up an additional layer at the
-        bottom."""
-        by_layer: dict[int, list[PlacedWord]] = {}
+        """Returns the layers with flags replaced by settings; in each layer the settings that yield
+        come first. If there are settings that yield to everything, they make up an additional layer
+        at the bottom."""
+        by_layer: dict[int, list[PlacedSetting]] = {}
         for effect in self.effects:
-            for placed in effect.words:
+            for placed in effect.settings:
                 by_layer.setdefault(placed.layer, []).append(placed)
-        for placed_words in by_layer.values():
-            placed_words.sort(key=lambda placed: placed.index)
+        for placed_settings in by_layer.values():
+            placed_settings.sort(key=lambda placed: placed.index)
         layers = []
         if LOWEST in by_layer:
-            layers.append(Layer([placed.word for placed in by_layer[LOWEST]]))
+            layers.append(Layer([placed.setting for placed in by_layer[LOWEST]]))
         for number, layer in enumerate(self.typed):
             yielding = []
-            standing: dict[int, list[Word]] = {}  # index of a flag -> words in its place
+            standing: dict[int, list[Setting]] = {}  # index of a flag -> settings in its place
             for placed in by_layer.get(number, ()):
-                if placed.word.yields:
-                    yielding.append(placed.word)
+                if placed.setting.yields:
+                    yielding.append(placed.setting)
                 else:
-                    standing.setdefault(placed.index, []).append(placed.word)
-            words = yielding
-            for index, word in enumerate(layer.words):
+                    standing.setdefault(placed.index, []).append(placed.setting)
+            settings = yielding
+            for index, setting in enumerate(layer.settings):
                 if (number, index) in self.taken:
-                    words += standing.get(index, ())
+                    settings += standing.get(index, ())
                 else:
-                    words.append(word)
-            layers.append(replace(layer, words=words, typed=layer.words))
+                    settings.append(setting)
+            layers.append(replace(layer, settings=settings, typed=layer.settings))
         return layers
 
     def add_effect(self, uses: Sequence[FlagUse], meaning: str, has_line: bool = False) -> Effect:
@@ -370,7 +374,7 @@ class Draft:
             effect = self.add_effect([use], flag.meaning, has_line=not is_off_in_file)
             effect.flags = {name: "..." if name == TOKEN else text}
             return
-        value = use.word.value
+        value = use.setting.value
         values: Values
         if flag.item and isinstance(value, list):
             items = [flag.item(item) if isinstance(item, str) else item for item in value]
@@ -386,7 +390,7 @@ class Draft:
             [use], flag.meaning if has_meaning else "", has_line=not flag.is_quiet
         )
         for key, value in values.items():
-            self._add_word(effect, use, key, value)
+            self._add_setting(effect, use, key, value)
 
     def add_group(self, read: Group, uses: Sequence[FlagUse]) -> None:
         """Adds the effect of flags that are read together. A flag in a low layer no longer counts
@@ -410,11 +414,11 @@ class Draft:
             owners[key] = _owner(deciding or counting, key)
         effect = self._add_effect_of_several(counting, bool(values))
         for key, value in values.items():
-            self._add_word(effect, owners[key], key, value)
+            self._add_setting(effect, owners[key], key, value)
 
     def add_rule(self, rule: Rule, uses: Sequence[FlagUse]) -> Effect:
         """Adds and returns the effect of flags whose values depend on other keys. It contains a
-        word for each key that the rule may set, with NO_VALUE until `translate` applies the
+        setting for each key that the rule may set, with NO_VALUE until `translate` applies the
         rule."""
         keys: dict[str, None] = {}
         for use in uses:
@@ -429,7 +433,7 @@ class Draft:
                 value = Yielding(NO_VALUE, to_all=True)
             elif owner.flag.low_priority:
                 value = Yielding(NO_VALUE)
-            self._add_word(effect, owner, key, value)
+            self._add_setting(effect, owner, key, value)
         return effect
 
     def _layers_that_set(self, use: FlagUse) -> set[int]:
@@ -439,8 +443,8 @@ class Draft:
         first_key = use.flag.keys[0]
         numbers = set()
         for number, layer in enumerate(self.typed):
-            for index, word in enumerate(layer.words):
-                if (number, index) not in self.taken and names.get(word.name) == first_key:
+            for index, setting in enumerate(layer.settings):
+                if (number, index) not in self.taken and names.get(setting.name) == first_key:
                     numbers.add(number)
         for other in self.uses:
             stands_for_itself = not (other.flag.group or other.flag.rule)
@@ -455,8 +459,8 @@ class Draft:
         meaning = loud[0].flag.meaning if loud else ""
         return self.add_effect(uses, meaning, has_line=bool(loud) or not has_keys)
 
-    def _add_word(self, effect: Effect, use: FlagUse, key: str, value: Any) -> None:
-        """Adds to an effect a word that sets a key, in the place of a flag. Does nothing if the
+    def _add_setting(self, effect: Effect, use: FlagUse, key: str, value: Any) -> None:
+        """Adds to an effect a setting that sets a key, in the place of a flag. Does nothing if the
         command has neither the key nor another key INSTEAD of it."""
         keys = keys_of(self.config_type)
         if key not in keys:
@@ -472,16 +476,16 @@ class Draft:
             if value.to_all:
                 layer = LOWEST
             value = value.value
-        word = Word(
+        setting = Setting(
             use.name,
             value,
-            use.word.origin,
+            use.setting.origin,
             instead,
             flags=tuple(effect.flags),
             of_rule=effect.rule is not None,
             yields=yields,
         )
-        effect.words.append(PlacedWord(word, layer, use.index))
+        effect.settings.append(PlacedSetting(setting, layer, use.index))
 
     def _is_wide(self, use: FlagUse, key: str) -> bool:
         """True if in the same layer a flag of another system sets this key and otherwise only some
@@ -513,8 +517,8 @@ def _read_without(read: Group, uses: Sequence[FlagUse], use: FlagUse) -> Values:
 
 
 def _owner(uses: Sequence[FlagUse], key: str) -> FlagUse:
-    """Returns the flag in whose place the word for a key is put: the one in the highest layer that
-    names the key, and within a layer the one that names the fewest keys."""
+    """Returns the flag in whose place the setting for a key is put: the one in the highest layer
+    that names the key, and within a layer the one that names the fewest keys."""
     naming = [use for use in uses if key in use.flag.keys]
     if not naming:
         naming = [use for use in uses if key in use.flag.default_only]
@@ -536,25 +540,25 @@ def _became(draft: Draft, merged: Merged, values: Mapping[str, Any]) -> list[tup
         layer = draft.typed[number]
         if not layer.is_users or not effect.applies:
             continue
-        if not effect.words and layer.file and not effect.has_line:
+        if not effect.settings and layer.file and not effect.has_line:
             idle_names.setdefault(number, []).extend(effect.flags)
             continue
         overruled = []
         became = []
-        for placed in effect.words:
-            word = placed.word
-            position = positions[id(word)]
-            highest = merged.top.get(word.key, -1)
-            is_set = word.value is not NO_VALUE
+        for placed in effect.settings:
+            setting = placed.setting
+            position = positions[id(setting)]
+            highest = merged.in_effect.get(setting.key, -1)
+            is_set = setting.value is not NO_VALUE
             if highest > position or (is_set and highest != position):
-                overruled.append(word)
-            elif is_set and _is_said(position, merged, values):
-                became.append(f"{word.key}={shown(values[word.key]) or repr('')}")
-        if effect.words and len(overruled) == len(effect.words):
+                overruled.append(setting)
+            elif is_set and _is_mentioned(position, merged, values):
+                became.append(f"{setting.key}={shown(values[setting.key]) or repr('')}")
+        if effect.settings and len(overruled) == len(effect.settings):
             continue
         reason = effect.meaning
-        # A rule's sentence is about all its keys, so it is used only if all words count.
-        is_whole = all(word.yields for word in overruled)
+        # A rule's sentence is about all its keys, so it is used only if all settings count.
+        is_whole = all(setting.yields for setting in overruled)
         if effect.reason is not None and is_whole:
             reason = effect.reason
         flags = ", ".join(f"{name}={text}" for name, text in effect.flags.items())
@@ -574,17 +578,18 @@ def _became(draft: Draft, merged: Merged, values: Mapping[str, Any]) -> list[tup
     return lines
 
 
-def _is_said(position: int, merged: Merged, values: Mapping[str, Any]) -> bool:
-    """True if the value of a word should be mentioned. False if the word yields (its flag was about
-    other keys) and the value is the same as in the layers beneath."""
-    _, word = merged.words[position]
-    if not word.yields:
+def _is_mentioned(position: int, merged: Merged, values: Mapping[str, Any]) -> bool:
+    """True if the line about a flag should mention this setting, the one at `position` in
+    `merged.settings`. False if it yields (the flag is mainly about other keys) and the value is the
+    same as without it."""
+    _, setting = merged.settings[position]
+    if not setting.yields:
         return True
-    before = keys_of(merged.config_type)[word.key].default
-    for _, below in merged.words[:position]:
-        if below.key == word.key and below.value is not NO_VALUE:
+    before = keys_of(merged.config_type)[setting.key].default
+    for _, below in merged.settings[:position]:
+        if below.key == setting.key and below.value is not NO_VALUE:
             before = below.value
-    return before != values[word.key]
+    return before != values[setting.key]
 
 
 def _recipe_notes(config_type: type, layers: Sequence[Layer], uses: Sequence[FlagUse]) -> list[str]:
@@ -594,13 +599,13 @@ def _recipe_notes(config_type: type, layers: Sequence[Layer], uses: Sequence[Fla
     recipe = ""
     has_preset = False
     for layer in layers:
-        for word in layer.words:
-            has_preset = has_preset or word.origin.startswith("preset ")
-            if word.name == "recipe" and word.value and not recipe:
-                recipe = str(word.value)
+        for setting in layer.settings:
+            has_preset = has_preset or setting.origin.startswith("preset ")
+            if setting.name == "recipe" and setting.value and not recipe:
+                recipe = str(setting.value)
     if recipe in [system.lower() for system in SYSTEMS]:
         for layer in layers:
-            likely, is_sure = likely_system(word.name for word in layer.words)
+            likely, is_sure = likely_system(setting.name for setting in layer.settings)
             if layer.file and layer.is_users and is_sure and likely.lower() != recipe:
                 return [
                     f"{layer.file} is {likely}'s, and what it does not name is as in {recipe}: "
@@ -635,7 +640,7 @@ def in_their_names(message: str, resolved: Resolved) -> str:
     >>> in_their_names("set batch.group_size lower", resolved)
     'set batch.group_size lower (batch.group_size: --num_generations)'
     """
-    typed = {word.name for word in resolved.arguments.words}
+    typed = {setting.name for setting in resolved.arguments.settings}
     votes = sorted((len(typed & rows.keys()), system) for system, rows in _EXACT.items())
     system = ""
     if votes[-1][0] > votes[-2][0]:  # not if two systems are equally likely

@@ -1,6 +1,6 @@
 """The interface to other systems' flags, as the configuration sees it: `Flag`, a row of another
-system's table, and `FrontEnd`, the registered module that finds rows and replaces flags by words of
-Shoal's keys.
+system's table, and `FrontEnd`, the registered module that finds rows and replaces flags by settings
+of Shoal's keys.
 
 The tables are in `compat`, a higher layer, which is loaded when it is first needed."""
 
@@ -17,7 +17,7 @@ from shoal.config.commands import command_of
 from shoal.config.key import keys_of
 
 if TYPE_CHECKING:
-    from shoal.config.words import Layer
+    from shoal.config.arguments import Layer
 
 Values = Mapping[str, Any]
 """Dotted key -> its value: a text, a list of texts, or one of these in a Yielding."""
@@ -124,7 +124,7 @@ class Translation:
     about the flags."""
 
     layers: Sequence[Layer]
-    errors: Sequence[str]  # all errors in words, also in words of Shoal's own keys
+    errors: Sequence[str]  # of all settings, also those of Shoal's own keys
     notes: Sequence[str] = ()  # lines to print at the start
     became: Sequence[tuple[str, bool]] = ()
     """If there are no errors: (line, is_note) for each flag in the user's layers, with what it
@@ -149,7 +149,8 @@ class FrontEnd(Protocol):
         ...
 
     def translate(self, config_type: type, layers: Sequence[Layer]) -> Translation:
-        """Replaces the flags of other systems in layers (lowest first) by words of Shoal's keys."""
+        """Replaces the flags of other systems in layers (lowest first) by settings of Shoal's
+        keys."""
         ...
 
 

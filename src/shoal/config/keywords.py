@@ -1,5 +1,6 @@
-"""Reads keyword arguments from Python into words (names with values). Functions and objects are
-replaced by names that stand for them, because words, like the values in a file, are only texts."""
+"""Reads keyword arguments from Python into settings (names with values). Functions and objects are
+replaced by names that stand for them, because settings, like the values in a file, are only
+texts."""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from shoal.config.arguments import COMMA_LISTS, PYTHON, Arguments, Setting, make_setting, split_list
 from shoal.config.key import leaves_of
 from shoal.config.names import key_of, names_of
-from shoal.config.words import COMMA_LISTS, PYTHON, Arguments, Word, make_word, split_list
 from shoal.records import ShoalError
 from shoal.text import shorten
 
@@ -21,7 +22,7 @@ def read_keywords(
     callables. Other objects are registered in PYTHON_OBJECTS."""
     overrides = dict(overrides)
     config_name = str(overrides.pop("config_name", None) or "")
-    words: list[Word] = []
+    settings: list[Setting] = []
     functions: tuple[Callable[..., Any], ...] = ()
     PYTHON_OBJECTS.begin_call()
     for name, value in python_leaves(config_type, overrides):
@@ -47,8 +48,8 @@ def read_keywords(
         origin = PYTHON
         if name not in names_of(config_type):
             origin = f"{PYTHON} {name}"
-        words.append(make_word(name, value, origin))
-    return Arguments(config_name, tuple(words)), functions
+        settings.append(make_setting(name, value, origin))
+    return Arguments(config_name, tuple(settings)), functions
 
 
 def text_given(value: Any) -> str:

@@ -1,12 +1,12 @@
-"""Composes a configuration from layers of words. A layer is one source of settings (a preset, a
-file, the command line); a word is a name with its value. For each key the word of the highest layer
-counts.
+"""Composes a configuration from layers of settings. A layer is one source of settings (a preset, a
+file, the command line); a setting is a name with its value. For each key the setting of the highest
+layer counts.
 
     defaults < preset < file < command line
 
     arguments  ->  layers as typed
-               ->  layers of words of Shoal's keys (`foreign` replaces other systems' flags)
-               ->  one word for each key           (`Merged`)
+               ->  layers that name only Shoal's keys  (`foreign` replaces other systems' flags)
+               ->  one setting for each key            (`Merged`)
                ->  values in their types  ->  Config
 
 The preset of a task, recipe or algorithm is the layer directly beneath the layer that names it; the
@@ -21,6 +21,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from shoal.config.arguments import (
+    COMMAND_LINE,
+    NO_VALUE,
+    PYTHON,
+    STORED,
+    Arguments,
+    Layer,
+    Setting,
+    read_arguments,
+)
 from shoal.config.commands import command_of, dataclass_of
 from shoal.config.foreign import front_end
 from shoal.config.key import (
@@ -38,16 +48,6 @@ from shoal.config.names import UnknownKey, find_key, names_of
 from shoal.config.preset_files import find_file, is_packaged, packaged, presets_of
 from shoal.config.stored import to_yaml
 from shoal.config.train import Config
-from shoal.config.words import (
-    COMMAND_LINE,
-    NO_VALUE,
-    PYTHON,
-    STORED,
-    Arguments,
-    Layer,
-    Word,
-    read_arguments,
-)
 from shoal.config.yaml_files import interpolate, read_files
 from shoal.records import ShoalError
 from shoal.text import count, did_you_mean
@@ -80,8 +80,8 @@ def layers_of(
     if not file:
         # The line is merged because a flag of another system may name the task.
         of_line = merge_typed(config_type, [layers[line]])
-        if "task.name" in of_line.top:
-            task = text_of(of_line.word_of("task.name").value)
+        if "task.name" in of_line.in_effect:
+            task = text_of(of_line.setting_of("task.name").value)
     preset = preset_of_task(command_of(config_type), task)
     if preset:
         file = preset
@@ -90,13 +90,15 @@ def layers_of(
     for key in PACKAGED:
         if key not in keys_of(config_type):
             continue
-        number, name, where = 0, "", ""  # layer, value and error prefix of the key's highest word
+        # Of the highest setting of the key: the index of its layer, its value, and the prefix of an
+        # error about it.
+        number, name, where = 0, "", ""
         for layer_number, layer in enumerate(layers):
-            for word in layer.words:
-                if names.get(word.name) == key:
+            for setting in layer.settings:
+                if names.get(setting.name) == key:
                     number = layer_number
-                    name = text_of(word.value)
-                    where = f"{word.origin}: " if layer.file else ""
+                    name = text_of(setting.value)
+                    where = f"{setting.origin}: " if layer.file else ""
         if not name:
             continue
         # Files in the `defaults` of a file have the same label; the preset goes beneath them all.
@@ -111,8 +113,8 @@ def layers_of(
 
 
 def preset_of_task(command: str, name: str) -> Path | None:
-    """Returns the file of a task's preset, None if it has none. Rows given from Python (task
-    `rows`) use the preset of task `custom`."""
+    """Returns the file of a task's preset for a command, None if there is none. Rows given from
+    Python (task `rows`) use the preset of task `custom`."""
     return packaged(command, "custom" if name == "rows" else name)
 
 
@@ -130,11 +132,11 @@ def users_layers(
     if beneath:
         layers.append(beneath)
     if command == "sft" and not stored:  # `shoal sft` is `shoal train` with these two settings
-        words = [
-            Word("algorithm.name", "sft", "shoal sft"),
-            Word("task.name", "custom", "shoal sft"),
+        settings = [
+            Setting("algorithm.name", "sft", "shoal sft"),
+            Setting("task.name", "custom", "shoal sft"),
         ]
-        layers.append(Layer(words, "shoal sft"))
+        layers.append(Layer(settings, "shoal sft"))
     file = stored
     if not file and arguments.config_name:
         file = find_file(command, arguments.config_name)
@@ -149,7 +151,7 @@ def users_layers(
         elif is_packaged(file):
             label = f"preset {file.stem}"
         layers += file_layers(config_type, file, label)
-    return [*layers, Layer(arguments.words)], file
+    return [*layers, Layer(arguments.settings)], file
 
 
 def named_layers(config_type: type, key: str, name: str, where: str = "") -> list[Layer]:
@@ -170,35 +172,36 @@ def named_layers(config_type: type, key: str, name: str, where: str = "") -> lis
 def file_layers(config_type: type, file: Path, label: str) -> list[Layer]:
     """Reads a YAML file and the files in its `defaults` into layers, lowest first. Leaves out empty
     sections and, for other commands than training, the keys that only training reads; these are
-    listed in `Layer.skipped`. `label`: origin of all words, like `recipe trl`; if empty, the origin
-    of each word is its file and line."""
+    listed in `Layer.skipped`. `label`: the origin of all settings, like `recipe trl`; if empty, the
+    origin of each setting is its file and line."""
     layers = []
     is_key = keys_of(config_type).__contains__
     sections = sections_of(config_type) | sections_of(Config)
-    for path, words in read_files(command_of(config_type), file, is_key):
-        values = {word.name: word.value for word in words}
+    for path, settings in read_files(command_of(config_type), file, is_key):
+        values = {setting.name: setting.value for setting in settings}
         kept = []
         skipped = []
-        for word in words:
-            if word.value is None and word.name in sections:
+        for setting in settings:
+            if setting.value is None and setting.name in sections:
                 continue
-            for_training = _names_for_training(config_type, word)
+            for_training = _names_for_training(config_type, setting)
             if for_training:
                 skipped += for_training
                 continue
-            value = word.value
+            value = setting.value
             # Here only in other systems' flags; in values of Shoal's keys `Merged.get` does it.
-            if is_interpolated(value) and word.name not in names_of(config_type):
+            if is_interpolated(value) and setting.name not in names_of(config_type):
                 with contextlib.suppress(ShoalError):  # refused later, if the flag has an effect
-                    value = interpolate(word.name, value, values.__getitem__)
-            kept.append(Word(word.name, value, label or word.origin))
+                    value = interpolate(setting.name, value, values.__getitem__)
+            kept.append(Setting(setting.name, value, label or setting.origin))
         layers.append(Layer(kept, label or str(file), path, not is_packaged(path), skipped))
     return layers
 
 
-def _names_for_training(config_type: type, word: Word) -> list[str]:
-    """Returns the keys in a word that training knows and this command does not (for a mapping the
-    dotted keys inside of it); an empty list if the word is this command's, or unknown to both."""
+def _names_for_training(config_type: type, setting: Setting) -> list[str]:
+    """Returns the keys in a setting that training knows and this command does not: its name, or the
+    dotted keys inside of its value if that is a mapping. Empty if this command knows the name too,
+    or if neither knows it."""
     if issubclass(config_type, Config):
         return []
 
@@ -209,8 +212,8 @@ def _names_for_training(config_type: type, word: Word) -> list[str]:
             return True
         return front_end().find_flag(config_type, name, value) is not None
 
-    name = word.name
-    value = word.value
+    name = setting.name
+    value = setting.value
     # One name can be a key of this command and a section of training, like `batch`.
     if isinstance(value, Mapping) and name in sections_of(Config):
         inside = [f"{name}.{part}" for part in value]
@@ -233,59 +236,61 @@ def is_interpolated(value: Any) -> bool:
 
 
 class Merged:
-    """The words of some layers, with the word in effect for each key, from which it computes
-    values. Flags of other systems must have been replaced. Errors are collected in `errors`."""
+    """The settings of some layers (lowest first), and for each key which of them is in effect.
+    Computes the values of keys. Flags of other systems must have been replaced in the layers.
+    Unknown names do not raise: their errors are collected in `errors`."""
 
     def __init__(self, config_type: type, layers: Sequence[Layer]) -> None:
         self.config_type = config_type
         self.layers = layers  # without flags of other systems
-        self.words: list[tuple[int, Word]] = []  # (index of the word's layer, word), lowest first
+        # (index of the setting's layer, setting), lowest first.
+        self.settings: list[tuple[int, Setting]] = []
         self.errors: list[str] = []
-        self._add_words()
-        self.top = _in_effect(self.words, line=len(layers) - 1)
-        """Each key that is set -> the index in `words` of its word in effect, indices ascending."""
+        self._add_settings()
+        # Each key that is set -> the index in `settings` of the one in effect; indices ascend.
+        self.in_effect = _find_in_effect(self.settings, line=len(layers) - 1)
         self._values: dict[str, Any] = {}
-        self._pending: list[str] = []
+        self._pending: list[str] = []  # keys whose values are being computed, to find circles
 
-    def _add_words(self) -> None:
-        """Fills `words` with the words of all layers, each with the key that its name stands for;
-        unknown names go to `errors`."""
+    def _add_settings(self) -> None:
+        """Fills `settings` with the settings of all layers, each with the key that its name stands
+        for. Leaves out unknown names, and adds an error for them to `errors`."""
         unknown = []
         for number, layer in enumerate(self.layers):
-            for word in layer.words:
-                if word.key:
-                    self.words.append((number, word))
+            for setting in layer.settings:
+                if setting.key:
+                    self.settings.append((number, setting))
                     continue
-                where = f"{word.origin}: " if layer.file else ""
+                where = f"{setting.origin}: " if layer.file else ""
                 try:
-                    key = find_key(self.config_type, word.name)
+                    key = find_key(self.config_type, setting.name)
                 except UnknownKey as error:
                     unknown.append(f"{where}{error}")
                 except ShoalError as error:
                     self.errors.append(f"{where}{error}")
                 else:
-                    self.words.append((number, replace(word, key=key.name)))
+                    self.settings.append((number, replace(setting, key=key.name)))
         if unknown:
             self.errors.append(str(UnknownKey.of_all(unknown, self.config_type)))
 
-    def word_of(self, key: str) -> Word:
-        """Returns the word in effect for a key; KeyError if no layer sets the key."""
-        _, word = self.words[self.top[key]]
-        return word
+    def setting_of(self, key: str) -> Setting:
+        """Returns the setting in effect for a key; KeyError if no layer sets the key."""
+        _, setting = self.settings[self.in_effect[key]]
+        return setting
 
     def layer_number(self, key: str) -> int:
-        """Returns the index in `layers` of the layer whose word for a key is in effect."""
-        number, _ = self.words[self.top[key]]
+        """Returns the index in `layers` of the layer whose setting for a key is in effect."""
+        number, _ = self.settings[self.in_effect[key]]
         return number
 
     def get(self, key: str) -> Any:
         """Returns the final value of a key in its type: the default if no layer sets it, '' if the
         command has no such key. Raises ShoalError if the value is invalid or refers to itself."""
         keys = keys_of(self.config_type)
-        if key not in self.top:
+        if key not in self.in_effect:
             return keys[key].default if key in keys else ""
         if key in self._pending:
-            raise ShoalError(f"{self.word_of(key).origin}: {key} refers to itself")
+            raise ShoalError(f"{self.setting_of(key).origin}: {key} refers to itself")
         if key not in self._values:
             self._pending.append(key)
             try:
@@ -295,13 +300,13 @@ class Merged:
         return self._values[key]
 
     def _convert(self, key: str) -> Any:
-        """Computes the value of the word in effect for a key, in the key's type. In a word from a
-        file, each `${...}` is replaced by the final value of the key, or by the value of another
-        name in the file."""
-        word = self.word_of(key)
+        """Computes the value of a key that is set, in the key's type. In a value from a file, each
+        `${name}` is replaced by the final value of the key with this name, or, if it is no key, by
+        the value of that name in the file."""
+        setting = self.setting_of(key)
         layer = self.layers[self.layer_number(key)]
-        value = word.value
-        if layer.file and is_interpolated(value) and not word.flags:
+        value = setting.value
+        if layer.file and is_interpolated(value) and not setting.flags:
             names = names_of(self.config_type)
             typed = {other.name: other.value for other in layer.typed}
 
@@ -310,21 +315,21 @@ class Merged:
                     return self.get(names[name])
                 return typed[name]
 
-            value = interpolate(word.name, value, value_of_name)
+            value = interpolate(setting.name, value, value_of_name)
         return convert_value(keys_of(self.config_type)[key], value)
 
     @property
     def origins(self) -> dict[str, str]:
         """Returns for each key that is set where its value comes from: `command line`,
         `--learning_rate`, `mine.yml:4`, `recipe trl`."""
-        return {key: self.word_of(key).origin for key in self.top}
+        return {key: self.setting_of(key).origin for key in self.in_effect}
 
     def values(self) -> tuple[dict[str, Any], list[str]]:
         """Returns the final values of all keys that are set, and the error messages of the keys
         whose values are invalid."""
         values = {}
         errors = []
-        for key in self.top:
+        for key in self.in_effect:
             try:
                 values[key] = self.get(key)
             except ShoalError as error:
@@ -337,32 +342,35 @@ def merge_typed(config_type: type, layers: Sequence[Layer]) -> Merged:
     return Merged(config_type, front_end().translate(config_type, layers).layers)
 
 
-def _in_effect(words: Sequence[tuple[int, Word]], line: int) -> dict[str, int]:
-    """Returns for each key the index in `words` of the word in effect. `line`: the index of the
-    command line's layer, in which the later of the two PROMPT_KEYS counts."""
-    # The last of PROMPT_KEYS on the command line that is not 0: (index in `words`, word).
-    last_number: tuple[int, Word] | None = None
-    for position, (number, word) in enumerate(words):
-        if number != line or word.key not in PROMPT_KEYS or word.value is NO_VALUE:
+def _find_in_effect(settings: Sequence[tuple[int, Setting]], line: int) -> dict[str, int]:
+    """Returns for each key the index in `settings` of the setting in effect: the last one with a
+    value. `settings`: (index of the layer, setting), lowest first. `line`: the index of the command
+    line's layer, in which the later of the two PROMPT_KEYS counts and the other has no effect."""
+    # The last of PROMPT_KEYS on the command line that is not 0, and its index in `settings`.
+    last_prompts: Setting | None = None
+    last_index = 0
+    for index, (number, setting) in enumerate(settings):
+        if number != line or setting.key not in PROMPT_KEYS or setting.value is NO_VALUE:
             continue
-        if text_of(word.value) != "0":
-            last_number = position, word
-    top: dict[str, int] = {}
-    for position, (number, word) in enumerate(words):
-        if word.value is NO_VALUE:
+        if text_of(setting.value) != "0":
+            last_prompts = setting
+            last_index = index
+    in_effect: dict[str, int] = {}
+    for index, (number, setting) in enumerate(settings):
+        if setting.value is NO_VALUE:
             continue
-        if last_number and number == line and word.key in PROMPT_KEYS:
-            last_position, last_word = last_number
-            if word.key != last_word.key and position < last_position:
+        if last_prompts and number == line and setting.key in PROMPT_KEYS:
+            if setting.key != last_prompts.key and index < last_index:
                 continue
-        if word.key == "batch.prompts_per_step" and "batch.prompts_per_device" in top:
-            number_by_device, _ = words[top["batch.prompts_per_device"]]
+        # The prompts of a step in a higher layer unset those of a device in a lower one.
+        if setting.key == "batch.prompts_per_step" and "batch.prompts_per_device" in in_effect:
+            number_by_device, _ = settings[in_effect["batch.prompts_per_device"]]
             if number_by_device < number:
-                del top["batch.prompts_per_device"]
-        # Removed and added again, so that the dict stays ordered by position.
-        top.pop(word.key, None)
-        top[word.key] = position
-    return top
+                del in_effect["batch.prompts_per_device"]
+        # Removed and added again, so that the dict stays ordered by index.
+        in_effect.pop(setting.key, None)
+        in_effect[setting.key] = index
+    return in_effect
 
 
 def check_names(merged: Merged) -> tuple[list[str], list[str]]:
@@ -377,48 +385,50 @@ def check_names(merged: Merged) -> tuple[list[str], list[str]]:
     notes = []
     errors = []
     for number, layer in enumerate(merged.layers):
-        latest: dict[str, Word] = {}
+        latest: dict[str, Setting] = {}
         is_whole = 2 * len(layer.typed) > len(keys_of(merged.config_type))
-        for layer_number, word in merged.words:
-            if layer_number != number or word.yields:
+        for layer_number, setting in merged.settings:
+            if layer_number != number or setting.yields:
                 continue
-            key = word.key
-            is_unset = not word.of_rule and text_of(word.value) == "0"
+            key = setting.key
+            is_unset = not setting.of_rule and text_of(setting.value) == "0"
             if key in PROMPT_KEYS and not is_whole and not is_unset:
                 key = PROMPT_KEYS[0]
             before = latest.get(key)
-            latest[key] = word
-            if before is None or not _are_two(before, word):
+            latest[key] = setting
+            if before is None or not _differ(before, setting):
                 continue
-            what = word.key if before.key == word.key else "how many prompts a step has"
-            counts_batches = word.key == "steps" and (before.of_rule or word.of_rule)
+            what = setting.key if before.key == setting.key else "how many prompts a step has"
+            counts_batches = setting.key == "steps" and (before.of_rule or setting.of_rule)
             if layer.file is None and not counts_batches:
                 notes.append(
-                    f"{before.name} and {word.name} both set {what}: the later one stands, "
-                    f"{word.name}"
+                    f"{before.name} and {setting.name} both set {what}: the later one stands, "
+                    f"{setting.name}"
                 )
                 continue
             is_set_above = False
-            for two_names_key in (before.key, word.key):
-                if two_names_key in merged.top and merged.layer_number(two_names_key) > number:
+            for two_names_key in (before.key, setting.key):
+                is_set = two_names_key in merged.in_effect
+                if is_set and merged.layer_number(two_names_key) > number:
                     is_set_above = True
             if not is_set_above:
                 where = f"{layer.file}: " if layer.file else ""
                 errors.append(
-                    f"{where}{before.name} and {word.name} both set {what}; write one of them"
+                    f"{where}{before.name} and {setting.name} both set {what}; write one of them"
                 )
     return notes, errors
 
 
-def _are_two(before: Word, word: Word) -> bool:
-    """True if two words have different names and give a key different values. A value that a rule
-    computed is not compared, because it also depends on other keys."""
-    if before.name == word.name:
+def _differ(before: Setting, setting: Setting) -> bool:
+    """True if two settings have different names and give one key different values. A value that a
+    rule computed counts as different, because it also depends on other keys; so do values of two
+    keys. False if the same flags of another system became both settings."""
+    if before.name == setting.name:
         return False
-    if before.flags and before.flags == word.flags:
+    if before.flags and before.flags == setting.flags:
         return False
-    if before.key == word.key and not before.of_rule and before.value is not None:
-        return word.of_rule or text_of(before.value) != text_of(word.value)
+    if before.key == setting.key and not before.of_rule and before.value is not None:
+        return setting.of_rule or text_of(before.value) != text_of(setting.value)
     return True
 
 
@@ -488,7 +498,7 @@ class Resolved:
 
 
 def compose(command: str | type, argv: Sequence[str] = ()) -> tuple[Any, Resolved]:
-    """Composes a command's configuration from its command line (the words after the command's
+    """Composes a command's configuration from its command line (the arguments after the command's
     name). Returns (configuration, Resolved); raises ShoalError for a mistake of the user.
 
     >>> config, resolved = compose("train", ["task=gsm8k", "optimizer.lr=1e-5"])
@@ -566,7 +576,7 @@ def given_values(config_type: type, arguments: Arguments, *names: str) -> dict[s
     without those of presets; keys that are not given are missing."""
     layers, _ = users_layers(config_type, arguments)
     merged = merge_typed(config_type, [layer for layer in layers if layer.is_users])
-    return {name: merged.get(name) for name in names if name in merged.top}
+    return {name: merged.get(name) for name in names if name in merged.in_effect}
 
 
 def packaged_values(config: Any) -> dict[str, Any]:
@@ -598,15 +608,15 @@ def _notes(config: Any, merged: Merged, file: Path | None, has_preset: bool) -> 
             f"{', '.join(skipped[:3])}{more}"
         )
     preset = None
-    if file and not is_packaged(file) and not has_preset and "task.name" in merged.top:
+    if file and not is_packaged(file) and not has_preset and "task.name" in merged.in_effect:
         preset = preset_of_task(command_of(config_type), config.task.name)
     if file and preset:
         of_preset = merge_typed(config_type, file_layers(config_type, preset, ""))
-        keys_given = set(merged.top)
-        for _, word in merged.words:
-            if word.of_rule:
-                keys_given.add(word.key)
-        left = [key for key in of_preset.top if key not in keys_given]
+        keys_given = set(merged.in_effect)
+        for _, setting in merged.settings:
+            if setting.of_rule:
+                keys_given.add(setting.key)
+        left = [key for key in of_preset.in_effect if key not in keys_given]
         if left:
             yield (
                 f"{file.name} does not load the preset of task={config.task.name} ({left[0]} and "
@@ -615,7 +625,7 @@ def _notes(config: Any, merged: Merged, file: Path | None, has_preset: bool) -> 
             )
     yield from _replaced_in_files(merged)
     changed: dict[str, list[str]] = {}
-    for key in merged.top:
+    for key in merged.in_effect:
         layer = merged.layers[merged.layer_number(key)]
         folder = layer.label.partition(" ")[0]
         if layer.is_users or folder not in ("task", *PACKAGED.values()):
@@ -646,19 +656,19 @@ def _replaced_in_files(merged: Merged) -> Iterator[str]:
         is_preset = layer.label.partition(" ")[0] in PACKAGED.values()
         if layer.is_users or not is_preset or not files:
             continue
-        typed_files = [replace(below, words=below.typed) for below in files]
+        typed_files = [replace(below, settings=below.typed) for below in files]
         of_files = merge_typed(merged.config_type, typed_files)
         values_of_files, _ = of_files.values()
         typed = {}
         for below in files:
-            for word in below.typed:
-                typed[word.name] = text_of(word.value)
+            for setting in below.typed:
+                typed[setting.name] = text_of(setting.value)
         replaced = {}
         for key, value in values_of_files.items():
             if key not in values or merged.layer_number(key) != number:
                 continue
             if value != values[key]:
-                name = of_files.word_of(key).name
+                name = of_files.setting_of(key).name
                 replaced[name] = typed[name]
         if replaced:
             texts = ", ".join(f"{name}={text}" for name, text in replaced.items())

@@ -1,4 +1,4 @@
-"""Reads YAML files into words (names with values), each with its line, and replaces `${...}` in
+"""Reads YAML files into settings (names with values), each with its line, and replaces `${...}` in
 values, which refers to other names like in Hydra's files."""
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from shoal.config.arguments import Setting, make_setting
 from shoal.config.key import text_of
 from shoal.config.preset_files import packaged, presets_of
-from shoal.config.words import Word, make_word
 from shoal.records import ShoalError
 
 
 def read_files(
     command: str, file: Path, is_key: Callable[[str], bool], above: tuple[Path, ...] = ()
-) -> list[tuple[Path, list[Word]]]:
-    """Returns (file, its words) for the files in the `defaults` of a file and for the file itself,
-    lowest first. `is_key`: True for the name of a key, whose value may be a mapping; `above`: the
-    files whose `defaults` led here, to find circles. Raises ShoalError if a file is missing or
-    cannot be read."""
+) -> list[tuple[Path, list[Setting]]]:
+    """Returns (file, its settings) for the files in the `defaults` of a file and for the file
+    itself, lowest first. `is_key`: True for the name of a key, whose value may be a mapping;
+    `above`: the files whose `defaults` led here, to find circles. Raises ShoalError if a file is
+    missing or cannot be read."""
     if file in above:
         through = ""
         if above[-1] != file:
             through = f" through {above[-1]}"
         raise ShoalError(f"{file}: its `defaults` lead back to itself{through}; remove that name")
-    own: list[Word] = []
+    own: list[Setting] = []
     order = ["_self_"]
     for name, value, line in _leaves(file, is_key):
         origin = f"{file.name}:{line}"
@@ -38,10 +38,10 @@ def read_files(
                 if isinstance(item, str) and not item.startswith("override "):
                     order.append(item)
         else:
-            own.append(make_word(name, value, origin))
+            own.append(make_setting(name, value, origin))
     if "_self_" not in order:
         order.append("_self_")
-    files: list[tuple[Path, list[Word]]] = []
+    files: list[tuple[Path, list[Setting]]] = []
     for item in order:
         if item == "_self_":
             files.append((file, own))

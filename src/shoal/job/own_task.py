@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shoal.config.arguments import Layer, Setting
 from shoal.config.commands import EvalConfig
 from shoal.config.key import keys_of
 from shoal.config.keywords import FROM_PYTHON, PYTHON_OBJECTS
 from shoal.config.merge import Resolved, load
 from shoal.config.stored import difference_from_defaults
 from shoal.config.train import Config
-from shoal.config.words import Layer, Word
 from shoal.files import find_input
 from shoal.records import ShoalError
 from shoal.runs.layout import is_run
@@ -50,7 +50,7 @@ def config_for_eval_of_run(
     if has_functions:
         given_code.add("rewards")
     _require_from_python(path, stored, "rewards" in given_code)
-    settings = {}
+    settings = []
     has_environment = False
     for name, value in difference_from_defaults(stored).items():
         if name.partition(".")[0] not in SECTIONS:
@@ -64,13 +64,17 @@ def config_for_eval_of_run(
         if names_code == "environment":
             has_environment = True
             _require_objects(path, name, value)
-        settings[name] = list(value) if isinstance(value, tuple) else value
+        if isinstance(value, tuple):
+            value = list(value)
+        settings.append(Setting(name, value, str(run)))
 
-    beneath = Layer([Word(key, value, f"{run}") for key, value in settings.items()], "run")
     # The same task named again must not set its preset's lengths over those of the run.
-    words = [word for word in resolved.arguments.words if word.name not in ("task", "task.name")]
-    arguments = replace(resolved.arguments, words=tuple(words))
-    config, resolved = load(EvalConfig, arguments, beneath=beneath)
+    given = []
+    for setting in resolved.arguments.settings:
+        if setting.name not in ("task", "task.name"):
+            given.append(setting)
+    arguments = replace(resolved.arguments, settings=tuple(given))
+    config, resolved = load(EvalConfig, arguments, beneath=Layer(settings, "run"))
     data = config.task.name
     if config.task.path:
         data += f", {config.task.path}"

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.buckets import RUNS, address
+from shoal.config.arguments import COMMAND_LINE, PYTHON, Arguments, Setting, read_arguments
 from shoal.config.key import keys_of, open_keys, shown
 from shoal.config.keywords import python_leaves
 from shoal.config.merge import Resolved, from_overrides, given_values, load
 from shoal.config.names import key_of
 from shoal.config.stored import resolved
 from shoal.config.train import Config
-from shoal.config.words import COMMAND_LINE, PYTHON, Arguments, Word, read_arguments
 from shoal.files import check_local
 from shoal.findings import Findings
 from shoal.job.fingerprint import compare_facts
@@ -60,9 +60,9 @@ def config_for_resume(config_type: type, argv: Sequence[str]) -> tuple[Any, Reso
     if run is None:
         return load(config_type, arguments)
     # `resume=last` is replaced by the path that it was resolved to.
-    words = [word for word in arguments.words if word.name != "resume"]
-    words.append(Word("resume", address(run), COMMAND_LINE))
-    arguments = replace(arguments, words=tuple(words))
+    settings = [setting for setting in arguments.settings if setting.name != "resume"]
+    settings.append(Setting("resume", address(run), COMMAND_LINE))
+    arguments = replace(arguments, settings=tuple(settings))
     return load(config_type, arguments, run / CONFIG)
 
 
@@ -72,16 +72,16 @@ def overrides_for_resume(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], 
     folder, and `overrides` have that path as `resume`, in place of a word such as `last`. Else they
     are unchanged, and `run` is None."""
     names = {name: value for name, value in overrides.items() if name != "config_name"}
-    words = []
+    settings = []
     for name, value in python_leaves(Config, names):
         key = key_of(Config, name)
         # A name that is no key of ours is another system's flag, and that may name the run.
         if key is None or key.name in RUN_NAMES:
             if value is not None:
                 value = str(value)
-            words.append(Word(name, value, PYTHON))
+            settings.append(Setting(name, value, PYTHON))
     config_name = str(overrides.get("config_name") or "")
-    run = named_run(Config, Arguments(config_name, tuple(words)))
+    run = named_run(Config, Arguments(config_name, tuple(settings)))
     overrides = dict(overrides)
     if run:
         overrides["resume"] = address(run)

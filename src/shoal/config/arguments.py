@@ -1,5 +1,5 @@
-"""Words: names with their values as typed, and layers of words (a layer is one source, like a file
-or the command line). This module reads the words of a command line.
+"""Reads the arguments of a command line into settings. A `Setting` is a name with its value as
+typed; a `Layer` has the settings of one source, like a file or the command line.
 
     --run-name=a,b   model=X   --report.groups   gsm8k.yml   --config-name gsm8k
 
@@ -28,14 +28,14 @@ from shoal.text import did_you_mean
 SWITCHES = ("dryrun", "plan", "multirun")
 
 
-def switch_of(word: str) -> str:
+def switch_of(argument: str) -> str:
     """Returns the switch that an argument is: `dryrun` for `--dry-run` in any spelling, `plan` for
     `--plan`, `multirun` for `--multirun` and `-m`; '' for any other argument."""
-    if word == "-m":
+    if argument == "-m":
         return "multirun"
-    if not word.startswith("--"):
+    if not argument.startswith("--"):
         return ""
-    name = re.sub("[-_]", "", word.removesuffix("=true"))
+    name = re.sub("[-_]", "", argument.removesuffix("=true"))
     if name not in SWITCHES:
         return ""
     return name
@@ -71,43 +71,44 @@ other lists, like `sampling.stop`, `a,b` is one item."""
 COMMAND_LINE = "command line"
 PYTHON = "Python"
 STORED = "the run"
-"""Origins of words whose names are Shoal's own keys: typed on the command line, given from Python,
-or read from a run's stored configuration."""
+"""Origins of settings whose names are Shoal's own keys: typed on the command line, given from
+Python, or read from a run's stored configuration."""
 
 
 @dataclass(frozen=True)
-class Word:
+class Setting:
     """A name with its value as typed; or, after `translate`, a key of Shoal with the value that
     flags of another system gave it.
 
-    >>> Word("learning_rate", "3e-6", "--learning_rate")
+    >>> Setting("learning_rate", "3e-6", "--learning_rate")
     """
 
     name: str  # as typed: a key, a short form, or another system's flag
     value: Any  # a text, a list of texts, a value of YAML, or NO_VALUE
     origin: str  # `command line`, `mine.yml:4`, `recipe trl`
-    # Only for a word that replaces flags of another system:
-    key: str = ""  # the key that the word sets
+    # Only for a setting that replaces flags of another system:
+    key: str = ""  # the key that is set
     flags: tuple[str, ...] = ()  # the names of all flags that the value was computed from
     of_rule: bool = False  # True if the value was computed from other keys, too
-    yields: bool = False  # True if another word for the same key in the same layer wins
+    yields: bool = False  # True if another setting of the same key in the same layer wins
 
 
 NO_VALUE = object()
-"""The value of a word that names a key without setting it: a rule of `compat` mentions the key but
-leaves it to lower layers."""
+"""The value of a setting that names a key without setting it: a rule of `compat` mentions the key
+but leaves it to lower layers."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The words of one source: a file, or the command line."""
+    """The settings of one source: a file, or the command line."""
 
-    words: Sequence[Word]  # of two for one key the later counts, so those that yield come first
+    # If two settings have one key, the later one counts; settings that yield come first.
+    settings: Sequence[Setting]
     label: str = ""  # `preset gsm8k`, `recipe trl`, or the user's file
     file: Path | None = None  # None for the command line
     is_users: bool = True  # True for the command line and the user's own files, False for presets
     skipped: Sequence[str] = ()  # keys in the file that were left out: only training reads them
-    typed: Sequence[Word] = ()  # the words before `translate` replaced flags; empty until then
+    typed: Sequence[Setting] = ()  # `settings` before `translate` replaced flags; () until then
 
 
 @dataclass(frozen=True)
@@ -115,42 +116,44 @@ class Arguments:
     """The parsed arguments of a command, from a command line or from keywords in Python.
 
     >>> read_arguments("train", ["gsm8k.yml", "--steps=5"])
-    Arguments(config_name='gsm8k.yml', words=(Word('steps', '5', 'command line'),))
+    Arguments(config_name='gsm8k.yml', settings=(Setting('steps', '5', 'command line'),))
     """
 
     config_name: str = ""  # the name of a preset or a file; '' if none was named
-    words: tuple[Word, ...] = ()
+    settings: tuple[Setting, ...] = ()
     preset: str = ""  # the name of the preset beneath the file; '' if none was named
 
 
-def make_word(name: str, value: Any, origin: str) -> Word:
-    """Creates a word. If it is the Hugging Face hub's token, puts the token into the environment
-    (HF_TOKEN) and drops it from the word."""
+def make_setting(name: str, value: Any, origin: str) -> Setting:
+    """Returns a setting. If `name` is that of the Hugging Face hub's token, the setting's value is
+    '' and the token goes into the environment (HF_TOKEN), so that no record of the settings has
+    it."""
     if name == TOKEN:
         take_token(text_of(value))
         value = ""
-    return Word(name, value, origin)
+    return Setting(name, value, origin)
 
 
-# ---- words
+# ---- the command line
 
 
 def read_arguments(command: str | type, argv: Sequence[str]) -> Arguments:
     """Parses the arguments that follow a command's name. Raises one ShoalError for all unknown
-    names."""
+    names. An argument that is a flag of another system becomes a setting with the flag's name, and
+    with the flag as its origin (`--learning_rate`)."""
     config_type = dataclass_of(command)
-    config_name, preset, words = _take_options(joined(config_type, argv))
-    words = _with_keys(config_type, words)
-    read: list[Word] = []
+    config_name, preset, arguments = _take_options(join_values(config_type, argv))
+    arguments = _name_positionals(config_type, arguments)
+    settings: list[Setting] = []
     unknown: list[str] = []
     among = []  # all names on the line: together they show which system's flags these are
-    for word in words:
-        among.append(_plain(word.partition("=")[0]))
-        if word.lstrip("-").startswith("recipe="):
-            among.append(word.lstrip("-"))
-    for word in words:
+    for argument in arguments:
+        among.append(_option_name(argument.partition("=")[0]))
+        if argument.lstrip("-").startswith("recipe="):
+            among.append(argument.lstrip("-"))
+    for argument in arguments:
         try:
-            name, text = read_word(config_type, word, among)
+            name, text = read_argument(config_type, argument, among)
         except UnknownKey as error:
             unknown.append(str(error))
             continue
@@ -161,33 +164,37 @@ def read_arguments(command: str | type, argv: Sequence[str]) -> Arguments:
         origin = COMMAND_LINE
         if front_end().find_flag(config_type, name, text, among):
             origin = f"--{name}"
-        read.append(make_word(name, value, origin))
+        settings.append(make_setting(name, value, origin))
     if unknown:
         raise UnknownKey.of_all(unknown, config_type)
-    return Arguments(config_name, tuple(read), preset)
+    return Arguments(config_name, tuple(settings), preset)
 
 
-def joined(config_type: type, words: Sequence[str]) -> list[str]:
-    """Joins each `--name VALUE` to `--name=VALUE`, and all values that follow the name of a list to
-    one list. For a command in POSITIONALS a switch takes only `true` or `false` as its value, and a
-    list takes only one value, because what follows may be a positional argument."""
-    rest = list(words)
-    whole = []
+def join_values(config_type: type, arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments with each option joined to the values after it.
+
+        --name VALUE           becomes `--name=VALUE`
+        --name VALUE VALUE     becomes `--name=["VALUE","VALUE"]` if the key is a list
+
+    For a command in POSITIONALS a switch takes only `true` or `false` as its value, and a list
+    takes only one value, because what follows may be a positional argument."""
+    rest = list(arguments)
+    joined = []
     has_positionals = command_of(config_type) in POSITIONALS
     while rest:
-        word = rest.pop(0)
-        key = key_of(config_type, _plain(word))
-        flag = front_end().find_flag(config_type, _plain(word))
+        argument = rest.pop(0)
+        key = key_of(config_type, _option_name(argument))
+        flag = front_end().find_flag(config_type, _option_name(argument))
         values: list[str] = []
-        if word.startswith("-") and "=" not in word:
+        if argument.startswith("-") and "=" not in argument:
             values = list(itertools.takewhile(_is_value, rest))
             takes_text = key is not None and key.type in (str, tuple[str, ...])
-            if not values and rest and takes_text and _is_text(config_type, rest[0]):
+            if not values and rest and takes_text and _is_text_with_equals(config_type, rest[0]):
                 values = rest[:1]
         if key is None or not key.is_list or has_positionals:
             del values[1:]
         if values and has_positionals and _is_switch(key, flag):
-            # Any other word after a switch is a positional argument of the command.
+            # Any other argument after a switch is a positional argument of the command.
             if values[0].lower() not in ("true", "false"):
                 values = []
         if values:
@@ -199,35 +206,36 @@ def joined(config_type: type, words: Sequence[str]) -> list[str]:
                     items += split_list(key, value)
                 if items:
                     text = _list_text(items)
-            word = f"{word}={text}"
-        whole.append(word)
-    return whole
+            argument = f"{argument}={text}"
+        joined.append(argument)
+    return joined
 
 
 def _is_switch(key: Key | None, flag: Flag | None) -> bool:
-    """True if `--name` without a value means true."""
+    """True if `--name` without a value means true: a flag of another system that allows this, or,
+    if `flag` is None, a key that is true or false."""
     if flag:
         return flag.may_stand_bare
     return key is not None and key.type is bool
 
 
-def _is_value(word: str) -> bool:
+def _is_value(argument: str) -> bool:
     """True if an argument can be the value of the option before it: it is not a flag and not
     key=value. A call `f(key=value)` and a text like `Solve x=1: {q}` are values too, because names
     have no spaces."""
-    if word.startswith("--"):
+    if argument.startswith("--"):
         return False
-    name, equals, _ = word.partition("=")
+    name, equals, _ = argument.partition("=")
     return not equals or "(" in name or " " in name.strip()
 
 
-def _is_text(config_type: type, word: str) -> bool:
-    """True if an argument with `=`, like `x={q}` or `a.b={q}`, is the text that the option before
-    it takes: the part before `=` is no key and no flag, and, if it has a dot, neither in a section
-    of keys nor similar to a key."""
-    if word.startswith("--"):
+def _is_text_with_equals(config_type: type, argument: str) -> bool:
+    """True if an argument with `=`, like `x={q}` or `a.b={q}`, is the text value of the option
+    before it, and not `key=value`: the part before `=` is no key and no flag, and, if it has a dot,
+    neither in a section of keys nor similar to a key."""
+    if argument.startswith("--"):
         return False
-    name = _plain(word.partition("=")[0]).lstrip("+").rstrip()
+    name = _option_name(argument.partition("=")[0]).lstrip("+").rstrip()
     names = names_of(config_type)
     if name in names or front_end().find_flag(config_type, name) is not None:
         return False
@@ -237,55 +245,59 @@ def _is_text(config_type: type, word: str) -> bool:
     return not is_in_section and not did_you_mean(name, names)
 
 
-def is_file_option(word: str) -> bool:
+def is_file_option(argument: str) -> bool:
     """True if an argument is an option that names a preset or a file: `--config-name X`,
     `config_file=X`, `--preset=X`."""
-    return _is_option(word, FILE_OPTIONS)
+    return _is_option(argument, FILE_OPTIONS)
 
 
-def is_folder_option(word: str) -> bool:
+def is_folder_option(argument: str) -> bool:
     """True if an argument is one of Hydra's options for a folder: `--config-path X`,
     `--config-dir=X`, `-cp X`."""
-    return _is_option(word, FOLDER_OPTIONS)
+    return _is_option(argument, FOLDER_OPTIONS)
 
 
-def _is_option(word: str, options: Sequence[str]) -> bool:
-    name, equals, _ = word.partition("=")
-    return _plain(name) in options and bool(equals or name.startswith("-"))
+def _is_option(argument: str, options: Sequence[str]) -> bool:
+    """True if an argument is one of these options: `--name` (its value may follow), or
+    `name=VALUE` with or without dashes."""
+    name, equals, _ = argument.partition("=")
+    return _option_name(name) in options and bool(equals or name.startswith("-"))
 
 
-def _plain(name: str) -> str:
+def _option_name(name: str) -> str:
     """Returns the name of an option without dashes at its start and with underscores: `config_name`
     for `--config-name`."""
     return name.lstrip("-").replace("-", "_")
 
 
-def is_file_word(word: str) -> bool:
+def is_file_argument(argument: str) -> bool:
     """True if an argument is the name of a YAML file. If it contains `=`, which a path may, the
     file must exist."""
-    return word.endswith((".yml", ".yaml")) and ("=" not in word or Path(word).is_file())
+    if not argument.endswith((".yml", ".yaml")):
+        return False
+    return "=" not in argument or Path(argument).is_file()
 
 
-def _take_options(words: Sequence[str]) -> tuple[str, str, list[str]]:
+def _take_options(arguments: Sequence[str]) -> tuple[str, str, list[str]]:
     """Splits off the options that name presets, files and folders. Returns (name of the preset or
     file, name of the preset beneath it, the other arguments); the names are '' if not given."""
     files = []
     preset = ""
     folder_option, folder = "", ""
     rest = []
-    for word in words:
-        name, _, value = word.partition("=")
-        if is_file_word(word):
-            files.append(word)
-        elif not (is_file_option(word) or is_folder_option(word)):
-            rest.append(word)
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        if is_file_argument(argument):
+            files.append(argument)
+        elif not (is_file_option(argument) or is_folder_option(argument)):
+            rest.append(argument)
         elif not value:
             raise ShoalError(
                 f"{name}: expected the name of a preset or a YAML file after it, nothing came"
             )
-        elif is_folder_option(word):
+        elif is_folder_option(argument):
             folder_option, folder = name, value
-        elif _plain(name) == "preset":
+        elif _option_name(name) == "preset":
             preset = value
         else:
             files.append(value)
@@ -301,14 +313,17 @@ def _take_options(words: Sequence[str]) -> tuple[str, str, list[str]]:
 
 
 def _in_folder(option: str, folder: str, name: str) -> str:
-    """Returns the path of the file `name` in the folder that an option names; without a folder,
-    `name` itself. ShoalError if the file is missing, except after --config-dir, for which `name` is
-    then returned."""
+    """Returns the path of a preset's file in a folder. `option`, `folder`: the option as typed,
+    like `--config-path`, and its value. `name`: the value of --config-name, with or without ending.
+
+    Returns `name` unchanged if there is no folder, or if the file is not in the folder of
+    --config-dir, because other folders are searched then. ShoalError if the file is missing in that
+    of --config-path, or if `name` is ''."""
     if not folder:
         return name
     file_name = name if name.endswith((".yml", ".yaml")) else f"{name}.yaml"
     file = Path(folder).expanduser() / file_name
-    may_be_missing = _plain(option) in ("config_dir", "cd")
+    may_be_missing = _option_name(option) in ("config_dir", "cd")
     if may_be_missing and not file.is_file():
         return name
     missing: Path | str = ""
@@ -324,29 +339,29 @@ def _in_folder(option: str, folder: str, name: str) -> str:
     return str(file)
 
 
-def _with_keys(config_type: type, words: Sequence[str]) -> list[str]:
+def _name_positionals(config_type: type, arguments: Sequence[str]) -> list[str]:
     """Returns the arguments with positional ones written as `key=value`, by the command's row in
-    POSITIONALS."""
+    POSITIONALS. ShoalError if there are more of them than keys."""
     command = command_of(config_type)
     names = names_of(config_type)
     keys = POSITIONALS.get(command, ())
     if not keys:
-        return list(words)
+        return list(arguments)
 
-    def is_bare(word: str) -> bool:
+    def is_bare(argument: str) -> bool:
         """True if an argument is positional: no option, no key, no key=value."""
-        name, equals, _ = word.partition("=")
-        if word.startswith("-") or name.lstrip("+") in names:
+        name, equals, _ = argument.partition("=")
+        if argument.startswith("-") or name.lstrip("+") in names:
             return False
-        return not equals or Path(word).exists()  # a path may contain a `=`
+        return not equals or Path(argument).exists()  # a path may contain a `=`
 
     bare = []
     rest = []
-    for word in words:
-        if is_bare(word):
-            bare.append(word)
+    for argument in arguments:
+        if is_bare(argument):
+            bare.append(argument)
         else:
-            rest.append(word)
+            rest.append(argument)
     if bare and keys_of(config_type)[keys[0]].is_list:
         return [*rest, f"{keys[0]}={_list_text(bare)}"]
     if len(bare) > len(keys):
@@ -354,7 +369,7 @@ def _with_keys(config_type: type, words: Sequence[str]) -> list[str]:
             f"{bare[-1]}: one word too many, expected `shoal {command} "
             f"{positionals_text(command)}` and keys as key=value"
         )
-    with_keys = [f"{key}={word}" for key, word in zip(keys, bare, strict=False)]
+    with_keys = [f"{key}={argument}" for key, argument in zip(keys, bare, strict=False)]
     return with_keys + rest
 
 
@@ -370,22 +385,23 @@ def positionals_text(command: str) -> str:
     return " ".join(texts)
 
 
-def read_word(config_type: type, word: str, among: Sequence[str] = ()) -> tuple[str, str]:
-    """Splits one argument into its name (Shoal's dotted key, or another system's flag) and the text
-    of its value; a switch without a value gets `true`. Raises ShoalError if the name is unknown or
-    the value is missing. `among`: all names on the line, which help to tell whose flag the name
+def read_argument(config_type: type, argument: str, among: Sequence[str] = ()) -> tuple[str, str]:
+    """Splits one argument into its name and the text of its value. The name is Shoal's dotted key,
+    also for a short form (`lr=1` -> ("optimizer.lr", "1")), or another system's flag; a switch
+    without a value gets `true`. Raises UnknownKey (a ShoalError) if the name is unknown, ShoalError
+    if the value is missing. `among`: all names on the line, which help to tell whose flag the name
     is."""
-    name, equals, value = word.partition("=")
+    name, equals, value = argument.partition("=")
     if name.startswith("-"):
-        name = _plain(name)
+        name = _option_name(name)
     name = name.lstrip("+").rstrip()
     flag = front_end().find_flag(config_type, name, value, among) if name else None
-    is_option = bool(equals or flag or word.startswith("-") or name in names_of(config_type))
+    is_option = bool(equals or flag or argument.startswith("-") or name in names_of(config_type))
     if not name or not is_option:
-        meant = argument_for(command_of(config_type), word)
+        meant = suggest_argument(command_of(config_type), argument)
         if meant or not re.match(r"[^\W\d]", name):
             hint = f"; did you mean {meant}?" if meant else ""
-            raise ShoalError(f"{word!r}: expected key=value, without spaces{hint}")
+            raise ShoalError(f"{argument!r}: expected key=value, without spaces{hint}")
     key = None
     if not flag:
         key = find_key(config_type, name)
@@ -394,33 +410,37 @@ def read_word(config_type: type, word: str, among: Sequence[str] = ()) -> tuple[
         wanted = "expected a value"
         if key:
             wanted += f" ({key.type_text})"
-        raise ShoalError(f"{word}: {wanted}: write {name}=VALUE")
+        raise ShoalError(f"{argument}: {wanted}: write {name}=VALUE")
     if not equals:
         value = "true"
     return name, value
 
 
-def argument_for(command: str, word: str) -> str:
-    """Returns the argument that a user probably meant by a word without `key=`: `task=gsm8k` for
-    `gsm8k`; '' if no guess is likely. Used for hints in errors."""
-    file = packaged(command, word)
+def suggest_argument(command: str, typed: str) -> str:
+    """Returns the argument that a user probably meant by a word without `key=`, for hints in
+    errors; '' if no guess is likely.
+
+    >>> suggest_argument("train", "gsm8k")
+    'task=gsm8k'
+    """
+    file = packaged(command, typed)
     names = names_of(COMMANDS[command])
     if file and file.is_relative_to(PRESETS):
-        return f"task={word}"
+        return f"task={typed}"
     if file:
-        return f"--config-name {word}"
-    if "task" in names and word.endswith(DATA_SUFFIXES):
-        return f"task=custom task.path={word}"
-    if word.endswith((".yml", ".yaml")):
-        return word
+        return f"--config-name {typed}"
+    if "task" in names and typed.endswith(DATA_SUFFIXES):
+        return f"task=custom task.path={typed}"
+    if typed.endswith((".yml", ".yaml")):
+        return typed
     if command in ("export", "convert"):
         key = "from"
     elif "model" in names:
         key = "model"
     else:
         return ""
-    if "/" in word or Path(word).is_dir():
-        return f"{key}={word}"
+    if "/" in typed or Path(typed).is_dir():
+        return f"{key}={typed}"
     return ""
 
 

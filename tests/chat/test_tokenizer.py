@@ -311,7 +311,9 @@ def test_without_a_template_messages_are_written_plainly(tmp_path):
     write_tokenizer(tmp_path, "plain")
     tokenizer = Tokenizer.load(tmp_path)
     assert not tokenizer.has_template
-    assert "no chat template" in tokenizer.notes[0] and "model.template" in tokenizer.notes[0]
+    [note] = tokenizer.notes
+    assert "no chat template" in note.text and "model.template" in note.text
+    assert (note.level, note.key) == ("warning", "model.template")
     rules = {"role": "system", "content": "Be brief."}
     answer = {"role": "assistant", "content": "yes"}
     turns = [rules, *user("hi"), answer, *user("?")]
@@ -569,7 +571,7 @@ def test_an_end_of_turn_that_ends_no_completion_is_warned_of(tmp_path, end, eos,
     end_id = backend.token_to_id("<|im_end|>")
     notes = []
     for note in tokenizer.notes:
-        if f"ends a turn with <|im_end|> (id {end_id})" in note:
+        if f"ends a turn with <|im_end|> (id {end_id})" in note.text:
             notes.append(note)
     assert bool(notes) == noted
     # What the note says cures it.
@@ -621,7 +623,8 @@ def test_end_of_sequence_ids_come_from_the_first_that_names_them(tmp_path):
     change(generation, eos_token_id=[5, 6])
     change(config, eos_token_id=7)
     assert Tokenizer.load(tmp_path).eos_ids == (5, 6)
-    assert "not among" in Tokenizer.load(tmp_path).notes[0]
+    [note] = Tokenizer.load(tmp_path).notes
+    assert "not among" in note.text and (note.level, note.key) == ("warning", "model.path")
     change(generation, eos_token_id=8)
     assert Tokenizer.load(tmp_path).eos_ids == (8,)
     generation.unlink()
@@ -631,7 +634,7 @@ def test_end_of_sequence_ids_come_from_the_first_that_names_them(tmp_path):
     assert tokenizer.eos_ids == (own,) and tokenizer.notes == []
     change(tmp_path / "tokenizer_config.json", eos_token=None)
     tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.eos_ids == () and "no end-of-sequence" in tokenizer.notes[0]
+    assert tokenizer.eos_ids == () and "no end-of-sequence" in tokenizer.notes[0].text
 
 
 def test_padding_and_beginning(tmp_path):

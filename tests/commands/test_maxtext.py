@@ -661,7 +661,7 @@ def test_of_a_folder_of_steps_the_newest_is_read(place):
     opened = open_model(
         ModelSection(path=str(place / "steps"), tokenizer=str(place / "hf")), Console()
     )
-    assert f"MaxText checkpoint {newest}: " in opened.notes[0]
+    assert f"MaxText checkpoint {newest}: " in opened.notes[0].text
     check_tokenizer(opened.tokenizer, opened.notes, findings := Findings())
     assert {found.level for found in findings.found} == {"ok"}
 

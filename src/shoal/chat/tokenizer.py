@@ -21,6 +21,7 @@ import tokenizers
 
 from shoal.chat import tokenizer_files
 from shoal.chat.template import GENERATION, compile_template, plain_data, render_template
+from shoal.findings import Finding, Findings
 from shoal.records import Messages, Prompt, ShoalError
 
 MARK = "\u2402END OF MESSAGE\u2402 "
@@ -64,7 +65,7 @@ class Tokenizer:
     response_template
                    how to read a turn, as tokenizer_config.json has it (transformers'
                    `parse_response`); else None
-    notes          warnings for the user, a line each
+    notes          what the user should know about the files, as findings of the check `tokenizer`
 
     >>> tokenizer = Tokenizer.load(folder)
     >>> ids = tokenizer.encode_prompt([{"role": "user", "content": "2 + 3 = ?"}])
@@ -79,7 +80,7 @@ class Tokenizer:
         eos_ids: Sequence[int],
         pad_id: int | None = None,
         template: str = "",
-        notes: Sequence[str] = (),
+        notes: Sequence[Finding] = (),
         response_template: dict[str, Any] | None = None,
         named_templates: Mapping[str, str] | None = None,
         date: datetime | None = None,
@@ -105,7 +106,7 @@ class Tokenizer:
         self.pad_id: int = pad_id
         largest_id = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.vocab_size: int = largest_id + 1
-        self.notes: list[str] = list(notes)
+        self.notes: list[Finding] = list(notes)
         self.response_template = response_template
 
     def __reduce__(self) -> tuple:
@@ -152,18 +153,19 @@ class Tokenizer:
         pad_ids = configured_ids("pad_token_id")
         default, named = tokenizer_files.read_templates(folder, config, template)
 
-        notes = []
+        findings = Findings(check="tokenizer", key="model.path")
         if not default:
-            notes.append(
+            findings.warning(
                 f"no chat template in {folder}: messages are rendered as plain 'User: ...' lines; "
-                "set model.template to choose one"
+                "set model.template to choose one",
+                "model.template",
             )
         if not eos_ids:
-            notes.append(
+            findings.wrong(
                 f"no end-of-sequence token in {folder}: every completion runs to its limit"
             )
         elif own_eos is not None and own_eos not in eos_ids:
-            notes.append(
+            findings.warning(
                 f"eos_token {special['eos_token']!r} of {folder} is not among its eos_token_id "
                 f"{eos_ids}"
             )
@@ -173,14 +175,14 @@ class Tokenizer:
             eos_ids,
             pad_id=pad_ids[0] if pad_ids else None,
             template=default,
-            notes=notes,
+            notes=findings.found,
             response_template=config.get("response_template"),
             named_templates=named,
             date=date or tokenizer_files.read_date(folder),
         )
         turn_note = tokenizer._turn_note()
         if turn_note:
-            tokenizer.notes.append(turn_note)
+            tokenizer.notes.append(Finding("tokenizer", "warning", turn_note, "model.template"))
         return tokenizer
 
     @functools.cached_property

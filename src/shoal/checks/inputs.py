@@ -20,7 +20,7 @@ from shoal.checks.reward import gold_of, write_answer
 from shoal.config.derived import evaluation_completions
 from shoal.config.sections.devices import MeshSection
 from shoal.config.train import Config
-from shoal.findings import Findings
+from shoal.findings import Finding, Findings
 from shoal.mesh import Roles, uses_pathways
 from shoal.records import Example, Messages, ShoalError
 from shoal.tasks.examples import checked_prompt, without_none
@@ -129,9 +129,10 @@ def reference_text(config: Config, roles: Roles) -> str:
     return f"{' and '.join(scorers)} on {where}"
 
 
-def check_tokenizer(tokenizer: Tokenizer, notes: Sequence[str], findings: Findings) -> None:
-    """Adds findings about the tokenizer: its size and end-of-sequence tokens, or what is wrong with
-    them. `notes`: what was noticed when the model was opened."""
+def check_tokenizer(tokenizer: Tokenizer, notes: Sequence[Finding], findings: Findings) -> None:
+    """Adds findings about the tokenizer: an error if there is no end-of-sequence token, and the
+    `notes` that were made when the model was opened; if there are none of these, a finding with its
+    size and end-of-sequence tokens."""
     check = findings.of("tokenizer")
     before = len(findings.found)
     if not tokenizer.eos_ids:
@@ -140,15 +141,8 @@ def check_tokenizer(tokenizer: Tokenizer, notes: Sequence[str], findings: Findin
             "sampling.max_completion_tokens; put eos_token_id into its generation_config.json",
             "model.path",
         )
-    for note in notes:
-        if "no end-of-sequence" in note:  # reported above
-            continue
-        if note.startswith("MaxText checkpoint"):  # only says what was recognised
-            check.ok(note)
-        elif "template" in note:
-            check.warning(note, "model.template")
-        else:
-            check.warning(note, "model.path")
+    # A wrong note says that there is no end-of-sequence token, which is reported above.
+    findings.extend(note for note in notes if note.level != "wrong")
     if len(findings.found) == before:
         ends = " or ".join(tokenizer.token_text(id) for id in tokenizer.eos_ids)
         check.ok(f"{tokenizer.vocab_size:,} tokens, ends with {ends}")

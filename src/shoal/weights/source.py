@@ -23,6 +23,7 @@ from shoal.config.sections.model import LoraSection, ModelSection
 from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.sampling import SamplingSection
 from shoal.files import find_input, waits_for_hub, write_text
+from shoal.findings import Finding
 from shoal.mesh import Role
 from shoal.model import adapters, families
 from shoal.model.architecture import Architecture
@@ -66,8 +67,8 @@ class ModelSource:
     """(role, dtype, keep) -> the weights without an adapter, like `huggingface.load`."""
     config: dict[str, Any] | None = None
     """A config.json that is used in place of the folder's; None for the folder's."""
-    notes: tuple[str, ...] = ()
-    """What the user should know about the files."""
+    notes: tuple[Finding, ...] = ()
+    """What the user should know about the files, as findings of the check `tokenizer`."""
     template: str = ""
     """A chat template that is used in place of the folder's; "" for the folder's."""
     date: datetime | None = None
@@ -134,9 +135,9 @@ def _checked(source: ModelSource, console: Printer | None) -> ModelSource:
     source.tokenizer.check_vocabulary(source.architecture.vocab_size)
     if console is not None:
         for note in source.notes:
-            console.note(note)
+            console.note(note.text)
         for note in source.tokenizer.notes:
-            console.note(note)
+            console.note(note.text)
     return source
 
 
@@ -369,9 +370,12 @@ def _folder_model(
     )
     if not is_untied:
         return source
-    note = (
+    note = Finding(
+        "tokenizer",
+        "warning",
         f"the config.json of {path} says that the head is the embedding, and its files "
-        "hold another head, which is used, as transformers 5 does"
+        "hold another head, which is used, as transformers 5 does",
+        "model.path",
     )
     # This config is written into the run and its exports, because there the head is a parameter.
     config = {**families.read_config(folder), "tie_word_embeddings": False}
@@ -517,7 +521,7 @@ def _maxtext_model(section: ModelSection, tree: Path) -> ModelSource:
         a,
         checkpoint.load,
         config,
-        (checkpoint.describe(),),
+        (Finding("tokenizer", "ok", checkpoint.describe()),),
         section.template,
         base=address(tree.resolve()),
         digests=checkpoint.digests,

@@ -623,7 +623,7 @@ def test_end_of_sequence_ids_come_from_the_first_that_names_them(tmp_path):
     change(generation, eos_token_id=[5, 6])
     change(config, eos_token_id=7)
     assert Tokenizer.load(tmp_path).eos_ids == (5, 6)
-    [note] = Tokenizer.load(tmp_path).notes
+    note = Tokenizer.load(tmp_path).notes[0]
     assert "not among" in note.text and (note.level, note.key) == ("warning", "model.path")
     change(generation, eos_token_id=8)
     assert Tokenizer.load(tmp_path).eos_ids == (8,)

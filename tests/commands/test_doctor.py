@@ -37,10 +37,10 @@ from shoal.checks.reward import (
     answers,
     check_first_prompt,
     gold_of,
+    model_text_maker,
     probe,
     reward_findings,
     sampled,
-    sampled_by,
     wrong_answers,
 )
 from shoal.commands import doctor as doctor_module
@@ -667,7 +667,9 @@ def tried_through(tokenizer: Tokenizer, wanted: Callable[..., Any], columns: dic
     example = Example(0, [{"role": "user", "content": "2 + 3 = ?"}], columns)
     with judge:
         return probe(
-            judge, [example], sampled_by(tokenizer, lambda one: tokenizer.encode_prompt(one.prompt))
+            judge,
+            [example],
+            model_text_maker(tokenizer, lambda one: tokenizer.encode_prompt(one.prompt)),
         )
 
 

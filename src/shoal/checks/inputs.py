@@ -66,7 +66,7 @@ def check_devices(config: Config, roles: Roles, findings: Findings) -> None:
 
 
 def check_idle(mesh: MeshSection, roles: Roles, available: int, findings: Findings) -> None:
-    """Warns of devices that no role uses."""
+    """Adds a warning if some of the `available` devices have no role."""
     used = {device for role in roles.all for device in role.mesh.devices.flat}
     text = idle_text(mesh, len(used), available)
     if text:
@@ -74,8 +74,8 @@ def check_idle(mesh: MeshSection, roles: Roles, available: int, findings: Findin
 
 
 def idle_text(mesh: MeshSection, used: int, available: int) -> str:
-    """Returns a text that says how many devices no role uses, and which keys would use them; '' if
-    none is idle."""
+    """Returns a warning that says how many of the `available` devices are used and which keys to
+    raise; '' if all are used."""
     if used >= available:
         return ""
     keys = []
@@ -191,7 +191,7 @@ def check_prompts(
     rendered = readable(range(min(NUM_RENDERED, size)))
     if rendered:
         check_template(tokenizer, encode, [example.example for example in rendered], findings)
-    check_written(config, task, tokenizer, check)
+    check_template_writes(config, task, tokenizer, check)
     too_long = int((lengths > limit).sum())
     if too_long:
         dropped = " and are dropped" if config.sampling.long_prompts == "drop" else ""
@@ -242,8 +242,8 @@ def check_template(
             "template leaves it out; give another with model.template",
             "model.template",
         )
-    are_one = len(ids) > 1 and all(other == first for other in ids)
-    if are_one and any(example.prompt != prompt for example in examples):
+    are_equal = len(ids) > 1 and all(other == first for other in ids)
+    if are_equal and any(example.prompt != prompt for example in examples):
         check.wrong(
             "different questions become the same prompt: give another template with model.template"
         )
@@ -278,9 +278,12 @@ def check_template(
         check.ok(f"the first prompt has {len(first)} tokens")
 
 
-def check_written(config: Config, task: Task, tokenizer: Tokenizer, check: Findings) -> None:
-    """Warns if the messages of training rows hold something that the chat template does not write,
-    or if answers to learn do not end with an end-of-sequence token."""
+def check_template_writes(
+    config: Config, task: Task, tokenizer: Tokenizer, check: Findings
+) -> None:
+    """Warns if messages of training rows have content or fields that the chat template leaves out,
+    or if answers that are learned from the data do not end with an end-of-sequence token. Checks at
+    most NUM_PROMPTS rows and NUM_ANSWERS answers, and skips texts, which no template writes."""
     learns = config.algorithm.learns_from_data
     num_rows = min(NUM_PROMPTS, len(task.train))
     rows = np.linspace(0, len(task.train) - 1, num_rows).astype(int).tolist()
@@ -377,8 +380,9 @@ def _check_answers(config: Config, task: Task, tokenizer: Tokenizer, check: Find
 
 
 def open_prompts(config: Config, prompts_per_step: int, task: Task, encode: Encode) -> PromptStream:
-    """Returns the stream of training prompts. ShoalError if the data does not suffice for the first
-    step, or, with `sampling.long_prompts=error`, if a prompt of any step is too long."""
+    """Returns the stream of training prompts, at its beginning. ShoalError if the data does not
+    suffice for the first step, or, with `sampling.long_prompts=error`, if a prompt of any step is
+    too long."""
     long_prompts = config.sampling.long_prompts
     prompts = PromptStream(
         task.train,
@@ -401,8 +405,8 @@ EXPECTED_COLUMNS = (
 
 
 def dialogue_messages(example: Example) -> Any:
-    """Returns the messages of the column `messages` if the row is to be learned from that column,
-    else an empty list: if the row has a column `completion`, this is what is learned."""
+    """Returns the messages of the column `messages`, from which a row is learned. [] if the row has
+    none, or has a column `completion`, which is learned instead."""
     messages = example.columns.get("messages")
     if not messages or "completion" in example.columns:
         return []

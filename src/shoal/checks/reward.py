@@ -28,6 +28,8 @@ from shoal.text import shorten
 from shoal.trainer.prompts import TokenizedExample
 
 KINDS = ("right", "wrong", "empty", "repeated", "many at once")
+"""Kinds of known answers. `repeated`: the right answer REPEATS times; `many at once`: several wrong
+answers with the right one among them."""
 FORMS = {
     "<reasoning> and <answer>": ("<reasoning>{thought}</reasoning>{answer}", "<answer>{}</answer>"),
     "<think> and <answer>": ("<think>\n{thought}\n</think>\n{answer}", "<answer>\n{}\n</answer>"),
@@ -62,7 +64,8 @@ class Probe:
     # The first error of each function that gave no right answer a score.
     useless: tuple[str, ...] = ()
     stopped: bool = False  # a function took too long, so not all answers were tried
-    # Says what completions cannot contain of the form that the reward wants, and what that costs.
+    # The warning of `lost_in_decoding`: what a completion cannot contain of the form that the
+    # reward wants, and what that costs.
     lost: str = ""
 
     @property
@@ -72,11 +75,13 @@ class Probe:
         return [name for name in first_row if name != "total"]
 
     def total(self, kind: str) -> float:
-        """Returns the weighted score of the answers of a kind; NaN if they have none."""
+        """Returns the weighted score of the answers of a kind (one of KINDS); NaN if they got no
+        score."""
         return self.rows[kind]["total"]
 
     def records(self) -> list[dict[str, Any]]:
-        """Returns for each kind of answer a record with its text and scores."""
+        """Returns a record for each kind of answer: {"answer": kind, "text": its text for the first
+        example, "total": weighted score, and each function's score by its name}."""
         records = []
         for kind, values in self.rows.items():
             records.append({"answer": kind, "text": self.texts[kind], **values})
@@ -96,11 +101,11 @@ def score_text(score: float) -> str:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class ModelText:
     """A text as it would come from the model.
 
-    >>> sampled(tokenizer, "<|im_start|>assistant\\n<think>\\n", "<think>\\n2 + 3\\n</think>\\n5")
-    Sampled(text='2 + 3\\n</think>\\n5', ids=[17, 220, ...], opened='<think>')
+    >>> as_model_text(tokenizer, "...assistant\\n<think>\\n", "<think>\\n2 + 3\\n</think>\\n5")
+    ModelText(text='2 + 3\\n</think>\\n5', ids=[17, 220, ...], opened='<think>')
     """
 
     text: str
@@ -109,14 +114,15 @@ class Sampled:
     skipped: tuple[str, ...] = ()  # special tokens in the text, which decoding leaves out
 
 
-Sample = Callable[[Example, str], Sampled]
+MakeModelText = Callable[[Example, str], ModelText]
 """A function: (example, known answer) -> the answer as a completion of the example's prompt."""
 
 
-def sampled(tokenizer: Tokenizer, prompt: str, text: str) -> Sampled:
-    """Returns a text in the form of a completion of a rendered prompt: without a tag that the
-    prompt ends with already, encoded, ended by an end-of-sequence token, and decoded as completions
-    are."""
+def as_model_text(tokenizer: Tokenizer, prompt: str, text: str) -> ModelText:
+    """Returns what a reward would get if a model answered `prompt` (rendered by the template) with
+    `text`. A tag that the text begins with and the prompt ends with is removed, because the model
+    would not repeat it. Then the text is encoded, cut off at an end-of-sequence token or ended by
+    one, and decoded without special tokens."""
     opened = ""
     tag_at_end = _OPENED.search(prompt)
     if tag_at_end:
@@ -137,30 +143,32 @@ def sampled(tokenizer: Tokenizer, prompt: str, text: str) -> Sampled:
     for token, is_special in tokenizer.added_tokens().values():
         if is_special and token in text:
             skipped.append(token)
-    return Sampled(tokenizer.decode(ids), ids, opened, tuple(skipped))
+    return ModelText(tokenizer.decode(ids), ids, opened, tuple(skipped))
 
 
-def sampled_by(tokenizer: Tokenizer, encode: Callable[[Example], Any]) -> Sample:
-    """Returns a function (example, text) -> `Sampled` for the prompts that `encode` makes of
-    examples."""
+def model_text_maker(tokenizer: Tokenizer, encode: Callable[[Example], Any]) -> MakeModelText:
+    """Returns a function that calls `as_model_text` with an example's prompt. `encode`: example ->
+    the token ids of its prompt."""
 
-    def sample(example: Example, text: str) -> Sampled:
-        """Returns a text in the form of a completion of the example's prompt."""
+    def make(example: Example, text: str) -> ModelText:
+        """Returns a text as a completion of the example's prompt."""
         try:
             prompt = tokenizer.decode(encode(example), skip_special_tokens=False)
         except ShoalError:  # the template refuses this prompt; another check reports it
             prompt = ""
-        return sampled(tokenizer, prompt, text)
+        return as_model_text(tokenizer, prompt, text)
 
-    return sample
+    return make
 
 
 # ---- known answers
 
 
 def gold_of(example: Example) -> str | None:
-    """Returns the gold answer of an example as text, None if it has none. Read from the value that
-    verl's functions receive: the part after `####` or within `<answer>`, if there is one."""
+    """Returns the right answer that the data has for an example, as text: the part within
+    `<answer>` or after `####` if the value has one, else the whole value (the one that verl's
+    functions receive as `ground_truth`). None if the example has no answer, or one that is no text
+    or number."""
     value = ground_truth(example.columns)
     if not isinstance(value, str | int | float) or isinstance(value, bool):
         return None
@@ -169,8 +177,9 @@ def gold_of(example: Example) -> str | None:
 
 
 def write_answer(example: Example, gold: str, answer: str, form: str = next(iter(FORMS))) -> str:
-    """Returns a completion that has the example's worked solution, with `answer` in place of the
-    gold answer, written in a form of FORMS."""
+    """Returns a made-up completion: the example's worked solution (`Step by step.` if it has none),
+    then `answer`, in one of FORMS. In the solution `gold`, the right answer, is replaced by
+    `answer`, so that a wrong answer does not mention the right one."""
     text = str(example.columns.get("solution") or example.columns.get("answer") or "")
     reasoning = re.search(r"<reasoning>(.*?)</reasoning>", text, re.DOTALL)
     if reasoning:
@@ -190,7 +199,9 @@ def write_answer(example: Example, gold: str, answer: str, form: str = next(iter
 
 
 def wrong_answers(gold: str) -> list[str]:
-    """Returns five answers that neither equal the gold answer nor contain it, if there are such."""
+    """Returns up to five answers that neither equal nor contain `gold`, the right answer: for a
+    number the next larger numbers. If all of the next 99 numbers contain it, the first five of
+    these are returned all the same."""
     number = parse_number(gold)
     if number is None:
         return ["none of these", "unknown", "something else", "no such thing", "who knows"]
@@ -199,9 +210,9 @@ def wrong_answers(gold: str) -> list[str]:
     return without_gold[:5] or larger[:5]
 
 
-def answers(example: Example) -> dict[tuple[str, str], str]:
-    """Returns the known answers of an example, (form, kind) -> text; empty if it has no gold
-    answer."""
+def known_answers(example: Example) -> dict[tuple[str, str], str]:
+    """Returns answers to an example of which one knows what they are worth: (form of FORMS, kind of
+    KINDS) -> text. {} if the data has no right answer."""
     gold = gold_of(example)
     if gold is None:
         return {}
@@ -220,7 +231,8 @@ def answers(example: Example) -> dict[tuple[str, str], str]:
 
 
 def answer_name(form: str, kind: str) -> str:
-    """Returns a name of a known answer for messages, like `right answer written as ####`."""
+    """Returns what a known answer is called in messages, like `right answer written as ####`.
+    `form`: '' if the answer has no form; `kind`: one of KINDS, or `some text`."""
     what = {"many at once": "many answers at once", "some text": kind}.get(kind, f"{kind} answer")
     if form and kind != "empty":
         return f"{what} written as {form}"
@@ -231,14 +243,20 @@ def answer_name(form: str, kind: str) -> str:
 
 
 def probe(
-    pool: RewardPool, examples: Sequence[Example], sample: Sample, on_error: Policy | None = None
+    pool: RewardPool,
+    examples: Sequence[Example],
+    to_model_text: MakeModelText,
+    on_error: Policy | None = None,
 ) -> Probe:
-    """Scores the known answers of the first NUM_EXAMPLES examples, written as completions, and
-    returns their mean scores. It stops if a function exceeds its time limit. ShoalError if a
-    function breaks the convention, or if it fails and `on_error` (None: `reward.on_error`) is
-    `error`. If an example has no gold answer, only an empty answer and some text are tried."""
+    """Scores the known answers of the first NUM_EXAMPLES examples, as a model would write them, and
+    returns their mean scores, in the form of FORMS that suits the reward best. If the data has no
+    right answer for one of the examples, only an empty answer and some text are tried, on the first
+    example. If a function exceeds its time limit, the result has `stopped`.
+
+    ShoalError if a function breaks the convention, or if it fails and `on_error` (None:
+    `reward.on_error`) is `error`."""
     examples = list(examples[:NUM_EXAMPLES])
-    known = [answers(example) for example in examples]
+    known = [known_answers(example) for example in examples]
     have_gold = bool(known) and all(known)
     if not have_gold:
         examples = examples[:1]
@@ -250,7 +268,7 @@ def probe(
         texts.append([])
         ids.append([])
         for key in keys:
-            completion = sample(example, texts_of_example[key])
+            completion = to_model_text(example, texts_of_example[key])
             texts[-1].append(completion.text)
             ids[-1].append(completion.ids)
     names = [answer_name(form, kind) for form, kind in keys]
@@ -262,8 +280,8 @@ def probe(
         means[key] = {name: float(np.mean(values[:, number])) for name, values in columns.items()}
 
     def worth(form: str) -> tuple[bool, float, float]:
-        """Orders forms: forms whose answers score differently come first, then those whose right
-        answer scores most, then those whose wrong answer scores least."""
+        """Returns a sort key, larger for a form that suits the reward better: whether the kinds of
+        answers get different scores; the score of the right answer; minus that of the wrong."""
         totals = []
         for key in keys:
             if key[0] == form:
@@ -297,32 +315,33 @@ def probe(
         failures=tuple(failure.text for failure in scores.failures),
         useless=tuple(useless),
         stopped=stopped,
-        lost="" if stopped else lost_in_tokens(pool, examples, sample),
+        lost="" if stopped else lost_in_decoding(pool, examples, to_model_text),
     )
 
 
-def lost_in_tokens(pool: RewardPool, examples: Sequence[Example], sample: Sample) -> str:
-    """Returns a text that says what right answers lose when they come as completions, if the reward
-    then gives them less; '' if it gives the same.
-
-    The reward is taken to want the form in which it scores the whole text best.
-    """
+def lost_in_decoding(
+    pool: RewardPool, examples: Sequence[Example], to_model_text: MakeModelText
+) -> str:
+    """Compares the scores of right answers as whole texts with their scores as completions of a
+    model, which lack special tokens and what the prompt opens. Returns a warning with the cause if
+    the reward gives completions less in every form than the whole text in the best form; '' if it
+    does not. Answers are written with another number if the data has none."""
     written = []  # for each example the right answer in each form
     completions = []  # the same answers as completions
     for example in examples:
         gold = gold_of(example) or _ANY_ANSWER
         right = [write_answer(example, gold, gold, form) for form in FORMS]
         written.append(right)
-        completions.append([sample(example, text) for text in right])
+        completions.append([to_model_text(example, text) for text in right])
     texts = []
     ids = []
-    is_kept = True
-    for right, sampled_answers in zip(written, completions, strict=True):
-        decoded = [completion.text for completion in sampled_answers]
-        is_kept = is_kept and decoded == right
+    are_equal = True
+    for right, right_completions in zip(written, completions, strict=True):
+        decoded = [completion.text for completion in right_completions]
+        are_equal = are_equal and decoded == right
         texts.append(right + decoded)
-        ids.append([completion.ids for completion in sampled_answers] * 2)
-    if is_kept:
+        ids.append([completion.ids for completion in right_completions] * 2)
+    if are_equal:
         return ""
     names = [answer_name(form, "right") for form in FORMS] * 2
     scores = score(pool, examples, texts, ids, "skip", trial=names)
@@ -363,8 +382,8 @@ def score(
     on_error: Policy | None = None,
     trial: Sequence[str] = (),
 ) -> Scores:
-    """Submits texts[P][G] to the pool and waits for their scores. Nothing else may be under way in
-    the pool."""
+    """Submits texts[P][G], G answers to each of P examples, to the pool and waits for their scores.
+    The pool must have no other request. `trial`: names of the G answers for messages."""
     pool.submit("tried", examples, texts, completion_ids, 0, on_error, trial)
     ((_, scores),) = pool.collect(wait=True)
     return scores
@@ -473,7 +492,9 @@ def check_first_prompt(
     def prompt_ids_of(_: Example) -> np.ndarray:
         return first.prompt_ids
 
-    tried = probe(pool, [first.example], sampled_by(tokenizer, prompt_ids_of), on_error="skip")
+    tried = probe(
+        pool, [first.example], model_text_maker(tokenizer, prompt_ids_of), on_error="skip"
+    )
     if tried.useless and config.reward.on_error == "error":
         raise ShoalError(f"{tried.useless[0]}; it gave no right answer a score: fix it")
     findings = []

@@ -63,11 +63,12 @@ _PATHS = (
 
 
 def check_before_weights(config: Any, functions_given: bool = False, resumed: bool = False) -> None:
-    """Raises ShoalError if the settings of a command, of whatever kind, cannot work, before weights
-    are read.
+    """Raises ShoalError if what the settings of a command name cannot be used: platforms of JAX,
+    folders, the model and the teacher, the task; or if training has no reward. Reads no weights and
+    asks no hub. Of these, only the keys that the command has are checked.
 
     `functions_given`: reward functions were passed from Python. `resumed`: the run has the model's
-    files in its own folder, so they are not checked. Models and data on the hub are not either.
+    files in its own folder, so `model.path` is not checked.
     """
     known = keys_of(type(config))
     named_platforms = os.environ.get("JAX_PLATFORMS", "").split(",")
@@ -311,13 +312,13 @@ def algorithm_warnings(config: Config) -> Iterator[tuple[str, str]]:
     for holds, key, text in rows:
         if holds:
             yield key, text
-    yield from unread_parts(config)
+    yield from unread_algorithm_keys(config)
 
 
-def unread_parts(config: Config) -> Iterator[tuple[str, str]]:
-    """Yields (key, warning) for each key of the algorithm that the user changed although the chosen
-    loss, advantage or aggregation does not read it, and for bounds that cannot act because every
-    ratio is 1. Values that a recipe or a preset sets are not warned of."""
+def unread_algorithm_keys(config: Config) -> Iterator[tuple[str, str]]:
+    """Yields (key, warning) for each key of `algorithm` that the user changed although the chosen
+    loss, advantage or aggregation does not read it. Also one warning if bounds of the ratio were
+    changed although every ratio is 1. Values that a recipe or a preset sets are not warned of."""
     a = config.algorithm
     defaults = AlgorithmSection()
     preset = packaged_values(config)
@@ -460,8 +461,8 @@ def stop_on_warnings(config: Config, findings: Findings) -> None:
 
 
 def check_run_folder(config: Config) -> str:
-    """Returns a note if the run exists already, else ''. ShoalError if the run's folder cannot be
-    made."""
+    """Returns a note if a run of this name exists already, else ''. ShoalError if the run's folder
+    cannot be made, or if it exists and is no run."""
     if config.resume:
         return ""
     check_base(config.base_output_directory)
@@ -477,8 +478,9 @@ def check_run_folder(config: Config) -> str:
     return ""
 
 
-def check_size(config: Config, parameters: int, findings: Findings) -> None:
-    """Warns if the learning rate does not suit the model's size."""
+def check_lr_for_size(config: Config, parameters: int, findings: Findings) -> None:
+    """Warns if the learning rate is higher than is usual for a model with this number of
+    parameters."""
     # An adapter needs a higher learning rate, so it is not warned of.
     is_adapter = bool(config.model.lora.rank or config.model.lora.path)
     is_high = HIGHEST_USUAL_LR < config.optimizer.lr <= HIGHEST_LR

@@ -16,8 +16,8 @@ import numpy as np
 from shoal.budget.budget import Budget, held_phase
 from shoal.budget.memory import AvailableMemory, available_memory, parameter_count
 from shoal.checks.inputs import set_sizes
-from shoal.checks.reward import Sampled, probe, reward_findings, sampled_by, score_text
-from shoal.checks.settings import check_size
+from shoal.checks.reward import ModelText, model_text_maker, probe, reward_findings, score_text
+from shoal.checks.settings import check_lr_for_size
 from shoal.config.commands import DoctorConfig
 from shoal.config.derived import evaluation_completions
 from shoal.findings import Finding, Findings
@@ -115,9 +115,9 @@ def check_reward(job: Job, result: dict[str, Any]) -> bool:
     examples = [data.train[row] for row in range(min(2, len(data.train)))]
     if "prompts" in job.opened:
         examples = [job.first_prompt.example, *examples]
-    sample = sampled_as_bytes
+    sample = bytes_as_model_text
     if "tokenizer" in job.opened:
-        sample = sampled_by(job.tokenizer, job.encode)
+        sample = model_text_maker(job.tokenizer, job.encode)
     tried = None
     with job.findings.of("reward", "reward.functions").errors():
         tried = probe(job.reward_pool, examples, sample)
@@ -134,10 +134,10 @@ def check_reward(job: Job, result: dict[str, Any]) -> bool:
     return True
 
 
-def sampled_as_bytes(_: Example, text: str) -> Sampled:
+def bytes_as_model_text(_: Example, text: str) -> ModelText:
     """Returns an answer as if a model had sampled it, one token for each byte; for a job whose
     tokenizer is missing."""
-    return Sampled(text, list(text.encode()))
+    return ModelText(text, list(text.encode()))
 
 
 # ---- with weights
@@ -146,7 +146,7 @@ def sampled_as_bytes(_: Example, text: str) -> Sampled:
 def check_step(job: Job, result: dict[str, Any], tries: bool) -> None:
     """Loads the weights, unless they cannot fit into memory, and tries one step. `tries`: False if
     another part of the job is wrong; then only the weights are checked."""
-    check_size(job.config_for_devices, parameter_count(job.model.architecture), job.findings)
+    check_lr_for_size(job.config_for_devices, parameter_count(job.model.architecture), job.findings)
     job.collect(through="engines")
     if not job.is_open("engines"):
         return

@@ -30,13 +30,13 @@ from shoal.budget.shapes import micro_batch_shapes
 from shoal.chat.tokenizer import Tokenizer
 from shoal.chat.tokenizer_files import read_date
 from shoal.checks.inputs import check_devices, check_prompts, check_tokenizer, open_prompts
-from shoal.checks.reward import check_first_prompt, lost_in_tokens, sampled_by
+from shoal.checks.reward import check_first_prompt, lost_in_decoding, model_text_maker
 from shoal.checks.settings import (
     adapter_warnings,
     check_before_weights,
+    check_lr_for_size,
     check_run_folder,
     check_settings,
-    check_size,
 )
 from shoal.config.commands import (
     DoctorConfig,
@@ -737,8 +737,8 @@ class Job(StagedJob):
         def prompt_ids_of(_: Example) -> np.ndarray:
             return first.prompt_ids
 
-        sampled = sampled_by(self.tokenizer, prompt_ids_of)
-        lost = lost_in_tokens(self.reward_pool, [first.example], sampled)
+        to_model_text = model_text_maker(self.tokenizer, prompt_ids_of)
+        lost = lost_in_decoding(self.reward_pool, [first.example], to_model_text)
         if lost:
             self.findings.of("reward").warning(lost)
 
@@ -754,7 +754,7 @@ class Job(StagedJob):
     def memory_finding(self) -> Finding:
         """Compares the memory that a device must hold with what it has, as far as this is known
         before anything is compiled, and returns the finding. ShoalError if it cannot fit."""
-        check_size(self.config, parameter_count(self.model.architecture), self.findings)
+        check_lr_for_size(self.config, parameter_count(self.model.architecture), self.findings)
         finding = check_memory(self)
         self.findings.extend([finding])
         return finding

@@ -62,10 +62,10 @@ def nothing_left(server: Served) -> bool:
     """Whether no call is under way, waiting a moment for those that end."""
     deadline = time.monotonic() + 20
     while (
-        server.sampler.waiting or server.api.going or not server.sampler.host.host.idle
+        server.sampler.waiting or server.api.under_way or not server.sampler.host.host.idle
     ) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return not server.sampler.waiting and not server.api.going and server.sampler.host.host.idle
+    return not server.sampler.waiting and not server.api.under_way and server.sampler.host.host.idle
 
 
 @pytest.mark.slow

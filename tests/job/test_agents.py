@@ -20,7 +20,7 @@ from shoal.config.commands import ReplayConfig
 from shoal.config.sections.sampling import SamplingSection
 from shoal.records import StopReason
 from shoal.runs.groups import read_file
-from shoal.serve.agent import AgentProgram, AgentSampler, _run
+from shoal.serve.agent import AgentProgram, AgentSampler, _run_command
 from shoal.serve.api import read_call
 from shoal.workers.rollout_function import RolloutDropped, RolloutSampler
 
@@ -243,7 +243,10 @@ def test_a_program_need_not_read_its_row_nor_print_text() -> None:
     says = r"import sys; sys.stdout.buffer.write(bytes([255, 10])); print(0.5)"
     played = SimpleNamespace(is_over=False)
     command = shlex.join([sys.executable, "-c", says])
-    assert _run(command, {"document": "a" * 10**6}, "http://127.0.0.1:1/v1", "key", played) == 0.5
+    assert (
+        _run_command(command, {"document": "a" * 10**6}, "http://127.0.0.1:1/v1", "key", played)
+        == 0.5
+    )
 
 
 def test_what_a_program_started_ends_with_it_once_no_tokens_are_left(
@@ -260,7 +263,7 @@ def test_what_a_program_started_ends_with_it_once_no_tokens_are_left(
 
     monkeypatch.setattr("shoal.serve.agent.GRACE", 0.5)
     command = shlex.join(["sh", "-c", "echo 0.5; sleep 60; echo 1.5"])
-    assert _run(command, {}, "http://127.0.0.1:1/v1", "key", Played(is_over=True)) == 0.5
+    assert _run_command(command, {}, "http://127.0.0.1:1/v1", "key", Played(is_over=True)) == 0.5
     assert not descendants() - before
 
 

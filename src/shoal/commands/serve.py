@@ -13,7 +13,7 @@ from shoal.job.head import model_text
 from shoal.job.job import Job
 from shoal.report.console import Console
 from shoal.serve.host_sampler import HostSampler
-from shoal.serve.server import base_url, check_host, listen, make_server, require_packages
+from shoal.serve.server import base_url, listen, make_server, require_packages, require_token
 from shoal.weights.store import MemoryStore
 
 
@@ -26,7 +26,7 @@ def serve(config: ServeConfig, console: Console | None = None) -> dict[str, Any]
     token = config.token
     if token == "auto":
         token = secrets.token_urlsafe(16)
-    check_host(config.host, token, "use the model", 8000)
+    require_token(config.host, token, "use the model", 8000)
     with console or Console() as console, Job(config, console) as job:
         job.check()
         # Before weights are read, so that a port in use is reported at once.

@@ -1,11 +1,11 @@
 """Agents: programs or functions that play a rollout by calling an OpenAI-compatible address of
 their own.
 
-    agent --HTTP, its key--> Api --> AgentSampler --ask--> the rollout's player, in the trainer's
-                                                           process
+    agent --HTTP, its key--> Api --> AgentSampler --ask--> the rollout's turn driver, in the
+                                                           trainer's process
 
-To the player (`TurnDriver`) an agent is a rollout function. Agent and address run in a session's
-process, and end with it."""
+To the turn driver (`TurnDriver`) an agent is a rollout function. Agent and address run in a
+session's process, and end with it."""
 
 from __future__ import annotations
 
@@ -34,9 +34,11 @@ GRACE = 10.0
 
 
 class AgentSampler:
-    """The `Sampler` behind an agent's address: passes calls to the rollout, one after the other."""
+    """The `Sampler` behind an agent's address: passes calls to the rollout's turn driver, which
+    answers them one after the other. `sampler`: the connection to the turn driver; `section`: the
+    run's sampling settings; `model`: the name that the address reports."""
 
-    max_tokens = vocab_size = 2**31 - 1  # no limits here, because the player checks them
+    max_tokens = vocab_size = 2**31 - 1  # no limits here, because the turn driver checks them
     eos_ids = ()
 
     def __init__(self, sampler: RolloutSampler, section: SamplingSection, model: str) -> None:
@@ -48,13 +50,15 @@ class AgentSampler:
         self._lock = threading.Lock()
         self.reward: float | None = None  # reward that the agent posted, or None
         self.is_over = False
-        self.when_over: Callable[[], object] = _do_nothing
-        # called before the program learns that its rollout was dropped, and complains
+        self.when_over: Callable[[], object] = _do_nothing  # called once, at the rollout's end
+        # Called before the program learns that its rollout was dropped, and complains.
         self.when_dropped: Callable[[], object] = _do_nothing
 
     async def sample(self, call: Call) -> Sampled:
-        """Answers a call with the rollout's next completion. ShoalError if the call asks for other
-        settings than the run's, or the rollout is over."""
+        """Answers a call of the agent: asks the turn driver, waits until the completion has been
+        sampled, and returns the prompt's ids with it. ShoalError if the call asks for other
+        sampling settings than the run's or for several completions, if its prompt is too long, or
+        if the rollout is over."""
         for name in ("temperature", "top_k", "top_p", "min_p", "stop"):
             requested = getattr(call.params, name)
             own = getattr(self.params, name)
@@ -82,8 +86,9 @@ class AgentSampler:
         return Sampled(answer["prompt_ids"], answer["choices"])
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Passes a call to the player and waits for the answer. ShoalError if the rollout is over
-        or the call is wrong; calls `when_over` at the rollout's end."""
+        """Sends a call to the turn driver and waits for the answer (blocks). ShoalError if the
+        rollout is over or the call is wrong. At the rollout's end it first calls `when_over`, once;
+        before that `when_dropped`, if the rollout was dropped."""
         try:
             answer = self._sampler.ask("call", request)
         except RolloutEnded as error:
@@ -125,24 +130,26 @@ class AgentProgram:
     def __call__(
         self, rows: Sequence[Mapping[str, Any]], sampler: RolloutSampler
     ) -> dict[str, Any]:
-        """Plays one rollout: opens an address, runs the agent, and returns its reward: the one that
-        it posted, else the one that it returned or printed last; None if there is none."""
+        """Plays the rollout of `rows[0]`: opens an address, runs the agent to its end, and returns
+        {"agent_reward": [reward]}. The reward is the one that the agent posted, else the one that
+        its function returned or its command printed last; None if there is none. RuntimeError if
+        the agent had no call answered."""
         from shoal.serve.app import Api
 
-        played = AgentSampler(sampler, self.sampling, self.model)
+        agent_sampler = AgentSampler(sampler, self.sampling, self.model)
         key = secrets.token_urlsafe(24)
-        api = Api(played, key, seconds=1e9, posts={"/v1/reward": played.take_reward})
+        api = Api(agent_sampler, key, seconds=1e9, posts={"/v1/reward": agent_sampler.take_reward})
         with served(api.app()) as address:
             url = f"{address}/v1"
             if isinstance(self.agent, str):
-                own_reward = _run(self.agent, rows[0], url, key, played)
+                own_reward = _run_command(self.agent, rows[0], url, key, agent_sampler)
             else:
                 own_reward = self.agent(rows[0], url, key)
         if not sampler.sampled:
             raise RuntimeError(
                 "the agent ended without a request to OPENAI_BASE_URL that was answered"
             )
-        reward = played.reward
+        reward = agent_sampler.reward
         if reward is None:
             reward = own_reward
         return {"agent_reward": [reward]}
@@ -152,7 +159,7 @@ def _do_nothing() -> None:
     return None
 
 
-def _give(to: IO[str], text: str) -> None:
+def _write_and_close(to: IO[str], text: str) -> None:
     """Writes a text to a program's input and closes it; ignores a program that no longer reads."""
     with contextlib.suppress(BrokenPipeError), to:
         to.write(text)
@@ -165,12 +172,13 @@ def _kill(process: subprocess.Popen[str]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _run(
-    command: str, row: Mapping[str, Any], url: str, key: str, played: AgentSampler
+def _run_command(
+    command: str, row: Mapping[str, Any], url: str, key: str, agent_sampler: AgentSampler
 ) -> float | None:
-    """Runs an agent's command, with the row as JSON on its input and the address in its
-    environment. Returns the number that it printed last, or None if that is no number. RuntimeError
-    if it fails before its rollout is over."""
+    """Runs an agent's command to its end, with the row as JSON on its input, and `url` and `key` in
+    its environment. Returns the number in the last line that it printed, or None if that is no
+    number. The command is killed GRACE seconds after the rollout is over, or at once if the rollout
+    is dropped. RuntimeError if it fails before."""
     last_line = ""
     variables = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
     with subprocess.Popen(
@@ -187,19 +195,21 @@ def _run(
         # the output open.
         timer = threading.Timer(GRACE, os.killpg, (process.pid, signal.SIGKILL))
         timer.daemon = True
-        played.when_over = timer.start
-        played.when_dropped = functools.partial(_kill, process)
+        agent_sampler.when_over = timer.start
+        agent_sampler.when_dropped = functools.partial(_kill, process)
         # Write in a thread: a program that reads its row late, or never, may print before, and end
         # when it likes.
         row_text = json.dumps(row, default=str)
-        giver = threading.Thread(target=_give, args=(process.stdin, row_text), daemon=True)
-        giver.start()
+        writer = threading.Thread(
+            target=_write_and_close, args=(process.stdin, row_text), daemon=True
+        )
+        writer.start()
         for line in process.stdout:
             if line.strip():
                 last_line = line.strip()
-        giver.join()
+        writer.join()
     timer.cancel()
-    if process.returncode and not played.is_over:
+    if process.returncode and not agent_sampler.is_over:
         raise RuntimeError(f"the agent ended with exit code {process.returncode}")
     with contextlib.suppress(ValueError):
         return float(last_line)

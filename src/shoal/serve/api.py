@@ -176,20 +176,21 @@ def _check_depth(body: dict[str, Any]) -> None:
 
 
 def read_call(kind: str, body: dict[str, Any], sampler: Sampler) -> Call:
-    """Returns the call that a body asks for. ShoalError, which names the setting, if one is wrong.
-    `kind`: a key of PROMPTS."""
+    """Returns the call that the JSON object of a request asks for, with the defaults and limits of
+    `sampler`. `kind`: the kind of call, a key of PROMPTS. ShoalError, which names the setting, if
+    one is unknown or wrong, or if there is no prompt."""
     if kind == "tokens":  # all settings but the prompt are in there
         nested = body.pop("sampling_params", {})
-        require(fits(nested, dict), "sampling_params", nested, "an object")
+        require(has_shape(nested, dict), "sampling_params", nested, "an object")
         body = {"logprobs": 1, "return_token_ids": True} | body | nested
     settings = {name: value for name, value in body.items() if value is not None}
     prompt_name, _ = PROMPTS[kind]
-    if kind == "text" and fits(settings.get("prompt"), [(str, list)]):
+    if kind == "text" and has_shape(settings.get("prompt"), [(str, list)]):
         if len(settings["prompt"]) == 1:
             settings["prompt"] = settings["prompt"][0]
     _check_shapes(kind, settings, sampler)
     prompt = settings[prompt_name]
-    ids = prompt if fits(prompt, [int]) else []
+    ids = prompt if has_shape(prompt, [int]) else []
     are_ids = all(0 <= id < sampler.vocab_size for id in ids)
     require(
         bool(prompt) and are_ids, prompt_name, prompt, f"some, of ids below {sampler.vocab_size}"
@@ -216,7 +217,7 @@ def read_call(kind: str, body: dict[str, Any], sampler: Sampler) -> Call:
     has_logprobs = logprobs is not False
     if kind == "chat":  # in this kind `logprobs` is a yes or a no, so 0 means none
         has_logprobs = bool(logprobs)
-        prompt = [_message(message) for message in prompt]
+        prompt = [_template_message(message) for message in prompt]
     return Call(
         kind,
         prompt,
@@ -244,13 +245,14 @@ def _check_shapes(kind: str, settings: dict[str, Any], sampler: Sampler) -> None
             del shapes[other_name]
     for name, value in ({prompt_name: None} | settings).items():
         require(name in shapes, name, value, "nothing: this address has no such setting")
-        require(fits(value, shapes[name]), name, value, expected(shapes[name]))
+        require(has_shape(value, shapes[name]), name, value, shape_text(shapes[name]))
 
 
 def _read_params(
     settings: dict[str, Any], stop: Sequence[str], default: SamplingParams
 ) -> SamplingParams:
-    """Returns the sampling settings of a call, with the defaults for what it leaves out."""
+    """Returns the sampling settings of a call: its own, else those of `default`. `stop`: its stop
+    strings; empty if it gives none."""
     numbers = {name: settings[name] for name in SAMPLING if name in settings}
     # Both names may be given: OpenAI's newer one wins, as in vLLM.
     max_tokens = settings.get("max_tokens", default.max_tokens)
@@ -259,9 +261,10 @@ def _read_params(
     return replace(default, **numbers, max_tokens=max_tokens, stop=stop_strings)
 
 
-def _message(given: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message as chat templates read it: its text in one piece, the arguments of tool
-    calls as objects."""
+def _template_message(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message of a request in the form that chat templates read: parts of text joined to
+    one, the role `developer` as `system`, and the arguments of tool calls as objects in place of
+    JSON texts."""
     message = {name: value for name, value in given.items() if value is not None}
     content = message.get("content", "")
     if not isinstance(content, str):
@@ -276,7 +279,7 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-def fits(value: Any, shape: Any) -> bool:
+def has_shape(value: Any, shape: Any) -> bool:
     """True if a JSON value has a shape. A shape is a type, a number `Within`, (values or shapes to
     choose from), [shape of all items], or {name: shape}, where a name with ? may be missing and *
     stands for all names."""
@@ -291,16 +294,16 @@ def fits(value: Any, shape: Any) -> bool:
         if isinstance(item_shape, type) and item_shape is not object:
             # A fast path: a prompt may have thousands of ids.
             return {type(item) for item in value} <= {item_shape}
-        return all(fits(item, item_shape) for item in value)
+        return all(has_shape(item, item_shape) for item in value)
     if not isinstance(shape, dict) or not isinstance(value, dict):
         return shape is object or type(value) is shape
     if "*" in shape:
-        return all(fits(item, shape["*"]) for item in value.values())
+        return all(has_shape(item, shape["*"]) for item in value.values())
     for name, item_shape in shape.items():
         item = value.get(name.rstrip("?"))
         if item is None and name.endswith("?"):
             continue
-        if not fits(item, item_shape):
+        if not has_shape(item, item_shape):
             return False
     return True
 
@@ -308,12 +311,13 @@ def fits(value: Any, shape: Any) -> bool:
 def _is_choice(value: Any, choice: Any) -> bool:
     """True if a value equals a value that a shape lists, or has a shape that it lists."""
     if isinstance(choice, type | list | dict):
-        return fits(value, choice)
+        return has_shape(value, choice)
     return value is choice or (type(value) is type(choice) and value == choice)
 
 
-def expected(shape: Any) -> str:
-    """Returns a text that describes a setting's shape, for errors."""
+def shape_text(shape: Any) -> str:
+    """Returns what a value of this shape would be, for errors: `an integer from 1 to 128`, or
+    `false or true`; for other shapes only that OpenAI's API says it."""
     if isinstance(shape, Within):
         number = "an integer" if isinstance(shape.low, int) else "a number"
         return f"{number} from {exact(shape.low)} to {shape.high}"
@@ -336,7 +340,9 @@ FINISHED = {StopReason.LENGTH: "length", StopReason.CANCELLED: "abort"}
 
 
 def reply(call: Call, sampled: Sampled, model: str) -> dict[str, Any]:
-    """Returns the JSON answer to a call."""
+    """Returns the JSON reply to a call, as OpenAI's API has it: an id, the model's name, the
+    completions as `choices`, and the numbers of tokens as `usage`; with `call.ids` also the
+    prompt's token ids."""
     num_prompt = len(sampled.prompt_ids)
     num_sampled = sum(len(described["ids"]) for described in sampled.choices)
     prompt: dict[str, Any] = {}
@@ -366,7 +372,9 @@ def reply(call: Call, sampled: Sampled, model: str) -> dict[str, Any]:
 
 
 def _choice(call: Call, described: dict[str, Any]) -> dict[str, Any]:
-    """Returns one completion in the form of the API, without its index."""
+    """Returns one completion in the form of the API, without its index. `described`: the completion
+    as `shoal.chat.turns.described` returns it. Its text and message end before a stop string of the
+    call."""
     choice: dict[str, Any] = {
         "finish_reason": FINISHED.get(described["stop_reason"], "stop"),
         "stop_reason": None,
@@ -417,7 +425,9 @@ def _version_spans(versions: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _logprobs(kind: str, described: dict[str, Any]) -> dict[str, Any]:
-    """Returns a completion's log-probs in the form that the kind of call has."""
+    """Returns a completion's log-probs in the form of the API: for `text` lists of tokens,
+    log-probs and offsets; for `chat` and `tokens` {"content": an object for each token}, with its
+    text and bytes, or with its id."""
     tokens = described["tokens"]
     if kind == "text":
         offsets = []
@@ -446,8 +456,9 @@ def _logprobs(kind: str, described: dict[str, Any]) -> dict[str, Any]:
 
 
 def events(call: Call, whole: dict[str, Any]) -> Iterator[str]:
-    """Yields the events of a stream: each completion in one piece, then its end. Takes `choices`
-    and `usage` out of `whole`."""
+    """Yields the server-sent events of a streamed reply. `whole`: the reply as `reply` returns it;
+    side effect: `choices` and `usage` are taken out. Each completion comes in one piece, because it
+    has been sampled already; then an event with its reason to finish."""
     usage = whole.pop("usage")
     choices = whole.pop("choices")
     whole["object"] = whole["object"].replace("chat.completion", "chat.completion.chunk")

@@ -1,7 +1,7 @@
 """Routes of the address, limits on requests, and who may call it.
 
-    request -> its site, its key -> the body, bounded -> a call -> the sampler
-            -> a record, or events
+    request -> who sends it, its key -> the body, up to a limit -> a call -> the sampler
+            -> a JSON object, or a stream of events
 
 An error is `{"error": {"message", "type", "param", "code"}}`. If a client goes away, sampling for
 it ends."""
@@ -22,8 +22,8 @@ from starlette.routing import Route
 
 from shoal.chat.turns import TOKEN_CHARACTERS
 from shoal.records import HostLost, ShoalError
-from shoal.serve.api import Call, Sampler, events, fits, parse, read_call, reply, require
-from shoal.serve.server import foreign
+from shoal.serve.api import Call, Sampler, events, has_shape, parse, read_call, reply, require
+from shoal.serve.server import cross_site_refusal
 from shoal.text import exact
 
 MAX_BODY = 16 * 2**20
@@ -58,7 +58,7 @@ class Api:
     seconds: float = 600.0  # longest time that a request may take
     weights: Any = None
     posts: Mapping[str, Callable[[dict[str, Any]], None]] = field(default_factory=dict)
-    going: set[Request] = field(default_factory=set)
+    under_way: set[Request] = field(default_factory=set)
 
     def app(self) -> Starlette:
         """Returns the application with all routes, for a server."""
@@ -69,16 +69,18 @@ class Api:
         return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
 
     async def _guarded(self, request: Request) -> Response:
-        """Answers a request if the client may ask, within the time limit; errors become records."""
+        """Answers a request to any route. Refuses those of other sites (403), without the key (401)
+        or above MAX_CALLS at once (429). Turns errors and the time limit into replies of the API:
+        400 for a wrong call, 503 if the sampler has ended, 408 if it took too long."""
         _, _, key = request.headers.get("authorization", "").partition(" ")
-        refusal = foreign(request.headers, bool(self.key))
+        refusal = cross_site_refusal(request.headers, bool(self.key))
         if refusal:
             return error_reply(403, refusal)
         if self.key and not hmac.compare_digest(key.encode(), self.key.encode()):
             return error_reply(401, "Authorization: Bearer KEY: the key is none of this address")
-        if len(self.going) >= MAX_CALLS:
+        if len(self.under_way) >= MAX_CALLS:
             return error_reply(429, f"{MAX_CALLS} requests are under way; try again later")
-        self.going.add(request)
+        self.under_way.add(request)
         try:
             async with asyncio.timeout(self.seconds):
                 return await self._answer(request.url.path, request)
@@ -91,10 +93,12 @@ class Api:
                 408, f"the client went away, or it took longer than {exact(self.seconds)} seconds"
             )
         finally:
-            self.going.discard(request)
+            self.under_way.discard(request)
 
     async def _answer(self, path: str, request: Request) -> Response:
-        """Answers a request at one of the paths."""
+        """Answers a request that may be answered, by its path: samples (KINDS), calls a function of
+        `posts`, names the model, or controls the weights. HTTP error 404 for the last if there is
+        no `weights` object."""
         sampler = self.sampler
         if path in KINDS:
             tokens = sampler.max_prompt_tokens + sampler.params.max_tokens
@@ -125,10 +129,12 @@ class Api:
             raise HTTPException(
                 404, "the weights cannot be replaced: start `shoal serve` with publication=true"
             )
-        return JSONResponse(await self._replace(self.weights, path[1:], request))
+        return JSONResponse(await self._control_weights(self.weights, path[1:], request))
 
-    async def _replace(self, weights: Any, name: str, request: Request) -> dict[str, Any]:
-        """Answers vLLM's calls that pause sampling and replace the weights."""
+    async def _control_weights(self, weights: Any, name: str, request: Request) -> dict[str, Any]:
+        """Carries out one of vLLM's calls that pause sampling and replace or compare weights, and
+        returns its JSON reply. `name`: one of WEIGHTS, or `is_paused`; the request's body has the
+        arguments. ShoalError for wrong arguments."""
         body = parse(await _body(request) or b"{}")
         if name == "pause":
             mode = request.query_params.get("mode", "abort")
@@ -138,7 +144,7 @@ class Api:
             weights.resume()
         elif name == "collective_rpc":
             require(
-                fits(body, {"method": ("reload_weights",), "kwargs": {"weights_path": str}}),
+                has_shape(body, {"method": ("reload_weights",), "kwargs": {"weights_path": str}}),
                 "method",
                 body,
                 '{"method": "reload_weights", "kwargs": {"weights_path": FOLDER}}',
@@ -146,12 +152,12 @@ class Api:
             await weights.reload(body["kwargs"]["weights_path"])
             return {"results": [None]}
         elif name == "update_weight_version":
-            require(fits(body, {"new_version": str}), "new_version", body, "a text")
+            require(has_shape(body, {"new_version": str}), "new_version", body, "a text")
             weights.name_version(body["new_version"])
         elif name == "weight_checker":
             actions = ({"action": ("checksum",)}, {"action": ("compare",), "baseline": dict})
             require(
-                fits(body, actions),
+                has_shape(body, actions),
                 "action",
                 body,
                 "the action checksum, or compare with a baseline",
@@ -174,12 +180,13 @@ class Api:
 
 
 def _parse_call(kind: str, body: bytes, sampler: Sampler) -> Call:
-    """Returns the call in a body."""
+    """Returns the call that a request's body (JSON) asks for; ShoalError if it is wrong."""
     return read_call(kind, parse(body), sampler)
 
 
 def error_reply(status: int, message: str, param: str = "") -> Response:
-    """Returns an error as an answer."""
+    """Returns an HTTP response with an error in the form of OpenAI's API. `param`: the setting that
+    is wrong, "" if none is."""
     kind = "invalid_request_error" if status == 400 else f"error_{status}"
     return JSONResponse(
         {"error": {"message": message, "type": kind, "param": param or None, "code": None}}, status
@@ -187,7 +194,7 @@ def error_reply(status: int, message: str, param: str = "") -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Returns Starlette's own errors as answers of the same form."""
+    """Returns the response for an error of Starlette, like 404, in the form of `error_reply`."""
     assert isinstance(error, HTTPException)
     return error_reply(error.status_code, error.detail)
 
@@ -204,8 +211,8 @@ async def _body(request: Request, most: int = MAX_BODY) -> bytes:
 
 
 async def _unless_gone(request: Request, answer: Awaitable[Any]) -> Any:
-    """Returns the awaited answer; if the client goes away first, cancels it and raises
-    ClientDisconnect."""
+    """Waits for an answer and returns it. If the client disconnects first, cancels the answer,
+    which ends its sampling, and raises ClientDisconnect."""
     answering = asyncio.ensure_future(answer)
     # The body has been read: the next message can only say that the client goes away.
     disconnecting = asyncio.ensure_future(request.receive())

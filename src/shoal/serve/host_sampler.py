@@ -40,8 +40,11 @@ callers are likely to call again."""
 
 
 class HostSampler:
-    """A `Sampler` whose weights can be replaced. `make_engine` makes the engine for any request;
-    `params` are the settings for what calls leave out.
+    """A `Sampler` that samples with engines of this process, and whose weights can be replaced.
+
+    `name`: the model's name in replies. `make_engine`: (purpose, group size) -> engine. `params`:
+    the settings that calls leave out. `store`: where weights are published for the host; `weights`:
+    the first ones. `seed`: of the noise of calls that have no seed of their own.
 
     The same call with the same seed gives the same tokens, whatever else is sampled. Calls without
     a seed get noise by their number."""
@@ -81,9 +84,10 @@ class HostSampler:
         self.close = self.host.close
 
     async def sample(self, call: Call) -> Sampled:
-        """Answers a call: waits while paused, samples, and names the versions of its tokens. If the
-        caller goes away, cancels the request. ShoalError if the call cannot be sampled, HostLost if
-        the sampler has ended."""
+        """Answers a call: waits while sampling is paused, samples all completions, and returns them
+        with the names of the weights (`name_version`) that each token was sampled from. If this
+        coroutine is cancelled, because the caller went away, the request is cancelled too.
+        ShoalError if the call cannot be sampled, HostLost if the sampler has ended."""
         # Encode in a thread, because a template or a long text takes a while.
         ids = await asyncio.to_thread(
             encode, call.prompt, call.tools, self.tokenizer, self.max_prompt_tokens
@@ -125,8 +129,9 @@ class HostSampler:
         return self._labels[newest]
 
     def _submit(self, request: SampleRequest, loop: asyncio.AbstractEventLoop) -> None:
-        """Sends a request to the host; if the host is idle, only after a short wait, together with
-        those that come meanwhile."""
+        """Schedules a request to be sent to the host: at once if the host is busy or full, else
+        after a short wait (GATHERED), together with the requests that come meanwhile. Each new one
+        starts the wait again."""
         self._gathered.append(request)
         if self._timer is not None:
             self._timer.cancel()
@@ -140,7 +145,7 @@ class HostSampler:
         self._timer = loop.call_later(seconds, self._send)
 
     def _send(self) -> None:
-        """Sends the gathered requests to the host."""
+        """Sends the gathered requests to the host, without those whose callers went away."""
         requests = self._gathered
         self._timer = None
         self._gathered = []
@@ -160,7 +165,8 @@ class HostSampler:
             self._loop.call_soon_threadsafe(self._collect)
 
     def _collect(self) -> None:
-        """Passes the host's answers, or its error, to the calls that wait for them."""
+        """Polls the host, and passes its answers to the calls that wait for them; if the host has
+        failed, now or before, all of these get HostLost."""
         answers: dict[int, list[Completion]] = {}
         if not self._fault:
             try:
@@ -184,9 +190,9 @@ class HostSampler:
         return not self._open.is_set()
 
     async def pause(self, mode: str) -> None:
-        """Stops new calls from beginning. `mode` says what happens to unfinished calls: "keep"
-        stops them where they are, "wait" waits for them, "abort" ends them with what has been
-        sampled."""
+        """Stops new calls from beginning, until `resume`. `mode` says what happens to unfinished
+        calls: "keep" stops them where they are, to go on at `resume`; "wait" returns when all have
+        ended; "abort" ends them with the tokens sampled so far."""
         self._open.clear()
         self.host.handle(Pause(mode == "keep"))
         if mode == "keep":
@@ -212,8 +218,9 @@ class HostSampler:
             await asyncio.to_thread(self._load, folder)
 
     def _load(self, folder: str) -> None:
-        """Reads the weights in a folder, publishes them to the host, and drops the previous
-        ones."""
+        """Reads the weights in a folder (Hugging Face's format), publishes them to the host as the
+        next version, and drops the previous ones. ShoalError if they cannot be read, or if the
+        model has an adapter."""
         model = self.store.model
         try:
             if model.architecture.adapter:
@@ -230,7 +237,7 @@ class HostSampler:
         self.host.handle(Load(version))
 
     async def checksums(self) -> dict[str, str]:
-        """Returns a checksum of the newest weights."""
+        """Returns {"parameters": checksum of the newest weights}."""
         held = self.store.versions[self._version].parameters(self.store.model)
         return {"parameters": await asyncio.to_thread(weights_text, held)}
 

@@ -23,8 +23,10 @@ def host_name(host: str) -> str:
     return (match["six"] or match["name"]).lower()
 
 
-def foreign(headers: Mapping[str, str], has_token: bool) -> str:
-    """Returns why a request is refused because it comes from another site; "" if it does not.
+def cross_site_refusal(headers: Mapping[str, str], has_token: bool) -> str:
+    """Returns why a request must be refused because a page of another site sent it, from its
+    headers Host and Origin; "" if it may be answered. `has_token`: requests must carry a token, so
+    any Host is allowed.
 
     A page of another site that makes its own name resolve to 127.0.0.1 sends that name as Host, and
     any page sends its Origin."""
@@ -37,7 +39,8 @@ def foreign(headers: Mapping[str, str], has_token: bool) -> str:
 
 
 def require_packages(extra: str, *packages: str) -> None:
-    """Raises ShoalError if a package of an extra is not installed."""
+    """Imports packages; raises ShoalError, which names the `extra` of Shoal that installs them, if
+    one is missing."""
     for package in packages:
         try:
             __import__(package)
@@ -47,9 +50,10 @@ def require_packages(extra: str, *packages: str) -> None:
             ) from error
 
 
-def check_host(host: str, token: str, what: str, port: int) -> None:
-    """Raises ShoalError if other machines can reach an address and there is no token; `what` says
-    what they could do."""
+def require_token(host: str, token: str, what: str, port: int) -> None:
+    """Raises ShoalError if other machines can reach `host` (it is not this machine's loopback
+    address) and `token` is empty. For the message: `what` they could do, and the `port` of the
+    advice."""
     if host not in LOOPBACK and not token:
         raise ShoalError(
             f"host={host}: whoever reaches this address could {what}; set token=auto, or leave "
@@ -71,8 +75,9 @@ def base_url(host: str, listening: socket.socket) -> str:
 
 
 def listen(host: str, port: int, first: int = 8700) -> socket.socket:
-    """Returns a socket that listens at a port; with port 0 at `first` or the next free one.
-    ShoalError if the port is in use."""
+    """Returns a socket that listens at a port. With port 0 it is `first`, the next of 20 ports that
+    is free, or else any free port. ShoalError if no port can be had, for example because the only
+    one is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     ports = [port]
     if not port:
@@ -97,8 +102,8 @@ def listen(host: str, port: int, first: int = 8700) -> socket.socket:
 
 
 def make_server(app: Any) -> Any:
-    """Returns a server; `run(sockets=[...])` then answers requests until Ctrl-C or
-    `should_exit`."""
+    """Returns a uvicorn server for an ASGI app, not yet started: `run(sockets=[...])` answers
+    requests until Ctrl-C, or until `should_exit` is set."""
     import uvicorn
 
     config = uvicorn.Config(
@@ -118,8 +123,8 @@ def make_server(app: Any) -> Any:
 
 @contextlib.contextmanager
 def served(app: Any) -> Iterator[str]:
-    """Context manager in which an app answers at a free port of this machine, in a thread. Gives
-    the address, `http://127.0.0.1:PORT`."""
+    """Context manager that serves an ASGI app at a free port of this machine, in a thread, and
+    yields its address, `http://127.0.0.1:PORT`. Leaving it stops the server and waits for it."""
     with listen("127.0.0.1", 0, 0) as listening:
         server = make_server(app)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)

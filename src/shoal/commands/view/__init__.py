@@ -22,7 +22,7 @@ from shoal.config.commands import ViewConfig
 from shoal.files import check_new_file
 from shoal.records import ShoalError
 from shoal.report.console import Console
-from shoal.serve.server import base_url, check_host, listen, make_server, require_packages
+from shoal.serve.server import base_url, listen, make_server, require_packages, require_token
 from shoal.text import count
 
 NICENESS = 5
@@ -40,7 +40,7 @@ def view(config: ViewConfig, console: Console | None = None) -> dict[str, Any]:
         from shoal.commands.view.views import Viewer
 
         token = secrets.token_urlsafe(16) if config.token == "auto" else config.token
-        check_host(config.host, token, "read the runs", 8700)
+        require_token(config.host, token, "read the runs", 8700)
         if config.groups:
             raise ShoalError(
                 "groups: it chooses what a file contains; name the file with to=page.html"

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from shoal.commands.view.views import Viewer
 from shoal.records import ShoalError
 from shoal.runs.lines import bounded_line, json_ready
-from shoal.serve.server import foreign
+from shoal.serve.server import cross_site_refusal
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' "
@@ -156,7 +156,7 @@ class Guard:
             return 405, "this page only reads: GET is the one method"
         if len(request.scope.get("raw_path") or b"") + len(request.scope["query_string"]) > MAX_URL:
             return 414, "the address is too long"
-        refused = foreign(request.headers, bool(self._token))
+        refused = cross_site_refusal(request.headers, bool(self._token))
         if refused:
             return 403, refused
         if request.headers.get("sec-fetch-site", "none") not in (

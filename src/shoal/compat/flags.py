@@ -62,7 +62,7 @@ def derived(rule: Rule, keys: str, meaning: str, *names: str, **more: Any) -> li
 
 def idle(meaning: str, *names: str, **more: Any) -> list[Flag]:
     """Returns rows for flags that have no effect here. A text in `names` may hold several names,
-    separated by spaces."""
+    separated by spaces. `meaning`: why they have none; `more`: further fields of Flag."""
     rows = []
     for text in names:
         for name in text.split():
@@ -81,8 +81,8 @@ def refused(meaning: str, *names: str, accepts: tuple[str, ...] = ()) -> list[Fl
 
 
 def only(meaning: str, *texts: str, names: str) -> list[Flag]:
-    """Returns rows for flags that are errors unless they are left empty or have one of `texts`,
-    which ask for what happens here anyway."""
+    """Returns rows for flags (`names`, separated by spaces) that are errors unless they are left
+    empty or have one of `texts`, which ask for what happens here anyway."""
     return [
         Flag(
             name,
@@ -100,7 +100,7 @@ def only(meaning: str, *texts: str, names: str) -> list[Flag]:
 
 
 def each(*keys: str) -> Reader:
-    """Returns a reader that gives several keys the flag's text."""
+    """Returns a reader that gives each of the keys the flag's text as its value."""
 
     def read(name: str, text: str) -> Values:
         return dict.fromkeys(keys, text)
@@ -109,8 +109,8 @@ def each(*keys: str) -> Reader:
 
 
 def optional(key: str, none: str = "0") -> Reader:
-    """Returns a reader of a number that may be None. For None, the key gets the value of the
-    parameter `none`."""
+    """Returns a reader of a number that may be None (one of NOTHING), for which the key gets the
+    value `none`."""
 
     def read(name: str, text: str) -> Values:
         if text.lower() in NOTHING:
@@ -121,7 +121,7 @@ def optional(key: str, none: str = "0") -> Reader:
 
 
 def least_zero(key: str) -> Reader:
-    """Returns a reader of a number; -1 becomes 0."""
+    """Returns a reader of a number for a key; -1 becomes 0."""
 
     def read(name: str, text: str) -> Values:
         if text == "-1":
@@ -143,7 +143,7 @@ def if_true(values: Values, other: Values) -> Reader:
 
 
 def listed(key: str) -> Reader:
-    """Returns a reader of a list."""
+    """Returns a reader of a list for a key: `[a,b]` and `a,b` become two items."""
 
     def read(name: str, text: str) -> Values:
         return {key: items_of(text)}
@@ -152,7 +152,8 @@ def listed(key: str) -> Reader:
 
 
 def choice(options: Mapping[str, Values]) -> Reader:
-    """Returns a reader of a flag with these possible texts; other texts are a ShoalError."""
+    """Returns a reader of a flag with these possible texts: text -> values of keys. The reader
+    raises ShoalError for other texts."""
 
     def read(name: str, text: str) -> Values:
         return chosen(name, text, options)
@@ -168,8 +169,10 @@ def chosen(name: str, text: str, options: Mapping[str, Chosen]) -> Chosen:
 
 
 def read_bounds(both: str, low: str, high: str) -> Group:
-    """Returns a reader of the flags for clip bounds: each bound has its own flag (`low`, `high`),
-    and without it the flag `both`."""
+    """Returns a reader of flags that are read together, for algorithm.clip_low and clip_high.
+    `low`, `high`: the names of the flags for one bound; `both`: that of the flag for a bound whose
+    own flag is not given. A bound that no flag gives is not set. Names are without their
+    sections."""
 
     def read_clip(given: Given) -> Values:
         """Returns the clip bounds that the given flags set."""
@@ -188,7 +191,8 @@ LORA = "model.lora.rank model.lora.alpha model.lora.targets model.lora.rslora"
 
 
 def lora_values(rank: str, alpha: str, targets: str = "all-linear") -> Values:
-    """Returns the values of LoRA's keys."""
+    """Returns the values of LoRA's keys for these texts of flags; `targets`: names separated by
+    commas."""
     return {
         "model.lora.rank": rank,
         "model.lora.alpha": alpha,
@@ -211,9 +215,10 @@ KNOWN_TASKS = {
 
 
 def read_data_set(name: str, text: str) -> Values:
-    """Returns the keys for a data set: the task of Shoal that it is, otherwise a path with the
-    user's own data, whose rows are like GSM8K's if the flag is that of MaxText's demo (hf_path).
-    Resets what a preset says about other data."""
+    """Reads a flag that names a data set: returns the task of Shoal that it is (KNOWN_TASKS), else
+    task=custom with the name as its path. Data in the flag `hf_path`, that of MaxText's demo, has
+    rows like GSM8K's, so it gets the task gsm8k unless another flag names one. Also resets the
+    split, files and subset that a preset sets for other data."""
     task: str | Yielding | None = KNOWN_TASKS.get(text.lower())
     path = ""
     if not task:
@@ -257,8 +262,8 @@ def to_float(name: str, text: str) -> float:
 
 
 def items_of(text: str) -> list[str]:
-    """Returns the items of a text `a,b` or `[a,b]`, with or without quotes; empty items are left
-    out."""
+    """Returns the items of a text `a,b` or `[a,b]`, without quotes around items; empty items are
+    left out."""
     if text.startswith("[") and text.endswith("]"):
         text = text[1:-1]
     items = []
@@ -270,5 +275,6 @@ def items_of(text: str) -> list[str]:
 
 
 def last_part(given: Given) -> dict[str, str]:
-    """Returns the flags' texts by the last part of their dotted names."""
+    """Returns the flags' texts by the last part of their dotted names:
+    `{"actor.optim.lr": "1"}` -> `{"lr": "1"}`."""
     return {name.rpartition(".")[2]: text for name, text in given.items()}

@@ -42,10 +42,10 @@ _AFTER_HASHES = re.compile(r"#### (-?[0-9.,]+)")
 def has_reasoning_and_answer(text: str) -> bool:
     """True if a text has `<reasoning>...</reasoning>` and later an `<answer>...</answer>` that is
     not empty."""
-    _, end_of_reasoning = _after(text, 0, "<reasoning>", "</reasoning>", 0)
+    _, end_of_reasoning = _ends_of_tags(text, 0, "<reasoning>", "</reasoning>", 0)
     if end_of_reasoning < 0:
         return False
-    _, end_of_answer = _after(text, end_of_reasoning, "<answer>", "</answer>")
+    _, end_of_answer = _ends_of_tags(text, end_of_reasoning, "<answer>", "</answer>")
     return end_of_answer >= 0
 
 
@@ -59,8 +59,9 @@ def tagged_or_boxed(text: str) -> str | None:
 
 
 def same_value(answer: str | None, gold: str) -> bool:
-    """True if an answer equals the gold text or has its value: it is one number, perhaps with
-    units, or an expression of numbers."""
+    """True if an answer is the same text as `gold`, the right answer, or has its value: the answer
+    (what stands after the last `=`, or in a box) is one number, perhaps with units, or an
+    expression of numbers. False if `answer` is None."""
     if answer is None:
         return False
     if answer.strip() == gold.strip():
@@ -77,10 +78,12 @@ def same_value(answer: str | None, gold: str) -> bool:
     return is_bare(content) and number_in(content) == Fraction(wanted)
 
 
-def _after(text: str, start: int, opening: str, closing: str, least: int = 1) -> tuple[int, int]:
-    """Searches from `start` on. Returns (the position after the first `opening`, the position after
-    the first `closing` behind it), with at least `least` characters between the two tags; -1 in
-    place of what is not found."""
+def _ends_of_tags(
+    text: str, start: int, opening: str, closing: str, least: int = 1
+) -> tuple[int, int]:
+    """Searches from `start` on. Returns (the position after the first tag `opening`, the position
+    after the first tag `closing` that follows it with at least `least` characters in between);
+    (-1, -1) without an opening tag, (position, -1) without a closing one."""
     begin = text.find(opening, start)
     if begin < 0:
         return -1, -1
@@ -98,7 +101,7 @@ def exact_answer(text: str) -> str | None:
     """Returns the answer of a text in Tunix's format, which is `<reasoning>...</reasoning>` and
     later `<answer>`: the text from there to `</answer>` or the end of the line, at least one
     character. None for a text in another format."""
-    _, end_of_reasoning = _after(text, 0, "<reasoning>", "</reasoning>")
+    _, end_of_reasoning = _ends_of_tags(text, 0, "<reasoning>", "</reasoning>")
     if end_of_reasoning < 0:
         return None
     tag = text.find("<answer>", end_of_reasoning)
@@ -135,10 +138,12 @@ def tag_points(text: str) -> float:
 
 
 def answer_points(text: str, gold: str) -> float:
-    """Returns points for the answer of a text in Tunix's format, compared without commas and
-    surrounding white space: 3 if it is the gold number, by text or by value; by its ratio to the
-    gold number 0.5 from 0.9 to 1.1, 0.25 from 0.8 to 1.2, else -1; -0.5 if it is no number; 0 for a
-    text in another format."""
+    """Returns the points for the answer of a text in Tunix's format, compared with the right answer
+    `gold` without commas and surrounding white space:
+
+    3 for the same text or number; for another number by its ratio to the right one 0.5 from 0.9 to
+    1.1, 0.25 from 0.8 to 1.2, else -1; -0.5 if one of them is no number; 0 for a text in another
+    format."""
     answer = exact_answer(text)
     if answer is None:
         return 0.0

@@ -201,7 +201,7 @@ FLAGS: list[Flag] = [
     ),
     Flag("scan_layers", ("model.scan_layers",), is_switch=True),
     *derived(
-        rules.pathways,
+        rules.maxtext_pathways,
         "mesh.pathways",
         "alone: all roles share all devices; MaxText gives the sampler four",
         "use_pathways",
@@ -240,7 +240,7 @@ FLAGS: list[Flag] = [
         "as Tunix: sequence-mean-token-scale is seq-mean-token-sum-norm",
     ),
     *derived(
-        rules.lengths,
+        rules.maxtext_lengths,
         "sampling.max_completion_tokens",
         "prompt and completion together: less the prompt's limit, as finally resolved",
         "max_target_length",
@@ -301,21 +301,21 @@ FLAGS: list[Flag] = [
         for axis in ("data", "fsdp")
     ],
     *derived(
-        rules.devices,
+        rules.maxtext_devices,
         "mesh.trainer",
         "that share of the devices, the first ones",
         "trainer_devices_fraction",
         "TRAINER_DEVICES_FRACTION",
     ),
     *derived(
-        rules.devices,
+        rules.maxtext_devices,
         "mesh.sampler",
         "that share of the devices, the last ones",
         "sampler_devices_fraction",
         "SAMPLER_DEVICES_FRACTION",
     ),
     *derived(
-        rules.devices,
+        rules.maxtext_devices,
         "mesh.sampler mesh.sampler_tensor",
         "inference_replicas samplers, each over inference_devices_per_replica devices (1 and 4 "
         "where only the other is given)",
@@ -331,28 +331,31 @@ FLAGS: list[Flag] = [
         low_priority=True,
     ),
     *derived(
-        rules.warmup,
+        rules.maxtext_warmup,
         "optimizer.warmup_steps",
         "that share of the run's updates, rounded down",
         "warmup_steps_fraction",
     ),
     *derived(
-        rules.schedule_length,
+        rules.maxtext_schedule_length,
         "optimizer.schedule",
         "-1, or the updates of the run: over them all the learning rate falls",
         "learning_rate_schedule_steps",
     ),
     *derived(
-        rules.train_rl,
+        rules.maxtext_train_rl,
         "steps",
         "batches of an epoch, times train_fraction and num_epoch",
         "num_batches",
     ),
     *derived(
-        rules.train_rl, "train.evaluate_every", "off with train_fraction=1.0", "eval_interval"
+        rules.maxtext_train_rl,
+        "train.evaluate_every",
+        "off with train_fraction=1.0",
+        "eval_interval",
     ),
     *derived(
-        rules.train_rl,
+        rules.maxtext_train_rl,
         "",
         "read with num_batches and eval_interval",
         "train_fraction",
@@ -360,13 +363,17 @@ FLAGS: list[Flag] = [
         is_quiet=False,
     ),
     *derived(
-        rules.test_batches,
+        rules.maxtext_test_batches,
         "task.num_eval_questions",
         "batches of questions in an evaluation",
         "num_test_batches",
     ),
     *derived(
-        rules.test_batches, "", "read with num_test_batches", "eval_batch_size", is_quiet=False
+        rules.maxtext_test_batches,
+        "",
+        "read with num_test_batches",
+        "eval_batch_size",
+        is_quiet=False,
     ),
     reads(
         "dtype",
@@ -777,7 +784,7 @@ TUNIX_FLAGS: list[Flag] = [
         names="rl_training_config.actor_optimizer_config.schedule_type",
     ),
     *derived(
-        rules.schedule_length,
+        rules.maxtext_schedule_length,
         "optimizer.schedule",
         "0, or the updates of the run: over them all the learning rate falls",
         "rl_training_config.actor_optimizer_config.decay_steps",

@@ -1,9 +1,13 @@
 """Rules: functions that convert flags of other systems whose values depend on the final values of
 other keys. All of them are in RULES.
 
-Each rule is called once, after presets, file and command line are merged, with those of its flags
-that were given, and with a function that returns the value of any key. It returns values by key,
-and a sentence to show at the start ('' for none)."""
+Each rule is called once, after presets, file and command line are merged:
+
+    (given, get)  ->  (values, sentence)
+
+`given`: those of its flags that were given, name -> text; `get`: returns the final value of a key
+of Shoal. `values`: key -> what the flags become; `sentence`: what to show at the start of the run
+about that, '' for nothing. A rule raises ShoalError for a text that it cannot convert."""
 
 from __future__ import annotations
 
@@ -37,7 +41,7 @@ def last_of(given: Given) -> tuple[str, str]:
 # ---- lengths and devices
 
 
-def lengths(given: Given, get: Get) -> tuple[Values, str]:
+def maxtext_lengths(given: Given, get: Get) -> tuple[Values, str]:
     """Converts MaxText's and Tunix's max_target_length, which counts prompt and completion
     together, to sampling.max_completion_tokens."""
     prompt = get("sampling.max_prompt_tokens")
@@ -52,7 +56,7 @@ def lengths(given: Given, get: Get) -> tuple[Values, str]:
     return {"sampling.max_completion_tokens": str(completion)}, said
 
 
-def devices(given: Given, get: Get) -> tuple[Values, str]:
+def maxtext_devices(given: Given, get: Get) -> tuple[Values, str]:
     """Converts MaxText's flags about devices to mesh.trainer and mesh.sampler: shares of all
     devices, of which the trainer gets the first and the sampler the last, and the number of
     samplers with their number of devices. If both shares are 1.0, both use the same devices. If
@@ -92,9 +96,10 @@ def devices(given: Given, get: Get) -> tuple[Values, str]:
     return values, f"{count(number, 'sampler')}, each over {count(each, 'device')}"
 
 
-def pathways(given: Given, get: Get) -> tuple[Values, str]:
-    """Converts MaxText's switch for Pathways, and says that roles share all devices here, if
-    nothing else is set: in MaxText a sampler then has four devices of its own."""
+def maxtext_pathways(given: Given, get: Get) -> tuple[Values, str]:
+    """Converts MaxText's switch for Pathways to mesh.pathways. If no devices of roles are set, the
+    sentence says that here all roles then share all devices, while in MaxText the sampler has four
+    devices of its own."""
     name, text = last_of(given)
     said = ""
     if to_bool(name, text) and not (get("mesh.trainer") or get("mesh.sampler")):
@@ -160,7 +165,7 @@ def torchrl_memory(given: Given, get: Get) -> tuple[Values, str]:
 def _trainer_devices(get: Get) -> int | None:
     """Returns the number of the trainer's devices; None if the keys leave it open."""
     if get("mesh.fsdp") == -1:
-        return _counted(get("mesh.trainer"))
+        return _listed_devices(get("mesh.trainer"))
     return math.prod(get(f"mesh.{axis}") for axis in (*AXES, "dcn_data", "dcn_fsdp"))
 
 
@@ -169,13 +174,13 @@ def _sampler_devices(get: Get) -> int | None:
     None if the keys leave it open."""
     own = get("mesh.sampler")
     if own:
-        return _counted(own)
+        return _listed_devices(own)
     return _trainer_devices(get)
 
 
-def _counted(text: str) -> int | None:
-    """Returns the number of devices that `8` or `[0,1]` names; None for a share or an empty
-    text."""
+def _listed_devices(text: str) -> int | None:
+    """Returns how many devices a value of mesh.trainer or mesh.sampler names: 8 for `8`, 2 for
+    `[0,1]`; None for a share like `0.5` or an empty text, which depend on the machine."""
     if text.isdigit():
         return int(text)
     if text.startswith("["):
@@ -186,7 +191,7 @@ def _counted(text: str) -> int | None:
 # ---- sizes of a step, and how many there are
 
 
-def turns_per_batch(given: Given, get: Get) -> tuple[Values, str]:
+def torchrl_batch(given: Given, get: Get) -> tuple[Values, str]:
     """Converts TorchRL's dialog_turns_per_batch, the number of completions in a step (a dialog turn
     is one completion), which must fill whole groups. Without it, a step has env.repeats completions
     of each of env.num_envs environments; with it, env.num_envs is how many completions are sampled
@@ -204,16 +209,16 @@ def turns_per_batch(given: Given, get: Get) -> tuple[Values, str]:
     if "env.num_envs" not in given:
         return values, said
     at_once = to_int("env.num_envs", given["env.num_envs"])
-    slots, said_slots = _slots(at_once, size, group, get)
+    slots, said_slots = _slots_per_device(at_once, size, group, get)
     values["sampling.slots_per_device"] = str(slots)
     return values, f"{said}; {said_slots}"
 
 
-def _slots(at_once: int, step: int, group: int, get: Get) -> tuple[int, str]:
-    """Returns how many slots each of the sampler's devices needs to sample `at_once` completions
-    together, and a sentence on that; 0 if all of a step are sampled at once. If the keys leave the
-    number of devices open, each device gets all of them. There are never fewer slots than
-    completions of one prompt."""
+def _slots_per_device(at_once: int, step: int, group: int, get: Get) -> tuple[int, str]:
+    """Returns (sampling.slots_per_device, a sentence on it) so that the sampler's devices together
+    sample `at_once` of the `step` completions of a step at a time; (0, ...) if these are all. If
+    the keys leave the number of devices open, each device gets `at_once` slots. There are never
+    fewer than the `group` completions of a prompt, or those of pass@k."""
     if at_once >= step:
         return 0, "all at once"
     devices = _sampler_devices(get)
@@ -224,8 +229,9 @@ def _slots(at_once: int, step: int, group: int, get: Get) -> tuple[int, str]:
     return slots, f"{slots * devices} at once, {slots} on each device"
 
 
-def turns(given: Given, get: Get) -> tuple[Values, str]:
-    """Converts the length of a TorchRL run, which is a number of completions, to steps."""
+def torchrl_steps(given: Given, get: Get) -> tuple[Values, str]:
+    """Converts the length of a TorchRL run, which is a number of completions (dialog turns), to
+    steps, rounded up."""
     name, text = last_of(given)
     if get("batch.prompts_per_device"):
         raise ShoalError(
@@ -240,8 +246,9 @@ def turns(given: Given, get: Get) -> tuple[Values, str]:
     return {"steps": str(-(-total // step))}, said
 
 
-def _micro(completions: int, get: Get) -> tuple[dict[str, str], str]:
-    """Returns the values and the sentence for this many completions at once on a device."""
+def _micro_tokens(completions: int, get: Get) -> tuple[dict[str, str], str]:
+    """Returns ({"batch.micro_tokens": tokens of this many of the longest completions with their
+    prompts}, a sentence on it): what other systems count as completions at once on a device."""
     tokens = get("sampling.max_prompt_tokens") + get("sampling.max_completion_tokens")
     said = (
         f"{count(completions, 'completion')} of {tokens} tokens at once on a device: "
@@ -250,7 +257,7 @@ def _micro(completions: int, get: Get) -> tuple[dict[str, str], str]:
     return {"batch.micro_tokens": str(completions * tokens)}, said
 
 
-def micro_batch(given: Given, get: Get) -> tuple[Values, str]:
+def torchrl_micro_batch(given: Given, get: Get) -> tuple[Values, str]:
     """Converts TorchRL's optim_batch_size, the completions of an update, and
     gradient_accumulation_steps, the parts in which an update is computed. Here an update has whole
     groups, so a step has at most as many updates as prompts."""
@@ -261,7 +268,7 @@ def micro_batch(given: Given, get: Get) -> tuple[Values, str]:
     )
     step = prompts * get("batch.group_size")
     size = to_int("train.optim_batch_size", named.get("optim_batch_size", str(step)))
-    values, said = _micro(-(-size // parts), get)
+    values, said = _micro_tokens(-(-size // parts), get)
     if "optim_batch_size" not in named:
         return values, said
     theirs = max(1, step // size)
@@ -273,12 +280,12 @@ def micro_batch(given: Given, get: Get) -> tuple[Values, str]:
     return values, f"{shown}; {said}"
 
 
-def micro_batch_per_gpu(given: Given, get: Get) -> tuple[Values, str]:
+def verl_micro_batch(given: Given, get: Get) -> tuple[Values, str]:
     """Converts the number of completions that a device computes at once in verl."""
-    return _micro(max(to_int(name, text) for name, text in given.items()), get)
+    return _micro_tokens(max(to_int(name, text) for name, text in given.items()), get)
 
 
-def mini_batches(given: Given, get: Get) -> tuple[Values, str]:
+def verl_mini_batches(given: Given, get: Get) -> tuple[Values, str]:
     """Converts verl's ppo_mini_batch_size, the prompts of an update; if a step has fewer prompts,
     it is one update. In fully_async_policy a step has require_batches updates."""
     named = last_part(given)
@@ -355,8 +362,9 @@ def verl_counts(given: Given, get: Get) -> tuple[Values, str]:
     return values, f"counted in weight updates of the sampler there, one in {each} steps"
 
 
-def rollout_steps(given: Given, get: Get) -> tuple[Values, str]:
-    """Converts the length of a run of verl's fully_async_policy, a number of prompts, to steps."""
+def verl_rollout_steps(given: Given, get: Get) -> tuple[Values, str]:
+    """Converts the length of a run of verl's fully_async_policy, a number of prompts, to steps,
+    rounded down, but at least 1."""
     name, text = last_of(given)
     prompts = get("batch.prompts_per_step")
     steps = max(1, to_int(name, text) // prompts)
@@ -379,7 +387,7 @@ def trl_batch(given: Given, get: Get) -> tuple[Values, str]:
     batches = to_int("steps_per_generation", given.get("steps_per_generation", str(parts)))
     whole = to_int("generation_batch_size", given.get("generation_batch_size", "0"), 0)
     if whole:
-        batches = _batches_of(whole, size, given, get)
+        batches = _steps_per_generation(whole, size, given, get)
     if batches % parts:
         raise ShoalError(
             f"steps_per_generation={batches}: expected a multiple of "
@@ -393,7 +401,7 @@ def trl_batch(given: Given, get: Get) -> tuple[Values, str]:
         if whole:
             shown = f"generation_batch_size={whole}"
         raise ShoalError(f"{shown}: expected a multiple of num_generations={group}")
-    values, said = _micro(size, get)
+    values, said = _micro_tokens(size, get)
     values["algorithm.num_minibatches"] = str(updates)
     if whole:
         values["batch.prompts_per_step"] = str(total // group)
@@ -406,8 +414,10 @@ def trl_batch(given: Given, get: Get) -> tuple[Values, str]:
     return values, f"{completions}; {said}"
 
 
-def _batches_of(whole: int, size: int, given: Given, get: Get) -> int:
-    """Returns the steps_per_generation that a generation_batch_size (`whole`) amounts to."""
+def _steps_per_generation(whole: int, size: int, given: Given, get: Get) -> int:
+    """Returns TRL's steps_per_generation for a generation_batch_size (`whole`): how many batches of
+    `size` completions on each device it has. ShoalError if steps_per_generation is given too, if
+    the number of devices is open, or if it does not divide."""
     if "steps_per_generation" in given:
         raise ShoalError(
             f"generation_batch_size={whole} and "
@@ -590,8 +600,9 @@ def trl_schedule(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def verl_warmup(given: Given, get: Get) -> tuple[Values, str]:
-    """Converts verl's warm-up, a number of training steps or a share of them, rounded down. In verl
-    all updates of a step have one rate."""
+    """Converts verl's warm-up, a number of training steps (lr_warmup_steps, if it is above 0) or a
+    share of them (lr_warmup_steps_ratio, rounded down), to updates. In verl all updates of a step
+    have one learning rate."""
     named = last_part(given)
     each = _updates_of_a_step(get)
     steps = to_int("lr_warmup_steps", named.get("lr_warmup_steps", "-1"), -1)
@@ -606,7 +617,7 @@ def verl_warmup(given: Given, get: Get) -> tuple[Values, str]:
     return {"optimizer.warmup_steps": str(steps * each)}, said
 
 
-def warmup(given: Given, get: Get) -> tuple[Values, str]:
+def maxtext_warmup(given: Given, get: Get) -> tuple[Values, str]:
     """Converts MaxText's warm-up, a share of all updates, rounded down."""
     name, text = last_of(given)
     updates = _updates(get)
@@ -614,7 +625,7 @@ def warmup(given: Given, get: Get) -> tuple[Values, str]:
     return {"optimizer.warmup_steps": str(steps)}, f"of {updates} updates"
 
 
-def schedule_length(given: Given, get: Get) -> tuple[Values, str]:
+def maxtext_schedule_length(given: Given, get: Get) -> tuple[Values, str]:
     """Checks the number of updates over which the learning rate warms up and falls in MaxText and
     Tunix, after which it is 0. Sets nothing, because here these are always all updates of the run;
     ShoalError if the flag gives another positive number, unless the schedule is constant."""
@@ -629,9 +640,10 @@ def schedule_length(given: Given, get: Get) -> tuple[Values, str]:
     return {}, f"the learning rate falls over all {updates} updates"
 
 
-def train_rl(given: Given, get: Get) -> tuple[Values, str]:
-    """Converts flags of MaxText's train_rl: the batches of an epoch, the share of them that is
-    trained on, and epochs. If that share is 1, no rows are left to evaluate on between steps."""
+def maxtext_train_rl(given: Given, get: Get) -> tuple[Values, str]:
+    """Converts flags of MaxText's train_rl: num_batches x train_fraction x num_epoch becomes steps,
+    and eval_interval train.evaluate_every. With train_fraction=1 no rows are left to evaluate on
+    between steps, so that is then 0."""
     share = to_float("train_fraction", given.get("train_fraction", "1.0"))
     values = {}
     reasons = []
@@ -651,7 +663,7 @@ def train_rl(given: Given, get: Get) -> tuple[Values, str]:
     return values, "; ".join(reasons)
 
 
-def test_batches(given: Given, get: Get) -> tuple[Values, str]:
+def maxtext_test_batches(given: Given, get: Get) -> tuple[Values, str]:
     """Converts the size of an evaluation in MaxText's train_rl, a number of batches, to a number of
     questions."""
     own = given.get("eval_batch_size", "-1")
@@ -668,7 +680,7 @@ def test_batches(given: Given, get: Get) -> tuple[Values, str]:
 # ---- rewards and losses
 
 
-def reward_model(given: Given, get: Get) -> tuple[Values, str]:
+def trl_reward_model(given: Given, get: Get) -> tuple[Values, str]:
     """Converts the flag of TRL's scripts for a classifier as reward; ShoalError if other rewards
     are given, because there it comes before the functions of reward_funcs."""
     [(name, text)] = given.items()
@@ -708,34 +720,34 @@ def verl_dual_clip(given: Given, get: Get) -> tuple[Values, str]:
 
 
 RULES: tuple[Rule, ...] = (
-    lengths,
-    devices,
-    pathways,
+    maxtext_lengths,
+    maxtext_devices,
+    maxtext_pathways,
     sampler_tensor,
     sampler_memory,
     torchrl_memory,
     trl_delta,
     verl_dual_clip,
-    turns_per_batch,
-    mini_batches,
+    torchrl_batch,
+    verl_mini_batches,
     trl_batch,
-    micro_batch,
-    micro_batch_per_gpu,
+    torchrl_micro_batch,
+    verl_micro_batch,
     trl_staleness,
     verl_staleness,
     verl_counts,
     trl_updates,
-    train_rl,
-    test_batches,
+    maxtext_train_rl,
+    maxtext_test_batches,
     epochs,
-    turns,
-    rollout_steps,
+    torchrl_steps,
+    verl_rollout_steps,
     trl_counts,
     trl_schedule,
     verl_warmup,
-    warmup,
-    schedule_length,
-    reward_model,
+    maxtext_warmup,
+    maxtext_schedule_length,
+    trl_reward_model,
 )
 """All rules, in the order in which they are applied: each after the rules that set the keys which
 it reads."""

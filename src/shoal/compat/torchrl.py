@@ -102,7 +102,7 @@ FLAGS: list[Flag] = [
         value_filter=lambda text: "/" in text,
     ),
     *derived(
-        rules.turns_per_batch,
+        rules.torchrl_batch,
         "batch.prompts_per_step sampling.slots_per_device",
         "prompts of a step, each with env.repeats completions; with train.dialog_turns_per_batch "
         "completions that are sampled at once",
@@ -110,25 +110,25 @@ FLAGS: list[Flag] = [
         is_quiet=False,
     ),
     *derived(
-        rules.turns_per_batch,
+        rules.torchrl_batch,
         "batch.prompts_per_step",
         "completions of a step, env.repeats a prompt",
         "train.dialog_turns_per_batch",
     ),
     *derived(
-        rules.turns,
+        rules.torchrl_steps,
         "steps",
         "turns / (prompts x completions of a step), rounded up",
         "train.total_dialog_turns",
     ),
     *derived(
-        rules.micro_batch,
+        rules.torchrl_micro_batch,
         "algorithm.num_minibatches batch.micro_tokens",
         "completions of an update, in whole groups",
         "train.optim_batch_size",
     ),
     *derived(
-        rules.micro_batch,
+        rules.torchrl_micro_batch,
         "batch.micro_tokens",
         "optim_batch_size / gradient_accumulation_steps completions at once, each as long as "
         "prompt and completion may be",

@@ -292,7 +292,7 @@ FLAGS: list[Flag] = [
     ),
     Flag("reward_weights", ("reward.weights",)),
     *derived(
-        rules.reward_model,
+        rules.trl_reward_model,
         "reward.functions",
         "model:PATH, a sequence classifier",
         "reward_model_name_or_path",

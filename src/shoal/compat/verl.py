@@ -215,13 +215,13 @@ FLAGS: list[Flag] = [
         "0: by async_training.require_batches",
     ),
     *derived(
-        rules.mini_batches,
+        rules.verl_mini_batches,
         "algorithm.num_minibatches",
         "prompts of an update",
         _A + "ppo_mini_batch_size",
     ),
     *derived(
-        rules.mini_batches,
+        rules.verl_mini_batches,
         "batch.prompts_per_step algorithm.num_minibatches",
         "updates of a step, each of ppo_mini_batch_size prompts",
         "async_training.require_batches",
@@ -239,9 +239,11 @@ FLAGS: list[Flag] = [
         "async_training.partial_rollout",
         is_switch=True,
     ),
-    *derived(rules.rollout_steps, "steps", "prompts of the run", "rollout.total_rollout_steps"),
     *derived(
-        rules.micro_batch_per_gpu,
+        rules.verl_rollout_steps, "steps", "prompts of the run", "rollout.total_rollout_steps"
+    ),
+    *derived(
+        rules.verl_micro_batch,
         "batch.micro_tokens",
         "completions at once on a device",
         _A + "ppo_micro_batch_size_per_gpu",

@@ -35,7 +35,8 @@ def read_profiler(name: str, text: str) -> Values:
 
 
 def parallelism(key: str) -> Callable[[str, str], Values]:
-    """Returns a reader of a number of devices or slices; -1 (auto) becomes 1."""
+    """Returns a reader of a flag with a number of devices or slices, which sets `key`; -1 (auto)
+    becomes 1."""
 
     def read(name: str, text: str) -> Values:
         if text == "-1":
@@ -67,7 +68,7 @@ _PRODUCTS: dict[str, tuple[str, ...]] = {
 
 
 def read_lora(given: Given) -> Values:
-    """Reads MaxText's adapter; without enable_lora there is none."""
+    """Converts MaxText's flags of an adapter to model.lora; without enable_lora nothing is set."""
     is_on = flags.to_bool("enable_lora", flags.last_part(given).get("enable_lora", "false"))
     if not is_on:
         return {}
@@ -75,8 +76,9 @@ def read_lora(given: Given) -> Values:
 
 
 def read_adapter(given: Given) -> Values:
-    """Reads an adapter's rank and alpha, which must be given, and module_path, a regular expression
-    over paths in their models that chooses the targets."""
+    """Converts an adapter's rank and alpha, which must be given, and module_path, to model.lora.
+    module_path is a regular expression over paths in Tunix's and MaxText's models; the matrices
+    that it matches become the targets. ShoalError if it matches none."""
     named = {name.removeprefix("lora_"): text for name, text in flags.last_part(given).items()}
     missing = {"rank", "alpha"} - named.keys()
     if missing:
@@ -99,8 +101,8 @@ def read_adapter(given: Given) -> Values:
 
 
 def _is_matched(pattern: str, path: str) -> bool:
-    """True if a regular expression matches this end of a path within some layer of their models;
-    False also for an invalid expression."""
+    """True if a regular expression matches a path that ends with `path` (one of _PRODUCTS) in some
+    layer of Tunix's or MaxText's models; False also for an invalid expression."""
     for head in ("layers/0/", "decoder/layers/", "decoder/layers/0/"):
         try:
             if re.fullmatch(pattern, head + path):
@@ -111,8 +113,9 @@ def _is_matched(pattern: str, path: str) -> bool:
 
 
 def read_mesh(given: Given) -> Values:
-    """Reads Tunix's meshes, (FSDP, TENSOR) for each role, which must be the same here for all
-    roles. The mesh of model_config counts only if no role has its own."""
+    """Converts Tunix's meshes, `(FSDP,TENSOR)` for each role, to mesh.fsdp and mesh.tensor.
+    ShoalError if roles have different ones. The mesh of model_config counts only if no role has its
+    own."""
     shapes: dict[str, None] = {}  # as texts, each once
     shapes_of_roles: dict[str, None] = {}
     for name, text in given.items():
@@ -131,7 +134,7 @@ def read_mesh(given: Given) -> Values:
 
 
 def _under_lora(name: str) -> tuple[str, str]:
-    """Returns a name by itself and under `lora.`."""
+    """Returns the two names of a flag: `rank` -> ("rank", "lora.rank")."""
     return name, f"lora.{name}"
 
 

@@ -9,8 +9,8 @@ from shoal.config.names import QUANTISED
 
 
 def read_divergence(given: Given) -> Values:
-    """Reads the flags of KL divergence: use_kl_to_ref=false switches it off, and kl_coef_in_loss
-    says whether it is in the loss or in the reward."""
+    """Converts the flags of KL divergence: kl_to_ref_coeff to algorithm.kl_coef (0 with
+    use_kl_to_ref=false), and kl_coef_in_loss to algorithm.kl_placement, loss or reward."""
     named = flags.last_part(given)
     values = {}
     for name, text in named.items():
@@ -28,8 +28,8 @@ def read_divergence(given: Given) -> Values:
 
 
 def read_lora(given: Given) -> Values:
-    """Reads the recipe's adapter, which is on all matrices; without `enabled` the other flags have
-    no effect."""
+    """Converts the flags of the recipe's adapter, which is on all matrices, to model.lora; without
+    `enabled` nothing is set."""
     named = flags.last_part(given)
     if not flags.to_bool("train_model.lora.enabled", named.get("enabled", "false")):
         return {}

@@ -42,8 +42,9 @@ _LEVELS = {"token": "", "sequence": "gspo", "sequence_token": "gspo-token"}
 
 
 def read_loss(given: Given) -> Values:
-    """Reads loss_type, which says how token losses become one number and sometimes which loss they
-    are, and importance_sampling_level, which says at which level the ratio is clipped."""
+    """Converts loss_type (how token losses become one number, and for some also which loss) and
+    importance_sampling_level (whether a token's or a completion's ratio is clipped) to
+    algorithm.loss and algorithm.aggregation. What neither says is not set."""
     kind, level = given.get("loss_type", ""), given.get("importance_sampling_level", "token")
     name, aggregation = chosen("loss_type", kind, _LOSS_TYPES) if kind else ("", "")
     ratio = chosen("importance_sampling_level", level, _LEVELS)
@@ -71,8 +72,8 @@ _SCALES = {
 
 
 def read_advantage(given: Given) -> Values:
-    """Reads the advantage estimator. normalize_then_sum is GDPO, which does not read
-    scale_rewards."""
+    """Converts scale_rewards to algorithm.advantage. With multi_objective_aggregation=
+    normalize_then_sum it is gdpo, whatever scale_rewards says."""
     order = {"sum_then_normalize": False, "normalize_then_sum": True}
     name = "multi_objective_aggregation"
     if chosen(name, given.get(name, "sum_then_normalize"), order):
@@ -82,7 +83,7 @@ def read_advantage(given: Given) -> Values:
 
 
 def read_dtype(given: Given) -> Values:
-    """Reads the type of the computation from bf16 and fp16; float32 if both are off."""
+    """Converts bf16 and fp16 to model.dtype: float32 if both are off, ShoalError if both are on."""
     bf16 = to_bool("bf16", given.get("bf16", "false"))
     fp16 = to_bool("fp16", given.get("fp16", "false"))
     if bf16 and fp16:
@@ -98,8 +99,9 @@ _HEAD = "vllm_importance_sampling_"
 
 
 def read_correction(given: Given) -> Values:
-    """Reads importance weights, truncated or masked, that correct differences between sampler and
-    trainer. A bound of None means no bound."""
+    """Converts vllm_importance_sampling_*, the importance weights between sampler and trainer, to
+    algorithm.correction: tis for truncated weights, mis for masked ones, none if switched off. A
+    bound of None means no bound."""
     if not to_bool(_HEAD + "correction", given.get(_HEAD + "correction", "true")):
         return {"algorithm.correction": "none"}
     mode = given.get(_HEAD + "mode", "sequence_mask")
@@ -125,7 +127,8 @@ def read_correction(given: Given) -> Values:
 
 
 def read_vllm(given: Given) -> Values:
-    """Reads the address of a vLLM server; without use_vllm the other flags have no effect."""
+    """Converts the address of a vLLM server to vllm.urls, and sets sampler.kind=vllm. Without
+    use_vllm nothing is set. ShoalError for another vllm_mode than server."""
     if not to_bool("use_vllm", given.get("use_vllm", "false")):
         return {}
     if given.get("vllm_mode", "colocate") != "server":
@@ -177,7 +180,8 @@ _NOT_PLAIN = {
 
 
 def read_lora(given: Given) -> Values:
-    """Reads the flags of an adapter; without use_peft they have no effect."""
+    """Converts the flags of an adapter to model.lora, with PEFT's defaults for what is not given;
+    without use_peft nothing is set. ShoalError for forms of adapters that Shoal does not have."""
     if not to_bool("use_peft", given.get("use_peft", "false")):
         return {}
     for name, reason in _NOT_PLAIN.items():
@@ -199,7 +203,8 @@ def read_lora(given: Given) -> Values:
 
 
 def read_trackers(name: str, text: str) -> Values:
-    """Reads where metrics are reported; the run's folder has them in any case."""
+    """Converts report_to, a list of trackers, to keys of `report`. Others than wandb, tensorboard,
+    all and none change nothing: the run's folder has the metrics in any case."""
     named = {item.lower() for item in flags.items_of(text)}
     if not named & {"wandb", "tensorboard", "all", "none"} and named:
         return {}
@@ -210,8 +215,8 @@ def read_trackers(name: str, text: str) -> Values:
 
 
 def read_resume(name: str, text: str) -> Values:
-    """Reads what to resume: the run that was started last in the output folder, or the run whose
-    path, or the path of one of whose checkpoints, is given. ShoalError if the checkpoint is not the
+    """Converts resume_from_checkpoint to `resume`: `true` is the run that was started last in the
+    output folder, a path is a run or a checkpoint of one. ShoalError if the checkpoint is not the
     run's newest."""
     if text.lower() in flags.OFF:
         return {}

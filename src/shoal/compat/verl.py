@@ -14,8 +14,8 @@ _REF, _MODEL = "actor_rollout_ref.ref.", "actor_rollout_ref.model."
 
 
 def same(key: str, *names: str) -> list[Flag]:
-    """Returns rows for several flags that all stand for one key and often occur together in verl's
-    files; the one given last counts."""
+    """Returns rows for several flags (`names`) that all stand for one key and often occur together
+    in verl's files; the one given last counts."""
 
     def read(given: Given) -> Values:
         return {key: list(given.values())[-1]}
@@ -30,8 +30,8 @@ def _under(head: str, names: str) -> list[str]:
 
 
 def _grouped(group: Any, keys: str, meaning: str, *names: str, **more: Any) -> list[Flag]:
-    """Returns rows for flags that `group` reads together. `keys`: the keys that they set, without
-    `algorithm.`, separated by spaces."""
+    """Returns rows for flags (`names`) that `group` reads together. `keys`: the keys that they set,
+    without `algorithm.`, separated by spaces; `more`: further fields of Flag."""
     return [
         Flag(
             name,
@@ -113,97 +113,100 @@ FLAGS: list[Flag] = [
     *_grouped(verl_readers.clip, "clip_low", "", _A + "clip_ratio_low"),
     *_grouped(verl_readers.clip, "clip_high", "", _A + "clip_ratio_high"),
     *_grouped(
-        verl_readers.loss,
+        verl_readers.read_loss,
         "loss clip_dual cispo_bound aggregation",
         "the loss of that name; all but vanilla without dual clip, geo_mean and sapo with their "
         "own mean",
         _A + "policy_loss.loss_mode",
     ),
-    *_grouped(verl_readers.loss, "aggregation", "the same names", _A + "loss_agg_mode"),
+    *_grouped(verl_readers.read_loss, "aggregation", "the same names", _A + "loss_agg_mode"),
     *derived(rules.verl_dual_clip, "algorithm.clip_dual", "of vanilla alone", _A + "clip_ratio_c"),
     *_grouped(
-        verl_readers.divergence,
+        verl_readers.read_divergence,
         "kl_coef kl_placement",
         "a term of the loss",
         _A + "use_kl_loss",
         is_switch=True,
     ),
     *_grouped(
-        verl_readers.divergence,
+        verl_readers.read_divergence,
         "kl_coef",
         "counts only with use_kl_loss=true (0.001)",
         _A + "kl_loss_coef",
     ),
     *_grouped(
-        verl_readers.divergence, _KL, "low_var_kl, k3: k3 with verl's clamps", _A + "kl_loss_type"
+        verl_readers.read_divergence,
+        _KL,
+        "low_var_kl, k3: k3 with verl's clamps",
+        _A + "kl_loss_type",
     ),
     *_grouped(
-        verl_readers.divergence,
+        verl_readers.read_divergence,
         f"kl_coef kl_placement {_KL}",
         "subtracted from the reward, by kl_penalty's estimator",
         "algorithm.use_kl_in_reward",
         is_switch=True,
     ),
     *_grouped(
-        verl_readers.divergence,
+        verl_readers.read_divergence,
         "kl_coef",
         "counts only with use_kl_in_reward=true (0.001)",
         "algorithm.kl_ctrl.kl_coef",
     ),
     *_grouped(
-        verl_readers.divergence,
+        verl_readers.read_divergence,
         _KL,
         "counts only with use_kl_in_reward=true; kl, k1: k1 without clamps",
         "algorithm.kl_penalty",
     ),
     *_grouped(
-        verl_readers.estimator,
+        verl_readers.read_estimator,
         "advantage whiten_over",
         "of groups; there is no critic, so no gae",
         "algorithm.adv_estimator",
     ),
     *_grouped(
-        verl_readers.estimator,
+        verl_readers.read_estimator,
         "advantage",
         "false: the group's mean alone; counts for grpo",
         "algorithm.norm_adv_by_std_in_grpo",
         is_switch=True,
     ),
     *_grouped(
-        verl_readers.rollout_correction,
+        verl_readers.read_correction,
         "correction correction_level correction_cap correction_floor",
         "token or sequence: truncated importance weights (tis)",
         "algorithm.rollout_correction.rollout_is",
         keeps_nothing=True,
     ),
     *_grouped(
-        verl_readers.rollout_correction,
+        verl_readers.read_correction,
         "correction_cap correction_floor",
         "2.0: truncated (tis); 0.5_2.0: 0 outside these bounds (mis)",
         "algorithm.rollout_correction.rollout_is_threshold",
     ),
     *_grouped(
-        verl_readers.rollout_correction,
+        verl_readers.read_correction,
         "correction",
         "true: direct, the ratio to the sampler's log-probs, without weights",
         "algorithm.rollout_correction.bypass_mode",
         is_switch=True,
     ),
     *_grouped(
-        verl_readers.rollout_correction,
+        verl_readers.read_correction,
         "correction",
         "ppo_clip alone; counts with bypass_mode=true",
         "algorithm.rollout_correction.loss_type",
     ),
     *_grouped(
-        verl_readers.rejection,
+        verl_readers.read_rejection,
         "rejection rejection_cap rejection_floor",
         "one rule, by its name there; null: none",
         "algorithm.rollout_correction.rollout_rs",
         keeps_nothing=True,
     ),
     *_grouped(
-        verl_readers.rejection,
+        verl_readers.read_rejection,
         "rejection_cap rejection_floor",
         "2.0; with k1 low_high, the inverse of the weight's bounds",
         "algorithm.rollout_correction.rollout_rs_threshold",
@@ -211,7 +214,7 @@ FLAGS: list[Flag] = [
     reads(
         "data.train_batch_size",
         "batch.prompts_per_step",
-        verl_readers.batch,
+        verl_readers.read_batch,
         "0: by async_training.require_batches",
     ),
     *derived(
@@ -271,7 +274,7 @@ FLAGS: list[Flag] = [
     reads(
         _A + "optim.betas",
         "optimizer.beta1 optimizer.beta2",
-        verl_readers.betas,
+        verl_readers.read_betas,
         "both betas of AdamW",
     ),
     *[
@@ -298,7 +301,7 @@ FLAGS: list[Flag] = [
     reads(
         "data.train_files",
         "task.path",
-        verl_readers.train_files,
+        verl_readers.read_train_files,
         "a parquet file, or some of one folder",
         keeps_nothing=True,
     ),
@@ -307,7 +310,7 @@ FLAGS: list[Flag] = [
             _T + name,
             ("mesh.trainer", "mesh.fsdp"),
             meaning="devices of all nodes together, split by fsdp",
-            group=verl_readers.gpus,
+            group=verl_readers.read_gpus,
         )
         for name in ("n_gpus_per_node", "nnodes")
     ],
@@ -315,7 +318,7 @@ FLAGS: list[Flag] = [
         Flag(
             f"rollout.{name}",
             ("mesh.sampler",),
-            group=verl_readers.sampler_gpus,
+            group=verl_readers.read_sampler_gpus,
             meaning="devices of the sampler alone, on all nodes together; one_step_off_policy is "
             "train.max_staleness=1",
         )
@@ -325,7 +328,7 @@ FLAGS: list[Flag] = [
         Flag(
             f"{head}custom_reward_function.{part}",
             ("reward.functions",),
-            group=verl_readers.reward_file,
+            group=verl_readers.read_reward_file,
             meaning="file and name of the reward function",
             keeps_nothing=part == "path",
         )
@@ -342,7 +345,7 @@ FLAGS: list[Flag] = [
     reads(
         "algorithm.filter_groups.max_num_gen_batches",
         "algorithm.max_sampling_rounds",
-        verl_readers.rounds,
+        verl_readers.read_rounds,
         "rounds beyond the first; 0, no limit there, is 1,000",
     ),
     reads(
@@ -364,7 +367,7 @@ FLAGS: list[Flag] = [
             name,
             ("sampling.long_prompts",),
             meaning=meaning,
-            group=verl_readers.long_prompts,
+            group=verl_readers.read_long_prompts,
             is_switch=True,
         )
         for name, meaning in (
@@ -373,7 +376,7 @@ FLAGS: list[Flag] = [
         )
     ],
     *[
-        Flag(_MODEL + name, tuple(keys.split()), meaning=meaning, group=verl_readers.lora)
+        Flag(_MODEL + name, tuple(keys.split()), meaning=meaning, group=verl_readers.read_lora)
         for name, keys, meaning in (
             (
                 "lora_rank",
@@ -406,7 +409,7 @@ FLAGS: list[Flag] = [
     reads(
         _T + "logger",
         "report.wandb.mode report.tensorboard",
-        verl_readers.loggers,
+        verl_readers.read_loggers,
         "console, wandb, tensorboard",
     ),
     # ---- what matters and has no counterpart

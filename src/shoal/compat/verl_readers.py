@@ -36,9 +36,10 @@ _AGGREGATIONS = (
 )
 
 
-def lora(given: Given) -> Values:
-    """Reads the flags of an adapter. An adapter from a folder has its own rank, alpha and targets;
-    without rank or folder there is none."""
+def read_lora(given: Given) -> Values:
+    """Converts the flags of an adapter to model.lora. With lora_adapter_path only the folder is
+    set, because its adapter has its own rank, alpha and targets. Without a rank and a folder there
+    is no adapter, and nothing is set."""
     named = last_part(given)
     path = named.get("lora_adapter_path")
     if path:
@@ -52,10 +53,10 @@ def lora(given: Given) -> Values:
     return flags.lora_values(named["lora_rank"], alpha, targets)
 
 
-def loss(given: Given) -> Values:
-    """Reads the policy loss and its aggregation. geo_mean and sapo average over completions
-    whatever loss_agg_mode says; verl's gspo has a gradient for each token, so it is gspo-token
-    here. Only vanilla has a dual clip (rules.verl_dual_clip)."""
+def read_loss(given: Given) -> Values:
+    """Converts loss_mode to algorithm.loss and loss_agg_mode to algorithm.aggregation. geo_mean and
+    sapo average over completions whatever loss_agg_mode says; verl's gspo has a gradient for each
+    token, so it is gspo-token here. Only vanilla has a dual clip (rules.verl_dual_clip)."""
     named = last_part(given)
     mode = named.get("loss_mode", "")
     values = {}
@@ -91,10 +92,11 @@ _ESTIMATES: dict[str, Values] = {
 }
 
 
-def divergence(given: Given) -> Values:
-    """Reads the flags of KL divergence. verl has two places for it, the loss and the reward, each
-    with a switch, a coefficient and an estimator that count only with the switch on. If neither
-    switch is given, the coefficient is 0 unless anything else sets it."""
+def read_divergence(given: Given) -> Values:
+    """Converts the flags of KL divergence. verl has two places for it, the loss and the reward,
+    each with a switch, a coefficient and an estimator that count only with the switch on;
+    ShoalError if both are on. If both are off, the coefficient is 0; if neither switch is given, it
+    is 0 unless anything else sets it."""
     named = last_part(given)
     in_loss = to_bool("use_kl_loss", named.get("use_kl_loss", "false"))
     in_reward = to_bool("use_kl_in_reward", named.get("use_kl_in_reward", "false"))
@@ -134,10 +136,11 @@ _ESTIMATORS = {
 }
 
 
-def estimator(given: Given) -> Values:
-    """Reads the advantage estimator. There is no critic, so gae is a ShoalError. Whether advantages
-    are divided by the deviation matters only for grpo; verl whitens over tokens. Division by the
-    deviation is the default: given alone, it sets grpo only if nothing else sets an estimator."""
+def read_estimator(given: Given) -> Values:
+    """Converts the advantage estimator. There is no critic, so gae is a ShoalError. Whether
+    advantages are divided by the deviation matters only for grpo; verl whitens over tokens.
+    Division by the deviation is the default: given alone, it sets grpo only if nothing else sets an
+    estimator."""
     name, flag = "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"
     if given.get(name) == "gae":
         raise ShoalError(
@@ -158,10 +161,11 @@ def estimator(given: Given) -> Values:
     return {"algorithm.advantage": advantage, "algorithm.whiten_over": "tokens"}
 
 
-def rollout_correction(given: Given) -> Values:
-    """Reads the flags of importance weights, by token or by completion: one threshold truncates
-    them, `low_high` sets weights outside of it to 0. With bypass_mode the loss uses the ratio to
-    the sampler's log-probs, without weights."""
+def read_correction(given: Given) -> Values:
+    """Converts the flags of importance weights between sampler and trainer to algorithm.correction.
+    A threshold `2.0` truncates the weights (tis); `0.5_2.0` sets weights outside of these bounds to
+    0 (mis). With bypass_mode the loss uses the ratio to the sampler's log-probs, without weights
+    (direct)."""
     named = last_part(given)
     if to_bool("bypass_mode", named.get("bypass_mode", "false")):
         head = "algorithm.rollout_correction."
@@ -194,9 +198,10 @@ def rollout_correction(given: Given) -> Values:
     }
 
 
-def rejection(given: Given) -> Values:
-    """Reads the rule that removes tokens or completions from the loss. verl's bounds of k1 are for
-    the sampler's probability divided by the trainer's; here they are for the inverse."""
+def read_rejection(given: Given) -> Values:
+    """Converts rollout_rs, the rule that removes tokens or completions from the loss, and its
+    threshold, to algorithm.rejection and its bounds. verl's bounds of k1 are for the sampler's
+    probability divided by the trainer's; here they are for the inverse, so they are inverted."""
     head = "algorithm.rollout_correction.rollout_rs"
     rule = given.get(head, "null")
     text = given.get(f"{head}_threshold", "null").strip("'\"")
@@ -232,9 +237,10 @@ def rejection(given: Given) -> Values:
     }
 
 
-def long_prompts(given: Given) -> Values:
-    """Reads what happens to prompts over the limit: they are dropped if that is switched on,
-    otherwise they are an error unless Shoal's own key is given."""
+def read_long_prompts(given: Given) -> Values:
+    """Converts what happens to prompts over the limit: with filter_overlong_prompts they are
+    dropped, else they are an error unless Shoal's own key is given. ShoalError for a truncation
+    other than `error`, because prompts are never truncated here."""
     name = "data.truncation"
     _check_known(name, given.get(name, "error").strip("'"), ["error"])
     name = "data.filter_overlong_prompts"
@@ -244,36 +250,37 @@ def long_prompts(given: Given) -> Values:
 
 
 def _gpus(section: str, given: Given) -> str:
-    """Returns the number of devices: nodes times devices of a node, which are 8 if only the nodes
-    are given."""
+    """Returns the number of devices, as text: nnodes (1 if not given) times n_gpus_per_node (8 if
+    not given). `section`: the flags' section, for errors."""
     named = last_part(given)
     each = to_int(f"{section}.n_gpus_per_node", named.get("n_gpus_per_node", "8"))
     nodes = to_int(f"{section}.nnodes", named.get("nnodes", "1"))
     return str(each * nodes)
 
 
-def gpus(given: Given) -> Values:
-    """Reads the number of the trainer's devices. The sampler uses the same unless it has its
-    own."""
+def read_gpus(given: Given) -> Values:
+    """Converts the number of GPUs to mesh.trainer, all of which share the parameters. The sampler
+    uses the same unless it has its own."""
     return {"mesh.trainer": _gpus("trainer", given), "mesh.fsdp": "-1"}
 
 
-def sampler_gpus(given: Given) -> Values:
-    """Reads the number of devices that fully_async_policy and one_step_off_policy reserve for the
-    sampler."""
+def read_sampler_gpus(given: Given) -> Values:
+    """Converts the number of GPUs that fully_async_policy and one_step_off_policy reserve for the
+    sampler to mesh.sampler."""
     return {"mesh.sampler": _gpus("rollout", given)}
 
 
-def batch(name: str, text: str) -> Values:
-    """Reads the number of prompts of a step. 0, which fully_async_policy requires, yields to other
-    values."""
+def read_batch(name: str, text: str) -> Values:
+    """Converts data.train_batch_size to batch.prompts_per_step. 0, which fully_async_policy
+    requires, counts only if nothing else in its layer sets the prompts of a step."""
     if text == "0":
         return {"batch.prompts_per_step": Yielding("0")}
     return {"batch.prompts_per_step": text}
 
 
-def reward_file(given: Given) -> Values:
-    """Reads a file with a reward function and the function's name."""
+def read_reward_file(given: Given) -> Values:
+    """Converts custom_reward_function.path and name to reward.functions=`PATH:NAME` (by default
+    compute_score); an empty path sets nothing. ShoalError if a name is given without a path."""
     named = last_part(given)
     if "path" in named and named["path"].lower() in flags.NOTHING:
         return {}
@@ -285,17 +292,18 @@ def reward_file(given: Given) -> Values:
     return {"reward.functions": [f"{named['path']}:{named.get('name', 'compute_score')}"]}
 
 
-def betas(name: str, text: str) -> Values:
-    """Reads AdamW's two betas."""
+def read_betas(name: str, text: str) -> Values:
+    """Converts AdamW's betas, `[0.9,0.999]`, to optimizer.beta1 and beta2."""
     numbers = flags.items_of(text)
     if len(numbers) != 2:
         raise ShoalError(f"{name}={text}: expected two numbers")
     return {"optimizer.beta1": numbers[0], "optimizer.beta2": numbers[1]}
 
 
-def train_files(name: str, text: str) -> Values:
-    """Reads Parquet files. One file is the data set itself; for several, the path is the folder
-    above them all and the files are named in it."""
+def read_train_files(name: str, text: str) -> Values:
+    """Converts data.train_files, Parquet files: one file becomes task.path; for several, task.path
+    is the folder above them all, and task.files has their paths in it. The task is `custom` unless
+    something else names one."""
     files = flags.items_of(text)
     if not files or text == "null":
         raise ShoalError(f"{name}={text}: expected a file, or a list of files")
@@ -307,8 +315,9 @@ def train_files(name: str, text: str) -> Values:
     return values
 
 
-def loggers(name: str, text: str) -> Values:
-    """Reads where metrics are reported; ShoalError for a system that Shoal does not report to."""
+def read_loggers(name: str, text: str) -> Values:
+    """Converts the list of loggers (console, wandb, tensorboard) to keys of `report`; ShoalError
+    for a system that Shoal does not report to."""
     known = {
         "console": {},
         "wandb": {"report.wandb.mode": "auto"},
@@ -324,9 +333,9 @@ def loggers(name: str, text: str) -> Values:
     return values
 
 
-def rounds(name: str, text: str) -> Values:
-    """Reads the number of all sampling rounds of a step (0 for no limit) as the number of rounds
-    after the first."""
+def read_rounds(name: str, text: str) -> Values:
+    """Converts max_num_gen_batches, the number of all sampling rounds of a step (0 for no limit),
+    to algorithm.max_sampling_rounds, which counts the rounds after the first."""
     number = to_int(name, text, 0)
     beyond_first = max(1, number - 1) if number else 1000
     return {"algorithm.max_sampling_rounds": str(beyond_first)}

@@ -32,8 +32,8 @@ from shoal.budget.memory import AvailableMemory, machine_memory
 from shoal.chat.tokenizer import Tokenizer
 from shoal.checks.reward import (
     KINDS,
+    ModelText,
     Probe,
-    Sampled,
     answers,
     check_first_prompt,
     gold_of,
@@ -638,7 +638,7 @@ def test_the_form_that_a_reward_wants_is_found(function, form):
     tried = probe(
         judge,
         [Example(i, "q", {"answer": str(5 + i)}) for i in range(3)],
-        lambda _, text: Sampled(text, list(text.encode())),
+        lambda _, text: ModelText(text, list(text.encode())),
     )
     judge.close()
     assert (

@@ -34,13 +34,13 @@ from shoal.checks.reward import (
     KINDS,
     ModelText,
     Probe,
-    answers,
+    as_model_text,
     check_first_prompt,
     gold_of,
+    known_answers,
     model_text_maker,
     probe,
     reward_findings,
-    sampled,
     wrong_answers,
 )
 from shoal.commands import doctor as doctor_module
@@ -612,7 +612,7 @@ def test_wrong_answers_are_wrong():
     for gold in ("0", "1", "-3", "19", "1.5", "1,000", "Paris"):
         wrong = wrong_answers(gold)
         assert len(set(wrong)) == 5 and not any(gold in text for text in wrong)
-    made = answers(Example(0, "q", {"answer": "5", "solution": "2 + 3 = 5"}))
+    made = known_answers(Example(0, "q", {"answer": "5", "solution": "2 + 3 = 5"}))
     assert made["####", "wrong"] == "2 + 3 = 6\n#### 6" and made["bare", "right"] == "5"
     assert (
         made["\\boxed", "many at once"].count("\\boxed{") == 6
@@ -748,14 +748,14 @@ def test_a_tag_that_the_prompt_opens_is_no_part_of_a_completion(
 
 def test_a_known_answer_is_encoded_ended_and_decoded(tmp_path: Path) -> None:
     tokenizer = tokenizer_with(tmp_path)
-    one = sampled(
+    one = as_model_text(
         tokenizer, "<|im_start|>assistant\n<think>\n", "<think>\nso\n</think>\n5<|im_end|>more"
     )
     assert (
         one.text == "so\n</think>\n5" and one.opened == "<think>" and one.skipped == ("<|im_end|>",)
     )
     assert list(one.ids) == [*tokenizer.encode("so\n</think>\n5"), tokenizer.eos_ids[0]]
-    assert list(sampled(tokenizer, "p", "").ids) == [tokenizer.eos_ids[0]]
+    assert list(as_model_text(tokenizer, "p", "").ids) == [tokenizer.eos_ids[0]]
 
 
 @pytest.mark.parametrize(

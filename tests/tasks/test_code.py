@@ -14,7 +14,7 @@ import pytest
 from tiny_runs import Workshop, groups, metrics, read_lines
 
 from shoal import cli
-from shoal.checks.reward import Sampled, probe, reward_findings
+from shoal.checks.reward import ModelText, probe, reward_findings
 from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.task import TaskSection
 from shoal.job.task import load_task
@@ -728,7 +728,7 @@ def test_both_forms_score_their_own_solutions_and_known_answers(tmp_path: Path, 
         example = task.train[0]
         asked = str(example.prompt[-1])
         assert part in asked and "inc(-1)" not in asked
-        tried = probe(pool(task), [example], lambda _, text: Sampled(text, list(text.encode())))
+        tried = probe(pool(task), [example], lambda _, text: ModelText(text, list(text.encode())))
         assert (
             tried.total("right"),
             tried.total("wrong"),

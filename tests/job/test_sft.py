@@ -14,7 +14,7 @@ from tiny_runs import metrics, parameters_of, same_bits
 
 from shoal import cli
 from shoal.chat.tokenizer import Tokenizer
-from shoal.checks.inputs import check_written, streams
+from shoal.checks.inputs import check_template_writes, streams
 from shoal.config.commands import SftConfig
 from shoal.config.merge import compose
 from shoal.findings import Findings
@@ -209,7 +209,9 @@ def warned(
     config, _ = compose("sft", [f"task.path={folder}/rows.jsonl"])
     findings = Findings()
     task = for_training(load_questions(config.task, config.reward), config)
-    check_written(config, task, Tokenizer.load(TINY, template), findings.of("data", "task.path"))
+    check_template_writes(
+        config, task, Tokenizer.load(TINY, template), findings.of("data", "task.path")
+    )
     return [found.text for found in findings.at("warning")]
 
 

@@ -142,7 +142,9 @@ def check_tokenizer(tokenizer: Tokenizer, notes: Sequence[Finding], findings: Fi
             "model.path",
         )
     # A wrong note says that there is no end-of-sequence token, which is reported above.
-    findings.extend(note for note in notes if note.level != "wrong")
+    for note in notes:
+        if note.level != "wrong":
+            findings.extend([note])
     if len(findings.found) == before:
         ends = " or ".join(tokenizer.token_text(id) for id in tokenizer.eos_ids)
         check.ok(f"{tokenizer.vocab_size:,} tokens, ends with {ends}")

@@ -441,8 +441,12 @@ def _faults_of_totals(probe: Probe) -> list[tuple[Level, str]]:
 def _figures_of_totals(probe: Probe) -> list[Figure]:
     """Returns figures that compare the weighted scores of the known answers, in the form that
     `diagnose` judges."""
-    totals = {kind: probe.total(kind) for kind in probe.rows}
-    scored = {kind: round(total, 9) for kind, total in totals.items() if not np.isnan(total)}
+    totals = {}
+    scored = {}  # without the kinds that got no score
+    for kind in probe.rows:
+        totals[kind] = probe.total(kind)
+        if not np.isnan(totals[kind]):
+            scored[kind] = round(totals[kind], 9)
     num_different = len(set(scored.values()))
     all_have_one = len(scored) == len(totals)
     if num_different == 1 and (probe.form or all_have_one):

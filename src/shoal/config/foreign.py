@@ -110,7 +110,8 @@ class Flag:
         return self.name == name or (self.is_pattern and fnmatch.fnmatchcase(name, self.name))
 
     def fits(self, config_type: type) -> bool:
-        """True if a command accepts this flag."""
+        """True if a command accepts this flag, because it has one of the keys that the flag sets. A
+        flag that sets none is accepted by COMMANDS."""
         command = command_of(config_type)
         if not self.keys:
             return command in COMMANDS

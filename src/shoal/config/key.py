@@ -304,8 +304,9 @@ def nest(values: Mapping[str, Any]) -> dict[str, Any]:
 def leaves_of(
     config_type: type, values: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yields (dotted name, value) for every value in nested dicts. A dict that is not under the
-    name of a key counts as a section; None under the name of a section is skipped."""
+    """Yields (dotted name, value) for every value in nested dicts: `{"a": {"b": 1}}` -> ("a.b", 1).
+    A dict under the name of a key is a value; so is an empty one whose name is no section's. None
+    under the name of a section is skipped. `prefix`: put before each name."""
     keys, sections = keys_of(config_type), sections_of(config_type)
     for part, value in values.items():
         name = f"{prefix}{part}"

@@ -61,10 +61,10 @@ def text_given(value: Any) -> str:
 
 
 def python_leaves(config_type: type, overrides: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields every keyword from Python with its dotted name. Leaves out keys of Shoal whose value
-    is None, which functions often have as default; a flag of another system that is None is kept,
-    like `null` in a file. Raises ShoalError for values that are neither a value, a list nor an
-    object."""
+    """Yields (dotted name, value) for every keyword from Python. Leaves out keys of Shoal whose
+    value is None, which functions often have as default; a flag of another system that is None is
+    kept, like `null` in a file. Raises ShoalError for values that are neither a value, a list nor
+    an object."""
     for name, value in leaves_of(config_type, nested_names(overrides)):
         is_list = isinstance(value, list | tuple)
         key = key_of(config_type, name)

@@ -17,12 +17,12 @@ def take_token(text: str) -> None:
         os.environ["HF_TOKEN"] = text.strip()
 
 
-def redact_token(words: Sequence[str]) -> list[str]:
+def redact_token(arguments: Sequence[str]) -> list[str]:
     """Returns a command line's arguments without the hub's token; puts the token into the
     environment."""
     kept = []
-    for word in words:
-        name, equals, text = word.partition("=")
+    for argument in arguments:
+        name, equals, text = argument.partition("=")
         if name.lstrip("-+").replace("-", "_") == TOKEN:
             if not equals:
                 raise ShoalError(
@@ -30,6 +30,6 @@ def redact_token(words: Sequence[str]) -> list[str]:
                     "environment"
                 )
             take_token(text)
-            word = f"{TOKEN}="
-        kept.append(word)
+            argument = f"{TOKEN}="
+        kept.append(argument)
     return kept

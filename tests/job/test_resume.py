@@ -1205,14 +1205,14 @@ def test_workers_of_ray_have_all_their_devices_in_a_replica(tmp_path):
 def test_the_form_of_tool_calls_is_decided_once(tmp_path):
     words = [f"base_output_directory={tmp_path}", "model.path=tiny-tools", "task=calculator"]
     with Job(compose("train", words)[0], Console()) as job:
-        assert job.turns
+        assert job.turn_formats
         decision = job.decisions["environment.call_format"]
-        assert decision.value == job.turns.section.call_format == "hermes"
+        assert decision.value == job.turn_formats.section.call_format == "hermes"
         assert decision.sources["task.name"] == "calculator"
     with Job(compose("train", [*words, "environment.call_format=xml"])[0], Console()) as job:
-        assert job.turns
+        assert job.turn_formats
         assert "environment.call_format" not in job.decisions
-        assert job.turns.section.call_format == "xml"
+        assert job.turn_formats.section.call_format == "xml"
 
 
 def test_vllm_in_place_of_this_process_is_no_free_change(decided, tmp_path, capsys):

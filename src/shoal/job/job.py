@@ -683,7 +683,7 @@ class Job(StagedJob):
         """Returns the configuration that a training job works with: what was requested, with every
         key that was left open decided. A job of `estimate` reads no data, so there the sampler's
         slots stay open."""
-        # `sampling_settings` needs `turn_formats`, which may have decided `environment.call_format`.
+        # `sampling_settings` needs `turn_formats`, which decides `environment.call_format`.
         return resolved(self.config_for_devices, self.decisions)
 
     @stage(

@@ -295,9 +295,8 @@ def faster_changes(budget: Budget) -> list[Change]:
     config = budget.config
     fewer_tokens, same_tokens = _longer_rows(budget)
     changes = _idle_devices(budget) + fewer_tokens
-    for remat in {"full": ("dots", "attention"), "attention": ("dots",)}.get(
-        budget.model.remat, ()
-    ):
+    computing_less = {"full": ("dots", "attention"), "attention": ("dots",)}
+    for remat in computing_less.get(budget.model.remat, ()):
         changes.append(Change({"model.remat": remat}, "the backward pass computes less again"))
     if budget.slots < budget.prompts_per_step * config.batch.group_size:
         changes.append(Change({"sampling.slots_per_device": 0}))

@@ -104,7 +104,7 @@ def replica_size(config: Config, a: Architecture, roles: Roles, available: float
     held = open_budget(config, roles, a).held("sampler", "sampling")
     held.pop("the sampler's copy", 0)
     free = available - sum(held.values())
-    versions = max(held for held, _ in held_versions(config))
+    versions = max(num_held for num_held, _ in held_versions(config))
     needed = 0
     for spec in jax.tree.leaves(param_specs(sampled_architecture(config, a))):
         size = math.prod(spec.shape) * jnp.dtype(spec.dtype or dtype).itemsize

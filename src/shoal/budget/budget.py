@@ -412,16 +412,14 @@ class Budget:
                 if program in self.costs:
                     sampler.append(self.seconds(program))
         schedule = schedule_of(self.config.train)
-        floor, hidden, none_hidden = (
-            step_seconds(
-                schedule,
-                sum(seconds[bound] for seconds in sampler),
-                sum(seconds[bound] for seconds in trainer),
-                self.samples_apart,
-            )
-            for bound in range(3)
-        )
-        return floor, hidden, none_hidden
+
+        def of_bound(bound: int) -> float:
+            """Returns the seconds of a step by one of the three bounds."""
+            sampling = sum(seconds[bound] for seconds in sampler)
+            training = sum(seconds[bound] for seconds in trainer)
+            return step_seconds(schedule, sampling, training, self.samples_apart)
+
+        return of_bound(0), of_bound(1), of_bound(2)
 
     @property
     def overlaps(self) -> bool:

@@ -127,14 +127,14 @@ def plan_slots(
             f"caches by pages ({role.platform.upper()}, model.attention={model.attention}); use 0",
             "sampling.mean_completion_tokens",
         )
-    prompt, own, longest = (
-        cache_size(tokens, role.platform, model.key_parts)
-        for tokens in (
-            sampling.slot_prompt,
-            mean or sampling.max_completion_tokens,
-            sampling.max_completion_tokens,
-        )
-    )
+
+    def cached(tokens: int) -> int:
+        """Returns the tokens that a cache with room for `tokens` tokens has."""
+        return cache_size(tokens, role.platform, model.key_parts)
+
+    prompt = cached(sampling.slot_prompt)
+    longest = cached(sampling.max_completion_tokens)
+    own = cached(mean) if mean else longest
     room = KVCacheBudget(prompt, own, longest, free_tokens, role.row_shards, paged)
     all_at_once = room.slots(slots, group_size) >= completions
     if all_at_once:

@@ -129,7 +129,7 @@ def plan_slots(
         )
 
     def cached(tokens: int) -> int:
-        """Returns the tokens that a cache with room for `tokens` tokens has."""
+        """Returns how many keys a cache for `tokens` tokens has room for, padding included."""
         return cache_size(tokens, role.platform, model.key_parts)
 
     prompt = cached(sampling.slot_prompt)

@@ -123,13 +123,14 @@ class ParamLayout:
         )
 
     def runs(self, axes: tuple[str, ...]) -> PartitionSpec:
-        """Returns how a window in file order is split into runs of rows: dimensions that number
-        tensors like those of the array, and rows over the given mesh axes.
+        """Returns how a window in file order is split into runs of rows: its rows over the mesh
+        axes `axes`, and the dimensions that number tensors like those of the array.
 
-        The axes are `row_axes + column_axes + copy_axes`: rows are first split into the parts of
-        `row_axes`, each of these into runs for `column_axes`, each of these into runs for
-        `copy_axes`, so that each device has one run. Without `copy_axes`, all devices along those
-        have the same run."""
+        With `row_axes + column_axes + copy_axes`, each device has one run: rows are first split
+        into the parts of `row_axes`, each of these into runs for `column_axes`, each of these into
+        runs for `copy_axes`. With `row_axes + column_axes`, all devices along `copy_axes` have the
+        same run.
+        """
         entries: list[Any] = [None] * len(self.file_axes)
         for dim in range(self.row_dim):
             entries[dim] = self.file_axes[dim] or None

@@ -182,9 +182,9 @@ def section_of(section: ModelSection, path: str) -> ModelSection:
 
 
 def with_run(section: ModelSection) -> ModelSection:
-    """Returns the section with `scan_layers` and `quantise` of the run that `model.path` names,
-    where the section does not set them. Returns the section itself if it names no run, or one whose
-    settings cannot be read."""
+    """Returns the section with `scan_layers` and `quantise` of the run that `model.path` names; a
+    value of the section that is not the default stays. Returns the section itself if it names no
+    run, or one whose settings cannot be read."""
     local = find_input(section.path, "model.path")
     checkpoint = find_checkpoint(local) if local.is_dir() else None
     if checkpoint is None:

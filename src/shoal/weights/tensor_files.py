@@ -175,8 +175,9 @@ class BlockScaledTensor(StoredTensor):
 def with_scales(
     stored: Mapping[str, StoredTensor], block: tuple[int, int]
 ) -> dict[str, StoredTensor]:
-    """Returns the tensors with each matrix NAME that has scales NAME_scale_inv replaced by a
-    `BlockScaledTensor`, and without these scales. `block` is (rows, columns) of a block."""
+    """Returns the tensors by name, each 8-bit matrix NAME that has scales NAME_scale_inv as a
+    `BlockScaledTensor`, and without these scales. `block` is (rows, columns) of a block with one
+    scale. Scales of another shape or type are left as tensors."""
     scaled = dict(stored)
     for name, tensor in stored.items():
         scales = stored.get(f"{name}_scale_inv")
@@ -261,8 +262,8 @@ def digests(stored: Mapping[str, StoredParameter]) -> dict[str, str]:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Returns the tensors of a safetensors file by name; their values are not read. ShoalError if
-    the file is truncated or is something else."""
+    """Returns the tensors of a safetensors file by name, without reading their values. ShoalError
+    if the file is cut short, or is no safetensors file; OSError if there is no such file."""
     if file.exists() and not file.is_file():  # opening a pipe would wait for its writer for ever
         raise ShoalError(
             f"{file} is no file but a pipe, a device or a folder. Put the weights there."

@@ -164,11 +164,13 @@ def call_of(engine: Engine, program: str) -> tuple[tuple, dict[str, Any]]:
     """The shapes of what a program of an engine is called with."""
     state, count = engine.state_shapes(), engine.scheduler.swap_rows
     if program in ("save", "restore"):
-        shapes = (engine.parked.shapes,) * (program == "restore")
-        pages = []
-        for x in engine._empty_table(count):
-            pages.append(jax.ShapeDtypeStruct(x.shape, x.dtype))
-        return (state, jax.ShapeDtypeStruct((count,), jnp.int32), *shapes, *pages), {}
+        args = [state, jax.ShapeDtypeStruct((count,), jnp.int32)]
+        if program == "restore":
+            args.append(engine.parked.shapes)
+        table = engine._empty_table(count)
+        if table is not None:
+            args.append(jax.ShapeDtypeStruct(table.shape, table.dtype))
+        return tuple(args), {}
     whole = {"embed": "prefill", "enter": "prefill"}.get(program, program)
     return engine.calls(whole, published_shapes(engine.model))[program][1:]
 

@@ -20,7 +20,7 @@ from shoal.model.attention.selector import by_pages
 from shoal.model.attention.softmax import largest_block
 from shoal.model.transformer import Model
 from shoal.records import ShoalError
-from shoal.sampler.programs import DecodeState, state_shapes
+from shoal.sampler.programs import DecodeState, StateSizes, state_shapes
 from shoal.sampler.scheduler import num_rows
 from shoal.text import count
 from shoal.weights.source import make_model
@@ -244,4 +244,5 @@ def engine_states(
         slots, siblings = plan.rows_for(size, config.batch.group_size, is_shared)
         rows = num_rows(slots, siblings, shards)
         pages = shards * plan.room.pages(slots, siblings)
-        yield name, state_shapes(own, rows, siblings, plan.room.prompt, plan.room.longest, pages)
+        sizes = StateSizes(rows, siblings, plan.room.prompt, plan.room.longest, pages)
+        yield name, state_shapes(own, sizes)

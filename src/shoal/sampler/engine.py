@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -48,6 +49,7 @@ from shoal.sampler.programs import (
     TURNS_AT_ONCE,
     DecodeState,
     SampledTokens,
+    StateSizes,
     empty_batch,
     empty_feed,
     make_programs,
@@ -166,19 +168,14 @@ class Engine:
         # bool[N, W]: slots in which the next decode samples nothing: unused, ended, or waiting for
         # the next turn.
         self._inactive = np.ones((self.num_rows, self.siblings), bool)
-        self._sizes = (
-            self.num_rows,
-            self.siblings,
-            prompt_cache,
-            completion_cache,
-            total_pages,
+        self._sizes = StateSizes(
+            self.num_rows, self.siblings, prompt_cache, completion_cache, total_pages
         )
         # The steps in flight, preceded by the one whose tokens are being gathered.
         self._ungathered: deque[InFlightStep] = deque()
         self._state: DecodeState | None = None
-        swapped_shapes = state_shapes(
-            model, self.scheduler.swap_rows, self.siblings, prompt_cache, completion_cache
-        )
+        swapped_sizes = self._sizes._replace(rows=self.scheduler.swap_rows, pages=0)
+        swapped_shapes = state_shapes(model, swapped_sizes)
         self.parked = ParkedRows(swapped_shapes, model.key_parts)
         # True during a call of a program whose shapes are new: it may compile for minutes.
         self.starting = False
@@ -326,7 +323,7 @@ class Engine:
     def state_shapes(self) -> DecodeState:
         """Returns shapes, data types and layout of the caches and slots, without allocating
         them."""
-        return state_shapes(self.model, *self._sizes)
+        return state_shapes(self.model, self._sizes)
 
     def calls(
         self, program: str, parameters: Params
@@ -341,10 +338,12 @@ class Engine:
             arrays = self._empty_batch(prompt_bucket(self.max_prompt_tokens))
         else:
             arrays = self._empty_batch(0)
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
-        return recorded_calls(
-            self.programs, program, parameters, state=self.state_shapes(), **shapes
-        )
+
+        def shape_of(array: np.ndarray) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+        shapes = jax.tree.map(shape_of, arrays)
+        return recorded_calls(self.programs, program, parameters, self.state_shapes(), shapes)
 
     def limit_of(self, request: SampleRequest, index: int) -> int:
         """Returns the most tokens of one completion. Benchmarks override this method to give
@@ -425,8 +424,8 @@ class Engine:
             id, subgroup = self.scheduler.running[row]
             numbers[position] = row % self.replica_rows
             positions[id, subgroup] = position
-            for pages in table:
-                pages[position] = self.pool.table[row] if self.pool else NO_PAGE
+            if table is not None and self.pool is not None:
+                table[position] = self.pool.table[row]
             if not self._inactive[row].all():
                 self.counters["preempted_rows"] += 1
                 # A row that is saved later entered earlier, so it returns first.
@@ -437,16 +436,18 @@ class Engine:
             self.scheduler.release(row)
         if not positions:
             return False
-        self.parked.add(positions, self._call("save", self._state, numbers, *table))
+        with self._may_compile("save"):
+            saved = self.programs["save"](self._state, numbers, table)
+        self.parked.add(positions, saved)
         return True
 
-    def _empty_table(self, rows: int) -> tuple[np.ndarray, ...]:
-        """Returns the argument of a program that holds the pages of `rows` rows, all unset, as a
-        tuple of one; () if keys are not stored in pages."""
+    def _empty_table(self, rows: int) -> np.ndarray | None:
+        """Returns a table for the pages of `rows` rows, int32[rows, W, T], filled with NO_PAGE;
+        None if keys are not stored in pages."""
         if self.pool is None:
-            return ()
+            return None
         _, siblings, pages_per_slot = self.pool.table.shape
-        return (np.full((rows, siblings, pages_per_slot), NO_PAGE, np.int32),)
+        return np.full((rows, siblings, pages_per_slot), NO_PAGE, np.int32)
 
     def _pages(self, id: int, subgroup: int, row: int | None = None) -> np.ndarray:
         """Returns how many pages each slot of a subgroup needs, int[W], for all keys that it may
@@ -496,16 +497,15 @@ class Engine:
         positions: list[tuple[SubgroupKey, int]] = []
         for position, id, subgroup, row, _ in admission.entries:
             rows[position] = row % self.replica_rows
-            for pages in table:
-                pages[position] = NO_PAGE
-                if self.pool:
-                    pages[position] = self.pool.enter(row, self._pages(id, subgroup))
+            if table is not None and self.pool is not None:
+                table[position] = self.pool.enter(row, self._pages(id, subgroup))
             self._inactive[row] = True
             for slot, partial in enumerate(self._partials(subgroup, self.requests[id])):
                 self._inactive[row, slot] = partial.reason is not None
             positions.append(((id, subgroup), position))
         saved = self.parked.take(positions)
-        self._state = self._call("restore", self._state, rows, saved, *table)
+        with self._may_compile("restore"):
+            self._state = self.programs["restore"](self._state, rows, saved, table)
 
     def _start_admission(self, admission: Admission) -> None:
         """Starts the step that the scheduler has chosen: a prefill, a join or a restore."""
@@ -573,7 +573,7 @@ class Engine:
                 if self.pool:
                     arrays["pages"][position] = self.pool.table[row, slot]
                 arrays["tokens"][position] = partial.feed(FEED, self.version, self.max_support)
-            self._state, _ = self._call("feed", self.parameters, state=self._state, **arrays)
+            self._run("feed", arrays)
 
     def _empty_feed(self) -> dict[str, Any]:
         """Returns the arrays of a feed, with all positions unused."""
@@ -635,22 +635,34 @@ class Engine:
         if not self._state:
             self._state = self.programs["make_state"]()
         prompt_size = arrays["tokens"].shape[1] if program == "prefill" else 0
-        self._state, sampled = self._call(
-            program, self.parameters, state=self._state, size=prompt_size, **arrays
-        )
+        sampled = self._run(program, arrays, prompt_size)
+        assert sampled is not None
         live = ~arrays["stopped"] if program == "decode" else None
         step = InFlightStep(sampled, owners, live, self.version)
         self.in_flight.append(step)
         self._ungathered.append(step)
 
-    def _call(self, program: str, *args: Any, size: int = 0, **arrays: Any) -> Any:
-        """Calls a program. `size` stands for the shapes of its arrays: a new (program, size) may
-        compile first."""
-        self.starting = (program, size) not in self._started
-        result = run_program(self.programs, program, *args, **arrays)
-        self._started.add((program, size))
+    def _run(
+        self, program: str, arrays: dict[str, Any], prompt_size: int = 0
+    ) -> SampledTokens | None:
+        """Starts "prefill", "join", "feed" or "decode" on the state, replaces the state by the next
+        one, and returns what is sampled, on the device; None for "feed"."""
+        assert self.parameters is not None and self._state is not None
+        with self._may_compile(program, prompt_size):
+            self._state, sampled = run_program(
+                self.programs, program, self.parameters, self._state, arrays
+            )
+        return sampled
+
+    @contextmanager
+    def _may_compile(self, program: str, prompt_size: int = 0) -> Iterator[None]:
+        """Sets `starting` while a program is called for the first time, which may compile it for
+        minutes. `prompt_size`: to how many tokens prompts are padded, because prefill is compiled
+        for each; 0 for other programs."""
+        self.starting = (program, prompt_size) not in self._started
+        yield
+        self._started.add((program, prompt_size))
         self.starting = False
-        return result
 
     # -- gathering
 

@@ -102,7 +102,7 @@ class PartialCompletion:
         are then to be computed: the last token before these, and these without their last."""
         fed = self.context[:count]
         self.context = self.context[count:]
-        inputs = [self.tokens[-1], *fed[:-1]]
+        inputs = self.tokens[-1:] + fed[:-1]
         self.tokens += fed
         self.is_sampled += [False] * count
         self.logprobs += [0.0] * count

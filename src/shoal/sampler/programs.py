@@ -9,7 +9,7 @@ enters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from operator import attrgetter
@@ -104,21 +104,36 @@ class TokenChoice(NamedTuple):
     max_support: int  # K, the most tokens that truncation keeps; 0: none are recorded
 
 
+class StateSizes(NamedTuple):
+    """Sizes of a `DecodeState`."""
+
+    rows: int  # N
+    siblings: int  # W, slots per row
+    prompt_tokens: int  # keys of a prompt that a row has space for
+    completion_tokens: int  # keys of a completion that a slot has space for
+    pages: int = 0  # pages of all replicas' pools; 0 if keys are not stored in pages
+
+
 @lru_cache(PROGRAMS_KEPT)
 def make_programs(
     model: Model,
-    sizes: tuple[int, int, int, int, int],
+    sizes: StateSizes,
     eos_ids: tuple[int, ...],
     truncated: bool,
     max_support: int,
     piece: int,
 ) -> dict[str, Program]:
-    """Returns the compiled programs by name. `sizes` of the state: rows, slots per row, prompt
-    tokens, completion tokens, pages. Prompts longer than `piece` tokens are computed in pieces."""
-    rows, siblings, prefix, own, pages = sizes
+    """Returns the compiled programs of an engine by name: "make_state", "prefill", "join",
+    "decode", "feed", "save", "restore". If the model's layers are compiled one by one, "prefill"
+    and "feed" compute one layer, and "embed" and "enter" what comes before and after the layers:
+    `run_program` calls them in turn.
+
+    `eos_ids`: tokens that end a completion. `truncated`, `max_support`: see `TokenChoice`. Prompts
+    longer than `piece` tokens are computed in pieces of that many (see `piece_size`)."""
     get_sharding = attrgetter("sharding")
-    layout = jax.tree.map(get_sharding, state_shapes(model, rows, siblings, prefix, own, pages))
-    saved = jax.tree.map(get_sharding, state_shapes(model, rows, siblings, prefix, own))
+    layout = jax.tree.map(get_sharding, state_shapes(model, sizes))
+    # Saved rows bring their keys along, so they have no pool of pages.
+    saved = jax.tree.map(get_sharding, state_shapes(model, sizes._replace(pages=0)))
     choice = TokenChoice(eos_ids, truncated, max_support)
     by_row = PartitionSpec(model.role.row_axes)
     tokens = _tokens_by_row(model.role, max_support)
@@ -149,14 +164,13 @@ def make_programs(
 
     specs = (by_row, tokens)
     shardings = (layout, sampled)
-    make_state = partial(_idle_state, model, rows, siblings, prefix, own, pages)
-    restore = partial(_on_rows, role, _restore)
+    make_state = partial(_idle_state, model, sizes)
     programs = {
         "make_state": model.role.jit(make_state, out_shardings=layout),
         "join": jit(partial(_join, choice=choice), specs, shardings),
         "decode": jit(partial(_decode, choice=choice), specs, shardings, decoding),
-        "save": role.jit(partial(_on_rows, role, _save), out_shardings=saved),
-        "restore": role.jit(restore, donate_argnums=0, out_shardings=layout),
+        "save": role.jit(partial(_save, role), out_shardings=saved),
+        "restore": role.jit(partial(_restore, role), donate_argnums=0, out_shardings=layout),
     }
     if not model.ffn_chunks:
         prefill = partial(_prefill, piece=piece, choice=choice)
@@ -178,40 +192,48 @@ def make_programs(
     return programs
 
 
-def run_program(programs: Mapping[str, Callable], name: str, *args: Any, **arrays: Any) -> Any:
-    """Calls a program by name. If the model's layers are compiled one by one, `prefill` and `feed`
-    are programs of one layer, and this function calls them for each layer."""
+def run_program(
+    programs: Mapping[str, Callable],
+    name: str,
+    parameters: Params,
+    state: DecodeState,
+    arrays: Mapping[str, Any],
+) -> tuple[DecodeState, SampledTokens | None]:
+    """Runs "prefill", "join", "feed" or "decode" on a state, and returns (the next state, the
+    tokens that were sampled; None for "feed"). `arrays`: the other arguments of the step, as
+    `empty_batch`, `empty_feed` and `no_context` begin them.
+
+    If the model's layers are compiled one by one, this function calls the program of "prefill" or
+    "feed" once for each layer."""
     if name not in ("prefill", "feed") or "embed" not in programs:
-        return programs[name](*args, **arrays)
-    (parameters,) = args
-    state = arrays.pop("state")
+        return programs[name](parameters, state=state, **arrays)
     sampled = None
-    entering = {}
+    embed_inputs = dict(arrays)
+    enter_inputs = {}
     for key in ("limit", "keys", "sampling"):
-        if key in arrays:
-            entering[key] = arrays.pop(key)
+        if key in embed_inputs:
+            enter_inputs[key] = embed_inputs.pop(key)
     if name == "feed":
-        arrays["prefix_len"] = state.prefix_len
-    x, layer_inputs, where = programs["embed"](parameters.embed_tokens, **arrays)
+        embed_inputs["prefix_len"] = state.prefix_len
+    x, layer_inputs, where = programs["embed"](parameters.embed_tokens, **embed_inputs)
+    layer_inputs |= where
+    enter_inputs |= where
     caches = ()
     for layer, cache in zip(parameters.blocks, state.caches, strict=True):
-        x, written = programs[name]((layer,), x=x, caches=(cache,), **layer_inputs, **where)
+        x, written = programs[name]((layer,), x=x, caches=(cache,), **layer_inputs)
         caches += written
     if name == "prefill":
         state, sampled = programs["enter"](
-            replace(parameters, blocks=()),
-            state=replace(state, caches=()),
-            x=x,
-            **where,
-            **entering,
+            replace(parameters, blocks=()), state=replace(state, caches=()), x=x, **enter_inputs
         )
     return replace(state, caches=caches), sampled
 
 
-def _on_rows(role: Role, function: Callable, *args: Any) -> DecodeState:
-    """Calls a function of arrays by row on each replica's rows separately."""
+def _on_each_replica(role: Role, function: Callable) -> Callable:
+    """Returns a function that calls `function`, whose arguments and result are arrays by row, on
+    each replica's rows separately."""
     if role.row_shards == 1:
-        return function(*args)
+        return function
     rows = PartitionSpec(role.row_axes)
     return jax.shard_map(
         function,
@@ -220,13 +242,21 @@ def _on_rows(role: Role, function: Callable, *args: Any) -> DecodeState:
         out_specs=rows,
         axis_names=set(role.row_axes),
         check_vma=False,
-    )(*args)
+    )
 
 
-def _save(state: DecodeState, rows: jax.Array, pages: jax.Array | None = None) -> DecodeState:
-    """Returns what the device holds of rows[M] that are saved and, if keys are stored in pages, of
-    their pages[M, W, T]. Unused positions of `rows` may hold any row."""
-    saved = jax.tree.map(lambda x: _slices(x, rows), _without_pools(state, pages))
+def _save(
+    role: Role, state: DecodeState, rows: jax.Array, pages: jax.Array | None = None
+) -> DecodeState:
+    """Returns what the device holds of rows[M], as arrays of M rows. If keys are stored in pages,
+    pages[M, W, T] says which are theirs. Rows are numbered within their replica; unused positions
+    of `rows` may hold any row."""
+    return _on_each_replica(role, _read_rows)(state, rows, pages)
+
+
+def _read_rows(state: DecodeState, rows: jax.Array, pages: jax.Array | None) -> DecodeState:
+    """Does what `_save` does, on one replica."""
+    saved = jax.tree.map(lambda x: _slices(x, zip(rows, strict=True)), _without_pools(state, pages))
     if pages is None:
         return saved
     caches = []
@@ -244,23 +274,36 @@ def _without_pools(state: DecodeState, pages: jax.Array | None) -> DecodeState:
     return replace(state, caches=caches)
 
 
-def _slices(x: jax.Array, *index: jax.Array) -> jax.Array:
-    """Returns x[index[0], index[1], ...] for few indices; an index past the end reads the last
-    entry. Uses slices, because XLA for TPU reads all of x if it gathers rows of a cache."""
-    rest = x.shape[len(index) :]
-    sizes = (1,) * len(index) + rest
-    zeros = (0,) * len(rest)
+def _slices(x: jax.Array, indices: Iterable[tuple[jax.Array, ...]]) -> jax.Array:
+    """Returns x[index] for each of a few indices, one after the other; an index past the end reads
+    the last entry. Uses slices, because XLA for TPU reads all of x if it gathers rows of a
+    cache."""
+    rest: tuple[int, ...] = ()
     slices = []
-    for position in zip(*index, strict=True):
-        slices.append(jax.lax.dynamic_slice(x, position + zeros, sizes))
-    return jnp.concatenate(slices).reshape((-1, *rest))
+    for index in indices:
+        rest = x.shape[len(index) :]
+        sizes = (1,) * len(index) + rest
+        slices.append(jax.lax.dynamic_slice(x, index + (0,) * len(rest), sizes))
+    joined = jnp.concatenate(slices)
+    return joined.reshape(joined.shape[:1] + rest)
 
 
 def _restore(
-    state: DecodeState, rows: jax.Array, saved: DecodeState, pages: jax.Array | None = None
+    role: Role,
+    state: DecodeState,
+    rows: jax.Array,
+    saved: DecodeState,
+    pages: jax.Array | None = None,
 ) -> DecodeState:
-    """Writes the M saved rows to rows[M] and to pages[M, W, T]; drops those whose row or page is
-    past the end."""
+    """Returns the state with M saved rows written to rows[M], numbered within their replica, and,
+    if keys are stored in pages, to pages[M, W, T]. Drops what has a row or page past the end."""
+    return _on_each_replica(role, _write_rows)(state, rows, saved, pages)
+
+
+def _write_rows(
+    state: DecodeState, rows: jax.Array, saved: DecodeState, pages: jax.Array | None
+) -> DecodeState:
+    """Does what `_restore` does, on one replica."""
     restored = jax.tree.map(
         lambda x, new: x.at[rows].set(new, mode="drop"),
         _without_pools(state, pages),
@@ -275,14 +318,13 @@ def _restore(
     return replace(restored, caches=tuple(caches))
 
 
-def _idle_state(
-    model: Model, rows: int, siblings: int, prefix: int, own: int, pages: int = 0
-) -> DecodeState:
+def _idle_state(model: Model, sizes: StateSizes) -> DecodeState:
     """Returns a state whose slots are all done. Lengths are 1, not 0, so that position = length - 1
     and the bounds of keys stay valid for idle slots, which decoding computes along with the
     others."""
+    rows, siblings, prompt_tokens, completion_tokens, pages = sizes
     shape = (rows, siblings)
-    caches = kv_caches.empty(model, rows, siblings, prefix, own, pages)
+    caches = kv_caches.empty(model, rows, siblings, prompt_tokens, completion_tokens, pages)
     zeros = partial(jnp.zeros, shape)
     return DecodeState(
         caches=caches,
@@ -300,10 +342,10 @@ def _idle_state(
 
 
 @lru_cache(16 * PROGRAMS_KEPT)
-def state_shapes(model: Model, *sizes: int) -> DecodeState:
-    """Returns shapes, data types and layout of a state, without allocating it. `sizes` are those of
-    `make_programs`."""
-    shapes = jax.eval_shape(partial(_idle_state, model, *sizes))
+def state_shapes(model: Model, sizes: StateSizes) -> DecodeState:
+    """Returns a state's shapes, data types and shardings, as `jax.ShapeDtypeStruct`s; allocates
+    nothing."""
+    shapes = jax.eval_shape(partial(_idle_state, model, sizes))
 
     def with_sharding(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -373,10 +415,15 @@ def _is_eos(token: jax.Array, eos_ids: tuple[int, ...]) -> jax.Array:
 
 
 def recorded_calls(
-    programs: Mapping[str, Program], name: str, *args: Any, **arrays: Any
-) -> dict[str, Any]:
-    """Returns which compiled programs `run_program` would call, with shapes instead of arrays: name
-    -> (how often, arguments, keyword arguments). Nothing runs."""
+    programs: Mapping[str, Program],
+    name: str,
+    parameters: Params,
+    state: DecodeState,
+    arrays: Mapping[str, Any],
+) -> dict[str, tuple[int, tuple, dict[str, Any]]]:
+    """Returns which compiled programs `run_program` would call for these arguments, which are
+    shapes instead of arrays: name -> (how often, its arguments, its keyword arguments). Nothing
+    runs."""
     calls: dict[str, Any] = {}
 
     def record(name: str, *args: Any, **arrays: Any) -> Any:
@@ -388,7 +435,7 @@ def recorded_calls(
         return programs[name].eval_shape(*args, **arrays)
 
     recorders = {program: partial(record, program) for program in programs}
-    run_program(recorders, name, *args, **arrays)
+    run_program(recorders, name, parameters, state, arrays)
     return calls
 
 
@@ -498,7 +545,7 @@ def _embed(
     first = jnp.zeros(len(tokens), jnp.int32)
     layer_inputs: dict[str, Any] = {}
     if prefix_len is not None:
-        layer_inputs["prefix_len"] = _slices(prefix_len, where["rows"])
+        layer_inputs["prefix_len"] = _slices(prefix_len, zip(where["rows"], strict=True))
         first = layer_inputs["prefix_len"] + where["start"]
     elif size <= piece:
         layer_inputs["reads"] = prompt_reads(model, where["length"], size)
@@ -589,9 +636,12 @@ def _in_pieces(
         """Computes the layer for the next piece of all prompts."""
         number, x, keys = carry
         start = number * piece
-        own, own_rope = jax.tree.map(
-            lambda whole: jax.lax.dynamic_slice_in_dim(whole, start, piece, 1), (x, rope)
-        )
+
+        def own_tokens(whole: jax.Array) -> jax.Array:
+            """Returns the piece's tokens of an array of whole prompts."""
+            return jax.lax.dynamic_slice_in_dim(whole, start, piece, 1)
+
+        own, own_rope = jax.tree.map(own_tokens, (x, rope))
         attention = decode.piece_attention(model, start, longest, block_keys)
         own, keys = block(model, weights, own, rope=own_rope, cache=keys, attention=attention)
         next_number = number + 1
@@ -725,12 +775,12 @@ def _feed_layers(
     lengths of the prompts. `pages`[M, T]: the pages that hold the completions' keys."""
 
     def prompt_keys(keys: jax.Array) -> jax.Array:
-        return _slices(keys, rows)
+        return _slices(keys, zip(rows, strict=True))
 
     def own_keys(keys: jax.Array) -> jax.Array:
         """Returns the cached keys (or values) of the completions."""
         if pages is None:
-            return _slices(keys, rows, slots)
+            return _slices(keys, zip(rows, slots, strict=True))
         return kv_caches.read_pages(keys, pages)
 
     read = []
@@ -896,9 +946,12 @@ def _decode(
         new = replace(s, caches=caches, token=token, length=length, done=done)
         return unfinished(step + 1, done), step + 1, new, out
 
+    def is_unfinished(carry: tuple) -> jax.Array:
+        return carry[0]
+
     # A while loop, not a scan: it ends with the last live slot instead of after CHUNK tokens.
     # Whether it goes on is part of its body, which XLA for GPU records as one graph; a condition is
     # launched operation by operation.
     first = unfinished(jnp.int32(0), start.done), jnp.int32(0), start, empty
-    _, _, state, sampled = jax.lax.while_loop(lambda carry: carry[0], one_token, first)
+    _, _, state, sampled = jax.lax.while_loop(is_unfinished, one_token, first)
     return state, sampled

@@ -153,12 +153,17 @@ class ParkedRows:
     def take(self, positions: Sequence[tuple[SubgroupKey, int]]) -> DecodeState:
         """Returns saved rows as arrays on the device, each at its given position, for the program
         that restores them; and forgets them on the host."""
-        rows = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self.shapes)
+
+        def zeros(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+            return np.zeros(leaf.shape, leaf.dtype)
+
+        rows = jax.tree.map(zeros, self.shapes)
         for key, position in positions:
             saved = jax.tree.leaves(self._saved.pop(key))
             for leaf, own in zip(jax.tree.leaves(rows), saved, strict=True):
-                used = [slice(size) for size in own.shape]
-                leaf[(position, *used)] = own
+                row = leaf[position, ...]  # a view, also if a row has a single number
+                used = tuple(slice(size) for size in own.shape)
+                row[used] = own
         shardings = jax.tree.map(operator.attrgetter("sharding"), self.shapes)
         return jax.device_put(rows, shardings)
 

@@ -184,13 +184,20 @@ def sampling_support(masses: jax.Array, params: SamplingArrays) -> jax.Array:
     def mass_from(bound: jax.Array) -> jax.Array:
         return jnp.where(masses >= bound[:, None], masses, 0.0).sum(-1)
 
+    def has_top_k(bound: jax.Array) -> jax.Array:
+        """bool[N]: True if at least top_k tokens have this mass or more."""
+        return (masses >= bound[:, None]).sum(-1) >= params.top_k
+
     # The order of transformers' samplers: top-k, then top-p (arXiv 1904.09751), then min-p (arXiv
     # 2407.01082).
-    smallest = _largest(lambda bound: (masses >= bound[:, None]).sum(-1) >= params.top_k, by_count)
+    smallest = _largest(has_top_k, by_count)
     total = mass_from(smallest)
-    nucleus = _largest(
-        lambda bound: mass_from(jnp.maximum(bound, smallest)) >= params.top_p * total, by_mass
-    )
+
+    def has_top_p(bound: jax.Array) -> jax.Array:
+        """bool[N]: True if those of the top_k with this mass or more have top_p of their mass."""
+        return mass_from(jnp.maximum(bound, smallest)) >= params.top_p * total
+
+    nucleus = _largest(has_top_p, by_mass)
     return (
         masses
         >= jnp.maximum(jnp.maximum(smallest, nucleus), params.min_p * masses.max(-1))[:, None]

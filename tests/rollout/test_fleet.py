@@ -863,14 +863,14 @@ def test_a_host_tells_that_it_reads_weights_or_compiles(monkeypatch):
             call(*args, **keys),
         )[1]
 
-    for owner, name in ((weights, "give"), (engine, "_drain_one")):
+    for owner, name in ((weights, "give"), (engine, "_gather_oldest")):
         monkeypatch.setattr(owner, name, noting(name, getattr(owner, name)))
     engine.programs = {name: noting(name, program) for name, program in engine.programs.items()}
     host.handle(Load(weights))
     for id in range(2):
         host.handle(Submit([sample(id, 0, exact=True)]))
         run(host)
-    assert ("_drain_one", True) not in seen and not host.progress().preparing
+    assert ("_gather_oldest", True) not in seen and not host.progress().preparing
     calls = {
         name: [preparing for one, preparing in seen if one == name]
         for name in ("give", "prefill", "decode")

@@ -45,7 +45,7 @@ from shoal.rollout import host_health
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.ledger import IDLE, GroupRewards, PendingGroup, RolloutState, sample_request
-from shoal.rollout.turn_driver import Rollout, TurnDriver, with_words
+from shoal.rollout.turn_driver import Rollout, TurnDriver, with_reset_text
 from shoal.runs.compare import completion_difference
 from shoal.sampler.engine import Engine
 from shoal.tasks.builtin_rewards import overlong_punishment
@@ -696,7 +696,7 @@ def test_tools_that_a_template_does_not_show_are_an_error_of_the_agents():
     player = TurnDriver(None, None, EnvironmentSection(), 64, 4, tokenizer)  # type: ignore
     tools = [{"function": {"name": "add", "parameters": {"properties": {}}}}]
     with pytest.raises(ShoalError, match="no place for"):
-        player._called(
+        player._prompt_ids_of_call(
             Rollout(PendingGroup(0, requests([0])[0]), 0, 0, ""), {"prompt": [1, 2], "tools": tools}
         )
 
@@ -900,7 +900,7 @@ def test_a_host_that_is_lost_while_tools_answer_changes_no_bit(first, monkeypatc
             and source.turn_driver
             and not source.turn_driver.rollouts
         )
-        assert set(recounts) >= {0, 1, 4} and source.turn_driver._going.total() == 0
+        assert set(recounts) >= {0, 1, 4} and source.turn_driver._num_under_way.total() == 0
 
 
 class Closed(Guess):
@@ -1007,11 +1007,11 @@ def test_words_are_appended_to_the_last_users_message():
     for role, content in (("system", "s"), ("user", "a"), ("assistant", "b")):
         prompt.append({"role": role, "content": content})
     assert (
-        with_words(prompt, "!")[1] == {"role": "user", "content": "a!"}
+        with_reset_text(prompt, "!")[1] == {"role": "user", "content": "a!"}
         and prompt[1]["content"] == "a"
     )
-    assert with_words("text", "!") == "text!"
-    assert with_words([], "hello") == [{"role": "user", "content": "hello"}]
+    assert with_reset_text("text", "!") == "text!"
+    assert with_reset_text([], "hello") == [{"role": "user", "content": "hello"}]
 
 
 @pytest.mark.parametrize(

@@ -618,7 +618,7 @@ def test_a_step_never_waits_and_two_at_most_are_in_flight(engine, base, monkeypa
         with monkeypatch.context() as patch:
             patch.setattr(jax, "device_get", waited)
             patch.setattr(jax, "block_until_ready", waited)
-            patch.setattr(engine, "_drain_one", waited)
+            patch.setattr(engine, "_gather_oldest", waited)
             while engine.dispatch_next():
                 assert len(engine.in_flight) <= MAX_IN_FLIGHT
                 assert len(engine.scheduler.running) <= engine.num_rows

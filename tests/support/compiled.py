@@ -167,7 +167,7 @@ def call_of(engine: Engine, program: str) -> tuple[tuple, dict[str, Any]]:
         args = [state, jax.ShapeDtypeStruct((count,), jnp.int32)]
         if program == "restore":
             args.append(engine.parked.shapes)
-        table = engine._empty_table(count)
+        table = engine._empty_page_table(count)
         if table is not None:
             args.append(jax.ShapeDtypeStruct(table.shape, table.dtype))
         return tuple(args), {}

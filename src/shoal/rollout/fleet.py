@@ -476,7 +476,7 @@ class Fleet:
         """Enters a group's completions in the ledger if all its rollouts are over, and returns its
         entry; else returns None."""
         assert self.turn_driver is not None
-        completions = self.turn_driver.done(entry)
+        completions = self.turn_driver.finished_completions(entry)
         if completions is None:
             return None
         member = self.members[entry.host]
@@ -521,7 +521,7 @@ class Fleet:
         for completion in completions:
             # Sending a message for the previous completion may have shown that the host is lost.
             if entry.rollouts:
-                self._send_all(self.turn_driver.take(entry, completion))
+                self._send_all(self.turn_driver.read_turn(entry, completion))
         return self._finish_if_sampled(entry)
 
     def _record_answer(

@@ -54,7 +54,7 @@ class Rollout:
     attempt: int
     prompt: Prompt
     # what the environment's `reset` returned, which `prompt` ends with; None if nothing
-    words: str | None = None
+    reset_text: str | None = None
     # prompt of the current branch; None until the environment has begun
     prompt_ids: np.ndarray | None = None
     # completion of the current branch, as the host returned it last
@@ -63,10 +63,10 @@ class Rollout:
     tokens: list[int] = field(default_factory=list)
     # earlier branches: (prompt, completion)
     ended: list[tuple[np.ndarray, Completion]] = field(default_factory=list)
-    # the last call of an agent (see `serve/agent.py`); {} if there is none
-    asked: dict[str, Any] = field(default_factory=dict)
+    # the last call of the model by an agent (see `serve/agent.py`); {} if there is none
+    agent_call: dict[str, Any] = field(default_factory=dict)
     # the messages of that call, followed by the model's answer
-    said: list[dict[str, Any]] = field(default_factory=list)
+    agent_messages: list[dict[str, Any]] = field(default_factory=list)
     turns: int = 0
     # tokens after which the turn that is being sampled is cut; 0: no limit but the rollout's
     turn_limit: int = 0
@@ -103,8 +103,8 @@ class Rollout:
 
     @property
     def result(self) -> Completion:
-        """The finished rollout as one completion: all branches, the messages, and the reason of its
-        end."""
+        """The finished rollout as one completion: the tokens of all branches, the messages, and why
+        the rollout ended. Its `prompt_ids` are None if the first prompt is that of the group."""
         assert (
             self.completion is not None and self.reason is not None and self.prompt_ids is not None
         )
@@ -119,7 +119,7 @@ class Rollout:
         if not np.array_equal(prompts[0], self.entry.request.prompt_ids):
             own_prompt_ids = prompts[0]
         return replace(
-            joined(prompts, completions),
+            join_branches(prompts, completions),
             stop_reason=self.reason,
             waits=False,
             messages=tuple(self.messages),
@@ -132,22 +132,22 @@ class Rollout:
         return sum(len(completion) for _, completion in self.ended) + len(self.tokens)
 
 
-def num_shared(prompt: Any, said: Sequence[Mapping[str, Any]]) -> int:
-    """Returns how many messages at the beginning of an agent's prompt were said before, in the same
-    order; 0 if the prompt is a text."""
+def num_shared_messages(prompt: Any, earlier: Sequence[Mapping[str, Any]]) -> int:
+    """Returns how many messages at the beginning of an agent's prompt equal those at the beginning
+    of `earlier`, an earlier conversation; 0 if the prompt is a text."""
     if not isinstance(prompt, list):
         return 0
     shared = 0
-    for message, said_message in zip(prompt, said, strict=False):
-        if _compared(message) != _compared(said_message):
+    for message, earlier_message in zip(prompt, earlier, strict=False):
+        if _comparable(message) != _comparable(earlier_message):
             break
         shared += 1
     return shared
 
 
-def _compared(message: Any) -> Any:
-    """Returns the parts of a message that count when two messages are compared. Clients add other
-    fields, and use other ids for calls."""
+def _comparable(message: Any) -> Any:
+    """Returns what must be equal for two messages to count as the same: role, content, and the
+    names and arguments of tool calls. Clients add other fields, and change the ids of calls."""
     if not isinstance(message, Mapping):
         return message
     functions = [call["function"] for call in message.get("tool_calls", ())]
@@ -155,49 +155,59 @@ def _compared(message: Any) -> Any:
     return message["role"], message.get("content") or "", calls
 
 
-def joined(prompts: Sequence[np.ndarray], parts: Sequence[Completion]) -> Completion:
-    """Returns the branches of a rollout, each sampled after its prompt, as one completion with
-    `branches`."""
-    if len(parts) == 1:
-        return parts[0]
-    arrays = {
-        name: np.concatenate([getattr(part, name) for part in parts])
-        for name in ("token_ids", "logprobs", "loss_mask", "versions")
-    }
-    extra = {name: np.concatenate([part.extra[name] for part in parts]) for name in parts[0].extra}
+def join_branches(prompts: Sequence[np.ndarray], completions: Sequence[Completion]) -> Completion:
+    """Returns a rollout's branches as one completion: their tokens one after the other, with a
+    `Branch` for each but the first. completions[i] was sampled after prompts[i]."""
+    first = completions[0]
+    if len(completions) == 1:
+        return first
+
+    def joined(name: str) -> np.ndarray:
+        return np.concatenate([getattr(completion, name) for completion in completions])
+
+    extra = {}
+    for name in first.extra:
+        extra[name] = np.concatenate([completion.extra[name] for completion in completions])
     branches: list[Branch] = []
-    start = len(parts[0])
-    for prompt_ids, part in zip(prompts[1:], parts[1:], strict=True):
+    start = len(first)
+    for prompt_ids, completion in zip(prompts[1:], completions[1:], strict=True):
         branches.append(Branch(start, prompt_ids))
-        start += len(part)
+        start += len(completion)
     return replace(
-        parts[0],
-        **arrays,
+        first,
+        token_ids=joined("token_ids"),
+        logprobs=joined("logprobs"),
+        loss_mask=joined("loss_mask"),
+        versions=joined("versions"),
         extra=extra,
-        stop_reason=parts[-1].stop_reason,
+        stop_reason=completions[-1].stop_reason,
         branches=tuple(branches),
     )
 
 
-def with_words(prompt: Prompt, words: str) -> Prompt:
+def with_reset_text(prompt: Prompt, reset_text: str) -> Prompt:
     """Returns a prompt with what an environment's `reset` returned appended to its last user
-    message."""
+    message; as a new user message if it has none. A prompt that is a text is continued by it."""
     if isinstance(prompt, str):
-        return prompt + words
+        return prompt + reset_text
     for index in reversed(range(len(prompt))):
         message = prompt[index]
         if message.get("role") == "user":
             messages = list(prompt)
-            messages[index] = {**message, "content": f"{message.get('content') or ''}{words}"}
+            messages[index] = {**message, "content": f"{message.get('content') or ''}{reset_text}"}
             return messages
-    return [*prompt, {"role": "user", "content": words}]
+    return [*prompt, {"role": "user", "content": reset_text}]
 
 
 @dataclass
 class TurnDriver:
-    """All rollouts that are under way. `format_of` returns how turns look for the columns of a row;
-    `most` is the most rollouts at once. The fleet sets `ledger`, which numbers requests, and
-    `seed`, which their noise depends on."""
+    """All rollouts with turns that are under way, and what continues them. The fleet owns it, calls
+    it from one thread, and sends the messages that it returns to the hosts of the groups.
+
+    `sessions` run the tools, environments and rollout functions; they belong to whoever made them.
+    `format_of` returns how turns look for the columns of a row; `most` is the most rollouts at
+    once. The fleet sets `ledger`, which numbers requests, and `seed`, which their noise depends
+    on."""
 
     sessions: Sessions
     format_of: Callable[[Mapping[str, Any]], TurnFormat]
@@ -209,7 +219,7 @@ class TurnDriver:
     seed: int = 0
     rollouts: dict[Hashable, Rollout] = field(default_factory=dict)
     # number of rollouts under way: of training (True) and of other purposes (False)
-    _going: Counter[bool] = field(default_factory=Counter)
+    _num_under_way: Counter[bool] = field(default_factory=Counter)
 
     # -- a group begins
 
@@ -218,7 +228,7 @@ class TurnDriver:
         training's groups first, in order, then an evaluation's. At least one group of each purpose
         may always start. The limit keeps an evaluation with many questions from holding up
         training."""
-        going = self._going
+        going = self._num_under_way
         # purposes (is it training?) for which no more groups may start, so that no group overtakes
         # an older one
         full = set[bool]()
@@ -241,7 +251,8 @@ class TurnDriver:
                 self.sessions.open(rollout.key, dict(row))
 
     def requests(self, entry: PendingGroup) -> list[SampleRequest]:
-        """Returns the requests that a host gets for a group whose prompts are ready."""
+        """Returns the requests that a host gets for a group that `is_ready`: one for all rollouts,
+        or if the prompts differ one for each."""
         prompts = [
             rollout.prompt_ids for rollout in entry.rollouts if rollout.prompt_ids is not None
         ]
@@ -266,21 +277,22 @@ class TurnDriver:
         """Removes a group's rollouts from those that are under way."""
         for rollout in entry.rollouts:
             del self.rollouts[rollout.key]
-        self._going[entry.request.purpose is Purpose.TRAIN] -= len(entry.rollouts)
+        self._num_under_way[entry.request.purpose is Purpose.TRAIN] -= len(entry.rollouts)
 
-    def _begin(self, rollout: Rollout, words: str | None) -> None:
-        """Sets a rollout's prompt once its environment has been reset; `words`: what `reset`
-        returned, appended to the row's prompt. ShoalError if the prompt gets too long."""
+    def _set_first_prompt(self, rollout: Rollout, reset_text: str | None) -> None:
+        """Sets a rollout's prompt once its environment has been reset, and lets it be sampled.
+        `reset_text`: what `reset` returned, which is appended to the row's prompt; None if nothing.
+        ShoalError if the prompt gets too long."""
         request = rollout.entry.request
         ids = request.prompt_ids
-        if words is not None:
-            rollout.prompt = with_words(rollout.prompt, words)
-            rollout.words = words
-            size = f"{len(words)} characters"
+        if reset_text is not None:
+            rollout.prompt = with_reset_text(rollout.prompt, reset_text)
+            rollout.reset_text = reset_text
+            size = f"{len(reset_text)} characters"
             # more characters than this are too long in any encoding, so they are not encoded
-            is_long = len(words) > TOKEN_CHARACTERS * self.max_prompt_tokens
+            is_long = len(reset_text) > TOKEN_CHARACTERS * self.max_prompt_tokens
             if not is_long:
-                ids = self._format(rollout).encode_prompt(self._plain_prompt(rollout))
+                ids = self._format(rollout).encode_prompt(self._prompt_to_encode(rollout))
                 size = f"{len(ids)} tokens"
                 is_long = len(ids) > self.max_prompt_tokens
             if is_long:
@@ -292,15 +304,13 @@ class TurnDriver:
         rollout.prompt_ids = ids
         rollout.state = RolloutState.SAMPLING
 
-    def _plain_prompt(self, rollout: Rollout) -> Prompt:
-        """Returns the rollout's prompt as it is encoded: in the environment's words, text that
-        spells a special token is kept plain text."""
-        if rollout.words is None:
+    def _prompt_to_encode(self, rollout: Rollout) -> Prompt:
+        """Returns the rollout's prompt for the tokenizer: the text that `reset` returned is
+        escaped, so that what spells a special token in it is encoded as plain text."""
+        if rollout.reset_text is None:
             return rollout.prompt
-        message = self._format(rollout).split_special_tokens(
-            {"role": "user", "content": rollout.words}
-        )
-        return with_words(rollout.entry.request.example.prompt, message["content"])
+        message = self._format(rollout).split_special_tokens({"role": "user", "content": rollout.reset_text})
+        return with_reset_text(rollout.entry.request.example.prompt, message["content"])
 
     def _format(self, rollout: Rollout) -> TurnFormat:
         """Returns how the turns of a rollout look."""
@@ -312,10 +322,12 @@ class TurnDriver:
 
     # -- what a host answers
 
-    def take(self, entry: PendingGroup, completion: Completion) -> list[GroupMessage]:
+    def read_turn(self, entry: PendingGroup, completion: Completion) -> list[GroupMessage]:
         """Reads a turn that a host has returned, and passes it to the tools, environment or rollout
-        function that must answer. Returns messages for the host, if the rollout continues or ends
-        at once."""
+        function that must answer; ends the rollout if none must, or `max_turns` are reached.
+        Returns messages for the host: [] unless the rollout ends or continues at once (after tool
+        calls that are wrong). `completion`: the rollout's current branch, with all its tokens so
+        far."""
         rollout = entry.rollouts[completion.index]
         kind = self._kind(rollout)
         before = len(rollout.tokens)
@@ -330,24 +342,24 @@ class TurnDriver:
         rollout.calls = calls
         rollout.answers = []
         if rollout.failure:  # the environment's reset had failed
-            return self._end(rollout, StopReason.FAILED, rollout.failure)
+            return self._end_rollout(rollout, StopReason.FAILED, rollout.failure)
         if kind and kind.is_rollout_function:
             rollout.state = RolloutState.ACTING
-            self._respond(rollout, {"value": self._sampled(rollout, before)})
+            self._respond(rollout, {"value": self._turn_result(rollout, before)})
             return []
         if not completion.waits or not (calls or (kind and kind.responds)):
-            return self._end(rollout, completion.stop_reason)
+            return self._end_rollout(rollout, completion.stop_reason)
         if rollout.turns == self.section.max_turns:
-            return self._end(rollout, StopReason.MAX_TURNS)
+            return self._end_rollout(rollout, StopReason.MAX_TURNS)
         rollout.state = RolloutState.ACTING
         if calls:
-            return self._act(rollout)
+            return self._start_next_tool_call(rollout)
         self.sessions.respond(rollout.key, str(rollout.messages[-1].get("content") or ""))
         return []
 
     def wrong_turns(self, entry: PendingGroup, completions: Sequence[Completion]) -> str:
-        """Returns why a host's answer is unusable as turns of its rollouts, as a text, or "" if it
-        is right."""
+        """Returns why a host's answer cannot be the next turns of the group's rollouts, as a text
+        ("a turn of 9 tokens, expected at most 4"), or "" if it can."""
         for completion in completions:
             rollout = entry.rollouts[completion.index]
             if rollout.state in IDLE:
@@ -360,24 +372,30 @@ class TurnDriver:
                 return f"a turn of {num_new} tokens, expected at most {rollout.turn_limit}"
         return ""
 
-    def _act(self, rollout: Rollout) -> list[GroupMessage]:
-        """Starts the next tool call of a turn. Once all calls are answered, returns the messages
-        that continue the rollout; until then []."""
+    def _start_next_tool_call(self, rollout: Rollout) -> list[GroupMessage]:
+        """Starts the next tool call of the rollout's last turn, and returns []; a call that could
+        not be parsed is answered with its error instead. Once all calls are answered, returns the
+        messages that continue the rollout."""
         for call in rollout.calls[len(rollout.answers) :]:
             if not call.error:
                 self.sessions.call(rollout.key, call.name, call.arguments)
                 return []
             rollout.answers.append(_answer(call, failed_call(call.error)))
-        return self._go_on(rollout, rollout.answers)
+        return self._continue_with_messages(rollout, rollout.answers)
 
-    def _go_on(self, rollout: Rollout, replies: list[dict[str, Any]]) -> list[GroupMessage]:
-        """Appends the messages of tools or of an environment to a rollout. If these and one more
-        token do not fit, drops them and ends the rollout (TRL's rule). Returns the messages for the
-        host."""
+    def _continue_with_messages(
+        self, rollout: Rollout, replies: list[dict[str, Any]]
+    ) -> list[GroupMessage]:
+        """Continues a rollout after the messages of tools or of an environment. If these and one
+        more token do not fit, drops them and ends the rollout (TRL's rule). Returns the messages
+        for the host.
+
+        With environment.history=template the whole history is rendered anew, which may begin a new
+        branch; else the messages are appended to the tokens so far."""
         assert rollout.completion is not None
         form = self._format(rollout)
         if self.section.history == "template":
-            prompt = self._plain_prompt(rollout)
+            prompt = self._prompt_to_encode(rollout)
             assert not isinstance(prompt, str)
             # Everything after the prompt was said by the model or its environment.
             history = list(prompt)
@@ -385,30 +403,31 @@ class TurnDriver:
                 if message["role"] != "assistant":
                     message = form.split_special_tokens(message)
                 history.append(message)
-            host_messages = self._follow(rollout, form.encode_prompt(history))
+            host_messages = self._continue_with_prompt(rollout, form.encode_prompt(history))
         else:
             last_token = int(rollout.completion.token_ids[-1])
             context = form.encode_context(replies, rollout.calls, last_token)
-            host_messages = self._append(rollout, context)
+            host_messages = self._extend_with_context(rollout, context)
         if not host_messages:
-            return self._end(rollout, StopReason.LENGTH)
+            return self._end_rollout(rollout, StopReason.LENGTH)
         rollout.messages += replies
         return host_messages
 
-    def _follow(self, rollout: Rollout, ids: np.ndarray) -> list[GroupMessage]:
-        """Returns the messages for the host that continue a rollout after the tokens `ids`: an
-        extension if they begin with the tokens that the rollout has, else a new branch. Returns []
-        if they do not fit."""
+    def _continue_with_prompt(self, rollout: Rollout, ids: np.ndarray) -> list[GroupMessage]:
+        """Continues a rollout with a turn after the prompt `ids`, and returns the messages for the
+        host: an `Extend` if `ids` begin with the prompt and tokens of the current branch, else a
+        `Submit` that begins a new branch (after an `End` of the current one). Returns [], and
+        changes nothing, if they do not fit."""
         assert rollout.completion is not None and rollout.prompt_ids is not None
-        num_held = self._num_held(rollout, ids)
+        num_held = self._num_tokens_in_slot(rollout, ids)
         if num_held:
-            return self._append(rollout, ids[num_held:].tolist())
+            return self._extend_with_context(rollout, ids[num_held:].tolist())
         used = rollout.num_tokens
         if not 0 < len(ids) <= self.max_prompt_tokens:
             return []
         if used >= rollout.entry.request.params.max_tokens:
             return []
-        messages = self._leave(rollout)
+        messages = self._free_slot(rollout)
         rollout.ended.append((rollout.prompt_ids, rollout.completion))
         rollout.prompt_ids = ids
         rollout.tokens = []
@@ -425,19 +444,20 @@ class TurnDriver:
         messages.append(GroupMessage(rollout.entry, Submit([request])))
         return messages
 
-    def _leave(self, rollout: Rollout) -> list[GroupMessage]:
-        """Returns the message that frees the slot of a rollout's completion, as a list; [] if the
-        completion has no slot."""
+    def _free_slot(self, rollout: Rollout) -> list[GroupMessage]:
+        """Returns the `End` that frees the slot of a rollout's completion, as a list; [] if the
+        completion has no slot, because the host has ended it itself."""
         assert rollout.completion is not None
         if not rollout.completion.waits:
             return []
         end = End(rollout.completion.request_id, rollout.index)
         return [GroupMessage(rollout.entry, end)]
 
-    def _num_held(self, rollout: Rollout, ids: np.ndarray) -> int:
-        """Returns how many of the tokens `ids` the rollout's slot holds already, if `ids` begin
-        with its prompt and all its tokens; else 0. After a turn that was cut at its limit, `ids`
-        may be just those tokens; otherwise at least one more is needed."""
+    def _num_tokens_in_slot(self, rollout: Rollout, ids: np.ndarray) -> int:
+        """Returns the number of tokens of the current branch (prompt and completion) if its slot
+        can be extended to `ids`, else 0. It can if the host still has the slot and `ids` begin with
+        these tokens, followed by at least one more; none is needed after a turn that was cut at its
+        limit."""
         assert rollout.completion is not None and rollout.prompt_ids is not None
         if not rollout.completion.waits:
             return 0
@@ -449,9 +469,10 @@ class TurnDriver:
             return 0
         return len(held)
 
-    def _append(self, rollout: Rollout, context: list[int]) -> list[GroupMessage]:
-        """Returns the message that continues a rollout after tokens of context, as a list; [] if
-        they do not fit."""
+    def _extend_with_context(self, rollout: Rollout, context: list[int]) -> list[GroupMessage]:
+        """Adds tokens of context to a rollout's current branch, and returns the `Extend` that
+        continues it after them, as a list; [], and nothing is added, if they and one more token do
+        not fit."""
         assert rollout.completion is not None
         if rollout.num_tokens + len(context) >= rollout.entry.request.params.max_tokens:
             return []
@@ -460,11 +481,12 @@ class TurnDriver:
         extend = Extend(rollout.completion.request_id, rollout.index, context, rollout.turn_limit)
         return [GroupMessage(rollout.entry, extend)]
 
-    def _end(
+    def _end_rollout(
         self, rollout: Rollout, reason: StopReason, failure: Failure | None = None
     ) -> list[GroupMessage]:
-        """Ends a rollout with a reason, and asks the environment for its reward unless there is a
-        `failure`. Returns the message that frees the slot."""
+        """Ends a rollout for a reason. Without a `failure`, asks the environment for its reward,
+        and the rollout is done once that has come; with one, the rollout is done. Returns the
+        message that frees the slot, if there is one (see `_free_slot`)."""
         assert rollout.completion is not None
         rollout.reason = reason
         rollout.failure = failure
@@ -473,13 +495,15 @@ class TurnDriver:
         else:
             rollout.state = RolloutState.ENDED
             self.sessions.end(rollout.key)
-        return self._leave(rollout)
+        return self._free_slot(rollout)
 
     # -- what sessions answer
 
     def collect(self, seconds: float = 0.0) -> list[GroupMessage]:
-        """Reads the answers of tools, environments and rollout functions, and waits up to `seconds`
-        for the first. Returns the messages for hosts that follow from them."""
+        """Handles all replies of tools, environments and rollout functions that have come, and
+        waits up to `seconds` for the first. Returns the messages that continue or end their
+        rollouts at the hosts. ShoalError if an environment failed and
+        environment.on_error=error."""
         messages: list[GroupMessage] = []
         for reply in self.sessions.collect(seconds):
             rollout = self.rollouts.get(reply.rollout)
@@ -488,60 +512,70 @@ class TurnDriver:
         return messages
 
     def _take_reply(self, rollout: Rollout, reply: Reply) -> list[GroupMessage]:
-        """Handles one answer of a tool, environment or rollout function. Returns the messages for
-        the host that follow from it."""
+        """Handles one reply of a tool, environment or rollout function. Returns the messages that
+        continue or end the rollout at its host; [] if the host has nothing to do yet."""
         if reply.fatal:
-            return self._fail(rollout, reply)
+            return self._handle_failure(rollout, reply)
         kind = self._kind(rollout)
         if reply.reward is not None and rollout.messages:
             rollout.messages[-1] = {**rollout.messages[-1], "reward": reply.reward}
         if kind and kind.is_rollout_function and reply.what != "end":
-            return self._serve(rollout, reply.value and json.loads(reply.value))
+            return self._do_requested(rollout, reply.value and json.loads(reply.value))
         if reply.what == "open":
             try:
-                self._begin(rollout, reply.value)
+                self._set_first_prompt(rollout, reply.value)
             # what `reset` returned is too long, or the template refuses it
             except ShoalError as error:
                 self.sessions.drop(rollout.key)
-                return self._fail(rollout, replace(reply, kind="raised", error=str(error)))
+                return self._handle_failure(
+                    rollout, replace(reply, kind="raised", error=str(error))
+                )
         elif reply.what == "call":
             rollout.answers.append(
                 _answer(rollout.calls[len(rollout.answers)], reply.value) | _cut(reply)
             )
-            return self._act(rollout)
+            return self._start_next_tool_call(rollout)
         elif reply.what == "respond":
             if reply.value is None:
-                return self._end(rollout, StopReason.ENVIRONMENT)
-            return self._go_on(rollout, [{"role": "user", "content": reply.value} | _cut(reply)])
+                return self._end_rollout(rollout, StopReason.ENVIRONMENT)
+            return self._continue_with_messages(
+                rollout, [{"role": "user", "content": reply.value} | _cut(reply)]
+            )
         else:
-            rollout.environment = self._ended(rollout, **reply.value)
+            rollout.environment = self._ended_environment(rollout, **reply.value)
             rollout.state = RolloutState.DONE
         return []
 
     # -- what a rollout function asks for
 
-    def _serve(self, rollout: Rollout, requested: dict[str, Any] | None) -> list[GroupMessage]:
-        """Does what a rollout function asks for: to sample, to call the model as an agent, or to
-        encode. `requested` is None once the function has returned. Returns the messages for the
-        host; errors are returned to the function."""
+    def _do_requested(
+        self, rollout: Rollout, requested: dict[str, Any] | None
+    ) -> list[GroupMessage]:
+        """Does what a rollout function (or an agent) requests: to sample after token ids
+        ("sample"), to call the model with messages ("call"), or to encode or decode, which is
+        answered at once. `requested` is None once the function has returned; the rollout then ends.
+        Returns the messages for the host.
+
+        The first request to sample only sets the rollout's prompt, because the group is submitted
+        when all its rollouts have one. Faults of the request are answered to the function."""
         if requested is None:
             assert rollout.completion is not None
             reason = rollout.completion.stop_reason
             if rollout.is_over:
                 reason = StopReason.LENGTH
-            return self._end(rollout, reason)
-        asked_before = rollout.asked
-        said_before = rollout.said
+            return self._end_rollout(rollout, reason)
+        call_before = rollout.agent_call
+        messages_before = rollout.agent_messages
         try:
             what = requested["what"]
             if what not in ("sample", "call"):
-                value = self._encoded(requested["what"], requested["value"])
+                value = self._use_tokenizer(requested["what"], requested["value"])
                 self._respond(rollout, {"value": value})
                 return []
             max_tokens = rollout.entry.request.params.max_tokens
             turn_limit = _turn_limit(requested["value"]["max_tokens"], max_tokens)
             if what == "call":
-                ids = self._called(rollout, requested["value"])
+                ids = self._prompt_ids_of_call(rollout, requested["value"])
             else:
                 ids = np.array(requested["value"]["prompt"], np.int32)
                 self._check_ids(ids)
@@ -551,10 +585,10 @@ class TurnDriver:
                 rollout.prompt_ids = ids
                 rollout.state = RolloutState.SAMPLING
                 return []
-            messages = self._follow(rollout, ids)
+            messages = self._continue_with_prompt(rollout, ids)
             if messages:
                 return messages
-            if what == "call" and not self._num_held(rollout, ids):
+            if what == "call" and not self._num_tokens_in_slot(rollout, ids):
                 # The agent's other prompts, such as a sub-agent's, may be shorter, so the rollout
                 # is not over.
                 if rollout.num_tokens < max_tokens:
@@ -566,27 +600,30 @@ class TurnDriver:
             )
             self._respond(rollout, {"over": over})
         except (ShoalError, TypeError, ValueError, OverflowError) as error:
-            rollout.asked = asked_before
-            rollout.said = said_before
+            rollout.agent_call = call_before
+            rollout.agent_messages = messages_before
             self._respond(rollout, {"error": str(error)})
         return []
 
-    def _called(self, rollout: Rollout, requested: dict[str, Any]) -> np.ndarray:
-        """Returns the tokens of the prompt that an agent's call has. If the call only adds messages
-        to what was said before, these tokens begin with those that the rollout has already. Stores
-        the call in `rollout.asked` and `rollout.said`. ShoalError if the call cannot be encoded."""
+    def _prompt_ids_of_call(self, rollout: Rollout, requested: dict[str, Any]) -> np.ndarray:
+        """Returns the token ids of the prompt of an agent's call, int32[T]. If the call only adds
+        messages to the conversation so far, they begin with the tokens of the rollout's current
+        branch. Stores the call in `rollout.agent_call` and `rollout.agent_messages`. ShoalError if
+        the call cannot be encoded."""
         assert self.tokenizer is not None
         prompt = requested["prompt"]
         tools = requested["tools"]
-        num_held = num_shared(prompt, rollout.said)
+        num_held = num_shared_messages(prompt, rollout.agent_messages)
         is_chat = isinstance(prompt, list) and isinstance(prompt[0], dict)
         added = prompt[num_held:] if is_chat and rollout.turns else []
         requested["added"] = added
         calls: list[ToolCall] = []
-        goes_on = bool(added) and num_held == len(rollout.said) > 0
-        goes_on = goes_on and tools == rollout.asked["tools"] and self.section.history == "keep"
+        goes_on = bool(added) and num_held == len(rollout.agent_messages) > 0
+        goes_on = (
+            goes_on and tools == rollout.agent_call["tools"] and self.section.history == "keep"
+        )
         if goes_on:
-            for call in rollout.said[-1].get("tool_calls", ()):
+            for call in rollout.agent_messages[-1].get("tool_calls", ()):
                 calls.append(ToolCall(call["function"]["name"], {}))
             roles = [message["role"] for message in added]
             goes_on = set(roles) == {"user"} or roles == ["tool"] * len(calls)
@@ -603,38 +640,39 @@ class TurnDriver:
             # it would end the run
             if tools:
                 turn_format(self.tokenizer, json.dumps(tools))
-        rollout.asked = requested
-        rollout.said = list(prompt) if is_chat else []
+        rollout.agent_call = requested
+        rollout.agent_messages = list(prompt) if is_chat else []
         return ids.astype(np.int32)
 
-    def _sampled(self, rollout: Rollout, before: int) -> dict[str, Any]:
-        """Returns what a rollout function or an agent is told about a turn whose tokens begin at
-        index `before`. For an agent, also adds the messages of the call and of the answer to the
-        rollout."""
+    def _turn_result(self, rollout: Rollout, before: int) -> dict[str, Any]:
+        """Returns what a rollout function or an agent gets for a turn, whose tokens begin at index
+        `before` of the current branch: ids, log-probs, text and stop reason, or for an agent a
+        choice as OpenAI's API has it. For an agent, also adds the messages of its call and of the
+        model's answer to the rollout."""
         assert (
             self.tokenizer is not None
             and rollout.completion is not None
             and rollout.prompt_ids is not None
         )
-        if not rollout.asked:
+        if not rollout.agent_call:
             return {
                 "completion_ids": rollout.tokens[before:],
                 "logprobs": rollout.completion.logprobs[before:].tolist(),
-                "text": self._encoded("decode", [rollout.tokens[before:]]),
+                "text": self._use_tokenizer("decode", [rollout.tokens[before:]]),
                 "stop_reason": str(rollout.completion.stop_reason),
             }
         choice = completion_record(
             rollout.completion,
-            rollout.asked["tools"],
+            rollout.agent_call["tools"],
             self.tokenizer,
-            rollout.asked["named"],
+            rollout.agent_call["named"],
             before,
         )
         choice["versions"] = [str(version) for version in choice["versions"]]
-        rollout.messages += rollout.asked["added"]
+        rollout.messages += rollout.agent_call["added"]
         rollout.messages.append(choice["message"])
-        if rollout.said:
-            rollout.said.append(choice["message"])
+        if rollout.agent_messages:
+            rollout.agent_messages.append(choice["message"])
         prompt_ids = rollout.prompt_ids.tolist() + rollout.tokens[:before]
         return {"prompt_ids": prompt_ids, "choices": [choice]}
 
@@ -652,17 +690,18 @@ class TurnDriver:
             )
 
     def _check_ids(self, ids: np.ndarray) -> None:
-        """Raises ShoalError if an id is outside the vocabulary: an engine would sample after
-        another token without an error."""
+        """Raises ShoalError if an id is outside the vocabulary: an engine would read another token
+        instead, without an error."""
         assert self.tokenizer is not None
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.tokenizer.vocab_size:
             raise ShoalError(
                 f"prompt: expected token ids from 0 and below {self.tokenizer.vocab_size}", "prompt"
             )
 
-    def _encoded(self, what: str, value: Any) -> Any:
-        """Does what a rollout function asks of the tokenizer: `what` is "encode text", "decode",
-        "render", or anything else to encode a prompt. Returns the text or the token ids."""
+    def _use_tokenizer(self, what: str, value: Any) -> Any:
+        """Returns what a rollout function requests of the tokenizer: the token ids of a text
+        ("encode text") or of a prompt (any other `what`), or the text of ids ("decode") or messages
+        ("render")."""
         assert self.tokenizer is not None
         if what == "encode text":
             return self.tokenizer.encode(value)
@@ -672,7 +711,7 @@ class TurnDriver:
             return self.tokenizer.render(*value)
         return self.tokenizer.encode_prompt(value).tolist()
 
-    def _ended(
+    def _ended_environment(
         self, rollout: Rollout, state: Mapping[str, Any], reward: float | None
     ) -> EndedEnvironment | None:
         """Returns an environment's final state and reward; None if the rollout has no
@@ -680,9 +719,10 @@ class TurnDriver:
         kind = self._kind(rollout)
         return EndedEnvironment(kind.name, state, reward) if kind else None
 
-    def _fail(self, rollout: Rollout, reply: Reply) -> list[GroupMessage]:
+    def _handle_failure(self, rollout: Rollout, reply: Reply) -> list[GroupMessage]:
         """Handles an environment that failed: raises ShoalError if environment.on_error=error, else
-        ends the rollout alone, with a `Failure`."""
+        ends this rollout alone, with a `Failure`. A rollout that has no prompt yet first samples
+        one turn, because a completion must have tokens. Returns the messages for the host."""
         example = rollout.entry.request.example
         row = example.place or f"data row {example.row}"
         text = f"{row}, rollout {rollout.index}, turn {rollout.turns}: {reply.error}"
@@ -708,7 +748,7 @@ class TurnDriver:
             rollout.failure = failure
             rollout.state = RolloutState.DONE
             return []
-        return self._end(rollout, StopReason.FAILED, failure)
+        return self._end_rollout(rollout, StopReason.FAILED, failure)
 
     # -- what the fleet asks
 
@@ -718,9 +758,9 @@ class TurnDriver:
             return False
         return all(rollout.prompt_ids is not None for rollout in entry.rollouts)
 
-    def done(self, entry: PendingGroup) -> list[Completion] | None:
-        """Returns the completions of a group if all its rollouts are over, and forgets the
-        rollouts; else returns None."""
+    def finished_completions(self, entry: PendingGroup) -> list[Completion] | None:
+        """If all rollouts of a group are done, stops counting them as under way and returns their
+        completions, in the order of their index; else returns None."""
         if not entry.rollouts or entry.rollout_states[RolloutState.DONE] < len(entry.rollouts):
             return None
         self._remove(entry)
@@ -728,16 +768,17 @@ class TurnDriver:
 
     @property
     def waits(self) -> bool:
-        """True if no host has anything to do for any rollout until a session answers."""
+        """True if there are rollouts and no host has anything to do for any of them until a session
+        answers."""
         return bool(self.rollouts) and all(
             rollout.state is not RolloutState.SAMPLING for rollout in self.rollouts.values()
         )
 
 
 def _turn_limit(given: Any, most: int) -> int:
-    """Returns the number of tokens after which a turn is cut, from what a rollout function passed;
-    0 if the turn has no limit below the rollout's own, `most`. ShoalError if `given` is neither
-    None nor a positive integer."""
+    """Returns the number of tokens after which a turn is cut, from the `max_tokens` that a rollout
+    function passed; 0 for no limit, if that is None or at least `most`, the rollout's own limit.
+    ShoalError if it is neither None nor a positive integer."""
     if given is None:
         return 0
     if type(given) is not int or given < 1:

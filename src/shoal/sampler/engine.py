@@ -74,7 +74,7 @@ OUT_OF_RANGE_ROW = 2**31 - 1
 
 
 class Engine:
-    """Sampler on the devices of one mesh: `slots` completions at once, in rows of
+    """Sampler on the devices of one mesh: `slots` completions at once, in rows of W =
     `siblings_per_row` completions of the same prompt (0: of a whole group).
 
     A completion's tokens do not depend on what other slots do or on when it enters. The caller of
@@ -87,7 +87,7 @@ class Engine:
     min-p, and searches their bounds at every token. `max_support` is K: truncation keeps at most K
     tokens, and completions record which, in `extra["support_ids"]`, int32[T, K]. `pages`: pages in
     the pool of a replica; 0: enough for all limits. If pages run out, rows are saved to the host's
-    memory."""
+    memory. The constructor compiles nothing; each program is compiled at its first call."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class Engine:
             pages = pages or full_rows * pages_per_row
             self.pool = PagePool(self.num_rows, self.siblings, pages_per_slot, pages, shards)
             full_rows = pages // pages_per_row
-            row_pages = self.pool.with_next(np.ones(self.siblings, int))
+            row_pages = self.pool.pages_to_enter(np.ones(self.siblings, int))
             total_pages = shards * pages
         swap_rows = shards * max(1, min(SWAP_ROWS, full_rows // SWAP_SHARE))
         self.scheduler = Scheduler(
@@ -196,8 +196,8 @@ class Engine:
         self.parameters = params
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
-        """Queues requests. ShoalError if a request cannot be sampled, RuntimeError if no weights
-        are loaded."""
+        """Queues requests; `step` samples them. ShoalError or ValueError if a request is outside
+        the engine's limits (see `check_request`), RuntimeError if no weights are loaded."""
         if self.parameters is None:
             raise RuntimeError("no weights are loaded")
         for request in requests:
@@ -217,8 +217,8 @@ class Engine:
             self.requests[request.id] = ActiveRequest(request, partials)
 
     def handle(self, message: Message) -> None:
-        """Acts on a message about completions that have begun. TypeError for any other message,
-        since the host handles versions and the queue of requests."""
+        """Acts on `Extend`, `End` or `Cancel`. TypeError for any other message, since the host
+        handles versions and the queue of requests."""
         match message:
             case Extend(id, index, context, turn_limit):
                 self.extend(id, index, context, turn_limit)
@@ -238,34 +238,36 @@ class Engine:
         if row is not None:
             self._inactive[row, slot] = False
         else:
-            self.scheduler.returning[id, subgroup] = self._pages_back(id, subgroup)
+            self.scheduler.returning[id, subgroup] = self._pages_to_return(id, subgroup)
 
     def end(self, id: int, index: int) -> None:
-        """Ends a completion whose turn has ended, and frees its slot."""
+        """Ends a completion whose turn has ended: it is not extended any more. Its row is freed
+        once all completions in the row are over."""
         partial, _, row, _ = self._locate(id, index)
         partial.waits = False
         if row is not None:
-            self._release(row)
+            self._release_if_over(row)
         elif self.requests[id].is_done:
             self._finish(self.requests[id])
 
     def step(self) -> dict[int, list[Completion]]:
-        """Starts compiled steps, waits until the tokens of one have arrived, and returns the
-        completions that have finished, by request id; {} if none has.
+        """Starts compiled steps, waits until the tokens of one have arrived (and gathers those of
+        others that are there too), and returns the completions that have finished, by request id;
+        {} if none has. Does not wait if nothing is in flight.
 
-        Completions of a request with turns come one by one, each time that a turn of one has
-        ended."""
+        A request's completions come together, when all have ended; those of a request with turns
+        come one by one, each time that a turn of one has ended."""
         self._start_all()
         if not self.finished:
             if self.in_flight:
-                self._drain_one()
+                self._gather_oldest()
             elif not self.scheduler.idle and not self.stuck:
                 raise RuntimeError(f"the sampler waits for nothing: {self.scheduler}")
         for _ in range(len(self.in_flight)):
             arrays = jax.tree.leaves(self.in_flight[0].sampled)
             if not all(array.is_ready() for array in arrays):
                 break
-            self._drain_one()
+            self._gather_oldest()
         finished = self.finished
         self.finished = {}
         return finished
@@ -299,16 +301,17 @@ class Engine:
         return self.scheduler.idle and not self.in_flight and not self.finished
 
     def release_memory(self) -> None:
-        """Frees the caches, and drops the weights until the next `load`. RuntimeError unless the
-        engine is idle."""
+        """Frees the caches on the devices, and drops the weights until the next `load`.
+        RuntimeError unless the engine is idle."""
         if not self.idle:
             raise RuntimeError("an engine with requests in progress cannot release its memory")
         self._state = None
         self.parameters = None
 
     def cancel(self, id: int) -> None:
-        """Ends a request. The next `step` returns what was sampled so far, with
-        StopReason.CANCELLED; it returns nothing for a request with turns."""
+        """Ends a request, queued or begun, and frees its rows. The next `step` returns its
+        completions with the tokens so far, and StopReason.CANCELLED if they had not ended; it
+        returns nothing for a request with turns."""
         for partial in self.requests[id].partials:
             partial.reason = partial.reason or StopReason.CANCELLED
         for row, (owner_id, _) in self.scheduler.running.items():
@@ -328,8 +331,9 @@ class Engine:
     def calls(
         self, program: str, parameters: Params
     ) -> dict[str, tuple[int, tuple, dict[str, Any]]]:
-        """Returns the compiled calls that `program` makes, as `recorded_calls` does. `program` is
-        "prefill" (of the longest prompts), "join", "feed" or "decode"."""
+        """Returns which compiled programs run for "prefill" (of the longest prompts), "join",
+        "feed" or "decode", and with arrays of which shapes: name -> (how often, arguments, keyword
+        arguments). `parameters`: shapes of the weights. Runs nothing."""
         if program == "decode":
             arrays = self._decode_arrays()
         elif program == "feed":
@@ -353,19 +357,20 @@ class Engine:
     # -- dispatch
 
     def dispatch_next(self) -> bool:
-        """Starts the next compiled step without waiting for it. Returns False if none can start
-        now. May first save rows whose completions wait, to make room."""
+        """Starts the next compiled step without waiting for it: a step that fills rows, else a
+        decode. Returns False if none can start now. If rows are lacking, first saves rows whose
+        completions all wait for tools to the host's memory."""
         if len(self.in_flight) >= MAX_IN_FLIGHT:
             return False
         # Rows are lacking: save rows whose completions wait for tools, until enough are free or no
         # such row is left.
-        num_lacking = self.scheduler.lacking
+        num_lacking = self.scheduler.num_lacking_rows
         while num_lacking > 0:
             idle_rows = np.flatnonzero(self._inactive.all(1)).tolist()
             waiting_rows = [row for row in idle_rows if row in self.scheduler.running]
             if not self._park(waiting_rows[:num_lacking]):
                 break
-            num_lacking = self.scheduler.lacking
+            num_lacking = self.scheduler.num_lacking_rows
         # Saved subgroups whose tokens have not all been gathered cannot return yet.
         busy: set[SubgroupKey] = set()
         if self.pool:
@@ -387,8 +392,10 @@ class Engine:
             has_started = self.dispatch_next()
 
     def _may_decode(self) -> bool:
-        """False if a decode is in flight that must end before the next, because it may free rows
-        for others, end completions, or be the last one."""
+        """True if a decode may start now: none is in flight, or the next is needed whatever the one
+        in flight brings. That is not so if prompts wait for rows that it may free, if the host must
+        read its tokens first (stop strings, turns), or if it reaches the limits of all
+        completions."""
         if not any(step.live is not None for step in self.in_flight):
             return True
         # Which rows a step frees is known only when it has ended: with prompts waiting, these rows
@@ -409,16 +416,20 @@ class Engine:
         return False
 
     def _park(self, rows: Sequence[int]) -> bool:
-        """Saves these rows to the host's memory, up to `swap_rows` and the share of each replica,
-        and frees them for others. A row that was still sampling returns by itself, before those
-        that were saved earlier. Returns False if none was saved."""
+        """Starts the compiled step that copies rows (their keys, values and slots) to the host's
+        memory, and frees the rows for others. One step saves at most `swap_rows` rows, of each
+        replica an equal share: the first of `rows`; the others stay. Returns False if `rows` is
+        empty, so that nothing was saved.
+
+        A row whose completions still sample is queued to return by itself, before those that were
+        queued earlier. One whose completions all wait is queued when one of them is extended."""
         swap_rows = self.scheduler.swap_rows
-        next_position = self.scheduler.positions(swap_rows)
+        take_position = self.scheduler.position_taker(swap_rows)
         positions: dict[SubgroupKey, int] = {}
         numbers = np.zeros(swap_rows, np.int32)
-        table = self._empty_table(swap_rows)
+        table = self._empty_page_table(swap_rows)
         for row in rows:
-            position = next_position(row)
+            position = take_position(row)
             if position is None:
                 continue
             id, subgroup = self.scheduler.running[row]
@@ -429,7 +440,7 @@ class Engine:
             if not self._inactive[row].all():
                 self.counters["preempted_rows"] += 1
                 # A row that is saved later entered earlier, so it returns first.
-                returning = {(id, subgroup): self._pages_back(id, subgroup, row)}
+                returning = {(id, subgroup): self._pages_to_return(id, subgroup, row)}
                 returning.update(self.scheduler.returning)
                 self.scheduler.returning = returning
                 self._inactive[row] = True
@@ -441,7 +452,7 @@ class Engine:
         self.parked.add(positions, saved)
         return True
 
-    def _empty_table(self, rows: int) -> np.ndarray | None:
+    def _empty_page_table(self, rows: int) -> np.ndarray | None:
         """Returns a table for the pages of `rows` rows, int32[rows, W, T], filled with NO_PAGE;
         None if keys are not stored in pages."""
         if self.pool is None:
@@ -449,7 +460,7 @@ class Engine:
         _, siblings, pages_per_slot = self.pool.table.shape
         return np.full((rows, siblings, pages_per_slot), NO_PAGE, np.int32)
 
-    def _pages(self, id: int, subgroup: int, row: int | None = None) -> np.ndarray:
+    def _pages_needed(self, id: int, subgroup: int, row: int | None = None) -> np.ndarray:
         """Returns how many pages each slot of a subgroup needs, int[W], for all keys that it may
         have after the next decode. `row`: the subgroup's row, if steps for it may be in flight;
         None otherwise."""
@@ -460,24 +471,24 @@ class Engine:
                     decodes_in_flight += step.live[row].astype(int)
         wanted = np.zeros(self.siblings, int)
         for slot, partial in enumerate(self._partials(subgroup, self.requests[id])):
-            num_keys = partial.most_keys(int(decodes_in_flight[slot]))
+            num_keys = partial.most_keys_after(int(decodes_in_flight[slot]))
             wanted[slot] = -(-num_keys // PAGE)
         return wanted
 
-    def _pages_back(self, id: int, subgroup: int, row: int | None = None) -> int:
-        """Returns how many pages must be spare before a saved subgroup returns; 0 if keys are not
-        stored in pages."""
+    def _pages_to_return(self, id: int, subgroup: int, row: int | None = None) -> int:
+        """Returns how many pages must be spare before a subgroup that is saved returns to a row; 0
+        if keys are not stored in pages. `row`: as in `_pages_needed`."""
         if self.pool is None:
             return 0
-        return self.pool.with_next(self._pages(id, subgroup, row))
+        return self.pool.pages_to_enter(self._pages_needed(id, subgroup, row))
 
     def _give_pages(self, pool: PagePool) -> None:
-        """Gives every live slot pages for the tokens of the next decode. If pages run out, saves
-        rows to the host's memory: those whose completions wait, or else those that entered last, so
-        that the first row always continues."""
+        """Gives every slot pages for the keys of the next decode. Whenever a row's replica has too
+        few, saves one of the replica's rows to the host's memory: the last to enter whose
+        completions all wait, or else the last to enter, so that the first row always continues."""
         for row, (id, subgroup) in list(self.scheduler.running.items()):
             while row in self.scheduler.running:
-                if pool.give(row, self._pages(id, subgroup, row)):
+                if pool.give(row, self._pages_needed(id, subgroup, row)):
                     break
                 replica = pool.replica_of(row)
                 rows = [
@@ -487,18 +498,18 @@ class Engine:
                 candidates = waiting_rows or rows
                 self._park(candidates[-1:])
 
-    def _restore(self, admission: Admission) -> None:
-        """Starts the step that returns saved subgroups to rows of the device."""
+    def _start_restore(self, admission: Admission) -> None:
+        """Starts the step that copies saved subgroups back to rows of the device."""
         self.parked.bring_in(self.requests, wait=True)
         swap_rows = self.scheduler.swap_rows
         # a row past the end, for which nothing is written
         rows = np.full(swap_rows, OUT_OF_RANGE_ROW, np.int32)
-        table = self._empty_table(swap_rows)
+        table = self._empty_page_table(swap_rows)
         positions: list[tuple[SubgroupKey, int]] = []
         for position, id, subgroup, row, _ in admission.entries:
             rows[position] = row % self.replica_rows
             if table is not None and self.pool is not None:
-                table[position] = self.pool.enter(row, self._pages(id, subgroup))
+                table[position] = self.pool.enter(row, self._pages_needed(id, subgroup))
             self._inactive[row] = True
             for slot, partial in enumerate(self._partials(subgroup, self.requests[id])):
                 self._inactive[row, slot] = partial.reason is not None
@@ -510,7 +521,7 @@ class Engine:
     def _start_admission(self, admission: Admission) -> None:
         """Starts the step that the scheduler has chosen: a prefill, a join or a restore."""
         if admission.is_restore:
-            self._restore(admission)
+            self._start_restore(admission)
             return
         arrays = self._empty_batch(admission.bucket)
         owners = []
@@ -538,21 +549,22 @@ class Engine:
             # slots that the request does not use count as ended
             self._inactive[row] = arrays["limit"][position] == 0
             if self.pool:
-                self.pool.enter(row, self._pages(id, subgroup))
+                self.pool.enter(row, self._pages_needed(id, subgroup))
             owners.append(RowOwner(position, row, subgroup, active))
         program = "prefill" if admission.bucket else "join"
-        self._start(program, arrays, owners)
+        self._start_step(program, arrays, owners)
 
     def _empty_batch(self, bucket: int) -> dict[str, Any]:
-        """Returns the arrays of a prefill of a bucket (0: of a join), with all positions unused."""
+        """Returns the arguments of a prefill of prompts of `bucket` tokens (0: of a join), with all
+        positions unused."""
         return empty_batch(
             self.scheduler.batch_rows(bucket), self.siblings, self.scheduler.padded(bucket)
         )
 
-    def _feed(self, owners: Sequence[RowOwner]) -> None:
-        """Starts steps that compute the keys of long contexts, FEED tokens at a time; the rest of a
-        context is left for decoding. How much that is depends on the length of the context
-        alone."""
+    def _start_feeds(self, owners: Sequence[RowOwner]) -> None:
+        """Starts steps that compute the keys of contexts of FEED tokens or more, FEED tokens at a
+        time, in the rows of `owners`. The rest of a context, shorter than FEED, is left for the
+        next decode. So a context's length alone decides which tokens are computed in which way."""
         while True:
             long_contexts: list[tuple[int, int, PartialCompletion]] = []
             for _, row, subgroup, active in owners:
@@ -562,9 +574,9 @@ class Engine:
             if not long_contexts:
                 return
             arrays = self._empty_feed()
-            next_position = self.scheduler.positions(FEED_ROWS * self.scheduler.replicas)
+            take_position = self.scheduler.position_taker(FEED_ROWS * self.scheduler.replicas)
             for row, slot, partial in long_contexts:
-                position = next_position(row)
+                position = take_position(row)
                 if position is None:
                     continue
                 arrays["rows"][position] = row % self.replica_rows
@@ -590,7 +602,7 @@ class Engine:
             owners.append(RowOwner(row, row, subgroup, self.requests[id]))
         with_turns = [owner for owner in owners if owner.active.request.has_turns]
         if with_turns and self.model.key_parts == 1:
-            self._feed(with_turns)
+            self._start_feeds(with_turns)
         arrays = self._decode_arrays(bool(with_turns))
         for _, row, subgroup, active in with_turns:
             for slot, partial in enumerate(self._partials(subgroup, active)):
@@ -602,15 +614,15 @@ class Engine:
                 if next_tokens:
                     arrays["num_forced"][row, slot] = len(next_tokens)
                     arrays["forced"][row, slot, : len(next_tokens)] = next_tokens
-        self._start("decode", arrays, owners)
+        self._start_step("decode", arrays, owners)
 
     def _partials(self, subgroup: int, active: ActiveRequest) -> list[PartialCompletion]:
-        """Returns the completions of one subgroup of a request."""
+        """Returns the completions of a request's subgroup number `subgroup`."""
         return active.partials[subgroup * self.siblings : (subgroup + 1) * self.siblings]
 
     def _decode_arrays(self, has_turns: bool = False) -> dict[str, Any]:
-        """Returns the arrays of a decode in which no slot continues after a turn. `has_turns`:
-        interrupt the decode when some turns have ended."""
+        """Returns the arguments of a decode (see `programs._decode`) in which no slot continues
+        after a turn. `has_turns`: interrupt the decode when some turns have ended."""
         replicas = self.scheduler.replicas
         num_slots = self._inactive.size
         if has_turns:
@@ -618,7 +630,7 @@ class Engine:
             # have ended their turns.
             num_live = int((~self._inactive).sum())
             num_slots = max(1, num_live // (TURNS_AT_ONCE * replicas))
-        interrupt_after = np.array([self.scheduler.enough(), num_slots], np.int32)
+        interrupt_after = np.array([self.scheduler.interrupt_after(), num_slots], np.int32)
         # Copies: on CPU a compiled step may alias the host's array and read it after later steps
         # have changed it.
         arrays: dict[str, Any] = {
@@ -630,8 +642,9 @@ class Engine:
         arrays.update(no_context(self.num_rows, self.siblings))
         return arrays
 
-    def _start(self, program: str, arrays: dict[str, Any], owners: list[RowOwner]) -> None:
-        """Starts a program that samples tokens, and adds it to the steps in flight."""
+    def _start_step(self, program: str, arrays: dict[str, Any], owners: list[RowOwner]) -> None:
+        """Starts "prefill", "join" or "decode" with these arguments, and adds it to the steps in
+        flight. `owners`: the rows whose tokens it samples."""
         if not self._state:
             self._state = self.programs["make_state"]()
         prompt_size = arrays["tokens"].shape[1] if program == "prefill" else 0
@@ -666,30 +679,32 @@ class Engine:
 
     # -- gathering
 
-    def _drain_one(self) -> None:
-        """Waits for the oldest step in flight, gathers its tokens, and starts further steps."""
+    def _gather_oldest(self) -> None:
+        """Waits for the oldest step in flight and adds its tokens to their completions. Starts
+        further steps as soon as it is known which rows are free, so that the device does not wait
+        for the gathering."""
         step = self.in_flight.popleft()
         done = np.asarray(step.sampled.done)
         for owner in step.owners:
             # For requests with turns the tokens show whether a slot has ended or waits; see
-            # `_gather`.
+            # `_gather_row`.
             if not owner.active.request.has_turns:
-                self._end(owner, done[owner.position])
-        # Start steps before gathering, so that the device need not wait for that.
+                self._note_ended(owner, done[owner.position])
+        # Stop strings and turns need the tokens on the host before it is known what has ended.
         if not any(owner.active.request.is_read_first for owner in step.owners):
             self._start_all()
-        host = jax.device_get(step.sampled)
+        on_host = jax.device_get(step.sampled)
         self.parked.bring_in(self.requests)
         if step.live is not None:
-            self._count_slots(host.count)
+            self._count_slots(on_host.count)
         for owner in step.owners:
-            self._gather(owner, host, step)
+            self._gather_row(owner, on_host, step)
         self._ungathered.popleft()
         self._start_all()
 
-    def _gather(self, owner: RowOwner, host: SampledTokens, step: InFlightStep) -> None:
-        """Adds the new tokens of a row to its completions, and hands over those whose turn has
-        ended."""
+    def _gather_row(self, owner: RowOwner, sampled: SampledTokens, step: InFlightStep) -> None:
+        """Adds the tokens that a step sampled in a row to the row's completions, and hands over
+        each completion whose turn has ended. `sampled`: the step's tokens, on the host."""
         position, row, subgroup, active = owner
         if active.is_forgotten:
             return  # the request was cancelled while the step ran
@@ -701,7 +716,7 @@ class Engine:
             if step.live is not None and not step.live[position, slot]:
                 continue
             self.counters["tokens"] += partial.add(
-                host, position, slot, step.version, request, self.decode_text
+                sampled, position, slot, step.version, request, self.decode_text
             )
             ended[slot] = partial.reason is not None
             if not ended[slot] or not request.has_turns:
@@ -717,18 +732,19 @@ class Engine:
                     for later_owner in later.owners
                 ):
                     later.live[row, slot] = False
-        self._end(owner, ended)
+        self._note_ended(owner, ended)
 
-    def _end(self, owner: RowOwner, ended: np.ndarray) -> None:
-        """Notes which slots of a row have ended, bool[W], and frees the row with its last slot,
-        unless the row has another owner by now."""
+    def _note_ended(self, owner: RowOwner, ended: np.ndarray) -> None:
+        """Notes that a subgroup's slots with ended[W] have nothing to sample any more, and frees
+        its row once all have. If the subgroup was saved to the host's memory since, it is kept from
+        returning once all its completions have ended."""
         _, row, subgroup, active = owner
         if active.is_forgotten:
             return
         request_id = active.request.id
         if self.scheduler.running.get(row) == (request_id, subgroup):
             self._inactive[row] |= ended
-            self._release(row)
+            self._release_if_over(row)
             return
         if all(partial.reason is not None for partial in self._partials(subgroup, active)):
             # The subgroup was saved to the host's memory, but has ended: it need not return.
@@ -736,9 +752,9 @@ class Engine:
         if active.is_done:
             self._finish(active)
 
-    def _release(self, row: int) -> None:
-        """Frees a row if all its completions are over, and finishes the request if all of the
-        request's are."""
+    def _release_if_over(self, row: int) -> None:
+        """Frees a row if all its completions are over (a completion that waits to be extended is
+        not), and finishes the row's request if all completions of the request are over."""
         id, subgroup = self.scheduler.running[row]
         active = self.requests[id]
         has_waiting = any(partial.waits for partial in self._partials(subgroup, active))
@@ -748,7 +764,8 @@ class Engine:
             self._finish(active)
 
     def _count_slots(self, count: np.ndarray) -> None:
-        """Adds a decode's slots to the counters. `count`: tokens that each slot sampled."""
+        """Adds a decode's slots to the counters `active_slots` and `total_slots`. count[N, W]:
+        tokens that each slot sampled."""
         # A replica decodes until its last slot has ended, and that slot has sampled a token in each
         # step.
         by_replica = count.reshape(self.scheduler.replicas, -1)
@@ -757,8 +774,8 @@ class Engine:
         self.counters["total_slots"] += int(num_decoded)
 
     def _finish(self, active: ActiveRequest) -> None:
-        """Forgets a request that is over, and hands over its completions unless they were handed
-        over turn by turn."""
+        """Forgets a request whose completions are all over. The next `step` returns them, unless
+        it returned them turn by turn."""
         self.scheduler.finish(active.request.id)
         self.parked.forget(active.request.id)
         del self.requests[active.request.id]
@@ -768,8 +785,8 @@ class Engine:
                 self._hand_over(active, index)
 
     def _hand_over(self, active: ActiveRequest, number: int) -> None:
-        """Adds the tokens so far of one completion of a request to the answers of the next
-        `step`."""
+        """Lets the next `step` return completion `number` (from 0, within the request) with its
+        tokens so far."""
         request = active.request
         completion = active.partials[number].completion(
             request.id, request.first + number, self.max_support

@@ -58,14 +58,14 @@ class PartialCompletion:
             return self.limit
         return min(self.limit, self.turn_start + self.turn_limit)
 
-    def most_keys(self, steps: int) -> int:
-        """Returns the most keys that the completion may have in a cache after `steps` decodes that
-        have begun and one more."""
+    def most_keys_after(self, decodes_in_flight: int) -> int:
+        """Returns the most keys that the completion may have in a cache once the decodes in flight
+        and the next decode have ended; 0 if it is over."""
         if self.is_closed:
             return 0
         num_keys = max(1, len(self.tokens))
         if not self.waits:
-            num_keys += CHUNK * (1 + steps)
+            num_keys += CHUNK * (1 + decodes_in_flight)
             if self.resumes:
                 num_keys += len(self.context) // FEED * FEED
         return min(self.limit, num_keys) - 1  # the last token has no key yet
@@ -90,16 +90,18 @@ class PartialCompletion:
         self.turn_start = len(self.tokens) + len(context)
 
     def end_turn(self, reason: StopReason, has_turns: bool) -> None:
-        """Notes why the turn has ended. The completion then waits to be extended, if it may have
-        more turns and one still fits; otherwise it is over."""
+        """Notes that the current turn has ended, and why. The completion then waits to be extended
+        if its request has turns (`has_turns`), the turn ended regularly (not cancelled) and one
+        more turn fits; otherwise it is over."""
         self.reason = reason
         has_room = len(self.tokens) < self.limit - 1  # for one token of context, and one after it
         is_turn = reason in (StopReason.EOS, StopReason.STOP) or len(self.tokens) == self.turn_end
         self.waits = has_turns and has_room and is_turn
 
     def feed(self, count: int, version: int, max_support: int) -> list[int]:
-        """Moves the first `count` tokens of `context` to `tokens`. Returns the tokens whose keys
-        are then to be computed: the last token before these, and these without their last."""
+        """Moves the first `count` tokens of `context` to `tokens`, as tokens of `version` with
+        log-prob 0. Returns the `count` tokens whose keys are to be computed next: the last token
+        before the context, which has no key yet, and the moved tokens but the last."""
         fed = self.context[:count]
         self.context = self.context[count:]
         inputs = self.tokens[-1:] + fed[:-1]
@@ -120,9 +122,10 @@ class PartialCompletion:
         request: SampleRequest,
         decode: Decode | None,
     ) -> int:
-        """Adds the tokens that one slot sampled in a step, and ends the completion or its turn if
-        these tokens do. Returns how many sampled tokens were added. `step` is on the host;
-        `version` is that of the weights.
+        """Adds the tokens of one slot of a step: first those of `context` that the step was given,
+        then those that it sampled. Ends the turn if they complete a stop string, reach its limit,
+        or end with an end-of-sequence token. Returns how many sampled tokens were added. `step` is
+        on the host, and `position` is the row's in its arrays; `version` is that of the weights.
 
         The device knows only the completion's limit. Tokens that it sampled beyond the limit of the
         turn, or after a stop string, are dropped here."""
@@ -173,7 +176,9 @@ class PartialCompletion:
             del values[size:]
 
     def completion(self, id: int, index: int, max_support: int) -> Completion:
-        """Returns the tokens so far as a `Completion`."""
+        """Returns the tokens so far as a `Completion`. Called when a turn has ended. `index`: the
+        completion's index within its group; `max_support`: ids per token in
+        `extra["support_ids"]`, 0: none."""
         assert self.reason is not None
         extra = {}
         if max_support:
@@ -204,7 +209,7 @@ class ActiveRequest:
 
     @property
     def is_done(self) -> bool:
-        """True if all completions are over."""
+        """True if all completions are over: none is sampled or waits to be extended."""
         return all(partial.is_closed for partial in self.partials)
 
 

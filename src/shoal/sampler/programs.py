@@ -3,7 +3,7 @@
 The slots of a row are siblings: completions of one prompt, whose keys the row holds once. A group
 of more than W completions takes several rows. Its first W siblings enter together with the prompt
 (prefill), the others later, into rows to which the prompt's keys are copied (join). Which of the
-two depends only on a sibling's place in its request. So one set of programs (N, W, a bucket of
+two depends only on a sibling's number within its request. So one set of programs (N, W, a bucket of
 prompt lengths) gives a completion the same bits whatever the other slots do and whenever it
 enters."""
 
@@ -152,8 +152,9 @@ def make_programs(
         donated: Any = "state",
         queued: bool = True,
     ) -> Program:
-        """Compiles a step that runs on each replica's rows; `donated`: names of the arguments whose
-        memory the result may use."""
+        """Compiles a step that runs on each replica's rows. `specs`, `shardings`: of its results,
+        within a replica's mesh (see `_by_replica`) and outside. `donated`: names of the arguments
+        whose memory the results may use. `queued`: see `Program`."""
         # The state is donated, because the caches are most of a sampler's memory.
         return role.jit(
             partial(_by_replica, step, model, specs),
@@ -266,8 +267,8 @@ def _read_rows(state: DecodeState, rows: jax.Array, pages: jax.Array | None) -> 
 
 
 def _without_pools(state: DecodeState, pages: jax.Array | None) -> DecodeState:
-    """Returns the arrays of a state that have a dimension of rows: all of them, or if keys are
-    stored in pages (`pages` is not None) all but the pools."""
+    """Returns a state whose arrays all have a dimension of rows: the state itself, or if keys are
+    stored in pages (`pages` is not None) the state without the pools of pages."""
     if pages is None:
         return state
     caches = tuple(replace(cache, own_k=None) for cache in state.caches)
@@ -354,8 +355,8 @@ def state_shapes(model: Model, sizes: StateSizes) -> DecodeState:
 
 
 def _layout(role: Role, shapes: DecodeState) -> DecodeState:
-    """Returns the shardings of a state: rows are split over the mesh's rows, key/value heads over
-    `tensor`."""
+    """Returns the shardings of a state's arrays: rows are split over the replicas, and key/value
+    heads over the mesh's axis `tensor`."""
 
     def sharding(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         axes: list[str | None] = ["rows"] + [None] * (leaf.ndim - 1)
@@ -367,7 +368,7 @@ def _layout(role: Role, shapes: DecodeState) -> DecodeState:
 
 
 def _tokens_by_row(role: Role, max_support: int) -> SampledTokens:
-    """Returns how sampled tokens are split: each replica has those of its own rows."""
+    """Returns the partition specs of `SampledTokens`: each replica has the tokens of its rows."""
     rows = PartitionSpec(role.row_axes)
     steps = PartitionSpec(None, role.row_axes)
     support_ids = steps if max_support else None
@@ -382,8 +383,9 @@ def _next_tokens(
     noise: jax.Array,
     choice: TokenChoice,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Samples one token of each completion from hidden[N, W, D] with uniforms noise[N, W]. Returns
-    (tokens, log-probs, support ids or None)."""
+    """Samples one token of each completion from the hidden states hidden[N, W, D], with the uniform
+    numbers noise[N, W]. Returns (tokens[N, W], log-probs[N, W], support ids[N, W, K]; None for the
+    last if none are recorded)."""
     shape = noise.shape
     flat = jax.tree.map(lambda x: x.reshape(-1), sampling)
     is_tpu = model.role.platform == "tpu"
@@ -427,7 +429,7 @@ def recorded_calls(
     calls: dict[str, Any] = {}
 
     def record(name: str, *args: Any, **arrays: Any) -> Any:
-        """Counts a call of a program, and returns the shapes of its result."""
+        """Notes a call of a program, and returns the shapes of its result."""
         times = 1
         if name in calls:
             times += calls[name][0]
@@ -440,8 +442,9 @@ def recorded_calls(
 
 
 def _by_replica(step: Callable, model: Model, out: tuple, weights: Any, **by_row: Any) -> tuple:
-    """Runs a step on each replica's rows separately: replicas exchange nothing, and each decodes
-    until its own last slot has ended."""
+    """Runs a step on each replica's rows separately, and returns its results: replicas exchange
+    nothing, and each decodes until its own last slot has ended. `out`: partition specs of the
+    results. `weights`: what all replicas have; `by_row`: arguments that are split by row."""
     role = model.role
     if role.row_shards == 1:
         return step(weights, model=model, **by_row)
@@ -464,8 +467,8 @@ def _by_replica(step: Callable, model: Model, out: tuple, weights: Any, **by_row
 
 
 def empty_batch(positions: int, siblings: int, bucket: int) -> dict[str, Any]:
-    """Returns the arrays of a prefill of prompts of `bucket` tokens or, with 0, of a join, with all
-    positions unused."""
+    """Returns the arguments of `_prefill` for prompts of `bucket` tokens (0: of `_join`) as NumPy
+    arrays with all positions unused. The caller fills positions in."""
     arrays: dict[str, Any] = {
         "rows": np.full(positions, 2**31 - 1, np.int32),  # past the end: nothing is written
         "limit": np.zeros((positions, siblings), np.int32),
@@ -499,8 +502,10 @@ def _prefill(
     piece: int,
     choice: TokenChoice,
 ) -> tuple[DecodeState, SampledTokens]:
-    """Enters prompts tokens[R, T] of length[R] into rows[R] of their replica, each with its first
-    siblings, and samples their first tokens."""
+    """Enters prompts tokens[R, T] of length[R] into rows[R] of their replica: writes their keys,
+    and samples the first token of up to W completions of each. limit[R, W]: most tokens of each
+    completion, 0 for slots that stay unused. keys[R, W, 2]: addresses of their noise. sampling[R]:
+    temperature and truncation."""
     x, layer_inputs, _ = _embed(
         parameters.embed_tokens, tokens=tokens, model=model, piece=piece, length=length, rows=rows
     )
@@ -538,9 +543,12 @@ def _embed(
     prefix_len: jax.Array | None = None,
     **where: jax.Array,
 ) -> tuple[jax.Array, dict[str, Any], dict[str, jax.Array]]:
-    """Returns (x[R, T, D], inputs shared by all layers, `where`) for tokens[R, T]. x is what enters
-    the first layer. With `prefix_len`[N] the tokens are context in rows whose prompts have these
-    lengths; else they are prompts. `where` says at which rows and positions they stand."""
+    """Prepares tokens[R, T] for the layers, in "prefill" and "feed". Returns (x[R, T, D], which
+    enters the first layer; inputs that all layers share, such as rotary angles; `where`).
+
+    `where`: the arguments that say at which rows and positions the tokens stand, returned
+    unchanged. With `prefix_len`[N], the lengths of all rows' prompts, the tokens are context of
+    completions in the rows; else they are prompts."""
     size = tokens.shape[1]
     first = jnp.zeros(len(tokens), jnp.int32)
     layer_inputs: dict[str, Any] = {}
@@ -567,8 +575,8 @@ def _prefill_layers(
     model: Model,
     piece: int,
 ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
-    """Runs prompts x[R, T, D] of length[R] through layers, and writes their keys to rows[R] of the
-    caches."""
+    """Runs prompts x[R, T, D] of length[R] through layers. Returns the layers' output and the
+    caches with the prompts' keys written to rows[R]."""
     size = x.shape[1]
     layer: Any = partial(_in_pieces, model, rope=rope, length=length, piece=piece)
     if size <= piece:
@@ -591,8 +599,8 @@ def _enter_prompts(
     model: Model,
     choice: TokenChoice,
 ) -> tuple[DecodeState, SampledTokens]:
-    """Enters prompts into rows[R], each with its first siblings, and samples the first tokens. x[R,
-    T, D] is the output of the last layer."""
+    """Does what is left of a prefill after the layers, whose output is x[R, T, D]: sets the state
+    of rows[R], and samples the first tokens. The other arguments are those of `_prefill`."""
     # Only the prompt's last state goes through the head: [R, V] logits, not [R, T, V].
     last = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)[:, 0]  # [R, D]
     last = rms_norm(last, parameters.final_norm, model.architecture.norm_eps)
@@ -620,8 +628,9 @@ def _in_pieces(
     piece: int,
     cache: None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Computes one layer of prompts x[R, T, D] of length[R] piece by piece; T is a multiple of
-    `piece`. Returns x, and the keys and values [R, T, K, A]."""
+    """Computes one layer of prompts x[R, T, D] of length[R], `piece` tokens at a time; T is a
+    multiple of `piece`. Returns (the layer's output, (keys, values) of [R, T, K, A]). `cache` is
+    unused: the argument that a layer has in decoding."""
     count, size, _ = x.shape
     longest = length.max()
     block_keys = block_size(piece, model.role.platform)
@@ -667,8 +676,9 @@ def _join(
     model: Model,
     choice: TokenChoice,
 ) -> tuple[DecodeState, SampledTokens]:
-    """Enters further siblings into rows[M] of their replica, with the prompts' keys copied from its
-    rows sources[M], and samples their first tokens."""
+    """Enters further completions of prompts that have a row into rows[M] of the same replica:
+    copies the prompts' keys from rows sources[M], and samples the first tokens. The other arguments
+    are those of `_prefill`."""
     length = state.prefix_len[sources]
     last = state.last[sources]
     # Copy the keys once for each row that is filled: if rows were read through pointers, each
@@ -689,8 +699,9 @@ def _enter(
     model: Model,
     choice: TokenChoice,
 ) -> tuple[DecodeState, SampledTokens]:
-    """Enters siblings into rows[R], and samples their first tokens from last[R, D]. Slots whose
-    limit[R, W] is 0 are unused."""
+    """Sets the state of rows[R], which hold prompts of length[R], and samples their completions'
+    first tokens from last[R, D], the hidden states of the prompts' last tokens. Returns (state,
+    sampled tokens). The other arguments are those of `_prefill`."""
     spread = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], limit.shape), sampling)
     num_rows, siblings = limit.shape
     hidden = jnp.broadcast_to(last[:, None], (num_rows, siblings, last.shape[-1]))
@@ -733,8 +744,10 @@ def _feed(
     model: Model,
     pages: jax.Array | None = None,
 ) -> tuple[DecodeState, None]:
-    """Writes the keys of the context tokens[M, C] of completions at rows[M], slots[M], which have
-    start[M] tokens before them. Drops those whose row is past the end."""
+    """Computes the keys of context tokens, tokens[M, C], and writes them to the caches of the
+    completions at rows[M], slots[M], which have start[M] tokens before them. Writes nothing for a
+    row past the end. Returns (state, None), because nothing is sampled. `pages`: see
+    `_feed_layers`."""
     x, layer_inputs, _ = _embed(
         parameters.embed_tokens,
         tokens=tokens,
@@ -771,8 +784,9 @@ def _feed_layers(
     model: Model,
     pages: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
-    """Runs context x[M, C, D] through layers, and writes its keys to the caches. prefix_len[M]:
-    lengths of the prompts. `pages`[M, T]: the pages that hold the completions' keys."""
+    """Runs context x[M, C, D] through layers. Returns the layers' output and the caches with the
+    context's keys written. prefix_len[M]: lengths of the prompts. pages[M, T]: the pages that hold
+    the completions' keys; None if keys are not stored in pages."""
 
     def prompt_keys(keys: jax.Array) -> jax.Array:
         return _slices(keys, zip(rows, strict=True))
@@ -810,8 +824,8 @@ def _feed_layers(
 
 
 def empty_feed(positions: int, pages: int = 0) -> dict[str, Any]:
-    """Returns the arrays of a feed, with all positions unused. `pages`: most pages of a completion;
-    0 if keys are not stored in pages."""
+    """Returns the arguments of `_feed` as NumPy arrays with all positions unused. `pages`: most
+    pages of a completion; 0 if keys are not stored in pages."""
     arrays: dict[str, Any] = {}
     if pages:
         arrays["pages"] = np.full((positions, pages), kv_caches.NO_PAGE, np.int32)
@@ -823,7 +837,8 @@ def empty_feed(positions: int, pages: int = 0) -> dict[str, Any]:
 
 
 def no_context(rows: int, siblings: int) -> dict[str, Any]:
-    """Returns the arrays of a decode in which no slot continues after a turn. See `_decode`."""
+    """Returns the arguments of `_decode` that say how slots continue after a turn, for a decode in
+    which none does."""
     shape = rows, siblings
     return {
         "resumed": np.zeros(shape, np.int32),
@@ -833,9 +848,9 @@ def no_context(rows: int, siblings: int) -> dict[str, Any]:
     }
 
 
-def _read_in_a_loop(model: Model, parameters: Params) -> Params:
-    """Returns the weights in the layout in which decoding reads them at every token, made once for
-    all tokens of a dispatch."""
+def _weights_for_decoding(model: Model, parameters: Params) -> Params:
+    """Returns the weights in the layout that decoding reads fastest. Where that is another than
+    they have, they are copied once for all tokens of a decode."""
     if model.role.platform == "cpu":
         # XLA for CPU copies each layer out of stacked weights before its products: in the loop, at
         # every token.
@@ -864,7 +879,7 @@ def _decode(
     pages: Any = None,
 ) -> tuple[DecodeState, SampledTokens]:
     """Samples up to CHUNK tokens in every slot that is neither done nor `stopped`[N, W] by the
-    host. Stops earlier once as many rows or slots have ended as `enough`[1, 2] says.
+    host. Stops earlier once enough[0, 0] rows or enough[0, 1] slots have ended in this decode.
 
     A slot with `resumed`[N, W] > 0 continues after that many tokens, the last of which is `last`[N,
     W]. Its next `num_forced`[N, W] tokens are given by `forced`[N, W, CHUNK]: they have log-prob 0,
@@ -872,7 +887,7 @@ def _decode(
     whether or not tokens before them were given. Keys are written to `pages`[N, W, T], which must
     suffice for all tokens."""
     shape = state.token.shape
-    parameters = _read_in_a_loop(model, parameters)
+    parameters = _weights_for_decoding(model, parameters)
     goes_on = resumed > 0
     forced = jnp.moveaxis(forced, -1, 0)
     start = replace(

@@ -23,19 +23,24 @@ class PagePool:
     The engine owns the pool; the scheduler reads how many pages are free.
 
     `table`: int32[N, W, T], each slot's pages in the order of its keys, by their number within the
-    replica, followed by NO_PAGE.
+    replica, followed by NO_PAGE. `held`: int32[N, W], how many pages each slot has. `free`: numbers
+    of the free pages of each replica.
 
     A page that is given back is free at once, even while the device runs steps that write to it:
     steps run in the order in which they were started, each has its own copy of the table, and a
     slot reads no key that it has not written."""
 
-    def __init__(self, rows: int, siblings: int, most: int, pages: int, replicas: int = 1) -> None:
-        if pages < siblings * most:
+    def __init__(
+        self, rows: int, siblings: int, pages_per_slot: int, pages: int, replicas: int = 1
+    ) -> None:
+        """`pages_per_slot`: most pages of a slot. `pages`: pages of each replica. ValueError if
+        they do not suffice for one row at its limit."""
+        if pages < siblings * pages_per_slot:
             raise ValueError(
-                f"a replica has {pages} pages, expected at least {siblings * most}: a row's "
-                f"{siblings} completions at their limit take {most} each"
+                f"a replica has {pages} pages, expected at least {siblings * pages_per_slot}: a "
+                f"row's {siblings} completions at their limit take {pages_per_slot} each"
             )
-        self.table = np.full((rows, siblings, most), NO_PAGE, np.int32)
+        self.table = np.full((rows, siblings, pages_per_slot), NO_PAGE, np.int32)
         self.held = np.zeros((rows, siblings), np.int32)
         self.free = [list(range(pages))[::-1] for _ in range(replicas)]
 
@@ -58,8 +63,8 @@ class PagePool:
         return True
 
     def enter(self, row: int, wanted: np.ndarray) -> np.ndarray:
-        """Gives a row that enters its pages, and returns them, int32[W, T]. RuntimeError if too few
-        are free."""
+        """Gives a row its first pages, wanted[W] of them, and returns its part of `table`,
+        int32[W, T]. RuntimeError if too few are free, since the scheduler has checked that."""
         if not self.give(row, wanted):
             raise RuntimeError(
                 f"row {row} was entered without the {wanted.sum()} pages that it needs"
@@ -74,7 +79,7 @@ class PagePool:
         """Returns the number of the replica that has a row."""
         return row * len(self.free) // len(self.held)
 
-    def with_next(self, wanted: np.ndarray) -> int:
+    def pages_to_enter(self, wanted: np.ndarray) -> int:
         """Returns how many pages must be free before a row that needs wanted[W] pages enters: for
         each slot one page more than it needs now, unless it is at its limit. Otherwise some row
         would soon have to be saved to make room for this one, and return, and be saved again."""
@@ -115,8 +120,9 @@ class ParkedRows:
         self._arriving.append((positions, saved))
 
     def bring_in(self, ids: Collection[int], wait: bool = False) -> None:
-        """Copies saved rows to the host, except those of requests that are not in `ids`. Copies
-        only steps that have ended, or with `wait` waits for all."""
+        """Copies the rows of steps that save and have ended to the host's memory; with `wait`,
+        waits for all such steps. Drops rows of requests that are not in `ids`, because they were
+        cancelled meanwhile."""
         while self._arriving:
             positions, saved = self._arriving[0]
             if not wait and not jax.tree.leaves(saved)[0].is_ready():
@@ -151,8 +157,9 @@ class ParkedRows:
         return jax.tree.map(np.copy, replace(row, caches=tuple(caches)))
 
     def take(self, positions: Sequence[tuple[SubgroupKey, int]]) -> DecodeState:
-        """Returns saved rows as arrays on the device, each at its given position, for the program
-        that restores them; and forgets them on the host."""
+        """Returns saved rows as arrays on the device, for the program that restores them, and
+        forgets them on the host. `positions`: pairs of a subgroup and its position in these
+        arrays."""
 
         def zeros(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
             return np.zeros(leaf.shape, leaf.dtype)

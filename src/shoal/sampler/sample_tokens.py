@@ -34,8 +34,9 @@ class SamplingArrays(NamedTuple):
 
 
 def uniform(keys: jax.Array, position: jax.Array) -> jax.Array:
-    """Returns the uniform number of each address: keys uint32[..., 2], position int32[...] after
-    the prompt -> float32 in (0, 1).
+    """Returns the uniform random number of each token: keys uint32[..., 2] of the completions'
+    noise (`NoiseKey`), position int32[...] of the tokens after the prompt -> float32[...] in (0,
+    1).
 
     Uses 23 bits of threefry, each number in the middle of its interval: never 0 or 1, and the same
     bits on every machine."""
@@ -110,8 +111,9 @@ def sampling_logprobs(logits: jax.Array, params: SamplingArrays) -> jax.Array:
 
 
 def _most_likely(masses: jax.Array, count: int, role: Role | None) -> tuple[jax.Array, jax.Array]:
-    """Returns the `count` largest of masses[N, V] and their tokens; among equals the first. If
-    `role` splits V, each part finds its own largest, and only these move between devices."""
+    """Returns the `count` largest of masses[N, V] in each row, and their tokens; among equals the
+    first. If `role` splits V over devices, each device finds its own largest, and only these are
+    exchanged."""
     if role is None or role.tensor == 1:
         return jax.lax.top_k(masses, count)
     each = masses.shape[-1] // role.tensor
@@ -133,8 +135,9 @@ def _most_likely(masses: jax.Array, count: int, role: Role | None) -> tuple[jax.
 def inverse(
     masses: jax.Array, uniforms: jax.Array, role: Role | None = None, width: int = BLOCK
 ) -> jax.Array:
-    """Returns the token at which the running sum of masses[N, V] (not normalised) exceeds
-    uniforms[N] x their total.
+    """Samples one token per row by inverting the cumulative distribution: returns the first token,
+    int[N], at which the running sum of masses[N, V] (not normalised) exceeds uniforms[N] x their
+    total.
 
     A token without mass is never returned: if rounding puts the target beyond the last sum, the
     result is the last token that has mass. V is searched in blocks of `width`. If `role` splits V,
@@ -172,7 +175,8 @@ def _first_above(masses: jax.Array, sums: jax.Array, target: jax.Array) -> jax.A
 
 
 def sampling_support(masses: jax.Array, params: SamplingArrays) -> jax.Array:
-    """Returns which tokens of masses[N, V] (at most 1 each) truncation keeps, bool[N, V].
+    """Returns bool[N, V]: which tokens truncation keeps, by their masses[N, V] (probabilities up to
+    a factor, at most 1 each).
 
     First the top_k most likely; of those the smallest set with top_p of their mass; of those the
     tokens at least min_p times as likely as the most likely one. All tokens that tie at a bound are
@@ -205,8 +209,9 @@ def sampling_support(masses: jax.Array, params: SamplingArrays) -> jax.Array:
 
 
 def _largest(holds: Callable[[jax.Array], jax.Array], wanted: jax.Array) -> jax.Array:
-    """Returns the largest float32[N] below 2 for which `holds`, which must also hold for all
-    smaller numbers; 0 if not `wanted`.
+    """Returns, for each of N rows, the largest float32 below 2 for which `holds` (float32[N] ->
+    bool[N]) is true, provided that it is true for all smaller numbers; 0 for rows that are not
+    wanted[N].
 
     Searches bit by bit, because positive floats are ordered like their bits: 30 sums over a
     vocabulary instead of sorting it, and of a split one only sums move. 64 rows of 152k take 0.24

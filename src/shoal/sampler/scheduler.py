@@ -117,8 +117,8 @@ class Scheduler:
         self.waiting.append(WaitingRequest(id, bucket, num_subgroups))
 
     def batch_rows(self, bucket: int) -> int:
-        """Returns how many rows one step can fill: a prefill of prompts of `bucket` tokens or, with
-        0, a join."""
+        """Returns how many rows one step can fill, of all replicas together: a prefill of prompts
+        of `bucket` tokens, or a join if `bucket` is 0."""
         if not bucket:
             return self.join_rows
         most = min(self.prefill_rows, self.prefill_tokens // self.padded(bucket))
@@ -132,17 +132,18 @@ class Scheduler:
         """Returns the next step that fills rows, or None if decoding should continue: saved
         subgroups return first, then further subgroups join, then new prompts enter. Saved subgroups
         in `busy` cannot return yet, because their tokens are still to be gathered."""
-        back = self._return(busy)
+        back = self._admit_returning(busy)
         if back is not None:
             return back
         if self.returning and self.free:
             # Pages are lacking: nothing new may enter before what was saved has returned.
             return None
-        return self._join() or self._prefill()
+        return self._admit_joining() or self._admit_prompts()
 
     @property
-    def lacking(self) -> int:
-        """The number of rows that could be filled beyond those that are free."""
+    def num_lacking_rows(self) -> int:
+        """How many more free rows (with pages) would be filled at once, by saved subgroups,
+        joining ones or prompts; 0 or less if no row is lacking."""
         wanted = len(self.returning)
         for entering in self.entering.values():
             wanted += entering.num_subgroups - entering.next_subgroup
@@ -151,10 +152,10 @@ class Scheduler:
         pages = next(iter(self.returning.values()), self.row_pages)
         return min(wanted, self.num_rows) - len(self._fillable_rows(self.num_rows, pages))
 
-    def _return(self, busy: Collection[SubgroupKey]) -> Admission | None:
+    def _admit_returning(self, busy: Collection[SubgroupKey]) -> Admission | None:
         """Returns the step that restores saved subgroups to free rows, in the order of `returning`;
-        None if none can return now."""
-        next_position = self._with_pages(self.swap_rows)
+        None if none is saved, the first is in `busy`, or no free row has pages for it."""
+        take_position = self._position_and_page_taker(self.swap_rows)
         entries = []
         for row in list(self.free):
             if not self.returning:
@@ -162,7 +163,7 @@ class Scheduler:
             first = next(iter(self.returning))
             if first in busy:
                 break
-            position = next_position(row, self.returning[first])
+            position = take_position(row, self.returning[first])
             if position is None:
                 continue
             del self.returning[first]
@@ -173,10 +174,10 @@ class Scheduler:
             return None
         return Admission(0, tuple(entries), is_restore=True)
 
-    def _join(self) -> Admission | None:
+    def _admit_joining(self) -> Admission | None:
         """Returns the step that fills free rows with further subgroups of requests whose prompts
         have a row; None if there is no such subgroup or row."""
-        next_position = self._with_pages(self.join_rows)
+        take_position = self._position_and_page_taker(self.join_rows)
         entries = []
         for id, request in list(self.entering.items()):
             replica = self.replica_of(request.source)
@@ -185,7 +186,7 @@ class Scheduler:
                 rows.insert(0, request.source)
             num_left = request.num_subgroups - request.next_subgroup
             for row in rows[:num_left]:
-                position = next_position(row, self.row_pages)
+                position = take_position(row, self.row_pages)
                 if position is None:
                     break
                 entries.append(
@@ -200,9 +201,9 @@ class Scheduler:
             return None
         return Admission(0, tuple(entries))
 
-    def _prefill(self) -> Admission | None:
-        """Returns the step that fills free rows with waiting prompts; None if none waits or too few
-        rows are free."""
+    def _admit_prompts(self) -> Admission | None:
+        """Returns the step that fills free rows with waiting prompts of the first one's bucket;
+        None if none waits or, while other rows run, too few rows are free to be worth a prefill."""
         if not self.waiting:
             return None
         # Take the bucket of the first prompt, not the one with most prompts: otherwise a rare
@@ -213,10 +214,10 @@ class Scheduler:
         wanted = min(rows, len(self.waiting))
         # A replica fills only its own rows, and waiting until rows of all replicas are free would
         # idle those that are ahead.
-        enough = -(-wanted * (self.replicas + 1) // (2 * self.replicas))
+        least_rows = -(-wanted * (self.replicas + 1) // (2 * self.replicas))
         if not room:
             return None
-        if self.running and len(room) < enough:
+        if self.running and len(room) < least_rows:
             return None
         of_bucket = [request for request in self.waiting if request.bucket == bucket]
         chosen = of_bucket[: len(room)]
@@ -230,9 +231,9 @@ class Scheduler:
                 self.entering[request.id] = Entering(1, request.num_subgroups, row)
         return Admission(bucket, tuple(entries))
 
-    def enough(self) -> int:
-        """Returns how many rows of a replica must end before decoding is interrupted to fill them
-        with what waits."""
+    def interrupt_after(self) -> int:
+        """Returns how many rows of a replica must end before a decode is interrupted, so that they
+        can be filled with what waits; `num_rows`, which means never, if nothing waits."""
         if self.entering or self.returning:
             return self.join_rows // self.replicas
         if self.waiting:
@@ -245,39 +246,42 @@ class Scheduler:
         """Returns the number of the replica that has a row."""
         return row // (self.num_rows // self.replicas)
 
-    def positions(self, batch: int) -> Callable[[int], int | None]:
-        """Returns a function that, called with a row, takes the next unused position of the row's
-        replica in a batch of `batch` rows, or returns None if the replica has none left."""
+    def position_taker(self, batch: int) -> Callable[[int], int | None]:
+        """Returns a function row -> position, for filling a batch of `batch` positions of which
+        each replica has an equal share: each call takes and returns the next unused position of the
+        row's replica, or returns None if the replica has none left."""
         per_replica = batch // self.replicas
         left = []
         for replica in range(self.replicas):
             left.append(iter(range(replica * per_replica, (replica + 1) * per_replica)))
 
-        def next_position(row: int) -> int | None:
+        def take_position(row: int) -> int | None:
+            """Takes the next position of the row's replica."""
             return next(left[self.replica_of(row)], None)
 
-        return next_position
+        return take_position
 
-    def _with_pages(self, batch: int) -> Callable[[int, int], int | None]:
-        """Returns a function like that of `positions` that is called with a row and the pages that
-        it needs; it returns None, too, if the row's replica has fewer pages to spare."""
-        next_position = self.positions(batch)
+    def _position_and_page_taker(self, batch: int) -> Callable[[int, int], int | None]:
+        """Returns a function (row, pages) -> position like that of `position_taker`, which also
+        counts the pages that the rows need: it returns None, too, if the row's replica has fewer
+        than `pages` left to spare."""
+        take_position = self.position_taker(batch)
         spare = [0] * self.replicas
         if self.pool:
             spare = [self.pool.spare(replica) for replica in range(self.replicas)]
 
-        def take_with_pages(row: int, pages: int) -> int | None:
+        def take_position_and_pages(row: int, pages: int) -> int | None:
             """Takes a position and `pages` pages of the row's replica; None if either is
             lacking."""
             replica = self.replica_of(row)
             if pages > spare[replica]:
                 return None
-            position = next_position(row)
+            position = take_position(row)
             if position is not None:
                 spare[replica] -= pages
             return position
 
-        return take_with_pages
+        return take_position_and_pages
 
     def _fillable_rows(self, batch: int, pages: int | None = None) -> list[tuple[int, int]]:
         """Returns which free rows one batch of `batch` positions can fill, as a list of (position
@@ -285,10 +289,10 @@ class Scheduler:
         `pages` spare pages (default: `row_pages`, those of a new row). Changes nothing."""
         if pages is None:
             pages = self.row_pages
-        next_position = self._with_pages(batch)
+        take_position = self._position_and_page_taker(batch)
         room = []
         for row in self.free:
-            position = next_position(row, pages)
+            position = take_position(row, pages)
             if position is not None:
                 room.append((position, row))
         return room

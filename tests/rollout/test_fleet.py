@@ -551,21 +551,21 @@ def test_health_is_progress_and_not_life():
     assert not one.stalled_seconds(start + 500) and one.stalled_seconds(start + 700)
     for number in range(5):
         host.answered += 1
-        one.look(start + 3.0 * number)
+        one.update_progress(start + 3.0 * number)
     # 20 medians of 3 s
     assert not one.stalled_seconds(start + 12 + 59) and one.stalled_seconds(start + 12 + 61)
     one.assigned.clear()
     assert not one.stalled_seconds(start + 1e6)
-    one.look(start + 1e6)
+    one.update_progress(start + 1e6)
     one.assigned[2] = requests([0])[0]
     assert not one.stalled_seconds(start + 1e6 + 59)  # counted from when it had work again
     host.preparing = True  # a program of other shapes, or weights of a network
-    one.look(start + 1e6 + 59)
+    one.update_progress(start + 1e6 + 59)
     assert not one.stalled_seconds(start + 1e6 + 59 + 500) and one.stalled_seconds(
         start + 1e6 + 59 + 700
     )
     host.preparing = False
-    one.look(start + 1e6 + 500)
+    one.update_progress(start + 1e6 + 500)
     assert not one.stalled_seconds(start + 1e6 + 559)  # counted from its end
     one.stall_seconds = 5
     assert one.stalled_seconds(start + 1e6 + 559)
@@ -586,9 +586,9 @@ def test_a_host_that_compiles_or_reads_weights_has_not_stalled_while_it_is_heard
         now = time.monotonic()
         for _ in range(1000):
             now, tells.reports = now + 3.0, tells.reports + 1
-            one.look(now)
+            one.update_progress(now)
             assert not one.stalled_seconds(now)
-        one.look(now + 601)
+        one.update_progress(now + 601)
         assert one.stalled_seconds(now + 601)
 
 
@@ -598,11 +598,11 @@ def test_a_host_that_says_how_long_it_may_be_silent_is_lost_then_before_its_firs
     one, start = HostHealth("a", host, restarts=1, assigned={1: requests([0])[0]}), time.monotonic()
     for second in range(500):  # it computes prompts
         progress.reports += 1
-        one.look(start + second)
+        one.update_progress(start + second)
         assert not one.stalled_seconds(start + second)
     assert not one.stalled_seconds(start + 499 + 59) and one.stalled_seconds(start + 499 + 61)
     progress.reports += 1
-    one.look(start + 599)
+    one.update_progress(start + 599)
     # it answers, and samples nothing
     assert not one.stalled_seconds(start + 599) and one.stalled_seconds(start + 601)
 
@@ -701,7 +701,7 @@ def test_of_training_and_evaluation_none_starves_on_a_host(capacity, sizes, ends
 
     if alone:
         assign(False)
-        assert capacity <= host.completions(Purpose.TRAIN) < capacity + sizes[0]
+        assert capacity <= host.num_completions(Purpose.TRAIN) < capacity + sizes[0]
     assign(True)
     while oldest(evaluation) is None:  # until what training had alone has ended as far as it must
         count = len(host.assigned)
@@ -713,7 +713,7 @@ def test_of_training_and_evaluation_none_starves_on_a_host(capacity, sizes, ends
             del host.assigned[id]
             assign(True)
         assert oldest(train) is not None and oldest(evaluation) is not None
-        assert host.completions() <= max(capacity, *sizes) + max(sizes)
+        assert host.num_completions() <= max(capacity, *sizes) + max(sizes)
 
 
 def test_with_newest_weights_hosts_go_on_while_others_are_copied():
@@ -760,15 +760,15 @@ def test_the_lane_of_a_host_elsewhere_shows_what_it_tells(tmp_path, monkeypatch)
     with closing(Timeline(tmp_path / "timeline.json", print)) as timeline:
         one.timeline = timeline
         for now[0], tells.busy_seconds in ((101.0, 0.5), (101.3, 0.5), (102.0, 1.75)):
-            one.look(now[0])
+            one.update_progress(now[0])
         one.lose(now[0])
 
         def progress():
             return HostProgress(busy_seconds=0.25)
 
-        one.begin(SimpleNamespace(progress=progress), now[0])
+        one.restart_with(SimpleNamespace(progress=progress), now[0])
         now[0] = 103.0
-        one.look(now[0])
+        one.update_progress(now[0])
     events = json.loads((tmp_path / "timeline.json").read_text().rstrip().rstrip(",") + "]")
     assert events[0]["args"] == {"name": "worker 0"}
     assert [(event["ts"] / 1e6, event["dur"] / 1e6) for event in events[1:]] == [
@@ -1050,10 +1050,10 @@ def test_what_an_engine_counts_is_passed_on_by_its_name():
     host._engine = engine
     seen = HostHealth("a", host)
     host.poll()
-    seen.look(0.0)
+    seen.update_progress(0.0)
     first = host.progress()
     host.poll()
-    seen.look(1.0)
+    seen.update_progress(1.0)
     assert first.counters == {"new_counter": 3}  # a copy: another thread may read it meanwhile
     assert host.progress().counters == {"new_counter": 6}
     assert seen.total.counters == {"new_counter": 6, "tokens": 0}

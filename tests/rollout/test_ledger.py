@@ -119,11 +119,14 @@ class Account:
         ready = [
             step
             for step in self.asked
-            if all(one.state is GroupState.REWARDED for one in self.ledger.of(Purpose.TRAIN, step))
+            if all(
+                one.state is GroupState.REWARDED
+                for one in self.ledger.entries_of(Purpose.TRAIN, step)
+            )
         ]
         if ready:
             step = ready[number % len(ready)]
-            groups = self.ledger.hand_over(self.ledger.of(Purpose.TRAIN, step))
+            groups = self.ledger.hand_over(self.ledger.entries_of(Purpose.TRAIN, step))
             ids = [int(group.completions[0].token_ids[0]) for group in groups]
             # all of them, in the order asked, each with its own answer
             assert ids == self.asked.pop(step)
@@ -214,5 +217,5 @@ def test_a_purpose_and_a_step_name_what_is_taken():
     ledger = Ledger()
     ledger.add([request_of(4, row) for row in (7, 3)])
     ledger.add([request_of(4, purpose=Purpose.EVALUATE)])
-    assert [one.request.example.row for one in ledger.of(Purpose.TRAIN, 4)] == [7, 3]
-    assert len(ledger.of(Purpose.EVALUATE, 4)) == 1 and len(ledger.entries) == 3
+    assert [one.request.example.row for one in ledger.entries_of(Purpose.TRAIN, 4)] == [7, 3]
+    assert len(ledger.entries_of(Purpose.EVALUATE, 4)) == 1 and len(ledger.entries) == 3

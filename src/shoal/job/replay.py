@@ -35,7 +35,7 @@ from shoal.protocols import GroupRequest, SampleRequest
 from shoal.records import Completion, Group, Params, Purpose, SamplingParams, ShoalError, StopReason
 from shoal.report.console import Console
 from shoal.rollout.ledger import branch_request, rollout_requests, sample_request
-from shoal.rollout.turn_driver import joined
+from shoal.rollout.turn_driver import join_branches
 from shoal.runs.compare import completion_difference
 from shoal.runs.groups import StoredGroup, read_file
 from shoal.runs.layout import MODEL_FOLDER
@@ -551,7 +551,7 @@ def sample_turns(engine: Engine, sampled_as: SampleRequest, group: Group) -> lis
     for index, ended in enumerate(ended_branches):
         branch_prompts = [prompt_ids for prompt_ids, _ in group.branches_of(index)]
         branches = [*ended, last_branch[index]]
-        completions.append(joined(branch_prompts[: len(branches)], branches))
+        completions.append(join_branches(branch_prompts[: len(branches)], branches))
     return completions
 
 

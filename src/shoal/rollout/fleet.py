@@ -58,6 +58,9 @@ LONG_WAIT_SECONDS = 60.0
 END_SECONDS = 5.0
 """How long `close` waits for the fleet's thread to end."""
 
+Guard = Callable[[], contextlib.AbstractContextManager[None]]
+"""Returns a context in which a user's code may be called, such as `StopSignal.raising_at_once`."""
+
 QUEUES = {
     "waiting": (GroupState.WAITING,),
     "running": (GroupState.RUNNING,),
@@ -70,10 +73,10 @@ QUEUES = {
 class Fleet:
     """Makes groups for any purpose with any number of hosts.
 
-    A step trains on the groups that it requested, not on those that finish first: a resumed run
-    requests them again, and gets the same. `in_background`: True if the hosts sample whenever they
-    have requests; False if they sample only while their groups are taken, through `poll` in the
-    caller's thread.
+    A step trains on the groups that it requested, not on the groups that finish first: a resumed
+    run requests them again, and gets the same. `in_background`: True if the hosts sample whenever
+    they have requests; False if they sample only while their groups are taken, through `poll` in
+    the caller's thread.
 
     The fleet owns its hosts and the store of weights, and closes them. It only uses the reward pool
     in `rewards` and the sessions in `turn_driver`, which a `Job` owns."""
@@ -97,7 +100,8 @@ class Fleet:
     logprob_tolerance: float = 0.0
     on_note: Callable[[str], None] = lambda text: None
     stop: StopSignal = field(default_factory=StopSignal)
-    # called with (part of an evaluation, groups done, groups in all)
+    # called while an evaluation is sampled with (its questions, as "held_out, greedy"; groups that
+    # are sampled; groups in all)
     on_progress: Callable[[str, int, int], None] | None = None
     ledger: Ledger = field(default_factory=Ledger)
     keep_from: int = 0  # the oldest version that may still be requested
@@ -159,7 +163,7 @@ class Fleet:
             self.keep_from = version if keep_from is None else keep_from
             # Release old versions before storing the new one: a device that is nearly full may not
             # hold both.
-            self._release()
+            self._drop_unneeded_versions()
         started = time.perf_counter()
         # Store without the lock, so that hosts go on meanwhile.
         stored_version = self.store.put(version, params)
@@ -185,7 +189,7 @@ class Fleet:
         it requested a version that is not published."""
         started = time.perf_counter()
         with self._changed:
-            entries = self.ledger.of(purpose, step)
+            entries = self.ledger.entries_of(purpose, step)
             if not entries:
                 raise ValueError(f"{purpose} at step {step} has requested no groups")
             for entry in entries:
@@ -206,19 +210,19 @@ class Fleet:
             stats = self._stats[purpose]
             stats.sample_seconds += sampled - started
             stats.reward_seconds += time.perf_counter() - sampled
-            _count(stats, entries)
+            _count_groups(stats, entries)
             if purpose is Purpose.TRAIN and self.logprob_tolerance:
                 self._remember_hosts(step, entries)
             groups = self.ledger.hand_over(entries)
             if purpose is Purpose.TRAIN:
                 for member in self.members.values():
                     member.count_step()
-            self._release()
+            self._drop_unneeded_versions()
             return groups
 
     def _remember_hosts(self, step: int, entries: Sequence[PendingGroup]) -> None:
-        """Notes which host sampled each group of a step, for `check_logprobs`; forgets earlier
-        steps."""
+        """Notes which host sampled each group of a step, for `check_logprobs`; forgets the groups
+        of earlier steps."""
         self._sampled_by = {key: host for key, host in self._sampled_by.items() if key[0] == step}
         for entry in entries:
             if entry.host:
@@ -228,8 +232,12 @@ class Fleet:
     def check_logprobs(
         self, groups: Sequence[Group], logprobs: Mapping[tuple[int, int], np.ndarray], version: int
     ) -> None:
-        """Takes out each host whose log-probs at `version` differ from the trainer's by more than
-        `logprob_tolerance` in the mean; does nothing if that is 0."""
+        """Gives up each host that sampled groups of this step with log-probs that differ from the
+        trainer's by more than `logprob_tolerance` in the mean, as if it were lost; does nothing if
+        that is 0. Only tokens of `version` are compared.
+
+        `logprobs`: by (number of the group in `groups`, index of the completion), the trainer's
+        log-probs, float32[T]. A host that was lost since it sampled them is not blamed again."""
         if not self.logprob_tolerance:
             return
         differences = defaultdict[tuple[str, int], list[np.ndarray]](list)
@@ -269,26 +277,27 @@ class Fleet:
         with self._changed:
             if not self.in_background or self.shares_memory:
                 return False
-            entries = self.ledger.of(purpose, step)
+            entries = self.ledger.entries_of(purpose, step)
             return any(entry.state is not GroupState.REWARDED for entry in entries)
 
     def read_stats(self, purpose: Purpose) -> RolloutStats:
-        """Returns the figures of one purpose since the last call, and resets them. Training's
-        include those of the hosts."""
+        """Returns the figures of one purpose since the last call, and resets them. What the hosts
+        did is part of training's figures; if hosts run in the caller's thread, also of an
+        evaluation's."""
         with self._changed:
             stats = self._stats.pop(purpose, RolloutStats())
             if purpose is Purpose.TRAIN or not self.in_background:
-                self._add_hosts(stats)
+                self._add_host_figures(stats)
             return stats
 
-    def _add_hosts(self, stats: RolloutStats) -> None:
+    def _add_host_figures(self, stats: RolloutStats) -> None:
         """Adds to `stats` what the hosts did since the last call, and resets those figures. If the
         hosts run in the caller's thread, all of that was for one purpose."""
         now = time.monotonic()
         elapsed = now - self._read_at
         self._read_at = now
         for member in self.members.values():
-            self._refresh(member, now)
+            self._refresh_progress(member, now)
             stats.counters.update(member.total.counters)
             stats.busy_seconds += member.total.busy_seconds / len(self.members)
             stats.publish["pause_seconds"] += member.total.pause_seconds / len(self.members)
@@ -343,9 +352,9 @@ class Fleet:
     # -- waiting
 
     def _wait_until(self, entries: Sequence[PendingGroup], states: set[GroupState]) -> None:
-        """Waits until all `entries` have one of the `states`; called with the lock held. Without a
-        thread of the fleet's, does the sampling itself. Raises what the fleet's thread raised, and
-        stops if the run is to stop."""
+        """Waits until all `entries` have one of the `states`; called with the lock held. If the
+        fleet has no thread of its own, runs its rounds meanwhile. Raises the error that ended the
+        fleet's thread, and KeyboardInterrupt or the like if the run is to stop."""
         began = time.time()
         while not all(entry.state in states for entry in entries):
             self.stop.check()
@@ -362,8 +371,8 @@ class Fleet:
                 self._run_round(self.stop.raising_at_once, wait=all_sampled)
 
     def _say_waiting(self, entries: Sequence[PendingGroup], began: float) -> None:
-        """Prints what `take` waits for, once that takes long; then again only when the wait has
-        taken twice as long as at the last line."""
+        """Prints what `take` waits for, once the wait is long; then again whenever it has become
+        twice as long as at the last line. `began`: the time when the wait began, as `time.time`."""
         seconds = time.time() - began
         if seconds < self._patience:
             return
@@ -402,19 +411,21 @@ class Fleet:
 
     def _run_round(
         self,
-        guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        guard_user_code: Guard = contextlib.nullcontext,
         wait: bool = False,
     ) -> None:
-        """Does one round of work: gives waiting groups to hosts, collects the hosts' answers,
-        submits finished groups to the rewards, and enters the rewards that have come. `guard`
-        returns a context that surrounds calls that may hang; `wait`: wait for a reward.
+        """Does one round of work, without waiting: continues rollouts with turns, checks the hosts,
+        gives waiting groups to them, collects their answers, submits sampled groups to the rewards,
+        and enters the rewards that have come. `guard_user_code` returns a context that surrounds
+        calls that may hang in a user's code. `wait`: wait for a reward, if any is queued.
 
-        In the fleet's own thread the lock is released while a user's functions may be called, so
-        that a caller who gives up need not wait for them. In the caller's thread `take` holds the
-        lock, and there is nobody to wait."""
+        The lock is held for all but the rewards. In the fleet's own thread it is free while reward
+        functions are called, so that a caller of `take` who gives up need not wait for them. In the
+        caller's thread `take` holds it all the time, also while reward functions are called; nobody
+        else uses the fleet then."""
         with self._changed:
             now = time.monotonic()
-            ready = self._advance_turns(guard)
+            ready = self._advance_turns(guard_user_code)
             for member in self.members.values():
                 self._check_health(member, now)
             self._assign()
@@ -430,9 +441,9 @@ class Fleet:
                     if entry is not None:
                         ready.append(entry)
         for entry in ready:
-            with guard(), self.timeline.span("rewards", "submit"):
+            with guard_user_code(), self.timeline.span("rewards", "submit"):
                 self.rewards.submit(entry)
-        with guard(), self.timeline.span("rewards", "collect"):
+        with guard_user_code(), self.timeline.span("rewards", "collect"):
             scores = self.rewards.pool.collect(wait=wait)
         with self._changed:
             self.rewards.enter(scores, self.ledger)
@@ -440,14 +451,12 @@ class Fleet:
 
     # -- what is done with the ledger's lock held
 
-    def _advance_turns(
-        self, guard: Callable[[], contextlib.AbstractContextManager[None]]
-    ) -> list[PendingGroup]:
-        """Continues rollouts whose tools or environments have answered. Returns the groups that are
-        complete and can be rewarded now."""
+    def _advance_turns(self, guard_user_code: Guard) -> list[PendingGroup]:
+        """Continues rollouts whose tools or environments have answered. Returns the groups whose
+        rollouts are all over by that, to be rewarded; [] if completions are single-turn."""
         if self.turn_driver is None:
             return []
-        with guard():
+        with guard_user_code():
             seconds = 0.0
             if not self.in_background and self.turn_driver.waits:
                 # In the caller's thread there is nothing else to do meanwhile, so wait for a reply.
@@ -473,8 +482,8 @@ class Fleet:
             self._send(self.members[entry.host], message)
 
     def _finish_if_sampled(self, entry: PendingGroup) -> PendingGroup | None:
-        """Enters a group's completions in the ledger if all its rollouts are over, and returns its
-        entry; else returns None."""
+        """If all rollouts of a group are over, takes the group from its host, enters its
+        completions in the ledger and returns its entry; else returns None."""
         assert self.turn_driver is not None
         completions = self.turn_driver.finished_completions(entry)
         if completions is None:
@@ -486,9 +495,10 @@ class Fleet:
     def _accept_answer(
         self, member: HostHealth, id: int, completions: Sequence[Completion]
     ) -> PendingGroup | None:
-        """Checks a host's answer and enters it in the ledger. Returns the group's entry if the
-        group is complete and can be rewarded now, else None. If the answer is wrong, the host
-        counts as lost, with all the groups that it has."""
+        """Checks a host's answer to request `id`. Enters it in the ledger, or with turns passes it
+        to the turn driver. Returns the group's entry if the group is complete and can be rewarded
+        now, else None. If the answer is wrong, the host counts as lost, and all its groups wait
+        again."""
         id = self.ledger.group_ids.get(id, id)
         entry = self.ledger.entries.get(id)
         if self.turn_driver is None:
@@ -527,8 +537,8 @@ class Fleet:
     def _record_answer(
         self, member: HostHealth, id: int, completions: Sequence[Completion]
     ) -> PendingGroup | None:
-        """Enters all completions of a group in the ledger, and counts their tokens. Returns the
-        group's entry, or None if it had been answered before."""
+        """Enters all completions of a group in the ledger, counts their tokens, and reports an
+        evaluation's progress. Returns the group's entry, or None if it had been answered before."""
         entry = self.ledger.answer(id, completions)
         if entry is None:
             return None
@@ -541,7 +551,7 @@ class Fleet:
         finish it first. Training's groups come first, in order; then those of an evaluation, for
         which each host reserves a share."""
         waiting = [
-            entry for entry in self.ledger.in_state(GroupState.WAITING) if self._may_start(entry)
+            entry for entry in self.ledger.in_state(GroupState.WAITING) if self._can_start(entry)
         ]
         if self.turn_driver is not None:
             self.turn_driver.open(waiting)
@@ -559,7 +569,7 @@ class Fleet:
         fastest = min(filter(None, step_seconds.values()), default=1.0)
         batches: dict[str, list[PendingGroup]] = {}
         for is_training in (True, False):
-            num_running = {name: member.completions() for name, member in self.members.items()}
+            num_running = {name: member.num_completions() for name, member in self.members.items()}
             for entry in waiting:
                 request = entry.request
                 size = request.num_completions
@@ -594,10 +604,10 @@ class Fleet:
     # -- hosts that come and go
 
     def _check_health(self, member: HostHealth, now: float) -> None:
-        """Checks that a host makes progress, and takes it out if not. Restarts a lost host once its
-        pause is over, and gives it all stored versions."""
+        """Checks that a host makes progress, and marks it as lost if not. Restarts a lost host once
+        its pause is over, and gives it all stored versions."""
         if member.host is not None:
-            self._refresh(member, now)
+            self._refresh_progress(member, now)
             if member.in_process:
                 return
             idle_seconds = member.stalled_seconds(now)
@@ -605,8 +615,8 @@ class Fleet:
                 self._mark_lost(member, f"it has made no progress for {idle_seconds:.0f} s")
         elif self.restart is not None and not member.is_gone and now >= member.retry_at:
             try:
-                member.begin(self.restart(member.name), now)
-                member.look(now)
+                member.restart_with(self.restart(member.name), now)
+                member.update_progress(now)
             except (HostLost, ShoalError) as error:
                 self._mark_lost(member, error)
                 return
@@ -619,18 +629,19 @@ class Fleet:
         if member.host is not None:
             member.versions.add(version.version)
 
-    def _refresh(self, member: HostHealth, now: float) -> None:
-        """Updates what is known of a host's progress; a host that does not answer is taken out."""
+    def _refresh_progress(self, member: HostHealth, now: float) -> None:
+        """Asks a host for its progress, unless it is lost; a host that cannot answer is marked as
+        lost."""
         if member.host is None:
             return
         try:
-            member.look(now)
+            member.update_progress(now)
         except HostLost as reason:
             self._mark_lost(member, reason)
 
     def _send(self, member: HostHealth, message: Message) -> None:
-        """Sends a message to a host; does nothing if the host is lost. If sending fails, takes the
-        host out."""
+        """Sends a message to a host; does nothing if the host is lost. If sending fails, marks the
+        host as lost."""
         host = member.host
         if host is None:
             return
@@ -652,9 +663,9 @@ class Fleet:
             return {}
 
     def _mark_lost(self, member: HostHealth, reason: str | Exception) -> None:
-        """Takes a host out, so that its groups wait again and it may be restarted later. Prints
-        why. Raises ShoalError if no host is left, RuntimeError if the host belongs to this
-        process."""
+        """Gives a host up: closes it, lets its groups wait again, and sets when it is restarted, if
+        it may be. Prints why. ShoalError if no host is left that is alive or may be restarted.
+        RuntimeError if the host is in this process, where a fault is an error of the program."""
         refused = isinstance(reason, HostRefused)
         state = "refused" if refused else "lost"
         text = f"sampler host {member.name} is {state}: {reason}"
@@ -662,7 +673,7 @@ class Fleet:
             raise RuntimeError(text)
         if member.host is not None:
             with contextlib.suppress(HostLost):
-                member.look(time.monotonic())  # so that its last tokens are counted
+                member.update_progress(time.monotonic())  # so that its last tokens are counted
             with contextlib.suppress(HostLost):
                 member.host.close()
         if self.turn_driver is not None:
@@ -681,7 +692,7 @@ class Fleet:
                 f"no sampler host is left: {text}; see what ended them, then resume the run"
             )
 
-    def _may_start(self, entry: PendingGroup) -> bool:
+    def _can_start(self, entry: PendingGroup) -> bool:
         """True if some host has the weights for a group and, if hosts run in the caller's thread,
         `take` is waiting for the group's step."""
         request = entry.request
@@ -697,15 +708,16 @@ class Fleet:
         return max(versions, default=-1) >= request.version
 
     def _show_progress(self, entry: PendingGroup) -> None:
-        """Reports how many groups of an evaluation's part are sampled; does nothing for other
-        purposes."""
+        """Reports to `on_progress` how many groups are sampled of those that an evaluation
+        requested with the same questions and the same temperature as this one; does nothing for
+        training."""
         request = entry.request
         if self.on_progress is None or request.purpose is not Purpose.EVALUATE:
             return
         mode = "greedy" if request.params.temperature == 0 else "sampled"
         num_done = 0
         num_groups = 0
-        for other in self.ledger.of(request.purpose, request.step):
+        for other in self.ledger.entries_of(request.purpose, request.step):
             if other.request.subset != request.subset or other.request.params != request.params:
                 continue
             num_groups += 1
@@ -713,8 +725,9 @@ class Fleet:
                 num_done += 1
         self.on_progress(f"{request.subset}, {mode}", num_done, num_groups)
 
-    def _release(self) -> None:
-        """Drops stored weights that no pending request needs and no later request may name."""
+    def _drop_unneeded_versions(self) -> None:
+        """Drops stored versions that are older than `keep_from`, so that no later request may name
+        them, and that no pending request needs exactly."""
         needed = {
             entry.request.version for entry in self.ledger.entries.values() if entry.request.exact
         }
@@ -727,8 +740,8 @@ class Fleet:
             member.versions &= set(self.store.versions)
 
 
-def _count(stats: RolloutStats, entries: Sequence[PendingGroup]) -> None:
-    """Adds the tokens, failures and logged metrics of groups to `stats`."""
+def _count_groups(stats: RolloutStats, entries: Sequence[PendingGroup]) -> None:
+    """Adds the groups' sampled tokens, reward failures and logged metrics to `stats`."""
     for entry in entries:
         stats.tokens += sum(completion.num_sampled for completion in entry.completions)
         if entry.scores is not None:

@@ -71,7 +71,8 @@ class EngineHost:
     _frozen: dict[str, Any] = field(default_factory=dict)
 
     def handle(self, message: Message) -> None:
-        """Acts on messages about versions and whole requests; passes all others to the engine."""
+        """Acts on `Load`, `Submit`, `Cancel` and `Pause`; passes other messages, about completions
+        that have begun, to the engine."""
         match message:
             case Load(version):
                 self._add_version(version)
@@ -105,10 +106,11 @@ class EngineHost:
                 self._queue.append(request)
 
     def _cancel(self, message: Cancel) -> None:
-        """Cancels a request, whether it is in the engine or still queued."""
+        """Cancels a request: the engine answers with what was sampled; a request that must still
+        wait in the queue is dropped without an answer."""
         # First give the engine what may begin: the engine then answers with what has been sampled,
         # even if that is nothing.
-        self._feed()
+        self._start_queued()
         if self._engine is not None and message.request_id in self._engine.requests:
             self._engine.handle(message)
         self._queue = deque(request for request in self._queue if request.id != message.request_id)
@@ -133,7 +135,7 @@ class EngineHost:
         return self._loading or (self._engine is not None and self._engine.starting)
 
     def close(self) -> None:
-        """Drops the queue, the versions and the engine."""
+        """Drops the queue, the versions and the engine, so that their memory is freed."""
         self._queue.clear()
         self._versions.clear()
         self._frozen.clear()
@@ -145,14 +147,15 @@ class EngineHost:
         return not self._queue and (self._engine is None or self._engine.idle)
 
     def poll(self) -> dict[int, list[Completion]]:
-        """Gives queued requests to the engine, runs one compiled step, and returns what has
-        finished, by request id. Loads newer weights first if the requests allow that. Frees the
-        caches when nothing is left to sample, if the devices are shared."""
+        """Gives queued requests to the engine, waits for the tokens of one compiled step, and
+        returns what has finished, by request id. Loads newer weights first if the requests allow
+        that. Frees the caches when nothing is left to sample, if the devices are also the
+        trainer's. Returns {} at once if the host is paused or has nothing to sample."""
         if self.paused:
             self.stuck = True
             return {}
         started = time.perf_counter()
-        self._feed()
+        self._start_queued()
         engine = self._engine
         self.stuck = engine is None or engine.idle
         if engine is None or self.stuck:
@@ -172,9 +175,10 @@ class EngineHost:
         self.state.busy_seconds += time.perf_counter() - started
         return answers
 
-    def _feed(self) -> None:
-        """Moves requests from the queue to the engine until one must wait for another engine or
-        other weights than those in use."""
+    def _start_queued(self) -> None:
+        """Moves requests from the queue to the engine, in order, until one must wait because it
+        needs another engine or other weights, and the engine is still sampling. An idle engine is
+        replaced by the one that the request needs, and its memory is freed."""
         while self._queue:
             request = self._queue[0]
             engine = self.make_engine(request.purpose, request.num_completions)
@@ -184,13 +188,14 @@ class EngineHost:
                         return
                     self._engine.release_memory()
                 self._engine = engine
-            if not self._is_ready(engine, request):
+            if not self._has_weights_for(engine, request):
                 return
             engine.submit([self._queue.popleft()])
 
-    def _is_ready(self, engine: Engine, request: SampleRequest) -> bool:
-        """True if the engine has weights that the request may start on. Loads them first if nothing
-        that is being sampled prevents that. RuntimeError if the version was never published."""
+    def _has_weights_for(self, engine: Engine, request: SampleRequest) -> bool:
+        """True if the engine has weights that the request may start on; loads them first, unless
+        requests that are being sampled forbid that. Also sets `_exact` to the request's `exact`
+        when it does not depend on them. RuntimeError if the version was never published."""
         if not engine.idle and (self._exact or request.exact):
             return self._exact and request.exact and engine.version == request.version
         if request.exact:
@@ -212,9 +217,10 @@ class EngineHost:
         return True
 
     def _load_newest(self, engine: Engine) -> int:
-        """Loads the newest version that can be read, if it is newer than the engine's; if the
-        engine is sampling, only continues to read it in the background until it is complete.
-        Returns the version that the engine then has, -1 for none."""
+        """Loads the newest version that can be read, if it is newer than the engine's. Waits for it
+        if the engine is idle; while the engine samples, the weights are read in the background and
+        loaded by the first call after they are complete. Returns the version that the engine then
+        has, -1 for none."""
         while True:
             newest = None
             if self._versions:
@@ -242,8 +248,9 @@ class EngineHost:
         return engine.version
 
     def _load(self, engine: Engine, version: Version) -> None:
-        """Starts to read a version's weights, and gives them to the engine once they are there.
-        Waits for them if the engine is idle; otherwise returns at once if they are not read yet."""
+        """Starts to read a version's weights, unless that has begun, and gives them to the engine
+        if they have arrived. Waits for them if the engine is idle; otherwise a later call gives
+        them."""
         started = time.perf_counter()
         self._loading = True
         try:
@@ -299,6 +306,7 @@ class ThreadHost:
             return answers
 
     def progress(self) -> HostProgress:
+        """Returns the host's figures after its last step, and whether it prepares now."""
         return replace(self._progress, preparing=self.host.preparing)
 
     def close(self) -> None:
@@ -331,7 +339,7 @@ class ThreadHost:
 
     def _wait_until_sampling(self) -> bool:
         """Passes queued messages to the host, and waits for more while nothing can be sampled.
-        Returns True when something can be sampled, False once the host is closed."""
+        Returns True when the host should be polled, False once it is closed."""
         with self._changed:
             while not self._closed:
                 messages = self._messages

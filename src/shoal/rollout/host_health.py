@@ -87,7 +87,7 @@ class HostHealth:
             return request.version in self.versions
         return max(self.versions, default=-1) >= request.version
 
-    def completions(self, purpose: Purpose | None = None) -> int:
+    def num_completions(self, purpose: Purpose | None = None) -> int:
         """Returns how many completions the host has, of one purpose or (None) of all."""
         total = 0
         for request in self.assigned.values():
@@ -96,9 +96,9 @@ class HostHealth:
         return total
 
     @property
-    def samples(self) -> bool:
-        """True if the host has completions that do not wait for tools."""
-        return self.completions() > self.waiting_for_tools
+    def has_work(self) -> bool:
+        """True if the host has completions to sample: assigned, and not waiting for tools."""
+        return self.num_completions() > self.waiting_for_tools
 
     def has_room(self, size: int, is_training: bool, is_shared: bool) -> bool:
         """True if the host can take a group of `size` completions. `is_training`: the group is of
@@ -114,13 +114,13 @@ class HostHealth:
             return True
         if capacity == 0:
             return False
-        num_free = capacity - self.completions()
+        num_free = capacity - self.num_completions()
         if not is_shared:
             return num_free > 0
-        num_training = self.completions(Purpose.TRAIN)
+        num_training = self.num_completions(Purpose.TRAIN)
         num_own = num_training
         if not is_training:
-            num_own = self.completions() - num_training
+            num_own = self.num_completions() - num_training
         if not num_own and len(self.assigned) <= 1:
             # Accept at least one group of each purpose: where one group fills the host, the other
             # purpose would wait for as long as more groups come.
@@ -138,9 +138,10 @@ class HostHealth:
             return 0.0
         return median(self._seconds)
 
-    def look(self, now: float) -> None:
-        """Asks the host for its progress, and adds what it has done since the last call to the
-        totals."""
+    def update_progress(self, now: float) -> None:
+        """Asks the host for its progress, adds what it has done since the last call to `total`, and
+        notes whether it has moved on, for `stalled_seconds`. `now`: `time.monotonic()`. HostLost if
+        the host cannot answer."""
         assert self.host is not None
         before = self.progress
         self.progress = self.host.progress()
@@ -167,12 +168,12 @@ class HostHealth:
         elif self.progress.preparing:
             if has_reported:
                 self._moved_at = now
-        elif not self.samples:
+        elif not self.has_work:
             self._moved_at = now
 
     def count_answered(self, tokens: int) -> None:
-        """Counts the tokens of an answer, also in the counters of the host if the host did not
-        count them all."""
+        """Counts the sampled tokens of an answer. If the host's own counter `tokens` is lower than
+        all its answers, because it does not count, raises that counter."""
         self.answered += tokens
         uncounted = max(0, self.answered - self.progress.counters["tokens"])
         self.progress.counters["tokens"] += uncounted
@@ -180,10 +181,11 @@ class HostHealth:
 
     def stalled_seconds(self, now: float) -> float:
         """Returns for how many seconds the host has made no progress, if that is longer than
-        allowed; else 0. While the host compiles or reads weights, which may take long, each report
-        counts as progress. If `silence_seconds` is set, a host that has not sampled yet must report
+        allowed, else 0; 0 too if it has nothing to do. Progress is a compiled step; while the host
+        compiles or reads weights, which may take long, each report counts as progress. If
+        `progress.silence_seconds` is set, a host that prepares or has not sampled yet must report
         at least that often."""
-        if not self.samples and not self.progress.preparing:
+        if not self.has_work and not self.progress.preparing:
             return 0.0
         idle = now - self._moved_at
         if self.stall_seconds:
@@ -200,9 +202,10 @@ class HostHealth:
         return 0.0
 
     def count_step(self) -> None:
-        """Counts a training step. After HEALTHY_STEPS steps with answers from this host, one loss
-        is forgiven: over weeks machines are taken away more often than `restarts` allows, each time
-        for another reason."""
+        """Counts a training step, if the host has answered since the last one. After every
+        HEALTHY_STEPS such steps the host may be restarted once more, up to the number at first:
+        over weeks machines are taken away more often than `restarts` allows, each time for another
+        reason."""
         if self.host is None or self.restarts is None or self.answered <= self._answered_before:
             return
         self._answered_before = self.answered
@@ -213,9 +216,9 @@ class HostHealth:
             self._healthy_steps = 0
 
     def lose(self, now: float, refused: bool = False) -> int:
-        """Notes that the host is lost, forgets its groups, and sets the time of its restart, after
-        a pause that doubles from loss to loss. `refused`: never restart it. Returns how many tokens
-        it had sampled in vain."""
+        """Notes that the host is lost, forgets its groups, uses up a restart, and sets the time of
+        the restart, after a pause that doubles from loss to loss. `refused`: never restart it.
+        Returns how many tokens the host had sampled without answering with them."""
         assert self.restarts is not None
         tokens = self.progress.counters["tokens"] - self.answered
         self.host = None
@@ -232,8 +235,8 @@ class HostHealth:
         self.retry_at = now + min(2.0 ** (self.losses - 1), MOST_PAUSE_SECONDS)
         return tokens
 
-    def begin(self, host: Host, now: float) -> None:
-        """Sets the new host after a restart."""
+    def restart_with(self, host: Host, now: float) -> None:
+        """Replaces the lost host by a new one, whose progress is watched from `now` on."""
         self.host = host
         self._moved_at = now
         self._heard_at = now

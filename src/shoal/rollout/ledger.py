@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class GroupState(enum.StrEnum):
-    """State of a group that was requested."""
+    """State of a group, from its request until `take` returns it."""
 
     WAITING = "waiting"  # waits for a host with room
     RUNNING = "running"  # a host samples it
@@ -110,7 +110,7 @@ class Ledger:
         self.group_ids[id] = entry.id
         return id
 
-    def of(self, purpose: Purpose, step: int) -> list[PendingGroup]:
+    def entries_of(self, purpose: Purpose, step: int) -> list[PendingGroup]:
         """Returns the entries of the groups that a step requested, in the order of the requests."""
         entries = []
         for entry in self.entries.values():
@@ -129,8 +129,8 @@ class Ledger:
         entry.attempt += 1
 
     def answer(self, id: int, completions: Sequence[Completion]) -> PendingGroup | None:
-        """Stores a host's completions in the entry `id`, and returns that entry. Returns None if
-        the group was answered before, and counts a duplicate."""
+        """Stores all completions of the group `id`, and returns its entry, now sampled. Returns
+        None if the group had been answered before, and counts a duplicate."""
         entry = self.entries.get(id)
         if entry is None or entry.state not in (GroupState.WAITING, GroupState.RUNNING):
             if id < self.next_id:
@@ -141,8 +141,8 @@ class Ledger:
         return entry
 
     def lose(self, host: str) -> int:
-        """Makes all groups of a lost host wait again, ahead of groups that were requested later.
-        Returns how many they are."""
+        """Makes all groups that a lost host had wait again, ahead of groups that were requested
+        later. Returns their number."""
         lost = [entry for entry in self.in_state(GroupState.RUNNING) if entry.host == host]
         for entry in lost:
             entry.move(GroupState.WAITING)
@@ -188,7 +188,8 @@ def describe_states(entries: Sequence[PendingGroup], hosts: Mapping[str, str]) -
 
 
 def sample_request(request: GroupRequest, id: int, seed: int) -> SampleRequest:
-    """Returns the request to a sampler for a whole group.
+    """Returns the request to a host for all completions of a group, numbered `id`. `seed`: the
+    run's.
 
     The address of the noise contains purpose, data set, greedy or sampled, step and row. A prompt
     occurs once at each such address, so no two completions of a run share their noise."""
@@ -215,9 +216,10 @@ def rollout_requests(
     new_id: Callable[[], int],
     turn_limits: Sequence[int],
 ) -> list[SampleRequest]:
-    """Returns the requests to a sampler for a group's rollouts with turns: one request for the
-    whole group if all `prompts` are equal, else one request for each rollout, with an id from
-    `new_id`. `turn_limits`: for each rollout, the most tokens of its first turn, 0 for no limit."""
+    """Returns the requests to a host for a group's rollouts with turns: one request for the whole
+    group if all `prompts` are equal, else one request for each rollout, with an id from `new_id`.
+    `request`: the group's, from `sample_request`. `prompts`, `turn_limits`: for each rollout, its
+    prompt and the most tokens of its first turn (0 for no limit)."""
     request = replace(request, has_turns=True)
     if all(np.array_equal(ids, prompts[0]) for ids in prompts):
         return [replace(request, prompt_ids=prompts[0], turn_limits=tuple(turn_limits))]
@@ -244,11 +246,11 @@ def branch_request(
     used: int,
     turn_limit: int,
 ) -> SampleRequest:
-    """Returns the request to a sampler that continues one rollout of a group after another prompt
-    (`Branch`). `used`: tokens that the rollout has already, which count towards its `max_tokens`.
-    `branch`: number of the branch, from 1; it enters the address of the noise, since two branches
-    may reach the same position. `turn_limit`: the most tokens of the branch's first turn, 0 for no
-    limit."""
+    """Returns the request to a host that continues rollout `index` of a group after another prompt
+    (`Branch`). `request`: the group's, from `sample_request`. `used`: tokens that the rollout has
+    already, which count towards its `max_tokens`. `branch`: number of the branch, from 1; it enters
+    the address of the noise, since two branches may reach the same position. `turn_limit`: the most
+    tokens of the branch's first turn, 0 for no limit."""
     noise_key = replace(request.noise_key, purpose=f"{request.noise_key.purpose}/branch {branch}")
     params = replace(request.params, max_tokens=request.params.max_tokens - used)
     return replace(
@@ -274,7 +276,9 @@ def make_group(
     position: int = 0,
 ) -> Group:
     """Returns a finished group from its completions, in order of their index, their texts, and
-    their scores. The group's rewards are those at `position` in `scores`."""
+    their scores: row `position` of `scores`, which may be of several groups. Calls the task's
+    `correct` function, if the task judges correctness by one. The group's version is the oldest
+    that a token was sampled from."""
     version = request.version
     if not request.exact:
         sampled = [completion for completion in completions if completion.num_sampled]
@@ -317,8 +321,8 @@ class GroupRewards:
     on_error: Policy = "error"
 
     def submit(self, entry: PendingGroup) -> None:
-        """Submits a sampled group to the pool. Calls reward functions that run in this process
-        right here."""
+        """Decodes a sampled group's texts, stores them in `entry`, and submits the group to the
+        pool. Reward functions that run in this process are called before it returns."""
         texts = []
         sampled_ids = []
         for completion in entry.completions:
@@ -344,8 +348,9 @@ class GroupRewards:
         )
 
     def enter(self, scored: Sequence[tuple[Hashable, Scores]], ledger: Ledger) -> None:
-        """Builds the group of each (id of the entry, its scores) and stores it in the ledger. A
-        completion whose environment failed gets the score that the policy `on_error` gives it."""
+        """Builds the finished group of each pair (id of an entry, its scores), as `pool.collect`
+        returns them, and stores it in the entry, which is then rewarded. A completion whose
+        environment failed gets the score that the policy `on_error` gives it."""
         for ticket, scores in scored:
             assert isinstance(ticket, int)
             entry = ledger.entries[ticket]

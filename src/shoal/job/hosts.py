@@ -320,18 +320,18 @@ def ray_fleet(
     model = store.model
     woken = threading.Event()
     facts = machine()
-    cluster.measure.facts = {name: facts[name] for name in SHARED_FACTS}
+    cluster.parity.facts = {name: facts[name] for name in SHARED_FACTS}
     cluster.wake = woken.set
     cluster.make = functools.partial(
         make_worker, config, model.architecture, model.dtype.name, tokenizer
     )
     names = [f"worker {number}" for number in range(config.sampler.workers)]
     hosts = {name: cluster.start(name) for name in names}
-    if cluster.measure.strict:
+    if cluster.parity.strict:
         # Computed while the workers start, because they take as long to compile the same programs.
         proof = trainer_proof(config, model, tokenizer, cluster.say)
         if proof:
-            cluster.measure.wanted = {"the trainer": proof, **cluster.measure.wanted}
+            cluster.parity.wanted = {"the trainer": proof, **cluster.parity.wanted}
     return Fleet(
         store,
         hosts,

@@ -72,7 +72,7 @@ def open_run(job: Job) -> Run:
     models = load_models(job)
     folder = open_folder(job)
     if job.cluster:
-        job.cluster.measure.keep(folder.path)
+        job.cluster.parity.keep(folder.path)
     source = job.rollout_source
     updater = job.make_updater(models.reference, models.teacher)
     facts = checked_facts(job, models)

@@ -85,14 +85,14 @@ class Server:
 
     @classmethod
     def start(
-        cls, words: Sequence[str], environment: Mapping[str, str], log: Path, api_key: str = ""
+        cls, command: Sequence[str], environment: Mapping[str, str], log: Path, api_key: str = ""
     ) -> Server:
-        """Starts a server as a process, at a random port of this machine. `words`: the command
-        without the port."""
+        """Starts a server as a process, at a random port of this machine. `command`: its
+        program and arguments, without the address."""
         port = random.choice(PORTS)  # if the port is taken, the process says so and ends
         with open(log, "ab") as output:
             process = subprocess.Popen(
-                [*words, "--host=127.0.0.1", f"--port={port}"],
+                [*command, "--host=127.0.0.1", f"--port={port}"],
                 env={**environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -137,7 +137,9 @@ class Server:
         except TimeoutError:
             raise HostLost(f"it has not answered {path} in {seconds:.0f} s") from None
         except (OSError, http.client.HTTPException) as error:
-            raise HostLost(self.ended() or f"{self.url}{path}: {describe_error(error)}") from error
+            raise HostLost(
+                self.describe_end() or f"{self.url}{path}: {describe_error(error)}"
+            ) from error
         except (ValueError, RecursionError) as error:
             raise HostLost(
                 f"it answered {path} with what is no JSON: {describe_error(error)}"
@@ -155,10 +157,10 @@ class Server:
             )
         return reply
 
-    def ended(self, patience: float = 1.0) -> str:
-        """Returns a text that the server's process has ended, with the last lines of its output; ""
-        if it has not, or was not started here. Waits up to `patience` seconds for the end, because
-        connections end before the process does."""
+    def describe_end(self, patience: float = 1.0) -> str:
+        """Returns a text that says that the server's process has ended, with its exit code and the
+        last lines of its output; "" if it still runs after `patience` seconds, or was not started
+        here. It waits because connections end before the process does."""
         if self.process is None:
             return ""
         try:
@@ -171,14 +173,15 @@ class Server:
         return f"its process has ended ({code}); {self.log} ends with: {last_lines}"
 
     def wait_until_ready(self, seconds: float) -> None:
-        """Waits until the server answers. HostLost if it does not in time, or its process ends."""
+        """Waits until the server answers /health. HostLost if it does not within `seconds`, or its
+        process ends."""
         deadline = time.monotonic() + seconds
         while True:
             try:
                 self.call("/health", seconds=5.0)
                 return
             except HostLost as error:
-                end = self.ended(0.0)
+                end = self.describe_end(0.0)
                 if end:
                     raise HostLost(end) from error
                 if time.monotonic() > deadline:
@@ -219,8 +222,8 @@ def _read_body(reply: http.client.HTTPResponse, socket: Any, deadline: float) ->
 
 @contextlib.contextmanager
 def reading(path: str, reply: Any) -> Iterator[None]:
-    """Context manager in which an answer is parsed: if the answer does not have the expected form,
-    the error becomes a HostLost with the beginning of the answer."""
+    """Context manager in which the answer to a call of `path` is parsed: if the answer lacks what
+    is read from it, the error becomes a HostLost with the beginning of the answer."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -305,7 +308,7 @@ class HttpEngine(ABC):
         self._answers: dict[int, list[Completion]] = {}
         self._counted_at = time.monotonic()
         self._has_news = False  # True if something arrived since the last `step`
-        self._work = -1.0  # sum of the server's counters when it was last read
+        self._counter_sum = -1.0  # sum of the server's counters when it was last read
         # number of successive answers that returned a completion unfinished and without a token, by
         # completion
         self._empty_aborts = Counter[tuple[int, int]]()
@@ -336,15 +339,16 @@ class HttpEngine(ABC):
         LookupError, TypeError or ValueError if the answer cannot be right."""
 
     @abstractmethod
-    def read_work(self, server: Server) -> float:
+    def read_counter_sum(self, server: Server) -> float:
         """Returns the sum of counters that grow while the server makes progress; 0 if it has no
         counters."""
 
     # -- requests
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
-        """Queues the completions of requests; those that continue rollouts (branches) go to the
-        front. Loads the weights first if the server sleeps."""
+        """Queues the completions of requests, which `step` sends to the server; those that continue
+        rollouts (branches) go to the front. If the server sleeps, first wakes it with the same
+        weights."""
         if self.is_asleep and self.parameters:
             self.load(self.version, self.parameters)
         for request in requests:
@@ -360,7 +364,8 @@ class HttpEngine(ABC):
                 self._waiting.extend(completions)
 
     def handle(self, message: Message) -> None:
-        """Acts on a message about completions that have begun. TypeError for any other message."""
+        """Acts on `Extend` or `End`. TypeError for any other message; a server's requests cannot be
+        cancelled."""
         match message:
             case Extend():
                 self._extend(message)
@@ -396,12 +401,13 @@ class HttpEngine(ABC):
         return not self._has_news
 
     def step(self) -> dict[int, list[Completion]]:
-        """Enters the answers that have arrived, requests waiting completions up to the capacity,
-        and returns what has ended since the last step, by request id."""
+        """Handles the answers that have arrived, sends waiting completions to the server until it
+        has `settings.capacity`, and returns what has ended since the last step, by request id. Does
+        not wait. Raises the error of a call that failed."""
         self._has_news = False
         while not self._inbox.empty():
-            enter = self._inbox.get()
-            enter()
+            handle_event = self._inbox.get()
+            handle_event()
         while self._waiting and self.under_way.total() < self.settings.capacity:
             id, number = self._waiting.popleft()
             self._count_under_way(1, self.version)
@@ -413,8 +419,8 @@ class HttpEngine(ABC):
         return answers
 
     def _count_under_way(self, change: int, version: int) -> None:
-        """Changes the number of completions that the server has of a version, and adds the time
-        since the last change to `busy_seconds` if it had any."""
+        """Adds `change` to the number of completions that the server has of a version, and the time
+        since the last change to `busy_seconds` if the server had any completions meanwhile."""
         now = time.monotonic()
         if self.under_way.total() > 0:
             self.busy_seconds += now - self._counted_at
@@ -422,25 +428,28 @@ class HttpEngine(ABC):
         self._counted_at = now
 
     def _await_answer(self, id: int, number: int, version: int, call: CompletionCall) -> None:
-        """Runs in a thread of its own: calls the server, again while it is busy, and puts the
-        answer or the error into the inbox."""
+        """Runs in a thread for each call: calls the server for a completion, again while it is busy
+        (status 429 or 503), and puts the answer or the error into the inbox, where the host's
+        thread handles it."""
         assert self.server is not None
         deadline = time.monotonic() + REQUEST_SECONDS
         while True:
             try:
                 reply = self.server.ask(call.path, call.body, deadline - time.monotonic())
-                self._hand_in(functools.partial(self._enter, id, number, version, call, reply))
+                self._hand_in(
+                    functools.partial(self._accept_answer, id, number, version, call, reply)
+                )
                 return
             except HostLost as error:
                 is_busy = isinstance(error, TurnedDown) and error.status in (429, 503)
                 has_time = time.monotonic() + BUSY_SECONDS <= deadline
                 if self.is_closed or not is_busy or not has_time:
-                    self._hand_in(functools.partial(self._fail, error))
+                    self._hand_in(functools.partial(self._raise, error))
                     return
             except Exception as error:
                 # otherwise the error would end this thread unnoticed, and its answer would be
                 # awaited forever
-                self._hand_in(functools.partial(self._fail, error))
+                self._hand_in(functools.partial(self._raise, error))
                 return
             time.sleep(BUSY_SECONDS)
 
@@ -450,22 +459,26 @@ class HttpEngine(ABC):
         self._inbox.put(event)
         self._wake()
 
-    def _fail(self, error: Exception) -> None:
-        """Raises an error in the host's thread."""
+    def _raise(self, error: Exception) -> None:
+        """Raises an error; as an event in the inbox, it does so in the host's thread."""
         raise error
 
     def wait_for_answers(self) -> None:
-        """Enters answers until no completion is under way, or none has come for NEWS_SECONDS."""
+        """Handles answers until the server has no completions, or no answer has come for
+        NEWS_SECONDS."""
         try:
             while self.under_way.total():
-                enter = self._inbox.get(timeout=NEWS_SECONDS)
-                enter()
+                handle_event = self._inbox.get(timeout=NEWS_SECONDS)
+                handle_event()
         except queue.Empty:
             return
 
-    def _enter(self, id: int, number: int, version: int, call: CompletionCall, reply: Any) -> None:
-        """Adds an answer's tokens to its completion, and hands over what is finished; requests the
-        rest if the server returned the completion unfinished. HostLost if the answer cannot be
+    def _accept_answer(
+        self, id: int, number: int, version: int, call: CompletionCall, reply: Any
+    ) -> None:
+        """Adds an answer's tokens to its completion. If its turn has ended, lets the next `step`
+        return the completion (without turns: once the whole request is finished); if the server
+        returned it unfinished, queues it again for the rest. HostLost if the answer cannot be
         right."""
         self._count_under_way(-1, version)
         self._has_news = True
@@ -516,8 +529,8 @@ class HttpEngine(ABC):
     # -- the server
 
     def begin_opening(self, version: FolderVersion) -> Future[Server]:
-        """Starts a thread that reaches or starts the server, at the first call. Returns the future
-        of the server."""
+        """Returns the future of the server. The first call starts a thread that reaches or starts
+        the server, with the weights of `version`."""
         if self.opening is None:
             self.opening = Future()
             arguments = (self.opening, version)
@@ -548,19 +561,20 @@ class HttpEngine(ABC):
     def _watch(self, server: Server) -> None:
         """Runs in a thread of its own: reads the counters that show whether the server makes
         progress, until its end. For a server without counters each answer counts as progress."""
-        while not (self.is_closed or server.ended(0.0)):
+        while not (self.is_closed or server.describe_end(0.0)):
             with contextlib.suppress(HostLost):
-                work = self.read_work(server) or time.monotonic()
+                counter_sum = self.read_counter_sum(server) or time.monotonic()
                 self.reports += 1
-                self._hand_in(functools.partial(self._note_work, work))
+                self._hand_in(functools.partial(self._note_counter_sum, counter_sum))
             time.sleep(NEWS_SECONDS)
-        self._hand_in(functools.partial(self._fail, HostLost(server.ended(0.0))))
+        self._hand_in(functools.partial(self._raise, HostLost(server.describe_end(0.0))))
 
-    def _note_work(self, work: float) -> None:
-        """Notes the server's counters, and whether they have changed."""
-        if work != self._work:
+    def _note_counter_sum(self, counter_sum: float) -> None:
+        """Notes the sum of the server's counters; if it has changed, `stuck` becomes False, so that
+        the host counts this as progress. Also brings `busy_seconds` up to date."""
+        if counter_sum != self._counter_sum:
             self._has_news = True
-        self._work = work
+        self._counter_sum = counter_sum
         self._count_under_way(0, self.version)
 
     def close(self) -> None:
@@ -595,8 +609,8 @@ class HttpHost(ThreadHost):
             self.engine.begin_opening(message.version)
 
     def progress(self) -> HostProgress:
-        """Returns the host's figures. No capacity until the server can be used. Raises the error
-        with which opening failed."""
+        """Returns the host's figures; capacity 0 until the server can be used. Raises the error
+        with which opening the server failed."""
         if not self.engine.reports:
             # counted as reports, because the start has a time limit of its own
             self._asked_before_reports += 1

@@ -67,7 +67,8 @@ class MultiProcessSource:
     num_dealt: dict[tuple[Purpose, int], int] = field(default_factory=dict)
 
     def request(self, requests: Sequence[GroupRequest]) -> None:
-        """Deals requests to the processes in turn, and queues this process's share."""
+        """Deals requests to the processes in turn, each step's first to process 0, and requests
+        this process's share. All processes call it with the same requests."""
         # The first request of every step goes to process 0, so a resumed run deals alike.
         own_requests = []
         for request in requests:
@@ -81,8 +82,9 @@ class MultiProcessSource:
             self.source.request(own_requests)
 
     def take(self, purpose: Purpose, step: int) -> list[Group]:
-        """Samples this process's groups of a step, exchanges them with the other processes, and
-        returns all groups in the order of the requests."""
+        """Waits for this process's groups of a step, exchanges them with the other processes, and
+        returns the groups of all in the order of the requests. If a process failed, all raise its
+        error. ValueError if the step has requested none."""
         wanted: list[DealtRequest] = []
         others: list[DealtRequest] = []
         for dealt in self.requested:
@@ -123,7 +125,8 @@ class MultiProcessSource:
         return groups
 
     def _take_own(self, purpose: Purpose, step: int, has_share: bool) -> Share:
-        """Returns this process's groups and figures, or the reason why it has none."""
+        """Returns this process's groups and figures of a step, or what went wrong, as a `Share` to
+        be exchanged. `has_share`: False if no group was dealt to this process."""
         groups: Sequence[Group] = []
         is_stopped = False
         error = None
@@ -175,8 +178,8 @@ class MultiProcessSource:
         return self.source.published()
 
     def _add(self, total: RolloutStats, stats: Mapping[str, Any]) -> None:
-        """Adds a process's figures to `total`: seconds as the largest of all processes, numbers as
-        sums."""
+        """Adds a process's figures (fields of `RolloutStats`) to `total`: of seconds and
+        publications the largest number of all processes counts, all others are summed."""
         total.sample_seconds = max(total.sample_seconds, stats["sample_seconds"])
         total.reward_seconds = max(total.reward_seconds, stats["reward_seconds"])
         total.busy_seconds = max(total.busy_seconds, stats["busy_seconds"])
@@ -202,7 +205,7 @@ class MultiProcessSource:
 
 
 def _largest(figures: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
-    """Returns the larger value of each name."""
+    """Returns, for each name of `figures`, the larger of both values."""
     return {name: max(value, others[name]) for name, value in figures.items()}
 
 

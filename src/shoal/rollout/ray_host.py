@@ -91,13 +91,13 @@ class Worker:
     # order than they were called in (of 20,000 calls 870 were overtaken), so messages are numbered.
 
     async def place(self) -> Place:
-        """Returns where this process runs. An answer shows that the cluster has given the worker a
-        place."""
+        """Returns where this process runs. That it answers shows that the cluster has started the
+        worker's process."""
         return Place(ray.get_runtime_context().get_node_id(), os.getpid())
 
     async def join(self) -> Joined:
-        """Makes the host, which compiles its programs, and returns the worker's fingerprint and
-        capacity."""
+        """Makes the worker's host, which compiles its programs for minutes, and returns the
+        worker's fingerprint and the host's capacity."""
         # Suppresses a warning of Ray's that is untrue of other threads, and that would be the last
         # line of output.
         _ray_worker.blocking_get_inside_async_warned = True
@@ -127,8 +127,8 @@ class Worker:
             self._versions.pop(version).remove()
 
     async def news(self, seconds: float) -> tuple[dict[int, list[Completion]], HostProgress]:
-        """Returns the host's answers as soon as there are some, or none after `seconds`; and the
-        host's progress."""
+        """Waits up to `seconds` for answers of the host, and returns (answers by request id, the
+        host's progress)."""
         self._loop = asyncio.get_running_loop()
         if self._host is None:
             await asyncio.sleep(seconds)
@@ -183,7 +183,7 @@ class RayHost:
     def poll(self) -> dict[int, list[Completion]]:
         """Returns the worker's answers that have arrived, by request id, and asks for the next.
         Also lets the worker join once it is ready. Raises HostLost if the worker is gone."""
-        if self._place is None and not self._has_place():
+        if self._place is None and not self._has_started():
             return {}
         if self._joined is None and self._joining.done():
             self._join()
@@ -209,8 +209,9 @@ class RayHost:
             capacity = self._joined.capacity
         return replace(self._progress, capacity=capacity, differs=self._differs)
 
-    def _has_place(self) -> bool:
-        """True if the cluster has given the worker a place; the worker's process then compiles."""
+    def _has_started(self) -> bool:
+        """True if the worker's process has started; it then compiles. While it has not, prints once
+        that it is late, or raises (`Cluster.check_late`)."""
         if not self._placing.done():
             self._cluster.check_late(self)
             return False
@@ -220,14 +221,15 @@ class RayHost:
         return True
 
     def _join(self) -> None:
-        """Lets the worker sample, if it is ready and its numbers are right; does nothing while that
-        is undecided. HostLost if it could not start."""
+        """Called once the worker is ready. If its numbers are those that they must be, or may
+        differ, lets it sample, and sends the versions so far; does nothing while that is undecided.
+        HostLost if the worker could not start, HostRefused if its numbers are wrong."""
         try:
             joined: Joined = self._result(self._joining)
         except (HostLost, ShoalError) as error:
             raise HostLost(f"it could not start: {error}") from error
-        self._cluster.measure.proofs[self.name] = joined.proof
-        differs = self._cluster.measure.numbers_differ(self.name, self._cluster.alive)
+        self._cluster.parity.proofs[self.name] = joined.proof
+        differs = self._cluster.parity.numbers_differ(self.name, self._cluster.alive)
         if differs is None:
             return
         self._differs = differs
@@ -237,9 +239,9 @@ class RayHost:
                 self._send(Load(version))
 
     def close(self) -> None:
-        """Kills the worker."""
+        """Kills the worker, even if its process is stopped."""
         self._cluster.alive.discard(self.name)
-        self._cluster.measure.proofs.pop(self.name, None)
+        self._cluster.parity.proofs.pop(self.name, None)
         with contextlib.suppress(RayError):
             ray.kill(self._worker)
         is_here = (
@@ -257,7 +259,8 @@ class RayHost:
                 os.kill(self._place.pid, signal.SIGKILL)
 
     def _send(self, message: Message) -> None:
-        """Sends a message to the worker, with its number, without waiting."""
+        """Sends a message to the worker, with its number and the versions that are published,
+        without waiting."""
         available = list(self._versions)
         sent = self._call(self._worker.handle, self._num_sent, message, available)
         self._sent.append(sent)
@@ -303,7 +306,7 @@ class Cluster:
     resources: Mapping[str, float]  # resources that one worker asks for, by Ray's names
     wait_seconds: float
     environment: Mapping[str, str]  # environment variables of a worker
-    measure: WorkerParity
+    parity: WorkerParity
     say: Callable[[str], None]
     wake: Callable[[], None] = lambda: None
     make: Callable[[], tuple[EngineHost, WorkerFingerprint]] | None = None  # makes a worker's host
@@ -324,7 +327,8 @@ class Cluster:
         return RayHost(name, self)
 
     def make_actor(self, name: str) -> Any:
-        """Asks Ray for a worker's actor, and returns its handle at once."""
+        """Asks Ray for the actor of a worker, and returns its handle at once; Ray starts it as soon
+        as the cluster has room."""
         resources = dict(self.resources)
         options = {
             "num_cpus": resources.pop("CPU", 0),
@@ -340,8 +344,8 @@ class Cluster:
         return actor_class.remote(name, self.make)
 
     def check_late(self, host: RayHost) -> None:
-        """Prints once that a host has waited for a place for more than `wait_seconds`. ShoalError
-        if no host has a place by then."""
+        """Called for a host whose worker has not started. After `wait_seconds`, prints that once
+        for all hosts; ShoalError if no worker has started by then."""
         has_said = self._late and self.alive
         if has_said or time.monotonic() - host.started < self.wait_seconds:
             return
@@ -369,8 +373,8 @@ class Cluster:
         )
 
     def reason(self, error: RayError) -> str:
-        """Returns why a worker is gone, as a text, with the last lines of its output if they are on
-        this machine."""
+        """Returns why a worker is gone, from Ray's error, as a text for people ("its process has
+        ended; ..."), with the last lines of its output if they are on this machine."""
         text = re.sub(r"\x1b\[\d*m", "", str(error)).strip()
         if "creation task" in text:  # the text is the traceback of the worker's error
             return f"it could not start: {text.splitlines()[-1]}"
@@ -389,7 +393,7 @@ class Cluster:
             lines = _output_lines(pid[1])
             if lines:
                 return f"its process has ended; it said last: {' | '.join(lines[-LAST_LINES:])}"
-        rays_reason = _own_reason(text)
+        rays_reason = _rays_reason(text)
         if "node has died" in text or "unreachable" in text:
             return f"Ray does not reach its machine any more{rays_reason}"
         if "died" in text:
@@ -425,8 +429,10 @@ class Cluster:
 
 
 def connect(address: str, local_cpus: int) -> Connection:
-    """Joins the cluster at an address, or starts one here if there is no address. ShoalError if no
-    cluster answers. Sets environment variables for Ray's processes."""
+    """Connects this process to the cluster at an address, or starts one here if there is no address
+    (nor RAY_ADDRESS); a connection that the process already has is used. `local_cpus`: fewest CPUs
+    that a cluster which is started here says it has. ShoalError if no cluster answers. Side effect:
+    sets environment variables for Ray's processes."""
     if ray.is_initialized():
         return Connection(str(ray.get_runtime_context().gcs_address), owned=False)
     address = check_address(address)
@@ -503,7 +509,8 @@ def _forget_token(token: str) -> None:
 
 
 def _output_lines(pid: str) -> list[str]:
-    """Returns the lines that a worker's process wrote, if its files are on this machine."""
+    """Returns the lines that the worker with process id `pid` wrote; [] if its files are on another
+    machine."""
     node: Any = _ray_worker.global_worker.node
     folder = Path(node.get_logs_dir_path())
     lines = []
@@ -515,9 +522,9 @@ def _output_lines(pid: str) -> list[str]:
     return lines
 
 
-def _own_reason(text: str) -> str:
-    """Returns what Ray says about the end of an actor, shortened and in parentheses; "" if it says
-    nothing."""
+def _rays_reason(text: str) -> str:
+    """Returns the sentence in an error of Ray's that says why an actor ended, shortened and in
+    parentheses: " (Ray: The actor is dead because ...)"; "" if there is none."""
     about_actor: list[str] = []
     about_connection: list[str] = []
     for line in text.splitlines():

@@ -309,7 +309,9 @@ class TurnDriver:
         escaped, so that what spells a special token in it is encoded as plain text."""
         if rollout.reset_text is None:
             return rollout.prompt
-        message = self._format(rollout).split_special_tokens({"role": "user", "content": rollout.reset_text})
+        message = self._format(rollout).split_special_tokens(
+            {"role": "user", "content": rollout.reset_text}
+        )
         return with_reset_text(rollout.entry.request.example.prompt, message["content"])
 
     def _format(self, rollout: Rollout) -> TurnFormat:

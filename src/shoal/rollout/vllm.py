@@ -87,7 +87,8 @@ class VllmEngine(HttpEngine):
     # -- completions
 
     def completion_call(self, id: int, number: int) -> CompletionCall:
-        """Returns the call for the rest of a completion's turn."""
+        """Returns the call for the rest of the current turn of completion `number` of request `id`,
+        from its prompt and the tokens so far."""
         active = self.requests[id]
         request = active.request
         partial = active.partials[number]
@@ -113,8 +114,9 @@ class VllmEngine(HttpEngine):
         return CompletionCall(self._path, body, max_tokens)
 
     def _request_body(self, ids: list[int], salt: str, params: dict[str, Any]) -> dict[str, Any]:
-        """Returns the body of a request. `salt`: the server reuses cached keys of prompts only
-        among requests with the same salt."""
+        """Returns the body of a request for one completion after the token ids `ids`, in the form
+        of the call that the server has. `salt`: the server reuses cached keys of prompts only among
+        requests with the same salt. `params`: sampling parameters by vLLM's names."""
         if self._path == GENERATE:
             return {
                 "model": self._model_name,
@@ -134,7 +136,8 @@ class VllmEngine(HttpEngine):
         }
 
     def read_completion(self, call: CompletionCall, reply: Any, version: int) -> AddedTokens:
-        """Returns the tokens that an answer adds; see the base."""
+        """Returns the tokens that an answer adds, after checking their number, log-probs and reason
+        to stop; see the base."""
         (choice,) = reply["choices"]
         ids, logprobs = read_tokens(choice)
         reason = read_reason(choice, ids, self.settings.eos_ids)
@@ -151,9 +154,10 @@ class VllmEngine(HttpEngine):
     # -- the server
 
     def prepare(self, server: Server) -> None:
-        """Checks that the server takes prompts of the needed length and has the needed calls,
-        resumes it if a lost host left it paused, and chooses the call for completions. ShoalError
-        if something is missing."""
+        """Checks that the server takes prompts of the needed length and has the needed calls, drops
+        requests that a lost host left there, and chooses the call for completions (GENERATE, or
+        COMPLETE for older versions). ShoalError that says how to start the server if something is
+        missing."""
         models = server.ask("/v1/models")
         longest = self.settings.longest
         with reading("/v1/models", models):
@@ -183,8 +187,8 @@ class VllmEngine(HttpEngine):
                 ) from error
             self._path = COMPLETE  # older versions have this call instead
 
-    def read_work(self, server: Server) -> float:
-        """Returns the sum of the server's counters of tokens; 0 if it has none."""
+    def read_counter_sum(self, server: Server) -> float:
+        """Returns the sum of the server's counters of tokens, from /metrics; 0 if it has none."""
         try:
             return read_counters(server.call("/metrics"))
         except TurnedDown:
@@ -200,8 +204,8 @@ class VllmEngine(HttpEngine):
 
     def load(self, version: int, weights: FolderVersion) -> None:
         """Makes the server read a version of the weights, waking it first if it sleeps, and checks
-        the result. LookupError if the version does not exist any more, HostLost if loading
-        failed."""
+        the result (`_check`). Waits for all of it, and at first until the server can be used.
+        LookupError if the version does not exist any more, HostLost if loading failed."""
         server = self.begin_opening(weights).result()
         try:
             if self.is_asleep:
@@ -270,7 +274,8 @@ class VllmEngine(HttpEngine):
         self._adapters[self._model_name] = weights.version
 
     def _take_back(self, server: Server) -> None:
-        """Makes the server return all unfinished completions with the tokens that they have."""
+        """Makes the server return all unfinished completions with the tokens so far, and waits for
+        them. HostLost if it does not within CALL_SECONDS."""
         deadline = time.monotonic() + CALL_SECONDS
         self.is_taking_back = True
         while self.under_way.total():
@@ -286,9 +291,10 @@ class VllmEngine(HttpEngine):
         self.is_taking_back = False
 
     def _check(self, server: Server, weights: FolderVersion) -> None:
-        """Checks the weights that the server has loaded. HostLost or HostRefused unless they
-        changed if the trainer's did, and the server's log-probs of the probe, and of tokens that it
-        samples after it, equal the trainer's."""
+        """Checks the weights that the server has loaded. HostRefused if they are still the last
+        ones although the trainer's changed, or nothing shows which they are. HostLost if the
+        server's log-probs of the probe, or of tokens that it samples after its beginnings, differ
+        from the trainer's by more than the tolerance."""
         checksums = None
         with contextlib.suppress(TurnedDown):
             reply = server.ask("/weight_checker", {"action": "checksum"})
@@ -331,7 +337,8 @@ class VllmEngine(HttpEngine):
         return bool(change > self.settings.tolerance / 10)
 
     def _score_probe(self, server: Server, weights: FolderVersion) -> list[float]:
-        """Returns the server's log-probs of the probe's tokens; [] if it gives none."""
+        """Returns the server's log-probs of the probe's tokens after the first; [] if it has no
+        `prompt_logprobs`."""
         ids = list(self.settings.probe)
         params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         body = self._request_body(ids, f"probe {weights.version}", params)

@@ -46,8 +46,8 @@ class WorkerFingerprint:
     logprobs: np.ndarray
 
     def other_facts(self, wanted: Mapping[str, str]) -> str:
-        """Returns a text that names the facts which differ from `wanted`; "" if none does. Facts
-        that `wanted` does not name are not compared."""
+        """Returns a text that names the facts which differ from `wanted` ("jax is 0.10, not 0.11");
+        "" if none does. Facts that `wanted` does not name are not compared."""
         texts = []
         for name, value in wanted.items():
             own_value = self.facts.get(name)
@@ -143,8 +143,8 @@ class WorkerParity:
                 self._chosen = self._choose(name, alive)
             if self._chosen is None:
                 return None
-            owner, measure = self._chosen
-            difference = measure.difference(proof)
+            owner, wanted = self._chosen
+            difference = wanted.difference(proof)
         if difference:
             text = f"{name} differs from {owner}: {difference}"
             if self.strict:
@@ -158,9 +158,10 @@ class WorkerParity:
         return bool(difference)
 
     def _choose(self, name: str, alive: Set[str]) -> tuple[str, WorkerFingerprint] | None:
-        """Returns the fingerprint that the workers must match, after the name of its owner. Returns
-        None while workers are still preparing that may have the same devices and settings as a
-        wanted fingerprint. Writes the fingerprint to `file` if it is the one of worker `name`."""
+        """Returns (a text that says whose it is, the fingerprint that all workers must match): one
+        of `wanted` that has the facts of a ready worker, else that of worker `name`, which is then
+        written to `file`. Returns None while other workers are still preparing that may have the
+        facts of a wanted fingerprint, for at most FIRST_SECONDS."""
         for owner, wanted in self.wanted.items():
             for proof in self.proofs.values():
                 if not proof.other_facts(wanted.facts):
@@ -185,8 +186,9 @@ class WorkerParity:
 def fingerprint_of(
     engine: Engine, params: SamplingParams, num_completions: int, facts: Mapping[str, str]
 ) -> WorkerFingerprint:
-    """Loads known weights into an idle engine, samples the known group, and returns the
-    fingerprint. This also compiles the engine's programs, and releases its memory afterwards."""
+    """Loads known weights into an idle engine, samples a known group of `num_completions`, and
+    returns the fingerprint: `facts`, and the group's tokens and log-probs. This also compiles the
+    engine's programs; the engine's memory is released afterwards."""
     limit = min(TOKENS, params.max_tokens)
     size = min(PROMPT_TOKENS, engine.max_prompt_tokens, engine.model.architecture.vocab_size)
     engine.load(KNOWN_VERSION, known_parameters(engine.model))
@@ -222,8 +224,8 @@ def known_parameters(model: Model) -> Params:
 
 @lru_cache(PROGRAMS_KEPT)
 def _known(role: Role, spec: ParamSpec, dtype: np.dtype) -> Program:
-    """Returns a compiled program that makes the known weights of one parameter from the parameter's
-    number."""
+    """Returns a program that makes the known weights of one parameter (`spec`) from the parameter's
+    number, compiled at its first call."""
 
     def make(number: jax.Array) -> jax.Array:
         """Returns the parameter's values, from its number."""

@@ -297,7 +297,7 @@ def test_mfu_of_a_step():
     utilisation = Utilisation.on(devices("TPU v4", "TPU v4"), SMALL, jax.numpy.bfloat16)
     assert utilisation is not None and utilisation.peak == 550e12
     flops = model_flops(SMALL, [(5, [2, 3]), (4, [6, 1])], [(4, [1])])
-    assert utilisation.share(groups, {(1, 1)}, 0.5) == pytest.approx(flops / (550e12 * 0.5))
+    assert utilisation.mfu(groups, {(1, 1)}, 0.5) == pytest.approx(flops / (550e12 * 0.5))
 
 
 def test_mfu_is_absent_where_a_peak_is_not_known():

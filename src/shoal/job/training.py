@@ -290,7 +290,7 @@ def open_recorder(
         job.compilations.read,
         peak_bytes,
         sinks,
-        utilisation and utilisation.share,
+        utilisation and utilisation.mfu,
         job.started,
         warnings_stop=config.train.on_warning == "stop",
         completions_every=config.report.completions_every,

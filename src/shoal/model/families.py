@@ -76,8 +76,8 @@ class _Entries:
         return bool(self.config.get(key))
 
     def check_type(self, key: str, expected: type, words: str) -> None:
-        """Raises ShoalError if an entry is neither empty nor of this type; `words` name the type in
-        the message."""
+        """Raises ShoalError if an entry is set (`is_set`), but not of this type; `words` name the
+        type in the message."""
         value = self.config.get(key)
         if value and not isinstance(value, expected):
             raise ShoalError(
@@ -85,7 +85,7 @@ class _Entries:
             )
 
     def check_value(self, key: str, supported: Sequence[Any]) -> None:
-        """Raises ShoalError if an entry is neither empty nor one of these values."""
+        """Raises ShoalError if an entry is set (`is_set`), but to none of these values."""
         value = self.config.get(key)
         if value and value not in supported:
             raise ShoalError(
@@ -94,8 +94,8 @@ class _Entries:
             )
 
     def number(self, key: str, least: float = 0.0, whole: bool = False) -> Any:
-        """Returns an entry that is a number of at least `least`; ShoalError if it is anything else,
-        or missing."""
+        """Returns an entry that is a number of at least `least`, with `whole` a whole one;
+        ShoalError if it is anything else, or missing."""
         value: Any = self.config.get(key)
         accepted = int if whole else (int, float)
         is_number = isinstance(value, accepted) and not isinstance(value, bool)
@@ -109,7 +109,7 @@ class _Entries:
 
     def size(self, key: str, most: int = MOST_OF_A_SIZE) -> int:
         """Returns an entry that is a whole number from 1 to `most`; ShoalError if it is anything
-        else."""
+        else, or missing."""
         value = self.number(key, least=1, whole=True)
         if value > most:
             raise ShoalError(

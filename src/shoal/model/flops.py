@@ -112,7 +112,7 @@ class Utilisation:
             return None
         return cls(architecture, peak, num_epochs, num_scorings)
 
-    def share(
+    def mfu(
         self, groups: Sequence[Group], entered: Container[tuple[int, int]], seconds: float
     ) -> float:
         """Returns the MFU of a step that took so many seconds; `entered` has the (group,

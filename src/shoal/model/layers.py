@@ -32,7 +32,8 @@ such chunks is not split."""
 
 def ffn_chunks(a: Architecture, role: Role, dtype: Any) -> int:
     """Returns how a sampler on these devices holds each feed-forward matrix. 0: all layers are
-    stacked; 1: one array a layer; n > 1: each layer's matrix is split into n chunks of columns.
+    stacked; 1: one array a layer; n > 1: each layer's matrix is split into n chunks of columns. It
+    is 1 on a GPU and 0 on a CPU; on a TPU it depends on the matrix.
 
     XLA for GPU copies nearly all of a layer out of stacked weights before its products, at every
     token; XLA for TPU reads them in place, but copies no part of them into on-chip memory ahead. By
@@ -69,11 +70,11 @@ def published_specs(model: Model) -> Parameters:
     num_chunks = model.ffn_chunks
     if not num_chunks:
         return specs
-    block = jax.tree.map(partial(_layer_spec, num_chunks=num_chunks), specs.blocks)
+    block = jax.tree.map(partial(_unstacked_spec, num_chunks=num_chunks), specs.blocks)
     return replace(specs, blocks=(block,) * model.architecture.num_layers)
 
 
-def _layer_spec(spec: ParamSpec, num_chunks: int) -> ParamSpec | tuple[ParamSpec, ...]:
+def _unstacked_spec(spec: ParamSpec, num_chunks: int) -> ParamSpec | tuple[ParamSpec, ...]:
     """Returns the spec of one layer of a stacked parameter. If `num_chunks` is above 1, a
     feed-forward matrix (one with the axis `mlp`) gets a tuple of so many specs, one a chunk."""
     shape = list(spec.shape[1:])
@@ -89,7 +90,7 @@ def split_layers(
     stacked: jax.Array, spec: ParamSpec, num_chunks: int, tensor: int
 ) -> tuple[Any, ...]:
     """Splits a stacked parameter into a tuple of its L layers. Each is an array, or a tuple of
-    chunks if `_layer_spec` has a tuple for it.
+    chunks if `_unstacked_spec` has a tuple for it.
 
     A chunk is made of an equal share of what each of the `tensor` devices holds, so that devices
     exchange nothing: if two devices hold columns 0 to 3 and 4 to 7 of a matrix, its two chunks are

@@ -88,9 +88,10 @@ class LayerCache:
 def empty(
     model: Model, rows: int, siblings: int, prefix: int, own: int, pages: int = 0
 ) -> tuple[LayerCache, ...]:
-    """Returns one cache of zeros for each layer, in the type of the computation. `prefix` and `own`
-    are the keys of a prompt and of a slot, over all parts of a head. If own keys are in pages, the
-    pool has `pages` of them; with 0, each slot has its own."""
+    """Returns one cache of zeros for each layer, in the type of the computation, for `rows` rows of
+    `siblings` slots. `prefix` and `own` are how many keys of a prompt and of a slot it holds, over
+    all parts of a head. If decoding reads by pages (`by_pages`), all slots share a pool of `pages`
+    pages; with `pages` 0 each slot has pages of its own, as saved rows have."""
     if by_pages(model):
         pool = (pages,) if pages else (rows, siblings, own // PAGE)
         make_layer = partial(_empty_of_pages, model, rows, prefix, pool)
@@ -101,7 +102,8 @@ def empty(
 
 
 def _empty_of_slots(model: Model, rows: int, siblings: int, prefix: int, own: int) -> LayerCache:
-    """Returns a cache of one layer without pages."""
+    """Returns a cache of zeros of one layer, without pages; `prefix` and `own` are the keys of one
+    part of a head."""
     heads = model.key_heads
     head_dim = model.architecture.head_dim
     of_row = (rows, heads, prefix, head_dim)
@@ -115,7 +117,8 @@ def _empty_of_slots(model: Model, rows: int, siblings: int, prefix: int, own: in
 
 
 def _empty_of_pages(model: Model, rows: int, prefix: int, pool: tuple[int, ...]) -> LayerCache:
-    """Returns a cache of one layer whose own keys are in pages; `pool` is the shape of the pool."""
+    """Returns a cache of zeros of one layer whose own keys are in pages: `pool` are the dimensions
+    in front of each page's."""
     heads = model.key_heads
     width = 2 * model.architecture.head_dim  # keys and values
     return LayerCache(
@@ -139,7 +142,9 @@ def write_prefixes(
     """
     if model.key_parts > 1:
         heads = PartitionSpec(None, None, "tensor")
-        keys = on_parts(model, partial(_parts_of, model.key_parts), (heads,), heads, keys)
+        keys = on_tensor_devices(
+            model, partial(_select_part, model.key_parts), (heads,), heads, keys
+        )
     # The buckets of prompts are 64 x 2^n and may exceed the caches, which are sized by
     # max_prompt_tokens.
     first_k, _ = keys[0]
@@ -160,7 +165,7 @@ def write_prefixes(
     return tuple(written)
 
 
-def _parts_of(parts: int, keys: Any, part: jax.Array) -> Any:
+def _select_part(parts: int, keys: Any, part: jax.Array) -> Any:
     """Returns, of keys and values [R, T, K, A] in a tree, the positions of one part: the number of
     the part is part[0], and position p belongs to part p % `parts`."""
 
@@ -221,7 +226,7 @@ def out_of_pages(cache: LayerCache) -> LayerCache:
     return LayerCache(prefix_k, prefix_v, own_k, own_v)
 
 
-def on_parts(model: Model, function: Callable, specs: tuple, out: Any, *args: Any) -> Any:
+def on_tensor_devices(model: Model, function: Callable, specs: tuple, out: Any, *args: Any) -> Any:
     """Calls a function of arrays on each device of `tensor`, and returns its results; `specs` and
     `out` say how `args` and the results are split. If a head's positions are split over devices
     (`Model.key_parts`), the function gets one more argument: the number of the device's part,

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shoal.model.attention import softmax
-from shoal.model.attention.caches import PAGE, LayerCache, keys_at_once, on_parts
+from shoal.model.attention.caches import PAGE, LayerCache, keys_at_once, on_tensor_devices
 from shoal.model.attention.rule import cache_masks
 from shoal.model.attention.selector import by_pages, decodes_by_kernel
 from shoal.model.attention.softmax import (
@@ -55,14 +55,14 @@ def online_softmax(
     merge: Merge | None = None,
 ) -> jax.Array:
     """Computes attention of one token in each slot, q[R, S, 1, H, A] -> the same shape, as an
-    online softmax over fixed blocks of keys, the prompt's first.
+    online softmax over fixed blocks of keys: first those of the row's prompt (`prefix`), then the
+    slot's `own`. If several tokens of a sequence are computed at once, each is a slot here.
 
-    Keys and values are [R, K, T, A] and [R, S, K, T, A]. Of each set only the first `num_*` keys
-    (int32 scalars) are read, rounded up to blocks; the others must be masked. A wholly masked block
-    changes no bit of a row that already has a key, so neither the padding of a row nor the other
-    rows of the batch affect its result. `blocks` are the most keys of a block of the prompt's and
-    of the own keys; a block has the largest number up to that which divides T. There is no
-    gradient.
+    Only the first `num_prefix` and the first `num_own` keys (int32 scalars) are read, rounded up to
+    blocks; keys beyond them must be masked. A wholly masked block changes no bit of a row that
+    already has a key, so neither the padding of a row nor the other rows of the batch affect its
+    result. `blocks` are the most keys of a block of the prompt's and of the own keys: the block
+    is the largest divisor of the number of keys up to that. There is no gradient.
     """
     prefix_block, own_block = blocks
     q = by_key_head(q, own.k.shape[-3])[:, :, 0]  # [R, S, K, g, A]
@@ -143,8 +143,9 @@ class SlotKernel:
 def _attend_slots(
     q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, LayerCache]:
-    """Calls the kernel for GPUs on one device's heads, which also rotates q and k and writes the
-    new keys and values. Returns (out, new cache). `slots` are cos, sin, prefix_len and position."""
+    """Calls the kernel for GPUs on one device's heads. The kernel also rotates q and k, and writes
+    the new keys and values. Returns (out, new cache). `slots` are cos, sin, prefix_len and
+    position."""
     from shoal.model.attention.decode_gpu import attend_slots  # Pallas takes a second to import
 
     cos, sin, prefix_len, position = slots
@@ -205,7 +206,7 @@ def _attend_on_each_device(
         return PartitionSpec(*leading, "tensor")
 
     of_cache = jax.tree.map(by_head, cache)
-    return on_parts(
+    return on_tensor_devices(
         model,
         attend,
         (heads, heads, heads, of_cache, PartitionSpec()),

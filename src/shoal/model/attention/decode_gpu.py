@@ -72,10 +72,10 @@ def attend_slots(
     the cache -> (out[N, W, H, A], own keys, own values).
 
     `heads`[N, W, H + 2 K, A] are queries, key and value as products gave them; cos and sin are
-    float32[N, W, A/2]. `keys` are a cache's keys and values: of prompts [N, K, Tp, A] twice, of
-    which prefix_len[N] are read; of slots [N, W, K, C, A] twice, of which those before position[N,
-    W] are read, where the new ones are written, in place. A is a power of two from 32 on; Tp and C
-    are multiples of 64. Scores and sums are float32.
+    float32[N, W, A/2]. `keys` are (prefix_k, prefix_v, own_k, own_v) of a cache: of the prompts,
+    [N, K, Tp, A], the first prefix_len[N] are read; of the slots' own, [N, W, K, C, A], those
+    before position[N, W], where the new key and value are written, in place. A is a power of two
+    from 32 on; Tp and C are multiples of 64. Scores and sums are float32.
     """
     prefix_k, prefix_v, own_k, own_v = keys
     rows, siblings, key_heads, size, width = own_k.shape

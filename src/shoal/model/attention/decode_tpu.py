@@ -87,10 +87,11 @@ def attend_pages(
 ) -> jax.Array:
     """Computes attention of one token in each of [N, W] slots, q[N, W, H, A] -> [N, W, H, A].
 
-    Values stand next to their keys: of prompts [N, K, Tp, 2 A], of which prefix_len[N] are read; of
-    slots as pages [P, K, B, 2 A], with pages[N, W, T] the numbers of each slot's pages, of whose
-    keys length[N, W] are read. If both lengths are 0, a result means nothing. A is a multiple of
-    64, B of 128, and Tp of B. Scores and sums are float32.
+    `prompts`[N, K, Tp, 2 A] are the keys of the rows' prompts, with their values next to them: the
+    first prefix_len[N] are read. `own`[P, K, B, 2 A] is a pool of pages of B keys, with their
+    values; pages[N, W, T] are the numbers of each slot's pages, of which the first length[N, W]
+    keys are read. If both lengths are 0, a result means nothing. A is a multiple of 64, B of 128,
+    and Tp of B. Scores and sums are float32.
     """
     rows, slots, num_heads, head_dim = q.shape
     _, heads, size, width = prompts.shape

@@ -132,7 +132,7 @@ def _call(
     count, each = blocks.lists.shape
     pairs = count * each * num_heads * block**2  # if every block read every one of its row
     of_queries = results[0].shape == q.shape
-    heads, parts = _heads(q, k) if of_queries else (1, 1)
+    heads, parts = _heads_per_program(q, k) if of_queries else (1, 1)
     return pl.pallas_call(
         partial(kernel, jnp.exp2 if interpret else _exp2),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],
@@ -148,7 +148,7 @@ def _call(
     )(*inputs, blocks)
 
 
-def _heads(q: Any, k: Any) -> tuple[int, int]:
+def _heads_per_program(q: Any, k: Any) -> tuple[int, int]:
     """Returns (how many query heads of a key head one program of the kernels for queries takes, how
     many programs a key head has)."""
     share = q.shape[2] // k.shape[2]
@@ -185,7 +185,7 @@ class Queries(NamedTuple):
         number = pl.program_id(0)
         part = pl.program_id(1)
         share = q_ref.shape[2] // k_ref.shape[2]
-        heads, parts = _heads(q_ref, k_ref)
+        heads, parts = _heads_per_program(q_ref, k_ref)
         block = q_ref.shape[1]
         key_head = jax.lax.div(part, parts)
         index = jnp.arange(heads * block, dtype=jnp.int32)
@@ -204,7 +204,9 @@ class Queries(NamedTuple):
         )
 
 
-def _over(blocks: Any, number: jax.Array, query: Tokens, add: Callable, carry: Any) -> Any:
+def _for_each_key_block(
+    blocks: Any, number: jax.Array, query: Tokens, add: Callable, carry: Any
+) -> Any:
     """Calls `carry = add(mask_scores, other, carry)` for each block of keys that the block of
     queries `number` reads, and returns the last carry. `other` is the number of the block of keys;
     `mask_scores(scores)` masks the scores of keys that a query does not read. Blocks read in
@@ -252,7 +254,7 @@ def _forward_kernel(
         return softmax.add_block(running, scores, weigh_values, exp2)
 
     start = softmax.start(q.shape[:1], q.shape, NO_KEY)
-    running = _over(blocks, number, query, add, start)
+    running = _for_each_key_block(blocks, number, query, add, start)
     out, lse = softmax.finish(running, jnp.log2)
     out_ref[number, offset, head] = out.astype(q.dtype)
     lse_ref[number, head, offset] = lse
@@ -285,7 +287,7 @@ def _query_kernel(
         d_scores = p * (product32(d_out, v.T) - delta[:, None])
         return d_q + product32(d_scores.astype(q.dtype), k)
 
-    d_q = _over(blocks, number, query, add, jnp.zeros(q.shape, jnp.float32))
+    d_q = _for_each_key_block(blocks, number, query, add, jnp.zeros(q.shape, jnp.float32))
     d_q_ref[number, offset, head] = d_q.astype(q.dtype)
 
 

@@ -49,9 +49,9 @@ scalar core's memory."""
 
 
 def attention_kind(model: Model, rows: int, size: int) -> str:
-    """Returns "reference", "blocked" or "pallas": how attention is computed for rows of so many
-    tokens. It is `model.attention`; for `auto` it depends on device and shape. ShoalError if pallas
-    is asked for and its kernels cannot compute these rows."""
+    """Returns "reference", "blocked" or "pallas": how attention is computed for `rows` rows of
+    `size` tokens. It is `model.attention`; for `auto` it depends on device and shape. ShoalError if
+    that is `pallas`, and its kernels cannot compute these rows."""
     if model.attention == "auto":
         return _fitting_kind(model, rows, size)
     if model.attention == "pallas":
@@ -258,7 +258,7 @@ def segment_attention(model: Model, segment: jax.Array, prompt: jax.Array) -> At
     segment[R, T] and prompt[R, T]."""
     rows, size = segment.shape
     form = _row_form(model, rows, size)
-    return RowAttention(model.role, form, _reads_of(model, form, segment, prompt))
+    return RowAttention(model.role, form, _find_reads(model, form, segment, prompt))
 
 
 def prefill_attention(model: Model, length: jax.Array, size: int, reads: Any = ()) -> AttentionFn:
@@ -268,7 +268,7 @@ def prefill_attention(model: Model, length: jax.Array, size: int, reads: Any = (
     form = _row_form(model, len(length), size)
     if not reads:
         segment = _prompt_segment(length, size)
-        reads = _reads_of(model, form, segment, segment)
+        reads = _find_reads(model, form, segment, segment)
     return RowAttention(model.role, form, reads, is_prefill=True)
 
 
@@ -277,7 +277,7 @@ def prompt_reads(model: Model, length: jax.Array, size: int) -> Any:
     a tree of arrays by row."""
     form = _row_form(model, len(length), size)
     segment = _prompt_segment(length, size)
-    return _reads_of(model, form, segment, segment)
+    return _find_reads(model, form, segment, segment)
 
 
 def _prompt_segment(length: jax.Array, size: int) -> jax.Array:
@@ -285,7 +285,7 @@ def _prompt_segment(length: jax.Array, size: int) -> jax.Array:
     return (jnp.arange(size) < length[:, None]).astype(jnp.int32)
 
 
-def _reads_of(model: Model, form: RowForm, segment: jax.Array, prompt: jax.Array) -> Any:
+def _find_reads(model: Model, form: RowForm, segment: jax.Array, prompt: jax.Array) -> Any:
     """Returns what `form.find_reads` returns for these tokens, computed on each device for its own
     rows: a tree of arrays by row, which `form.attend` takes. `segment` and `prompt` are [R, T], of
     whole rows or of the parts that `mesh.context` splits them into."""
@@ -358,8 +358,9 @@ def decode_kernel_refusal(model: Model) -> str:
 
 
 def decodes_by_kernel(model: Model) -> bool:
-    """True if decoding uses the kernel, as `auto` does if it can. ShoalError if the kernel was
-    asked for on a GPU or TPU and cannot compute this model."""
+    """True if decoding uses its kernel: with `model.attention` `auto` or `pallas`, and a kernel
+    that can compute this model. ShoalError if it is `pallas` on a GPU or TPU whose kernel cannot
+    compute the model."""
     reason = decode_kernel_refusal(model)
     if reason and model.attention == "pallas" and model.role.platform != "cpu":
         raise ShoalError(

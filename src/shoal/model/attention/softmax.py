@@ -46,13 +46,14 @@ class RunningSoftmax(NamedTuple):
     out: jax.Array  # the sum of weights times values
 
 
-def start(by_query: tuple[int, ...], out: tuple[int, ...], top: float) -> RunningSoftmax:
-    """Returns the state of queries before their first key. `by_query` and `out` are the shapes of
-    sums and of outputs. `top` is NO_KEY, or LOWEST if each query has a key."""
+def start(sum_shape: tuple[int, ...], out_shape: tuple[int, ...], top: float) -> RunningSoftmax:
+    """Returns the state of queries before their first key: `sum_shape` is the shape of `top` and
+    `total`, `out_shape` that of `out`. `top` is the first largest score: NO_KEY, or LOWEST if each
+    query has a key."""
     return RunningSoftmax(
-        top=jnp.full(by_query, top, jnp.float32),
-        total=jnp.zeros(by_query, jnp.float32),
-        out=jnp.zeros(out, jnp.float32),
+        top=jnp.full(sum_shape, top, jnp.float32),
+        total=jnp.zeros(sum_shape, jnp.float32),
+        out=jnp.zeros(out_shape, jnp.float32),
     )
 
 

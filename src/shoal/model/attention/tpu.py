@@ -101,10 +101,9 @@ def row_pairs(query: Tokens, key: Tokens) -> RowPairs:
 
 def _pairs(needed: jax.Array, of_keys: bool = False) -> Pairs:
     """Returns the pairs of blocks for which needed[R, n, m] is True, in the order of query blocks,
-    or of key blocks if `of_keys`."""
+    or of key blocks if `of_keys`. A block that needs no other is in one pair nevertheless, in which
+    the mask is False: otherwise its results would never be written."""
     needed = needed.mT if of_keys else needed
-    # Each block is in at least one pair, if need be in one that is masked: otherwise its results
-    # would never be written.
     needed = needed.at[..., 0].set(needed[..., 0] | ~needed.any(-1))
     rows, count, others = needed.shape
     # No query reads a later key, so whole rows need at most half of all pairs.
@@ -282,9 +281,10 @@ _attend.defvjp(_forward, _backward)
 def _call(
     kernel: Callable, products: int, static: Static, pairs: RowPairs, inputs: list, results: list
 ) -> Any:
-    """Calls a kernel over all pairs. Each of `inputs` and `results` is (array, which part of it a
-    step has: a key of `block_specs`). `products` is the number of matrix products a pair, for the
-    cost estimate."""
+    """Calls a kernel over all pairs of blocks, one step a pair and some heads, and returns its
+    results. Each of `inputs` and `results` is (array, key of `block_specs`): the key says which
+    part of the array a step gets. Of results only shapes and types are read. `products` is the
+    number of matrix products that a pair takes, for the cost estimate."""
     block = static.block
     width = static.width
     key_heads = static.key_heads_at_once
@@ -374,7 +374,7 @@ def _forward_kernel(
 ) -> None:
     """Computes output and log-sum-exp of the query heads of some key heads, for one pair of blocks
     a step."""
-    is_first, is_last = _ends(query)
+    is_first, is_last = _is_first_and_last(query)
     heads = range(static.heads_at_once)
 
     @pl.when(is_first)
@@ -443,7 +443,7 @@ def _query_kernel(
 ) -> None:
     """Computes the gradient of q, and delta, the sum of out * d_out over a head's dimensions. The
     gradient of softmax's scores is p * (dp - delta)."""
-    is_first, is_last = _ends(query)
+    is_first, is_last = _is_first_and_last(query)
     heads = range(static.heads_at_once)
 
     @pl.when(is_first)
@@ -507,7 +507,7 @@ def _key_kernel(
 ) -> None:
     """Computes the gradients of keys and values of some key heads, summed over the query heads of
     each."""
-    is_first, is_last = _ends(key)
+    is_first, is_last = _is_first_and_last(key)
     heads = range(static.heads_at_once)
     key_heads = range(static.key_heads_at_once)
 
@@ -545,7 +545,7 @@ def _key_kernel(
         d_v[...] = sum_v[...].astype(d_v.dtype)
 
 
-def _ends(order: Any) -> tuple[jax.Array, jax.Array]:
+def _is_first_and_last(order: Any) -> tuple[jax.Array, jax.Array]:
     """Returns (True if a step's pair is the first of its block, True if it is the last)."""
     pair = pl.program_id(1)
     is_first = (pair == 0) | (order[jnp.maximum(pair - 1, 0)] != order[pair])

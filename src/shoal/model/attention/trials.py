@@ -58,7 +58,7 @@ def slot_kernel_trial(
     keys = prefix_k, prefix_v, own_k, own_v
 
     def by_reference(heads: jax.Array, cos: jax.Array, sin: jax.Array, keys: tuple) -> tuple:
-        """Computes the same with plain rotation, scatter and `reference.attend`."""
+        """Computes what the kernel does, with plain rotation, scatter and `reference.attend`."""
         prefix_k, prefix_v, own_k, own_v = keys
         q, k, v = jnp.split(heads, (share, share + 1), axis=2)
         q = rotate(q, cos[:, :, None], sin[:, :, None])
@@ -104,7 +104,7 @@ def page_kernel_trial(
     own = draw(24, 2, 128, 2 * head_dim)
 
     def by_reference(q: jax.Array, prompts: jax.Array, own: jax.Array) -> jax.Array:
-        """Computes the same with `reference.attend`, from pages gathered by slot."""
+        """Computes what the kernel does, with `reference.attend`, from pages gathered by slot."""
         by_slot = own[pages].swapaxes(2, 3).reshape(4, 2, -1, 2 * head_dim)
         keys = jnp.concatenate([jnp.repeat(prompts, 2, 0), by_slot], 2).swapaxes(1, 2)
         k, v = jnp.split(keys, 2, -1)

@@ -96,7 +96,7 @@ def test_what_was_opened_before_the_fleet_is_closed_once_if_the_fleet_cannot_be_
         raise ShoalError("no sampler")
 
     monkeypatch.setattr(job_module, "training_fleet", fail)
-    monkeypatch.setattr(job_module, "local_fleet", fail)
+    monkeypatch.setattr(job_module, "caller_fleet", fail)
     with (
         pytest.raises(ShoalError, match="no sampler"),
         job_with_an_environment(workshop, tmp_path, command) as job,

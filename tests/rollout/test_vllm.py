@@ -30,7 +30,7 @@ from tiny_runs import PLAIN, Workshop, metrics
 from shoal.config.merge import compose
 from shoal.config.sections.devices import VllmSection
 from shoal.config.sections.reward import RewardSection
-from shoal.job.hosts import sends_adapters, server_words, trainer_probe
+from shoal.job.hosts import sends_adapters, server_command, trainer_probe
 from shoal.model import adapters
 from shoal.model.architecture import Adapter
 from shoal.model.head import logits
@@ -896,7 +896,7 @@ def test_an_adapter_alone_is_a_folder_of_pefts_on_a_base_that_is_written_once(tm
         assert same(peft.load(version.folder, a, model.role, np.float32), trained)
         assert peft.read_adapter(version.folder, QWEN3) == a.adapter
         assert same(huggingface.load(made.base, QWEN3, model.role), without_adapter(a, params))
-        words = server_words(
+        words = server_command(
             compose("train", ["sampler.kind=vllm", "vllm.python=python", "vllm.memory=0.4"])[0],
             model,
             version,

@@ -61,7 +61,7 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
         size = config.num_generations
         prompts = encode_all(file.name, examples, job.encode, config.sampling, console.warning)
         console.note(f"prompts: {encoding_text(prompts, tokenizer, bool(config.model.template))}")
-        engine = job.make_engine()(Purpose.GENERATE, size)
+        engine = job.engine_maker()(Purpose.GENERATE, size)
         engine.load(0, publish_to(job.model, job.load_weights(), delete_source=True))
         requests = []
         for prompt in prompts:

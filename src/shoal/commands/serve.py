@@ -49,7 +49,7 @@ def open_sampler(job: Job) -> HostSampler:
     return HostSampler(
         config.model.path,
         job.tokenizer,
-        job.make_engine(),
+        job.engine_maker(),
         config.sampling.params,
         MemoryStore(job.model, delete_source=True),
         job.load_weights(),

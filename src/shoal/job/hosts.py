@@ -1,5 +1,17 @@
 """Makes the sampler of a run or a command: the fleet of hosts, and the engines that they sample
-with. A host is in this process, a worker in a Ray cluster, or a server of vLLM."""
+with.
+
+| who samples | fleet | its hosts |
+| --- | --- | --- |
+| eval; training whose sampler shares the trainer's devices | `caller_fleet` | the caller's thread |
+| training whose sampler has devices of its own | `thread_fleet` | a thread a replica of the model |
+| training with `sampler.kind=ray` | `ray_fleet` | a worker process in a Ray cluster each |
+| training with `sampler.kind=vllm` | `vllm_fleet` | a server of vLLM each |
+
+`training_fleet` chooses among them. `generate`, `doctor` and `replay` have no fleet: they use an
+engine directly. A function (purpose, group size) -> engine is called an engine maker here; it makes
+an engine when one is first needed, and keeps it.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +78,7 @@ if TYPE_CHECKING:
 
 
 HERE = "here"
-"""Name of the host that samples in the caller's thread."""
+"""Name of the host of a `caller_fleet`."""
 
 
 PROBE_TOKENS = 64
@@ -91,7 +103,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of vLLM's option `--max-lora-rank`."""
 
 
-def local_fleet(
+def caller_fleet(
     store: WeightStore,
     make_engine: Callable[[Purpose, int], Engine],
     rewards: GroupRewards,
@@ -100,8 +112,9 @@ def local_fleet(
     stop: StopSignal | None = None,
     turn_driver: TurnDriver | None = None,
 ) -> Fleet:
-    """Returns a fleet with a single host that samples in the caller's thread, with the engines that
-    `make_engine(purpose, group size)` returns."""
+    """Returns a fleet with a single host, which samples in the thread that calls the fleet, with
+    the engines that `make_engine(purpose, group size)` returns. `on_progress`: called during an
+    evaluation with (name of its part, questions answered, questions of that part)."""
     return Fleet(
         store,
         {HERE: EngineHost(make_engine)},
@@ -124,10 +137,9 @@ def training_fleet(
     cluster: Cluster | None = None,
     turns: TurnFormats | None = None,
 ) -> Fleet:
-    """Returns the fleet that samples for a training run. Its hosts are servers of vLLM, workers of
-    a Ray cluster, or in this process: a single host in the caller's thread if sampler and trainer
-    share devices, else one host in a thread of its own for each replica of the sampler. `turns`:
-    how turns are written as tokens; None if rollouts are single answers."""
+    """Returns the fleet that samples for a training run: the one of the table above that fits
+    `sampler.kind` and the devices. `turns`: how turns are written as tokens; None if rollouts are
+    single answers."""
     tokenizer = spec.tokenizer
     turn_driver = None
     if turns:
@@ -143,19 +155,37 @@ def training_fleet(
             config, store, tokenizer, rewards, stop, console.answered, cluster, turn_driver
         )
     if not roles.disaggregated:
-        make = training_engine_maker(config, model, roles, tokenizer)
-        return local_fleet(store, make, rewards, config.seed, console.answered, stop, turn_driver)
+        make_engine = training_engine_maker(config, model, roles, tokenizer)
+        return caller_fleet(
+            store, make_engine, rewards, config.seed, console.answered, stop, turn_driver
+        )
+    return thread_fleet(config, model, roles, tokenizer, store, rewards, stop, console, turn_driver)
+
+
+def thread_fleet(
+    config: Config,
+    model: Model,
+    roles: Roles,
+    tokenizer: Tokenizer,
+    store: WeightStore,
+    rewards: GroupRewards,
+    stop: StopSignal,
+    console: Console,
+    turn_driver: TurnDriver | None,
+) -> Fleet:
+    """Returns the fleet of a sampler that has devices of its own in this process: one host for each
+    replica of the model, each in a thread of its own, so that sampling and training overlap."""
     slots = training_slots(config, roles, model.architecture).slots
     woken = threading.Event()
     hosts = {}
     for number in range(len(roles.hosts)):
-        make = training_engine_maker(config, model, roles, tokenizer, host=number)
-        host = EngineHost(make, capacity=QUEUED * slots, shares_memory=False)
-        hosts[f"sampler {number}"] = host
-    threads = {name: ThreadHost(host, woken.set, name) for name, host in hosts.items()}
+        make_engine = training_engine_maker(config, model, roles, tokenizer, host=number)
+        host = EngineHost(make_engine, capacity=QUEUED * slots, shares_memory=False)
+        name = f"sampler {number}"
+        hosts[name] = ThreadHost(host, woken.set, name)
     return Fleet(
         store,
-        threads,
+        hosts,
         rewards,
         config.seed,
         in_background=True,
@@ -168,8 +198,8 @@ def training_fleet(
 
 
 def decided_channel(config: Config, cluster: Cluster | None) -> str:
-    """`publish.channel` where it is open; empty where it follows from a cluster that is not joined
-    here."""
+    """Returns the value of `publish.channel` for a run that left it open: `memory`, `files` or
+    `ray`; "" if it depends on a Ray cluster that has not been joined here, as in a dry run."""
     if config.sampler.kind == "local":
         return "memory"
     if config.sampler.kind == "vllm" or config.publish.folder:
@@ -183,9 +213,10 @@ def decided_channel(config: Config, cluster: Cluster | None) -> str:
 def make_store(
     section: PublishSection, model: Model, cluster: Cluster | None, in_parts: bool
 ) -> WeightStore:
-    """Returns the store through which hosts get published weights, by the channel that was decided:
-    arrays of this process, Ray's objects, or files. `in_parts`: each host has only some of the
-    sampler's devices."""
+    """Returns the store through which hosts get published weights: arrays of this process for
+    `publish.channel=memory`, Ray's objects for `ray`, else files in `publish.folder`; if that is
+    not set, in `default_folder`. `in_parts`: each host has only
+    some of the sampler's devices."""
     folder = check_local(section.folder, KEY)
     if section.channel == "memory":
         return MemoryStore(model, in_parts)
@@ -225,8 +256,9 @@ them, because it may differ."""
 def open_cluster(config: Config, console: Console, stack: ExitStack) -> Cluster | None:
     """Joins or starts the Ray cluster of a run, and returns it; None if `sampler.kind` is not
     `ray`. This must happen before JAX looks for devices, because Ray also assigns the trainer's
-    devices. Leaving `stack` closes the cluster and restores the environment's variables. In a dry
-    run it only checks the address, and returns None."""
+    devices: it sets the variable that hides the others from this process. Leaving `stack` closes
+    the cluster and restores the environment's variables. In a dry run it only checks the address,
+    and returns None. ShoalError if Ray cannot be imported."""
     sampler = config.sampler
     if sampler.kind != "ray":
         return None
@@ -284,14 +316,15 @@ def set_variables(values: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def worker_environment(devices: int, kind: str) -> dict[str, str]:
-    """Returns the environment variables that a Ray worker on `devices` devices must share with this
-    process, because they decide numbers, threads or memory. If `kind` is CPU and there are several
-    devices, XLA_FLAGS makes JAX split the worker's CPU into that many."""
+def worker_environment(devices: int, accelerator: str) -> dict[str, str]:
+    """Returns the environment variables of a Ray worker on `devices` devices: those of this process
+    that decide numbers, threads or memory (ENVIRONMENT). If `accelerator`, Ray's name of the
+    devices, is CPU and there are several, XLA_FLAGS also makes JAX split the worker's CPU into that
+    many."""
     variables = {name: value for name, value in os.environ.items() if name.startswith(ENVIRONMENT)}
     flag = "--xla_force_host_platform_device_count"
     xla_flags = variables.get("XLA_FLAGS", "")
-    if kind == "CPU" and devices > 1 and flag not in xla_flags:
+    if accelerator == "CPU" and devices > 1 and flag not in xla_flags:
         variables["XLA_FLAGS"] = f"{xla_flags} {flag}={devices}".strip()
     return variables
 
@@ -315,8 +348,8 @@ def ray_fleet(
     turn_driver: TurnDriver | None,
 ) -> Fleet:
     """Returns the fleet whose hosts are workers of a Ray cluster; each joins when the cluster has
-    room for it. With strict parity this process first samples what a worker's numbers are compared
-    with."""
+    free resources for it. If workers must compute the same numbers (`train.versions=fixed`), this
+    process samples a known group while they start, and theirs are compared with it."""
     model = store.model
     woken = threading.Event()
     facts = machine()
@@ -359,8 +392,9 @@ def vllm_fleet(
     console: Console,
     turn_driver: TurnDriver | None,
 ) -> Fleet:
-    """Returns the fleet whose hosts are servers of vLLM: those at `vllm.urls`, or else one that is
-    started here for each of `sampler.workers`."""
+    """Returns the fleet whose hosts are servers of vLLM: those at `vllm.urls`, or, if there are
+    none, as many as `sampler.workers` says, which are started here. ShoalError if a server does not
+    answer or the program that starts servers is missing."""
     check_servers(config.vllm)
     folder = check_local(config.publish.folder, KEY)
     size = num_bytes(model) + num_bytes(model, trained=False)
@@ -392,7 +426,8 @@ def vllm_fleet(
     )
 
     def open_server(name: str, version: FolderVersion) -> http_engine.Server:
-        """Connects to the server at the URL `name`, or starts one that serves `version`."""
+        """Connects to the server at the URL `name`; without `vllm.urls` starts one instead, which
+        serves `version` and logs to a file in the folder for temporary files."""
         if config.vllm.urls:
             return vllm.server_at(name)
         variables = {
@@ -404,8 +439,8 @@ def vllm_fleet(
         }
         # The log stays after the run, for whoever looks for the cause of a fault.
         log = Path(tempfile.gettempdir()) / f"shoal-{os.getpid()}-{name}.log"
-        words = server_words(config, model, version)
-        return http_engine.Server.start(words, variables, log, vllm.api_key())
+        command = server_command(config, model, version)
+        return http_engine.Server.start(command, variables, log, vllm.api_key())
 
     def start(name: str) -> http_engine.HttpHost:
         """Starts the host of the server `name`."""
@@ -464,9 +499,10 @@ def check_servers(section: VllmSection) -> None:
 
 
 def sends_adapters(section: VllmSection, model: Model) -> bool:
-    """True if servers of vLLM load only the run's adapter for each version, not whole weights.
-    Servers that run already must all have vLLM's call for that; for servers that are started here,
-    vLLM must be able to compute with the adapter."""
+    """True if each version is sent to servers of vLLM as an adapter alone, False if as whole
+    weights: without an adapter; if one of the servers at `vllm.urls` lacks vLLM's call that loads
+    adapters; or if servers that are started here could not compute with this one, because of its
+    rank or its type."""
     adapter = model.architecture.adapter
     if adapter is None:
         return False
@@ -480,9 +516,10 @@ def sends_adapters(section: VllmSection, model: Model) -> bool:
 def trainer_probe(
     model: Model, longest: int, params: SamplingParams
 ) -> tuple[list[int], list[int], Callable[[Params], ProbeScores]]:
-    """Returns a probe that compares a server's numbers with the trainer's: (token ids from all over
-    the vocabulary; the lengths of its beginnings after which a token is sampled with `params`; a
-    function parameters -> what the trainer computes for both)."""
+    """Makes a probe that compares a server's numbers with the trainer's. Returns (ids, beginnings,
+    score). `ids`: at most PROBE_TOKENS tokens from all over the vocabulary, fewer than `longest`,
+    which both sides score. `beginnings`: lengths of beginnings of these tokens; after each the
+    server samples a token with `params`. `score(parameters)`: the trainer's log-probs of both."""
     num_tokens = min(PROBE_TOKENS, longest - 1)
     vocab_size = model.architecture.vocab_size
     ids = [position * PROBE_STRIDE % vocab_size for position in range(num_tokens)]
@@ -515,11 +552,11 @@ def trainer_probe(
     return ids, beginnings, score
 
 
-def server_words(config: Config, model: Model, version: FolderVersion) -> list[str]:
+def server_command(config: Config, model: Model, version: FolderVersion) -> list[str]:
     """Returns the command that starts a server of vLLM, as a list of arguments."""
     program, *program_arguments = shlex.split(config.vllm.python)
-    words = [os.path.expanduser(program), *program_arguments]
-    words += [
+    command = [os.path.expanduser(program), *program_arguments]
+    command += [
         "-m",
         "vllm.entrypoints.openai.api_server",
         f"--model={version.base or version.folder}",
@@ -531,31 +568,32 @@ def server_words(config: Config, model: Model, version: FolderVersion) -> list[s
         f"--tensor-parallel-size={config.sampler.devices_per_worker}",
     ]
     if config.vllm.memory > 0:
-        words.append(f"--gpu-memory-utilization={config.vllm.memory}")
+        command.append(f"--gpu-memory-utilization={config.vllm.memory}")
     if config.shares_gpu and model.role.platform != "cpu":
-        words.append("--enable-sleep-mode")
+        command.append("--enable-sleep-mode")
     adapter = model.architecture.adapter if version.base else None
     if adapter:
         # The server must hold the adapters of all versions that may be sampled from at the same
         # time, and the next one.
         max_adapters = schedule_of(config.train).max_staleness + 2
         max_rank = next(rank for rank in LORA_RANKS if rank >= adapter.rank)
-        words += ["--enable-lora", f"--max-loras={max_adapters}", f"--max-lora-rank={max_rank}"]
+        command += ["--enable-lora", f"--max-loras={max_adapters}", f"--max-lora-rank={max_rank}"]
     if max_support(config) > 0:
-        words.append("--return-sampling-mask")
+        command.append("--return-sampling-mask")
     if model.role.platform == "cpu":
         # vLLM 0.32 on a CPU fails if a request has a seed and its prompt is computed in parts.
-        words.append("--no-enable-chunked-prefill")
-    words += config.vllm.arguments
-    return words
+        command.append("--no-enable-chunked-prefill")
+    command += config.vllm.arguments
+    return command
 
 
 def trainer_proof(
     config: Config, model: Model, tokenizer: Tokenizer, say: Callable[[str], None]
 ) -> WorkerFingerprint | None:
-    """Samples, in this process, the known group that workers prove their numbers with, and returns
-    the fingerprint that a worker's must equal. None if the trainer has too few devices or too
-    little memory for it."""
+    """Samples, in this process, the group that each worker samples when it starts, and returns the
+    fingerprint that theirs must equal. Leaves out facts in which workers may differ: the number of
+    devices, and on accelerators the host's processor. None if the trainer has fewer devices than a
+    worker, or too little memory, which is reported by `say`."""
     if len(jax.devices()) < config.sampler.devices_per_worker:
         return None
     try:
@@ -602,9 +640,9 @@ def make_worker(
         roles.sampler,
     )
     multiply_exactly(model.dtype, ExitStack())  # stays set until the process ends
-    make = training_engine_maker(config, model, roles, tokenizer)
+    make_engine = training_engine_maker(config, model, roles, tokenizer)
     plan = training_slots(config, roles, architecture)
-    host = EngineHost(make, capacity=QUEUED * plan.slots, shares_memory=False)
+    host = EngineHost(make_engine, capacity=QUEUED * plan.slots, shares_memory=False)
     # A resumed run may have other settings, and with them other programs, whose numbers differ. So
     # the fingerprint contains a digest of the settings.
     settings = repr(
@@ -612,7 +650,7 @@ def make_worker(
     )
     digest = hashlib.blake2b(settings.encode(), digest_size=8).hexdigest()
     facts = machine() | {"settings": digest}
-    engine = make(Purpose.TRAIN, group_size)
+    engine = make_engine(Purpose.TRAIN, group_size)
     return host, fingerprint_of(engine, config.sampling.params, group_size, facts)
 
 
@@ -620,7 +658,7 @@ def engine_maker(
     model: Model,
     tokenizer: Tokenizer,
     sampling: SamplingSection,
-    places: SlotPlan,
+    plan: SlotPlan,
     group_size: int,
     max_support: int = 0,
     truncated: bool = False,
@@ -628,19 +666,20 @@ def engine_maker(
     """Returns a function (purpose, group size) -> engine. It makes an engine when one is first
     needed, and returns the same one for all group sizes that its rows can be filled with.
 
-    `places`: how many completions the engines hold, and how many siblings share a row.
-    `max_support`: most token ids that training's engine stores for each token, the ones that it was
-    sampled from; 0: none. If it is not 0, evaluations have engines of their own, which store none.
-    `truncated`: requests may truncate the distribution although the settings do not.
+    `plan`: how many completions an engine holds at once, and how many of a group share a row.
+    `max_support`: the most token ids that training's engine stores for each sampled token, those
+    that truncation left to sample from; 0: none. If it is not 0, evaluations have engines of their
+    own, which store none. `truncated`: True if a request may truncate the distribution (top-k,
+    top-p, min-p) although `sampling` does not.
     """
     engines: dict[tuple[int, int], Engine] = {}
 
     def make(purpose: Purpose, size: int) -> Engine:
         """Returns the engine for groups of `size`, made if no earlier one fits."""
         support = max_support if purpose is Purpose.TRAIN else 0
-        slots, siblings = places.rows_for(size, group_size, support == max_support)
+        slots, siblings = plan.rows_for(size, group_size, support == max_support)
         if (siblings, support) not in engines:
-            largest_group = group_size if siblings == places.siblings else size
+            largest_group = group_size if siblings == plan.siblings else size
             engines[siblings, support] = Engine(
                 model,
                 slots=slots,
@@ -652,7 +691,7 @@ def engine_maker(
                 decode=tokenizer.decode,
                 truncated=truncated or sampling.params.truncated,
                 max_support=support,
-                pages=places.room.pages(slots, siblings),
+                pages=plan.room.pages(slots, siblings),
             )
         return engines[siblings, support]
 
@@ -667,14 +706,14 @@ def sampling_engine_maker(
     group_size: int,
     truncated: bool = False,
 ) -> Callable[[Purpose, int], Engine]:
-    """Returns a function (purpose, group size) -> engine for a command that only samples. An engine
-    holds `slots` completions at once."""
+    """Returns the engine maker of a command that only samples (eval, generate, serve). An engine
+    holds `slots` completions at once. `truncated`: as for `engine_maker`."""
     # The number of slots does not depend on how many prompts there are. Another number of rows is
     # another program, whose last bits differ on some processors, and an answer must not depend on
     # how many others were requested. Only an evaluation gets fewer slots if it has fewer
     # completions, because its questions are fixed by its data.
-    places = plan_slots(sampling, model, slots, group_size, math.inf)
-    return engine_maker(model, tokenizer, sampling, places, group_size, truncated=truncated)
+    plan = plan_slots(sampling, model, slots, group_size, math.inf)
+    return engine_maker(model, tokenizer, sampling, plan, group_size, truncated=truncated)
 
 
 def training_engine_maker(
@@ -685,15 +724,15 @@ def training_engine_maker(
     architecture: Architecture | None = None,
     host: int = 0,
 ) -> Callable[[Purpose, int], Engine]:
-    """Returns a function (purpose, group size) -> engine for the host number `host` of a training
-    run's sampler. `architecture`: the one that memory is estimated with, if it is not that of
-    `model`."""
-    places = training_slots(config, roles, architecture or model.architecture)
+    """Returns the engine maker of one host of a training run's sampler: `roles.hosts[host]`.
+    `architecture`: the one from which the number of slots is planned, if it is not that of `model`,
+    as in a plan whose model has fewer layers."""
+    plan = training_slots(config, roles, architecture or model.architecture)
     return engine_maker(
         model.on(roles.hosts[host]),
         tokenizer,
         config.sampling,
-        places,
+        plan,
         config.batch.group_size,
         max_support(config),
     )
@@ -706,11 +745,12 @@ def run_engines(
     tokenizer: Tokenizer,
     architecture: Architecture | None = None,
 ) -> Iterator[tuple[str, Engine]]:
-    """Yields (name, engine) for each kind of request of a training run: training's groups, greedy
-    answers of evaluations, and groups of pass@k. Several names may have the same engine. Nothing is
-    compiled."""
-    make = training_engine_maker(config, model, roles, tokenizer, architecture)
-    yield "training", make(Purpose.TRAIN, config.batch.group_size)
-    yield "evaluation", make(Purpose.EVALUATE, 1)
+    """Yields (name, engine) for each use that a training run makes of its sampler: `training`'s
+    groups, greedy answers of an `evaluation`, and groups of `pass@k` if the run measures it.
+    Several names may have the same engine. Compiles nothing. `architecture`: as for
+    `training_engine_maker`."""
+    make_engine = training_engine_maker(config, model, roles, tokenizer, architecture)
+    yield "training", make_engine(Purpose.TRAIN, config.batch.group_size)
+    yield "evaluation", make_engine(Purpose.EVALUATE, 1)
     if config.pass_k:
-        yield "pass@k", make(Purpose.EVALUATE, config.pass_k)
+        yield "pass@k", make_engine(Purpose.EVALUATE, config.pass_k)

@@ -71,8 +71,8 @@ from shoal.job.environments import (
     written_call_format,
 )
 from shoal.job.hosts import (
+    caller_fleet,
     decided_channel,
-    local_fleet,
     open_cluster,
     run_engines,
     sampling_engine_maker,
@@ -831,9 +831,9 @@ class Job(StagedJob):
             if self.turn_formats:
                 num_slots = c.batch * self.model.role.mesh.size
                 turn_driver = make_turn_driver(self.turn_formats, num_slots, c.sampling)
-            fleet = local_fleet(
+            fleet = caller_fleet(
                 MemoryStore(self.model, delete_source=True),
-                self.make_engine(),
+                self.engine_maker(),
                 self.group_rewards,
                 c.seed,
                 self.console.answered,
@@ -859,9 +859,10 @@ class Job(StagedJob):
             return DataSource(source, self.tokenizer, self.config)
         return source
 
-    def make_engine(self) -> Callable[[Purpose, int], Engine]:
+    def engine_maker(self) -> Callable[[Purpose, int], Engine]:
         """Returns a function (purpose, group size) -> engine, which makes the engines of the
-        sampler's first host."""
+        sampler's first host. Each call of `engine_maker` returns a function with engines of its
+        own."""
         if self.trains:
             return training_engine_maker(self.config, self.model, self.roles, self.tokenizer)
         c = self.requested

@@ -419,7 +419,7 @@ class Replayer:
         """Samples the group's completions again, from its address, with the run's own compiled
         sampler."""
         group = self.group
-        engine = self.job.make_engine()(group.purpose, group.size)
+        engine = self.job.engine_maker()(group.purpose, group.size)
         request = GroupRequest(
             group.purpose,
             group.step,

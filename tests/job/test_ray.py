@@ -38,7 +38,8 @@ from shoal.config.sections.devices import MeshSection, SamplerSection
 from shoal.config.sections.model import ModelSection
 from shoal.config.train import Config
 from shoal.job import hosts as job_hosts
-from shoal.job.hosts import open_cluster, trainer_mesh
+from shoal.job.hosts import open_cluster
+from shoal.job.job import Job
 from shoal.mesh import role_devices
 from shoal.model.transformer import Model
 from shoal.protocols import End, Extend, HostProgress, Load, Message, Submit
@@ -988,10 +989,9 @@ def test_the_trainer_holds_its_share_of_this_machines_accelerators(
     holder, count = ray_host.hold_accelerators("GPU", trainer, wanted, 1.0)
     assert holder is not None and count == held
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, range(held)))
-    config = trainer_mesh(
-        Config(mesh=MeshSection(trainer=trainer)), SimpleNamespace(trainer_devices=count)
-    )
-    assert role_devices(config.mesh, held).trainer == list(range(held))
+    with Job(Config(mesh=MeshSection(trainer=trainer)), Console(io.StringIO())) as job:
+        job.opened["cluster"] = SimpleNamespace(trainer_devices=count)
+        assert role_devices(job.mesh, held).trainer == list(range(held))
 
 
 JOB = {"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}

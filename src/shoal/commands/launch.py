@@ -204,7 +204,7 @@ class Workload:
         be split into one process on each host. Sets JAX's platform to cpu."""
         import jax
 
-        from shoal.mesh.roles import make_roles, refusal
+        from shoal.mesh.roles import make_roles, process_refusal
 
         jax.config.update("jax_platforms", "cpu")
         devices = placeholder_devices(topology)
@@ -214,7 +214,7 @@ class Workload:
             return
         devices_per_host = len(devices) // self.hosts
         host_of = {device: device.id // devices_per_host for device in devices}
-        reason = refusal(mesh, roles, host_of)
+        reason = process_refusal(mesh, roles, host_of)
         if reason:
             raise ShoalError(
                 f"topology={topology}: {reason}; or use Pathways: target=xpk with "

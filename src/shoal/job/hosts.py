@@ -329,14 +329,6 @@ def worker_environment(devices: int, accelerator: str) -> dict[str, str]:
     return variables
 
 
-def trainer_mesh(config: Config, cluster: Cluster | None) -> Config:
-    """Returns the configuration with `mesh.trainer` set to the number of devices that Ray holds for
-    this process; `config` itself if Ray holds none."""
-    if cluster is None or not cluster.trainer_devices:
-        return config
-    return replace(config, mesh=replace(config.mesh, trainer=str(cluster.trainer_devices)))
-
-
 def ray_fleet(
     config: Config,
     store: WeightStore,

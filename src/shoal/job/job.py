@@ -76,7 +76,6 @@ from shoal.job.hosts import (
     open_cluster,
     run_engines,
     sampling_engine_maker,
-    trainer_mesh,
     training_engine_maker,
     training_fleet,
 )
@@ -377,9 +376,11 @@ class Job(StagedJob):
     def mesh(self) -> MeshSection:
         """The mesh section of the configuration; if Ray holds devices for this process, with
         `mesh.trainer` set to their number."""
-        if "cluster" not in self.opened:  # the command joins no cluster
-            return self.requested.mesh
-        return trainer_mesh(self.requested, self.opened["cluster"]).mesh
+        mesh = self.requested.mesh
+        cluster = self.opened.get("cluster")  # not there if the command joins none
+        if cluster is None or not cluster.trainer_devices:
+            return mesh
+        return replace(mesh, trainer=str(cluster.trainer_devices))
 
     @stage("devices", "mesh", needs=("cluster", "devices"), commands=(*WITH_MODEL, "estimate"))
     def requested_roles(self) -> Roles:

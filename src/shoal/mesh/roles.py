@@ -99,10 +99,11 @@ class Role:
         return mesh.devices.flat[0] if isinstance(mesh, Mesh) else mesh.abstract_device
 
     def spec(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
-        """Returns the mesh axes for an array's logical axes, as a PartitionSpec. ValueError if a
-        dimension's size is not divisible by the number of its parts: replicating the array instead
-        would go unnoticed. A model's sizes are checked before
-        (`shoal.model.transformer.check_mesh`)."""
+        """Returns over which mesh axes each dimension of an array is split, by the role's rules:
+        `("layers", "embed", "heads")` -> `P(None, ("fsdp", "context"), "tensor")`. A logical axis
+        None is not split. ValueError if a dimension's size is not divisible by the number of its
+        parts; replicating the array instead would go unnoticed. A model's sizes are checked before
+        that, with an error for users (`shoal.model.parameters.check_mesh`)."""
         rules = dict(self.rules)
         mesh_axes: list[Any] = []
         for axis, size in zip(axes, shape, strict=True):
@@ -123,7 +124,8 @@ class Role:
         return PartitionSpec(*mesh_axes)
 
     def sharding(self, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-        """Returns the sharding for an array's logical axes; ValueError like `spec`."""
+        """Returns the sharding for an array of `shape` with these logical axes; ValueError like
+        `spec`."""
         return NamedSharding(self.mesh, self.spec(axes, shape))
 
     @property
@@ -132,7 +134,8 @@ class Role:
         return NamedSharding(self.mesh, PartitionSpec())
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Inside a compiled function: returns x with the layout of its logical axes."""
+        """Inside a compiled function: returns x, laid out over the devices by the logical axes of
+        its dimensions."""
         if self.mesh.size == 1:
             return x
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
@@ -147,8 +150,10 @@ class Role:
         return jax.tree.map(put_array, tree)
 
     def split_rows(self, x: jax.Array) -> jax.Array:
-        """Inside a compiled function: returns rows [R, T, ...] as the parts [R * context, T /
-        context, ...] that devices hold; the parts of a row are on neighbouring devices."""
+        """Inside a compiled function: cuts the tokens of each row into `context` parts, [R, T, ...]
+        -> [R * context, T / context, ...], so that each device holds whole entries of the first
+        dimension. The parts of a row are on neighbouring devices, and so not neighbours in the
+        result if a device holds several rows. Returns x itself if `context` is 1."""
         if self.context == 1:
             return x
         tokens_of_part = x.shape[1] // self.context
@@ -159,8 +164,8 @@ class Role:
         return self.constrain(x, "rows", *inner_axes)
 
     def join_rows(self, x: jax.Array) -> jax.Array:
-        """Undoes `split_rows`: inside a compiled function, returns parts as whole rows, each on all
-        of the `context` devices that share it."""
+        """Undoes `split_rows`, inside a compiled function: returns whole rows, each copied to all
+        of the `context` devices that held its parts."""
         if self.context == 1:
             return x
         num_rows = x.shape[0] // self.context
@@ -178,8 +183,8 @@ class Role:
 
     @property
     def local(self) -> Role:
-        """The role on the devices of this process alone, which are whole replicas (parts of the
-        mesh's first axis); the role itself if there is one process."""
+        """The role on the devices of this process alone; the role itself if there is one process.
+        A process must have whole replicas: entries of the mesh's first axis."""
         if jax.process_count() == 1:
             return self
         this_process = jax.process_index()
@@ -188,14 +193,14 @@ class Role:
 
     @property
     def row_shards(self) -> int:
-        """The number of devices that rows and their parts are split over; a sampler's number of
-        groups is a multiple of it."""
+        """The number of devices that rows, and their parts if `context` is more than 1, are split
+        over. The number of rows of a sampler is a multiple of it."""
         return math.prod(self.mesh.shape[axis] for axis in self.row_axes)
 
     @property
     def batch_shards(self) -> int:
-        """The number of parts that whole rows are split into, each on `context` devices; R is a
-        multiple of it."""
+        """The number of shares that the rows of a batch are dealt into, each on `context` devices;
+        the number of rows is a multiple of it."""
         return self.row_shards // self.context
 
     @property
@@ -245,9 +250,9 @@ class Roles:
 
     @property
     def hosts(self) -> list[Role]:
-        """The sampler's role for each host (`Host`) in this process: one with all devices; or, if
-        the sampler has its own devices, one for each replica, which then does not wait for the
-        others."""
+        """The sampler's role for each `Host` in this process. If the sampler has devices of its
+        own, there is one host for each replica of the model, so that none waits for the others;
+        else one host with all of the sampler's devices here."""
         local = self.sampler.local
         if not self.disaggregated:
             return [local]
@@ -261,13 +266,15 @@ class Roles:
 def make_roles(
     section: MeshSection, devices: Sequence[Any] | None = None, hidden_size: int = 0
 ) -> Roles:
-    """Assigns the devices to the roles and returns these; two roles that share devices may arrange
-    them differently. `devices`: None for all that JAX finds, which configures JAX
-    (`available_devices`).
+    """Assigns devices to the roles by the keys of `mesh`, and returns the roles. Two roles that
+    share devices may arrange them differently. `devices`: None for all that JAX finds, which
+    configures JAX (`available_devices`). `hidden_size`: the model's, used only if the reference has
+    other devices than the trainer: it then splits this dimension over the largest number of its
+    devices that divides it; 0 if the model is not known yet.
 
-    If the reference has other devices than the trainer, it splits a model's `hidden_size` over the
-    largest number of them that divides it. ShoalError for devices that do not exist, roles that
-    overlap in part, sizes that do not divide, and what several processes cannot do.
+    ShoalError for devices that do not exist, roles that share only some of their devices, sizes of
+    axes that do not divide the devices, and, in a run of several processes, roles that these cannot
+    have (`process_refusal`).
     """
     if section.processes > 1:
         raise ShoalError(
@@ -317,7 +324,8 @@ def make_roles(
         reference = role("reference", as_mesh(arranged, mesh.axis_names), TRAINER_RULES)
     roles = Roles(trainer, sampler, reference)
     if jax.process_count() > 1:
-        reason = refusal(section, roles, {device: device.process_index for device in devices})
+        hosts = {device: device.process_index for device in devices}
+        reason = process_refusal(section, roles, hosts)
         if reason:
             raise ShoalError(reason)
     return roles
@@ -326,8 +334,9 @@ def make_roles(
 def _sampler_mesh(
     section: MeshSection, trainer: Mesh, devices: Sequence[Any], numbers: RoleDevices
 ) -> Mesh:
-    """Returns the sampler's mesh, replicas x tensor; ShoalError for a size that does not divide its
-    devices."""
+    """Returns the sampler's mesh, replicas x tensor, over the trainer's devices or devices of its
+    own, as `numbers` says. ShoalError if `mesh.sampler_tensor` (or else `mesh.tensor`) does not
+    divide the number of its devices."""
     tensor = section.sampler_tensor or section.tensor
     shared = set(numbers.sampler) == set(numbers.trainer)
     num_devices = trainer.size if shared else len(numbers.sampler)
@@ -351,12 +360,12 @@ def _sampler_mesh(
     return as_mesh(arrange_copies(own_devices, (tensor,)), SAMPLER_AXES)
 
 
-def refusal(section: MeshSection, roles: Roles, hosts: Mapping[Any, int]) -> str:
-    """Returns why these roles cannot be used with one process on each host; "" if they can.
-    `hosts`: device -> its host, for all available devices.
+def process_refusal(section: MeshSection, roles: Roles, hosts: Mapping[Any, int]) -> str:
+    """Returns why a run with one process on each host cannot have these roles, with the key to
+    change; "" if it can. `hosts`: device -> number of its host, for all available devices.
 
-    Refused are idle devices, roles that do not share all devices, and a replica that lies in two
-    processes.
+    Refused are roles that do not all have the same devices, idle devices, and a replica of the
+    sampler whose devices are on two hosts.
     """
     num_processes = len(set(hosts.values()))
     if num_processes == 1:
@@ -389,9 +398,10 @@ def refusal(section: MeshSection, roles: Roles, hosts: Mapping[Any, int]) -> str
 
 
 def view_of(role: Role, devices: Sequence[Any]) -> Role:
-    """Returns a role as it would be on other devices: each mesh axis but the first gets the largest
-    size that divides both its present size and the devices that are left, so that what one of the
-    devices holds consists of whole parts of the role's arrays."""
+    """Returns a role on `devices`, by whose shardings the role's arrays can be laid out there
+    without cutting a part in two: each mesh axis but the first, from the last one on, gets the
+    largest size that divides both its present size and the devices that are left; the first axis
+    gets the rest. Returns the role itself if these are its devices."""
     if set(devices) == set(role.mesh.devices.flat):
         return role
     sizes = []

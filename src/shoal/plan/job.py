@@ -34,7 +34,7 @@ from shoal.job.memory import job_budget
 from shoal.mesh import Program, Role, available_devices
 from shoal.mesh.accelerators import Accelerator, accelerator_of, calibrated, read_calibration
 from shoal.mesh.reshard import in_order_of
-from shoal.mesh.roles import refusal
+from shoal.mesh.roles import process_refusal
 from shoal.mesh.topology import Topology, parse_topology, placeholder_devices, topology_devices
 from shoal.model.attention.blocked import block_size
 from shoal.model.attention.caches import KEY_BLOCK, PAGE, keys_at_once
@@ -500,7 +500,7 @@ class PlannedJob:
         return PlannedStep(
             devices=devices,
             hosts=len(set(hosts.values())),
-            refusal=refusal(config.mesh, self.roles, hosts),
+            refusal=process_refusal(config.mesh, self.roles, hosts),
             sampled_tokens=prompts * sum(completions),
             prompt_tokens=prompts * prompt_tokens,
             model_flops=model_flops(

@@ -88,9 +88,9 @@ def find_flag(
 def find_row(
     config_type: type, name: str, value: Any, likely: str = "", patterns: bool = False
 ) -> Flag | None:
-    """Returns the row of the tables for a name, None if there is none that the command accepts. If
-    several systems have the name, the row of the system `likely` is preferred. `patterns`: also
-    match the patterns of that system."""
+    """Returns the row of the tables for a name, None if there is none that the command accepts. For
+    a name that Shoal has too, `value` decides whose name it is. If several systems have the name,
+    the row of the system `likely` is preferred. `patterns`: also match that system's patterns."""
     order = sorted(SYSTEMS, key=lambda system: system != likely)
     rows = [_EXACT[system][name] for system in order if name in _EXACT[system]]
     if patterns and likely:
@@ -350,16 +350,17 @@ class Draft:
         return layers
 
     def add_effect(self, uses: Sequence[FlagUse], meaning: str, has_line: bool = False) -> Effect:
-        """Adds and returns a new effect of these flags. The line about it is sorted by the place of
-        the last of them."""
+        """Adds and returns a new effect of these flags, without settings. The line about it is
+        sorted by the layer and index of the last flag. `meaning`, `has_line`: see `Effect`."""
         last = max((use.layer, use.index) for use in uses)
         effect = Effect({use.name: use.text for use in uses}, last, meaning, has_line)
         self.effects.append(effect)
         return effect
 
     def add_single(self, use: FlagUse) -> None:
-        """Adds the effect of a flag whose value can be read without other flags or keys. Raises
-        ShoalError for a refused value."""
+        """Adds the effect of a flag whose value is read without other flags or keys, with its
+        settings; a flag that changes nothing here has none. Raises ShoalError for a flag, or a
+        value of it, that Shoal refuses."""
         flag, text, name = use.flag, use.text, use.name
         if flag.refused:
             if text.lower() not in flag.accepts:
@@ -488,9 +489,9 @@ class Draft:
         effect.settings.append(PlacedSetting(setting, layer, use.index))
 
     def _is_wide(self, use: FlagUse, key: str) -> bool:
-        """True if in the same layer a flag of another system sets this key and otherwise only some
-        of the keys that this flag sets. The narrower flag then wins, whatever their order. Flags of
-        one system are not compared: their rows say which of them yields."""
+        """True if in the same layer another system's flag sets this key, and sets fewer keys than
+        this flag, all of them among its keys. The other, narrower flag then wins, whatever their
+        order. Flags of one system are not compared: their rows say which of them yields."""
         for other in self.uses:
             if other.layer != use.layer or other.flag.system == use.flag.system:
                 continue
@@ -529,9 +530,10 @@ def _owner(uses: Sequence[FlagUse], key: str) -> FlagUse:
 
 
 def _became(draft: Draft, merged: Merged, values: Mapping[str, Any]) -> list[tuple[str, bool]]:
-    """Returns (line, is_note) for each flag of the user's layers that is in effect: what it became,
-    and whether the line is also shown at the start. All flags of a file that change nothing share
-    one line."""
+    """Returns (line, is_note) for each flag of the user's layers that has an effect: what it
+    became, and whether the line is also shown at the start. Left out are flags all of whose
+    settings are overruled by higher ones. All flags of a file that change nothing share one
+    line."""
     positions = _positions(merged)
     lines = []
     idle_names: dict[int, list[str]] = {}  # number of a file's layer -> flags that change nothing

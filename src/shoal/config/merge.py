@@ -125,8 +125,10 @@ def users_layers(
     beneath: Layer | None = None,
 ) -> tuple[list[Layer], Path | None]:
     """Returns the layers of `--preset`, of the file and of the command line, lowest first, and the
-    path of the file or preset (None without one). The last layer is always the command line. Other
-    presets that these layers name are not included; `layers_of` adds them."""
+    path of the file or preset (None without one). The last layer is always the command line; the
+    first are `beneath`, if it is given, and the two settings that make `shoal sft` of `shoal
+    train`. Other presets that these layers name are not included; `layers_of` adds them. `stored`:
+    as in `load`."""
     command = command_of(config_type)
     layers = []
     if beneath:
@@ -374,10 +376,11 @@ def _find_in_effect(settings: Sequence[tuple[int, Setting]], line: int) -> dict[
 
 
 def check_names(merged: Merged) -> tuple[list[str], list[str]]:
-    """Looks for two names in one layer that give one key different values. Returns (notes, errors):
-    a note for two names on the command line, where the later one counts; an error for two names in
-    a file, which has no order, unless a higher layer sets the key. It is an error also on the
-    command line if one of the two is `steps` and the other a flag that counts batches.
+    """Looks for two names in one layer that give one key different values, like `lr=1` and
+    `optimizer.lr=2`. Returns (notes, errors): a note for two names on the command line, where the
+    later one counts; an error for two names in a file, which has no order, unless a higher layer
+    sets the key. It is an error also on the command line if one of the two is `steps` and the other
+    a flag that counts batches.
 
     PROMPT_KEYS count as one key. A file that sets more than half of all keys is a stored run's
     configuration and may have both, because the run then computed `batch.prompts_per_step` from the

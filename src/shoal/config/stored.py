@@ -87,8 +87,8 @@ def config_of(values: Mapping[str, Any]) -> Config:
 
 
 def decisions_of(stored: Mapping[str, Any]) -> dict[str, Decision]:
-    """Returns the decisions of a run by key, from the values of its decided.yaml; ShoalError if
-    they have another form."""
+    """Returns key -> decision of a run. `stored`: the content of its decided.yaml, key -> {"value":
+    ..., "from": {source: value}}; ShoalError if it has another form."""
     known = keys_of(Config)
     decisions = {}
     for name, written in stored.items():

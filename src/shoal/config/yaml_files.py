@@ -115,8 +115,9 @@ def _leaves(file: Path, is_key: Callable[[str], bool]) -> list[tuple[str, Any, i
 def _walk(
     loader: Any, node: Any, head: str, is_key: Callable[[str], bool], lines: dict[str, int]
 ) -> Any:
-    """Yields (dotted name, value, line) for every value below a YAML node. `lines`: the line of
-    each name so far; ValueError if a name is set twice."""
+    """Yields (dotted name, value, line) for every value below a YAML node; the value of a key may
+    be a mapping. `head`: what to put before each name. `lines`: name -> line so far, which is added
+    to; ValueError if a name is set twice."""
     import yaml
 
     loader.flatten_mapping(node)
@@ -190,7 +191,8 @@ def _referred(name: str, reference: str, get: Callable[[str], Any]) -> Any:
 
 
 def _absolute(wanted: str, name: str) -> str:
-    """Returns the full name that `.sibling` or `..other` means in the value of `name`."""
+    """Returns the full name that a relative one means in the value of `name`: `.b` in `x.a` is
+    `x.b`, `..b` in `x.y.a` is `x.b`; a name without dots at its start is returned unchanged."""
     relative = wanted.lstrip(".")
     num_dots = len(wanted) - len(relative)
     if num_dots == 0:

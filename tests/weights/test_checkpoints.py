@@ -205,13 +205,13 @@ def test_weights_outside_of_devices_are_saved_and_restored_there(tmp_path, monke
 def test_of_an_array_outside_of_devices_one_has_a_piece_at_a_time(monkeypatch, dtype):
     """With the checksum of the whole; positions that begin again in a later layer, as in a very
     large array, too."""
-    on_device, part = [], checksums._part
+    on_device, part = [], checksums._array_sum
 
     def counted(piece, *args):
         on_device.append(piece.nbytes)
         return part(piece, *args)
 
-    monkeypatch.setattr(checksums, "_part", counted)
+    monkeypatch.setattr(checksums, "_array_sum", counted)
     monkeypatch.setattr(checksums, "PIECE_BYTES", 1000)
     for most in (2**32, 500):
         monkeypatch.setattr(checksums, "POSITIONS", most)

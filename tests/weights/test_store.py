@@ -207,13 +207,13 @@ def test_weights_of_a_checkpoint_are_published_with_a_piece_at_a_time_on_a_devic
 ):
     """As a resumed run does it, whose older versions were read to the host; with the same
     checksums."""
-    on_device, part = [], checksums._part
+    on_device, part = [], checksums._array_sum
 
     def counted(piece, *args):
         on_device.append(piece.nbytes)
         return part(piece, *args)
 
-    monkeypatch.setattr(checksums, "_part", counted)
+    monkeypatch.setattr(checksums, "_array_sum", counted)
     monkeypatch.setattr(checksums, "PIECE_BYTES", 5000)
     made, params = FileStore(folder, Model(QWEN3, roles().sampler)), random_parameters(QWEN3)
     one, other = made.put(0, params), made.put(1, jax.tree.map(np.asarray, params))

@@ -354,7 +354,7 @@ class Fleet:
     def _wait_until(self, entries: Sequence[PendingGroup], states: set[GroupState]) -> None:
         """Waits until all `entries` have one of the `states`; called with the lock held. If the
         fleet has no thread of its own, runs its rounds meanwhile. Raises the error that ended the
-        fleet's thread, and KeyboardInterrupt or the like if the run is to stop."""
+        fleet's thread, and StopRequested if the run is to stop."""
         began = time.time()
         while not all(entry.state in states for entry in entries):
             self.stop.check()
@@ -414,15 +414,17 @@ class Fleet:
         guard_user_code: Guard = contextlib.nullcontext,
         wait: bool = False,
     ) -> None:
-        """Does one round of work, without waiting: continues rollouts with turns, checks the hosts,
-        gives waiting groups to them, collects their answers, submits sampled groups to the rewards,
-        and enters the rewards that have come. `guard_user_code` returns a context that surrounds
-        calls that may hang in a user's code. `wait`: wait for a reward, if any is queued.
+        """Does one round of work: continues rollouts with turns, checks the hosts, gives waiting
+        groups to them, collects their answers (a host in this thread samples one compiled step),
+        submits sampled groups to the rewards, and enters the rewards that have come.
+        `guard_user_code` returns a context that surrounds calls that may hang in a user's code.
+        `wait`: wait for a reward, if any is queued.
 
-        The lock is held for all but the rewards. In the fleet's own thread it is free while reward
-        functions are called, so that a caller of `take` who gives up need not wait for them. In the
-        caller's thread `take` holds it all the time, also while reward functions are called; nobody
-        else uses the fleet then."""
+        The lock is held for all but scoring. In the fleet's own thread it is free while reward
+        functions are called, so that a caller of `take` who gives up need not wait for them; only a
+        task's `correct` function is called with the lock held. In the caller's thread `take` holds
+        the lock all the time, also while reward functions are called; nobody else uses the fleet
+        then."""
         with self._changed:
             now = time.monotonic()
             ready = self._advance_turns(guard_user_code)
@@ -708,8 +710,8 @@ class Fleet:
         return max(versions, default=-1) >= request.version
 
     def _show_progress(self, entry: PendingGroup) -> None:
-        """Reports to `on_progress` how many groups are sampled of those that an evaluation
-        requested with the same questions and the same temperature as this one; does nothing for
+        """Reports to `on_progress` how many of an evaluation's groups are sampled, of those with
+        the same set of questions and the same sampling parameters as this group; does nothing for
         training."""
         request = entry.request
         if self.on_progress is None or request.purpose is not Purpose.EVALUATE:

@@ -103,8 +103,8 @@ class Ledger:
             self.next_id += 1
 
     def new_request_id(self, entry: PendingGroup) -> int:
-        """Returns an unused id for one more request to a host for a group, and notes whose it
-        is."""
+        """Returns an unused id for one more request for a group (the first has the group's own id),
+        and notes that it belongs to the group."""
         id = self.next_id
         self.next_id += 1
         self.group_ids[id] = entry.id

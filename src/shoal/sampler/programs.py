@@ -123,10 +123,10 @@ def make_programs(
     max_support: int,
     piece: int,
 ) -> dict[str, Program]:
-    """Returns the compiled programs of an engine by name: "make_state", "prefill", "join",
-    "decode", "feed", "save", "restore". If the model's layers are compiled one by one, "prefill"
-    and "feed" compute one layer, and "embed" and "enter" what comes before and after the layers:
-    `run_program` calls them in turn.
+    """Returns the programs of an engine by name, each compiled at its first call: "make_state",
+    "prefill", "join", "decode", "feed", "save", "restore". If the model's layers are compiled one
+    by one, "prefill" and "feed" compute one layer, and "embed" and "enter" what comes before and
+    after the layers: `run_program` calls them in turn.
 
     `eos_ids`: tokens that end a completion. `truncated`, `max_support`: see `TokenChoice`. Prompts
     longer than `piece` tokens are computed in pieces of that many (see `piece_size`)."""
@@ -256,7 +256,7 @@ def _save(
 
 
 def _read_rows(state: DecodeState, rows: jax.Array, pages: jax.Array | None) -> DecodeState:
-    """Does what `_save` does, on one replica."""
+    """Returns what one replica holds of rows[M], as arrays of M rows: `_save` for a replica."""
     saved = jax.tree.map(lambda x: _slices(x, zip(rows, strict=True)), _without_pools(state, pages))
     if pages is None:
         return saved
@@ -304,7 +304,8 @@ def _restore(
 def _write_rows(
     state: DecodeState, rows: jax.Array, saved: DecodeState, pages: jax.Array | None
 ) -> DecodeState:
-    """Does what `_restore` does, on one replica."""
+    """Returns one replica's state with M saved rows written to rows[M]: `_restore` for a
+    replica."""
     restored = jax.tree.map(
         lambda x, new: x.at[rows].set(new, mode="drop"),
         _without_pools(state, pages),

@@ -153,8 +153,9 @@ def __getattr__(name: str) -> Any:
 
 
 def _named(task: Any, held_out: Any, correct: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the overrides with the task among them: `rows` if `task` is data from Python. Raises
-    ShoalError if `held_out` or `correct` is given without such data."""
+    """Returns the overrides with the task among them: `task.name` is `rows` if `task` is data from
+    Python, else `task` is a name or settings. Raises ShoalError if `held_out` or `correct` is given
+    without data from Python."""
     from shoal.tasks.custom import is_data
     from shoal.tasks.task import ROWS
 
@@ -181,8 +182,9 @@ def _task_of_data(
 
 
 def _with_functions_named(config: Any, functions: Sequence[Callable]) -> Any:
-    """Returns the configuration with the names of the reward functions given from Python, so that
-    the run's folder shows that there were some."""
+    """Returns a configuration whose reward.functions are the names of the reward functions given
+    from Python, so that the run's folder shows that there were some. Unchanged if there were
+    none."""
     from shoal.config.keywords import FROM_PYTHON
     from shoal.rewards.loading import name_functions
 
@@ -193,8 +195,9 @@ def _with_functions_named(config: Any, functions: Sequence[Callable]) -> Any:
 
 
 def _with_environments_named(config: Any, task: Task | None) -> Any:
-    """Returns the configuration with the names of the tools and environments that a task brings
-    along; unchanged if the configuration has some already."""
+    """Returns a configuration that names the tools and environments of a task given from Python,
+    after registering them under these names. Unchanged if the task has none, or if the
+    configuration names some already."""
     from shoal.config.keywords import register_object
 
     if task is None or not (task.tools or task.environments) or config.turns:
@@ -208,8 +211,8 @@ def _with_environments_named(config: Any, task: Task | None) -> Any:
 
 
 def _console(resolved: Any, console: Any = None) -> Any:
-    """Returns a console, the given or a new one, after printing the notes about a configuration to
-    it."""
+    """Prints the notes about a configuration to a console, and returns it; to a new one if none is
+    given."""
     from shoal.report.console import Console
 
     console = console or Console()

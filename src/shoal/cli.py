@@ -132,8 +132,8 @@ def _run(words: list[str]) -> int:
 
 
 def _known(word: str) -> str:
-    """Returns the first argument if it is a command; otherwise raises ShoalError with the command
-    line that was probably meant."""
+    """Returns `word`, the first argument, if it is a command. Otherwise raises ShoalError with the
+    command line that was probably meant."""
     if word in COMMANDS:
         return word
     if "=" in word or word.startswith("-"):
@@ -189,7 +189,8 @@ def _run_command(command: str, words: list[str], job: Sequence[str] = ()) -> int
 
 
 def _dry_run_lines(command: str, config: Any, resolved: Resolved) -> list[str]:
-    """Returns what a dry run shows besides the settings: notes, warnings, estimates."""
+    """Returns the lines that a dry run shows besides the settings: notes, warnings, and for some
+    commands an estimate or the files that they would write."""
     from shoal.job.dry_run import adapter_lines, check_dry_run
 
     lines = []
@@ -213,9 +214,9 @@ def _dry_run_lines(command: str, config: Any, resolved: Resolved) -> list[str]:
 
 @contextlib.contextmanager
 def _explained(command: str, config: Any, resolved: Resolved) -> Iterator[None]:
-    """Adds to each ShoalError raised in the `with` block, for each key that it mentions, the flag
-    or the line of a file that set the key. Turns an error because memory ran out into a ShoalError
-    with the keys to change."""
+    """A context that adds to each ShoalError raised in it, for each key that the message mentions,
+    the flag or the line of a file that set the key. An error because memory ran out becomes a
+    ShoalError with the keys to change."""
     try:
         yield
     except Exception as error:
@@ -234,8 +235,8 @@ def _explained(command: str, config: Any, resolved: Resolved) -> Iterator[None]:
 
 
 def _in_their_names(resolved: Resolved) -> Callable[[str], str]:
-    """Returns a function that adds to a message the flags that set the keys mentioned; it changes
-    nothing if no flags of another system were typed."""
+    """Returns a function that adds to a message the flags of another system that set the keys which
+    it mentions. If no such flags were typed, it returns the message unchanged."""
     if not resolved.became:
         return str
     from shoal.compat.front import in_their_names
@@ -244,8 +245,9 @@ def _in_their_names(resolved: Resolved) -> Callable[[str], str]:
 
 
 def _compose(command: str, words: list[str]) -> tuple[Any, Resolved]:
-    """Returns (configuration, Resolved) of a command. With `resume`, and for `eval` with `model=` a
-    folder or bucket, the settings of that run lie beneath the typed ones."""
+    """Returns (configuration, Resolved) of a command's words. With `resume`, the run's own settings
+    have less precedence than the words and more than the defaults; likewise for `eval` with
+    `model=` a run's folder or bucket."""
     if "resume" in keys_of(COMMANDS[command]):
         from shoal.job.resume import config_for_resume
 
@@ -262,7 +264,7 @@ def _compose(command: str, words: list[str]) -> tuple[Any, Resolved]:
 
 def _call(command: str, config: Any, resolved: Resolved) -> Any:
     """Prints the notes about the configuration, then calls the command's function and returns its
-    result. The function has the name of its module, except for `eval` and `sft`."""
+    result. The function has the name of its module in `commands`, except for `eval` and `sft`."""
     if command in ("train", "sft"):
         from shoal.job.process import open_console
 

@@ -118,8 +118,9 @@ under the same file names, require nothing."""
 
 
 def compat(config: CompatConfig, console: Console | None = None) -> dict[str, Any]:
-    """Writes the scripts. Raises ShoalError, and writes nothing, if a path holds a file that Shoal
-    did not write."""
+    """Writes a script at each path at which other systems' scripts stand, below the folder `to`;
+    each runs `shoal` in their place (`SHIMS`). Returns the folder and the number of scripts. Raises
+    ShoalError, and writes nothing, if a path holds a file that Shoal did not write."""
     require_given(config, "to")
     with console or Console() as console:
         scripts = planned(config)
@@ -135,8 +136,9 @@ def compat(config: CompatConfig, console: Console | None = None) -> dict[str, An
 
 
 def planned(config: CompatConfig) -> dict[Path, str]:
-    """Returns the texts of all scripts by path, without writing them. Raises ShoalError if a path
-    holds a file that Shoal did not write, as in a checkout of the other system."""
+    """Returns path -> text of all scripts that `compat` writes, without writing them. Raises
+    ShoalError if a path holds a file that Shoal did not write, as in a checkout of the other
+    system."""
     folder = check_local(config.to, "to")
     check_writable(folder, "to", within=True)
     scripts = {}
@@ -144,7 +146,7 @@ def planned(config: CompatConfig) -> dict[Path, str]:
         for path in shim.paths:
             scripts[folder / path] = SCRIPT.format(name=name)
     assets = resources.files("shoal").joinpath("assets", "doors")
-    for path in (*SHELL, *REQUIREMENTS):
+    for path in SHELL + REQUIREMENTS:
         scripts[folder / path] = assets.joinpath(Path(path).name).read_text(encoding="utf-8")
     foreign = []
     for path in scripts:
@@ -160,8 +162,9 @@ def planned(config: CompatConfig) -> dict[Path, str]:
 
 
 def shim_argv(name: str, words: Sequence[str]) -> list[str]:
-    """Returns the arguments of `shoal` that do what a script of another system would do with the
-    arguments `words`. The user's file and words have precedence over the script's preset and words.
+    """Returns the arguments of `shoal` that do what another system's script would do with the
+    arguments `words`. `name`: the script's key in SHIMS. The user's file and words have precedence
+    over the script's preset and words.
 
     >>> shim_argv("grpo_demo", ["--steps=4"])
     ['train', '--config-name', 'grpo_demo', '--steps=4']
@@ -203,8 +206,9 @@ def shim_argv(name: str, words: Sequence[str]) -> list[str]:
 
 
 def _torchrl_words() -> list[str]:
-    """Returns words for what TorchRL's recipe writes: Hydra's files, `kl` (which costs a forward
-    pass each step if its weight is 0), and Weights & Biases if the package is installed."""
+    """Returns words for what TorchRL's recipe also writes: Hydra's files, the KL divergence as a
+    metric (which costs a forward pass each step if its weight is 0), and Weights & Biases if the
+    package is installed."""
     words = ["report.hydra=true", "algorithm.kl_metric=true"]
     if find_spec("wandb"):
         words.append("report.wandb.mode=auto")

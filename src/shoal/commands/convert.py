@@ -50,8 +50,10 @@ PROGRESS_BYTES = 1 << 30
 
 
 def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, Any]:
-    """Writes the folder completely or not at all, and returns its path and size; raises ShoalError
-    if it exists already."""
+    """Writes a Hugging Face folder, hub id or run as a MaxText checkpoint, or a MaxText checkpoint
+    as a Hugging Face folder, as `format` says. The new folder is written completely or not at all.
+    Returns its path and the numbers of tensors and bytes. ShoalError if it exists already, or if
+    the source has the wrong format."""
     if not (config.source or config.model_name):
         raise ShoalError(
             "from: nothing was given; expected a checkpoint, or model_name alone for the hub's "
@@ -89,7 +91,9 @@ def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, 
 
 
 def _target(config: ConvertConfig) -> Path:
-    """Returns the folder to write; ShoalError if it exists already, or is not given."""
+    """Returns the folder to write: `to`, or for MaxText's own flags the one that
+    base_output_directory and run_name name. ShoalError if it exists already, or if neither or both
+    are given."""
     if config.to and (config.base_output_directory or config.run_name):
         raise ShoalError(
             f"to={config.to} is the folder that is written: give it, or base_output_directory with "
@@ -124,7 +128,8 @@ def _target_key(config: ConvertConfig) -> str:
 def _to_maxtext(
     config: ConvertConfig, source: str, target: Path, console: Console
 ) -> dict[str, Any]:
-    """Writes a checkpoint in MaxText's layout; returns the numbers of tensors and bytes."""
+    """Writes the model `source` as a checkpoint in MaxText's layout, and returns the numbers of
+    tensors and bytes."""
     if config.tokenizer:  # no error, because MaxText's own command lines name a tokenizer
         console.warning(
             f"tokenizer={config.tokenizer} is not used: MaxText's layout holds no tokenizer"
@@ -163,8 +168,8 @@ def _to_maxtext(
 
 
 def open_source(source: str) -> tuple[Architecture, maxtext.ReadPart]:
-    """Returns the architecture of a Hugging Face folder, a hub id or a run, and a function that
-    reads parts of its parameters. ShoalError for an adapter."""
+    """Returns (architecture, function that reads parts of the parameters) of a Hugging Face folder,
+    a hub id or a run. ShoalError for an adapter."""
     local = find_input(source, "from")
     checkpoint = find_checkpoint(local) if local.is_dir() else None
     folder = checkpoint[0] / MODEL_FOLDER if checkpoint else locate(source)
@@ -180,7 +185,8 @@ def open_source(source: str) -> tuple[Architecture, maxtext.ReadPart]:
     tensors = huggingface.open_tensors(folder, a)
 
     def read(spec: ParamSpec, index: tuple[slice, ...]) -> np.ndarray:
-        """Reads a part of one parameter from the stored tensors, in Shoal's orientation."""
+        """Reads the part `index` of one parameter from the stored tensors, in the orientation of
+        Shoal's arrays, which is transposed for some."""
         num_indices = len(spec.indices)
         values = tensors[spec.name].read(spec.in_file_order(index)[: num_indices + 1])
         if not spec.transposed:
@@ -209,8 +215,8 @@ def _read_from_checkpoint(checkpoint: tuple[Path, int], a: Architecture) -> maxt
 def _to_hugging_face(
     config: ConvertConfig, tree: Path, target: Path, console: Console
 ) -> dict[str, Any]:
-    """Writes a MaxText checkpoint as a Hugging Face folder; returns the numbers of tensors and
-    bytes."""
+    """Writes the MaxText checkpoint at `tree` as a Hugging Face folder, and returns the numbers of
+    tensors and bytes."""
     check_local(config.tokenizer, "tokenizer", COPIES)
     tokenizer = locate(config.tokenizer, weights=False) if config.tokenizer else None
     checkpoint = maxtext.open_checkpoint(
@@ -240,13 +246,14 @@ def _to_hugging_face(
 
 
 def _progress(size: int, console: Console) -> Callable[[int], None]:
-    """Returns a function that is called with numbers of bytes written, and prints a line at each
-    tenth of `size`."""
+    """Returns a function to call with the number of bytes that were just written. It prints a line
+    whenever the sum reaches another tenth of `size`; nothing if `size` is less than
+    PROGRESS_BYTES."""
     done = 0
     started = time.perf_counter()
 
     def written(count: int) -> None:
-        """Adds a number of bytes to those written; prints a line if the next tenth is reached."""
+        """Adds a number of bytes; prints a line if they reach another tenth."""
         nonlocal done
         before = done
         done += count

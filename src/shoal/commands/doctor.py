@@ -2,11 +2,13 @@
 
     the job's stages -> reward -> weights -> a trial of one step -> memory, time
 
-If a stage fails, the stages that do not need it are still checked."""
+If a stage fails, the stages that do not need it are still checked. Each finding is printed when it
+is added to `job.findings`; the functions here return the records for the command's result."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -26,7 +28,6 @@ from shoal.job.memory import job_budget, judge_memory
 from shoal.job.out_of_memory import explain_out_of_memory
 from shoal.job.step_trial import (
     StepTrial,
-    Times,
     best_advice,
     estimate_times,
     trial_budget,
@@ -45,45 +46,48 @@ log-prob of a token. A larger one means that the two do not compute the same pol
 def doctor(
     config: DoctorConfig, console: Console, reward_functions: Sequence[Callable] = ()
 ) -> dict[str, Any]:
-    """Checks a job, prints each finding as soon as it is made, and returns all of them. `ok` is
-    False if the run would stop or could not train."""
+    """Checks a job, prints each finding as soon as it is made, and returns a record of all of them
+    and of the figures behind them. `ok` is False if the run would stop or could not train."""
     with (
         console,
         Job(config, console, functions=reward_functions, findings=Findings(console)) as job,
     ):
-        findings = job.findings
-        result: dict[str, Any] = {
-            "ok": False,
-            "findings": [],
-            "first_prompt": "",
-            "rewards": [],
-            "agreement": {},
-            "memory": {},
-            "time": {},
-            "advice": {},
-        }
         job.collect(through="run_folder_note")
         if job.is_open("check_configuration", "run_folder_note") and job.run_folder_note:
-            findings.of("configuration").ok(job.run_folder_note)
+            job.findings.of("configuration").ok(job.run_folder_note)
         job.collect(through="tokenizer")
-        begins = check_data(job, result)
-        scored = job.is_open("questions", "reward_pool") and check_reward(job, result)
+        first_prompt = check_data(job)
+        rewards = None
+        if job.is_open("questions", "reward_pool"):
+            rewards = check_reward(job)
+        step = StepRecords()
         if job.is_open("check_longest_sequence", "model", "teacher_source"):
-            check_step(job, result, begins and scored)
-        wrong = len(findings.at("wrong"))
-        warnings = len(findings.at("warning"))
-        text = f"{wrong} wrong" if wrong else "nothing is wrong"
-        console.heading(f"{text}, {count(warnings, 'warning')}")
-        return result | {"ok": not wrong, "findings": findings.records()}
+            can_train = first_prompt is not None and rewards is not None
+            step = check_step(job, tries=can_train)
+        num_wrong = len(job.findings.at("wrong"))
+        num_warnings = len(job.findings.at("warning"))
+        text = f"{num_wrong} wrong" if num_wrong else "nothing is wrong"
+        console.heading(f"{text}, {count(num_warnings, 'warning')}")
+        return {
+            "ok": not num_wrong,
+            "findings": job.findings.records(),
+            "first_prompt": first_prompt or "",
+            "rewards": rewards or [],
+            "agreement": step.agreement,
+            "memory": step.memory,
+            "time": step.time,
+            "advice": step.advice,
+        }
 
 
 # ---- without weights
 
 
-def check_data(job: Job, result: dict[str, Any]) -> bool:
-    """Checks the data and prints the run's first prompt; False if a run could not begin."""
+def check_data(job: Job) -> str | None:
+    """Checks the data, and prints the run's first prompt and returns its text. None if there is no
+    such prompt, because the data, the tokenizer or a stage that needs them is wrong."""
     if not job.is_open("questions", "tokenizer"):
-        return False
+        return None
     data, check = job.questions, job.findings.of("data", "task.path")
     for note in data.notes:
         check.warning(note)
@@ -94,7 +98,7 @@ def check_data(job: Job, result: dict[str, Any]) -> bool:
         )
     job.collect(through="sampling_settings")
     if not job.is_open("prompt_lengths", "evaluation_sets", "prompts"):
-        return False
+        return None
     if not job.findings.at("wrong"):
         used = job.requested.steps * job.prompts_per_step
         sets = ", ".join(f"{number:,} {name}" for name, number in set_sizes(data).items())
@@ -104,17 +108,17 @@ def check_data(job: Job, result: dict[str, Any]) -> bool:
     text = job.tokenizer.decode(job.first_prompt.prompt_ids.tolist(), skip_special_tokens=False)
     # The finding of the template reports the prompt's tokens.
     job.console.passage("first prompt", text, lines=16, characters=1200)
-    result["first_prompt"] = text
-    return True
+    return text
 
 
-def check_reward(job: Job, result: dict[str, Any]) -> bool:
-    """Scores known answers to the run's first prompt and to the first rows of data, and prints the
-    scores as a table; False if the reward fails."""
+def check_reward(job: Job) -> list[dict[str, Any]] | None:
+    """Scores known answers (right, wrong, empty, ...) to the run's first prompt and to the first
+    two rows of data. Prints the scores as a table and returns them as records; None if the reward
+    functions fail."""
     data = job.questions
     examples = [data.train[row] for row in range(min(2, len(data.train)))]
     if "prompts" in job.opened:
-        examples = [job.first_prompt.example, *examples]
+        examples.insert(0, job.first_prompt.example)
     sample = bytes_as_model_text
     if "tokenizer" in job.opened:
         sample = model_text_maker(job.tokenizer, job.encode)
@@ -122,8 +126,7 @@ def check_reward(job: Job, result: dict[str, Any]) -> bool:
     with job.findings.of("reward", "reward.functions").errors():
         tried = probe(job.reward_pool, examples, sample)
     if tried is None:
-        return False
-    result["rewards"] = tried.records()
+        return None
     title = f"reward of answers as {tried.form}" if tried.form else "reward"
     rows = []
     for answer, scores in tried.rows.items():
@@ -131,30 +134,42 @@ def check_reward(job: Job, result: dict[str, Any]) -> bool:
         rows.append((answer, *texts))
     job.console.table((title, "total", *tried.functions), rows)
     job.findings.extend(reward_findings(tried, has_calls=bool(data.tools or data.environments)))
-    return True
+    return tried.records()
 
 
 def bytes_as_model_text(_: Example, text: str) -> ModelText:
-    """Returns an answer as if a model had sampled it, one token for each byte; for a job whose
-    tokenizer is missing."""
+    """Returns an answer as if a model had sampled it, with one token for each byte of its text.
+    Used in place of the tokenizer if the job has none."""
     return ModelText(text, list(text.encode()))
 
 
 # ---- with weights
 
 
-def check_step(job: Job, result: dict[str, Any], tries: bool) -> None:
-    """Loads the weights, unless they cannot fit into memory, and tries one step. `tries`: False if
-    another part of the job is wrong; then only the weights are checked."""
+@dataclass
+class StepRecords:
+    """What the trial of one step found, for the command's result; empty what it did not reach."""
+
+    agreement: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
+    time: dict[str, Any] = field(default_factory=dict)
+    advice: dict[str, Any] = field(default_factory=dict)
+
+
+def check_step(job: Job, tries: bool) -> StepRecords:
+    """Loads the weights, tries one step, and reports what it took. Loads nothing if the job's
+    budget already exceeds the memory. `tries`: False if another part of the job is wrong; then the
+    weights are loaded and checked, and no step is tried."""
+    records = StepRecords()
     check_lr_for_size(job.config_for_devices, parameter_count(job.model.architecture), job.findings)
     job.collect(through="engines")
     if not job.is_open("engines"):
-        return
+        return records
     budget = job_budget(job)
     available = available_memory(job.roles.trainer.mesh.devices.flat)
     if tries and available.free and budget.peak() * available.sharing > available.free:
-        report_memory(job, result, budget, available)
-        return
+        records.memory, records.advice = report_memory(job, budget, available)
+        return records
     trial = None
     try:
         with job.findings.of("model", "model.path").errors():
@@ -166,10 +181,10 @@ def check_step(job: Job, result: dict[str, Any], tries: bool) -> None:
         if explained is None:
             raise
         job.findings.of("memory", "batch.micro_tokens").wrong(explained)
-        return
+        return records
     if trial is None:
-        return
-    report_agreement(job, result, trial)
+        return records
+    records.agreement = report_agreement(job, trial)
     times = estimate_times(
         job.config,
         trial,
@@ -178,12 +193,19 @@ def check_step(job: Job, result: dict[str, Any], tries: bool) -> None:
         job.roles.disaggregated,
     )
     tried = trial_budget(budget, trial, job.engines)
-    report_memory(job, result, tried, available)
-    report_time(job, result, times, tried, available)
+    records.memory, records.advice = report_memory(job, tried, available)
+    records.time = vars(times)
+    job.findings.of("time").ok(times.describe())
+    if not records.advice:  # the memory suffices: what would save most time
+        advice = best_advice(job.config, tried, job.budget_for, times, available)
+        records.advice = advice
+        job.findings.extend([Finding("advice", "ok", advice["text"], advice["key"])])
+    return records
 
 
 def check_weights(job: Job, parameters: Params) -> bool:
-    """Reports whether all weights are finite; True if they are."""
+    """Reports the number of weights, or the arrays that hold NaN or infinity. Returns True if all
+    weights are finite."""
     check = job.findings.of("model", "model.path")
 
     def is_finite(array: jax.Array) -> jax.Array:
@@ -209,8 +231,8 @@ def check_weights(job: Job, parameters: Params) -> bool:
 
 
 def try_first_step(job: Job, parameters: Params) -> StepTrial | None:
-    """Samples, scores and trains the first step of the run as a trial; returns None if its reward
-    fails."""
+    """Samples, scores and trains the first step of the run as a trial, without keeping its update.
+    Returns what was measured; None if the reward fails."""
     first = job.prompts.next(job.config.batch.prompts_per_step)
     with job.findings.of("reward", "reward.functions").errors():
         return try_step(
@@ -229,16 +251,17 @@ def try_first_step(job: Job, parameters: Params) -> StepTrial | None:
 # ---- reports of the trial
 
 
-def report_agreement(job: Job, result: dict[str, Any], trial: StepTrial) -> None:
+def report_agreement(job: Job, trial: StepTrial) -> dict[str, Any]:
     """Reports whether sampler and trainer agree on log-probs, and whether the samples can train the
-    model."""
+    model: that not too many are truncated, and that rewards differ within groups. Returns these
+    figures."""
     agreement = job.findings.of("agreement")
     samples = job.findings.of("samples")
     limit = job.config.sampling.max_completion_tokens
     dtype = jnp.dtype(job.model.dtype).name
     mean = float(trial.differences.mean())
     largest = float(trial.differences.max())
-    result["agreement"] = {
+    record = {
         "dtype": dtype,
         "tokens": int(trial.differences.size),
         "mean_difference": mean,
@@ -295,16 +318,17 @@ def report_agreement(job: Job, result: dict[str, Any], trial: StepTrial) -> None
             f"raise batch.group_size={job.config.batch.group_size}",
             "batch.group_size",
         )
+    return record
 
 
 def report_memory(
-    job: Job, result: dict[str, Any], budget: Budget, available: AvailableMemory
-) -> None:
-    """Reports the memory needed and free on each device; if it does not fit, also the key that
-    saves most."""
+    job: Job, budget: Budget, available: AvailableMemory
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Reports the memory needed and free on each device. Returns (these figures, advice with the
+    key whose change saves most); the advice is empty if the memory suffices."""
     parts = sorted(budget.needed(budget.fullest).items(), key=lambda part: -part[1])
     devices = job.roles.trainer.mesh.devices.flat
-    result["memory"] = {
+    record = {
         "needed_bytes": budget.peak() * available.sharing,
         "free_bytes": available.free,
         "total_bytes": available.total,
@@ -315,19 +339,9 @@ def report_memory(
         "where": available.where,
         "devices": [{"device": str(device), "needed_bytes": budget.peak()} for device in devices],
     }
-    finding, advice = judge_memory(budget, available, job.budget_for)
+    finding, text = judge_memory(budget, available, job.budget_for)
     job.findings.extend([finding])
+    advice = {}
     if finding.level == "wrong":
-        result["advice"] = {"text": advice, "key": finding.key}
-
-
-def report_time(
-    job: Job, result: dict[str, Any], times: Times, budget: Budget, available: AvailableMemory
-) -> None:
-    """Reports the time of a step and of the run, and the key that saves most time."""
-    result["time"] = vars(times)
-    job.findings.of("time").ok(times.describe())
-    if not result["advice"]:
-        advice = best_advice(job.config, budget, job.budget_for, times, available)
-        result["advice"] = advice
-        job.findings.extend([Finding("advice", "ok", advice["text"], advice["key"])])
+        advice = {"text": text, "key": finding.key}
+    return record, advice

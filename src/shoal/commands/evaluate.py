@@ -38,8 +38,9 @@ def evaluate(
     console: Console | None = None,
     task: Task | None = None,
 ) -> dict[str, Any]:
-    """Evaluates the model and returns the figures of each set of questions, with how they were
-    measured. Writes every answer to `config.output`, if given."""
+    """Evaluates a model on the task's sets of questions, with greedy answers and, for pass@k,
+    samples. Prints and returns set -> figures, with how they were measured. Writes every answer to
+    `config.output`, if given."""
     output = check_new_file(config.output, "output") if config.output else None
     check_model(config.model)
     with (
@@ -104,8 +105,8 @@ def evaluate(
 
 
 def read_in_any_form(answers: Answers, task: Task) -> dict[str, float]:
-    """Returns `accuracy_any_form`, the share of questions whose answer is right wherever it stands
-    in the text; {} if the task reads answers in only one way."""
+    """Returns `accuracy_any_form`, the share of questions whose greedy answer is right when it is
+    looked for anywhere in the text; {} if the task reads answers in only one way."""
     if task.verdict is None or task.extract is None or not answers.greedy:
         return {}
     num_correct = 0
@@ -116,8 +117,8 @@ def read_in_any_form(answers: Answers, task: Task) -> dict[str, float]:
 
 
 def well_formed_advice(task: Task) -> str:
-    """Returns a sentence on how a model learns to write answers in the form that the task asks
-    for."""
+    """Returns a sentence that advises `shoal sft` to teach a model the form of answers that the
+    task's prompt asks for."""
     data = "task.path=DIALOGUES.jsonl with answers in that form"
     if task.name in HAS_SOLUTIONS:
         data = f"task={task.name}"
@@ -131,8 +132,9 @@ def well_formed_advice(task: Task) -> str:
 def describe_data(
     section: TaskSection, task: Task, tokenizer: Tokenizer, template_given: bool
 ) -> str:
-    """Returns where the questions come from and which template their messages get: `gsm8k, split
-    test, the model's chat template`."""
+    """Returns where the questions come from and which chat template their messages get: `gsm8k,
+    split test, the model's chat template`. `template_given`: True if the key model.template chooses
+    it."""
     if section.name == ROWS:
         source = "rows from Python"
     elif section.path:
@@ -170,7 +172,8 @@ def answer_rows(subset: str, answers: Answers, task: Task) -> Iterator[dict[str,
 
 
 def _scored_completion(group: Group, index: int) -> Mapping[str, Any]:
-    """Returns text, correctness, rewards and length of one completion in a group."""
+    """Returns the text, correctness (None if the task does not judge it), rewards, length and stop
+    reason of one completion in a group."""
     completion = group.completions[index]
     return {
         "response": group.texts[index],

@@ -29,8 +29,9 @@ from shoal.weights.source import open_model
 
 
 def export(config: ExportConfig, console: Console | None = None) -> dict[str, Any]:
-    """Writes the folder completely or not at all, and returns its path. A model with an adapter is
-    written as the adapter alone, with `merge` as a whole model."""
+    """Writes a run's or a folder's weights as a Hugging Face folder, completely or not at all, and
+    returns its path. Of a model with an adapter only the adapter is written, in PEFT's format,
+    unless `merge` asks for a whole model."""
     require_given(config, "source", "to")
     to = check_new_folder(config.to, "to")
     source = find_input(config.source, "from")

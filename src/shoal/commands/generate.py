@@ -41,8 +41,9 @@ WRITTEN = (
 
 
 def generate(config: GenerateConfig, console: Console | None = None) -> dict[str, Any]:
-    """Samples completions and writes their rows in the order of the prompts, completely or not at
-    all. Raises ShoalError before the first token is sampled if a row cannot be used."""
+    """Samples `num_generations` completions of each prompt in a file, and writes them to
+    `config.output` as JSON lines, in the order of the prompts, completely or not at all. Raises
+    ShoalError before the first token is sampled if a row cannot be used."""
     require_given(config, "prompts", "output")
     output = check_new_file(config.output, "output")
     check_model(config.model)
@@ -91,7 +92,8 @@ def encoding_text(
     prompts: Sequence[TokenizedExample], tokenizer: Tokenizer, template_given: bool
 ) -> str:
     """Returns how prompts are encoded: `2 of messages, through the model's chat template; 3 of
-    text, as it is, past any template`"""
+    text, as it is, past any chat template`. `template_given`: True if the key model.template
+    chooses the template."""
     num_texts = sum(isinstance(prompt.example.prompt, str) for prompt in prompts)
     num_messages = len(prompts) - num_texts
     if not tokenizer.has_template:
@@ -114,8 +116,9 @@ def completion_rows(
     decode: Callable[[Sequence[int]], str],
     count: int,
 ) -> Iterator[str]:
-    """Yields a JSON line for each completion, in the order of the prompts. `completions`: by (row,
-    index); `count`: the number of completions of each prompt."""
+    """Yields a JSON line for each completion, in the order of the prompts, with the prompt's own
+    columns; a column with the name of an output field is renamed (`given_names`). `completions`:
+    (row, index) -> completion; `count`: the number of completions of each prompt."""
     column_names: set[str] = set()
     for prompt in prompts:
         column_names.update(prompt.example.columns)

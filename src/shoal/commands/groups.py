@@ -19,8 +19,8 @@ TABLE = ("step", "group", "set", "reward", "spread", "pass", "length", "truncate
 
 
 def groups(config: GroupsConfig, console: Console | None = None) -> dict[str, Any]:
-    """Prints a table of all groups, like the one in `shoal view`; with `step` all groups of that
-    step, and with `group` only the one at that position in the step's file. Returns the records."""
+    """Prints and returns a run's groups as a table like the one in `shoal view`; or, with the keys
+    `step` and `group`, all groups of a step or one of them in full. `group` alone is of step 1."""
     with console or Console() as console:
         run = StoredRun(find_run(config.run))
         if not config.step and config.group < 0:
@@ -38,8 +38,8 @@ def groups(config: GroupsConfig, console: Console | None = None) -> dict[str, An
 
 
 def _table(run: StoredRun, config: GroupsConfig, console: Console) -> dict[str, Any]:
-    """Prints and returns the rows of the Groups view, from all files that can be read; warns of
-    each file that cannot."""
+    """Prints and returns the rows of the table of groups, filtered and sorted as the keys say.
+    Warns of each file that cannot be read, and leaves it out."""
     from shoal.runs.group_table import Database, GroupTable, reason
 
     run.require_groups()
@@ -73,7 +73,7 @@ def _table(run: StoredRun, config: GroupsConfig, console: Console) -> dict[str, 
 def _print_rows(
     rows: Sequence[Mapping[str, Any]], functions: Sequence[str], console: Console
 ) -> None:
-    """Prints rows of the Groups view as a table."""
+    """Prints rows of the table of groups, with a column for each reward function in `functions`."""
     columns: list[str] = list(TABLE)
     titles: list[str] = list(TABLE)
     for function in functions:

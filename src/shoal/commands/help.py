@@ -131,7 +131,8 @@ def command_help(command: str, topics: Sequence[str] = ()) -> str:
 
 
 def options_of(command: str) -> dict[str, str]:
-    """Returns the options (which are no keys) that a command accepts, with their help texts."""
+    """Returns option -> help text of the options that a command accepts, such as `--dry-run`.
+    Options are not keys."""
     options = dict(OPTIONS)
     if command != "train":
         del options["--multirun"]
@@ -143,7 +144,9 @@ def options_of(command: str) -> dict[str, str]:
 
 
 def _topic_help(config_type: type, topic: str) -> str:
-    """Returns the help of one section, key or flag; ShoalError if there is none of this name."""
+    """Returns the help of one topic of `shoal COMMAND --help TOPIC`: a section, a key, another
+    system's flag, or a part of dotted names such as `lora`. ShoalError if there is none of this
+    name."""
     keys = keys_of(config_type).values()
     names = names_of(config_type)
     if topic in sections_of(config_type):
@@ -170,8 +173,8 @@ def _topic_help(config_type: type, topic: str) -> str:
 
 
 def _packaged_lines(config_type: type, topic: str) -> list[str]:
-    """Returns a line for each preset that a topic's key can name, with the beginning of the
-    preset's file; [] if the key names no presets."""
+    """Returns a line for each packaged preset that `recipe=` or `algorithm=` can name, with the
+    first sentence of its file, if `topic` is one of these two; else []."""
     key = {"recipe": "recipe", "algorithm": "algorithm.name"}.get(topic, "")
     if key not in keys_of(config_type):
         return []
@@ -192,8 +195,8 @@ def _packaged_lines(config_type: type, topic: str) -> list[str]:
 
 
 def _flag_lines(config_type: type, rows: Sequence[Flag]) -> list[str]:
-    """Returns the help of another system's flag, with the keys that it sets. `rows`: a row for each
-    system that has the flag; the first row's meaning is shown."""
+    """Returns the help of another system's flag, and of the keys that it sets. `rows`: one for each
+    system that has a flag of this name; the first one's meaning is shown."""
     flag = rows[0]
     lines = [f"  {flag.name} ({', '.join(row.system for row in rows)})"]
     lines += _wrapped(flag.meaning or "another name of this key")
@@ -205,7 +208,7 @@ def _flag_lines(config_type: type, rows: Sequence[Flag]) -> list[str]:
 
 
 def _listing(keys: Iterable[Key]) -> list[str]:
-    """Returns the help of keys, grouped by section, each section under its title."""
+    """Returns the help of keys, grouped by section under the section's title."""
     lines: list[str] = []
     sections: dict[str, list[Key]] = {}
     for key in keys:
@@ -227,8 +230,8 @@ def _key_lines(key: Key) -> list[str]:
 
 
 def _wrapped(text: str, indent: int = 6, break_on_hyphens: bool = False) -> list[str]:
-    """Returns the lines of an indented text, wrapped to the terminal's width but at least 60 and at
-    most 140 columns."""
+    """Wraps a text to the terminal's width, but at least 60 and at most 140 columns, and returns
+    its lines, each indented."""
     width = max(60, min(shutil.get_terminal_size((110, 24)).columns, 140))
     margin = " " * indent
     return textwrap.wrap(
@@ -244,9 +247,9 @@ def _wrapped(text: str, indent: int = 6, break_on_hyphens: bool = False) -> list
 
 
 def dry_run(config: Any, resolved: Resolved, warnings: Sequence[str] = ()) -> str:
-    """Returns the text of a dry run: the resolved configuration as YAML (not for a plan), then
-    comments: values that differ from the defaults with their origins, what flags of other systems
-    became, the size of a step, and `warnings`."""
+    """Returns the text that a dry run prints: the resolved configuration as YAML, then comments:
+    what other systems' flags became, values that differ from the defaults with their origins, the
+    size of a step, and the lines `warnings`. For `shoal plan` it has no YAML."""
     from shoal.config.merge import origin_text
     from shoal.config.stored import difference_from_defaults
 

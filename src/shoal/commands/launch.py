@@ -84,8 +84,9 @@ never printed."""
 
 
 def launch(config: LaunchConfig, console: Console) -> None:
-    """Prints what starts the job, and starts it unless it is a dry run. Raises ShoalError if the
-    job cannot run on these devices, if the client is not installed, or if the client fails."""
+    """Prints the script, manifest or command that starts the job on `config.target`, and starts it
+    with the target's client unless it is a dry run. Raises ShoalError if the job cannot run on
+    these devices, if the client is not installed, or if the client fails."""
     write = {
         "docker": docker_script,
         "ray": ray_script,
@@ -126,8 +127,8 @@ class Workload:
 
     @cached_property
     def training(self) -> Config | None:
-        """Returns the configuration of a job `train ...`; None for another command, or if it asks
-        for help. ShoalError for wrong keys."""
+        """The configuration of a job `train ...`; None for another command, or if it asks for help.
+        ShoalError for wrong keys."""
         job = self.config.job
         asks_for_help = "-h" in job or "--help" in job
         if job[:1] != ("train",) or asks_for_help:
@@ -146,8 +147,9 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """Returns the job's name in a form that Kubernetes allows: at most 40 of a-z, 0-9 and -,
-        beginning with a letter and not ending with -."""
+        """The job's name in a form that Kubernetes allows: at most 40 of a-z, 0-9 and -, beginning
+        with a letter and not ending with -. Taken from `name=`, else the run's name, else
+        `shoal`."""
         name = self.config.name
         if not name and self.training:
             name = self.training.run_name
@@ -158,22 +160,23 @@ class Workload:
 
     @property
     def hosts(self) -> int:
-        """Returns the number of hosts; 1 without accelerators."""
+        """The number of hosts; 1 without accelerators."""
         if self.topology is None:
             return 1
         return self.topology.num_hosts
 
     @property
     def chips(self) -> int:
-        """Returns the number of accelerators of a host; 0 if there are none."""
+        """The number of accelerators of a host; 0 if there are none."""
         if self.topology is None:
             return 0
         return self.topology.num_chips // self.hosts
 
     @cached_property
     def words(self) -> list[str]:
-        """Returns the words of the job's command line, with keys added that let it resume, use all
-        devices, and sample in Ray's cluster. ShoalError if there is no job, or it does not fit the
+        """The job's command line. Keys are added to a training that has none of its own: run_name,
+        so that it can resume; mesh.fsdp and mesh.dcn_data, so that it uses all devices;
+        sampler.kind=ray in a Ray cluster. ShoalError if there is no job, or if it does not fit the
         devices."""
         job = list(self.config.job)
         train = self.training
@@ -201,7 +204,8 @@ class Workload:
 
     def check_roles(self, job: Sequence[str], topology: Topology) -> None:
         """Raises ShoalError if the roles of sampler and trainer do not fit the devices, or cannot
-        be split into one process on each host. Sets JAX's platform to cpu."""
+        be split into one process on each host. `job`: the command line. Sets JAX's platform to cpu,
+        because the devices are only placeholders."""
         import jax
 
         from shoal.mesh.roles import make_roles, process_refusal
@@ -223,19 +227,19 @@ class Workload:
 
     @property
     def command(self) -> str:
-        """Returns the job as a line for a shell."""
+        """The job as a line for a shell."""
         return shlex.join(self.words)
 
     @property
     def summary(self) -> str:
-        """Returns target, hosts and devices: `gke, 2 hosts: 16 H100`."""
+        """Target, hosts and devices: `gke, 2 hosts: 16 H100`."""
         devices = self.topology.describe() if self.topology else "no accelerator"
         return f"{self.config.target}, {count(self.hosts, 'host')}: {devices}"
 
 
 def configuration(words: Sequence[str]) -> Config:
-    """Returns the configuration for a job's words after `train`; for a sweep that of its first
-    run."""
+    """Composes and returns the configuration of `shoal train` with these words; for a sweep that of
+    its first run."""
     switches = {switch_of(word) for word in words}
     keys = [word for word in words if not switch_of(word)]
     if "multirun" in switches:
@@ -257,8 +261,9 @@ def shell_part(name: str) -> str:
 
 
 def docker_script(work: Workload) -> str:
-    """Returns a script that builds an image, pushes it, or runs the job in it on this machine, as
-    the keys ask."""
+    """Returns a script with up to three steps, as the keys ask: it builds an image (`mode`), pushes
+    it (`push`), and runs the job in it on this machine (if there is a job, or nothing else to
+    do)."""
     c = work.config
     root = Path(__file__).parents[3]
     steps = []

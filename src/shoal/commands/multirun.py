@@ -75,47 +75,34 @@ class SweptRun:
 def multirun(
     command: str, words: Sequence[str], console: Console, dry_run: bool = False
 ) -> dict[str, Any]:
-    """Runs every combination and returns the content of multirun.json; a dry run only prints the
-    runs.
+    """Runs every combination of the swept values, one after the other, prints a table of their
+    results, and returns the content of multirun.json. A dry run prints the runs and starts none.
 
     All combinations are validated before the first one starts. A failed run does not stop the
     others, Ctrl-C does (it raises KeyboardInterrupt)."""
     combinations = list(combine(dataclass_of(command), words))
-    configs = [compose(command, each)[0] for _, each in combinations]
+    configs = [compose(command, line)[0] for _, line in combinations]
     if configs[0].resume:
         raise ShoalError(
             f"resume={configs[0].resume}: a sweep is resumed by giving the same run_name and "
             "base_output_directory"
         )
     root = root_of(configs[0])
-    if area_of(root):
+    runs = []
+    for number, (values, line) in enumerate(combinations):
+        runs.append(SweptRun(number, values, line, root / str(number)))
+    if area_of(root):  # a bucket may hold this sweep already
         fetch_into(root / SUMMARY, may_be_empty=True)
-    runs = [
-        SweptRun(number, values, each, root / str(number))
-        for number, (values, each) in enumerate(combinations)
-    ]
     check_same_sweep(root, runs)
     console.note(cost_text(configs))
     if dry_run:
         for run in runs:
             console.note(f"{address(run.folder)}: {run.assignments or 'nothing swept'}")
         return _record(root, runs)
-    _write_record(root, runs)
-    interrupted = False
-    for run in runs:
-        console.heading(
-            f"run {run.number + 1} of {len(runs)}: {run.assignments} {address(run.folder)}"
-        )
-        folder = [f"base_output_directory={address(root)}", f"run_name={run.number}"]
-        run.exit_code, interrupted = run_process([command, *run.words, *folder])
-        run.figures = _read_figures(run.folder)
-        _write_record(root, runs)
-        if interrupted:
-            break
-        if run.exit_code:
-            console.warning(f"run {run.number} failed with exit code {run.exit_code}")
+    interrupted = _run_all(command, root, runs, console)
     console.heading("runs")
-    console.table(*_table(runs))
+    head, rows = _table(runs)
+    console.table(head, rows)
     console.note(f"written to {address(root / SUMMARY)}")
     if interrupted:
         raise KeyboardInterrupt(
@@ -129,8 +116,9 @@ def multirun(
 
 
 def combine(config_type: type, words: Sequence[str]) -> Iterator[tuple[dict[str, str], list[str]]]:
-    """Yields every combination of swept values, the last key varying fastest: (name -> text, the
-    whole command line).
+    """Yields (swept values, command line) for every combination of the swept values in `words`, the
+    last swept key varying fastest. The values are name -> text; the command line has every word,
+    each swept one with its single value.
 
     >>> list(combine(Config, ["optimizer.lr=1e-4,1e-5", "steps=3"]))
     [({'optimizer.lr': '1e-4'}, ['optimizer.lr=1e-4', 'steps=3']),
@@ -199,11 +187,12 @@ def sweep_texts(text: str) -> list[str]:
     return texts
 
 
-# ---- folders and records
+# ---- before the first run
 
 
 def root_of(config: Config, now: datetime | None = None) -> Path:
-    """Returns the folder of a sweep, below which the runs' folders are."""
+    """Returns the folder of a sweep, in which each run gets a folder by its number: the one that
+    run_name and base_output_directory name, else a new one named after the time `now`."""
     base = config.base_output_directory
     if config.run_name:
         return named_folder(base, config.run_name)
@@ -214,8 +203,8 @@ def root_of(config: Config, now: datetime | None = None) -> Path:
 
 
 def check_same_sweep(root: Path, runs: Sequence[SweptRun]) -> None:
-    """Raises ShoalError if the folder holds another sweep, because a run that is resumed must have
-    the values of its number."""
+    """Raises ShoalError if the folder holds a run, or a sweep whose multirun.json has other values
+    for one of these runs' numbers: a run that is resumed must keep its values."""
     if (root / "config.yaml").is_file():
         raise ShoalError(f"{root} is the folder of a run, not of a sweep: choose another run_name")
     if not (root / SUMMARY).is_file():
@@ -231,9 +220,83 @@ def check_same_sweep(root: Path, runs: Sequence[SweptRun]) -> None:
             )
 
 
+def cost_text(configs: Sequence[Config]) -> str:
+    """Returns the size of a sweep in words: `6 runs, one after the other: 480 steps, 122,880
+    completions to train on, and their evaluations`."""
+    num_steps = sum(config.steps for config in configs)
+    fixed: list[Config] = []  # configurations with a fixed number of prompts a step
+    by_device: list[Config] = []  # configurations whose step grows with the number of devices
+    for config in configs:
+        if config.batch.prompts_per_device:
+            by_device.append(config)
+        else:
+            fixed.append(config)
+    texts = []
+    for some, unit in ((fixed, ""), (by_device, " on each device")):
+        if not some:
+            continue
+        num_completions = 0
+        for config in some:
+            completions_of_step, _ = step_sizes(config)
+            num_completions += config.steps * completions_of_step
+        text = f"{count(num_completions, 'completion')}{unit}"
+        if len(some) < len(configs):
+            text += f" ({count(len(some), 'run')})"
+        texts.append(text)
+    return (
+        f"{count(len(configs), 'run')}, one after the other: {count(num_steps, 'step')}, "
+        f"{' and '.join(texts)} to train on, and their evaluations"
+    )
+
+
+# ---- running
+
+
+def _run_all(command: str, root: Path, runs: Sequence[SweptRun], console: Console) -> bool:
+    """Runs each combination in its own process, and writes its exit code and figures into its
+    `SweptRun` and into multirun.json. Returns True if the user interrupted a run; the runs after it
+    are not started."""
+    _write_record(root, runs)
+    for run in runs:
+        console.heading(
+            f"run {run.number + 1} of {len(runs)}: {run.assignments} {address(run.folder)}"
+        )
+        words = [command]
+        words += run.words
+        words += [f"base_output_directory={address(root)}", f"run_name={run.number}"]
+        run.exit_code, interrupted = run_process(words)
+        run.figures = _read_figures(run.folder)
+        _write_record(root, runs)
+        if interrupted:
+            return True
+        if run.exit_code:
+            console.warning(f"run {run.number} failed with exit code {run.exit_code}")
+    return False
+
+
+def run_process(words: Sequence[str]) -> tuple[int, bool]:
+    """Runs `shoal` with these words in a new process and waits for it. Returns (its exit code, True
+    if the user interrupted it).
+
+    The terminal sends Ctrl-C to both processes. The new one saves and ends; this one ignores the
+    signal until then."""
+    interrupts: list[int] = []
+
+    def note_interrupt(number: int, frame: Any) -> None:
+        interrupts.append(number)
+
+    before = signal.signal(signal.SIGINT, note_interrupt)
+    try:
+        code = subprocess.call([sys.executable, "-m", "shoal", *words])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return code, bool(interrupts) or code in INTERRUPTED
+
+
 def _read_figures(folder: Path) -> dict[str, Any]:
-    """Returns accuracy before and after (the mean reward if the task defines no accuracy) and
-    seconds, from the run's summary.json; {} if there is none."""
+    """Returns three figures of a run's summary.json: `accuracy_before`, `accuracy_after` (or
+    `mean_reward_...` if the task defines no accuracy) and `seconds_total`. {} if there is no
+    summary."""
     summary = read_summary(folder)
     if summary is None:
         return {}
@@ -242,6 +305,9 @@ def _read_figures(folder: Path) -> dict[str, Any]:
         figure = "mean_reward"
     names = (f"{figure}_before", f"{figure}_after", "seconds_total")
     return {name: getattr(summary, name) for name in names}
+
+
+# ---- results
 
 
 def _record(root: Path, runs: Sequence[SweptRun]) -> dict[str, Any]:
@@ -273,59 +339,9 @@ def _write_record(root: Path, runs: Sequence[SweptRun]) -> None:
     send(root / SUMMARY)
 
 
-# ---- running
-
-
-def run_process(words: Sequence[str]) -> tuple[int, bool]:
-    """Runs `shoal` with these words in a new process; returns (its exit code, True if the user
-    interrupted it).
-
-    The terminal sends Ctrl-C to the new process too, which saves and ends; this process waits for
-    that."""
-    interrupts: list[int] = []
-
-    def note_interrupt(number: int, frame: Any) -> None:
-        interrupts.append(number)
-
-    before = signal.signal(signal.SIGINT, note_interrupt)
-    try:
-        code = subprocess.call([sys.executable, "-m", "shoal", *words])
-    finally:
-        signal.signal(signal.SIGINT, before)
-    return code, bool(interrupts) or code in INTERRUPTED
-
-
-def cost_text(configs: Sequence[Config]) -> str:
-    """Returns the size of a sweep in words: `6 runs, one after the other: 480 steps, 122,880
-    completions to train on, and their evaluations`."""
-    num_steps = sum(config.steps for config in configs)
-    by_step: list[Config] = []
-    by_device: list[Config] = []  # configurations whose step grows with the number of devices
-    for config in configs:
-        if config.batch.prompts_per_device:
-            by_device.append(config)
-        else:
-            by_step.append(config)
-    texts = []
-    for some, unit in ((by_step, ""), (by_device, " on each device")):
-        if not some:
-            continue
-        num_completions = 0
-        for config in some:
-            completions_of_step, _ = step_sizes(config)
-            num_completions += config.steps * completions_of_step
-        text = f"{count(num_completions, 'completion')}{unit}"
-        if len(some) < len(configs):
-            text += f" ({count(len(some), 'run')})"
-        texts.append(text)
-    return (
-        f"{count(len(configs), 'run')}, one after the other: {count(num_steps, 'step')}, "
-        f"{' and '.join(texts)} to train on, and their evaluations"
-    )
-
-
 def _table(runs: Sequence[SweptRun]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Returns the head and the rows of the table that is printed at the end."""
+    """Returns (head, rows) of the table that is printed at the end: a row for each run with its
+    swept values, its state and its figures."""
     rows = []
     for run in runs:
         texts = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from shoal.budget.budget import (
@@ -34,16 +35,17 @@ Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
 def plan(config: PlanConfig, console: Console) -> dict[str, Any]:
-    """Prints the plan, its verdict last, and returns it as a record; `ok` is False if the job does
-    not fit."""
+    """Prints the job, then what its compiled programs cost, its verdict last. Returns the plan as a
+    record; `ok` is False if the job does not fit. After Ctrl-C, prints what was compiled until
+    then."""
     check_trainable(config)
-
-    def show_job(budget: Budget) -> None:
-        """Prints the job."""
-        show(budget, console)
-
     with console, terminate_as_interrupt():
-        budget = make_plan(config, console.note, show_job)
+        budget = make_plan(
+            config,
+            console.note,
+            show_job=partial(show_job, console=console),
+            show_compiled=partial(show_compiled, console=console),
+        )
         report(budget, console)
         style = "bold" if budget.fits() else "bold red"
         console.text(verdict(budget), style)
@@ -51,21 +53,21 @@ def plan(config: PlanConfig, console: Console) -> dict[str, Any]:
 
 
 def estimate(config: PlanConfig) -> list[str]:
-    """Returns the lines of a plan made without compiling or downloading anything, for a dry run;
-    one line with the reason if that is impossible."""
+    """Returns the lines of a plan made without compiling or downloading anything, for a dry run:
+    the job, and the verdict by estimates. If that is impossible, one line with the reason."""
     stream = io.StringIO()
+    console = Console(stream)
 
     def say_nothing(_: str) -> None: ...
-
-    def show_job(budget: Budget) -> None:
-        show(budget, Console(stream))
 
     try:
         if known_architecture(config.model) is None:
             raise ShoalError(
                 f"{config.model.path} is not on this machine; `shoal plan` reads its config.json"
             )
-        budget = make_plan(config, say_nothing, show_job, compiles=False)
+        budget = make_plan(
+            config, say_nothing, show_job=partial(show_job, console=console), compiles=False
+        )
     except ShoalError as error:
         return [f"no estimate: {error}"]
     lines = stream.getvalue().splitlines()
@@ -73,15 +75,9 @@ def estimate(config: PlanConfig) -> list[str]:
     return lines
 
 
-def show(budget: Budget, console: Console) -> None:
-    """Prints the job before anything is compiled; or, after an interrupt, what was compiled until
-    then."""
-    if budget.costs:
-        _show_memory(budget, console)
-        console.heading("compiled before the interrupt; the same command keeps it")
-        head, rows = _program_table(budget)
-        console.table(head, rows)
-        return
+def show_job(budget: Budget, console: Console) -> None:
+    """Prints what is known of a job before anything is compiled: devices, model, meshes, and the
+    memory of each role, with estimates of what only compilers know."""
     for line in _head(budget):
         console.text(line)
     idle = idle_text(budget.config.mesh, budget.num_used_devices, budget.num_devices)
@@ -94,15 +90,24 @@ def show(budget: Budget, console: Console) -> None:
     )
 
 
+def show_compiled(budget: Budget, console: Console) -> None:
+    """Prints the memory and the costs of the programs that were compiled before an interrupt."""
+    _show_memory(budget, console)
+    console.heading("compiled before the interrupt; the same command keeps it")
+    head, rows = _program_table(budget)
+    console.table(head, rows)
+
+
 def report(budget: Budget, console: Console) -> None:
     """Prints what is known after compiling: memory, time, transfers, the largest temporaries, what
-    is unknown, and further advice."""
+    the figures leave out or assume, and further advice. Without costs, because the job does not
+    fit, only the last two."""
     if budget.costs:
         _show_memory(budget, console)
         _show_time(budget, console)
         _show_transfers(budget, console)
         _show_temporaries(budget, console)
-    for line in _unknown(budget):
+    for line in _limits_of_figures(budget):
         console.note(line)
     for advice in budget.advice[1:]:
         console.note(f"another change: {advice.text}")
@@ -143,8 +148,8 @@ def _planned(budget: Budget) -> PlannedStep:
 
 
 def _meshes_text(budget: Budget) -> str:
-    """Returns the devices and the mesh of each role that holds anything in memory; only once if
-    they are all the same."""
+    """Returns the devices and the mesh of each role that holds anything in memory, `trainer: 8
+    devices (fsdp 8), sampler: 1 device`; if all are the same, `all roles: ...`."""
     meshes = {}
     for name, placement in budget.roles.items():
         if not _holds_anything(budget, name):
@@ -165,7 +170,8 @@ def _holds_anything(budget: Budget, role: str) -> bool:
 
 
 def _show_memory(budget: Budget, console: Console) -> None:
-    """Prints a table of memory for each set of roles that share devices."""
+    """Prints a table of a device's memory for each set of roles that share devices, and a line on
+    what is in the host's memory."""
     shown = []
     for role in budget.roles:
         roles = [name for name in budget.colocated_roles(role) if _holds_anything(budget, name)]
@@ -184,8 +190,9 @@ def _show_memory(budget: Budget, console: Console) -> None:
 
 
 def _memory_table(budget: Budget, roles: list[str]) -> Table:
-    """Returns a table of memory: a row for each part, and a column for each program that runs on
-    the devices of these roles; programs that need the same share a column."""
+    """Returns a table of memory: a row for each part, such as `gradient`, and a column for each
+    program that runs on the devices of these roles. Programs that need the same memory share a
+    column. If no program runs there, the only column is what is always held."""
     columns: list[tuple[list[str], dict[str, int]]] = []  # (programs, part -> bytes)
     for name, program in budget.programs.items():
         if program.role not in roles:
@@ -217,8 +224,8 @@ def _memory_table(budget: Budget, roles: list[str]) -> Table:
 
 
 def _show_time(budget: Budget, console: Console) -> None:
-    """Prints the table of programs, with seconds if the devices are known, and where the longest
-    program takes its time."""
+    """Prints the table of programs. If the speeds of the devices are known, it has seconds and the
+    sums of a step, and a second table shows where the longest program takes its time."""
     console.heading("a step" if budget.is_timed else "programs")
     head, rows = _program_table(budget)
     if not budget.is_timed:
@@ -267,8 +274,8 @@ def _program_table(budget: Budget) -> Table:
 
 
 def _step_rows(budget: Budget) -> list[tuple[str, ...]]:
-    """Returns rows with the sums of a step, tokens a second and MFU. The devices' speeds must be
-    known."""
+    """Returns the last rows of the table of programs: the seconds of a whole step, tokens sampled a
+    second, and MFU. The devices' speeds must be known."""
     floor, low, high = budget.step_seconds
     title = "a step, the next being sampled" if budget.overlaps else "all"
     tokens = _planned(budget).sampled_tokens
@@ -283,7 +290,8 @@ def _step_rows(budget: Budget) -> list[tuple[str, ...]]:
 
 
 def _show_transfers(budget: Budget, console: Console) -> None:
-    """Prints the transfers between devices that take longest."""
+    """Prints the transfers between devices of one step that take longest; nothing if there are
+    none."""
     rows = []
     for seconds, program, transfers in budget.transfers()[:SHOWN]:
         moved = budget.programs[program].runs * transfers.bytes
@@ -313,8 +321,8 @@ def _show_temporaries(budget: Budget, console: Console) -> None:
     console.table(("array", "bytes", "made by"), rows)
 
 
-def _unknown(budget: Budget) -> list[str]:
-    """Returns lines on what the figures leave out or assume."""
+def _limits_of_figures(budget: Budget) -> list[str]:
+    """Returns lines on what the figures of a plan leave out or assume."""
     if not budget.costs:
         return ["nothing was compiled: what the roles hold does not fit"]
     step = _planned(budget)
@@ -350,7 +358,8 @@ def _unknown(budget: Budget) -> list[str]:
 
 
 def _calibration_text(calibration: Any) -> str:
-    """Returns a line on the measured figures that are used in place of the maker's."""
+    """Returns a line on the measured speeds that are used in place of those that the devices' maker
+    states. `calibration`: the content of the file `calibration=`."""
     figures = []
     for name, (middle, least, most) in calibration["figures"].items():
         figures.append(f"{name} {middle:.3g} ({least:.3g} to {most:.3g})")
@@ -362,7 +371,8 @@ def _calibration_text(calibration: Any) -> str:
 
 
 def _assumed_text(kernels: float, is_tpu: bool, launch: float) -> str:
-    """Returns a line on what is assumed about kernels and transfers."""
+    """Returns a line on what is assumed about kernels and transfers. `kernels`: the share of the
+    peak rate that attention's kernels reach; `launch`: seconds to launch an operation (GPU)."""
     text = (
         f"assumed: attention's kernels reach {kernels:.0%} of the peak rate, or the memory's; a "
         "transfer's first bytes take 1 us a chip on its way (TPU) or 10 (GPU), 30 over a network"

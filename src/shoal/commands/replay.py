@@ -16,8 +16,9 @@ from shoal.text import count, figure, ranges
 def replay(
     config: ReplayConfig, console: Console | None = None, name: str = "step"
 ) -> dict[str, Any]:
-    """Samples group `config.group` of `groups/<name>_<config.step>` again, prints whether it was
-    reproduced, and returns the comparison. `name`: `step` for groups of training."""
+    """Samples a stored group again, prints it and whether it was reproduced bit for bit, and
+    returns the comparison. The group is number `config.group` of the run's file
+    `groups/<name>_<config.step>`; `name` is `step` for training, else an evaluation's."""
     with console or Console() as console:
         run = StoredRun(find_run(config.run))
         result = sample_again(
@@ -28,7 +29,9 @@ def replay(
 
 
 def report_replay(result: dict[str, Any], console: Console) -> None:
-    """Prints the group with each token's log-probs, and whether it was reproduced."""
+    """Prints the result of `sample_again`: a table of the completions, the text of each with its
+    tokens' log-probs, and whether they were reproduced; if not, what differs between this machine
+    and the run's."""
     weights = result["weights"]
     completions = result["completions"]
     console.heading(
@@ -67,7 +70,8 @@ def report_replay(result: dict[str, Any], console: Console) -> None:
 
 
 def _token_text(token: dict[str, Any]) -> str:
-    """Returns a token's text with the sampler's log-prob, and the trainer's if it differs."""
+    """Returns a token's text with the sampler's log-prob, `'a'(-0.500)`, and the trainer's if it
+    differs, `'a'(-0.500|-0.600)`."""
     sampler = _logprob_text(token["logprob"])
     trainer = _logprob_text(token["trainer_logprob"])
     if trainer in ("-", sampler):
@@ -83,10 +87,11 @@ def _logprob_text(value: float | None) -> str:
 
 
 def describe_replay(result: dict[str, Any]) -> str:
-    """Returns the result of a replay in a sentence."""
-    d = result["difference"]
+    """Returns the result of `sample_again` in a sentence: `identical: ...`, or the first
+    difference, which is another token, another log-prob, or another end."""
+    difference = result["difference"]
     weights = result["weights"]
-    if d is None:
+    if difference is None:
         text = "identical: sampled again bit for bit"
         if weights["updates_retrained"]:
             text += f", its weights retrained in {count(weights['updates_retrained'], 'update')}"
@@ -94,19 +99,18 @@ def describe_replay(result: dict[str, Any]) -> str:
     text = "not identical"
     if weights["steps_retrained"] and weights["verified"] is None:
         text += " (weights not verified: no later log-probs are stored)"
-    text += f": completion {d['completion']}, token {d['token']}: "
-    if d["kind"] == "token":
+    text += f": completion {difference['completion']}, token {difference['token']}: "
+    if difference["kind"] == "token":
+        stored = difference["stored"]
+        sampled = difference["sampled"]
         return text + (
-            f"{d['stored']['text']!r} ({d['stored']['id']}) was stored, {d['sampled']['text']!r} "
-            f"({d['sampled']['id']}) is sampled now"
+            f"{stored['text']!r} ({stored['id']}) was stored, {sampled['text']!r} "
+            f"({sampled['id']}) is sampled now"
         )
-    if d["kind"] == "log-prob":
-        return (
-            text
-            + f"the same token, its log-prob differs by {d['logprob_difference']:+.3g} from the "
-            f"stored one"
+    if difference["kind"] == "log-prob":
+        return text + (
+            f"the same token, its log-prob differs by {difference['logprob_difference']:+.3g} from "
+            "the stored one"
         )
-    return (
-        text + f"the stored completion ends by {d['stop_reasons'][0]}, the new one by "
-        f"{d['stop_reasons'][1]}"
-    )
+    stored_end, new_end = difference["stop_reasons"]
+    return text + f"the stored completion ends by {stored_end}, the new one by {new_end}"

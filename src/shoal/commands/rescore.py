@@ -26,8 +26,9 @@ SHOWN_FIGURES = (
 
 
 def rescore(config: RescoreConfig, console: Console | None = None) -> dict[str, Any]:
-    """Scores stored groups again, prints how many advantages change their sign and what is
-    suspicious about the new reward, and returns the comparison."""
+    """Scores a run's stored groups with other reward functions, and prints and returns how the new
+    rewards compare with the stored ones: the means, how many advantages change their sign, and what
+    is suspicious about the new reward."""
     with console or Console() as console:
         run = StoredRun(find_run(config.run))
         algorithm = run.config.algorithm
@@ -48,8 +49,9 @@ def rescore(config: RescoreConfig, console: Console | None = None) -> dict[str, 
 
 
 def _report(result: dict[str, Any], console: Console) -> None:
-    """Prints a comparison of old and new rewards."""
-    c = result["comparison"]
+    """Prints the result of `score_again`: stored and new rewards side by side, figures and warnings
+    about the new reward, and completions that only the new reward scores high."""
+    comparison = result["comparison"]
     lint = result["lint"]
     heading = (
         f"{', '.join(result['functions'])} on {count(result['num_groups'], 'group')} of "
@@ -58,17 +60,15 @@ def _report(result: dict[str, Any], console: Console) -> None:
     if not result["finished"]:
         heading += " (the run has not finished)"
     console.heading(heading)
-    old_mean, new_mean = c["reward_mean"]
-    old_mixed, new_mixed = c["nonzero_std_groups"]
+    old_mean, new_mean = comparison["reward_mean"]
+    old_mixed, new_mixed = comparison["nonzero_std_groups"]
     rows = [
         ("mean reward", figure(old_mean, 3), figure(new_mean, 3)),
         ("mixed groups", str(old_mixed), str(new_mixed)),
     ]
     console.table(("", "stored", "new"), rows)
-    console.text(
-        f"{c['advantages_flipped']} of {count(c['completions_compared'], 'advantage')} change "
-        "their sign"
-    )
+    compared = count(comparison["completions_compared"], "advantage")
+    console.text(f"{comparison['advantages_flipped']} of {compared} change their sign")
     rows = []
     for name in SHOWN_FIGURES:
         rows.append((name.replace("_", " "), figure(lint[name], 3)))

@@ -38,12 +38,13 @@ def score_responses(
     console: Console | None = None,
     python_task: Task | None = None,
 ) -> dict[str, Any]:
-    """Scores the answers in `config.responses` and returns their figures; writes each row with its
-    verdict to `config.output`, if given.
+    """Scores the answers in the file `config.responses`, which were made elsewhere. Prints and
+    returns their figures; writes each row with its verdict to `config.output`, if given.
 
-    Reward functions are called if any are given (in `config.reward.functions`, or as `functions`
-    from Python); the task's own reward functions are called if weights or a preset are given.
-    `python_task`: a task whose data came from Python."""
+    Rewards are computed if reward functions are given (in `config.reward.functions`, or as
+    `functions` from Python), or if `reward.weights` or a preset asks for the task's own.
+    `python_task`: a task whose data came from Python.
+    """
     file = check_input(config.responses, "responses")
     output = None
     if config.output:
@@ -89,7 +90,8 @@ def score_responses(
 
 
 def _report_unused_keys(config: EvalConfig, console: Console) -> None:
-    """Prints a note for each key that has no effect on answers made elsewhere."""
+    """Prints a note or warning for each key that was set and has no effect on answers made
+    elsewhere."""
     if config.model.path != type(config.model)().path:
         console.note(
             f"model={config.model.path} has no effect: answers made elsewhere need no model"
@@ -104,8 +106,9 @@ def _report_unused_keys(config: EvalConfig, console: Console) -> None:
 def _load_scoring_task(
     config: EvalConfig, module: Any, functions: Sequence[Callable], console: Console
 ) -> tuple[Task, Task | None, bool]:
-    """Returns (task, the same task if its data was read, else None; True if rewards are asked
-    for)."""
+    """Returns (the task that judges answers; the same task if its data was read, else None; True if
+    rewards are asked for). Most tasks can judge without their data (`blank`), because each response
+    has its question and answer."""
     with_data = None
     if not hasattr(module, "blank"):
         with_data = load_with_data(config.task, console)
@@ -132,8 +135,8 @@ def _load_scoring_task(
 def output_rows(
     responses: Sequence[Response], verdicts: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Returns each input row with its verdict. An input column that a verdict has, too, is renamed
-    to `given_...` in all rows."""
+    """Returns each response's row of the input joined with its verdict. An input column that some
+    verdict has too is renamed to `given_...` in all rows."""
     given: set[str] = set()
     taken: set[str] = set()
     for response in responses:
@@ -150,8 +153,8 @@ def output_rows(
 
 
 def given_names(given: Iterable[str], taken: Collection[str]) -> dict[str, str]:
-    """Returns for each column of the input its name in the output: `given_...` if the output has a
-    column of that name itself (`taken`), else unchanged."""
+    """Returns input column -> its name in the output: `given_NAME` if the output has a column NAME
+    of its own (`taken`), else unchanged."""
     given = set(given)
     names = {}
     for name in sorted(given):
@@ -165,7 +168,8 @@ def given_names(given: Iterable[str], taken: Collection[str]) -> dict[str, str]:
 def report_evaluation(
     figures: Mapping[str, Mapping[str, Any]], failures: Sequence[Failure], console: Console
 ) -> None:
-    """Prints the figures of each set of questions, and warns of reward functions that failed."""
+    """Prints the figures of each set of questions (set -> figures), and warns of reward functions
+    that failed."""
     for name, values in figures.items():
         console.evaluation(name, values)
     for line in failure_lines(failures):

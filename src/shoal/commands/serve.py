@@ -18,7 +18,8 @@ from shoal.weights.store import MemoryStore
 
 
 def serve(config: ServeConfig, console: Console | None = None) -> dict[str, Any]:
-    """Serves until Ctrl-C. Raises ShoalError if the model cannot be used or the port is in use."""
+    """Serves a model over OpenAI's API until Ctrl-C, and returns its URL. Raises ShoalError if the
+    model cannot be used or the port is in use."""
     require_packages("serve", "starlette", "uvicorn")
     from shoal.serve.app import Api
 
@@ -44,7 +45,7 @@ def serve(config: ServeConfig, console: Console | None = None) -> dict[str, Any]
 
 
 def open_sampler(job: Job) -> HostSampler:
-    """Returns a sampler for a job, with its weights loaded."""
+    """Loads a job's weights and returns the sampler that answers requests with them."""
     config: ServeConfig = job.requested
     return HostSampler(
         config.model.path,

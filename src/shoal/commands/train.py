@@ -26,9 +26,9 @@ def train(
     console: Console | None = None,
     task: Task | None = None,
 ) -> Summary:
-    """Trains and returns the run's summary, which is also stored in the run's folder. An unfinished
-    run in the folder is resumed; a run that has made all its steps is left unchanged and its
-    summary returned."""
+    """Trains, and returns the run's summary, which is also stored in the run's folder. If the
+    folder that the configuration names holds an unfinished run, that run is resumed; one that has
+    made all its steps is left unchanged, and its summary returned."""
     with console or Console() as console:
         plan = resolve_run(config, console)
         summary = read_summary(plan.run) if plan.run else None
@@ -70,8 +70,9 @@ def train(
 
 
 def unfinished(config: Config) -> Path | None:
-    """Returns the folder of the run that was started last in the same output folder, if it has
-    these settings and a checkpoint, and its process ended before its last step; else None."""
+    """Returns the folder of the newest run in the output folder if the configuration could resume
+    it: it has the same settings and a checkpoint, and its process ended before its last step.
+    Otherwise, and for a bucket, None."""
     if is_bucket(config.base_output_directory):
         return None
     try:

@@ -68,22 +68,27 @@ _LONGEST_FIRST = (
 def make_plan(
     config: PlanConfig,
     say: Callable[[str], None],
-    show: Callable[[Budget], None] | None = None,
+    show_job: Callable[[Budget], None] | None = None,
+    show_compiled: Callable[[Budget], None] | None = None,
     compiles: bool = True,
 ) -> Budget:
-    """Returns the budget of a job with the costs of its programs and with advice. If `compiles` is
-    False the costs are estimated; if what roles hold does not fit, nothing is compiled and there
-    are no costs. Before anything is compiled, `show` is called with the budget so far; if the user
-    interrupts, it is called again with what has been compiled. `say`: called with lines of
-    progress."""
+    """Returns the budget of a job with the costs of its programs and with advice.
+
+    say            called with lines of progress
+    show_job       called with the budget before anything is compiled
+    show_compiled  called if the user interrupts, with the costs of what was compiled until then
+    compiles       False: the costs are estimated
+
+    If what the roles hold does not fit the devices, nothing is compiled and there are no costs.
+    """
     size = parameter_count(planned_architecture(config.model))
     bytes_of_a_compiler = COMPILER_BYTES + LARGE_BYTES * size / 70e9
     _, available = machine_memory()
     count = max(1, min(num_cores(), int(available / bytes_of_a_compiler)))
     with compilers(count, config.topology) as answers:
         budget = answers([(describe, config, config.topology, compiles)])[0]
-        if show:
-            show(budget)
+        if show_job:
+            show_job(budget)
         if not compiles:
             budget = budget.estimated()
         elif budget.fits():  # judged only by what roles hold
@@ -93,9 +98,9 @@ def make_plan(
             try:
                 _compile(config, budget, answers, say, costs)
             except KeyboardInterrupt:
-                if costs and show:
+                if costs and show_compiled:
                     compiled = {name: budget.programs[name] for name in costs}
-                    show(replace(budget, programs=compiled, costs=costs))
+                    show_compiled(replace(budget, programs=compiled, costs=costs))
                 raise
             in_order = {name: costs[name] for name in budget.programs}
             budget = replace(budget, costs=in_order)

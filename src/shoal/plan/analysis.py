@@ -44,9 +44,10 @@ ANSWER_SECONDS = 1e-5
 
 
 def analyse(job: PlannedJob, name: str) -> ProgramCost:
-    """Returns what one run of a program costs on a device of its role. If the compiler refuses the
-    program, because memory does not suffice, the cost has an `error` and the bytes that it would
-    need."""
+    """Compiles one program of a job, or reads the compiler's report from disk, and returns what one
+    run of the program costs on a device of its role. If the compiler refuses the program because
+    memory does not suffice, the cost has only an `error`, the bytes that the program needs besides
+    its arguments (`extra_bytes`), and its largest arrays."""
     planned = job.programs()[name]
     traced = planned.program.trace(*planned.args, **planned.kwargs)
     compiled = _compiled(job, planned, traced.lower())
@@ -88,8 +89,10 @@ def analyse(job: PlannedJob, name: str) -> ProgramCost:
 
 
 def _longest_sources(costs: Costs, kind: Accelerator | None) -> dict[str, float]:
-    """Returns line of code -> seconds that its operations take, the longest first: by the cycles
-    that a TPU's compiler estimates, or by the bytes that the operations read and write."""
+    """Returns source (line of code and operation) -> seconds that its operations take on a device
+    in one run, the MOST_SHOWN longest, longest first. The seconds follow from the cycles that a
+    TPU's compiler estimates, else from the bytes that the operations read and write; 0 if the
+    device is unknown."""
     rate = math.inf  # cycles or bytes a second
     if kind is not None:
         rate = kind.clock if kind.is_tpu else kind.hbm
@@ -99,10 +102,10 @@ def _longest_sources(costs: Costs, kind: Accelerator | None) -> dict[str, float]
 
 
 def traced_costs(job: PlannedJob, planned: Planned, traced: Any) -> tuple[float, float, float]:
-    """Returns what is known of a program, on a device, before it is compiled: (FLOPs of its matrix
-    products, how many of these are in kernels, the least seconds that it could take). The last is
-    the longer of the products at the peak rate and of reading its arguments at the memory's
-    rate."""
+    """Returns what is known of a program before it is compiled, for one device: (FLOPs of its
+    matrix products, how many of these are in kernels, the least seconds that one run could take).
+    The seconds are those of the products at the peak rate or of reading the arguments from memory,
+    whichever take longer; 0 if the device is unknown."""
     # Removes dead code, as a compiler does: our own rule for recomputation (`gated_product`)
     # traces a product that nothing reads.
     whole = traced.jaxpr.jaxpr
@@ -164,8 +167,9 @@ class Compiled:
 
 
 def _compiled(job: PlannedJob, planned: Planned, lowered: Any) -> Compiled:
-    """Returns the text and memory of the compiled program, from the disk if it was compiled
-    before."""
+    """Compiles a program and returns the compiler's report; from disk if it was compiled before.
+    `lowered`: the program as JAX lowered it, from whose text the name of the report's file follows.
+    A program that was refused for lack of memory also has a report; any other error is raised."""
     file = _folder() / f"{_key(job, planned, lowered.as_text())}.json.gz"
     stored = _read_compiled(file)
     if stored is not None:
@@ -196,8 +200,8 @@ def _compiled(job: PlannedJob, planned: Planned, lowered: Any) -> Compiled:
 
 
 def _read_compiled(file: Path) -> Compiled | None:
-    """Reads what was kept of a compiled program. None if nothing was, or if the file is damaged;
-    the program is then compiled again, and the file replaced."""
+    """Reads a compiler's report. None if there is no such file, or if it is damaged or of another
+    version; the program is then compiled again, and the file replaced."""
     try:
         stored = json.loads(gzip.decompress(file.read_bytes()))
     except (OSError, EOFError, ValueError, zlib.error):
@@ -209,8 +213,9 @@ def _read_compiled(file: Path) -> Compiled | None:
 
 
 def _exhausted(text: str) -> Compiled:
-    """Parses the compiler's message about a program that needs more memory than the device has: how
-    much, and for which arrays."""
+    """Parses the compiler's message about a program that needs more memory than the device has.
+    Returns a report with its first line as `error`, the bytes that the program needs, and its
+    largest arrays."""
     asked = re.search(r"(?:Used|requires?d?[^(]*\() ?([\d.]+)([KMGT])", text)
     excess = 0
     if asked:
@@ -235,8 +240,8 @@ def _folder() -> Path:
 
 
 def _key(job: PlannedJob, planned: Planned, text: str) -> str:
-    """Returns a hash of everything that a compiled program depends on: its text, the devices, the
-    compiler and its options."""
+    """Returns a hash of everything that a compiled program depends on: its lowered `text`, the
+    devices, the compilers' versions and its compiler options."""
     device = planned.role.mesh.devices.flat[0]
     numbers = [device.id for device in planned.role.mesh.devices.flat]
     parts = [
@@ -256,9 +261,10 @@ def _key(job: PlannedJob, planned: Planned, text: str) -> str:
 
 
 def jaxpr_flops(jaxpr: Any, assumed_trips: Sequence[float] = (), of_kernels: bool = False) -> float:
-    """Returns the FLOPs of a jaxpr's matrix products outside of kernels, two for each
-    multiplication; with `of_kernels`, instead of those in kernels. `assumed_trips`: rounds of
-    `while` loops, whose number a jaxpr does not say, the outermost first."""
+    """Returns the FLOPs of a jaxpr's matrix products, two for each multiplication, for all devices
+    together. They include those that kernels declare; with `of_kernels`, they are only those.
+    `assumed_trips`: rounds of `while` loops, whose number a jaxpr does not say, the outermost
+    first; for a kernel the first is the share of its declared cost that it computes."""
     total = 0.0
     for equation in jaxpr.eqns:
         primitive = equation.primitive.name
@@ -292,7 +298,7 @@ def jaxpr_flops(jaxpr: Any, assumed_trips: Sequence[float] = (), of_kernels: boo
 
 
 def _product_flops(equation: Any) -> float:
-    """Returns the FLOPs of a `dot_general`."""
+    """Returns the FLOPs of an equation `dot_general`."""
     (contracted, _), _ = equation.params["dimension_numbers"]
     shape = equation.invars[0].aval.shape
     size = math.prod(equation.outvars[0].aval.shape) * math.prod(shape[dim] for dim in contracted)
@@ -300,8 +306,8 @@ def _product_flops(equation: Any) -> float:
 
 
 def inner_jaxprs(params: dict[str, Any]) -> list[Any]:
-    """Returns the jaxprs among an equation's parameters, like the body of a loop or the branches of
-    a condition."""
+    """Returns the jaxprs among an equation's parameters, such as the body of a loop or the branches
+    of a condition."""
     jaxprs = []
     for value in params.values():
         candidates = value if isinstance(value, tuple | list) else (value,)

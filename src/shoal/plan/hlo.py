@@ -133,7 +133,8 @@ class Instruction(NamedTuple):
         return sum(arrays_of(self.shape))
 
     def named(self, attribute: str) -> str:
-        """Returns the computation that an attribute such as `body` names; '' if it is missing."""
+        """Returns the name of the computation that an attribute such as `body` or `to_apply` gives;
+        "" if the instruction has no such attribute."""
         match = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
         if match is None:
             return ""
@@ -141,7 +142,8 @@ class Instruction(NamedTuple):
 
     @property
     def collective(self) -> str:
-        """The collective that the instruction is or starts, like `all-gather`; '' for others."""
+        """The kind of collective that the instruction is or starts, such as `all-gather`; "" if it
+        is none."""
         kind = self.op.removesuffix("-start")
         if kind not in COLLECTIVES:
             return ""
@@ -214,8 +216,8 @@ class _Copies:
         self.left: dict[str, float] = {}  # copy -> its bytes that are not copied yet, oldest first
 
     def advance(self, cycles: float, size: float) -> None:
-        """Lets the copies proceed while an operation runs for `cycles` cycles, as far as its own
-        `size` bytes leave the memory free."""
+        """Lets the copies proceed, in order, while an operation runs for `cycles` cycles: they get
+        the memory's bandwidth that the operation's own `size` bytes leave free."""
         free = cycles * self.rate - size
         for name, left in self.left.items():
             moved = max(0.0, min(left, free))
@@ -223,8 +225,8 @@ class _Copies:
             self.left[name] -= moved
 
     def wait(self, name: str) -> float:
-        """Returns the cycles until a copy is done, and with it the copies before it; removes
-        them."""
+        """Completes a copy and those before it, removes them, and returns the cycles that this
+        takes; 0 if the copy is done already."""
         waited = 0.0
         while name in self.left:
             first = next(iter(self.left))
@@ -260,9 +262,9 @@ class Module:
                 current = ""
 
     def costs(self, assumed_trips: Sequence[float] = (), memory_rate: float = 0.0) -> Costs:
-        """Returns the costs of one run. `assumed_trips`: rounds of loops without a known trip
-        count, the outermost first. `memory_rate`: bytes a cycle of a TPU's memory, with which
-        `cycles` include the waits for copies; 0: they do not."""
+        """Returns the costs of one run of the program. `assumed_trips`: rounds of loops whose trip
+        count the compiler does not know, the outermost first. `memory_rate`: bytes a cycle of a
+        TPU's memory, for which `cycles` then include the waits for copies; 0: they do not."""
         visit = _Visit(self, memory_rate)
         visit.computation(self.entry, 1.0, tuple(assumed_trips))
         costs = visit.costs
@@ -274,7 +276,8 @@ class Module:
         return costs
 
     def inside(self, computation: str) -> Iterator[Instruction]:
-        """Yields the instructions of a fused computation, and of those that it calls."""
+        """Yields the instructions of a computation, such as the one of a fusion, and of all
+        computations that these call."""
         for instruction in self.computations.get(computation, []):
             yield instruction
             if instruction.op in ("fusion", "call", "async-start"):
@@ -282,7 +285,8 @@ class Module:
                     yield from self.inside(called)
 
     def called(self, instruction: Instruction) -> list[str]:
-        """Returns the computations that an instruction calls, or from which it chooses one."""
+        """Returns the names of the computations that an instruction calls; for a condition, of its
+        branches, of which only one runs."""
         computations = []
         for attribute in ("to_apply", "calls", "called_computations"):
             name = instruction.named(attribute)
@@ -296,8 +300,9 @@ class Module:
     # ---- where an operation comes from
 
     def source(self, instruction: Instruction) -> str:
-        """Returns a text with the line of code that made an operation, the line that called it, and
-        the operation's name."""
+        """Returns where an operation comes from: `model/linear.py:29 < model/transformer.py:251
+        dot_general`, the line of code that made it, the line that called that one, and the
+        operation's name. The lines are left out if they are unknown."""
         name = re.search(r'op_name="([^"]*)"', instruction.attributes)
         if name is None and instruction.op == "fusion":
             # A fusion of several operations has no name: the last of them that has one counts.
@@ -339,7 +344,7 @@ class Module:
 
     @cached_property
     def _frames(self) -> dict[int, tuple[int, int]]:
-        """Stack frame -> (its location, its parent, 0 for none)."""
+        """Stack frame -> (its location, the frame that called it, 0 for none)."""
         frames = {}
         for number, location, parent in re.findall(
             r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))\}", self.text, re.MULTILINE
@@ -363,7 +368,7 @@ class Module:
     # ---- loops
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """Returns how often a loop runs; None if the program does not say it."""
+        """Returns how many rounds a loop runs; None if the program's text does not say it."""
         known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)
         if known:
             return int(known[1])
@@ -379,8 +384,8 @@ class Module:
         return -(-number // self._step(loop, counter))
 
     def _step(self, loop: Instruction, counter: Instruction | None) -> int:
-        """Returns what a loop adds to its counter: 1, or 2 if XLA has unrolled a product together
-        with the exchange of its parts."""
+        """Returns what a loop adds to its counter in a round: 1, or 2 if XLA has unrolled a product
+        together with the exchange of its parts. `counter`: the loop's counter in its condition."""
         if counter is None:
             return 1
         index = re.search(r"index=(\d+)", counter.attributes)
@@ -409,8 +414,8 @@ class Module:
         return instructions
 
     def moved_bytes(self, instruction: Instruction, shapes: Mapping[str, str]) -> int:
-        """Returns the bytes that an operation reads and writes. `shapes`: name of an operand ->
-        text of its shape."""
+        """Returns the bytes that an operation reads and writes. Only what it needs of an operand
+        counts, such as the slice that it takes. `shapes`: operand -> text of its shape."""
         op = instruction.op
         written = instruction.bytes
         read = [sum(arrays_of(shapes.get(name, ""))) for name in instruction.operands]
@@ -431,8 +436,8 @@ class Module:
 
     def _fused_bytes(self, fusion: Instruction, operands: list[int]) -> tuple[int, list[int]]:
         """Returns (bytes that a fusion writes, bytes that it reads of each operand). `operands`:
-        the bytes of its operands. If it only slices an operand, only the slices count; if it
-        updates an operand in place, only the update counts."""
+        the bytes of the whole operands. Of an operand that the fusion only slices, only the slices
+        count; if it updates an operand in place, only the update counts, as written."""
         inside = self.computations.get(fusion.named("calls"), [])
         users: dict[str, list[Instruction]] = {}
         for instruction in inside:
@@ -459,8 +464,8 @@ class Module:
         return written, read
 
     def _needed(self, use: Instruction, operand: Instruction) -> int:
-        """Returns the bytes of an operand that an operation in a fusion, perhaps a fusion itself,
-        reads."""
+        """Returns how many bytes of an operand the operation `use` in a fusion reads; `use` may be
+        a fusion itself."""
         if use.op == "fusion" and operand.name in use.operands:
             alone = [operand.bytes if name == operand.name else 0 for name in use.operands]
             _, read = self._fused_bytes(use, alone)
@@ -470,7 +475,7 @@ class Module:
         return operand.bytes
 
     def product_flops(self, instruction: Instruction, shapes: Mapping[str, str]) -> float:
-        """Returns the FLOPs of the matrix products of an instruction, or of its fusion."""
+        """Returns the FLOPs of the matrix products of an instruction; of a fusion, of all in it."""
         if instruction.op != "fusion":
             if instruction.op in ("dot", "convolution", "custom-call"):
                 return _product_flops(instruction, shapes)
@@ -494,8 +499,8 @@ class _Visit:
         self.channels: set[str] = set()  # channels of the collectives that were counted
 
     def computation(self, name: str, times: float, trips: tuple[float, ...]) -> None:
-        """Adds the costs of a computation that runs `times` times. `trips`: rounds of loops in it
-        without a known trip count, the outermost first."""
+        """Adds the costs of a computation, and of all that it calls, to `costs`; it runs `times`
+        times. `trips`: rounds of loops in it without a known trip count, the outermost first."""
         instructions = self.module.computations.get(name, [])
         shapes = {instruction.name: instruction.shape for instruction in instructions}
         copies = _Copies(self.memory_rate)
@@ -527,7 +532,9 @@ class _Visit:
         times: float,
         trips: tuple[float, ...],
     ) -> None:
-        """Adds the costs of one instruction, and of what it calls."""
+        """Adds the costs of one instruction, and of the computations that it calls. `shapes`:
+        instruction of the same computation -> text of its shape; the others are as in
+        `computation`."""
         op = instruction.op
         if op == "while":
             self.loop(instruction, times, trips)
@@ -562,7 +569,8 @@ class _Visit:
         return sum(instruction.bytes for instruction in self.module.computations[computation])
 
     def loop(self, loop: Instruction, times: float, trips: tuple[float, ...]) -> None:
-        """Adds the costs of a loop, with its trip count, or with the one that is assumed."""
+        """Adds the costs of a loop. Its trip count is the known one, else the first of `trips`,
+        which then counts as assumed, else 1."""
         count: float | None = self.module.trip_count(loop)
         if count is None:
             count = 1
@@ -577,8 +585,8 @@ class _Visit:
     def collective(
         self, instruction: Instruction, around: Instruction, computation: str, times: float
     ) -> None:
-        """Adds an instruction if it is a collective. `around`: the instruction whose fusion
-        contains it, else the instruction itself."""
+        """Adds a transfer to `costs.collectives` if the instruction is a collective that was not
+        counted yet. `around`: the fusion that contains it, or the instruction itself."""
         kind = instruction.collective
         if not kind:
             return
@@ -599,9 +607,9 @@ class _Visit:
         self.costs.collectives.append(Collective(kind, size, times, groups, source))
 
     def _collective_source(self, instruction: Instruction, around: Instruction) -> str:
-        """Returns the source of a collective: the first that names a line of code among the
-        collective, its fusion and what it sends. The parts of a fusion may have no name, and
-        neither may a sum that the compiler made, but what it sums has."""
+        """Returns the source of a collective: the first one with a line of code among those of the
+        collective, its fusion, and the operand that it sends. In a fusion the collective may have
+        no line, and neither may a sum that the compiler made, but its operand has."""
         sent = around
         if around.operands:
             sent = self.module.by_name.get(around.operands[0], around)
@@ -618,8 +626,9 @@ class _Visit:
         times: float,
         trips: tuple[float, ...],
     ) -> Operation:
-        """Returns what one operation does each time it runs, and adds it to the costs. For the
-        kernel of decoding the first of `trips` is the share of its caches that it reads."""
+        """Adds the bytes and the memory traffic of one operation to the costs, and returns what it
+        does each time it runs. For the kernel of decoding, the first of `trips` is the share of its
+        caches that it reads."""
         costs = self.costs
         source = self.module.source(instruction)
         share = 1.0
@@ -673,8 +682,8 @@ def _aliased(instruction: Instruction) -> list[int]:
 
 
 def _whole_bytes(instruction: Instruction, kind: str, devices: int) -> int:
-    """Returns the bytes of the whole arrays of a collective: what a gather makes, what a
-    reduce-scatter takes."""
+    """Returns the bytes of the whole arrays of a collective: of the result of a gather, of the
+    operand of a reduce-scatter. `devices`: how many exchange."""
     if kind != "reduce-scatter":
         return sum(arrays_of(_results(instruction)))
     # The shape of its start contains the whole operands; otherwise the shape is only the part that
@@ -686,8 +695,8 @@ def _whole_bytes(instruction: Instruction, kind: str, devices: int) -> int:
 
 
 def _results(instruction: Instruction) -> str:
-    """Returns the shape of what an operation makes. A `-start` has the shape `(operands, results,
-    ...)`, each one array or several in parentheses, except an `all-reduce-start`, which has only
+    """Returns the shape of what an operation returns. The shape of a `-start` is `(operands,
+    results, ...)`, each one array or several in parentheses; that of an `all-reduce-start` is only
     the results."""
     if instruction.op.endswith("-start") and instruction.op != "all-reduce-start":
         parts = _parts(instruction.shape)
@@ -734,8 +743,9 @@ def _parts(shape: str) -> list[str]:
 def _through(
     name: str, users: Mapping[str, list[Instruction]], more: frozenset[str] = frozenset()
 ) -> list[Instruction]:
-    """Returns the instructions that use a value. Bitcasts and operations in `more` are looked
-    through: their users count in their place."""
+    """Returns the instructions that use a value. Bitcasts, copies and conversions, and operations
+    in `more`, do not count themselves: the instructions that use their results count instead.
+    `users`: value -> the instructions that use it."""
     seen_through = _BITCASTS | more
     uses: list[Instruction] = []
     for use in users.get(name, []):
@@ -747,7 +757,7 @@ def _through(
 
 
 def _constant(instruction: Instruction | None) -> int | None:
-    """Returns the value of a constant whole number; None for any other instruction."""
+    """Returns the value of an instruction that is a constant whole number; None for any other."""
     if instruction is None or instruction.op != "constant":
         return None
     if not instruction.operands[0].isdigit():
@@ -756,8 +766,8 @@ def _constant(instruction: Instruction | None) -> int | None:
 
 
 def _product_flops(instruction: Instruction, shapes: Mapping[str, str]) -> float:
-    """Returns the FLOPs of a matrix product: two for each pair of an element of the result and one
-    of the contracted dimensions."""
+    """Returns the FLOPs of a matrix product: two for each element of the result and each index of
+    the contracted dimensions; 0 if a shape is unknown. `shapes`: operand -> text of its shape."""
     if not instruction.operands:
         return 0.0
     contracted = re.search(

@@ -76,9 +76,10 @@ class Planned:
 def planned_job(
     config: Config, topology: str, layers: int = 0, compiles: bool = True
 ) -> Iterator[PlannedJob]:
-    """Yields a training job on a topology (empty: the devices here). `layers`: fewer layers than
-    the model has; 0: all. If `compiles` is False, placeholders stand for the devices, so no
-    compiler for them need be installed. ShoalError if such a job is impossible."""
+    """Yields a training job on the devices of a topology such as `v5p-8`; on the devices here if it
+    is empty. Nothing of it is allocated. `layers`: fewer layers than the model has; 0: all.
+    `compiles`: False: placeholders stand for the devices, so that no compiler for them need be
+    installed. ShoalError if such a job is impossible."""
     parsed = None
     if topology:
         if config.optimizer.offload and not compiles:
@@ -103,8 +104,8 @@ def planned_job(
 
 @lru_cache
 def _devices(topology: str, compiles: bool) -> Sequence[Any]:
-    """Returns the devices of a topology: described by its compiler, or placeholders if nothing
-    compiles."""
+    """Returns the devices of a topology: described by its compiler (`compiles`), or
+    placeholders."""
     parsed = parse_topology(topology)
     if compiles:
         return topology_devices(parsed)
@@ -162,7 +163,8 @@ class PlannedJob:
         )
 
     def _copied(self) -> list[tuple[Any, Any]]:
-        """Returns (trainer's shapes, sampler's shapes) of the arrays that publication copies."""
+        """Returns a pair (shape in the trainer, shape in the sampler) for each array that
+        publication copies."""
         return copied_shapes(
             self.learner.shapes().trainable,
             trained_specs(self.model.architecture),
@@ -172,7 +174,8 @@ class PlannedJob:
         )
 
     def _scorers(self) -> dict[str, Model]:
-        """Returns name -> model of the reference and the teacher, on the reference's devices."""
+        """Returns name -> model of those that score completions on the reference's devices:
+        `reference` and `teacher`, if the job has them."""
         models = {}
         model = self.model.on(self.roles.reference)
         if self.config.algorithm.scores_reference:
@@ -190,8 +193,9 @@ class PlannedJob:
         return {**self._sampling(), **self._learning(), **self._publishing()}
 
     def _sampling(self) -> dict[str, Planned]:
-        """Returns the programs of the training engine: prefilling all prompts, joining further
-        rows, decoding all tokens."""
+        """Returns name -> program of the training engine: it prefills all prompts of a step, joins
+        further rows of slots to a prompt, and decodes all tokens. For the number of runs each
+        completion has the greatest length."""
         config = self.config
         role = self.roles.sampler
         engine = self.engines["training"]
@@ -239,9 +243,10 @@ class PlannedJob:
         return planned
 
     def _decode_trips(self, engine: Engine, chunk: float) -> tuple[float, float]:
-        """Returns how often the loops of decoding run: over the tokens of a dispatch, and over
-        blocks of keys. If a kernel decodes, the second number is the share of all keys that it
-        reads, because the kernel declares the cost of all."""
+        """Returns how often the two nested loops of decoding run: (over the tokens of a dispatch,
+        over blocks of keys). `chunk`: the tokens of a dispatch. If a kernel decodes, the second
+        number is instead the share of all keys that it reads, because the kernel declares the cost
+        of all."""
         sampling = self.config.sampling
         if decodes_by_kernel(engine.model):  # the share of keys that lie in live blocks
             block = PAGE if by_pages(engine.model) else KEY_BLOCK
@@ -263,8 +268,8 @@ class PlannedJob:
         return chunk, sum(loops) / max(1, len(loops))
 
     def _prefill_trips(self, engine: Engine) -> tuple[float, ...]:
-        """Returns how often the loops of prefilling run: over the pieces of a long prompt, and over
-        blocks of keys; empty if a prompt is one piece."""
+        """Returns how often the two nested loops of prefilling run: (over the pieces of a long
+        prompt, over blocks of keys); empty if a prompt is one piece."""
         piece = engine.scheduler.whole
         pieces = -(-self.config.sampling.max_prompt_tokens // piece)
         if pieces == 1:
@@ -274,9 +279,9 @@ class PlannedJob:
         return pieces, (blocks + 1) / 2
 
     def _live_keys(self, engine: Engine, block: int = 1) -> float:
-        """Returns the bytes on a device of the keys and values that are read to sample one token in
-        every slot, in whole blocks of `block` tokens. Assumes the longest prompts, and that
-        completions of the mean length, if it is set, else of the greatest, are half done."""
+        """Returns the bytes of keys and values that a device reads to sample one token in every
+        slot, rounded up to whole blocks of `block` tokens. Assumes the longest prompts, and that
+        completions are half done; their length is the mean one, if it is set, else the greatest."""
         sampling = self.config.sampling
         parts = engine.model.key_parts
         prompt = block * -(-sampling.max_prompt_tokens // block)
@@ -296,7 +301,8 @@ class PlannedJob:
         return total
 
     def _learning(self) -> dict[str, Planned]:
-        """Returns the programs of the learner, and of the models that score for it."""
+        """Returns name -> program of the trainer: `score` if it needs old log-probs, the models
+        that score for it, `accumulate` and `apply`."""
         config = self.config
         algorithm = config.algorithm
         role = self.roles.trainer
@@ -355,9 +361,9 @@ class PlannedJob:
         return planned
 
     def _moments_in_flight(self, trainable: Parameters) -> int:
-        """Returns the bytes of Adam's moments that an update with `optimizer.offload` has on a
-        device at a time. For a GPU that is only described, JAX knows no host memory, and compiles
-        the update as if all moments stayed on the device."""
+        """Returns the bytes of Adam's moments that are on a device at a time during an update with
+        `optimizer.offload`; 0 without it. Needed for a GPU that is only described: JAX knows no
+        host memory there, and compiles the update as if all moments stayed on the device."""
         section = self.config.optimizer
         if not section.offload:
             return 0
@@ -370,14 +376,15 @@ class PlannedJob:
 
     def _runs(self, prompts: int) -> float:
         """Returns how often a program must run for the groups of `prompts` prompts, as a fraction:
-        a micro-batch of a shorter shape counts as a part of a full one, because the program of the
-        full shape stands for all."""
+        the program of the full shape stands for all shapes, so a micro-batch of a shorter one
+        counts as a part of a run."""
         return packed_tokens(self.config, self.shapes, prompts) / self.shape.tokens
 
     def _blocks_read(self, model: Model) -> tuple[float, ...]:
-        """Returns how many blocks of keys attention reads for each block of queries, with the
-        longest prompt and completion, as a tuple of one; for kernels, which declare the cost of all
-        blocks, the share that they read. Empty if attention computes all scores at once."""
+        """Returns the assumed rounds of attention's loop in the trainer's programs, as a tuple of
+        one: how many blocks of keys are read for each block of queries, with the longest prompt and
+        completion. For kernels, which declare the cost of all blocks, it is the share that they
+        read. Empty if attention computes all scores at once."""
         size = self.shape.length
         context = model.role.context
         platform = model.role.platform
@@ -403,8 +410,9 @@ class PlannedJob:
         return (min(size / block, (prompt + completion) / block + 2),)
 
     def _publishing(self) -> dict[str, Planned]:
-        """Returns the program that publishes the largest array. There is one for each array; it
-        counts as often as all arrays together are larger than this one."""
+        """Returns the program `publish`, which copies the largest array from the trainer to the
+        sampler. A run has one such program for each array; this one counts as often as all arrays
+        together are larger than it. {} if publication copies nothing."""
         pairs = self._copied()
         if not pairs:
             return {}
@@ -426,8 +434,8 @@ class PlannedJob:
         }
 
     def _batch(self, role: Role) -> LearnerBatch:
-        """Returns the shapes of a micro-batch, laid out as `put_batch` lays it out, with rows for
-        all of the role's devices."""
+        """Returns the shapes of a micro-batch on a role's devices, laid out as `put_batch` lays it
+        out; the number of rows is rounded up to a multiple of its devices."""
         shape = self.shape
         grid = (shape.rows + -shape.rows % role.batch_shards, shape.length)
 
@@ -462,7 +470,8 @@ class PlannedJob:
     # ---- in figures
 
     def budget(self) -> Budget:
-        """Returns the budget of the job before anything is compiled."""
+        """Returns the budget of the job before anything is compiled: what `shoal train` knows too,
+        and the programs, machines and step that only the plan knows."""
         budget = job_budget(self.job)
         memory = budget.memory
         if self.accelerator and self.accelerator.usable_bytes:
@@ -482,7 +491,9 @@ class PlannedJob:
         )
 
     def _planned_step(self) -> PlannedStep:
-        """Returns what only the plan knows: devices, hosts, tokens and FLOPs of a step."""
+        """Returns what only a plan knows of a step: the devices and hosts in words and numbers, why
+        a process on each host is impossible if it is, and the step's tokens, FLOPs and published
+        bytes. All completions have the greatest length."""
         config = self.config
         if self.topology:
             devices = self.topology.describe()
@@ -515,7 +526,8 @@ class PlannedJob:
         )
 
     def _rates(self) -> DeviceRates | None:
-        """Returns the speeds that are assumed of a device; None if its kind is unknown."""
+        """Returns the speeds that the plan assumes of a device: measured ones if there is a
+        calibration, else its maker's; None if its kind is unknown."""
         device = self.accelerator
         if device is None:
             return None

@@ -115,8 +115,9 @@ def _compile(
     say: Callable[[str], None],
     costs: dict[str, ProgramCost],
 ) -> None:
-    """Compiles the programs of a job and writes the cost of each into `costs` as soon as it is
-    known."""
+    """Compiles the programs of a job in parallel, prints progress with `say`, and writes the cost
+    of each program into `costs` as soon as it is known. A program that is compiled with few layers
+    twice gets the cost that is extrapolated to all layers."""
     layers = budget.model.layers
     calls: dict[tuple[str, int], Call] = {}  # (program, layers: 0 for all)
     for name in sorted(budget.programs, key=_LONGEST_FIRST.index):
@@ -134,7 +135,8 @@ def _compile(
         return f"{name} ({depth} layers)"
 
     def take(call: Call, answer: ProgramCost) -> None:
-        """Stores the cost of one compiled program, and prints progress."""
+        """Stores the cost of one compiled program, and prints progress. Called for each answer as
+        soon as it is there."""
         name, depth = call[-2:]
         done[name, depth] = answer
         if not depth:
@@ -156,7 +158,8 @@ def _compile(
 
 
 def _is_shallow(config: PlanConfig, program: str, layers: int) -> bool:
-    """True if a program is compiled with few layers instead of all of them."""
+    """True if a program is compiled with few layers, and its cost extrapolated: as `layers=` says,
+    for a model with more than DEEP layers; with `auto`, only decoding. Never `publish`."""
     if layers <= DEEP or program == "publish":
         # Publication copies array by array, and which array is the largest depends on the layers.
         return False
@@ -167,7 +170,8 @@ def _is_shallow(config: PlanConfig, program: str, layers: int) -> bool:
 
 def extrapolate(shallow: ProgramCost, deeper: ProgramCost, layers: int) -> ProgramCost:
     """Returns the cost of a program with `layers` layers, extrapolated from its costs with two
-    smaller numbers of layers: each further layer costs as much as one of those between the two."""
+    smaller numbers of layers on a straight line: each further layer costs as much as each of those
+    between the two."""
     first, second = shallow.layers, deeper.layers
 
     def line(at_first: float, at_second: float) -> float:
@@ -215,7 +219,8 @@ def extrapolate(shallow: ProgramCost, deeper: ProgramCost, layers: int) -> Progr
 
 
 def describe(config: Config, topology: str, compiles: bool = True) -> Budget:
-    """Returns the budget of a job before anything is compiled."""
+    """Returns the budget of a job before anything is compiled. Called in a process that may
+    compile."""
     with planned_job(config, topology, compiles=compiles) as job:
         return job.budget()
 
@@ -228,16 +233,18 @@ def cost(config: Config, topology: str, program: str, layers: int) -> ProgramCos
 
 
 def advise_plan(budget: Budget, topology: str, compiles: bool = True) -> list[Advice]:
-    """Returns keys to change, each tried on the devices of the plan."""
+    """Returns advice on a plan's budget: changes of keys that would make it fit or faster, each
+    tried on the devices of the plan."""
     with planned_job(budget.config, topology, compiles=compiles) as job:
         return advise(budget, job.job.budget_for)
 
 
 @contextmanager
 def compilers(count: int, topology: str) -> Iterator[Answers]:
-    """Yields a function that answers calls in parallel processes and returns their results in
-    order. With `done`, it calls `done(call, result)` as soon as each is there. At most `count`
-    processes work at once. Without a topology this process itself answers, for its own devices.
+    """A context with a function `answers(calls, done)`: it makes the calls in at most `count`
+    parallel processes, and returns their results in the order of the calls. `done(call, result)`,
+    if given, is called as soon as each result is there. Without a topology this process itself
+    makes the calls, for its own devices.
 
         with compilers(4, "v5p-8") as answers:
             decode, apply = answers(
@@ -269,7 +276,7 @@ def compilers(count: int, topology: str) -> Iterator[Answers]:
 
 
 def _answers_here(calls: Sequence[Call], done: Done | None = None) -> list[Any]:
-    """Answers the calls in this process, one after the other."""
+    """Makes the calls in this process, one after the other, and returns their results."""
     answers = []
     for call in calls:
         function, *arguments = call
@@ -281,8 +288,9 @@ def _answers_here(calls: Sequence[Call], done: Done | None = None) -> list[Any]:
 
 
 def _answers(pool: ProcessPoolExecutor, calls: Sequence[Call], done: Done | None) -> list[Any]:
-    """Answers the calls in the pool's processes. ShoalError if a process ends without an answer,
-    which happens if the machine runs out of memory."""
+    """Makes the calls in the pool's processes, and returns their results in the order of the calls.
+    ShoalError if a process ends without an answer, which happens if the machine runs out of
+    memory."""
     futures: dict[Future[Any], Call] = {pool.submit(*call): call for call in calls}
     try:
         for future in as_completed(futures):

@@ -31,9 +31,10 @@ def transfer_rows(
     kind: Accelerator | None,
     mesh: Any,
 ) -> list[Transfers]:
-    """Returns the collectives of a program, summed up by their kind, mesh axes and source, with the
-    bytes of the whole arrays and the seconds that their links need; the most bytes first. `kind`:
-    the devices; None: unknown."""
+    """Returns the transfers of a program: its collectives summed up by kind, mesh axes and source,
+    the most bytes first. Each has the bytes of the whole arrays and the seconds that the links need
+    for them. `kind`: the devices, None if they are unknown; `mesh`: the mesh of the program's
+    role."""
     rows: dict[tuple[str, str, str], Transfers] = {}
     links: dict[tuple[str, bool], GroupLink] = {}
     for collective in collectives:
@@ -82,7 +83,7 @@ def _group_link(
     mesh: Any,
     in_parts: bool,
 ) -> GroupLink:
-    """Returns how the groups of a collective exchange. `in_parts`: as in `link_of`."""
+    """Returns how the groups of devices of a collective exchange. `in_parts`: see `link_of`."""
     groups = device_groups(collective.groups) or [[]]
     highest = max((max(group) for group in groups if group), default=0)
     if highest >= mesh.size:
@@ -102,8 +103,8 @@ def _group_link(
 
 
 def _moved(kind: str, size: float, devices: int) -> float:
-    """Returns the bytes that one device receives in a collective of this kind on an array of `size`
-    bytes."""
+    """Returns the bytes that one device receives in a collective. `kind`: such as `all-gather`;
+    `size`: the bytes of the whole array; `devices`: how many devices a group has."""
     share = (devices - 1) / devices
     if kind == "all-reduce":
         return 2 * share * size
@@ -125,8 +126,8 @@ GROUP_FORMS = (
 
 
 def groups_text(attributes: str) -> str:
-    """Returns the text that says which devices exchange, taken from the attributes of an operation;
-    '' if they do not say it."""
+    """Returns the part of an operation's attributes that says which devices exchange, such as
+    `{{0,1},{2,3}}` or `[2,2]<=[4]`; "" if there is none."""
     for pattern in GROUP_FORMS:
         match = re.search(pattern, attributes)
         if match:
@@ -135,8 +136,8 @@ def groups_text(attributes: str) -> str:
 
 
 def device_groups(text: str) -> list[list[int]]:
-    """Returns the groups of devices that exchange, parsed from any of the forms in which XLA writes
-    them; empty if the form is unknown.
+    """Returns the groups of devices that exchange, as lists of their numbers, parsed from any of
+    the forms in which XLA writes them; empty if the form is unknown.
 
     >>> device_groups("[2,2]<=[2,2]T(1,0)"), device_groups("mesh['a'=2,'b'=2] {'b'}")
     ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
@@ -158,8 +159,8 @@ def _numbers(text: str) -> list[int]:
 
 
 def _order(text: str) -> np.ndarray:
-    """Returns the numbers of devices in the order that a text like `[2,4]T(1,0)` describes: counted
-    in a grid that is then transposed."""
+    """Returns the numbers of devices in the order that a text such as `[2,4]T(1,0)` describes: they
+    are counted row by row in a grid of these sizes, which is then transposed."""
     dims, _, order = text.partition("T")
     shape = _numbers(dims)
     grid = np.arange(math.prod(shape)).reshape(shape)
@@ -169,9 +170,10 @@ def _order(text: str) -> np.ndarray:
 
 
 def _mesh_groups(text: str) -> list[list[int]]:
-    """Returns the groups of a text like `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}`: a
-    grid of devices in this order, whose devices exchange along axes or along parts of axes (here of
-    size 2, after 2). Empty if the text has another form."""
+    """Returns the groups that a text such as `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0))
+    {'b':(2)2}` describes: a grid of devices in this order, whose devices exchange along the named
+    axes, or along parts of axes (here a part of size 2, after one of size 2). Empty if the text has
+    another form."""
     match = re.fullmatch(r"mesh\[([^\]]*)\](?:, device_ids=\((.*)\))?\s*\{([^}]*)\}", text)
     if match is None:
         return []
@@ -203,8 +205,8 @@ def _mesh_groups(text: str) -> list[list[int]]:
 
 
 def group_size(text: str) -> int:
-    """Returns how many devices exchange with one another; for pairs of sender and receiver that
-    form a ring, the devices of the ring."""
+    """Returns how many devices exchange with one another, from the text of their groups; for pairs
+    (sender, receiver) that form a ring, the number of devices in the ring."""
     groups = device_groups(text)
     if not groups:
         return 1
@@ -223,8 +225,8 @@ def group_size(text: str) -> int:
 
 
 def axes_of(mesh: Any, group: Sequence[int]) -> str:
-    """Returns the axes of a mesh along which a group of its devices lies, like `fsdp` or
-    `data+fsdp`; `?` for an empty group."""
+    """Returns the axes of a mesh along which a group of its devices lies, `fsdp` or `data+fsdp`;
+    `?` for an empty group."""
     if not group:
         return "?"
     coordinates = np.array([np.unravel_index(number, mesh.devices.shape) for number in group])
@@ -243,8 +245,9 @@ def link_of(
     in_parts: bool = True,
 ) -> tuple[float, float]:
     """Returns (bytes a second that each device of a group can receive from the others, seconds
-    before the first byte). `in_parts`: what comes from other machines or slices comes once, a part
-    to each of the group's devices there."""
+    until the first byte arrives); (infinity, 0) for one device and for an unknown kind. `group`:
+    numbers of devices in the mesh. `in_parts`: True if what comes from other machines or slices is
+    sent once, a part to each of the group's devices here, instead of whole to each."""
     if kind is None or len(group) < 2:
         return math.inf, 0.0
     devices = [mesh.devices.flat[number] for number in group]
@@ -270,8 +273,8 @@ def link_of(
 def _within(
     topology: Topology | None, kind: Accelerator, sizes: Mapping[int, int], count: int
 ) -> tuple[float, float]:
-    """Returns `link_of` for a group of `count` devices within one machine or slice. `sizes`:
-    dimension of the torus -> how many devices of the group lie along it."""
+    """Returns what `link_of` returns, for a group of `count` devices within one machine or slice.
+    `sizes`: dimension of the torus -> how many devices of the group lie along it."""
     if not kind.is_tpu:
         return kind.link or kind.hbm / 2, MACHINE_SECONDS  # or devices in one memory
     shape = topology.shape if topology else ()

@@ -124,8 +124,8 @@ def _run(words: list[str]) -> int:
         rest = rest[:end]
     asks_help = [number for number, word in enumerate(rest) if word in HELP]
     if asks_help:
-        behind = rest[asks_help[0] :]
-        topics = [word for word in behind if word not in HELP and "=" not in word]
+        after_help = rest[asks_help[0] :]
+        topics = [word for word in after_help if word not in HELP and "=" not in word]
         print(command_help(_known(command), topics))
         return 0
     return _run_command(_known(command), rest, job)

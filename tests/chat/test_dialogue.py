@@ -75,7 +75,8 @@ def test_the_assistants_turns_alone_each_with_its_end(template: str):
     assert tokenizer.decode(stream.prompt_ids, skip_special_tokens=False).endswith(
         "2 + 3 = ?\n<|assistant|>\n"
     )
-    assert whole(tokenizer, stream) == tokenizer.render(DIALOGUE, whole=True, tools=TOOLS).rstrip()
+    text = tokenizer.render(DIALOGUE, finished=True, tools=TOOLS)
+    assert whole(tokenizer, stream) == text.rstrip()
     assert '"name": "add"' in tokenizer.decode(stream.prompt_ids)
     (stream,) = streams_of(tokenizer, DIALOGUE, TOOLS, first=4)
     assert learned(tokenizer, stream) == ["Yes, 5.<|end|>"]

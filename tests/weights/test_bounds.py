@@ -142,7 +142,7 @@ def test_widths_and_numbers_of_a_template_are_written() -> None:
         "join(', ') }}|"
         "{{ 'aa'.replace('a', 'b') }}|{{ 'x\ny' | indent(2) }}|{{ messages | length }}"
     )
-    assert Tokenizer.load(TINY, template).render(QUESTION, whole=True) == (
+    assert Tokenizer.load(TINY, template).render(QUESTION, finished=True) == (
         '1234567890123 00042|1234567   x|{"id": 1234567} 3| a |1|a, b|bb|x\n  y|1'
     )
 
@@ -161,7 +161,7 @@ def test_what_bounded_templates_write_is_what_jinja_writes() -> None:
         {"role": "user", "content": "b"},
     ]
     assert (
-        Tokenizer.load(TINY, template).render(messages, whole=True)
+        Tokenizer.load(TINY, template).render(messages, finished=True)
         == "1/2auser2/2b!<3>aaab21024NoneTrue12"
     )
 

@@ -79,25 +79,27 @@ def streams_of(
             raise ShoalError(
                 f"message {number} is the assistant's, and so is the one before it: join the two"
             )
-        asked = tokenizer.render(messages[:number], tools=tools)
-        with_marks = tokenizer.render(messages[: number + 1], whole=True, tools=tools, marked=True)
+        prompt_text = tokenizer.render(messages[:number], tools=tools)
+        with_marks = tokenizer.render(
+            messages[: number + 1], finished=True, tools=tools, marked=True
+        )
         text, marked = _without_marks(with_marks)
-        if not text.startswith(asked):
+        if not text.startswith(prompt_text):
             raise ShoalError(
                 f"the chat template does not write message {number} where it asks a model for it "
-                f"(behind {asked[-40:]!r}): give another with model.template",
+                f"(behind {prompt_text[-40:]!r}): give another with model.template",
                 "model.template",
             )
         spans: list[tuple[int, int]] = []
-        if texts and asked.startswith(texts[-1].text):
+        if texts and prompt_text.startswith(texts[-1].text):
             # The template only added to the last text: one stream holds both turns.
             spans = texts.pop().spans
         if marked:
             for start, stop in marked:
-                if stop > len(asked):
-                    spans.append((max(start, len(asked)), stop))
+                if stop > len(prompt_text):
+                    spans.append((max(start, len(prompt_text)), stop))
         else:
-            spans.append((len(asked), len(text)))
+            spans.append((len(prompt_text), len(text)))
         texts.append(_Text(text, spans, bool(marked)))
     if not texts:
         raise ShoalError("there is no message of the assistant to learn from")
@@ -115,19 +117,19 @@ def unwritten(
     >>> unwritten(tokenizer_of_plain_chatml, messages, tools)
     ['tools', 'tool_calls']
     """
-    whole = _rendering(tokenizer, messages, tools)
+    full_text = _rendering(tokenizer, messages, tools)
 
-    def is_written(others: Messages, their_tools: Sequence[dict[str, Any]] | None) -> bool:
-        """True if `messages` with `tools` and `others` with `their_tools`, the same dialogue
+    def is_written(reduced: Messages, reduced_tools: Sequence[dict[str, Any]] | None) -> bool:
+        """True if `messages` with `tools` and `reduced` with `reduced_tools`, the same dialogue
         without one thing, are rendered differently: then the template writes that thing."""
         try:
-            if _rendering(tokenizer, others, their_tools) != whole:
+            if _rendering(tokenizer, reduced, reduced_tools) != full_text:
                 return True
             # A template may write something in the last turns alone, as Qwen3 does reasoning.
             for number, message in enumerate(messages[:-1]):
                 if message["role"] == ASSISTANT:
-                    part = _rendering(tokenizer, messages[: number + 1], tools)
-                    if _rendering(tokenizer, others[: number + 1], their_tools) != part:
+                    text_so_far = _rendering(tokenizer, messages[: number + 1], tools)
+                    if _rendering(tokenizer, reduced[: number + 1], reduced_tools) != text_so_far:
                         return True
         except ShoalError:  # the template fails without it, so it reads it
             return True
@@ -138,27 +140,27 @@ def unwritten(
         names.append("tools")
     # Without one key of all messages.
     for key in _keys_of(messages):
-        others = []
+        reduced = []
         for message in messages:
-            others.append({name: value for name, value in message.items() if name != key})
-        if not is_written(others, tools):
+            reduced.append({name: value for name, value in message.items() if name != key})
+        if not is_written(reduced, tools):
             names.append(key)
     # Without the contents of all messages of one role.
     for role in dict.fromkeys(message["role"] for message in messages):
-        others = []
+        reduced = []
         for message in messages:
-            others.append({**message, "content": ""} if message["role"] == role else message)
-        if role != ASSISTANT and others != list(messages) and not is_written(others, tools):
+            reduced.append({**message, "content": ""} if message["role"] == role else message)
+        if role != ASSISTANT and reduced != list(messages) and not is_written(reduced, tools):
             names.append(f"what role {role} says")
     # Llama 3's template writes only the calls of a message with tool calls, not its text.
-    others = []
+    reduced = []
     has_text_beside_calls = False
     for message in messages:
         if message.get("tool_calls"):
             has_text_beside_calls |= bool(message.get("content"))
             message = {**message, "content": ""}
-        others.append(message)
-    if has_text_beside_calls and "tool_calls" not in names and not is_written(others, tools):
+        reduced.append(message)
+    if has_text_beside_calls and "tool_calls" not in names and not is_written(reduced, tools):
         names.append(f"what role {ASSISTANT} says in a message with tool_calls")
     return names
 
@@ -185,24 +187,24 @@ def _rendering(
 ) -> str:
     """Returns the text of a dialogue: of a finished one if its last message is the assistant's,
     else up to where the assistant's answer begins."""
-    return tokenizer.render(messages, whole=messages[-1]["role"] == ASSISTANT, tools=tools)
+    return tokenizer.render(messages, finished=messages[-1]["role"] == ASSISTANT, tools=tools)
 
 
 def text_stream(tokenizer: Tokenizer, prompt: str, completion: str) -> Stream:
     """Returns the stream of a prompt and a completion of plain text, without the chat template. The
     whole completion is learned, with an end-of-sequence token at its end if the model has one.
     ShoalError if the prompt is empty, or if nothing follows it."""
-    asked = tokenizer.encode_prompt(prompt)
+    prompt_ids = tokenizer.encode_prompt(prompt)
     ids = tokenizer.encode_prompt(prompt + completion)
     # If a token spans the border, the prompt that the model is asked with differs from the one in
     # these ids, so prompt and completion are encoded separately.
-    if not np.array_equal(ids[: len(asked)], asked):
+    if not np.array_equal(ids[: len(prompt_ids)], prompt_ids):
         completion_ids, _ = tokenizer.encode_spans(completion, [])
-        ids = np.concatenate([asked, completion_ids])
+        ids = np.concatenate([prompt_ids, completion_ids])
     ids = np.append(ids, np.asarray(tokenizer.eos_ids[:1], np.int32))
-    if not 0 < len(asked) < len(ids):
+    if not 0 < len(prompt_ids) < len(ids):
         raise ShoalError("the prompt is empty, or nothing follows it")
-    return Stream.of(ids, np.arange(len(ids)) >= len(asked))
+    return Stream.of(ids, np.arange(len(ids)) >= len(prompt_ids))
 
 
 def _stream(tokenizer: Tokenizer, text: _Text) -> Stream:

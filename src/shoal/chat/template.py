@@ -36,8 +36,8 @@ def compile_template(
     messages call the template. ShoalError if it is not valid Jinja, or does not use `messages`.
     """
 
-    def strftime_now(form: str) -> str:
-        return (date or datetime.now()).strftime(form)
+    def strftime_now(format: str) -> str:
+        return (date or datetime.now()).strftime(format)
 
     sandbox = TemplateSandbox(
         extensions=["jinja2.ext.loopcontrols", _GenerationBlock],

@@ -351,13 +351,13 @@ _NESTED_SPEC = re.compile(r"\{[^{}]*\{")
 _NUMBER = re.compile(r"\d{1,20}")
 
 
-def _check_format(form: str, values: Iterable[Any]) -> None:
-    """Raises jinja2.TemplateError if the format `form` of a text asks for a width beyond the limit:
+def _check_format(text_format: str, values: Iterable[Any]) -> None:
+    """Raises jinja2.TemplateError if a format of texts asks for a width beyond the limit:
     as a number, as in `"%1000000d"`, or as one of the `values`, as in `"%*d"` and `"{:{}}"`."""
-    for spec in _FORMAT_SPEC.findall(form):
+    for spec in _FORMAT_SPEC.findall(text_format):
         for number in _NUMBER.findall(spec):
             _check_size(int(number))
-    if "*" in form or _NESTED_SPEC.search(form):
+    if "*" in text_format or _NESTED_SPEC.search(text_format):
         for value in values:
             _check_size(abs(_amount(value)))
 

@@ -213,7 +213,7 @@ class Tokenizer:
             return None
         turns = [{"role": "user", "content": "What next?"}, {"role": "assistant", "content": MARK}]
         try:
-            rendered = self.render(turns, whole=True)
+            rendered = self.render(turns, finished=True)
         except ShoalError:
             return None
         _, mark, text = rendered.rpartition(MARK.strip())
@@ -273,12 +273,12 @@ class Tokenizer:
         if messages and messages[-1].get("role") == "assistant":
             beginning = messages.pop().get("content") or ""
         messages.append({"role": "assistant", "content": beginning + answer})
-        return self.encode(self.render(messages, whole=True))
+        return self.encode(self.render(messages, finished=True))
 
     def render(
         self,
         messages: Messages,
-        whole: bool = False,
+        finished: bool = False,
         tools: Sequence[dict[str, Any]] | None = None,
         marked: bool = False,
     ) -> str:
@@ -287,9 +287,9 @@ class Tokenizer:
         text ends at the end of its content, so that a model continues it (transformers'
         `continue_final_message`). Without a template: lines such as `User: ...`.
 
-        `whole`: the conversation is over, and no answer follows. `tools`: schemas that the template
-        shows. `marked`: also write GENERATION's marks around the template's `generation` blocks.
-        ShoalError if the template raises for these messages.
+        `finished`: the conversation is over, and no answer follows. `tools`: schemas that the
+        template shows. `marked`: also write GENERATION's marks around the template's `generation`
+        blocks. ShoalError if the template raises for these messages.
         """
         if not messages or not all(isinstance(message, Mapping) for message in messages):
             raise ShoalError(
@@ -303,8 +303,8 @@ class Tokenizer:
                 {key: plain_data(value) for key, value in message.items() if value is not None}
             )
         last = clean[-1]
-        continued = not whole and last.get("role") == "assistant" and bool(last.get("content"))
-        opens_answer = not (whole or continued)
+        continued = not finished and last.get("role") == "assistant" and bool(last.get("content"))
+        opens_answer = not (finished or continued)
         template = self._tool_template if tools else self._template
         if template is None:
             return _plain_text(clean, opens_answer)

@@ -68,9 +68,10 @@ class ToolCall(NamedTuple):
 class CallReader:
     """Reads the tool calls of turns.
 
-    form     hermes, xml, llama, gemma; or template: as the model's own `response_template` says
-    start    ids that the chat template begins a turn with, which may open a thought
-    schemas  of the tools; arguments that came as text are converted to the types that these allow
+    call_format  hermes, xml, llama, gemma; or template: as the model's own `response_template` says
+    start        ids that the chat template begins a turn with, which may open a thought
+    schemas      of the tools; arguments that came as text are converted to the types that these
+                 allow
 
     In the texts and patterns of this class each marker that is one token is replaced by a *private
     character*, which no other token decodes to.
@@ -79,7 +80,7 @@ class CallReader:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        form: str,
+        call_format: str,
         start: Sequence[int] = (),
         schemas: Sequence[dict] = (),
     ):
@@ -89,10 +90,10 @@ class CallReader:
             function = tool["function"]
             self._schemas[function["name"]] = function["parameters"]["properties"]
         table: Any = {
-            "fields": {"thoughts": _THOUGHTS, "tool_calls": FORMATS.get(form)},
+            "fields": {"thoughts": _THOUGHTS, "tool_calls": FORMATS.get(call_format)},
             "start_anchor_pattern": f".*(?={_THOUGHTS['open_pattern']})",
         }
-        if form == "template":
+        if call_format == "template":
             table = tokenizer.response_template
         self._set_private_characters(table)
         try:
@@ -176,10 +177,10 @@ class CallReader:
         """Reads the ids of a turn. Returns (its text outside of calls, its calls in order). The
         text is the whole turn if it has no call that could be read; a call that could not be read
         has an `error`. Calls within a thought do not count."""
-        whole = self._tokenizer.decode(ids)
+        whole_text = self._tokenizer.decode(ids)
         text = self._start + self._text(ids)
         if len(text) > LONGEST:
-            return whole, [_unread(f"the turn is longer than {LONGEST:,} characters")]
+            return whole_text, [_unread(f"the turn is longer than {LONGEST:,} characters")]
         calls: list[ToolCall] = []
         outside: list[str] = []
         position = 0
@@ -205,7 +206,7 @@ class CallReader:
             position = end
             opened = self._opening.search(text, position)
         if all(call.error for call in calls):
-            return whole, calls
+            return whole_text, calls
         outside.append(text[position:])
         content = "".join(outside).removeprefix(self._start)
         return self._without_chars(content, self._decoded).strip(), calls

@@ -190,9 +190,9 @@ class TurnFormat:
         ids.insert(0, end)
         return ids
 
-    def _render(self, messages: Messages, whole: bool = False) -> str:
+    def _render(self, messages: Messages, finished: bool = False) -> str:
         """Returns the text of messages with the tools by the chat template."""
-        return self._tokenizer.render(messages, whole, self._schemas)
+        return self._tokenizer.render(messages, finished, self._schemas)
 
     def _end_and_context(
         self, messages: Messages, names: Sequence[str] = ()
@@ -248,7 +248,7 @@ class TurnFormat:
         }
         if "name" in answer:
             turn["tool_calls"] = [_in_message(ToolCall(answer["name"], {}))]
-        last = self._render([_QUESTION, turn], whole=True).rstrip()
+        last = self._render([_QUESTION, turn], finished=True).rstrip()
         if self._render([_QUESTION, turn, answer]).startswith(last):
             return ""
         return (
@@ -508,8 +508,8 @@ def encode(prompt: Any, tools: Sequence[Any], tokenizer: Tokenizer, most: int) -
     else:
         check_size(prompt, tools, most, "sampling.max_prompt_tokens")
         _check_count(prompt, tokenizer, most)
-        form = turn_format(tokenizer, json.dumps(tools)) if tools else tokenizer
-        ids = form.encode_prompt(prompt)
+        encoder = turn_format(tokenizer, json.dumps(tools)) if tools else tokenizer
+        ids = encoder.encode_prompt(prompt)
     if not 1 <= len(ids) <= most:
         raise _wrong_length(f"{len(ids)} tokens", f"1 to sampling.max_prompt_tokens={most}")
     return ids

@@ -134,20 +134,20 @@ def _to_maxtext(
         console.warning(
             f"tokenizer={config.tokenizer} is not used: MaxText's layout holds no tokenizer"
         )
-    a, read = open_source(source)
+    architecture, read = open_source(source)
     name = _name(config)
     dtype = np.dtype(jnp.dtype(config.dtype))
     if name and config.source:
-        check_name(name, a, source, "model_name")
-    pairs = maxtext.rope_is_in_pairs(name, a)
-    stored = maxtext.arrays_of(a, config.scan_layers, pairs)
+        check_name(name, architecture, source, "model_name")
+    pairs = maxtext.rope_is_in_pairs(name, architecture)
+    stored = maxtext.arrays_of(architecture, config.scan_layers, pairs)
     # A multiplication by a power of two (whose mantissa is 0.5) rounds nothing.
     rounds = any(math.frexp(array.factor)[0] != 0.5 for array in stored)
     if dtype.name == "bfloat16" and rounds:
         console.warning(
             "dtype=bfloat16: MaxText's queries are divided by the square root of "
-            f"head_dim={a.head_dim}, which rounds them once more; dtype=float32 keeps bfloat16 "
-            "weights as they are"
+            f"head_dim={architecture.head_dim}, which rounds them once more; dtype=float32 keeps "
+            "bfloat16 weights as they are"
         )
     arrays = maxtext.arrays_to_write(read, stored, dtype)
     size = sum(array.nbytes for array in arrays.values())
@@ -179,10 +179,10 @@ def open_source(source: str) -> tuple[Architecture, maxtext.ReadPart]:
             f"(shoal export from={source} to=FOLDER merge=true), and convert that"
         )
     if checkpoint:
-        a = families.architecture_of(folder)
-        return a, _read_from_checkpoint(checkpoint, a)
-    a = huggingface.stored_architecture(folder)
-    tensors = huggingface.open_tensors(folder, a)
+        architecture = families.architecture_of(folder)
+        return architecture, _read_from_checkpoint(checkpoint, architecture)
+    architecture = huggingface.stored_architecture(folder)
+    tensors = huggingface.open_tensors(folder, architecture)
 
     def read(spec: ParamSpec, index: tuple[slice, ...]) -> np.ndarray:
         """Reads the part `index` of one parameter from the stored tensors, in the orientation of
@@ -195,15 +195,17 @@ def open_source(source: str) -> tuple[Architecture, maxtext.ReadPart]:
         transposed = np.stack([maxtext.transpose(matrix) for matrix in matrices])
         return transposed.reshape(values.shape[:-2] + transposed.shape[-2:])
 
-    return a, read
+    return architecture, read
 
 
-def _read_from_checkpoint(checkpoint: tuple[Path, int], a: Architecture) -> maxtext.ReadPart:
+def _read_from_checkpoint(
+    checkpoint: tuple[Path, int], architecture: Architecture
+) -> maxtext.ReadPart:
     """Returns a function that reads parts of the parameters of a run's checkpoint. Loads the
     checkpoint whole."""
     role = make_roles(MeshSection(fsdp=1)).trainer
-    leaves = jax.tree.leaves(load_parameters(*checkpoint, a, role))
-    specs = jax.tree.leaves(param_specs(a))
+    leaves = jax.tree.leaves(load_parameters(*checkpoint, architecture, role))
+    specs = jax.tree.leaves(param_specs(architecture))
     arrays = {spec.name: leaf for spec, leaf in zip(specs, leaves, strict=True)}
 
     def read(spec: ParamSpec, index: tuple[slice, ...]) -> np.ndarray:
@@ -228,16 +230,21 @@ def _to_hugging_face(
             "no tokenizer was given: the folder will hold none; copy the tokenizer's files into "
             "it, or give tokenizer=FOLDER or a hub id"
         )
-    a = checkpoint.architecture
+    architecture = checkpoint.architecture
     dtype = np.dtype(jnp.dtype(config.dtype))
-    has_config = tokenizer is not None and families.describes(tokenizer, a)
-    made = None if has_config else families.make_config(a, tokenizer)
-    specs = jax.tree.leaves(param_specs(a))
+    has_config = tokenizer is not None and families.describes(tokenizer, architecture)
+    new_config = None if has_config else families.make_config(architecture, tokenizer)
+    specs = jax.tree.leaves(param_specs(architecture))
     with explain_write_errors(target, _target_key(config)):
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=target.parent) as file:
             huggingface.save(
-                target, checkpoint.tensors(file, dtype), a, tokenizer, config.dtype, config=made
+                target,
+                checkpoint.tensors(file, dtype),
+                architecture,
+                tokenizer,
+                config.dtype,
+                config=new_config,
             )
     return {
         "tensors": sum(len(spec.names_by_index) for spec in specs),

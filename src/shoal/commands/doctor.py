@@ -122,19 +122,19 @@ def check_reward(job: Job) -> list[dict[str, Any]] | None:
     sample = bytes_as_model_text
     if "tokenizer" in job.opened:
         sample = model_text_maker(job.tokenizer, job.encode)
-    tried = None
+    probed = None
     with job.findings.of("reward", "reward.functions").errors():
-        tried = probe(job.reward_pool, examples, sample)
-    if tried is None:
+        probed = probe(job.reward_pool, examples, sample)
+    if probed is None:
         return None
-    title = f"reward of answers as {tried.form}" if tried.form else "reward"
+    title = f"reward of answers as {probed.form}" if probed.form else "reward"
     rows = []
-    for answer, scores in tried.rows.items():
+    for answer, scores in probed.rows.items():
         texts = [score_text(score) for score in scores.values()]
         rows.append((answer, *texts))
-    job.console.table((title, "total", *tried.functions), rows)
-    job.findings.extend(reward_findings(tried, has_calls=bool(data.tools or data.environments)))
-    return tried.records()
+    job.console.table((title, "total", *probed.functions), rows)
+    job.findings.extend(reward_findings(probed, has_calls=bool(data.tools or data.environments)))
+    return probed.records()
 
 
 def bytes_as_model_text(_: Example, text: str) -> ModelText:
@@ -192,12 +192,12 @@ def check_step(job: Job, tries: bool) -> StepRecords:
         evaluation_completions(job.config, set_sizes(job.questions)),
         job.roles.disaggregated,
     )
-    tried = trial_budget(budget, trial, job.engines)
-    records.memory, records.advice = report_memory(job, tried, available)
+    measured = trial_budget(budget, trial, job.engines)
+    records.memory, records.advice = report_memory(job, measured, available)
     records.time = vars(times)
     job.findings.of("time").ok(times.describe())
     if not records.advice:  # the memory suffices: what would save most time
-        advice = best_advice(job.config, tried, job.budget_for, times, available)
+        advice = best_advice(job.config, measured, job.budget_for, times, available)
         records.advice = advice
         job.findings.extend([Finding("advice", "ok", advice["text"], advice["key"])])
     return records

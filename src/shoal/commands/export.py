@@ -44,27 +44,29 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
     with console or Console() as console, orbax_silenced():
         model = open_model(ModelSection(path=config.source), console, as_stored=True)
         role = make_roles(MeshSection()).trainer
-        a = model.architecture
-        if config.merge and not a.adapter:
+        architecture = model.architecture
+        if config.merge and not architecture.adapter:
             raise ShoalError(f"merge=true: {config.source} has no adapter; leave merge out")
-        adapter_alone = a.adapter is not None and not config.merge
+        adapter_alone = architecture.adapter is not None and not config.merge
         itemsize = np.dtype(jnp.dtype(config.dtype)).itemsize
         if adapter_alone:
-            num_bytes = (parameter_count(a) - parameter_count(a.base)) * itemsize
+            num_bytes = (
+                parameter_count(architecture) - parameter_count(architecture.base)
+            ) * itemsize
             console.note(
                 f"reads {config.source}; writes {gib(num_bytes)} as {config.dtype}: the adapter on "
                 f"{model.base} alone; merge=true writes a whole model"
             )
             adapter = model.read_adapter(role, np.float32, 0)
             with explain_write_errors(to, "to"):
-                peft.save(to, adapter, a, model.base, model.folder, config.dtype)
+                peft.save(to, adapter, architecture, model.base, model.folder, config.dtype)
         else:
-            num_bytes = parameter_count(a.base) * itemsize
+            num_bytes = parameter_count(architecture.base) * itemsize
             console.note(f"reads {config.source}; writes {gib(num_bytes)} as {config.dtype}")
-            params = adapters.merge(a, model.load(role, np.float32), role)
+            params = adapters.merge(architecture, model.load(role, np.float32), role)
             with explain_write_errors(to, "to"):
                 huggingface.save(
-                    to, params, a.base, model.folder, config.dtype, config=model.config
+                    to, params, architecture.base, model.folder, config.dtype, config=model.config
                 )
         console.note(f"wrote {config.to}")
         base = Path(model.base).expanduser()

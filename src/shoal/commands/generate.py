@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.chat.tokenizer import Tokenizer
 from shoal.checks.settings import check_model
-from shoal.commands.responses import given_names
+from shoal.commands.responses import output_names
 from shoal.config.commands import GenerateConfig
 from shoal.config.sections.model import ModelSection
 from shoal.config.stored import require_given
@@ -117,12 +117,12 @@ def completion_rows(
     count: int,
 ) -> Iterator[str]:
     """Yields a JSON line for each completion, in the order of the prompts, with the prompt's own
-    columns; a column with the name of an output field is renamed (`given_names`). `completions`:
+    columns; a column with the name of an output field is renamed (`output_names`). `completions`:
     (row, index) -> completion; `count`: the number of completions of each prompt."""
     column_names: set[str] = set()
     for prompt in prompts:
         column_names.update(prompt.example.columns)
-    names = given_names(column_names, WRITTEN)
+    names = output_names(column_names, WRITTEN)
     for prompt in prompts:
         example = prompt.example
         columns = {names[name]: value for name, value in example.columns.items()}

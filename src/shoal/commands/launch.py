@@ -264,27 +264,32 @@ def docker_script(work: Workload) -> str:
     """Returns a script with up to three steps, as the keys ask: it builds an image (`mode`), pushes
     it (`push`), and runs the job in it on this machine (if there is a job, or nothing else to
     do)."""
-    c = work.config
+    config = work.config
     root = Path(__file__).parents[3]
     steps = []
-    if c.mode:
+    if config.mode:
         if not (root / "deploy" / "Dockerfile").is_file():
             raise ShoalError(
-                f"mode={c.mode}: an image is built from a clone of Shoal; install it with pip "
+                f"mode={config.mode}: an image is built from a clone of Shoal; install it with pip "
                 "install -e in its folder"
             )
         build = ["docker", "build", f"--file={root}/deploy/Dockerfile"]
-        build += [f"--build-arg=MODE={c.mode}", f"--tag={c.image}", str(root)]
+        build += [f"--build-arg=MODE={config.mode}", f"--tag={config.image}", str(root)]
         steps.append(shlex.join(build))
-    if c.push:
-        address = c.push
+    if config.push:
+        address = config.push
         image_name = address.rpartition("/")[2]
         if ":" not in image_name:
             address = f"{address}:latest"
-        steps.append(shlex.join(["docker", "tag", c.image, address]))
+        steps.append(shlex.join(["docker", "tag", config.image, address]))
         steps.append(shlex.join(["docker", "push", address]))
-    if c.job or not steps:
-        options = ["--init", "--rm", f"--name={work.name}", f"--stop-timeout={c.grace_seconds}"]
+    if config.job or not steps:
+        options = [
+            "--init",
+            "--rm",
+            f"--name={work.name}",
+            f"--stop-timeout={config.grace_seconds}",
+        ]
         if work.topology and work.topology.accelerator.is_tpu:
             options += ["--privileged", "--net=host"]
         elif work.topology:
@@ -292,7 +297,7 @@ def docker_script(work: Workload) -> str:
         for name in SECRETS:
             options.append(f"--env={name}")
         here = '--volume="$PWD":/work'  # $PWD is for the shell to fill in
-        image_and_command = shlex.join([c.image, *work.words])
+        image_and_command = shlex.join([config.image, *work.words])
         steps.append(f"docker run {shlex.join(options)} {here} {image_and_command}")
     return script([f"# {work.summary}", *steps])
 
@@ -361,10 +366,10 @@ def slurm_script(work: Workload) -> str:
 def xpk_command(work: Workload) -> str:
     """Returns the command of xpk that creates the job. ShoalError if the cluster or the topology is
     missing."""
-    c = work.config
+    config = work.config
     command = work.command  # raises ShoalError if there is no job
     topology = work.topology
-    if topology is None or not c.cluster:
+    if topology is None or not config.cluster:
         missing = "cluster" if topology else "topology"
         raise ShoalError(f"target=xpk needs {missing}=..., such as topology=v5p-256 cluster=NAME")
     first = NAMES[topology.kind][1]
@@ -373,7 +378,7 @@ def xpk_command(work: Workload) -> str:
         devices = [f"--tpu-type={first}-{cores}", f"--num-slices={topology.slices}"]
     else:
         devices = [f"--device-type={first}-{work.chips}", f"--num-nodes={work.hosts}"]
-    options = list(c.options)
+    options = list(config.options)
     verb = "create"
     if work.pathways:
         verb = "create-pathways"
@@ -384,12 +389,13 @@ def xpk_command(work: Workload) -> str:
         # exits with 2, so that must restart, too.
         options.append("--restart-on-exit-codes=2")
     restarts = [
-        f"--max-restarts={c.restarts}",
-        f"--termination-grace-period-seconds={c.grace_seconds}",
+        f"--max-restarts={config.restarts}",
+        f"--termination-grace-period-seconds={config.grace_seconds}",
     ]
     parts = [
-        f"xpk workload {verb} " + shlex.join([f"--workload={work.name}", f"--cluster={c.cluster}"]),
-        shlex.join([*devices, f"--docker-image={c.image}"]),
+        f"xpk workload {verb} "
+        + shlex.join([f"--workload={work.name}", f"--cluster={config.cluster}"]),
+        shlex.join([*devices, f"--docker-image={config.image}"]),
         shlex.join(restarts),
     ]
     if options:

@@ -197,27 +197,27 @@ def _memory_table(budget: Budget, roles: list[str]) -> Table:
     for name, program in budget.programs.items():
         if program.role not in roles:
             continue
-        parts = budget.needed(name)
-        for names, other in columns:
-            if other == parts:
+        bytes_by_part = budget.needed(name)
+        for names, other_bytes in columns:
+            if other_bytes == bytes_by_part:
                 names.append(name)
                 break
         else:
-            columns.append(([name], parts))
+            columns.append(([name], bytes_by_part))
     if not columns:
         columns.append((["always"], budget.held(roles[0])))
     head = [""]
     totals = ["all"]
     rows: dict[str, list[str]] = {}  # part -> cells
-    for names, parts in columns:
+    for names, bytes_by_part in columns:
         head.append(", ".join(names))
-        totals.append(gib(sum(parts.values())))
-        for part, size in parts.items():
+        totals.append(gib(sum(bytes_by_part.values())))
+        for part, size in bytes_by_part.items():
             if size:
                 rows[part] = [part]
-    for _, parts in columns:
+    for _, bytes_by_part in columns:
         for part, cells in rows.items():
-            size = parts.get(part, 0)
+            size = bytes_by_part.get(part, 0)
             cells.append(gib(size) if size else "")
     rows["all"] = totals
     return tuple(head), [tuple(cells) for cells in rows.values()]

@@ -137,13 +137,13 @@ def output_rows(
 ) -> list[dict[str, Any]]:
     """Returns each response's row of the input joined with its verdict. An input column that some
     verdict has too is renamed to `given_...` in all rows."""
-    given: set[str] = set()
-    taken: set[str] = set()
+    input_columns: set[str] = set()
+    verdict_columns: set[str] = set()
     for response in responses:
-        given.update(response.row)
+        input_columns.update(response.row)
     for verdict in verdicts:
-        taken.update(verdict)
-    names = given_names(given, taken)
+        verdict_columns.update(verdict)
+    names = output_names(input_columns, verdict_columns)
     rows = []
     for response, verdict in zip(responses, verdicts, strict=True):
         row = {names[name]: value for name, value in response.row.items()}
@@ -152,14 +152,14 @@ def output_rows(
     return rows
 
 
-def given_names(given: Iterable[str], taken: Collection[str]) -> dict[str, str]:
+def output_names(columns: Iterable[str], taken: Collection[str]) -> dict[str, str]:
     """Returns input column -> its name in the output: `given_NAME` if the output has a column NAME
     of its own (`taken`), else unchanged."""
-    given = set(given)
+    columns = set(columns)
     names = {}
-    for name in sorted(given):
+    for name in sorted(columns):
         new = name
-        while new in taken or (new != name and new in given):
+        while new in taken or (new != name and new in columns):
             new = f"given_{new}"
         names[name] = new
     return names

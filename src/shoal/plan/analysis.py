@@ -65,12 +65,12 @@ def analyse(job: PlannedJob, name: str) -> ProgramCost:
         arguments = bytes_per_device((planned.args, dict(planned.kwargs)))
         excess = max(0, compiled.excess - arguments)
         return replace(cost, extra_bytes=excess, largest=compiled.largest)
-    kind = job.accelerator
+    accelerator = job.accelerator
     memory_rate = 0.0
-    if kind and kind.is_tpu:
-        memory_rate = kind.hbm / kind.clock  # bytes a cycle
+    if accelerator and accelerator.is_tpu:
+        memory_rate = accelerator.hbm / accelerator.clock  # bytes a cycle
     costs = Module(compiled.text).costs(planned.assumed_trips, memory_rate)
-    collectives = transfer_rows(costs.collectives, job.topology, kind, planned.role.mesh)
+    collectives = transfer_rows(costs.collectives, job.topology, accelerator, planned.role.mesh)
     memory = compiled.memory
     results = max(0, memory["output"] - memory["alias"])
     return replace(
@@ -83,19 +83,19 @@ def analyse(job: PlannedJob, name: str) -> ProgramCost:
         compute_seconds=_compute_seconds(job, costs, kernel_flops),
         transfer_seconds=sum(row.seconds for row in collectives),
         launches=sum(operation.times for operation in costs.operations),
-        sources=_longest_sources(costs, kind),
+        sources=_longest_sources(costs, accelerator),
         assumed=costs.assumed,
     )
 
 
-def _longest_sources(costs: Costs, kind: Accelerator | None) -> dict[str, float]:
+def _longest_sources(costs: Costs, accelerator: Accelerator | None) -> dict[str, float]:
     """Returns source (line of code and operation) -> seconds that its operations take on a device
     in one run, the MOST_SHOWN longest, longest first. The seconds follow from the cycles that a
     TPU's compiler estimates, else from the bytes that the operations read and write; 0 if the
     device is unknown."""
     rate = math.inf  # cycles or bytes a second
-    if kind is not None:
-        rate = kind.clock if kind.is_tpu else kind.hbm
+    if accelerator is not None:
+        rate = accelerator.clock if accelerator.is_tpu else accelerator.hbm
     by_source = costs.cycles or costs.bytes
     longest = sorted(by_source.items(), key=lambda item: -item[1] / rate)
     return {source: amount / rate for source, amount in longest[:MOST_SHOWN]}
@@ -108,18 +108,20 @@ def traced_costs(job: PlannedJob, planned: Planned, traced: Any) -> tuple[float,
     whichever take longer; 0 if the device is unknown."""
     # Removes dead code, as a compiler does: our own rule for recomputation (`gated_product`)
     # traces a product that nothing reads.
-    whole = traced.jaxpr.jaxpr
-    jaxpr, _ = partial_eval.dce_jaxpr(whole, [True] * len(whole.outvars), instantiate=True)
+    full_jaxpr = traced.jaxpr.jaxpr
+    jaxpr, _ = partial_eval.dce_jaxpr(
+        full_jaxpr, [True] * len(full_jaxpr.outvars), instantiate=True
+    )
     devices = planned.role.mesh.size
     flops = jaxpr_flops(jaxpr, planned.assumed_trips) / devices
     kernel_flops = jaxpr_flops(jaxpr, planned.assumed_trips, of_kernels=True) / devices
-    kind = job.accelerator
-    if kind is None:
+    accelerator = job.accelerator
+    if accelerator is None:
         return flops, kernel_flops, 0.0
     weights = planned.weights_read * (bytes_per_device(planned.args) - planned.looked_up)
     keys = planned.keys_read or bytes_per_device(dict(planned.kwargs))
-    peak = kind.peaks.get(job.model.dtype.name, math.inf)
-    return flops, kernel_flops, max(flops / peak, (weights + keys) / kind.hbm)
+    peak = accelerator.peaks.get(job.model.dtype.name, math.inf)
+    return flops, kernel_flops, max(flops / peak, (weights + keys) / accelerator.hbm)
 
 
 def _compute_seconds(job: PlannedJob, costs: Costs, kernel_flops: float) -> float:
@@ -131,24 +133,26 @@ def _compute_seconds(job: PlannedJob, costs: Costs, kernel_flops: float) -> floa
     products and (GPU) its launch. On both: for kernels, which no compiler looks into, their FLOPs
     at a share of the peak rate, as far as that takes longer than their memory traffic.
     """
-    kind = job.accelerator
-    if kind is None:
+    accelerator = job.accelerator
+    if accelerator is None:
         return 0.0
-    peak = kind.peaks.get(job.model.dtype.name, math.inf)
-    if kind.is_tpu:
+    peak = accelerator.peaks.get(job.model.dtype.name, math.inf)
+    if accelerator.is_tpu:
         operations = costs.unknown
         least = 0.0
-        rest = sum(costs.cycles.values()) / kind.clock
+        other_seconds = sum(costs.cycles.values()) / accelerator.clock
     else:
         operations = costs.operations
-        least = kind.launch
-        rest = costs.awaited * ANSWER_SECONDS
-    of_operations = 0.0
+        least = accelerator.launch
+        other_seconds = costs.awaited * ANSWER_SECONDS
+    operation_seconds = 0.0
     for operation in operations:
-        seconds = max(operation.bytes / kind.hbm, operation.flops / peak, least)
-        of_operations += operation.times * seconds
-    of_kernels = kernel_flops / (kind.kernels * peak) - costs.in_kernels / kind.hbm
-    return of_operations + rest + max(0.0, of_kernels)
+        seconds = max(operation.bytes / accelerator.hbm, operation.flops / peak, least)
+        operation_seconds += operation.times * seconds
+    kernel_seconds = (
+        kernel_flops / (accelerator.kernels * peak) - costs.in_kernels / accelerator.hbm
+    )
+    return operation_seconds + other_seconds + max(0.0, kernel_seconds)
 
 
 # ---- what the compiler said
@@ -216,10 +220,10 @@ def _exhausted(text: str) -> Compiled:
     """Parses the compiler's message about a program that needs more memory than the device has.
     Returns a report with its first line as `error`, the bytes that the program needs, and its
     largest arrays."""
-    asked = re.search(r"(?:Used|requires?d?[^(]*\() ?([\d.]+)([KMGT])", text)
+    size = re.search(r"(?:Used|requires?d?[^(]*\() ?([\d.]+)([KMGT])", text)
     excess = 0
-    if asked:
-        excess = _bytes(asked[1], asked[2])
+    if size:
+        excess = _bytes(size[1], size[2])
     largest = []
     for number, unit, operator, shape in re.findall(
         r"Size: ([\d.]+)([KMGT])\s+(?:Operator: ([^\n]*)\s+)?Shape: (\S+)", text

@@ -105,12 +105,12 @@ def arrays_of(shape: str) -> list[int]:
     >>> arrays_of("(bf16[2,4]{1,0}, f32[])")
     [16, 4]
     """
-    return [_array_bytes(kind, sizes) for kind, sizes in _ARRAY.findall(shape)]
+    return [_array_bytes(dtype, sizes) for dtype, sizes in _ARRAY.findall(shape)]
 
 
-def _array_bytes(kind: str, sizes: str) -> int:
-    """Returns the bytes of an array of type `kind` whose sizes are a text like `2,4`."""
-    return _SIZES[kind] * math.prod(_numbers(sizes))
+def _array_bytes(dtype: str, sizes: str) -> int:
+    """Returns the bytes of an array of type `dtype` whose sizes are a text like `2,4`."""
+    return _SIZES[dtype] * math.prod(_numbers(sizes))
 
 
 def _numbers(text: str) -> list[int]:
@@ -613,8 +613,8 @@ class _Visit:
         sent = around
         if around.operands:
             sent = self.module.by_name.get(around.operands[0], around)
-        for made in (instruction, around, sent):
-            source = self.module.source(made)
+        for candidate in (instruction, around, sent):
+            source = self.module.source(candidate)
             if " " in source:
                 return source
         return self.module.source(instruction)
@@ -652,8 +652,8 @@ class _Visit:
         costs.bytes[source] = costs.bytes.get(source, 0) + times * size
         arrays = _ARRAY.findall(instruction.shape)
         if arrays:
-            kind, sizes = max(arrays, key=lambda array: _array_bytes(array[0], array[1]))
-            costs.largest.append((_array_bytes(kind, sizes), f"{kind}[{sizes}]", source))
+            dtype, sizes = max(arrays, key=lambda array: _array_bytes(array[0], array[1]))
+            costs.largest.append((_array_bytes(dtype, sizes), f"{dtype}[{sizes}]", source))
         return Operation(times, size, flops)
 
 

@@ -179,8 +179,8 @@ class PlannedJob:
         models = {}
         model = self.model.on(self.roles.reference)
         if self.config.algorithm.scores_reference:
-            a = reference_architecture(self.config, model.architecture)
-            models["reference"] = replace(model, architecture=a)
+            architecture = reference_architecture(self.config, model.architecture)
+            models["reference"] = replace(model, architecture=architecture)
         teacher = self.job.opened.get("teacher_source")
         if teacher:
             models["teacher"] = replace(model, architecture=teacher.architecture)
@@ -227,15 +227,15 @@ class PlannedJob:
         for name, calls in runs.items():
             if not calls:
                 continue
-            for part, (times, args, arrays) in engine.calls(name, parameters).items():
-                planned[part] = Planned(
-                    engine.programs[part],
+            for program_name, (times, args, arrays) in engine.calls(name, parameters).items():
+                planned[program_name] = Planned(
+                    engine.programs[program_name],
                     role,
                     args,
                     arrays,
                     runs=calls * times,
-                    assumed_trips=trips.get(part, ()),
-                    looked_up=looked_up.get(part, 0),
+                    assumed_trips=trips.get(program_name, ()),
+                    looked_up=looked_up.get(program_name, 0),
                 )
         planned["decode"] = replace(
             planned["decode"], weights_read=chunk, keys_read=chunk * self._live_keys(engine)
@@ -253,18 +253,18 @@ class PlannedJob:
             all_keys = bytes_per_device(engine.state_shapes().caches)
             return chunk, self._live_keys(engine, block) / all_keys
         platform = self.roles.sampler.platform
-        prompt, own = (
+        prompt, completion = (
             -(-tokens // engine.model.key_parts)
             for tokens in (sampling.max_prompt_tokens, sampling.max_completion_tokens)
         )
         prompt_blocks = -(-prompt // keys_at_once(platform, prompt))
-        own_blocks = -(-own // keys_at_once(platform, own))
+        completion_blocks = -(-completion // keys_at_once(platform, completion))
         # Keys in a single block need no loop. A completion's own keys grow from one block to all.
         loops = []
         if prompt_blocks > 1:
             loops.append(prompt_blocks)
-        if own_blocks > 1:
-            loops.append((own_blocks + 1) / 2)
+        if completion_blocks > 1:
+            loops.append((completion_blocks + 1) / 2)
         return chunk, sum(loops) / max(1, len(loops))
 
     def _prefill_trips(self, engine: Engine) -> tuple[float, ...]:
@@ -286,19 +286,19 @@ class PlannedJob:
         parts = engine.model.key_parts
         prompt = block * -(-sampling.max_prompt_tokens // block)
         mean = sampling.mean_completion_tokens or sampling.max_completion_tokens
-        own = (mean + block - 1) / 2
-        total = 0.0
+        completion = (mean + block - 1) / 2
+        num_bytes = 0.0
         for cache in engine.state_shapes().caches:
             if cache.own_k.ndim == 5:
-                room = math.prod(cache.own_k.shape[2:-1]) // engine.model.key_heads
+                slot_tokens = math.prod(cache.own_k.shape[2:-1]) // engine.model.key_heads
             else:  # caches by pages: a slot's share of the pool
                 tokens = cache.own_k.shape[0] * cache.own_k.shape[2]
-                room = tokens / (engine.num_rows * engine.siblings)
+                slot_tokens = tokens / (engine.num_rows * engine.siblings)
             prompt_bytes = bytes_per_device((cache.prefix_k, cache.prefix_v))
-            own_bytes = bytes_per_device((cache.own_k, cache.own_v))
-            total += prompt_bytes * prompt / (parts * cache.prefix_k.shape[-2])
-            total += own_bytes * own / (parts * room)
-        return total
+            completion_bytes = bytes_per_device((cache.own_k, cache.own_v))
+            num_bytes += prompt_bytes * prompt / (parts * cache.prefix_k.shape[-2])
+            num_bytes += completion_bytes * completion / (parts * slot_tokens)
+        return num_bytes
 
     def _learning(self) -> dict[str, Planned]:
         """Returns name -> program of the trainer: `score` if it needs old log-probs, the models
@@ -323,15 +323,15 @@ class PlannedJob:
                 batch_bytes=batch_bytes,
             )
         for name, model in self._scorers().items():
-            own = self._batch(model.role)
+            scorer_batch = self._batch(model.role)
             weights = param_shapes(param_specs(model.architecture), model.role, model.dtype)
             planned[name] = Planned(
                 score_program(model, Objective.chunk_elements),
                 model.role,
-                (weights, own),
+                (weights, scorer_batch),
                 runs=scored,
                 assumed_trips=self._blocks_read(model),
-                batch_bytes=bytes_per_device(own),
+                batch_bytes=bytes_per_device(scorer_batch),
             )
         total = programs["zero"].eval_shape()
         minibatches = algorithm.num_minibatches
@@ -416,20 +416,27 @@ class PlannedJob:
         pairs = self._copied()
         if not pairs:
             return {}
-        mine, own = max(pairs, key=lambda pair: bytes_per_device(pair[1]))
-        if isinstance(own, Quantised):  # quantised before it is copied
-            own, mine = own.values, mine.update(dtype=own.values.dtype)
-        mine = mine.update(sharding=in_order_of(mine.sharding, own.sharding))
-        program = publication_program(
-            self.model.on(self.roles.sampler), mine.sharding, own.sharding, own.dtype
+        trainer_array, sampler_array = max(pairs, key=lambda pair: bytes_per_device(pair[1]))
+        if isinstance(sampler_array, Quantised):  # quantised before it is copied
+            sampler_array = sampler_array.values
+            trainer_array = trainer_array.update(dtype=sampler_array.dtype)
+        trainer_array = trainer_array.update(
+            sharding=in_order_of(trainer_array.sharding, sampler_array.sharding)
         )
-        arrays = sum(bytes_per_device(own) for _, own in pairs) / bytes_per_device(own)
+        program = publication_program(
+            self.model.on(self.roles.sampler),
+            trainer_array.sharding,
+            sampler_array.sharding,
+            sampler_array.dtype,
+        )
+        all_bytes = sum(bytes_per_device(copied) for _, copied in pairs)
+        num_arrays = all_bytes / bytes_per_device(sampler_array)
         return {
             "publish": Planned(
                 program,
                 self.roles.trainer,
-                (mine, jax.ShapeDtypeStruct((), jnp.uint32)),
-                runs=arrays / self.config.train.weight_sync_interval,
+                (trainer_array, jax.ShapeDtypeStruct((), jnp.uint32)),
+                runs=num_arrays / self.config.train.weight_sync_interval,
             )
         }
 
@@ -445,24 +452,24 @@ class PlannedJob:
             sharding = role.sharding(("batch", *(None,) * (len(sizes) - 1)), sizes)
             return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
 
-        whole = rows(jnp.int32)
-        real = rows(jnp.float32)
+        integers = rows(jnp.int32)
+        floats = rows(jnp.float32)
         support = max_support(self.config)
         support_ids = None
         if support:
             support_ids = rows(jnp.int32, (*grid, support))
         return LearnerBatch(
-            tokens=whole,
-            position=whole,
-            before=whole,
-            segment=whole,
-            prompt=whole,
+            tokens=integers,
+            position=integers,
+            before=integers,
+            segment=integers,
+            prompt=integers,
             loss_mask=rows(jnp.bool_),
-            weight=real,
-            advantage=real,
-            sampler_logprobs=real,
-            old_logprobs=real,
-            ref_logprobs=real,
+            weight=floats,
+            advantage=floats,
+            sampler_logprobs=floats,
+            old_logprobs=floats,
+            ref_logprobs=floats,
             temperature=jax.ShapeDtypeStruct((), jnp.float32, sharding=role.replicated),
             support_ids=support_ids,
         )

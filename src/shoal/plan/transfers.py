@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 def transfer_rows(
     collectives: Sequence[Collective],
     topology: Topology | None,
-    kind: Accelerator | None,
+    accelerator: Accelerator | None,
     mesh: Any,
 ) -> list[Transfers]:
     """Returns the transfers of a program: its collectives summed up by kind, mesh axes and source,
     the most bytes first. Each has the bytes of the whole arrays and the seconds that the links need
-    for them. `kind`: the devices, None if they are unknown; `mesh`: the mesh of the program's
-    role."""
+    for them. `accelerator`: the kind of devices, None if it is unknown; `mesh`: the mesh of the
+    program's role."""
     rows: dict[tuple[str, str, str], Transfers] = {}
     links: dict[tuple[str, bool], GroupLink] = {}
     for collective in collectives:
@@ -43,7 +43,7 @@ def transfer_rows(
         in_parts = collective.kind in ("all-gather", "all-reduce", "reduce-scatter")
         key = (collective.groups, in_parts)
         if key not in links:
-            links[key] = _group_link(collective, topology, kind, mesh, in_parts)
+            links[key] = _group_link(collective, topology, accelerator, mesh, in_parts)
         link = links[key]
         row_key = (collective.kind, link.axes, collective.source)
         if row_key not in rows:
@@ -79,7 +79,7 @@ class GroupLink:
 def _group_link(
     collective: Collective,
     topology: Topology | None,
-    kind: Accelerator | None,
+    accelerator: Accelerator | None,
     mesh: Any,
     in_parts: bool,
 ) -> GroupLink:
@@ -95,7 +95,7 @@ def _group_link(
     rates = []
     latencies = []
     for group in measured:
-        rate, latency = link_of(topology, kind, mesh, group, in_parts)
+        rate, latency = link_of(topology, accelerator, mesh, group, in_parts)
         rates.append(rate)
         latencies.append(latency)
     size = group_size(collective.groups)
@@ -239,7 +239,7 @@ def axes_of(mesh: Any, group: Sequence[int]) -> str:
 
 def link_of(
     topology: Topology | None,
-    kind: Accelerator | None,
+    accelerator: Accelerator | None,
     mesh: Any,
     group: Sequence[int],
     in_parts: bool = True,
@@ -248,7 +248,7 @@ def link_of(
     until the first byte arrives); (infinity, 0) for one device and for an unknown kind. `group`:
     numbers of devices in the mesh. `in_parts`: True if what comes from other machines or slices is
     sent once, a part to each of the group's devices here, instead of whole to each."""
-    if kind is None or len(group) < 2:
+    if accelerator is None or len(group) < 2:
         return math.inf, 0.0
     devices = [mesh.devices.flat[number] for number in group]
     slices = {getattr(device, "slice_index", None) or 0 for device in devices}
@@ -259,45 +259,45 @@ def link_of(
     for axis in range(coordinates.shape[1]):
         sizes[axis] = len(set(coordinates[:, axis]))
     num_parts = len(slices)
-    if topology and not kind.is_tpu:
+    if topology and not accelerator.is_tpu:
         num_parts = sizes[0]
-    within, latency = _within(topology, kind, sizes, len(group))
+    within, latency = _within(topology, accelerator, sizes, len(group))
     if num_parts == 1:
         return within, latency
     receivers = 1
     if in_parts:
         receivers = len(group) // num_parts
-    return min(within, kind.dcn * receivers), NETWORK_SECONDS
+    return min(within, accelerator.dcn * receivers), NETWORK_SECONDS
 
 
 def _within(
-    topology: Topology | None, kind: Accelerator, sizes: Mapping[int, int], count: int
+    topology: Topology | None, accelerator: Accelerator, sizes: Mapping[int, int], count: int
 ) -> tuple[float, float]:
     """Returns what `link_of` returns, for a group of `count` devices within one machine or slice.
     `sizes`: dimension of the torus -> how many devices of the group lie along it."""
-    if not kind.is_tpu:
-        return kind.link or kind.hbm / 2, MACHINE_SECONDS  # or devices in one memory
+    if not accelerator.is_tpu:
+        return accelerator.link or accelerator.hbm / 2, MACHINE_SECONDS  # or devices in one memory
     shape = topology.shape if topology else ()
     ways = 0
     hops = 0
     for axis, size in sizes.items():
         # If the ends of a dimension are connected, a group that spans all of it exchanges in both
         # directions; a group in a part of it does not.
-        is_ring = _wraps(kind, shape, axis) and size == shape[axis]
+        is_ring = _wraps(accelerator, shape, axis) and size == shape[axis]
         if size > 1:
             ways += 2 if is_ring else 1
         hops += size // 2 if is_ring else size - 1
     if ways == 0:  # two devices of one chip
-        return kind.hbm / 2, 0.0
+        return accelerator.hbm / 2, 0.0
     if count == 2:  # two chips exchange along a single path, even if it turns
         ways = 1
-    return kind.link * ways, HOP_SECONDS * hops
+    return accelerator.link * ways, HOP_SECONDS * hops
 
 
-def _wraps(kind: Accelerator, shape: Sequence[int], axis: int) -> bool:
+def _wraps(accelerator: Accelerator, shape: Sequence[int], axis: int) -> bool:
     """True if the two ends of a torus's dimension are connected."""
     if axis >= len(shape):
         return False
-    if kind.torus == 2:
+    if accelerator.torus == 2:
         return shape[axis] == 16
     return all(size % 4 == 0 for size in shape)

@@ -36,7 +36,7 @@ from shoal.model.architecture import Architecture
 from shoal.model.parameters import initialise
 from shoal.records import Example, Messages
 from shoal.tasks import calculator, guess, words
-from shoal.tasks.generated import MadeRows, pick
+from shoal.tasks.generated import LazyRows, pick
 from shoal.tasks.task import Task
 from shoal.weights import huggingface
 
@@ -299,7 +299,7 @@ def make(name: str, folder: str, keys: Sequence[str]) -> None:
                     *keys,
                 ],
             )
-            train(config, task=Task(name, MadeRows(partial(example_of, stage), stage.rows)))
+            train(config, task=Task(name, LazyRows(partial(example_of, stage), stage.rows)))
             model = Path(place) / f"stage_{number}"
         export(ExportConfig(str(model), folder))
 

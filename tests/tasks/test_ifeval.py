@@ -17,7 +17,7 @@ from shoal.config.sections.task import TaskSection
 from shoal.job.task import load_task
 from shoal.records import Example, ShoalError
 from shoal.tasks.graders.instructions import (
-    KINDS,
+    CHECKS,
     MAX_CHARACTERS,
     follows,
     read_arguments,
@@ -284,7 +284,7 @@ def test_a_kind_by_hand(
 
 def test_every_kind_has_its_cases_and_an_empty_text_follows_none() -> None:
     arguments = {entry.values[0]: entry.values[1] for entry in CASES}
-    assert arguments.keys() == KINDS.keys() and len(KINDS) == 25
+    assert arguments.keys() == CHECKS.keys() and len(CHECKS) == 25
     for kind, given_ in arguments.items():
         read = read_arguments(kind, given_)
         assert not follows("", kind, read) and not follows(" \n\t", kind, read)

@@ -109,7 +109,7 @@ def template_ids(problem: Problem) -> list[str]:
     """Such as `seen:+:3`, one a sentence, in order."""
     kind = "unseen" if problem.unseen else "seen"
     result = []
-    for part, index in zip(problem.parts, problem.templates, strict=True):
+    for part, index in zip(problem.sentence_kinds, problem.templates, strict=True):
         result.append(f"{kind}:{part}:{index}")
     return result
 

@@ -20,7 +20,7 @@ from shoal.checks.inputs import EXPECTED_COLUMNS, answer_to_learn, dialogue_mess
 from shoal.config.train import Config
 from shoal.protocols import GroupRequest, RolloutSource
 from shoal.records import Completion, Example, Group, Purpose, ShoalError, StopReason
-from shoal.tasks.generated import MadeRows
+from shoal.tasks.generated import LazyRows
 from shoal.tasks.task import Task
 
 
@@ -46,13 +46,13 @@ def for_training(task: Task, config: Config) -> Task:
     if not changed.evaluations:  # notes about evaluation sets would be wrong
         changed = replace(changed, notes=(), data=replace(task.data, held_out_files={}))
     notes = (*changed.notes, *_notes_of_answers(task))
-    return replace(changed, notes=notes, train=MadeRows(example_of, len(task.train)))
+    return replace(changed, notes=notes, train=LazyRows(example_of, len(task.train)))
 
 
 def _notes_of_answers(task: Task) -> list[str]:
     """Returns a note that says how many rows have an empty answer, which the model learns as such;
     empty if none has. ShoalError if rows have no answer at all."""
-    if isinstance(task.train, MadeRows):  # rows that a packaged task generates always have answers
+    if isinstance(task.train, LazyRows):  # rows that a packaged task generates always have answers
         return []
     empty: list[str] = []
     lacking: list[str] = []

@@ -40,7 +40,7 @@ from shoal.runs.layout import MODEL_FOLDER
 from shoal.runs.lines import json_ready
 from shoal.runs.metrics import known_mean, wilson_interval
 from shoal.runs.reader import StoredRun
-from shoal.tasks.generated import MadeRows
+from shoal.tasks.generated import LazyRows
 from shoal.tasks.splits import evaluating
 from shoal.tasks.task import Task
 from shoal.text import count
@@ -551,7 +551,7 @@ def match_examples(
             console.warning(f"the other questions cannot be looked up: {error}")
         else:
             splits = dict(with_data.evaluations)
-            if not isinstance(with_data.train, MadeRows):
+            if not isinstance(with_data.train, LazyRows):
                 # Only stored rows are searched: there is no end of generated ones.
                 splits["training"] = with_data.train
             matches = find_examples(lost, splits, task.question, console)

@@ -27,11 +27,11 @@ _CALL = re.compile(r"(?P<name>[A-Za-z_]\w*)\s*(?:\((?P<arguments>.*)\))?")
 
 
 def find_builtin(spec: str) -> RewardFunction | None:
-    """Returns the reward function for a name, or for the name of a factory with arguments; None for
-    a text like `file.py:function`.
+    """Returns the built-in reward function that a text names: `accuracy_reward`, or a factory with
+    or without arguments, `get_cosine_scaled_reward(max_len=512)`. None for a text that is neither a
+    name nor a call, such as `file.py:function`.
 
-    Raises ShoalError for an unknown name, with the nearest one, and for arguments that the factory
-    does not take.
+    Raises ShoalError for an unknown name, and for arguments that the factory does not take.
     """
     match = _CALL.fullmatch(spec.strip())
     if match is None:
@@ -69,9 +69,9 @@ def find_builtin(spec: str) -> RewardFunction | None:
 def accuracy_reward(
     completions: Sequence[Any], solution: Sequence[str], **kwargs: Any
 ) -> list[float | None]:
-    """Returns 1.0 for each completion whose answer in LaTeX (a box before all else) is the
-    solution's, else 0.0; None if the solution has no answer that can be read. A check that is ended
-    at its limit gives 0.0."""
+    """Returns 1.0 for each completion whose answer, which must be LaTeX and preferably in a box, is
+    the solution's, else 0.0, also if the check was ended at its limit. None if no answer can be
+    read in the solution."""
     math_check.require_math_verify()
     pairs = []
     for completion, gold in zip(completions, solution, strict=True):
@@ -88,8 +88,9 @@ def reasoning_accuracy_reward(
     reasoning_delimiters: Sequence[str] | None = None,
     **kwargs: Any,
 ) -> list[float | None]:
-    """Returns the `accuracy_reward` of the text behind the last delimiter (`</think>`); 0.0 for a
-    text without a delimiter."""
+    """Returns the `accuracy_reward` of each completion's text after the reasoning; 0.0 for a text
+    without a delimiter. The reasoning ends with the last occurrence of a delimiter: the first of
+    `reasoning_delimiters` (by default `</think>`) that occurs."""
     delimiters = reasoning_delimiters or ("</think>",)
     answers = []
     has_delimiter = []
@@ -123,10 +124,10 @@ def cosine_scaled_reward(
     min_value_correct: float = 0.5,
     max_value_correct: float = 1.0,
 ) -> Callable[..., Any]:
-    """Returns a reward function that depends on correctness and length. For a right answer the
-    reward falls along half a cosine from `max_value_correct` at 0 tokens to `min_value_correct` at
-    `max_len` tokens; for a wrong one it goes from `min_value_wrong` to `max_value_wrong`.
-    arXiv:2502.03373, C.1."""
+    """Returns a reward function that depends on correctness (`accuracy_reward`) and length. For a
+    right answer the reward falls along half a cosine from `max_value_correct` at 0 tokens to
+    `min_value_correct` at `max_len` tokens; for a wrong one it rises from `min_value_wrong` to
+    `max_value_wrong`. None if no answer can be read in the solution. arXiv:2502.03373, C.1."""
 
     def cosine_scaled(
         completions: Sequence[Any],
@@ -210,9 +211,9 @@ def verl_reward(
     reward_model: Sequence[Any],
     **kwargs: Any,
 ) -> list[float | None]:
-    """Returns verl's default reward, chosen by a row's `data_source`: 1.0 if the number behind the
-    last `####` is right (GSM8K), or the answer in a box (MATH), else 0.0. ValueError for any other
-    source, which needs a function of its own."""
+    """Returns verl's default reward by each row's `data_source`. GSM8K: 1.0 if the number after the
+    last `####` is the ground truth, else 0.0. MATH: the `accuracy_reward`. ValueError for any other
+    source, which needs a function of its own, ShoalError for a row without ground truth."""
     from shoal.tasks.gsm8k import load_reward_preset
 
     for row in reward_model:

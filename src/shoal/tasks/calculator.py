@@ -15,7 +15,7 @@ from shoal.tasks.generated import Problems, generated_task, pick
 from shoal.tasks.graders import arithmetic
 from shoal.tasks.graders.answer import reward_of
 from shoal.tasks.task import Task
-from shoal.tasks.words import answers, extract, is_correct
+from shoal.tasks.words import extract, gives_answer, is_correct
 
 QUESTIONS = ("What is {}?", "How much is {}?", "Do you know {}?", "And {}?")
 
@@ -56,7 +56,7 @@ def load(task: TaskSection) -> Task:
     """Loads the task; with `task.num_eval_questions` 0 it holds out 500 problems."""
     empty = Task(
         name="calculator",
-        rewards=(reward_of("correct", answers), reward_of("format", is_answered, 0.1, ())),
+        rewards=(reward_of("correct", gives_answer), reward_of("format", is_answered, 0.1, ())),
         correct=is_correct,
         well_formed=is_answered,
         extract=extract,

@@ -36,7 +36,8 @@ _PYTHON = re.compile(r"py(?:thon)?[0-9.]*", re.IGNORECASE)
 
 
 def load(task: TaskSection) -> Task:
-    """Loads the task. ShoalError for a row without tests, and if sandboxes do not work on this
+    """Loads the task from local rows in MBPP's or HumanEval's form. Training rows with a held-out
+    prompt are dropped. ShoalError for a row without tests, and if sandboxes do not work on this
     machine."""
     require_sandbox()
     splits = read_splits(task, Published("code"), _example)
@@ -55,8 +56,8 @@ def load(task: TaskSection) -> Task:
 
 
 def _note_undefined(splits: Splits) -> None:
-    """Adds a note if tests use names that nothing defines: they fail every completion that does not
-    happen to define these names."""
+    """Adds a note to `splits` if the tests of some rows use names that nothing defines: they fail
+    every completion that does not happen to define these names."""
     with_undefined = []
     for example in splits.all_rows:
         names = undefined_names(case_of("", example.columns))
@@ -128,8 +129,9 @@ def has_one_block(text: str) -> bool:
 
 
 def blocks_of(text: str) -> list[str]:
-    """Returns the blocks of Python code in a text. If no block is marked as Python, returns those
-    without a language; next to marked code such blocks usually show what the code prints.
+    """Returns the contents of the fenced code blocks in a text that are marked as Python. If there
+    are none, returns those without a language; next to Python blocks these usually show what the
+    code prints.
 
     >>> blocks_of("```python\\nf()\\n```\\nprints\\n```\\n1\\n```")
     ['f()\\n']
@@ -148,9 +150,9 @@ def blocks_of(text: str) -> list[str]:
 
 
 def case_of(text: str, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what the sandbox runs for a completion: its last block of code (all of the text if it
-    has no block), and the tests of its row. Code that a HumanEval prompt begins is put before it,
-    so that the completion can redefine the function or continue it."""
+    """Returns the case that the sandbox runs for a completion (see `sandbox.run`). `code` is the
+    completion's last block of code, or all of its text if it has no block; after the code of a
+    HumanEval prompt, so that the completion can redefine the function or continue it."""
     text = solution_of(text)
     code = (blocks_of(text) or [text])[-1]
     return {
@@ -174,9 +176,9 @@ async def passed(
     log_metric: Any = None,
     **kwargs: Any,
 ) -> list[float]:
-    """Returns 1.0 for each completion whose code passes all tests, else 0.0; runs the tests in
-    sandboxes. A reward function, which also logs each completion's outcome, and the share of each
-    kind of failure."""
+    """Returns 1.0 for each completion whose code passes all tests, which run in a sandbox, else
+    0.0. A reward function in TRL's convention. Logs each completion's `outcome`, and the share of
+    each kind of failure as the metrics `failed`, `timed_out` and `crashed`."""
     cases = []
     for i, completion in enumerate(completions):
         columns = {

@@ -53,8 +53,9 @@ class Puzzle:
 
 
 def _draw(rng: Random, task: TaskSection) -> Puzzle:
-    """Draws a problem: numbers from 1 to `task.max_value`, which are joined two by two until one
-    value, the target, is left; no value on the way is larger than `task.max_value`."""
+    """Draws a problem: `task.num_numbers` numbers from 1 to `task.max_value`. Two of them are
+    replaced by the result of an operation on both, until one number is left, the target. No result
+    is larger than `task.max_value`."""
     numbers = []
     for _ in range(task.num_numbers):
         numbers.append(pick(rng, range(1, task.max_value + 1)))
@@ -62,14 +63,18 @@ def _draw(rng: Random, task: TaskSection) -> Puzzle:
     while len(parts) > 1:
         first = parts.pop(pick(rng, range(len(parts))))
         second = parts.pop(pick(rng, range(len(parts))))
-        parts.append(pick(rng, _joined(max(first, second), min(first, second), task.max_value)))
+        parts.append(
+            pick(rng, _possible_joins(max(first, second), min(first, second), task.max_value))
+        )
     value, solution = parts[0]
     return Puzzle(tuple(numbers), value, solution.removeprefix("(").removesuffix(")"))
 
 
-def _joined(large: tuple[int, str], small: tuple[int, str], most: int) -> list[tuple[int, str]]:
-    """Returns the possible results of joining two (value, text): whole numbers from 1 to `most`,
-    each with its text. There is always one."""
+def _possible_joins(
+    large: tuple[int, str], small: tuple[int, str], most: int
+) -> list[tuple[int, str]]:
+    """Returns the results of + - * / on two expressions, given as (value, text), that are whole
+    numbers from 1 to `most`, also as (value, text). There is always one."""
     (a, left), (b, right) = large, small
     values = {"+": a + b, "-": a - b, "*": a * b}
     if a % b == 0:

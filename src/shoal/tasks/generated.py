@@ -23,7 +23,7 @@ NUM_BUCKETS = 16  # one of this many problems is held out, chosen by a hash
 MAX_IDLE_DRAWS = 20_000  # draws without a new held-out problem, after which there are no more
 
 
-class MadeRows(Sequence[Example]):
+class LazyRows(Sequence[Example]):
     """A sequence whose row r is `make(r)`, computed at each access, for rows 0 to num_rows - 1."""
 
     def __init__(self, make: Callable[[int], Example], num_rows: int) -> None:
@@ -49,8 +49,8 @@ def _as_drawn(rng: Random, drawn: Any, purpose: str) -> Any:
 @dataclass(frozen=True)
 class Problems(Generic[Problem]):
     """The generated problems of a task: those of training rows, and held-out ones, which no
-    training row has. The same task, row and values of the `dials` (settings of `TaskSection`) give
-    the same problems on every machine.
+    training row has. The same task, row and values of `settings` give the same problems on
+    every machine.
 
     >>> problems = Problems("calculator", draw, key=lambda problem: problem.expression)
     >>> problems.train(7, section), problems.held_out(500, section)
@@ -59,17 +59,17 @@ class Problems(Generic[Problem]):
     task: str
     draw: Callable[[Random, TaskSection], Any]  # returns a problem, or what `finish` completes
     key: Callable[[Any], str]  # (drawn) -> a text; problems with the same key are the same
-    dials: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()  # fields of `TaskSection` on which the problems depend
     finish: Callable[[Random, Any, str], Problem] = _as_drawn
 
     def _generator(self, purpose: str, row: int, section: TaskSection) -> Random:
         """Returns the random numbers of a row for a purpose."""
-        values = [getattr(section, dial) for dial in self.dials]
+        values = [getattr(section, setting) for setting in self.settings]
         return generator(self.task, purpose, row, *values)
 
     def train(self, row: int, section: TaskSection, purpose: str = "train") -> Problem:
-        """Returns the problem of a training row; the same row has another problem for each
-        `purpose`."""
+        """Returns the problem of a training row. Draws until the problem is not a held-out one. A
+        row has another problem for each `purpose`."""
         rng = self._generator(purpose, row, section)
         while True:
             drawn = self.draw(rng, section)
@@ -80,8 +80,9 @@ class Problems(Generic[Problem]):
     def held_out(
         self, count: int, section: TaskSection, purpose: str = "held_out"
     ) -> tuple[Problem, ...]:
-        """Returns `count` held-out problems with different keys, fewer if there are no more. The
-        first n are the same for every count. Results are cached."""
+        """Returns `count` held-out problems with different keys, or fewer if MAX_IDLE_DRAWS draws
+        in a row found no new one. A smaller `count` gives the first of the same problems.
+        Cached."""
         rng = self._generator(purpose, 0, section)
         problems: dict[str, Problem] = {}
         idle = 0
@@ -102,8 +103,9 @@ def generated_task(
     example: Callable[[int, Problem], Example],
     sets: Sequence[str] = ("held_out",),
 ) -> Task:
-    """Returns the task with generated rows: training rows, and for each of `sets` (purposes of
-    held-out problems) an evaluation of this name.
+    """Returns the task with generated rows, each made by `example(row, problem)`: NUM_TRAIN
+    training rows, and for each of `sets` an evaluation of this name with held-out problems (the
+    name is also their purpose in `Problems.held_out`).
 
     Adds a note if a set has fewer problems than `task.num_eval_questions` (0: NUM_HELD_OUT) with
     these settings. ShoalError if `task.path` is set.
@@ -122,14 +124,16 @@ def generated_task(
         examples = [example(first_row + i, problem) for i, problem in enumerate(held_out)]
         evaluations[name] = tuple(examples)
         if len(held_out) < count:
-            dials = " ".join(f"task.{dial}={getattr(section, dial)}" for dial in problems.dials)
+            settings = " ".join(
+                f"task.{setting}={getattr(section, setting)}" for setting in problems.settings
+            )
             notes.append(
                 f"{task.name}: {name} has {len(held_out)} problems, not {count}: there are no more "
-                f"at {dials}"
+                f"at {settings}"
             )
     return replace(
         task,
-        train=MadeRows(training_example, NUM_TRAIN),
+        train=LazyRows(training_example, NUM_TRAIN),
         evaluations=evaluations,
         notes=tuple(notes),
     )

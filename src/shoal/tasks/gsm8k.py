@@ -26,7 +26,13 @@ from shoal.tasks.graders.answer import (
     reward_of,
     well_formed,
 )
-from shoal.tasks.graders.numbers import answer_key, parse_number, same_number, write_number
+from shoal.tasks.graders.numbers import (
+    answer_key,
+    ascii_numbers,
+    parse_number,
+    same_number,
+    write_number,
+)
 from shoal.tasks.splits import read_splits, with_rows
 from shoal.tasks.task import Task
 
@@ -52,7 +58,7 @@ class RewardPreset:
 
 
 def load_reward_preset(name: str) -> RewardPreset:
-    """Returns the preset of a name, after importing its module."""
+    """Imports the module of a reward preset and returns the preset of this name."""
     module, _, preset = REWARD_PRESETS[name].partition(":")
     return getattr(importlib.import_module(module), preset)
 
@@ -95,9 +101,9 @@ PUBLISHED = Published(
 def load(task: TaskSection, reward: RewardSection | None = None) -> Task:
     """Loads the task; `task.path` is a file, a folder, a hub id, or "" for GSM8K on the hub.
 
-    A single file is the training split, and its last rows are held out, unless its folder has a
-    file of the other split. Raises `ShoalError` for data that is missing, empty, unreadable or
-    without the two columns.
+    Rows without a gold number are dropped. Of a single file the last rows are held out, unless its
+    folder has a file of the other split. Raises `ShoalError` for data that is missing, empty,
+    unreadable or without the two columns.
     """
     empty = blank(task, reward)
     prompt = load_reward_preset((reward or RewardSection()).preset).prompt
@@ -118,7 +124,8 @@ def load(task: TaskSection, reward: RewardSection | None = None) -> Task:
 
 
 def blank(task: TaskSection, reward: RewardSection | None = None) -> Task:
-    """Returns the task without data, for judging rows that contain their answer."""
+    """Returns the task without rows, to judge answers that were made elsewhere: its `of_row` makes
+    the example of a published row."""
     preset = load_reward_preset((reward or RewardSection()).preset)
 
     def of_row(number: int, row: Mapping[str, Any]) -> Example:
@@ -149,9 +156,9 @@ def blank(task: TaskSection, reward: RewardSection | None = None) -> Task:
 
 
 def gold(answer: str) -> str | None:
-    """Returns the gold number of an answer as text, without commas, spaces and `$`: the number
-    after the last `####`, else after `A:` in the last line, else the whole answer. None if that is
-    not a number.
+    """Returns the gold number of a row's answer as text, without commas, spaces and `$`, and with
+    `-` as its minus sign. It is what follows the last `####`, else `A:` in the last line, else the
+    whole answer. None if that is not a number.
 
     >>> gold("He has 1000 + 200.\\n#### 1,200")
     '1200'
@@ -166,12 +173,13 @@ def gold(answer: str) -> str | None:
     text = text.strip().replace(",", "").replace("$", "")
     if parse_number(text) is None:
         return None
-    return "".join(text.split())
+    return "".join(ascii_numbers(text).split())
 
 
 def verdict(text: str, example: Example) -> dict[str, Any]:
-    """Returns the verdict on a solution of any form: `correct`, and as `answer` the number that the
-    solution ends with."""
+    """Returns the verdict on a solution in any form, such as another model's: `answer` is the
+    number that it ends with (`final_number`) as text, and `correct` says whether that is the gold
+    number."""
     number = final_number(text)
     gold_number = final_number(f"#### {example.columns['answer']}")
     is_right = number is not None and number == gold_number

@@ -57,7 +57,8 @@ class Guess:
         self.number, self.questions, self.found = number, 0, False
 
     def respond(self, message: str) -> str | None:
-        """Returns the answer to a guess; None if the rollout is over."""
+        """Returns the answer to a guess: `higher`, `lower` or `no number`. None if the rollout is
+        over, because the guess is right or was the last."""
         guess = number_of(message)
         self.questions += 1
         self.found = guess == self.number

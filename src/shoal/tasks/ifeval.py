@@ -42,10 +42,10 @@ ANSWER_BONUS, THINK_BONUS = 0.1, 0.05
 def load(task: TaskSection) -> Task:
     """Loads the task; `task.path` is a file, a folder, a hub id, or "" for IFEval on the hub.
 
-    If there is one split, and either nothing is trained or that split is `task.eval_split` too (as
-    in the preset of `shoal eval`), all its rows are evaluated on, with the published prompts alone.
-    Otherwise a system prompt asks for the two tags, and of a single split every tenth row is held
-    out.
+    For an evaluation (`evaluating()` with data of one split, or `task.split=task.eval_split`, as in
+    the preset of `shoal eval`), all rows are evaluated on, with the published prompts unchanged.
+    For training, a system prompt asks for the two tags, and of a single split every tenth row is
+    held out.
 
     Raises `ShoalError` for data that is missing or unreadable, and for a row with an instruction or
     an argument that no check accepts.
@@ -84,6 +84,7 @@ def _prompt_of(placed: PlacedRow) -> str:
 
 
 def _examples(rows: Sequence[PlacedRow], tags: bool) -> list[Example]:
+    """Returns the rows' examples, numbered from 0. `tags`: see `_task`."""
     examples = []
     for number, placed in enumerate(rows):
         examples.append(_example(number, placed.place, placed.row, tags))
@@ -134,11 +135,12 @@ def checked_text(text: str, tags: bool = True) -> str:
     return text if answer is None else answer
 
 
-def _followed(
+def _check_instructions(
     text: str, names: Sequence[str], arguments: Sequence[Mapping[str, Any]]
 ) -> tuple[list[bool], list[bool]]:
-    """Returns two lists with a bool for each instruction: whether the text follows it, and whether
-    any of the text's `variants` does."""
+    """Checks a response against each instruction. Returns (strict, loose), each with one bool an
+    instruction. Strict checks the response as it is; loose also accepts it without its first or
+    last line or without asterisks (`variants`), as IFEval's loose accuracy does."""
     other_variants = variants(text)[1:]
     strict = []
     loose = []
@@ -152,8 +154,8 @@ def _followed(
 
 
 def verdict(text: str, example: Example, tags: bool = False) -> dict[str, Any]:
-    """Returns the verdict on a text, or with `tags` on its answer block; `correct` is
-    `prompt_strict`.
+    """Returns the verdict on a response, or with `tags` on its answer block: strict and loose, of
+    all instructions together (`prompt_...`) and of each. `correct` is `prompt_strict`.
 
     >>> columns = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
     >>> verdict("no, thanks", Example(0, "...", columns))
@@ -162,7 +164,7 @@ def verdict(text: str, example: Example, tags: bool = False) -> dict[str, Any]:
     """
     names, arguments = example.columns["instruction_id_list"], example.columns["kwargs"]
     checked = checked_text(text, tags)
-    strict, loose = _followed(checked, names, arguments)
+    strict, loose = _check_instructions(checked, names, arguments)
     return {
         "correct": all(strict),
         "prompt_strict": all(strict),
@@ -174,7 +176,7 @@ def verdict(text: str, example: Example, tags: bool = False) -> dict[str, Any]:
 
 
 def is_correct(text: str, example: Example, tags: bool = False) -> bool:
-    """True if every instruction is followed strictly, with `tags` by the answer block."""
+    """True if a response, or with `tags` its answer block, follows every instruction strictly."""
     names, arguments = example.columns["instruction_id_list"], example.columns["kwargs"]
     checked = checked_text(text, tags)
     pairs = zip(names, arguments, strict=False)
@@ -218,15 +220,16 @@ def _mean(values: Sequence[bool]) -> float:
 def instruction_points(
     text: str, names: Sequence[str], arguments: Sequence[Mapping[str, Any]], tags: bool
 ) -> float:
-    """Returns the reward for following instructions: 0.4, 0.3, 0.2 and 0.1 times prompt-strict, the
-    mean of instruction-strict, prompt-loose and the mean of instruction-loose.
+    """Returns the reward for following instructions, from 0 to 1: the sum of prompt-strict, the
+    share of instructions followed strictly, prompt-loose and the share followed loosely, weighted
+    by WEIGHTS.
 
     The four weights are TorchRL's, which checks the first answer block, and nothing if there is
-    none. Here, with `tags`, only a single block is taken as the answer; if there is not exactly
-    one, the whole text is checked.
+    none. Here, with `tags`, the answer block is checked only if there is exactly one, else the
+    whole text.
     """
     checked = checked_text(text, tags)
-    strict, loose = _followed(checked, names, arguments)
+    strict, loose = _check_instructions(checked, names, arguments)
     parts = (all(strict), _mean(strict), all(loose), _mean(loose))
     return math.fsum(weight * part for weight, part in zip(WEIGHTS, parts, strict=True))
 
@@ -241,8 +244,8 @@ def form_points(text: str) -> float:
 
 
 def _example(number: int, place: str, row: Mapping[str, Any], tags: bool) -> Example:
-    """Returns the example of a published row, with its arguments read; `ShoalError` that names its
-    place if they cannot be."""
+    """Returns the example of a published row, whose `kwargs` are read by `read_arguments`. If they
+    cannot be read, raises a ShoalError that names `place`."""
     names, given = row["instruction_id_list"], row["kwargs"]
     is_right = _is_list_of(names, str) and _is_list_of(given, dict) and len(given) == len(names)
     if not is_right:

@@ -48,8 +48,9 @@ def load(task: TaskSection) -> Task:
     """Loads the task; `task.path` is a file, a folder or a hub id with `problem` and `answer` or
     `solution`.
 
-    Without a path, training and evaluation use two data sets of the hub. Raises `ShoalError` for
-    data that is missing or without answers, and if math-verify is not installed.
+    Without a path, TRAIN is trained on and all of EVALUATION is evaluated on, both from the hub.
+    Rows without a gold answer are dropped. Raises `ShoalError` for data that is missing or has no
+    answers, and if math-verify is not installed.
     """
     empty = blank(task)
     splits = read_splits(task, TRAIN, _make)
@@ -74,8 +75,8 @@ def _problem_of(example: Example) -> str:
 
 
 def blank(task: TaskSection) -> Task:
-    """Returns the task without data, for judging rows that contain their answer. ShoalError if
-    math-verify is not installed."""
+    """Returns the task without rows, to judge answers that were made elsewhere: its `of_row` makes
+    the example of a published row. ShoalError if math-verify is not installed."""
     math_check.require_math_verify()
     return Task(
         name="math",
@@ -91,8 +92,9 @@ def blank(task: TaskSection) -> Task:
 
 
 def answer_of(text: str) -> str | None:
-    """Returns the answer in a text: the content of the last `<answer>`, without a `\\boxed{}`
-    around it, else of the last `\\boxed{}`; None if the last 10,000 characters have neither."""
+    """Returns the answer in a text: the content of the last `\\boxed{}` inside of the last
+    `<answer>`, else the content of that tag; without a tag, that of the last `\\boxed{}`. None if
+    the last TAIL_CHARS characters have neither."""
     tail = text[-TAIL_CHARS:]
     tagged = extract_answer(tail)
     boxed = last_boxed(tail if tagged is None else tagged)
@@ -122,9 +124,8 @@ def correct_reward(
     **kwargs: Any,
 ) -> list[float]:
     """Returns 1.0 for each completion whose answer is the same as the gold one, else 0.0. A reward
-    function in TRL's convention.
-
-    Logs `unchecked`, the share of answers whose check was ended at its limit (their reward is 0.0).
+    function in TRL's convention, whose metric `unchecked` is the share of completions whose check
+    was ended at its limit, for which the reward is 0.0.
     """
     answers = [answer_of(completion_text(completion)) or "" for completion in completions]
     verdicts = math_check.same_all(list(zip(answer, answers, strict=True)))
@@ -135,9 +136,10 @@ def correct_reward(
 
 
 def verdict(text: str, example: Example) -> dict[str, Any]:
-    """Returns the verdict on a solution of any form: `correct`, the `answer` in its tag or box
-    (None if there is neither: math-verify then looks for the answer in the text), and `unchecked`,
-    True if the check was ended at its limit."""
+    """Returns the verdict on a solution in any form, such as another model's. `answer` is what its
+    tag or box holds; None if it has neither, and math-verify then looks for the answer in the text.
+    `correct` says whether that is the gold answer, `unchecked` whether the check was ended at its
+    limit."""
     text = solution_of(text[-TAIL_CHARS:])
     gold, answer = example.columns["answer"], answer_of(text)
     if answer is None:
@@ -165,7 +167,7 @@ def gold(row: Mapping[str, Any]) -> str | None:
 
 
 def _make(number: int, place: str, row: Mapping[str, Any]) -> Example:
-    """Returns the example of a row; its answer may be None."""
+    """Returns the example of a row. Its column `answer` is None if the row has no gold answer."""
     columns = {"answer": gold(row), "solution": str(row.get("solution") or "")}
     prompt = [
         {"role": "system", "content": SYSTEM_PROMPT},

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from shoal.config.sections.task import TaskSection
 from shoal.records import Example, ShoalError
-from shoal.tasks.generated import NUM_HELD_OUT, NUM_TRAIN, MadeRows, refuse_path
+from shoal.tasks.generated import NUM_HELD_OUT, NUM_TRAIN, LazyRows, refuse_path
 from shoal.tasks.task import Task
 from shoal.text import describe_error, shorten
 
@@ -45,8 +45,8 @@ class OpenEnv:
         self.total, self.done = 0.0, False
 
     async def reset(self, **columns: Any) -> str | None:
-        """Begins a rollout, with the row's number as the seed; returns what the server says first,
-        None if nothing."""
+        """Begins a rollout: resets the server's environment with the row's columns, and with its
+        number as the seed. Returns the first observation as text, None if it is empty."""
         self.total, self.done = 0.0, False
         vars(self).pop("reward", None)
         arguments = dict(columns)
@@ -54,18 +54,18 @@ class OpenEnv:
         arguments.pop("environment", None)
         if "row" in columns:
             arguments.setdefault("seed", columns["row"])
-        reset = await self._ask("reset", arguments)
-        return _said(reset["observation"]) or None
+        reset = await self._request("reset", arguments)
+        return _observation_text(reset["observation"]) or None
 
     async def get_reward(self) -> float:
         return self.total
 
     async def _step(self, action: Mapping[str, Any]) -> Any:
-        """Sends an action and returns the observation. RuntimeError if the server refuses it, or if
-        the rollout is over."""
+        """Sends an action and returns the observation. Adds the step's reward to the total.
+        RuntimeError if the server refuses the action, or if the rollout is over."""
         if self.done:
             raise RuntimeError("the environment is done: give your answer")
-        step = await self._ask("step", action)
+        step = await self._request("step", action)
         self.done = bool(step.get("done"))
         if step.get("reward") is not None:
             self.reward = float(step["reward"])
@@ -77,9 +77,10 @@ class OpenEnv:
             await self._socket.close()
         self._socket = None
 
-    async def _ask(self, kind: str, data: Mapping[str, Any]) -> Any:
-        """Sends a message and returns the data of the answer. Connects anew if the server has
-        closed an idle connection. RuntimeError if the answer is an error."""
+    async def _request(self, kind: str, data: Mapping[str, Any]) -> Any:
+        """Sends a message (`kind`: "reset" or "step") and returns the data of the answer. Before a
+        reset it connects again if the server has closed the idle connection. RuntimeError if the
+        answer is an error."""
         from websockets import ConnectionClosed
 
         message = json.dumps({"type": kind, "data": data})
@@ -100,7 +101,8 @@ class OpenEnv:
         return answer["data"]
 
     async def _exchange(self, message: str) -> Any:
-        """Sends a message, after connecting if need be, and returns the server's next one."""
+        """Sends a message and returns the server's next one, parsed. Connects first if there is no
+        connection."""
         from websockets.asyncio.client import connect
 
         if self._socket is None:
@@ -112,8 +114,10 @@ class OpenEnv:
 
 
 def openenv(address: str) -> type[OpenEnv]:
-    """Returns the environment class for a server's address, with the server's tools as methods.
-    ShoalError if the server does not answer, or does not speak OpenEnv's protocol."""
+    """Returns the environment class for a server's address, after asking the server for its schema.
+    Its methods besides `reset` are the server's tools; without tools it has `respond` if an action
+    is one text, else a tool `step`. ShoalError if the server does not answer, or does not speak
+    OpenEnv's protocol."""
     url = address.removeprefix(PREFIX).rstrip("/")
     try:
         action = _get(f"{url}/schema")["action"]
@@ -134,27 +138,28 @@ def openenv(address: str) -> type[OpenEnv]:
     members: dict[str, Any] = {}
     if listed:
         for tool in listed:
-            members[tool["name"]] = _tool(tool)
+            members[tool["name"]] = _tool_method(tool)
     elif len(field_names) == 1 and fields[field_names[0]].get("type") == "string":
-        members["respond"] = _respond(field_names[0])
+        members["respond"] = _respond_method(field_names[0])
     else:
-        members["step"] = _action_tool({**action, "properties": fields})
+        members["step"] = _step_method({**action, "properties": fields})
     members["url"] = "ws" + url.removeprefix("http")
     return type("OpenEnv", (OpenEnv,), members)
 
 
-def _respond(field: str) -> Callable[..., Any]:
+def _respond_method(field: str) -> Callable[..., Any]:
     """Returns a method `respond` that sends the model's text as one field of an action."""
 
     async def respond(self: OpenEnv, message: str) -> str | None:
         observation = await self._step({field: message})
-        return None if self.done else _said(observation)
+        return None if self.done else _observation_text(observation)
 
     return respond
 
 
-def _tool(tool: Mapping[str, Any]) -> Callable[..., Any]:
-    """Returns a method that calls a tool of the server."""
+def _tool_method(tool: Mapping[str, Any]) -> Callable[..., Any]:
+    """Returns a method, with the tool's name and schema, that calls a tool of the server and
+    returns its result as text."""
 
     async def call(self: OpenEnv, **arguments: Any) -> str:
         observation = await self._step(
@@ -165,9 +170,9 @@ def _tool(tool: Mapping[str, Any]) -> Callable[..., Any]:
         result = observation.get("result")
         if isinstance(result, Mapping) and result.get("content"):
             return "".join(str(part.get("text", "")) for part in result["content"])
-        return _said(result)
+        return _observation_text(result)
 
-    return _described(
+    return _with_schema(
         call,
         tool["name"],
         tool.get("description") or tool["name"],
@@ -175,19 +180,23 @@ def _tool(tool: Mapping[str, Any]) -> Callable[..., Any]:
     )
 
 
-def _action_tool(action: Mapping[str, Any]) -> Callable[..., Any]:
-    """Returns a method `step` whose arguments are the fields of an action."""
+def _step_method(action: Mapping[str, Any]) -> Callable[..., Any]:
+    """Returns a method `step`, with the schema `action`, that sends an action and returns the
+    observation as text. Its arguments are the action's fields."""
 
     async def step(self: OpenEnv, **fields: Any) -> str:
-        return _said(await self._step(fields))
+        return _observation_text(await self._step(fields))
 
-    return _described(step, "step", action.get("description") or "Acts in the environment.", action)
+    return _with_schema(
+        step, "step", action.get("description") or "Acts in the environment.", action
+    )
 
 
-def _described(
+def _with_schema(
     function: Any, name: str, description: str, parameters: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """Returns the function with this name and schema, in place of type hints and a docstring."""
+    """Sets a function's name and its tool schema, which stands for type hints and a docstring.
+    Returns the function."""
     function.__name__ = name
     schema_of_parameters: dict[str, Any] = {"type": "object", "properties": {}}
     for key in ("type", "properties", "required", "$defs"):
@@ -204,8 +213,9 @@ def _described(
     return function
 
 
-def _said(observation: Any) -> str:
-    """Returns an observation as text: its one text, or JSON; "" if it is empty."""
+def _observation_text(observation: Any) -> str:
+    """Returns an observation as text, without _FIELDS: the text itself if it has one field, which
+    is text, else its fields as JSON. "" if no field is left."""
     if isinstance(observation, Mapping):
         fields = {}
         for name, value in observation.items():
@@ -230,8 +240,8 @@ def _get(url: str) -> Any:
 
 
 def _post(url: str, data: Mapping[str, Any]) -> Any:
-    """Posts JSON to an address and returns the JSON of the answer; {} if the answer is an HTTP
-    error, as of a server without tools."""
+    """Posts JSON to an address and returns the parsed answer; {} if the answer is an HTTP error,
+    which a server without tools sends."""
     request = urllib.request.Request(
         url, json.dumps(data).encode(), {"Content-Type": "application/json"}
     )
@@ -243,14 +253,15 @@ def _post(url: str, data: Mapping[str, Any]) -> Any:
 
 
 def load(task: TaskSection) -> Task:
-    """Loads the task of environments, whose prompts are empty until `reset(row, **columns)` returns
-    the user's words. All rows have different numbers; held-out ones begin at a million."""
+    """Loads the task `environment`, for environments that ask their own questions: prompts are
+    empty, and `reset(row, **columns)` returns the user's words. The column `row` is the row's
+    number for training rows, and begins at a million for held-out rows."""
     refuse_path(task, "environment")
     num_held_out = task.num_eval_questions or NUM_HELD_OUT
     held_out = [_example(row, NUM_TRAIN + row) for row in range(num_held_out)]
     return Task(
         "environment",
-        train=MadeRows(lambda row: _example(row, row), NUM_TRAIN),
+        train=LazyRows(lambda row: _example(row, row), NUM_TRAIN),
         evaluations={"held_out": held_out},
     )
 

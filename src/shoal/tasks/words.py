@@ -220,9 +220,9 @@ class Problem:
         return self.values[-1]
 
     @property
-    def parts(self) -> tuple[str, ...]:
-        """The part of the problem that each sentence tells, in order: a key of SEEN."""
-        return _parts(self.steps)
+    def sentence_kinds(self) -> tuple[str, ...]:
+        """What each sentence of the problem tells, in order: keys of SEEN and UNSEEN."""
+        return _sentence_kinds(self.steps)
 
     @property
     def question(self) -> str:
@@ -233,13 +233,14 @@ class Problem:
             numbers.append(step.operand)
         numbers.append(0)  # the question has none
         sentences = []
-        for part, index, number in zip(self.parts, self.templates, numbers, strict=True):
+        for part, index, number in zip(self.sentence_kinds, self.templates, numbers, strict=True):
             template = templates[part][index]
             sentences.append(template.format_map(self._words(number)))
         return " ".join(sentences)
 
     def _words(self, number: int) -> dict[str, Any]:
-        """Returns the words that fill the templates of sentences."""
+        """Returns the values for the placeholders of a sentence's template. `number` is the
+        sentence's number."""
         he, him, his = ("she", "her", "her") if self.name in SHE else ("he", "him", "his")
         return {
             "name": self.name,
@@ -265,9 +266,9 @@ class Problem:
         return f"<reasoning>{' '.join(lines)}</reasoning><answer>{self.answer}</answer>"
 
 
-def _parts(steps: Sequence[Step]) -> tuple[str, ...]:
-    """Returns the part of the problem that each sentence tells: `opening`, the operations,
-    `question`."""
+def _sentence_kinds(steps: Sequence[Step]) -> tuple[str, ...]:
+    """Returns what each sentence of a problem tells: `opening`, then the signs of the operations,
+    then `question`."""
     parts = ["opening"]
     for step in steps:
         parts.append(step.operation.value)
@@ -276,8 +277,8 @@ def _parts(steps: Sequence[Step]) -> tuple[str, ...]:
 
 
 def numeric_form(numbers: tuple[int, tuple[Step, ...]]) -> str:
-    """Returns the quantity and the operations on it as text, such as `12 +7 -5`; no held-out
-    problem has the same form as a training problem."""
+    """Returns a problem's start and operations as text: `12 +7 -5`. Held-out problems and training
+    problems have no such text in common."""
     start, steps = numbers
     text = str(start)
     for step in steps:
@@ -293,19 +294,20 @@ UNSEEN_TEMPLATES = "unseen_templates"
 
 
 def _draw_numbers(rng: random.Random, task: TaskSection) -> tuple[int, tuple[Step, ...]]:
-    """Draws a start and `task.num_steps` operations."""
+    """Draws the start of a problem and `task.num_steps` operations on it, so that every value is
+    from 1 to `task.max_value`."""
     start = value = pick(rng, range(2, task.max_value + 1))
     steps = []
     for _ in range(task.num_steps):
-        operation, operands = pick(rng, _choices(value, task.max_value))
+        operation, operands = pick(rng, _possible_steps(value, task.max_value))
         steps.append(Step(operation, pick(rng, operands)))
         value = _APPLY[operation](value, steps[-1].operand)
     return start, tuple(steps)
 
 
-def _choices(value: int, max_value: int) -> list[tuple[Operation, Sequence[int]]]:
-    """Returns the operations, each with its operands, that turn a value into a whole number from 1
-    to max_value; there is always one."""
+def _possible_steps(value: int, max_value: int) -> list[tuple[Operation, Sequence[int]]]:
+    """Returns the operations that are possible on `value`, each with the operands that give a whole
+    number from 1 to `max_value`. There is always one."""
     choices: list[tuple[Operation, Sequence[int]]] = [
         (Operation.ADD, range(2, max_value - value + 1)),
         (Operation.SUBTRACT, range(2, value)),
@@ -316,13 +318,14 @@ def _choices(value: int, max_value: int) -> list[tuple[Operation, Sequence[int]]
 
 
 def _draw_words(rng: random.Random, numbers: tuple[int, tuple[Step, ...]], purpose: str) -> Problem:
-    """Draws the sentences, names and objects of a problem. For the purpose UNSEEN_TEMPLATES the
-    sentences are those that training never uses."""
+    """Returns the problem of `numbers` (start and steps), with sentences, names and objects drawn
+    at random. For the purpose UNSEEN_TEMPLATES its sentences are those that training never
+    uses."""
     start, steps = numbers
     unseen = purpose == UNSEEN_TEMPLATES
     sentences = UNSEEN if unseen else SEEN
     templates = []
-    for part in _parts(steps):
+    for part in _sentence_kinds(steps):
         templates.append(pick(rng, range(len(sentences[part]))))
     name = pick(rng, SHE + HE)
     friend = pick(rng, [other for other in SHE + HE if other != name])
@@ -341,7 +344,7 @@ def load(task: TaskSection) -> Task:
     `task.num_eval_questions` 0 it holds out 500 problems."""
     empty = Task(
         name="words",
-        rewards=(reward_of("correct", answers), FORMAT),
+        rewards=(reward_of("correct", gives_answer), FORMAT),
         correct=is_correct,
         well_formed=well_formed,
         extract=extract,
@@ -349,13 +352,14 @@ def load(task: TaskSection) -> Task:
     return generated_task(task, empty, PROBLEMS, _example, ("held_out", UNSEEN_TEMPLATES))
 
 
-def answers(text: str, answer: str) -> bool:
-    """True if the text has exactly one `<answer>`, and its number is the problem's answer."""
+def gives_answer(text: str, answer: str) -> bool:
+    """True if the text has exactly one `<answer>`, and the number in it is `answer`. The reward
+    `correct`."""
     return same_number(single_answer(text), answer)
 
 
 def is_correct(text: str, example: Example) -> bool:
-    return answers(text, example.columns["answer"])
+    return gives_answer(text, example.columns["answer"])
 
 
 def extract(text: str) -> str | None:

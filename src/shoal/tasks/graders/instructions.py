@@ -30,26 +30,27 @@ from shoal.text import did_you_mean, shorten
 MAX_CHARACTERS = 100_000
 
 Check = Callable[..., bool]
-KINDS: dict[str, Check] = {}
+CHECKS: dict[str, Check] = {}
 """Instruction's name in the published rows -> its check, which is called with the text and with the
 arguments that its signature names."""
 
 
 def follows(text: str, instruction: str, arguments: Mapping[str, Any]) -> bool:
-    """True if a text follows an instruction with these arguments, as `read_arguments` returned
-    them.
+    """True if a text follows an instruction, `CHECKS`' name of it, with the arguments that
+    `read_arguments` returned. An empty text, and one over MAX_CHARACTERS, follows none.
 
     >>> follows("No commas here", "punctuation:no_comma", {})
     True
     """
     if not text.strip() or len(text) > MAX_CHARACTERS:
         return False
-    return KINDS[instruction](text, **arguments)
+    return CHECKS[instruction](text, **arguments)
 
 
 def variants(text: str) -> list[str]:
-    """Returns the texts that the loose figures try: the text itself, without its first line,
-    without its last, without both; each also without `*`."""
+    """Returns the texts of which one must follow an instruction for IFEval's loose accuracy: the
+    text itself, without its first line, without its last line, without both, and each of these
+    without `*`. The text itself comes first; equal texts occur once."""
     lines = text.split("\n")
     shortened = [text]
     for kept_lines in (lines[1:], lines[:-1], lines[1:-1]):
@@ -72,12 +73,13 @@ class ArgumentKind:
 
 
 def read_arguments(instruction: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of an instruction, checked and converted, without those that are None.
-    Raises ValueError for an unknown instruction, and for missing or wrong arguments."""
-    if instruction not in KINDS:
-        near = did_you_mean(instruction, KINDS, lists_all=True)
+    """Returns the arguments of an instruction, from a row's `kwargs`, as its check takes them.
+    Arguments that are None in the row are left out. ValueError for an unknown instruction, and for
+    missing, unknown or wrong arguments."""
+    if instruction not in CHECKS:
+        near = did_you_mean(instruction, CHECKS, lists_all=True)
         raise ValueError(f"there is no instruction {instruction!r}{near}")
-    parameters = list(inspect.signature(KINDS[instruction]).parameters)
+    parameters = list(inspect.signature(CHECKS[instruction]).parameters)
     names = parameters[1:]  # behind the text
     given = {name: value for name, value in given.items() if value is not None}
     unknown = given.keys() - set(names)
@@ -107,7 +109,7 @@ def read_arguments(instruction: str, given: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _kind_of_argument(name: str) -> ArgumentKind:
-    """Returns how an argument is read, by the end of its name."""
+    """Returns the kind whose endings the name of an argument has, else WHOLE_NUMBER."""
     for kind in ARGUMENT_KINDS:
         if name.endswith(kind.endings):
             return kind
@@ -115,7 +117,8 @@ def _kind_of_argument(name: str) -> ArgumentKind:
 
 
 def _read_words(value: Any) -> tuple[str, ...] | None:
-    """Returns a list of words as a tuple; None if the value is no such list, or an empty one."""
+    """Returns a list of words as a tuple; None if the value is not a list of texts, if it is empty,
+    or if a word is."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         return None
     for word in value:
@@ -144,6 +147,8 @@ def _read_letter(value: Any) -> str | None:
 
 
 def _read_whole_number(value: Any) -> int | None:
+    """Returns a number that is whole and not negative as an int, also `3.0`; None for anything
+    else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     is_whole = value >= 0 and value == value // 1
@@ -169,18 +174,18 @@ WHOLE_NUMBER = ArgumentKind((), "a whole number, 0 or more", _read_whole_number)
 
 
 def _check(instruction: str) -> Callable[[Check], Check]:
-    """Returns a decorator that enters a function into KINDS under the instruction's name. The names
-    of the function's arguments are those in the published rows."""
+    """Returns a decorator that adds a function to CHECKS, as the check of an instruction. After the
+    text, the function's parameters have the names of the arguments in the published rows."""
 
-    def enter(check: Check) -> Check:
-        KINDS[instruction] = check
+    def register(check: Check) -> Check:
+        CHECKS[instruction] = check
         return check
 
-    return enter
+    return register
 
 
 def _is_related(count: int, relation: str, wanted: int) -> bool:
-    """True if a count is less than, or at least, the wanted one."""
+    """True if `count` is less than `wanted`, or with any other relation at least `wanted`."""
     return count < wanted if relation == "less than" else count >= wanted
 
 
@@ -200,12 +205,13 @@ def _has_keywords(text: str, keywords: Sequence[str]) -> bool:
 
 
 @_check("keywords:frequency")
-def _has_keyword_so_often(text: str, keyword: str, frequency: int, relation: str) -> bool:
+def _has_keyword_frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
     return _is_related(len(_occurrences(keyword, text)), relation, frequency)
 
 
 @_check("keywords:forbidden_words")
 def _has_no_forbidden_word(text: str, forbidden_words: Sequence[str]) -> bool:
+    """True if none of the words occurs as a whole word, in any case."""
     for word in forbidden_words:
         if re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE):
             return False
@@ -213,8 +219,9 @@ def _has_no_forbidden_word(text: str, forbidden_words: Sequence[str]) -> bool:
 
 
 @_check("keywords:letter_frequency")
-def _has_letter_so_often(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
-    """True if a letter occurs so often, in any case. A `letter` of several letters never occurs."""
+def _has_letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
+    """True if a letter occurs, in any case, less often than `let_frequency` or at least so often. A
+    `letter` of several letters never occurs."""
     return _is_related(Counter(text.lower())[letter], let_relation, let_frequency)
 
 
@@ -224,21 +231,21 @@ def _is_in_response_language(text: str, language: str) -> bool:
 
 
 @_check("length_constraints:number_sentences")
-def _has_so_many_sentences(text: str, num_sentences: int, relation: str) -> bool:
+def _has_number_of_sentences(text: str, num_sentences: int, relation: str) -> bool:
     return _is_related(len(sentences(text)), relation, num_sentences)
 
 
 @_check("length_constraints:number_paragraphs")
-def _has_so_many_paragraphs(text: str, num_paragraphs: int) -> bool:
-    """True if there are exactly so many paragraphs between `***`. The first and the last part may
-    be empty, and then do not count; no other part may be."""
+def _has_number_of_paragraphs(text: str, num_paragraphs: int) -> bool:
+    """True if `***` separates exactly `num_paragraphs` paragraphs. The text may begin and end with
+    `***`; no other paragraph may be empty."""
     parts = _parts_between(text, "***")
     return parts is not None and len(parts) == num_paragraphs
 
 
 def _parts_between(text: str, separator: str) -> list[str] | None:
-    """Returns the parts between separators that are not empty; None if one that is neither first
-    nor last is empty."""
+    """Returns the non-empty parts of a text between separators, stripped. None if a part that is
+    neither the first nor the last is empty."""
     parts = [part.strip() for part in text.split(separator)]
     if not all(parts[1:-1]):
         return None
@@ -246,7 +253,7 @@ def _parts_between(text: str, separator: str) -> list[str] | None:
 
 
 @_check("length_constraints:number_words")
-def _has_so_many_words(text: str, num_words: int, relation: str) -> bool:
+def _has_number_of_words(text: str, num_words: int, relation: str) -> bool:
     return _is_related(count_words(text), relation, num_words)
 
 
@@ -254,8 +261,9 @@ def _has_so_many_words(text: str, num_words: int, relation: str) -> bool:
 def _begins_nth_paragraph_with(
     text: str, num_paragraphs: int, nth_paragraph: int, first_word: str
 ) -> bool:
-    """True if there are exactly so many paragraphs between empty lines, and the nth begins with
-    this word. Empty paragraphs do not count, but they take a place in the numbering."""
+    """True if the text has exactly `num_paragraphs` non-empty paragraphs, separated by `\\n\\n`,
+    and paragraph `nth_paragraph` begins with `first_word`, in any case. For `nth_paragraph` empty
+    paragraphs are counted too, as in IFEval's own check."""
     paragraphs = [paragraph.strip() for paragraph in text.split("\n\n")]
     num_filled = sum(bool(paragraph) for paragraph in paragraphs)
     if num_filled != num_paragraphs:
@@ -270,7 +278,7 @@ def _begins_nth_paragraph_with(
 
 @_check("detectable_content:number_placeholders")
 def _has_placeholders(text: str, num_placeholders: int) -> bool:
-    """True if there are at least so many `[...]`, each within a line."""
+    """True if there are at least `num_placeholders` occurrences of `[...]` within a line."""
     count = 0
     for line in text.split("\n"):
         up_to_last_bracket = line[: line.rfind("]") + 1]
@@ -280,17 +288,17 @@ def _has_placeholders(text: str, num_placeholders: int) -> bool:
 
 @_check("detectable_content:postscript")
 def _has_postscript(text: str, postscript_marker: str) -> bool:
-    """True if the marker occurs anywhere, in any case; in the two usual markers spaces are
-    allowed."""
+    """True if the marker occurs anywhere, in any case. `P.S.` and `P.P.S` may have spaces after
+    their periods."""
     usual = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
     pattern = usual.get(postscript_marker, re.escape(postscript_marker.lower()))
     return re.search(pattern, text.lower()) is not None
 
 
 @_check("detectable_format:number_bullet_lists")
-def _has_so_many_bullets(text: str, num_bullets: int) -> bool:
-    """True if exactly so many lines begin with `-` or with a single `*`. A line of `*` alone is a
-    bullet together with the next line, which then does not count itself."""
+def _has_number_of_bullets(text: str, num_bullets: int) -> bool:
+    """True if exactly `num_bullets` lines begin with `-` or with a single `*`. A line `*` is one
+    bullet together with the next line."""
     lines = [line.lstrip() for line in text.split("\n")]
     count = sum(line.startswith("-") for line in lines)
     i = 0
@@ -311,7 +319,8 @@ def _is_constrained_response(text: str) -> bool:
 
 @_check("detectable_format:number_highlighted_sections")
 def _has_highlights(text: str, num_highlights: int) -> bool:
-    """True if there are at least so many `*...*` within a line; a `**...**` counts once more."""
+    """True if there are at least `num_highlights` occurrences of `*...*` within a line and of
+    `**...**`."""
     single = re.findall(r"\*([^\n*]*)\*", text)
     double = re.findall(r"\*\*([^\n*]*)\*\*", text)
     count = sum(bool(inside.strip()) for inside in single + double)
@@ -320,7 +329,8 @@ def _has_highlights(text: str, num_highlights: int) -> bool:
 
 @_check("detectable_format:multiple_sections")
 def _has_sections(text: str, section_spliter: str, num_sections: int) -> bool:
-    """True if at least so many headings occur: the section's name and a number."""
+    """True if at least `num_sections` headings occur, such as `Section 1` for the `section_spliter`
+    `Section`."""
     heads = re.findall(rf"{re.escape(section_spliter)}\s?\d+", text)
     return len(heads) >= num_sections
 
@@ -340,7 +350,8 @@ def _is_json(text: str) -> bool:
 
 @_check("detectable_format:title")
 def _has_title(text: str) -> bool:
-    """True if a line has `<<...>>` with something in it, from the first `<<` to the last `>>`."""
+    """True if a line has a title `<<...>>` that is not empty, between its first `<<` and last
+    `>>`."""
     for line in text.split("\n"):
         start, end = line.find("<<"), line.rfind(">>")
         if 0 <= start < end - 2:
@@ -352,8 +363,8 @@ def _has_title(text: str) -> bool:
 
 @_check("combination:two_responses")
 def _has_two_responses(text: str) -> bool:
-    """True if there are two different answers, separated by `******`; only the first and the last
-    part may be empty."""
+    """True if `******` separates exactly two different answers. The text may begin and end with
+    `******`."""
     answers = _parts_between(text, "******")
     return answers is not None and len(answers) == 2 and answers[0] != answers[1]
 

@@ -123,19 +123,20 @@ def sentences(text: str) -> list[str]:
             after = rest[0]
         elif following:
             after = following.group()
-        if _ends(candidate.group(), after) or (not rest and _ends_within(after)):
+        if _ends_sentence(candidate.group(), after) or (not rest and _ends_within(after)):
             end = word.start() + candidate.end()
             pieces.append((start, end))
             start = end
             if following and not rest:
                 start = following.start()
     pieces.append((start, len(text.rstrip())))
-    return _realigned(text, pieces)
+    return _with_closing_marks_moved(text, pieces)
 
 
-def _realigned(text: str, pieces: list[tuple[int, int]]) -> list[str]:
-    """Returns the texts of pieces (start, end), after moving closing quotes and brackets at the
-    beginning of a piece to the end of the piece before it."""
+def _with_closing_marks_moved(text: str, pieces: list[tuple[int, int]]) -> list[str]:
+    """Returns the texts of the pieces of a text, given as (start, end). Closing quotes and brackets
+    at the beginning of a piece are moved to the end of the piece before it. Empty pieces are left
+    out."""
     realigned = []
     num_given = 0  # characters of a piece that the one before it got
     for number, (start, end) in enumerate(pieces):
@@ -152,17 +153,17 @@ def _realigned(text: str, pieces: list[tuple[int, int]]) -> list[str]:
     return realigned
 
 
-def _ends(word: str, after: str) -> bool:
-    """True if a word (up to its `.`, `?` or `!`) ends a sentence; `after` is the text that comes
-    next."""
+def _ends_sentence(word: str, after: str) -> bool:
+    """True if a word ends a sentence; `word` ends with its `.`, `?` or `!`. `after` is what comes
+    next: the next word, or the next character if no space is between."""
     if word[-1] != "." or _INNER_END.search(word):
         return True
     if word.endswith(".."):
-        return _opens(after)
+        return _begins_sentence(after)
     stem = _TOKEN_BREAK.split(word)[-1].lstrip("`&#-,").lower().removesuffix(".")
     is_initial = len(stem) == 1 and stem.isalpha()
     if stem in _ABBREVIATIONS or stem.rpartition("-")[2] in _ABBREVIATIONS:
-        return not is_initial and _opens(after)
+        return not is_initial and _begins_sentence(after)
     if not is_initial and not _NUMBER.fullmatch(stem):
         return True
     following = _first_word(after)
@@ -172,15 +173,15 @@ def _ends(word: str, after: str) -> bool:
 
 
 def _ends_within(word: str) -> bool:
-    """True if a sentence ends before the last character of a word, as in `(No!)`."""
+    """True if a word has the end of a sentence before its last character, as `(No!)` has."""
     candidate = _INNER_CANDIDATE.match(word)
     if candidate is None:
         return False
     after = word[candidate.end() :][:1]
-    return _ends(candidate.group(), after)
+    return _ends_sentence(candidate.group(), after)
 
 
-def _opens(after: str) -> bool:
+def _begins_sentence(after: str) -> bool:
     """True if the text after an abbreviation or an ellipsis begins a new sentence."""
     word = _first_word(after)
     return word[:1].isupper() and word.lower() in _OPENERS
@@ -207,22 +208,22 @@ _JOINED = re.compile(
 
 
 def count_capital_words(text: str) -> int:
-    """Returns the number of words without a small letter, split like in the Penn Treebank: `I'm`
-    and `NASA's` contain one, `WE'LL` two.
+    """Returns the number of words in capitals, after splitting words like the Penn Treebank: `I'm`
+    and `NASA's` contain one such word, `WE'LL` two.
 
     >>> count_capital_words("NASA's DON'T-ASK rule: I agree, OK?")
     4
     """
     count = 0
     for sentence in sentences(text):
-        for word in _treebank(sentence):
+        for word in _treebank_words(sentence):
             count += word.isupper()
     return count
 
 
-def _treebank(sentence: str) -> list[str]:
-    """Splits a sentence into words like the Penn Treebank; keeps no punctuation except what sticks
-    to a word."""
+def _treebank_words(sentence: str) -> list[str]:
+    """Splits a sentence into words like the Penn Treebank, and returns them: `I'm` -> `I`, `'m`.
+    Punctuation is dropped unless it is part of a word."""
     words = []
     body = sentence.rstrip().rstrip(_CLOSERS)
     if body.endswith(".") and not body.endswith(".."):
@@ -236,12 +237,12 @@ def _treebank(sentence: str) -> list[str]:
                 if clitic:
                     parts[:1] = [parts[0][: clitic.start()], clitic.group()]
         for part in parts:
-            words += _JOINED.sub(_separated, part).split()
+            words += _JOINED.sub(_split_joined, part).split()
     return words
 
 
-def _separated(joined: re.Match[str]) -> str:
-    """Returns the two words of a joined one: `can not` for `cannot`."""
+def _split_joined(joined: re.Match[str]) -> str:
+    """Returns a match of `_JOINED` as two words with spaces around: `cannot` -> ` can not `."""
     parts = [part for part in joined.groups() if part]
     return f" {parts[0]} {parts[1]} "
 

@@ -300,8 +300,9 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
 
 
 def _all_devices(section: MeshSection, available: int) -> str:
-    """Returns advice for messages: the settings with which all roles share all devices. Empty
-    values also reset keys that a stored configuration has set."""
+    """Returns a sentence for messages with the settings by which all roles share all devices:
+    `All roles share all devices with mesh.trainer= mesh.fsdp=-1`. It names only keys that are set
+    to something else; an empty value also resets a key of a stored configuration."""
     words = []
     for role in ("trainer", "sampler", "reference"):
         if getattr(section, role):
@@ -324,8 +325,9 @@ def _all_devices(section: MeshSection, available: int) -> str:
 
 
 def devices_asked(key: str, text: str, available: int) -> int | list[int]:
-    """Reads a role's setting: returns a number of devices, or the list of their numbers. `key`: the
-    setting's name, for the ShoalError if it cannot be read.
+    """Reads the text of a role's key: an int for a number of devices or a fraction of the
+    `available` ones, a list for the numbers of certain devices. ShoalError, which names `key`, if
+    the text cannot be read.
 
     >>> devices_asked("mesh.trainer", "0.5", 8), devices_asked("mesh.trainer", "[0,2]", 8)
     (4, [0, 2])
@@ -406,8 +408,8 @@ AXES = ("data", "fsdp", "context", "tensor")
 
 
 def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
-    """Returns the trainer's mesh `data x fsdp x context x tensor` over the first devices; fsdp=-1
-    takes all that the other axes leave.
+    """Returns the trainer's mesh `data x fsdp x context x tensor` over `devices`. `mesh.fsdp=-1`
+    gets all devices that the other axes leave.
 
     `mesh.dcn_data` and `mesh.dcn_fsdp` are numbers of slices (or hosts), which multiply their axes;
     each slice gives as many devices. ShoalError for a size that does not divide the devices: the
@@ -479,9 +481,9 @@ def arrange(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
 
 
 def arrange_copies(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
-    """Returns devices as an array of copies of `shape`, with a first axis that counts the copies.
-    Each copy lies within one slice if the slices' sizes allow it; copies need not be neighbours,
-    because they exchange nothing."""
+    """Returns devices as an array [copies, *shape], for a mesh with as many copies of a model as
+    there are devices for. Each copy lies within one slice if the slices' sizes allow it; copies
+    need not be neighbours, because they exchange nothing."""
     size = math.prod(shape)
     parts = by_slice(devices)
     if any(len(part) % size for part in parts):
@@ -501,8 +503,8 @@ def by_slice(devices: Sequence[Any]) -> list[list[Any]]:
 
 
 def by_host(devices: np.ndarray, size: int) -> np.ndarray:
-    """Returns devices as rows of `size`: in their order, unless only sorting them by host puts each
-    row within one host."""
+    """Returns devices as rows of `size`, [N / size, size]. They keep their order, unless that puts
+    devices of two hosts into one row and sorting them by host does not."""
 
     def within_hosts(grid: np.ndarray) -> bool:
         """True if no row has devices of two hosts."""
@@ -520,8 +522,8 @@ def by_host(devices: np.ndarray, size: int) -> np.ndarray:
 
 
 def _check_slices(parts: Sequence[Sequence[Any]]) -> None:
-    """Raises ShoalError unless the devices of each part are one TPU slice, and each part is another
-    slice. Does nothing for other devices."""
+    """Raises ShoalError unless all TPU devices of a part are of one slice, and no two parts are of
+    the same slice. Does nothing for other devices than TPUs."""
     devices = [device for part in parts for device in part]
     if devices[0].platform != "tpu":
         return

@@ -183,16 +183,16 @@ class World:
         return self.index == 0
 
     def exchange(self, what: str, data: bytes) -> list[bytes]:
-        """Gives bytes to all processes and returns the bytes of all, in the processes' order. Waits
-        until each has called it. `what` describes the exchange in messages, and must be the same in
-        all processes."""
+        """Sends `data` to all processes, and returns what each of them sent, in the processes'
+        order, this one's included. Waits, without a deadline, until all have called it. `what`
+        describes the exchange in messages, and must be the same in all processes."""
         if self.count == 1:
             return [data]
         self.sequence += 1
         head = f"{what}\n".encode()
         is_large = len(data) > STORE_BYTES
-        # The length of what is gathered goes first, so that all processes are there, and know how
-        # much there is.
+        # Small data goes through JAX's store, large data by the devices (STORE_BYTES). The store
+        # gets its length first, so that all processes know how much there is to gather.
         gathered_length = len(data) if is_large else 0
         own_part = json.dumps([gathered_length, jax.process_index()]).encode() + b"\n"
         if not is_large:
@@ -219,9 +219,9 @@ class World:
         return [json.loads(data) for data in self.exchange(what, json.dumps(value).encode())]
 
     def _wait(self, number: int, head: bytes) -> bytes:
-        """Waits for what process `number` gives to this exchange, for as long as that process
-        lives; returns it without the head. Reports a long wait on stderr. RuntimeError if that
-        process is at another exchange."""
+        """Waits until process `number` has sent its data of this exchange, and returns the data
+        after `head`. Process 0 reports a wait of more than a minute on stderr. RuntimeError if the
+        data begins with another head, because that process is at another exchange."""
         report_at = time.monotonic() + REPORT_SECONDS
         while True:
             try:  # a second at a time, so that Ctrl-C is handled in between
@@ -253,8 +253,9 @@ class World:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Waits for the other processes to leave too; if they do not, keeps this process's exit
-        code for `farewell`."""
+        """Waits until the other processes leave too, longer if this one leaves without an error. If
+        they do not, this process leaves alone: `farewell` then ends it with the exit code of its
+        error, which is stored here."""
         if self.count == 1:
             return
         self.alone_code = exit_code_of(kind or Exception)
@@ -275,11 +276,11 @@ class World:
         return number == self.count
 
     def watch(self, links: dict[int, socket.socket]) -> None:
-        """Starts threads that watch other processes by their links (number -> link): if a link
-        closes without a farewell, this process ends too.
+        """Starts a thread for each link (number of the other process -> socket). It ends this
+        process as soon as the link closes, unless the other process said farewell before.
 
-        The kernel closes a link at once, however a process ends; if a machine is gone, the kernels
-        of the others notice (KEEPALIVE).
+        However a process ends, its kernel closes its links at once; if a whole machine is gone, the
+        kernels of the others notice (KEEPALIVE).
         """
         self.links = list(links.values())
         for number, link in links.items():
@@ -293,8 +294,9 @@ class World:
             ).start()
 
     def _watch(self, link: socket.socket, number: int) -> None:
-        """Reads a link until it closes, and then ends this process with a message, unless the other
-        process said farewell."""
+        """Runs in a thread: reads a link until it closes, and then ends this process by os._exit
+        with a message on stderr, unless the other process said farewell. Process 0 first tells the
+        others which process has ended, because they have no link to it."""
         text = b""
         with contextlib.suppress(OSError):
             part = link.recv(4096)
@@ -319,8 +321,9 @@ class World:
         os._exit(exit_code_of(ShoalError))
 
     def farewell(self) -> None:
-        """Runs at the exit of this process, when its errors are printed already: says farewell on
-        all links; if the process left alone, exits at once with its code."""
+        """Runs at the exit of this process, when its errors are printed already. Sends `farewell`
+        over all links, so that the others do not take its end for a failure; or, if it left alone
+        (`__exit__`), ends it at once with the exit code of its error."""
         if self.alone_code is not None:
             # A normal exit would let JAX wait for the others first, and end this process with
             # another code when they end because this one has failed.
@@ -332,8 +335,9 @@ class World:
 
 
 def own_gpus() -> list[int] | None:
-    """Returns the number of the GPU for this process, as a list, if a launcher has started several
-    processes on this node; None if the process is to use all GPUs that it sees."""
+    """Returns [number of this process on its node] if a launcher has started several processes on
+    the node, because each then uses one GPU; None if this process uses all GPUs that it sees, also
+    if the user chose them by JAX_LOCAL_DEVICE_IDS."""
     for per_node, number in PER_NODE.items():
         is_one_a_node = os.environ.get(per_node, "1").partition("(")[0] == "1"
         if not is_one_a_node and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
@@ -342,8 +346,8 @@ def own_gpus() -> list[int] | None:
 
 
 def exit_code_of(kind: type[BaseException]) -> int:
-    """Returns the exit code that the command line has for an exception, for ending a process by
-    os._exit."""
+    """Returns the exit code with which the command line ends after such an exception: 2 for
+    ShoalError, 130 for KeyboardInterrupt, else 1. For ending a process by os._exit."""
     if issubclass(kind, ShoalError):
         return 2
     if issubclass(kind, KeyboardInterrupt):
@@ -401,8 +405,8 @@ def join(section: MeshSection) -> World:
 
 
 def gather_bytes(data: bytes, rows: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
-    """Returns the bytes of all processes, exchanged by the devices' own collectives, over the links
-    between hosts, each to each.
+    """Returns the bytes of all processes, `data` being this one's, exchanged by collectives of the
+    devices. Each device gathers a part of every process's bytes:
 
         process 0, devices 0 1: [a0 a1]       ->  device 0: [a0 b0]  device 1: [a1 b1]
         process 1, devices 2 3: [b0 b1]       ->  device 2: [a0 b0]  device 3: [a1 b1]
@@ -416,8 +420,8 @@ def gather_bytes(data: bytes, rows: Sequence[int], lengths: Sequence[int]) -> li
     """
     num_devices = jax.local_device_count()
     longest = max(lengths)
-    # Bytes that a device sends in a round: a power of two, so that few programs are compiled, of
-    # all that there is if that is within ROUND_BYTES for all processes together.
+    # Bytes that a device sends in a round: a power of two, so that few programs are compiled;
+    # enough for all bytes at once, unless all processes together would exceed ROUND_BYTES.
     of_device = max(-(-longest // num_devices), LEAST_BYTES)
     most_of_process = ROUND_BYTES // len(lengths)
     exponent = min((of_device - 1).bit_length(), max(most_of_process.bit_length() - 1, 0))
@@ -571,9 +575,9 @@ class Met(NamedTuple):
 
 
 def meet_others(section: MeshSection) -> Met:
-    """Runs in process 0: listens until all other processes have come, and returns what it knows of
-    them. ShoalError, which the others get too, if one is missing too long or was started with wrong
-    numbers.
+    """Runs in process 0: listens until all other processes have connected, and returns their names
+    and links. ShoalError, which is sent to the others and raised there too, if one has not come
+    within START_SECONDS or was started with wrong numbers.
 
     A link that does not begin with a correct signed line is closed and counted. JAX's service
     listens at the same port only afterwards, because it would abort this process if another one
@@ -640,8 +644,9 @@ def meet_others(section: MeshSection) -> Met:
 
 
 def _read_greeting(link: socket.socket, processes: int) -> tuple[int, int, str]:
-    """Returns the number, the count of processes and the name that a process sends first. Raises
-    one of MALFORMED if the line is not from a process of this run."""
+    """Reads the first line that a process sends, and returns its (number, number of processes that
+    it was started with, name). Raises one of MALFORMED if the line is not from a process of this
+    run."""
     line = _read_line(link, GREETING_SECONDS, GREETING_BYTES)
     number, count, name = line["process"], line["processes"], line["name"]
     has_types = type(number) is int and type(count) is int and type(name) is str
@@ -681,8 +686,9 @@ def _listener(section: MeshSection) -> socket.socket:
 
 
 def meet_main(section: MeshSection) -> Met:
-    """Runs in the other processes: connects to process 0, waits until all have come and returns
-    what it knows of them. ShoalError if process 0 refuses this process or cannot be reached."""
+    """Runs in each process but 0: connects to process 0, waits until all have connected, and
+    returns their names and the link to process 0. ShoalError if process 0 refuses this process or
+    cannot be reached."""
     # The coordination service of a run that was killed just now may still answer.
     deadline = time.monotonic() + 2 * OUTLIVES_SECONDS
     while True:
@@ -748,8 +754,8 @@ def _connect(section: MeshSection) -> socket.socket:
 
 
 def _address_text(name: str) -> str:
-    """Returns the address that a name has on this machine, as the end of a message about that name;
-    "" if there is nothing to add."""
+    """Returns a text with the address that a host's name has on this machine, to be appended to a
+    message about that name; "" if there is nothing to add."""
     with contextlib.suppress(OSError, ValueError):
         address = socket.gethostbyname(name)
         return "" if address == name else f"; {name} is {address} on this machine"

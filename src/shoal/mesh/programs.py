@@ -144,8 +144,8 @@ class Program:
         self._jitted = self._jit()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the program: dispatches it, after waiting as the class says, and returns its outputs
-        without waiting for them."""
+        """Dispatches the program and returns its outputs, which may still be computed. Waits before
+        that while too many programs of its devices are unfinished (see the class)."""
         while True:
             with dispatching(self._devices):
                 if len(self._in_flight) < MAX_IN_FLIGHT or not self._is_queued:
@@ -154,7 +154,8 @@ class Program:
             _wait(oldest)  # without holding the locks, so that other threads can dispatch meanwhile
 
     def _dispatch(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Calls the compiled function, and enters its output in the queue of its devices."""
+        """Calls the compiled function, and appends one of its outputs to the queue of unfinished
+        programs of its devices."""
         result = self._known_options(lambda: self._jitted(*args, **kwargs))
         last = result[-1] if isinstance(result, tuple) else result
         # The smallest array stands for all: a program's outputs are ready at once, and a queue must
@@ -194,8 +195,9 @@ class Program:
         return jax.jit(self.function, compiler_options=options or None, **self.options)
 
     def _known_options(self, call: Callable[[], Any]) -> Any:
-        """Makes a call that compiles, and returns its result; if the compiler refuses an option,
-        drops it with a warning and makes the call again."""
+        """Returns the result of `call`, which compiles the program. If the compiler does not know
+        an option, drops that option for all programs of this process, with a warning, and calls
+        again."""
         for _ in self.compiler_options:  # each failure names another option
             try:
                 return call()
@@ -217,8 +219,8 @@ class Program:
 
 
 def _wait(output: Any) -> None:
-    """Waits until a program's output is there; returns at once if it was donated to a later
-    program."""
+    """Waits until a program's output has been computed; returns at once if the output was donated
+    to a later program."""
     try:
         if not output.is_deleted() and not output.is_ready():
             jax.block_until_ready(output)

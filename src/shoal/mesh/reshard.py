@@ -61,8 +61,9 @@ def reshard(array: jax.Array, source: NamedSharding, target: NamedSharding) -> j
 
 
 def in_order_of(source: NamedSharding, target: NamedSharding) -> NamedSharding:
-    """Returns the layout `source` with its devices in the order of `target`; `source` itself if the
-    two have different devices."""
+    """Returns the layout `source` with its devices in the order of `target`, for arrays that
+    `exchange_parts` has sent there; `source` itself if the order is the same already, or if the two
+    have different devices."""
     before = np.asarray(source.mesh.devices)
     after = np.asarray(target.mesh.devices)
     are_others = set(before.flat) != set(after.flat)
@@ -74,12 +75,12 @@ def in_order_of(source: NamedSharding, target: NamedSharding) -> NamedSharding:
 
 
 def exchange_parts(array: jax.Array, source: NamedSharding, ordered: NamedSharding) -> jax.Array:
-    """Inside a compiled function: sends each device the part that it has in the layout `ordered`,
-    which is `source` with the devices in another order.
+    """Inside a compiled function: sends each device of `array`, whose layout is `source`, the part
+    that it has in the layout `ordered`: the same with the devices in another order.
 
-    A program knows one order of devices only, so its output is the parts one after the other along
-    the first dimension; the caller makes the array in the layout `ordered` of them, as arrays of
-    single devices.
+    A program knows only one order of devices, so it cannot return an array in the layout `ordered`.
+    It returns the parts, one after the other along the first dimension, still over the devices of
+    `source`; the caller makes the array from the arrays of the single devices.
     """
     before = list(np.asarray(source.mesh.devices).flat)
     after = list(np.asarray(ordered.mesh.devices).flat)
@@ -102,8 +103,9 @@ def exchange_parts(array: jax.Array, source: NamedSharding, ordered: NamedShardi
 
 
 def _common_mesh(a: Any, b: Any) -> Mesh | None:
-    """Returns a mesh by whose axes the axes of both meshes can be expressed; None if the sizes of
-    their axes do not divide each other."""
+    """Returns a mesh over the devices of `a` with finer axes, such that each axis of `a` and of `b`
+    is a product of some of them: (4, 2) and (2, 4) -> (2, 2, 2). An axis is called `a` and the
+    number of devices within one entry of it. None if the sizes do not divide each other."""
     cuts = sorted({*_cuts(a), *_cuts(b)})
     sizes = []
     names = []
@@ -120,15 +122,15 @@ def _common_mesh(a: Any, b: Any) -> Mesh | None:
 
 
 def _cuts(mesh: Any) -> list[int]:
-    """Returns the products of the sizes of the innermost axes: of all axes first, and 1 (of none)
-    last."""
+    """Returns the products of the sizes of the innermost axes, from all axes down to none: sizes
+    (4, 2) -> [8, 2, 1]."""
     sizes = list(mesh.shape.values())
     return [math.prod(sizes[axis:]) for axis in range(len(sizes) + 1)]
 
 
 def _layout(common: Mesh, sharding: NamedSharding, ndim: int) -> Layout:
-    """Returns for each dimension of an array with this sharding the axes of the common mesh that
-    split it."""
+    """Returns for each of the `ndim` dimensions of an array with this sharding the list of the axes
+    of the common mesh that split it, the outermost first."""
     mesh = sharding.mesh
     cuts = _cuts(mesh)
     layout: Layout = [[] for _ in range(ndim)]
@@ -162,7 +164,8 @@ class Step:
 
 
 def _steps(before: Layout, after: Layout) -> Iterator[Step]:
-    """Yields the exchanges that lead from one layout to the other, in order."""
+    """Yields the exchanges that lead from one layout to the other, in order. Prefers those that
+    move least: moving an axis to another dimension, slicing, and only then gathering."""
     now = [list(axes) for axes in before]
     while now != after:
         next_axes: dict[str, int] = {}  # the axis that a dimension needs next -> the dimension

@@ -133,8 +133,8 @@ class Topology:
 
 
 def parse_topology(text: str) -> Topology:
-    """Reads a topology from a text like those above; ShoalError, with the nearest ones, if it does
-    not exist."""
+    """Reads a topology from a text like `v5p-128`, `v5p:4x4x8@2` or `h200:8`; ShoalError, which
+    names the nearest ones, if there is no such topology."""
     match = re.fullmatch(
         r"(?i)([a-z0-9]+?(?:-\d+gb)?)(?:-(?P<count>\d+)|:(?P<shape>\d+(?:x\d+)*))"
         r"(?:@(?P<slices>0*[1-9]\d*))?",
@@ -221,8 +221,9 @@ def slice_names(kind: str) -> Iterator[str]:
 
 
 def _named_shape(text: str, kind: str, counted: int) -> tuple[int, ...]:
-    """Returns the shape of a slice whose name counts cores or chips; ShoalError if there is
-    none."""
+    """Returns the shape of the slice that a name like `v5p-16` means, whose number (`counted`)
+    counts cores or chips, depending on the kind. ShoalError if there is no such slice. `text`: the
+    whole topology, for the error."""
     chips, rest = divmod(counted, ACCELERATORS[kind].cores)
     shape = None if rest else slice_shape(kind, chips)
     if shape is None:

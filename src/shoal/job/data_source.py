@@ -119,7 +119,8 @@ class DataSource:
         self.check_logprobs = sampler.check_logprobs
 
     def request(self, requests: Sequence[GroupRequest]) -> None:
-        """Keeps requests for training groups, and passes all others to `sampler`."""
+        """Keeps requests for training groups until `take`, because they need no sampling; passes
+        all others, of evaluations, to `sampler`."""
         for request in requests:
             if request.purpose is Purpose.TRAIN:
                 self.requested.setdefault(request.step, []).append(request)
@@ -142,7 +143,8 @@ class DataSource:
         return groups
 
     def _group(self, request: GroupRequest, stream: Stream) -> Group:
-        """Makes the group of one stream, cut at `sampling.max_completion_tokens` like a sample."""
+        """Makes a group whose single completion is the answer of the data that `stream` holds, cut
+        at `sampling.max_completion_tokens` as sampling would cut it."""
         most = self.config.sampling.max_completion_tokens
         ids = stream.token_ids[:most]
         mask = stream.loss_mask[:most]

@@ -46,8 +46,10 @@ def section_of(given: Any) -> EnvironmentSection:
 
 
 def with_environment(task: Task, given: Any) -> Task:
-    """Returns the task with the tools and environments that a configuration names, in place of its
-    own. ShoalError if a file lacks what is named."""
+    """Returns the task with the tools and environments of the section `environment` in place of its
+    own: `tools`, `factory` (also an environment of OpenEnv), or, as an environment by which a
+    program of the user drives the whole rollout, `rollout` or `agent`. Without these keys returns
+    the task as it is. ShoalError if a file lacks what is named."""
     section = section_of(given)
     if section.tools:
         specs = []
@@ -158,7 +160,8 @@ def written_call_format(tokenizer: Tokenizer, sessions: Sessions) -> str:
 
 
 def make_turn_driver(turns: TurnFormats, num_slots: int, sampling: SamplingSection) -> TurnDriver:
-    """Makes the driver of rollouts with several turns, for a sampler with `num_slots` slots."""
+    """Makes the driver of rollouts with several turns. As many rollouts run at once as
+    `environment.rollouts` says, by default one for each of the sampler's `num_slots` slots."""
     num_rollouts = turns.section.rollouts or num_slots
     return TurnDriver(
         turns.sessions,
@@ -192,8 +195,8 @@ def open_sessions(task: Task, given: Any) -> Sessions | None:
 
 
 def _try(sessions: Sessions, example: Example) -> None:
-    """Begins and ends a session on a row and waits for both; raises the ShoalError of what
-    fails."""
+    """Tries the tools and the environment of a row: reads the tools' schemas, begins a session and
+    ends it, and waits until both are done. ShoalError if one of these fails."""
     for function in sessions.functions(example.columns).values():
         schema(function)
     sessions.open("tried", {**example.columns, "prompt": example.prompt})
@@ -207,8 +210,8 @@ def _try(sessions: Sessions, example: Example) -> None:
 
 
 def _fault_of(reply: Reply, kind: EnvironmentKind | None, example: Example) -> ShoalError:
-    """Returns the error for a user of an environment, agent or rollout function that failed on a
-    row."""
+    """Returns the error that names the function of the user that failed on a row: the agent, the
+    rollout function, or the method of an environment, with what it must return."""
     row = example.place or f"data row {example.row}"
     if kind and kind.is_rollout_function and kind.type is Agent:
         return ShoalError(f"the agent failed for {row}: {reply.error}", "environment.agent")
@@ -242,9 +245,11 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 def enter_sandbox(task: Task, section: EnvironmentSection) -> Callable[[socket.socket], Any]:
-    """Returns a function that makes the process that calls it the supervisor in the sandbox, by
-    executing bubblewrap; it gets the supervisor's end of a socket and does not return. ShoalError
-    if there can be no sandbox."""
+    """Prepares `environment.sandbox=bwrap`. Returns a function that a forked process calls to
+    become the supervisor of tools and environments in the sandbox: it executes bubblewrap, which
+    starts `serve` there, and so does not return; its argument is the supervisor's end of a socket.
+    ShoalError if bubblewrap cannot be used, or if a tool or environment has no name by which the
+    new process could import it."""
     loaded = list(task.tools) + list(task.environments.values())
     files = []
     for function in loaded:
@@ -355,8 +360,9 @@ def _lines_of_sockets() -> Iterator[str]:
 
 
 def _absolute(relative: Mapping[str, str]) -> Iterator[str]:
-    """Yields the full paths of sockets that were bound to a relative path. `relative`:
-    `socket:[inode]` -> that path; the folder is that of each process that has the socket open."""
+    """Yields the full paths of sockets that were bound to a relative path, from `relative`:
+    `socket:[inode]` -> that path. It is relative to the working folder of a process that has the
+    socket open, so there is one full path for each such process."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             folder = os.readlink(process / "cwd")

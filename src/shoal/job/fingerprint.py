@@ -152,8 +152,8 @@ def _source_digest(reward: RewardFunction) -> str:
 
 
 def _local_imports(file: Path) -> list[Path]:
-    """Returns the files of a module's folder or package that it imports, also inside functions and
-    through others of them; without the module itself."""
+    """Returns the files that a module imports from its own folder or package, directly or through
+    each other, also inside functions; without the module itself."""
     root = file.parent
     while (root / "__init__.py").exists():
         root = root.parent

@@ -41,8 +41,9 @@ if TYPE_CHECKING:
 
 
 def job_budget(job: Job) -> Budget:
-    """Returns the budget of a job before anything is compiled: what its roles hold, and what an
-    update is estimated to need. The costs of programs are still empty."""
+    """Returns the memory budget of a job before anything is compiled: what its roles hold on each
+    device, and what an update is estimated to need besides. What compiled programs need is empty
+    in it; a plan and a trial fill it in."""
     config = job.config
     model = job.model
     roles = job.roles
@@ -99,8 +100,8 @@ def update_memory(job: Job, tokens: int) -> tuple[int, list[Item]]:
 
 
 def check_memory(job: Job) -> Finding:
-    """Returns a finding that says whether what is known before compilation fits. ShoalError if a
-    device would need more than all of its memory."""
+    """Returns a finding that says whether the memory which is known before compilation fits into
+    what is free. ShoalError if a device would need more than its whole memory, free or not."""
     budget = job_budget(job)
     available = available_memory(job.roles.trainer.mesh.devices.flat)
     finding, _ = judge_memory(budget, available, job.budget_for, "at least")

@@ -57,9 +57,9 @@ def explain_out_of_memory(error: BaseException, config: Any) -> ShoalError | Non
 
 
 def _by_phase(config: Config, asked: int) -> tuple[str, str, str]:
-    """Returns (text that says what a device holds in the fuller of sampling and update; text with
-    the changes that save memory in either; the key of the first of them). `asked`: bytes that were
-    needed besides. ShoalError if no key saves memory."""
+    """Returns (text that says what a device holds in the phase that needs more, sampling or update;
+    text with changes of keys that save memory in each phase; the key of the first change). `asked`:
+    bytes that the failed allocation wanted. ShoalError if no key saves memory."""
     spec = ModelSource(Path(), planned_architecture(config.model))
     with Job(config, Console(io.StringIO()), model_source=spec) as job:
         budget = job_budget(job)

@@ -28,10 +28,11 @@ are about the model, which the user names, and about the devices of this machine
 def config_for_eval_of_run(
     config: EvalConfig, resolved: Resolved, has_functions: bool = False
 ) -> tuple[EvalConfig, Resolved]:
-    """Returns the configuration with the task, rewards, environment and lengths of the run in
-    `model.path` beneath the user's own keys. Returns it unchanged if the model is no run, or if
-    another task is named. `has_functions`: reward functions were passed from Python. ShoalError if
-    the run used Python objects that are not given again."""
+    """Returns the configuration, and where its values come from, with the task, rewards,
+    environment and lengths of the run in `model.path` as defaults: the user's own keys come before
+    them. Returns both unchanged if the model is no run, if another task is named, or if stored
+    responses are scored. `has_functions`: True if reward functions were passed from Python.
+    ShoalError if the run used Python objects that are not given again."""
     path = config.model.path
     if config.responses:
         return config, resolved

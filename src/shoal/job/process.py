@@ -72,9 +72,9 @@ def open_world(process_mesh: MeshSection, config: Config, run: Path | None) -> W
 def check_same(
     world: World, what: str, mine: Mapping[str, Any], cure: str = "start all of them alike"
 ) -> None:
-    """Raises ShoalError, with the first difference and its process, unless all processes pass the
-    same values in `mine`. `what`: what the values are, for the error; `cure`: what the error
-    recommends."""
+    """Raises ShoalError, in all processes, unless all of them pass the same values in `mine`; the
+    error names the first difference and its process. Waits until all have called it. `what`: what
+    the values are, for the error; `cure`: what the error recommends."""
     if world.count == 1:
         return
     of_processes = world.exchange_json(what, mine)
@@ -115,8 +115,9 @@ def check_same_model(world: World, what: str, key: str, spec: ModelSource) -> No
 def _read_everywhere(
     world: World, what: str, read: Callable[[], Mapping[str, Any]]
 ) -> Mapping[str, Any]:
-    """Calls `read` in each process and returns what it returned in this one. If it fails in one
-    process, all raise that ShoalError, because the others would wait for the failed process."""
+    """Calls `read`, as all processes do at this point, and returns what it returned here. If it
+    raises ShoalError in one process, all raise that error, because the others would wait for the
+    failed process for ever."""
     facts: Mapping[str, Any] = {}
     fault = ""
     try:
@@ -131,8 +132,9 @@ def _read_everywhere(
 
 
 def check_shared(world: World, folder: Path, resumed: bool) -> None:
-    """Raises ShoalError unless all processes see a file that process 0 writes to a folder, and all
-    or none of them resume a run."""
+    """Raises ShoalError unless all processes share a folder, and all or none of them resume a run.
+    Process 0 writes a file into `folder` (or the nearest folder above it that exists), which the
+    others must see within SHARED_SECONDS, and removes it."""
     folder = nearest_folder(folder / "any")
     mine = {"name": f".shoal-{secrets.token_hex(8)}", "resumed": resumed}
     first = world.exchange_json("the run folder", mine)[0]

@@ -135,9 +135,9 @@ def tokens_of_first_version(group: Group) -> list[int]:
 def describe_completion_difference(
     stored: Completion, sampled: Completion, tokenizer: Tokenizer, size: int | None = None
 ) -> dict[str, Any] | None:
-    """Returns the first difference of two completions as a record for JSON; None if they are equal
-    bit for bit. `size`: how many tokens of `stored` are compared; None: all of them, and how it
-    ends."""
+    """Returns the first difference of two completions as a record for JSON; None if their tokens
+    and log-probs are equal bit for bit. `size`: how many tokens of `stored` are compared; None: all
+    of them, and also the reason why each completion ended."""
     difference = completion_difference(stored, sampled)
     if difference is None:
         return None
@@ -282,9 +282,10 @@ class Replayer:
     # ---- weights
 
     def weights(self, version: int) -> tuple[Params, WeightsOrigin]:
-        """Returns the sampler's parameters of any version, and where they come from: the nearest
-        checkpoint up to it, or the first weights, then retrained on the stored groups of the steps
-        between."""
+        """Returns (the sampler's parameters of a version, where they come from). They come from the
+        newest checkpoint up to that version, or from the first weights; if it is an older version,
+        it is trained on the stored groups of the steps between. Then the log-probs of the next
+        step, if it is stored, are compared too, which shows whether retraining was exact."""
         state = None
         start = 0
         source = f"first weights ({self.config.model.path})"
@@ -323,9 +324,10 @@ class Replayer:
         return params, origin
 
     def _first_weights(self, is_start: bool, retrains: bool, versions: range) -> Params | None:
-        """Reads the weights that the run began with if they are needed: to retrain from them
-        (`is_start`), as the reference of a KL term in the steps of `versions`, or because an
-        adapter leaves some unchanged. Else returns None."""
+        """Reads and returns the weights that the run began with; None if they are not needed. They
+        are needed if training starts from them (`is_start`), if steps of `versions` are retrained
+        (`retrains`) with a KL term, whose reference they are, and with an adapter, which leaves
+        most of them unchanged."""
         has_adapter = bool(self._spec.architecture.adapter)
         has_kl = False
         for step in versions:
@@ -352,8 +354,9 @@ class Replayer:
         return None
 
     def _updater(self, version: int, first: Params | None, with_teacher: bool = True) -> Updater:
-        """Returns what makes the update from `version` to the next, under the settings of its
-        segment."""
+        """Returns the updater from `version` to the next one, with the settings that the run had
+        then. `first`: the weights that the run began with, which the reference is made of; None: it
+        has no reference. `with_teacher`: False leaves out the teacher."""
         config = self.run.config_at(version)
         if self._updater_of is not None and self._updater_of[0] is config:
             return self._updater_of[1]
@@ -391,8 +394,9 @@ class Replayer:
         return state
 
     def _machine_changes(self, start: int) -> dict[str, list[str]]:
-        """Returns name -> [then, now] of what differs between this machine and the one that saved
-        the checkpoint of version `start`, or, if there is none, the oldest checkpoint."""
+        """Returns the facts in which this machine differs from the one that saved the checkpoint of
+        version `start` (if there is none, the oldest checkpoint): name -> [then, now]. Empty if
+        nothing differs, or without any checkpoint."""
         records = self.run.checkpoint_records()
         if not records:
             return {}
@@ -502,9 +506,10 @@ def _has_turns(stored: Completion, max_tokens: int) -> bool:
 
 
 def sample_turns(engine: Engine, sampled_as: SampleRequest, group: Group) -> list[Completion]:
-    """Samples the turns of a stored group again. What tools and environments said, and the prompts
-    of branches, are taken from the record for as long as the turns sampled before are equal to it;
-    after a difference a completion ends."""
+    """Samples the turns of a stored group again and returns its completions. Tools and environments
+    are not called: their answers, and the prompts of branches, are taken from the stored
+    completion. A completion ends at the first turn that differs from the stored one, because the
+    answers would not fit."""
     new_id = count(1).__next__
     prompts = [group.prompt_of(index) for index in range(group.size)]
     turn_limits = []
@@ -572,8 +577,9 @@ def _turn_limit(stored: Completion, start: int, eos_ids: Sequence[int]) -> int:
 
 
 def equal_logprobs(stored: Sequence[StoredGroup], outcome: UpdateResult) -> bool | None:
-    """True if an update computed the same log-probs, bit for bit, as are stored of the run's
-    trainer; None if none are stored."""
+    """Compares the log-probs that an update computed with those that the run's trainer stored.
+    Returns True if all are equal bit for bit, False if one differs or only one side has it, None if
+    there are none to compare."""
     compared = 0
     for number, entry in enumerate(stored):
         for index, arrays in enumerate(entry.token_arrays):

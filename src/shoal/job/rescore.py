@@ -114,8 +114,9 @@ def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[st
 
 
 def reward_functions(reward: RewardSection, run: Config) -> tuple[RewardFunction, ...]:
-    """Returns the functions of `reward.functions`, else the task's own; with the penalty on long
-    completions that `reward` sets, or else the run's."""
+    """Returns the functions with which a run's completions are scored again: those of
+    `reward.functions`, or, if there are none, the task's own; and the penalty on long completions
+    that `reward` sets, or, if it sets none, the run's."""
     if reward.functions:
         functions = name_functions(find_functions(reward, reward.functions), reward.weights)
     else:
@@ -152,7 +153,7 @@ class RescoredStep:
         return self.both & (np.sign(self.new.advantages) * np.sign(self.old_advantages) < 0)
 
     def record(self, n: int) -> dict[str, Any]:
-        """Returns one group in full, as a record."""
+        """Returns the group at index `n` of the step as a record for JSON."""
         return {
             "step": self.step,
             "group": n,
@@ -244,9 +245,10 @@ def rescore_step(
 def find_hacks(
     steps: Sequence[RescoredStep], files: Mapping[int, Path], old: np.ndarray, new: np.ndarray
 ) -> list[dict[str, Any]]:
-    """Returns records of completions that the new reward scores above its median although the
-    stored one scored them lowest, the highest new rewards first. `old`, `new`: the rewards of all
-    completions that both scored. Empty if the stored rewards are all equal."""
+    """Finds completions that may exploit the new reward: it scores them above its median, although
+    the stored reward gave them its lowest value. Returns their records, the highest new rewards
+    first; empty if the stored rewards are all equal. `old`, `new`: the rewards of all completions
+    that have both."""
     if not len(old) or old.min() == old.max():
         return []
     lowest = old.min()
@@ -277,8 +279,9 @@ def find_hacks(
 
 
 def lint_reward(steps: Sequence[RescoredStep], skips_failures: bool) -> dict[str, Any]:
-    """Returns figures about the new reward: its distribution, cost and failures, and `warnings`
-    about them. `skips_failures`: completions for which a function fails get no score."""
+    """Returns figures about the new reward (its distribution, cost and failures) as a record for
+    JSON, with the `warnings` that follow from them. `skips_failures`: True if completions for which
+    a function fails get no score (`reward.on_error=skip`)."""
     valid_rewards = []
     valid_lengths = []
     constant_groups = []
@@ -480,7 +483,8 @@ def read_responses(path: Path, question: str, console: Console) -> list[Response
 
 
 def _response(text: str, line: str, question: str) -> Response:
-    """Parses the text of one line; `line` names the line in errors."""
+    """Parses one line of a jsonl file. `line`: the line's name in errors; `question`: the column
+    with the question. ShoalError if the line has no question or no response."""
     try:
         row = json.loads(text)
         if "\\u" in text:  # half of a surrogate pair, which UTF-8 files cannot hold, becomes ?
@@ -587,8 +591,9 @@ def find_examples(
     column: str,
     console: Console,
 ) -> dict[int, Example]:
-    """Returns number of a response -> the example that it answers. Splits are searched in order; in
-    the first one that has any key of the response, its first key that is there counts.
+    """Looks the responses up in the task's data by their keys (`example_keys`), and returns number
+    of a response -> the example that it answers; those without one are left out. Splits are
+    searched in order, and in a split a response's keys in order.
 
     Warns of questions that match several examples with different ground truth; the first is used.
     """
@@ -634,7 +639,8 @@ def find_examples(
 
 
 def example_keys(example: Example, column: str) -> list[Key]:
-    """Returns the keys by which the question of an example is found."""
+    """Returns the keys by which responses find this example: that of its question in `column`, or
+    of its prompt; for a dialogue those of the whole conversation and of its last message."""
     own = example.columns.get(column)
     prompt = example.prompt
     if isinstance(own, str):
@@ -727,9 +733,9 @@ def give_verdicts(
     rewarded: bool,
     console: Console,
 ) -> list[dict[str, Any] | None]:
-    """Returns the task's verdict on each response as a dict, None for a response without an
-    example. ShoalError if the task does not define what is correct, and `rewarded`, whether a
-    reward scores the responses too, is False."""
+    """Returns the task's verdict on each response as a dict; None for a response without an
+    example. `rewarded`: True if a reward scores the responses too. ShoalError if that is False and
+    the task does not define what is correct, because nothing would be scored."""
     if task.verdict is None and task.correct is None and not rewarded:
         raise ShoalError(
             f"task {task.name} does not define what is correct, so answers made elsewhere cannot "

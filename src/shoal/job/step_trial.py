@@ -73,7 +73,8 @@ class TimedProgram:
         self.compile_bytes, self.code_bytes = 0, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function; compiles it first if these shapes are new, and measures that."""
+        """Calls the function. If it has not been called with these shapes before, compiles it first
+        and adds the seconds and bytes of that to this object's."""
         leaves = jax.tree.leaves((args, kwargs))
         key = tuple((leaf.shape, str(np.dtype(leaf.dtype))) for leaf in leaves)
         if key not in self.compiled:
@@ -179,10 +180,10 @@ def try_step(
     parameters: Params,
     prompts: Sequence[TokenizedExample],
 ) -> StepTrial:
-    """Samples the groups of the run's first step, as many as the engine holds at once, scores them,
-    and makes a part of an update on them. Returns what was measured; the updated weights are
-    discarded. Side effect: replaces the programs of `engine` and `learner` by ones that are
-    timed."""
+    """Tries the run's first step: samples a group for each of `prompts`, up to as many as the
+    engine holds at once, scores them, and computes the gradients of some micro-batches. Returns
+    what was measured; the updated weights are discarded. Side effects: `engine` and `learner` get
+    programs that measure their compilation (`TimedProgram`), and the engine's caches are freed."""
     programs: dict[str, TimedProgram] = {}
     for owner in (engine, learner):
         timed = {name: TimedProgram(function) for name, function in owner.programs.items()}
@@ -236,8 +237,8 @@ def try_step(
 def _sample(
     engine: Engine, programs: dict[str, TimedProgram]
 ) -> tuple[dict[int, list[Completion]], float]:
-    """Samples until all completions are done, or cancels the rest after SAMPLING_SECONDS. Returns
-    (request -> its completions, the seconds that this took without compilation)."""
+    """Samples until all completions are done; cancels the rest after SAMPLING_SECONDS. Returns
+    (request id -> its completions, the seconds of sampling without compilation)."""
 
     def clock() -> float:
         """Returns the present time without the seconds spent compiling."""
@@ -256,8 +257,9 @@ def _sample(
 
 
 def _update(trial: StepTrial, config: Config, learner: Learner, parameters: Params) -> None:
-    """Makes a part of an update on the trial's groups, including those whose rewards do not differ,
-    and writes into `trial` its times and how the trainer's log-probs differ from the sampler's."""
+    """Computes the gradients of up to NUM_MICRO_BATCHES micro-batches of the trial's groups (of
+    all, also those whose rewards do not differ), applies them, and writes into `trial` the times
+    and how the trainer's log-probs differ from the sampler's."""
     table = StepTable.of(trial.groups, config.algorithm)
     # Completions whose reward is invalid are included, because their log-probs can be compared too.
     groups = [replace(group, valid=np.ones(group.size, bool)) for group in trial.groups]
@@ -342,9 +344,10 @@ class Times:
 def estimate_times(
     config: Config, trial: StepTrial, slot_groups: int, evaluated: int, own_devices: bool
 ) -> Times:
-    """Estimates the seconds of a run from its trial. `slot_groups`: groups that the sampler holds
-    at once; `evaluated`: completions of all evaluations; `own_devices`: the sampler shares none
-    with the trainer."""
+    """Estimates the seconds of a run from the trial of its first step. `slot_groups`: groups that
+    the sampler holds at once; `evaluated`: completions of all evaluations of the run;
+    `own_devices`: True if the sampler has devices of its own, so that it works while the trainer
+    does."""
     b, a = config.batch, config.algorithm
     scale = b.prompts_per_step / len(trial.groups)
     longer = 1.0

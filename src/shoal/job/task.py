@@ -39,10 +39,10 @@ def load_task(
     reward: RewardSection | None = None,
     functions: Sequence[Callable[..., Any]] = (),
 ) -> Task:
-    """Loads the task that `task.name` names. The functions that are given replace its own rewards,
-    those of `reward.functions` first, then `functions`. ShoalError if the task is unknown, if its
-    data or the functions' files are wrong, and, if `reward` is given, if there is no reward
-    function."""
+    """Loads the task that `task.name` names. Its reward functions are those of `reward.functions`
+    followed by `functions`; only if there are none of either, the task's own. ShoalError if the
+    task is unknown, if its data or a function's file is wrong, or if `reward` is given and there is
+    no reward function at all."""
     section = reward or RewardSection()
     return with_rewards(
         load_questions(task, section), task, section, functions, required=reward is not None
@@ -189,8 +189,8 @@ def task_of_data(
 
 
 def check_truths(task: Task, rewards: Sequence[RewardFunction]) -> None:
-    """Raises ShoalError if rows lack the right answer that a function in verl's convention compares
-    with; the error names the first of them."""
+    """Raises ShoalError, which names the first such row, if rows lack the right answer
+    (`ground_truth`) and a function in verl's convention compares with it."""
     if not task.data.train_files:  # generated rows always have their answers
         return
     for reward in rewards:
@@ -257,9 +257,9 @@ def longest_prompt(
     encode: Encode,
     sampling: SamplingSection,
 ) -> int:
-    """Returns the tokens of the longest prompt, in `train` and in the evaluation `sets`, that is
-    not dropped. If there are more than MOST_MEASURED training rows they are not read: it then
-    returns the limit `sampling.max_prompt_tokens`."""
+    """Returns the number of tokens of the longest prompt in `train` and in the evaluation `sets`;
+    prompts that will be dropped do not count. If there are more than MOST_MEASURED training rows,
+    they are not read, and the result is the limit `sampling.max_prompt_tokens`."""
     if len(train) > MOST_MEASURED:
         return sampling.max_prompt_tokens
     longest = 0

@@ -265,8 +265,8 @@ class Job(StagedJob):
         "environment", "environment.factory", needs=("questions",), commands=WITH_TASK, forks=True
     )
     def sessions(self) -> Sessions | None:
-        """Starts the processes that run tools and environments; None if rollouts use neither. Like
-        the processes that score, they are forked, so before JAX has threads."""
+        """Starts the processes that run tools and environments, and returns their sessions; None if
+        rollouts use neither. The processes are forked, so JAX must not have threads yet."""
         sessions = open_sessions(self.questions, self.requested)
         if sessions:
             self.stack.enter_context(closing(sessions))
@@ -292,10 +292,11 @@ class Job(StagedJob):
 
     @stage("reward", "reward.functions", needs=("template_date",), after=("questions",))
     def reward_functions(self) -> tuple[RewardFunction, ...]:
-        """Returns the functions that score answers: those that the configuration or the caller
-        gave, else the task's own, and those of environments. Functions that were given can be
-        loaded without the data. Reward models among them learn here which model settings and
-        devices they use."""
+        """Returns the functions that score answers: those of `reward.functions` and those passed
+        from Python, or, if there are none, the task's own; then those of its environments, and the
+        penalty on long completions if it is set. An algorithm without rewards, if none are given,
+        gets UNREWARDED. Only the task's own functions need the data. Side effect: sets the model
+        settings and devices with which reward models compute."""
         c = self.requested
         needed = not self.trains or c.algorithm.uses_rewards
         environments = {} if "questions" in self.failed else self.questions.environments
@@ -334,8 +335,8 @@ class Job(StagedJob):
         forks=True,
     )
     def reward_pool(self) -> RewardPool:
-        """Starts the processes that score answers (decision 0006), after checking that the data has
-        the answers that the functions compare with."""
+        """Starts the processes that score answers, and returns their pool (decision 0006).
+        ShoalError if the data lacks the answers that the functions compare with."""
         if "questions" not in self.failed:
             check_truths(self.questions, self.reward_functions)
         steps = (self.requested.steps,) if self.trains else ()
@@ -374,8 +375,8 @@ class Job(StagedJob):
 
     @property
     def mesh(self) -> MeshSection:
-        """The mesh section of the configuration; if Ray holds devices for this process, with
-        `mesh.trainer` set to their number."""
+        """The requested mesh section. If Ray has assigned devices to this process, `mesh.trainer`
+        is their number."""
         mesh = self.requested.mesh
         cluster = self.opened.get("cluster")  # not there if the command joins none
         if cluster is None or not cluster.trainer_devices:
@@ -390,8 +391,9 @@ class Job(StagedJob):
 
     @stage("tokenizer", "model.path", needs=("template_date", "world"))
     def model_source(self) -> ModelSource:
-        """Finds the model: returns its sizes, its tokenizer, and how its weights are read; reads no
-        weights."""
+        """Finds the model's files and returns its sizes, its tokenizer, and the functions that read
+        its weights; reads no weights. In training its chat template writes `template_date`, in a
+        run of several processes that of process 0."""
         if not self.trains:
             for _, text in adapter_warnings(self.requested.model.lora):
                 self.console.warning(text)
@@ -598,7 +600,8 @@ class Job(StagedJob):
 
     @property
     def prompts_per_step(self) -> int:
-        """Prompts of a step; until the devices are known, those of one device."""
+        """The number of prompts of a step. Until the devices are known, `batch.prompts_per_device`
+        if that is set, as of a run on one device."""
         if self.is_open("config_for_devices"):
             return self.config_for_devices.batch.prompts_per_step
         batch = self.requested.batch
@@ -628,8 +631,8 @@ class Job(StagedJob):
         commands=TRAIN_OR_DOCTOR,
     )
     def prompt_lengths(self) -> str:
-        """Returns a text with the lengths of the prompts, in training and in each evaluation set;
-        checks them, too, and adds findings."""
+        """Checks the prompts of the first step and of the evaluation sets, adds findings, and
+        returns a text with their lengths, like `36 to 55 tokens (held_out 37 to 55)`."""
         sets = {} if "evaluation_sets" in self.failed else self.evaluation_sets
         return check_prompts(
             self.requested,
@@ -702,10 +705,10 @@ class Job(StagedJob):
         commands=TRAIN,
     )
     def reward_findings(self) -> list[Finding]:
-        """Tries the reward functions on known answers to the first prompt, and returns the
-        findings. Returns none for a resumed run, which was tried when it began; in a dry run with a
-        reward model, whose weights are not read; and with environments, whose right answers are not
-        known."""
+        """Scores known answers (right, wrong, empty, ...) to the first prompt, and returns what is
+        found about the reward functions. Returns [] for a resumed run, because it was tried when it
+        began; in a dry run with a reward model, because weights are not read; and with
+        environments, because their right answers are not known."""
         if self.resumed or self.questions.environments:
             return []
         if is_offline() and reward_models(self.reward_functions):
@@ -727,8 +730,9 @@ class Job(StagedJob):
         commands=("eval",),
     )
     def check_lost_answers(self) -> None:
-        """Warns if the rewards of an evaluation cannot find in completions what they look for, for
-        example because the prompt already opens the tag: every answer would count as wrong."""
+        """Warns if the reward functions of an evaluation would find no answer in any completion,
+        for example because the prompt already opens the tag that they look for: every answer would
+        count as wrong."""
         first = next(
             (questions[0] for questions in self.evaluation_sets.values() if questions), None
         )
@@ -823,9 +827,10 @@ class Job(StagedJob):
         )
     )
     def rollout_source(self) -> Fleet | MultiProcessSource | DataSource:
-        """Makes what groups of completions are requested from and taken from: workers on Ray,
-        servers of vLLM, threads with devices of their own, or this thread sample them; a
-        `DataSource` takes training's from the data."""
+        """Makes the source from which groups of completions are requested and taken. An evaluation
+        samples in this thread (`caller_fleet`). Training has a `training_fleet`; around that a
+        `MultiProcessSource` if the run has several processes; and around that a `DataSource` if
+        training learns answers of the data, so that only evaluations are sampled."""
         c = self.requested
         if not self.trains:
             turn_driver = None
@@ -909,8 +914,9 @@ class Job(StagedJob):
         return with_values(config, {key: value})
 
     def _warn_of_change(self, key: str, before: Decision | None, now: Decision) -> None:
-        """Warns if a resumed run now works with another value of a key that is left open, and says
-        why."""
+        """Warns, with the reason, if the value that a resumed run now decides for `key` differs
+        from the one that it worked with before. `before`: the stored decision; None if the user had
+        given the key then, or if it was not stored."""
         assert self.resumed
         if before is None:
             requested_before = read_requested(self.resumed)
@@ -1015,10 +1021,10 @@ class Job(StagedJob):
     # ---- what trains
 
     def open_reference(self, first: Params | None) -> ModelScorer | None:
-        """Returns the reference model on its role's devices, in the data type of the computation.
-        None if the algorithm needs no reference log-probs, because it would occupy a model's memory
-        for nothing. `first`: the first weights if they have been read already, or those of them
-        that an adapter freezes; None: they are read here."""
+        """Returns the reference model on the devices of its role, in the data type of the
+        computation; None if the algorithm needs no reference log-probs. `first`: the weights that
+        the run begins with, or only those that an adapter freezes, if they have been read already;
+        None: they are read here."""
         if not self.config.algorithm.scores_reference:
             return None
         policy = self.model.architecture
@@ -1037,7 +1043,8 @@ class Job(StagedJob):
         return ModelScorer(model, joined(adapter, as_frozen(a, base)))
 
     def make_updater(self, reference: ModelScorer | None, teacher: ModelScorer | None) -> Updater:
-        """Makes what turns groups with rewards into updates of the weights."""
+        """Makes the updater, which turns groups with rewards into updates of the weights.
+        `reference`, `teacher`: the models that it asks for log-probs; None if it needs none."""
         c = self.config
         return Updater(
             self.learner,
@@ -1053,13 +1060,14 @@ class Job(StagedJob):
             max_support=max_support(c),
         )
 
-    def load_weights(self, spec: ModelSource | None = None) -> Params:
+    def load_weights(self, model_source: ModelSource | None = None) -> Params:
         """Reads the first weights onto the devices of the trainer, or of the sampler if the command
         does not train. The job keeps no reference to them, because they would occupy a model's
-        memory for all of the run. `spec`: the model whose weights are read, if not the job's."""
+        memory for all of the run. `model_source`: the model whose weights are read, if it is not
+        the job's."""
         if not self.trains:
             return self.model_source.load(self.roles.sampler, self.model.dtype)
-        source = spec or self.model_source
+        source = model_source or self.model_source
         return source.load(self.roles.trainer, np.float32, self.model.dtype, self.requested.seed)
 
 

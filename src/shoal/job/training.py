@@ -242,8 +242,9 @@ def begin_folder(job: Job, folder: RunWriter, first_version: int) -> None:
 
 
 def write_head(folder: RunWriter, spec: ModelSource, config: Config, resumed: bool) -> None:
-    """Writes the model's configuration and tokenizer files into a run's folder, and makes the name
-    `last` refer to this run."""
+    """Writes the model's configuration and tokenizer files into a run's folder, unless the model
+    was read from there, and makes the name `last` refer to this run. A resumed run whose template
+    writes a date that was not stored stores it now."""
     folder.remember(config.base_output_directory)
     model_folder = folder.path / MODEL_FOLDER
     is_own_model = spec.folder == model_folder

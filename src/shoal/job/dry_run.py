@@ -66,8 +66,9 @@ def check_dry_run(config: Any) -> list[Finding]:
 
 
 def _check_job(config: Any, findings: Findings, command: str) -> None:
-    """Checks the stages of a command's job. Returns at once for a resumed run that has made all its
-    steps, because `shoal train` leaves such a run as it is."""
+    """Opens the stages of a command's job that can refuse it, as far as nothing must be downloaded.
+    A run in several processes is checked without its devices and its model. Returns at once for a
+    resumed run that has made all its steps, because `shoal train` leaves such a run as it is."""
     resumed = None
     meets_others = False
     if command in ("train", "sft"):
@@ -95,8 +96,8 @@ def _check_job(config: Any, findings: Findings, command: str) -> None:
 
 
 def _check_source(source: str) -> None:
-    """Raises ShoalError if the weights in the folder of a model to export or convert are missing or
-    do not fit its config.json."""
+    """Checks `from`, the model to export or convert, if it is a folder with a config.json:
+    ShoalError if the weights in it are missing or do not fit that file."""
     from shoal.model.families import architecture_of
     from shoal.weights import huggingface
 
@@ -106,8 +107,9 @@ def _check_source(source: str) -> None:
 
 
 def _check_roles(job: Job, roles: Roles) -> None:
-    """Checks what can be checked of a job's devices while no weights are placed on them: the kernel
-    of attention, idle devices, the prompts of each device."""
+    """Checks `roles` where the job's own stages cannot, because its model is not here. ShoalError
+    if the platform lacks the requested kernel of attention, or if the prompts of a step do not fit
+    the number of devices; a finding about idle devices."""
     from shoal.checks.inputs import check_idle
     from shoal.model.attention.selector import platform_fault
 
@@ -179,8 +181,9 @@ def _quiet_job(config: Any, findings: Findings, **parts: Any) -> Job:
 
 
 def adapter_lines(config: Any) -> list[str]:
-    """Returns a line that says how many parameters an adapter trains; none without an adapter, or
-    if the model's sizes are not on this machine. ShoalError if such an adapter is impossible."""
+    """Returns [a line that says how many parameters an adapter trains]; [] if the configuration has
+    no adapter, or if the model's sizes are not on this machine. ShoalError if the model cannot have
+    such an adapter."""
     if not isinstance(config, Config) or (
         config.model.lora == LoraSection() and config.model.quantise == "none"
     ):

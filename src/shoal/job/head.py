@@ -84,8 +84,9 @@ def model_text(section: ModelSection, loaded: ModelSource, model: Model) -> str:
 
 
 def reference_note(config: Config, model: Model) -> str:
-    """Returns a text that says which policy the KL term of a run with an adapter is measured from,
-    the model with the first adapter or without one; '' if there is no adapter or no KL term."""
+    """Returns a text that says which policy is the reference of the KL term in a run with an
+    adapter: the one that the run begins with, or the model without an adapter. '' if there is no
+    adapter or no KL term."""
     if not config.algorithm.scores_reference or not model.architecture.adapter:
         return ""
     if reference_architecture(config, model.architecture).adapter:

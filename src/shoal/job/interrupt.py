@@ -51,8 +51,8 @@ def is_command() -> bool:
 
 
 def end_on_interrupt() -> None:
-    """Makes Ctrl-C end the process at once, for the time in which the process has nothing to clean
-    up. Leaves a handler alone that others have set."""
+    """Makes Ctrl-C end the process at once, until `raise_on_interrupt`, because there is nothing to
+    clean up yet. Does nothing if somebody else has set a handler."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, EarlyInterrupt())
 
@@ -91,10 +91,11 @@ def _kept_text() -> str:
 def stop_on_signals(
     stop: StopSignal | None = None, kept: Callable[[], str] = _kept_text
 ) -> Iterator[StopSignal]:
-    """Within the block the first SIGINT or SIGTERM requests `stop`; a second one raises
-    KeyboardInterrupt wherever the program is, with the text that `kept` returns.
+    """Returns a context in which the first SIGINT or SIGTERM requests `stop`, and a second one
+    raises KeyboardInterrupt wherever the program is, with the text that `kept` returns. The context
+    gives the StopSignal, a new one if `stop` is None.
 
-    Outside of the main thread Python handles no signals, so there none requests a stop.
+    Outside of the main thread Python handles no signals, so there it changes nothing.
     """
     stop = stop or StopSignal()
 

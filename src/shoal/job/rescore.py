@@ -54,8 +54,8 @@ def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[st
     """Scores the stored training groups of a run with `reward.functions` (by default the task's
     own), a step at a time, and returns a record that compares the new rewards with the stored ones.
 
-    `step`: only this step is scored, and the record has its `groups` in full; 0: all steps. Of a
-    step only numbers are kept, so a run of any length fits into memory.
+    `step`: only this step is scored, and the record has its `groups` in full; 0: all steps. Only
+    numbers of a scored step stay in memory, not its texts, so that a run may have any length.
     """
     files = run.require_groups()
     if step and step not in files:

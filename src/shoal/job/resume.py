@@ -50,8 +50,8 @@ class ResumePlan:
 
 def config_for_resume(config_type: type, argv: Sequence[str]) -> tuple[Any, Resolved]:
     """Returns the configuration that a command's arguments give, and where each value comes from.
-    If `resume` names a run, the arguments' values lie over that run's stored configuration, else
-    over the defaults.
+    Keys that the arguments leave out have the values that were requested for the run which `resume`
+    names, or, without `resume`, the defaults.
 
     >>> config, resolved = config_for_resume(Config, ["resume=last", "steps=200"])
     """
@@ -92,8 +92,8 @@ def from_overrides_on_run(
     overrides: Mapping[str, Any],
 ) -> tuple[Config, Resolved, tuple[Callable[..., Any], ...]]:
     """Returns the training configuration of keyword arguments from Python, where each value comes
-    from, and the reward functions among them. If `resume` names a run, the arguments lie over that
-    run's stored configuration, else over the defaults.
+    from, and the reward functions among them. Keys that are left out have the values that were
+    requested for the run which `resume` names, or, without `resume`, the defaults.
 
     >>> config, resolved, functions = from_overrides_on_run({"resume": "last", "steps": 200})
     """

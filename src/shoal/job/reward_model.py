@@ -105,16 +105,17 @@ class RewardModel:
 
     @cached_property
     def classifier(self) -> Classifier:
-        """The classifier, read when first needed. ShoalError if the model is none. Side effect:
-        downloads a model on the hub, except its weights."""
+        """The classifier's sizes and tokenizer, read when first needed. ShoalError if the model is
+        no classifier. Side effect: downloads a model from the hub, except its weights."""
         return Classifier.read(self.path, locate(self.path, weights=False))
 
     def prepare(
         self, section: ModelSection, sampling: SamplingSection, find_role: Callable[[], Role]
     ) -> None:
-        """Sets the model settings and the devices that the reward model computes with; must be
-        called before it scores. ShoalError if completions may be longer than the classifier can
-        read."""
+        """Sets the model settings and the devices that the reward model computes with; called
+        before it scores. `find_role`: returns the role with the devices; it is called when weights
+        are read, because devices are not known yet. ShoalError if completions may be longer than
+        the classifier can read, or if its files, in a local folder, do not fit its sizes."""
         self._section = section
         self._find_role = find_role
         c = self.classifier
@@ -152,8 +153,8 @@ class RewardModel:
     def __call__(
         self, prompts: Sequence[Prompt], completions: Sequence[Any], **kwargs: Any
     ) -> list[float]:
-        """Returns the score of each completion; completions of one prompt that follow each other
-        share it."""
+        """Returns the score of each completion. Completions of the same prompt that follow each
+        other are scored together, so that their prompt is computed once."""
         scores: list[float] = []
         sequences: list[list[int]] = []  # of the present prompt
         last_prompt: Prompt | None = None
@@ -168,9 +169,10 @@ class RewardModel:
         return scores
 
     def _encode(self, prompt: Prompt, text: str) -> list[int]:
-        """Returns the tokens of a prompt with its answer, up to the token whose value is the score.
-        ShoalError if messages need a chat template and there is none; ValueError if the text is too
-        long."""
+        """Returns the tokens of a prompt with its answer, without padding at the end: the head's
+        value at the last one is the score. ShoalError if the prompt is messages and the classifier
+        has no chat template; ValueError if there are no tokens, or more than the classifier has
+        positions."""
         c = self.classifier
         if not (isinstance(prompt, str) or c.tokenizer.has_template):
             raise ShoalError(
@@ -189,8 +191,8 @@ class RewardModel:
         return ids
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """Returns the scores of sequences that begin with the same tokens, which are computed
-        once."""
+        """Returns the score of each sequence. The tokens that all of them begin with, usually the
+        prompt, are computed once."""
         model, parameters = self.loaded
         lengths = [len(ids) for ids in sequences]
         # The number of tokens that all sequences begin with. It leaves out the last token of the
@@ -242,7 +244,8 @@ def _round_up(count: int) -> int:
 
 @lru_cache(PROGRAMS_KEPT)
 def _program(model: Model) -> Program:
-    """Returns the compiled program of a model; few are kept."""
+    """Returns the compiled program that computes `_head_values` of a model; those of the last
+    PROGRAMS_KEPT models are kept."""
     return model.role.jit(partial(_head_values, model), out_shardings=model.role.host_layout)
 
 

@@ -146,13 +146,13 @@ class StagedJob:
             if not self.has(name) and self.command != "estimate":
                 raise LookupError(f"a job of shoal {self.command} has no stage {name}")
             try:
-                self.opened[name] = self._opened(self.stages[name])
+                self.opened[name] = self._open_with_needs(self.stages[name])
             except ShoalError as error:
                 self.failed[name] = error
                 raise
         return self.opened[name]
 
-    def _opened(self, opening: Stage[T]) -> T:
+    def _open_with_needs(self, opening: Stage[T]) -> T:
         """Opens the stages of `after`, whose failure is ignored, and of `needs`, whose failure is
         raised; then calls the method of the stage and returns its result. Stages that the job's
         command does not have are skipped."""
@@ -192,7 +192,7 @@ class StagedJob:
             if name in declared.needs and other not in self._left_out:
                 self.leave_out(other)
 
-    def _checked(self) -> Iterator[Stage[Any]]:
+    def _stages_to_check(self) -> Iterator[Stage[Any]]:
         """Yields the stages that can refuse this job before its weights are read, in the order of
         the list."""
         for name, declared in self.stages.items():
@@ -203,7 +203,7 @@ class StagedJob:
         """Opens every stage that can refuse the job before its weights are read, and raises the
         first ShoalError. In a dry run a stage that needs a download is skipped, with a finding that
         says so."""
-        for declared in self._checked():
+        for declared in self._stages_to_check():
             try:
                 self.open(declared.name)
             except NotHere as missing:  # only a dry run raises it
@@ -214,16 +214,16 @@ class StagedJob:
     def collect(self, through: str) -> None:
         """Opens the same stages as `check`, up to and including `through`, but records each
         ShoalError as a finding and continues with the next stage in place of raising."""
-        for declared in self._checked():
+        for declared in self._stages_to_check():
             try:
                 self.open(declared.name)
             except ShoalError as error:
-                self._note(error)
+                self._record(error)
             if declared.name == through:
                 return
         raise LookupError(f"shoal {self.command} has no stage {through}")
 
-    def _note(self, error: ShoalError) -> None:
+    def _record(self, error: ShoalError) -> None:
         """Records an error as a finding, once: several stages fail with the same error if they need
         the one that raised it."""
         if error in self._noted:  # a stage needs one that has failed already

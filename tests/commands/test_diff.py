@@ -18,9 +18,10 @@ from tiny_runs import Workshop, metrics, read_lines, rewrite_groups
 
 from shoal.commands.diff import diff, exact_figure, likely_cause
 from shoal.config.commands import DiffConfig
-from shoal.config.key import STAGES, keys_of
+from shoal.config.key import STAGES, keys_of, open_keys
 from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.task import TaskSection
+from shoal.config.stored import texts_of
 from shoal.config.train import Config
 from shoal.records import Completion, Example, Group, Purpose, ShoalError, StopReason
 from shoal.runs.compare import (
@@ -34,7 +35,7 @@ from shoal.runs.compare import (
     without_idle_limits,
 )
 from shoal.runs.groups import StoredGroup
-from shoal.runs.reader import reward_changed_at, short_name
+from shoal.runs.reader import read_decisions, read_requested, reward_changed_at, short_name
 from shoal.tasks.task import TASKS, load_by_name
 
 
@@ -118,6 +119,14 @@ def edited(
     config = copy / "config.yaml"
     assert setting[0] in config.read_text()
     config.write_text(config.read_text().replace(*setting))
+    # A run stores no decision for a key that was set.
+    requested = read_requested(copy)
+    still_open = open_keys(requested)
+    decisions = {}
+    for key, decision in read_decisions(copy).items():
+        if key in still_open:
+            decisions[key] = decision
+    (copy / "decided.yaml").write_text(texts_of(requested, decisions)[1])
     rewrite_groups(copy / "groups" / "step_000001.parquet", change)
     return copy
 

@@ -1069,15 +1069,15 @@ def test_runs_that_begin_after_the_page_are_listed(tmp_path):
     write_run(tmp_path / "a" / "same", 1)
     viewer = opened(tmp_path)
     try:
-        viewer.look()
+        viewer.find_new_runs()
         assert list(viewer.runs) == ["a/same"]
         write_run(tmp_path / "b" / "same", 2)
-        viewer.look()
+        viewer.find_new_runs()
         viewer.read_all()
         assert [one["name"] for one in viewer.answer("runs", {})["runs"]] == ["a/same", "b/same"]
         assert len(rows(viewer, "b/same", filter="set=train")) == 4 and not problems(viewer)
         shutil.rmtree(tmp_path)
-        viewer.look()
+        viewer.find_new_runs()
         assert "there is no such folder" in viewer.answer("runs", {})["notice"]
     finally:
         viewer.close()
@@ -1120,7 +1120,7 @@ def test_an_empty_folder_has_a_home_that_fills(tmp_path):
             and viewer.has_home
         )
         write_run(tmp_path / "first", 1)
-        viewer.look()
+        viewer.find_new_runs()
         viewer.refresh()
         assert [row["name"] for row in viewer.answer("home", {})["rows"]] == [
             "first"
@@ -1145,12 +1145,12 @@ def test_of_more_runs_than_fit_on_a_page_the_newest_are_shown(tmp_path, monkeypa
             "3 runs found: the newest 2 are shown"
         )
         began("d", 9)
-        viewer.look()
+        viewer.find_new_runs()
         assert [row["name"] for row in viewer.answer("home", {})["rows"]] == ["d", "b"]
         assert viewer.answer("runs", {})["notice"].startswith("4 runs found")
         shutil.rmtree(tmp_path / "a")
         shutil.rmtree(tmp_path / "c")
-        viewer.look()
+        viewer.find_new_runs()
         assert not viewer.notice and len(rows(viewer, "b")) == 6
     finally:
         viewer.close()

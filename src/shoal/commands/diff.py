@@ -31,12 +31,13 @@ def diff(config: DiffConfig, console: Console | None = None) -> dict[str, Any]:
 
 
 def _report(comparison: Comparison, console: Console) -> None:
-    """Prints a comparison."""
+    """Prints a comparison: what was compared, the tables of what differs, and last the sentence on
+    the likely cause."""
     runs = [Path(comparison.run), Path(comparison.other)]
     names = [short_name(run, runs) for run in runs]
 
     def table(head: str, values: Mapping[str, Sequence[Any]]) -> None:
-        """Prints a table of values of both runs."""
+        """Prints a table of name -> (value of the run, value of the other)."""
         rows = []
         for name, (of_run, of_other) in json_ready(values).items():
             rows.append((name, exact_figure(of_run), exact_figure(of_other)))
@@ -93,8 +94,9 @@ def _report(comparison: Comparison, console: Console) -> None:
 
 
 def exact_figure(value: Any) -> str:
-    """Returns a figure with the fewest digits that distinguish it from every other float32 (9 at
-    most); a float64 gets 9 digits."""
+    """Returns a figure as text with so many digits that two figures that differ look different: the
+    fewest that tell a float32 from all others, and 9 for a float64. An interval becomes "low to
+    high"; a text stays as it is."""
     if isinstance(value, (list, tuple)):  # an interval
         return " to ".join(map(exact_figure, value))
     if isinstance(value, float) and abs(value) < FLOAT32_MAX and float(np.float32(value)) == value:
@@ -103,7 +105,8 @@ def exact_figure(value: Any) -> str:
 
 
 def describe_difference(comparison: Comparison) -> str:
-    """Returns the result of a comparison in a sentence, with the likely cause."""
+    """Returns the result of a comparison in a sentence: that the runs are identical, that nothing
+    can be compared, or what differs first and its likely cause."""
     if comparison.identical:
         evaluations = count(comparison.evaluations_compared, "evaluation")
         return f"identical over steps {comparison.steps_compared} and {evaluations}, clocks aside"

@@ -134,7 +134,9 @@ class Comparison:
 
 
 def compare(a: StoredRun, b: StoredRun) -> Comparison:
-    """Compares the settings of two runs, and the steps, groups and evaluations that both have."""
+    """Compares two runs: their settings, and the steps, groups and evaluations that both have.
+    Groups are compared up to the first step whose metrics differ, and no further. ShoalError if a
+    file that is compared is damaged."""
     metrics_a = a.metrics()
     metrics_b = b.metrics()
     evaluations_a = a.evaluations().by_version()
@@ -194,8 +196,8 @@ def _rewards_choose_prompts(config: Config) -> bool:
 
 
 def automatic_keys(settings: Mapping[str, Any], decided: Collection[str] = ()) -> set[str]:
-    """Returns the keys whose value nobody chose: those that the run `decided` itself, and those
-    that have no effect because the task generates its questions.
+    """Returns the keys of a run whose value nobody chose, or whose value has no effect: those that
+    the run `decided` itself, and those on reading data, if the task generates its questions.
 
     `settings`: dotted key -> value."""
     keys = set(decided)
@@ -290,7 +292,9 @@ def find_divergence(
     differing: Sequence[SettingDifference] = (),
     feeds_back: bool = False,
 ) -> Divergence | None:
-    """Returns the stages where two runs diverge; None if they do not.
+    """Returns the first step at which two runs diverge, with the stages that may be the cause and a
+    sentence; None if nothing differs. A difference in groups decides, if there is one, because it
+    names its stage; else the names of the metrics that differ do.
 
     `in_groups`, `in_metrics`: the first differences in groups and in metrics. `version`: the
     version that sampled the group that differs. `same_groups`: the steps whose groups were
@@ -344,8 +348,10 @@ _SENTENCES = {
 def _weights_or_sampling(
     version: int, same_groups: Container[int], differing: Sequence[SettingDifference]
 ) -> tuple[tuple[str, ...], str]:
-    """Returns stages and sentence for tokens that differ and were sampled from later weights than
-    the first. Only the weights can be the cause if everything before is known to be equal."""
+    """Returns (stages, sentence) if tokens differ first that were sampled from `version` > 0. Then
+    the sampling may differ, or the weights, because of an earlier update. Sampling comes first if a
+    setting that acts on it differs; else the update does, which is certain if the groups of all
+    earlier steps are equal."""
     if likely_keys(("sampling",), differing):
         return ("sampling", "update"), "sampling or the weights differ first"
     if not all(before in same_groups for before in range(1, version + 1)):
@@ -454,8 +460,9 @@ class GroupDifference:
 def group_difference(
     a: StoredRun, b: StoredRun, last: int | None = None
 ) -> tuple[GroupDifference | None, list[int]]:
-    """Returns the first difference in the groups that both runs stored, or None, and the steps that
-    were compared. Stops after step `last`."""
+    """Compares the groups of the steps that both runs stored, in order, up to the first step that
+    differs and not beyond step `last`. Returns (first difference or None, the steps that were
+    compared)."""
     files_a = a.group_files()
     files_b = b.group_files()
     compared = []
@@ -472,8 +479,10 @@ def group_difference(
 def step_difference(
     step: int, a: Sequence[StoredGroup], b: Sequence[StoredGroup]
 ) -> GroupDifference | None:
-    """Returns the first difference between the groups of one step, or None. Each stage is compared
-    over all groups before the next stage."""
+    """Returns the first difference between the groups of one step in two runs (`a`, `b`); None if
+    they are equal. The data of all groups is compared first, then what was sampled in all groups,
+    then rewards, then what the update computed: an earlier stage may be the cause of a later
+    difference in another group."""
     for stage, compare in _STAGES.items():
         for number, (x, y) in enumerate(zip(a, b, strict=False)):
             for what, completion, token, values in compare(x, y):
@@ -497,7 +506,7 @@ NOTHING = np.zeros(0)
 
 
 def _data(a: StoredGroup, b: StoredGroup) -> Differences:
-    """Yields the differences in data and prompt."""
+    """Yields the differences of two groups in data row, prompt tokens and data columns."""
     x = a.group
     y = b.group
     if x.example.row != y.example.row:
@@ -511,7 +520,8 @@ def _data(a: StoredGroup, b: StoredGroup) -> Differences:
 
 
 def _sampling(a: StoredGroup, b: StoredGroup) -> Differences:
-    """Yields the differences in what was sampled and in what environments said."""
+    """Yields the differences of two groups in what was sampled and in what tools and environments
+    said: at most one per completion in its tokens, the first."""
     for number, (x, y) in enumerate(zip(a.group.completions, b.group.completions, strict=False)):
         of_environments = first_difference(_environment_prompts(x), _environment_prompts(y))
         if of_environments:
@@ -539,8 +549,8 @@ def _sampling(a: StoredGroup, b: StoredGroup) -> Differences:
 
 
 def _environment_prompts(completion: Completion) -> np.ndarray:
-    """Returns the prompt tokens that a completion and its branches have besides the group's
-    prompt."""
+    """Returns the tokens of a completion's own prompt, if an environment began it differently, and
+    of its branches' prompts, joined; empty if it has only the group's prompt."""
     parts = [NOTHING]
     if completion.prompt_ids is not None:
         parts = [completion.prompt_ids]
@@ -550,8 +560,8 @@ def _environment_prompts(completion: Completion) -> np.ndarray:
 
 
 def _first_messages(a: Completion, b: Completion) -> tuple[str, str]:
-    """Returns, as text, the first message in which two completions differ, for each of them; "[]"
-    if a completion has no more messages."""
+    """Returns the first message that differs between two completions, as text of both; "[]" for a
+    completion that has no message there."""
     number = 0
     for of_a, of_b in zip_longest(a.messages, b.messages):
         if of_a != of_b:
@@ -561,7 +571,8 @@ def _first_messages(a: Completion, b: Completion) -> tuple[str, str]:
 
 
 def _rewards(a: StoredGroup, b: StoredGroup) -> Differences:
-    """Yields the differences in rewards."""
+    """Yields the first difference of two groups in each array of rewards: the total, each function,
+    and which completions are valid."""
     x = a.group
     y = b.group
     compared = [("reward", x.rewards, y.rewards)]
@@ -578,7 +589,8 @@ def _rewards(a: StoredGroup, b: StoredGroup) -> Differences:
 
 
 def _update(a: StoredGroup, b: StoredGroup) -> Differences:
-    """Yields the differences in advantages and in the trainer's arrays."""
+    """Yields the first difference of two groups in their advantages, and in each array that the
+    trainer computed for a completion, such as its log-probs."""
     advantages_a = NOTHING if a.advantages is None else a.advantages
     advantages_b = NOTHING if b.advantages is None else b.advantages
     difference = first_difference(advantages_a, advantages_b)
@@ -601,8 +613,9 @@ in those after it."""
 
 
 def completion_difference(a: Completion, b: Completion) -> tuple[str, int] | None:
-    """Returns what differs first between two completions, and at which token; None if they are
-    equal bit for bit.
+    """Returns (what differs first between two completions, index of its token); None if they are
+    equal bit for bit. Length and stop reason count only if all shared tokens and log-probs are
+    equal; their index is the end of the shorter completion.
 
     >>> completion_difference(stored, sampled)      # or "log-prob", "length", "stop reason"
     ('token', 17)
@@ -621,8 +634,9 @@ def completion_difference(a: Completion, b: Completion) -> tuple[str, int] | Non
 
 
 def first_difference(a: np.ndarray, b: np.ndarray) -> tuple[int, tuple[Any, Any]] | None:
-    """Returns the first index at which two arrays differ, or at which the shorter one ends, and
-    both values there; None if they are equal. NaN equals NaN."""
+    """Returns (first index at which two arrays differ, both values there); None if they are equal.
+    NaN equals NaN. If one array is the beginning of the other, they differ at its end, where its
+    value is None."""
     shared = min(len(a), len(b))
     same = a[:shared] == b[:shared]
     if a.dtype.kind == "f":

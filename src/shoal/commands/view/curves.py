@@ -35,7 +35,7 @@ class Curves:
         self._forget()
 
     def _forget(self) -> None:
-        """Drops all that was read."""
+        """Drops everything that was read, because the file of metrics was replaced."""
         self.steps = array("d")
         self.columns: dict[str, array[float]] = {}
         self.stride = 1
@@ -51,8 +51,9 @@ class Curves:
         return self._lines.complete
 
     def read(self, seconds: float = 0.3) -> None:
-        """Reads metrics that the run has written since the last call, for at most this many
-        seconds."""
+        """Adds the metrics that the run has written since the last call, reading for at most this
+        many seconds (`complete` then says whether all were read). Starts over if the run was
+        resumed and its file replaced."""
         restarted, lines = self._lines.read_new(seconds)
         if restarted:
             self._forget()
@@ -60,7 +61,8 @@ class Curves:
             self._add(line)
 
     def _add(self, line: StepLine) -> None:
-        """Adds the metrics of one step."""
+        """Adds the metrics of one step: a row of the columns, if the step is one of those that are
+        kept (`stride`), and its part of the sums over all steps."""
         step = float(line.step)
         values = {}
         for name, value in line.metrics.items():
@@ -88,17 +90,21 @@ class Curves:
             self._halve()
 
     def _halve(self) -> None:
-        """Drops every second step that was kept, and from now on keeps half as many."""
+        """Drops every second row, and doubles `stride`, so that half as many of the next steps are
+        kept."""
         self.stride *= 2
         self.steps = self.steps[::2]
         self.columns = {name: column[::2] for name, column in self.columns.items()}
         self.axes = {name: totals[::2] for name, totals in self.axes.items()}
 
     def thinned(self, first: float = -math.inf, last: float = math.inf) -> dict[str, Any]:
-        """Returns the curves between the steps `first` and `last`, with at most MAX_POINTS points:
-        `x`, the steps; `time` and `tokens`, seconds and sampled tokens up to each step; and `y`,
-        the values of each metric. From each stretch of steps the smallest and the largest value are
-        kept, so a spike of one step is never lost."""
+        """Returns the curves between the steps `first` and `last` with at most MAX_POINTS points,
+        as lists of equal length: `x`, the steps; `time` and `tokens`, seconds and sampled tokens up
+        to each step; `y`, metric -> its values.
+
+        If there are more steps, they are divided into stretches, each with two points: its first
+        and last step, with the smallest and the largest value of each metric in it, so that a spike
+        of one step is never lost."""
         rows = [row for row, step in enumerate(self.steps) if first <= step <= last]
         stretches = []
         if len(rows) > MAX_POINTS:
@@ -142,8 +148,8 @@ class Curves:
 
 
 def _extremes(column: Sequence[float], rows: Sequence[int]) -> tuple[float, float]:
-    """Returns the smallest and the largest value in some rows of a column, whichever comes first in
-    the column first; NaN twice if the rows have no values."""
+    """Returns the smallest and the largest value among some rows of a column, in the order in which
+    they stand in the column; (NaN, NaN) if all of these rows are NaN."""
     known = [(column[row], row) for row in rows if not math.isnan(column[row])]
     if not known:
         return math.nan, math.nan
@@ -174,8 +180,9 @@ shown."""
 
 
 def by_topic(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Sorts names of metrics into topics, in the order of TOPICS; names of no topic are in a last
-    one, `Others`."""
+    """Sorts names of metrics into topics, and returns a record for each that has any, with its
+    `title` and its `metrics`, in the order of TOPICS. A last one, `Others`, has the names that
+    belong to no topic."""
     rest = list(names)
     topics = []
     for title, beginnings in TOPICS:
@@ -200,7 +207,8 @@ _EVALUATED = {
 
 
 def about(names: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Returns unit and meaning by name, for the metrics whose meaning is known."""
+    """Returns metric -> its `unit` and `meaning`, which the page shows beside its name; unknown
+    metrics are left out."""
     meanings = {}
     for name in names:
         unit, meaning = _unit_and_meaning(name)
@@ -251,11 +259,12 @@ class Move:
 
 
 def spikes(curves: Curves) -> list[dict[str, Any]]:
-    """Returns events at which metrics jump: by more than 10 median deviations from their median in
-    the SPIKE_BEFORE steps before. Metrics that jump at one step are in one event, because one
-    usually explains the other; jumps with at most SPIKE_GAP rows from one to the next are one event
-    too, which lists its metrics in the order in which they jumped. Only the MOST_SPIKES strongest
-    events are returned, sorted by step."""
+    """Returns the events at which the metrics in _WATCHED jump (`_moves`), as records sorted by
+    step; only the MOST_SPIKES strongest.
+
+    Jumps of all metrics are joined to one event if at most SPIKE_GAP rows lie from one to the next,
+    because one usually explains the others. The event lists its metrics in the order in which they
+    jumped."""
     moves: list[Move] = []
     for name in _WATCHED:
         moves += _moves(curves, name)
@@ -280,7 +289,9 @@ def _first_row(event: Sequence[Move]) -> int:
 
 
 def _moves(curves: Curves, name: str) -> list[Move]:
-    """Returns the jumps of one metric; none if the metric is missing at some steps."""
+    """Returns the jumps of one metric: values further than SPIKE_DEVIATIONS median deviations from
+    the median of the SPIKE_BEFORE values before. None if the metric is missing at some steps. A
+    step time that is long because of a compilation is no jump."""
     all_values = np.array(curves.columns.get(name, ())[-MOST_STEPS:])
     if len(all_values) <= SPIKE_BEFORE or np.isnan(all_values).any():
         return []
@@ -309,8 +320,9 @@ def _moves(curves: Curves, name: str) -> list[Move]:
 
 
 def _spike(moves: Sequence[Move], steps: Sequence[float]) -> dict[str, Any]:
-    """Returns the record of one event, from its jumps sorted by step. Its level is `collapse` if
-    reward or entropy fell and the event lasts at least COLLAPSE_STEPS rows, else `spike`."""
+    """Makes the record of one event from its jumps, which are sorted by step: first and last step,
+    metrics, text. Its level is `collapse` if reward or entropy fell and the event lasts at least
+    COLLAPSE_STEPS rows, else `spike`. `steps`: the step of each row."""
     first = moves[0].row
     last = moves[-1].row
     text = "; ".join(move.text for move in moves if move.row == first)

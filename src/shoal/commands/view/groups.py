@@ -52,9 +52,10 @@ class Search:
         )
 
     def read_on(self) -> dict[str, Any]:
-        """Searches further files for SEARCH_SECONDS, also files that the run has written since the
-        last call. Returns how far the search has come: `done`, and the numbers of files searched
-        and of all files."""
+        """Searches files that were not searched yet, the newest first, for SEARCH_SECONDS. Returns
+        how far the search has come: `done` (all files, or MAX_HITS groups found), the number of
+        files `searched`, and of all `files`. Files that the run writes later are searched by the
+        next call."""
         until = time.monotonic() + SEARCH_SECONDS
         with self._lock:
             files = list(self._index.files.values())
@@ -103,8 +104,8 @@ class Searches:
         self._lock = threading.Lock()
 
     def get(self, index: GroupTable, text: str) -> Search:
-        """Returns the search for a text in a run's groups; starts it if it is not kept, and drops
-        the one that was not used for longest."""
+        """Returns the search for a text in a run's groups. Starts a new one if none is kept for
+        this run and text, and drops the least recently used if there are more than MOST_KEPT."""
         key = (index.table, text)
         with self._lock:
             if key not in self._kept:
@@ -139,8 +140,9 @@ _LISTS = (
 
 
 def group_detail(index: GroupTable, stem: str, number: int) -> dict[str, Any]:
-    """Returns the record of one group: its prompt and completions with their rewards, without
-    anything stored by token.
+    """Returns the record of one group for the page: its prompt, its completions with their rewards,
+    and the groups and files next to it, but nothing that is stored by token (`token_detail`).
+    ShoalError if there is no such group, or the file is damaged.
 
     `stem`: the name of the groups file without ending; `number`: the number of the group in the
     file."""
@@ -196,8 +198,8 @@ _OF_COMPLETION = (
 
 
 def _completion(row: Mapping[str, Any], as_json: frozenset[str]) -> dict[str, Any]:
-    """Returns the record of one completion, from its row. `as_json`: the names of the columns that
-    hold JSON."""
+    """Returns the record of one completion from its row of the groups file. `as_json`: the names of
+    the columns that hold JSON text, which is parsed."""
     extra = {}
     for name, value in _under(row, "extra/").items():
         extra[name] = _value(value, f"extra/{name}" in as_json)
@@ -219,18 +221,20 @@ def _under(row: Mapping[str, Any], head: str) -> dict[str, Any]:
 
 
 def _value(value: Any, is_json: bool) -> Any:
-    """Returns a value, parsed if it is a text of JSON."""
+    """Returns the value of a cell. JSON text (`is_json`: of a column of JSON) is parsed, or
+    returned as it is if that fails, for example because it was cut off."""
     if not is_json or not isinstance(value, str):
         return value
     try:
         return bounded_json(value)
-    except ValueError:  # cut off, or no JSON: shown as it is
+    except ValueError:
         return value
 
 
 def _neighbours(index: GroupTable, file: GroupFile, number: int) -> dict[str, Any]:
-    """Returns the numbers of the groups before and after this one in its file, and the names of the
-    files of the same kind before and after its file; None at an end."""
+    """Returns what the page's links to the neighbours need: the numbers of the groups before and
+    after this one in its file, and the names of the files before and after its file, among those of
+    training or of the same evaluation; None at an end."""
     rows = index.database.rows(
         f'SELECT "group" AS number FROM {index.table} WHERE file = ? ORDER BY number', file.number
     )
@@ -266,8 +270,8 @@ def _file(index: GroupTable, stem: str) -> GroupFile:
 
 
 def _columns(index: GroupTable, file: GroupFile) -> tuple[dict[str, str], frozenset[str]]:
-    """Returns the types of a file's columns by name, and the names of the columns that hold
-    JSON."""
+    """Returns (column -> SQL type, names of the columns that hold JSON text) of a groups file.
+    ShoalError if the file is damaged."""
     try:
         return index.database.columns([file.path]), index.database.json_columns(file.path)
     except index.database.error as error:
@@ -277,8 +281,9 @@ def _columns(index: GroupTable, file: GroupFile) -> tuple[dict[str, str], frozen
 def _read(
     index: GroupTable, file: GroupFile, columns: str, number: int, completion: int | None = None
 ) -> list[dict]:
-    """Returns the rows of a group, or of one completion in the group; ShoalError if there are
-    none."""
+    """Returns the rows of a group in a file, at most MAX_SIBLINGS, or only the row of one
+    `completion`. `columns`: what to select, as SQL. ShoalError if there is no such row, or the file
+    is damaged."""
     where = '"group" = ?'
     values = [number]
     asked = f"group {number}"
@@ -320,8 +325,8 @@ class Pieces:
         return self._pieces(list(ids)) if self._tokenizer is not None else []
 
     def _load(self) -> Any:
-        """Loads the run's tokenizer; returns None, and records a problem of the run, if there is
-        none or it is too large or damaged."""
+        """Returns the tokenizer that the run has stored. Returns None, and adds a problem to the
+        run, if the file is missing, too large or damaged."""
         import tokenizers
 
         path = self._run.file("model", "tokenizer.json")
@@ -344,7 +349,8 @@ class Pieces:
             return None
 
     def _pieces(self, ids: list[int]) -> list[str]:
-        """Returns the text that each token adds to the decoded text."""
+        """Returns the text that each token adds to the decoded text; "" for a token that is the
+        beginning of a character, whose last token has all of it."""
         pieces = []
         start = 0  # tokens are decoded together from here on, so that spaces between them are kept
         read = 0  # number of tokens whose text is in `pieces`
@@ -364,7 +370,7 @@ class Pieces:
         return pieces
 
     def _decode(self, ids: list[int]) -> str:
-        """Returns the text of tokens, without those whose id is negative; U+FFFD if an id is beyond
+        """Returns the text of tokens; negative ids are left out. Returns U+FFFD if an id is beyond
         the vocabulary."""
         if not ids:
             return ""
@@ -383,11 +389,16 @@ def token_detail(
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Returns the record of one completion with everything that is stored for each token, one list
-    for each quantity, None in place of values that were not recorded.
+    for each quantity, None in place of values that were not recorded. ShoalError if there is no
+    such completion, or the file is damaged.
 
     `stem`: the name of the groups file without ending; `number`: the number of the group in the
-    file. `pieces(ids)` returns each token's text. `ratio` is the probability of a token under the
-    trainer before the update, divided by that under the sampler."""
+    file. `pieces(ids)` returns each token's text. `settings`: the run's, for the bounds of
+    clipping.
+
+    Of the record, `ratio` is the probability of a token under the trainer before the update,
+    divided by that under the sampler; `gap` its logarithm; `clipped` tells whether it is beyond the
+    bound that the sign of the advantage selects."""
     file = _file(index, stem)
     columns, _ = _columns(index, file)
     prompt = "prompt_ids"
@@ -443,15 +454,18 @@ def token_detail(
 def _replayed(
     run: StoredRun, name: str, completion: int, ids: Sequence[int]
 ) -> tuple[list | None, list | None]:
-    """Returns for each token the entropy, and the likeliest tokens with their log-probs, as `shoal
-    replay likeliest=` has stored them; (None, None) if it has not, or for other tokens."""
+    """Returns (entropies, likeliest tokens) from a file of `shoal replay likeliest=`: for each
+    token of a completion its entropy, and pairs of text and log-prob. Returns (None, None) if there
+    is no such file, if it is damaged, or if it is of other tokens than `ids`. `name`: of the
+    file."""
     text = run.text(name, MAX_REPLAY_BYTES)
     if not text:
         return None, None
     try:
         tokens = bounded_json(text)["completions"][completion]["tokens"]
         if tokens is None or [token["id"] for token in tokens] != list(ids):
-            return None, None  # since the replay, a resumed run has sampled other tokens
+            # A run that was resumed since the replay has sampled other tokens.
+            return None, None
         entropies = [float(token["entropy"]) for token in tokens]
         likeliest = []
         for token in tokens:
@@ -464,7 +478,7 @@ def _replayed(
 
 
 def _floats(values: Sequence[float | None] | None, size: int) -> np.ndarray:
-    """Returns float64[size] of values; NaN in place of None and of missing values."""
+    """Returns the first `size` values as float64[size]; NaN for None, and after their end."""
     floats = np.full(size, math.nan)
     for position, value in enumerate((values or ())[:size]):
         if value is not None:
@@ -473,8 +487,8 @@ def _floats(values: Sequence[float | None] | None, size: int) -> np.ndarray:
 
 
 def _listed(values: np.ndarray) -> list[float | None]:
-    """Returns values as a list, rounded to five digits, which is more than a screen shows; None in
-    place of what is not finite."""
+    """Returns values as a list for JSON, rounded to five digits, which is more than a screen shows;
+    None for NaN and infinity."""
     listed = []
     for value in values.tolist():
         listed.append(float(f"{value:.5g}") if math.isfinite(value) else None)

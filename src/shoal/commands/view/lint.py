@@ -37,8 +37,9 @@ def finding(
     sort: str = "",
     examples: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Returns the record of one finding. `filter` and `sort` (a column) are the parameters of a
-    link to the groups that show what was found."""
+    """Returns the record of one finding. `level`: "warning", "note" or "ok". `filter` and `sort` (a
+    column) are the parameters of a link to the groups that show the finding; no link if both are
+    ""."""
     return {
         "kind": kind,
         "level": level,
@@ -54,9 +55,12 @@ def finding(
 
 
 def number_findings(index: GroupTable) -> list[dict[str, Any]]:
-    """Returns the findings from figures of all training groups, in the order of ROWS; [] without
-    groups. Of the rows of one kind, the first that applies is reported, once for each reward
-    function; those that are not `ok` have examples of groups."""
+    """Returns the findings on figures of all training groups together, in the order of ROWS; []
+    without groups.
+
+    Only rows of ROWS with a card are shown. A row whose bound is passed gives a finding with
+    examples; of several rows of one kind only the first does, for each reward function. A row
+    whose bound is not passed gives a finding of level "ok", if its card has a title for that."""
     totals, functions = _totals(index)
     if not totals["groups"]:
         return []
@@ -84,7 +88,8 @@ def number_findings(index: GroupTable) -> list[dict[str, Any]]:
 
 
 def _card_of(row: Row, card: Card, figure: Figure) -> dict[str, Any]:
-    """Returns the finding for a row of the table of diagnoses whose bound a figure passes."""
+    """Returns the finding for a row of ROWS whose bound a figure passes; its texts are those of the
+    row and its card, filled with the figure's words."""
     return finding(
         card.kind,
         row.level,
@@ -102,7 +107,8 @@ def _sentence(text: str) -> str:
 
 
 def _examples(index: GroupTable, filter: str, sort: str) -> list[dict[str, Any]]:
-    """Returns as examples the first groups that the link of a finding shows."""
+    """Returns the records of EXAMPLES / 2 example groups of a finding: the first ones that its
+    link, with this filter and order, leads to."""
     is_descending = "length_effect<" not in filter
     rows, _ = index.rows(filter, sort or "step", is_descending, limit=EXAMPLES // 2)
     examples = []
@@ -122,8 +128,8 @@ def _examples(index: GroupTable, filter: str, sort: str) -> list[dict[str, Any]]
 
 
 def _totals(index: GroupTable) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns (figures over all training groups together, rows of figures for each reward
-    function), computed by the database."""
+    """Returns (figures over all training groups, for each reward function a row of figures), both
+    computed by the database: the columns of _TOTALS and of _FUNCTIONS."""
     rises = ""
     for function in index.functions:
         mean = column_sql(f"mean/{function}")
@@ -172,7 +178,8 @@ whole reward first."""
 def _figures(
     totals: Mapping[str, Any], functions: Sequence[Mapping[str, Any]], index: GroupTable
 ) -> list[Figure]:
-    """Returns the run's figures that ROWS of `runs/diagnosis.py` judge."""
+    """Returns the figures of a run that ROWS of `runs/diagnosis.py` judge, with the words that the
+    texts of their rows need. `totals`, `functions`: the result of `_totals`."""
     num_groups = totals["groups"]
     figures = _length_figures(totals, functions)
     words = {"number": count(num_groups, "training group")}
@@ -208,8 +215,8 @@ def _figures(
 def _length_figures(
     totals: Mapping[str, Any], functions: Sequence[Mapping[str, Any]]
 ) -> list[Figure]:
-    """Returns the figure for how strongly rewards depend on lengths within groups; [] if that is
-    unknown."""
+    """Returns a list with the figure `length_effect`: the mean correlation of reward and length
+    within groups, as an absolute value. Returns [] if no group has such a correlation."""
     effect = totals["effect"]
     if effect is None:
         return []
@@ -229,9 +236,10 @@ def _length_figures(
 
 
 def _drift_figures(totals: Mapping[str, Any], index: GroupTable) -> list[Figure]:
-    """Returns the figure for how far the reward rises, beyond noise, from the first to the last
-    fifth of the groups while the share of right answers does not rise. If that share rises too, the
-    figure is at most 0. Returns [] if a mean is unknown."""
+    """Returns a list with the figure `reward_rise_without_answers`: by how much the mean reward of
+    the last fifth of the groups exceeds that of the first fifth and the noise. It is at most 0 if
+    the share of right answers rises too, so that nothing is found. Returns [] if a mean is
+    unknown."""
     before = totals["reward_early"]
     after = totals["reward_late"]
     solved_before = totals["pass_early"]
@@ -257,7 +265,8 @@ def _drift_figures(totals: Mapping[str, Any], index: GroupTable) -> list[Figure]
 
 
 def _driver(totals: Mapping[str, Any], index: GroupTable) -> str:
-    """Returns the reward function whose rise adds most to the reward; '' if none rises."""
+    """Returns the name of the reward function whose rise, times its weight, adds most to the
+    reward; "" if none rises."""
     driver = ""
     most = 0.0
     for function in index.functions:
@@ -340,7 +349,7 @@ class TextLint:
         return self.num_files - len(self._left)
 
     def read_on(self) -> None:
-        """Reads further files for LINT_SECONDS."""
+        """Reads those of the chosen files that were not read yet, for LINT_SECONDS."""
         until = time.monotonic() + LINT_SECONDS
         with self._lock:
             while self._left and time.monotonic() < until:
@@ -350,7 +359,8 @@ class TextLint:
                 self._left.pop()
 
     def _add(self, file: GroupFile) -> None:
-        """Reads the completions of one file and counts them."""
+        """Reads the completions of one file, counts them, and counts for each check those that fail
+        it."""
         rows = self._index.database.rows(_TEXTS, str(file.path), self._most)
         by_group: dict[int, list[dict[str, Any]]] = defaultdict(list)
         for row in rows:
@@ -364,12 +374,12 @@ class TextLint:
                 self.completions += 1
                 self.reward += row["reward"] or 0
                 self.with_answer += extract_answer(row["text"]) is not None
-                for kind in _kinds(row, best, best_right):
+                for kind in _failed_checks(row, best, best_right):
                     self._flag(kind, file, group, row)
 
     def _flag(self, kind: str, file: GroupFile, group: int, row: Mapping[str, Any]) -> None:
-        """Counts one completion for a check, and keeps it as an example if its reward is among the
-        highest."""
+        """Counts a completion (`row`) that fails the check `kind`, and keeps it as an example if
+        its reward is among the EXAMPLES highest."""
         flag = self.flags[kind]
         flag.number += 1
         flag.reward += row["reward"] or 0
@@ -387,8 +397,9 @@ class TextLint:
         del flag.examples[EXAMPLES:]
 
     def findings(self) -> list[dict[str, Any]]:
-        """Returns a finding for each check that applies, from what was read so far; [] if nothing
-        was read."""
+        """Returns a finding for each check that says something about this run (`_applies`), from
+        what was read so far: "ok" if no completion fails it, "warning" if more than MANY_FLAGGED of
+        them do, else "note". Returns [] if nothing was read."""
         if not self.completions:
             return []
         over = f"{count(self.completions, 'completion')} of {count(self.num_read, 'step')}"
@@ -416,9 +427,9 @@ class TextLint:
         return findings
 
     def _applies(self, kind: str) -> bool:
-        """False if a check says nothing about this run: `no_answer` if most completions give no
-        answer in a known form, `wrong_best` if the task does not say which completions are
-        right."""
+        """True if a check says something about this run. `no_answer` does only if answers stand in
+        tags and most completions have an answer that can be read, `wrong_best` only if the task
+        says which completions are right, all others always."""
         if kind == "no_answer":
             return self.has_tag and self.with_answer >= self.completions / 2
         if kind == "wrong_best":
@@ -438,8 +449,8 @@ _TEXTS = (
 
 
 def _spread(num_files: int) -> list[int]:
-    """Returns the positions of at most TEXT_FILES files at equal distances, the first and the last
-    included."""
+    """Returns the positions of the files that are read: at most TEXT_FILES of `num_files`, at equal
+    distances, the first and the last included."""
     if not num_files:
         return []
     positions = set()
@@ -448,9 +459,12 @@ def _spread(num_files: int) -> list[int]:
     return sorted(positions)
 
 
-def _kinds(row: Mapping[str, Any], best: float | None, best_right: float | None) -> list[str]:
-    """Returns the checks of TEXT_CHECKS that a completion fails. `best`, `best_right`: the highest
-    reward in its group, and the highest among the right completions of its group."""
+def _failed_checks(
+    row: Mapping[str, Any], best: float | None, best_right: float | None
+) -> list[str]:
+    """Returns the kinds of the checks of TEXT_CHECKS that a completion fails. `best`: the highest
+    reward in its group; `best_right`: the highest among the right completions of the group. Both
+    are None if there is none."""
     text = row["text"]
     reward = row["reward"]
     kinds = []

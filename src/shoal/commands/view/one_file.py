@@ -47,8 +47,9 @@ _SPEC = re.compile(r"(\d{1,9})(?::(\d{1,9})(?:-(\d{1,9}))?)?")
 
 
 def write_page(config: ViewConfig, to: Path) -> tuple[list[StoredRun], int]:
-    """Writes the page to a file; returns (its runs, its size in bytes). Raises ShoalError if no run
-    is found, or if a run lacks groups that were asked for."""
+    """Writes the page with all its data to one HTML file, which replaces `to` only when it is
+    whole. Returns (the runs that it shows, its size in bytes). ShoalError if no run is found, or if
+    a run lacks groups that `config.groups` names."""
     viewer = Viewer(config.runs)
     try:
         if not viewer.runs:

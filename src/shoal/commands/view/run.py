@@ -105,10 +105,15 @@ MAX_SPARK = 60
 def home_row(
     run: StoredRun, curves: Curves, evaluations: Evaluations, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the row of a run in the list of runs: when it began, a small curve (of the
-    evaluations if there are more than two, else of the reward), the first and the newest evaluation
-    with their intervals, the sign of the change between them, and a verdict from the curves alone,
-    without events and weights."""
+    """Returns the row of a run in the list of runs.
+
+    began: seconds since the epoch
+    figure, ends, change: main figure of the evaluations, its first and newest value with their
+        intervals, and the sign of the change between them (None if unknown)
+    curve, of: a small curve and what it shows: the main figure if there are more than two
+        evaluations, else the reward
+    verdict: from the curves alone, without events and weights
+    """
     since = run.reward_since
     figure, curve = evaluations.main_curve(since)
     change = accuracy_change(curve)
@@ -148,8 +153,8 @@ def _reward_curve(curves: Curves) -> dict[str, list[Any]]:
 
 
 def failure(events: Sequence[EventLine]) -> str:
-    """Returns, in one line, the error that ended a run; '' if the run has ended otherwise or still
-    runs."""
+    """Returns, in one line, the error that ended a run: its last event, apart from warnings.
+    Returns "" if the last event is no error."""
     for event in reversed(events):
         if event.level == "error":
             return bounded_line(event.text)
@@ -161,10 +166,16 @@ def failure(events: Sequence[EventLine]) -> str:
 def progress(
     run: StoredRun, curves: Curves, settings: Mapping[str, Any], is_finished: bool, cause: str
 ) -> dict[str, Any]:
-    """Returns a record on how far a run is. Its `state` is `finished`, `failed` (by the error
-    `cause`), `killed` (the process is gone, and steps after the last checkpoint are lost),
-    `stopped` (the process is gone after a checkpoint, or nothing was written for IDLE_SECONDS or
-    ten steps, whichever is longer) or `running`. `resume` is the command that continues the run."""
+    """Returns a record on how far a run is, with the command that continues it (`resume`, "" if it
+    is finished or running) and its `state`:
+
+    finished: it has written its summary
+    failed: an error ended it (`cause`)
+    killed: its process is gone, and steps after the last checkpoint are lost
+    stopped: its process is gone after a checkpoint, or nothing was written for IDLE_SECONDS or ten
+        steps, whichever is longer
+    running: none of these
+    """
     total = _steps_of(settings)
     done = int(curves.last.get("step", 0))
     saved = max(run.checkpoints(), default=0)
@@ -205,9 +216,10 @@ def _seconds_idle(run: StoredRun) -> float:
 
 
 def before_after(run: StoredRun, evaluations: Evaluations) -> list[list[Any]]:
-    """Returns the rows of `StoredRun.before_after`, the table of figures before and after training,
-    each with a last cell: 1 or -1 for a rise or a fall, 0 if the interval of the change contains 0.
-    Returns no rows, and records a problem of the run, if the evaluations are damaged."""
+    """Returns the rows of `StoredRun.before_after`, each with one more cell: 1 or -1 if the figure
+    has risen or fallen between the first and the newest evaluation, 0 if the interval of the change
+    contains 0 or is unknown. Returns [], and adds a problem to the run, if the evaluations are
+    damaged."""
     curves = evaluations.curves()
     rows: list[list[Any]] = []
     try:
@@ -257,9 +269,11 @@ def happened(
 def settings_rows(
     settings: Mapping[str, Any], decided: Collection[str] = ()
 ) -> list[dict[str, Any]]:
-    """Returns a row for each setting of a run: key, value, default, help text, and `differs`: True
-    if the value is not the default and the run did not choose it itself. `decided`: the keys whose
-    values the run chose."""
+    """Returns a row for each setting of a run: key, value, default, help text, and `differs`, which
+    is True if somebody chose another value than the default.
+
+    `settings`: dotted key -> value; a key that this version does not know has no default, and
+    differs. `decided`: the keys whose values the run decided itself."""
     keys = keys_of(Config)
     automatic = automatic_keys(settings, decided)
     rows = []

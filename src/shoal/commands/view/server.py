@@ -88,8 +88,8 @@ def make_app(viewer: Viewer, token: str = "") -> ASGIApp:
         return _json({"error": "there is no such page"}, 404)
 
     async def fault(request: Request, error: Exception) -> Response:
-        """Answers an unexpected exception, from a bug or a damaged run, with one line of error, and
-        prints a line to the terminal."""
+        """Answers with an error of status 500 in one line after an unexpected exception, from a bug
+        or a damaged run, and prints it to the terminal with its file and line."""
         frame = traceback.extract_tb(error.__traceback__)[-1]
         text = bounded_line(f"{request.url.path} cannot be shown: {type(error).__name__}: {error}")
         print(f"{text} ({Path(frame.filename).name}:{frame.lineno})", file=sys.stderr, flush=True)
@@ -103,7 +103,7 @@ def make_app(viewer: Viewer, token: str = "") -> ASGIApp:
 
 
 def _file(files: Mapping[str, bytes], name: str) -> Response:
-    """Returns a response with one of the page's files; 404 if there is none of this name."""
+    """Returns the response with the page's file of this name, or an error of status 404."""
     if name not in files:
         return _json({"error": "there is no such page"}, 404)
     kind = KINDS["." + name.rpartition(".")[2]]

@@ -74,10 +74,12 @@ def ends(size: int) -> int:
 def accuracy_change(
     curve: Mapping[str, Sequence[Any]], first: int = 0, last: int = -1
 ) -> Change | None:
-    """Returns the change between two evaluations, by default the first and the last; None if there
-    are not two, or if they have no intervals. `curve`: columns x, y, low and high; `first`, `last`:
-    positions in them. The interval of the difference of two shares is Newcombe's (1998), method 10,
-    from the intervals of both."""
+    """Returns the change between two evaluations with its 95% interval; None if there are not two,
+    or if they have no intervals. `curve`: lists x, y, low and high; `first`, `last`: positions in
+    them, by default of the first and the newest evaluation.
+
+    The interval of the difference of two shares follows from the intervals of both: Newcombe
+    (1998), method 10."""
     if len(curve.get("x", ())) < 2:
         return None
     if curve["low"][first] is None or curve["low"][last] is None:
@@ -114,11 +116,11 @@ def reward_change(values: Sequence[float]) -> Change | None:
 def drivers(
     columns: Mapping[str, Sequence[float]], weights: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    """Returns for each reward function a row with its mean over the first and the last tenth of the
-    steps (5 at least), and with `adds`: how much its change adds to the reward, by the function's
-    weight. The first row is the reward itself; the others are sorted by the size of `adds`. Returns
-    [] if there are fewer than 4 steps or no reward functions. `weights`: by function, as stored
-    with the groups."""
+    """Returns what moved the reward: a row for the reward itself, then one for each reward function
+    (`_driver`), those first whose change adds most to that of the reward or takes most from it.
+    Returns [] if there are fewer than 4 steps or no reward functions.
+
+    `columns`: metrics by step; `weights`: function -> weight, as stored with the groups."""
     size = len(columns.get("reward/mean", ()))
     names = []
     for name in columns:
@@ -138,7 +140,9 @@ def drivers(
 def _driver(
     function: str, values: Sequence[float], weight: float | None, part: int
 ) -> dict[str, Any]:
-    """Returns the row of one reward function; `part`: the number of steps compared at each end."""
+    """Returns the row of one reward function: its means over the `first` and the `last` steps (of
+    each end `part` steps), the `sign` of the change (0 within noise), and `adds`, the change times
+    the weight. A mean or `adds` that is unknown is None."""
     first = _rounded_mean(values[:part])
     last = _rounded_mean(values[-part:])
     change = None
@@ -224,8 +228,9 @@ def _sentence(
     made: str,
     is_early: bool,
 ) -> tuple[str, str]:
-    """Returns level and text of the verdict. `lost`: a reward function that nearly vanished, in
-    words, or ''; `made`: the number of steps so far, as text."""
+    """Returns (level, text) of the verdict from the changes of accuracy and reward (None: unknown).
+    `lost`: the result of `_lost`. `made`: the number of steps so far, as text. `is_early`: True if
+    too few steps were made to say that a run does not learn."""
     name = _strongest_driver(drivers)
     driven = f", driven by {name}" if name else ""
     rise = f"reward {reward.after - reward.before:+.2f}" if reward else ""
@@ -266,7 +271,8 @@ def _sentence(
 def _without_a_change(
     accuracy: Change | None, reward: Change | None, made: str, is_early: bool
 ) -> tuple[str, str]:
-    """Returns level and text if neither accuracy nor reward has changed beyond noise."""
+    """Returns (level, text) of the verdict if neither accuracy nor reward has changed beyond noise:
+    "too early to say" if a gain may still be hidden in the noise, else "does not learn"."""
     figures = []
     if accuracy:
         figures.append(f"accuracy {accuracy.shares}")
@@ -296,7 +302,8 @@ def _strongest_driver(drivers: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _collapse(events: Sequence[Mapping[str, Any]]) -> str:
-    """Returns at which step a collapse begins, as the end of a sentence; '' if there was none."""
+    """Returns the end of a sentence on the first collapse among the events: its step, and the
+    metric that jumped first. Returns '' if there was none."""
     for event in events:
         if event["level"] == "collapse":
             return f"; from step {event['step']} on, `{event['metrics'][0]}` first"
@@ -304,8 +311,8 @@ def _collapse(events: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _few_mixed_groups(columns: Mapping[str, Sequence[float]]) -> str:
-    """Returns, as the end of a sentence, how few groups have rewards that differ; '' if there are
-    enough of them to learn from."""
+    """Returns the end of a sentence with the share of groups whose rewards differ, if they are so
+    few that there is little to learn from; else ''."""
     shares = [share for share in columns.get("groups/nonzero_std", ()) if not math.isnan(share)]
     if not shares:
         return ""
@@ -317,10 +324,10 @@ def _few_mixed_groups(columns: Mapping[str, Sequence[float]]) -> str:
 
 
 def _lost(columns: Mapping[str, Sequence[float]], drivers: Sequence[Mapping[str, Any]]) -> str:
-    """Returns, in words, the reward function that has nearly vanished while nearly all completions
-    are cut off or nearly all groups have equal rewards. Returns '' if there is none, and also if
-    the run is not stuck in this way: while groups differ, one function may rightly give way to
-    another."""
+    """Returns the name of a reward function that has nearly vanished, with its means before and
+    after, as text; '' if there is none. Counts only in a run that is stuck, because nearly all
+    completions are cut off or nearly all groups have equal rewards: in others, one function may
+    rightly give way to another."""
     size = ends(len(columns.get("reward/mean", ())))
     cut = float(np.mean(columns.get("completions/truncated", (0,))[-size:]))
     mixed = float(np.mean(columns.get("groups/nonzero_std", (1,))[-size:]))
@@ -338,8 +345,9 @@ def _lost(columns: Mapping[str, Sequence[float]], drivers: Sequence[Mapping[str,
 def _unrewarded(
     columns: Mapping[str, Sequence[float]], drivers: Sequence[Mapping[str, Any]]
 ) -> str:
-    """Returns a sentence if one of several reward functions, with the highest weight of all, is
-    above 0 on hardly any completion of the run; else ''."""
+    """Returns a sentence on a reward function that no completion earns, though no other one has
+    more weight: its mean over the run is near 0. Returns '' if there is none, or only one
+    function."""
     functions = drivers[1:]
     if len(functions) < 2:
         return ""

@@ -68,9 +68,9 @@ class OpenRun:
         self._kept: dict[str, Any] = {}  # name -> (revision, cached result)
 
     def read(self, seconds: float = 0.3) -> bool:
-        """Reads a piece of the new metrics and evaluations, for about this many seconds; True if
-        there is more to read. If the run is in a bucket, its new files (without checkpoints) are
-        first copied to this machine."""
+        """Reads what the run has written to metrics and evaluations since the last call, each for
+        at most this many seconds. Returns True if there are more metrics to read. If the run is in
+        a bucket, its new files (without checkpoints) are first copied to this machine."""
         if area_of(self.run.path):
             fetch(address(self.run.path), weights=False, groups=self.is_opened)
         self.curves.read(seconds)
@@ -85,14 +85,15 @@ class OpenRun:
             self.index.waiting = len(self.run.group_files())
 
     def kept(self, name: str, revision: Any, make: Callable[[], Any]) -> Any:
-        """Returns the result of `make`, cached under a name until it is called with another
-        revision."""
+        """Returns the result of `make`, from the cache if it was made under the same name and
+        revision before."""
         if name not in self._kept or self._kept[name][0] != revision:
             self._kept[name] = (revision, make())
         return self._kept[name][1]
 
     def _stored(self, file: str, read: Callable[[], Any]) -> Any:
-        """Returns the result of `read`, cached until the file is written again."""
+        """Returns the result of `read`, which reads this file, from the cache if the file was not
+        written since."""
         return self.kept(file, self._written(file), read)
 
     def _written(self, file: str) -> int | None:
@@ -175,8 +176,8 @@ class Viewer:
     # ---- reading
 
     def _open(self, runs: Sequence[StoredRun]) -> None:
-        """Opens further runs beside those that are open; if there are more than MAX_RUNS, only the
-        newest stay. Sets `notice`."""
+        """Adds runs to those that the page shows; if there are more than MAX_RUNS, only the newest
+        stay. Sets `notice` to why some or all runs are not shown."""
         shown = [opened.run for opened in self.runs.values()]
         shown += runs
         self.notice = ""
@@ -199,8 +200,9 @@ class Viewer:
         # The dict is replaced, not changed: a request may be iterating over the old one.
         self.runs = opened_runs
 
-    def look(self) -> None:
-        """Looks for runs that have begun in the folders that were named, and opens them."""
+    def find_new_runs(self) -> None:
+        """Opens the runs that have begun in the named folders since the last call. An error becomes
+        the `notice` of the page."""
         self._looked_last = time.monotonic()
         try:
             if self._folders:
@@ -210,8 +212,9 @@ class Viewer:
             self.notice = str(error)
 
     def refresh(self, groups: bool = True, seconds: float = 0.3) -> bool:
-        """Reads a piece of what is new in each run, also in the groups of runs that somebody opened
-        (unless `groups` is False); True if there is more to read."""
+        """Reads a piece of what each run has written since the last call: metrics and evaluations
+        and, with `groups`, the groups of runs that somebody opened. Returns True if there is more
+        to read. An error becomes a problem of its run."""
         more = False
         for opened in self.runs.values():
             try:
@@ -235,18 +238,19 @@ class Viewer:
             more = self.refresh()
 
     def start(self) -> None:
-        """Reads the beginnings of curves, then starts the thread that reads on."""
-        # The first page needs curves alone.
+        """Reads the beginnings of all curves, so that the first page has something to show, then
+        starts the thread that reads on until `close`."""
         self.refresh(groups=False, seconds=min(0.3, START_SECONDS / max(1, len(self.runs))))
         self.answer("home", {})  # reads all settings
         self._thread = threading.Thread(target=self._watch, name="reading runs", daemon=True)
         self._thread.start()
 
     def _watch(self) -> None:
-        """Reads what is new until `close`; the body of the thread."""
+        """Runs in the thread until `close`: finds new runs and reads what is new, without a pause
+        as long as there is more, and less often while no page asks."""
         while not self._end.is_set():
             if time.monotonic() - self._looked_last > LOOK_SECONDS:
-                self.look()
+                self.find_new_runs()
             more = self.refresh()
             pause = POLL_SECONDS
             if more:
@@ -266,8 +270,11 @@ class Viewer:
     # ---- answering
 
     def answer(self, view: str, parameters: Mapping[str, str]) -> dict[str, Any]:
-        """Returns the record of a view; ShoalError for an unknown view or run, or a bad
-        parameter."""
+        """Answers a request of the page: returns the record of a view. ShoalError for an unknown
+        view or run, or a bad parameter.
+
+        >>> viewer.answer("curves", {"run": "first", "last": "100"})
+        """
         if view not in VIEWS:
             raise ShoalError(f"there is no view {view[:40]!r}{did_you_mean(view, VIEWS) or ''}")
         query = Query(parameters)
@@ -285,8 +292,9 @@ class Viewer:
             return VIEWS[view](self.runs[name], query, self)
 
     def _await_groups(self, opened: OpenRun, view: str) -> None:
-        """Starts the reading of a run's groups if it has not begun, and waits up to GROUP_SECONDS
-        for it if the view needs groups."""
+        """Marks a run as opened, so that its groups are read. If that is new, or if the view is of
+        one group, waits up to GROUP_SECONDS until all groups were read; the overview never
+        waits."""
         is_new = not opened.is_opened
         opened.open()
         if is_new:
@@ -295,8 +303,8 @@ class Viewer:
             opened.all_read.wait(GROUP_SECONDS)
 
     def text_lint(self, opened: OpenRun) -> TextLint:
-        """Reads further texts of a run for its lint, and returns the lint. Begins anew if all was
-        read and the run has written more since."""
+        """Reads further texts of a run, and returns its `TextLint` with the counts so far. Starts a
+        new one if the last has read all its files and the run has written more groups since."""
         with self._lint_lock:
             texts = opened.lint
             is_outdated = False
@@ -351,8 +359,9 @@ class Query:
 
 
 def _runs(viewer: Viewer, query: Query) -> dict[str, Any]:
-    """Returns a row for each run: how far it is, and the revisions of its curves and groups, which
-    change when the run writes. `home`: True if the page begins with the list of runs."""
+    """Returns the record that the page polls: for each run how far it is, and the revisions of its
+    curves and groups, which change when the run writes; `notice`; and `home`, True if the page
+    begins with the list of runs."""
     runs = []
     for name, opened in viewer.runs.items():
         runs.append(
@@ -371,8 +380,8 @@ def _runs(viewer: Viewer, query: Query) -> dict[str, Any]:
 
 
 def _home(viewer: Viewer, query: Query) -> dict[str, Any]:
-    """Returns the list of runs, the newest first, with the settings in which each differs from the
-    others."""
+    """Returns the record of the list of runs: `rows`, the newest first, each with the settings that
+    distinguish the run from the others (`chips`)."""
     runs = viewer.runs
     settings = [opened.settings for opened in runs.values()]
     decided = [opened.decided_keys for opened in runs.values()]
@@ -391,8 +400,8 @@ def _home(viewer: Viewer, query: Query) -> dict[str, Any]:
 
 
 def _compare(viewer: Viewer, query: Query) -> dict[str, Any]:
-    """Returns in which settings the chosen runs differ; for two runs also their first
-    difference."""
+    """Returns the record that compares the runs that the query names (`comparison`). For two runs
+    it has also their `first` difference; unknown names are left out."""
     names = [name for name in query.text("runs").split(",") if name in viewer.runs]
     runs = [viewer.runs[name] for name in names]
     settings = [opened.settings for opened in runs]
@@ -443,8 +452,9 @@ def _curves(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
 
 
 def _groups(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
-    """Returns a page of rows of the Groups view, the number of all rows that match, and how far a
-    search for a text has come."""
+    """Returns the record of the Groups view: the rows that the query asks for (filter, order,
+    offset and limit), their `total`, and, if a text is searched for, how far the search has come.
+    Each request continues the search."""
     state = None
     hits = ""
     text = query.text("text", MAX_TEXT)
@@ -477,7 +487,7 @@ def _group(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
 
 
 def _tokens(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
-    """Returns the record of one completion by token."""
+    """Returns the record of one completion with everything stored by token (`token_detail`)."""
     return groups.token_detail(
         opened.index,
         query.text("file"),
@@ -489,7 +499,7 @@ def _tokens(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
 
 
 def _lint(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
-    """Returns the record of the Lint view; reads further texts."""
+    """Returns the record of the Lint view. Each request reads further texts, until `done`."""
 
     def make() -> list[dict[str, Any]]:
         return number_findings(opened.index)

@@ -74,7 +74,7 @@ class Run:
     # (version), once a checkpoint was given to be written
     after_save: Callable[[int], None] = lambda version: None
     # Stores the settings of a resumed run for later resumes; None for a new run.
-    keep_settings: Callable[[], None] | None = None
+    store_settings: Callable[[], None] | None = None
     requested: int = 0  # steps whose groups have been requested
     # Step -> rows of the data that were requested for the step and not trained on yet.
     pending: dict[int, list[int]] = field(default_factory=dict)
@@ -224,9 +224,9 @@ class Run:
         """Stores a resumed run's new settings, once: after a step succeeded, or at an interrupt.
 
         Not earlier: settings that end the run would end every later resume, too."""
-        if self.keep_settings:
-            self.keep_settings()
-            self.keep_settings = None
+        if self.store_settings:
+            self.store_settings()
+            self.store_settings = None
 
     @contextmanager
     def saved_if_given_up(self, version: int, state: TrainState) -> Iterator[None]:

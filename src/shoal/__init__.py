@@ -178,7 +178,14 @@ def _task_of_data(
 
     if not is_data(task):
         return None
-    return task_of_data(task, held_out, correct, config.task, config.reward, functions)
+    return task_of_data(
+        data=task,
+        held_out=held_out,
+        correct=correct,
+        task=config.task,
+        reward=config.reward,
+        functions=functions,
+    )
 
 
 def _with_functions_named(config: Any, functions: Sequence[Callable]) -> Any:

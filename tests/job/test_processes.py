@@ -1112,7 +1112,9 @@ def test_meshes_that_several_processes_cannot_have(
 ):
     section, devices = MeshSection(**keys), [Device(number, number // 2) for number in range(4)]
     made = roles.make_roles(section, devices)
-    found = roles.refusal(section, made, {device: device.process_index for device in devices})
+    found = roles.process_refusal(
+        section, made, {device: device.process_index for device in devices}
+    )
     assert re.search(text, found) if text else found == ""
 
     def process_count():

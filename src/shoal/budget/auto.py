@@ -208,7 +208,7 @@ def decided_micro_tokens(config: Config, roles: Roles, a: Architecture) -> int:
     for size in group_rows(config, role.row_shards):
         if not chosen < size <= MOST_MICRO_TOKENS:
             continue
-        budget = with_update(weights, a, role, dtype, size, remat)
+        budget = with_update(weights=weights, a=a, role=role, dtype=dtype, tokens=size, remat=remat)
         if budget.fits(PLAN_FOR):
             chosen = size
     return chosen
@@ -257,6 +257,8 @@ def decided_remat(config: Config, roles: Roles, a: Architecture) -> str:
     tokens = max(tokens, -(-longest_sequence(config) // role.context))
     weights = open_budget(config, roles, a)
     for remat in ("dots", "attention"):
-        if with_update(weights, a, role, dtype, tokens, remat).fits(TIGHT):
+        if with_update(
+            weights=weights, a=a, role=role, dtype=dtype, tokens=tokens, remat=remat
+        ).fits(TIGHT):
             return remat
     return "full"

@@ -21,12 +21,12 @@ def micro_batch_shapes(config: Config, row_shards: int) -> tuple[Shape, ...]:
     from shoal.trainer.update import update_shapes
 
     return update_shapes(
-        longest_sequence(config),
-        config.sampling.max_completion_tokens,
-        config.batch,
-        config.algorithm.num_minibatches,
-        row_shards,
-        config.mesh.context,
+        longest=longest_sequence(config),
+        max_tokens=config.sampling.max_completion_tokens,
+        batch=config.batch,
+        num_minibatches=config.algorithm.num_minibatches,
+        row_shards=row_shards,
+        context=config.mesh.context,
     )
 
 

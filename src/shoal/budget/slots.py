@@ -167,13 +167,13 @@ def training_slots(config: Config, roles: Roles, a: Architecture) -> SlotPlan:
     completions = -(-config.batch.prompts_per_step // num_hosts(roles)) * group_size
     slots = config.sampling.slots_per_device * role.mesh.size or completions
     plan = plan_slots(
-        config.sampling,
-        make_model(config.model, a, role),
-        slots,
-        group_size,
-        completions,
-        free_cache_tokens(config, roles, a),
-        config.turns,
+        sampling=config.sampling,
+        model=make_model(config.model, a, role),
+        slots=slots,
+        group_size=group_size,
+        completions=completions,
+        free_tokens=free_cache_tokens(config, roles, a),
+        turns=config.turns,
     )
     return plan._replace(evaluated=config.sampling.evaluation_slots)
 

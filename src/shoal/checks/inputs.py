@@ -387,12 +387,12 @@ def open_prompts(config: Config, prompts_per_step: int, task: Task, encode: Enco
     too long."""
     long_prompts = config.sampling.long_prompts
     prompts = PromptStream(
-        task.train,
-        encode,
-        config.seed,
-        config.sampling.max_prompt_tokens,
-        long_prompts,
-        PassRates(config.train.retire_above),
+        examples=task.train,
+        encode=encode,
+        seed=config.seed,
+        max_tokens=config.sampling.max_prompt_tokens,
+        long_prompts=long_prompts,
+        rates=PassRates(config.train.retire_above),
     )
     prompts.peek(prompts_per_step)
     if long_prompts == "error":

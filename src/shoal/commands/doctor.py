@@ -236,14 +236,14 @@ def try_first_step(job: Job, parameters: Params) -> StepTrial | None:
     first = job.prompts.next(job.config.batch.prompts_per_step)
     with job.findings.of("reward", "reward.functions").errors():
         return try_step(
-            job.config,
-            job.task,
-            job.tokenizer,
-            job.reward_pool,
-            job.engines["training"],
-            job.learner,
-            parameters,
-            first,
+            config=job.config,
+            task=job.task,
+            tokenizer=job.tokenizer,
+            pool=job.reward_pool,
+            engine=job.engines["training"],
+            learner=job.learner,
+            parameters=parameters,
+            prompts=first,
         )
     return None
 

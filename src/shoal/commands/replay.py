@@ -22,7 +22,13 @@ def replay(
     with console or Console() as console:
         run = StoredRun(find_run(config.run))
         result = sample_again(
-            run, config.step, config.group, config.mesh, console, name, config.likeliest
+            run=run,
+            step=config.step,
+            number=config.group,
+            mesh=config.mesh,
+            console=console,
+            name=name,
+            likeliest=config.likeliest,
         )
         report_replay(result, console)
     return result

@@ -66,12 +66,26 @@ def score_responses(
         else:
             task, with_data, rewarded = _load_scoring_task(config, module, functions, console)
         responses = read_responses(file, task.question, console)
-        examples = match_examples(responses, task, with_data, module, config.task, console)
+        examples = match_examples(
+            responses=responses,
+            task=task,
+            with_data=with_data,
+            module=module,
+            section=config.task,
+            console=console,
+        )
         num_unscored = report_unscored(responses, examples, task, console)
         verdicts = give_verdicts(responses, examples, task, rewarded, console)
         failures = []
         if rewarded:
-            failures = add_rewards(responses, examples, verdicts, task, config.reward, console)
+            failures = add_rewards(
+                responses=responses,
+                examples=examples,
+                verdicts=verdicts,
+                task=task,
+                section=config.reward,
+                console=console,
+            )
         protocol = f"answers of {config.responses}"
         if num_unscored:
             protocol += f", {num_unscored} of {len(responses)} not judged"

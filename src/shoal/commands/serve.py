@@ -48,11 +48,11 @@ def open_sampler(job: Job) -> HostSampler:
     """Loads a job's weights and returns the sampler that answers requests with them."""
     config: ServeConfig = job.requested
     return HostSampler(
-        config.model.path,
-        job.tokenizer,
-        job.engine_maker(),
-        config.sampling.params,
-        MemoryStore(job.model, delete_source=True),
-        job.load_weights(),
-        config.seed,
+        name=config.model.path,
+        tokenizer=job.tokenizer,
+        make_engine=job.engine_maker(),
+        params=config.sampling.params,
+        store=MemoryStore(job.model, delete_source=True),
+        weights=job.load_weights(),
+        seed=config.seed,
     )

@@ -564,12 +564,12 @@ def load(
     notes += notes_on_names
     notes += [line for line, is_note in translation.became if is_note]
     resolved = Resolved(
-        config,
-        file.stem if file else "",
-        tuple(notes),
-        arguments,
-        tuple(line for line, _ in translation.became),
-        merged.origins,
+        config=config,
+        config_name=file.stem if file else "",
+        notes=tuple(notes),
+        arguments=arguments,
+        became=tuple(line for line, _ in translation.became),
+        origins=merged.origins,
     )
     return config, resolved
 

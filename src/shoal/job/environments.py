@@ -164,12 +164,12 @@ def make_turn_driver(turns: TurnFormats, num_slots: int, sampling: SamplingSecti
     `environment.rollouts` says, by default one for each of the sampler's `num_slots` slots."""
     num_rollouts = turns.section.rollouts or num_slots
     return TurnDriver(
-        turns.sessions,
-        turns.of,
-        turns.section,
-        sampling.max_prompt_tokens,
-        num_rollouts,
-        turns.tokenizer,
+        sessions=turns.sessions,
+        format_of=turns.of,
+        section=turns.section,
+        max_prompt_tokens=sampling.max_prompt_tokens,
+        most=num_rollouts,
+        tokenizer=turns.tokenizer,
     )
 
 

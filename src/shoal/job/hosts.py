@@ -146,20 +146,52 @@ def training_fleet(
         num_slots = all_slots(config, roles, model.architecture)
         turn_driver = make_turn_driver(turns, num_slots, config.sampling)
     if config.sampler.kind == "vllm":
-        return vllm_fleet(config, model, roles, spec, rewards, stop, console, turn_driver)
+        return vllm_fleet(
+            config=config,
+            model=model,
+            roles=roles,
+            spec=spec,
+            rewards=rewards,
+            stop=stop,
+            console=console,
+            turn_driver=turn_driver,
+        )
     store = make_store(
         config.publish, model.on(roles.sampler), cluster, roles.hosts != [roles.sampler]
     )
     if cluster is not None:
         return ray_fleet(
-            config, store, tokenizer, rewards, stop, console.answered, cluster, turn_driver
+            config=config,
+            store=store,
+            tokenizer=tokenizer,
+            rewards=rewards,
+            stop=stop,
+            on_progress=console.answered,
+            cluster=cluster,
+            turn_driver=turn_driver,
         )
     if not roles.disaggregated:
         make_engine = training_engine_maker(config, model, roles, tokenizer)
         return caller_fleet(
-            store, make_engine, rewards, config.seed, console.answered, stop, turn_driver
+            store=store,
+            make_engine=make_engine,
+            rewards=rewards,
+            seed=config.seed,
+            on_progress=console.answered,
+            stop=stop,
+            turn_driver=turn_driver,
         )
-    return thread_fleet(config, model, roles, tokenizer, store, rewards, stop, console, turn_driver)
+    return thread_fleet(
+        config=config,
+        model=model,
+        roles=roles,
+        tokenizer=tokenizer,
+        store=store,
+        rewards=rewards,
+        stop=stop,
+        console=console,
+        turn_driver=turn_driver,
+    )
 
 
 def thread_fleet(
@@ -279,13 +311,13 @@ def open_cluster(config: Config, console: Console, stack: ExitStack) -> Cluster 
     connection = ray_host.connect(config.ray.address, num_cpus)
     accelerator = ray_host.accelerator()
     cluster = ray_host.Cluster(
-        connection,
-        sampler.workers,
-        requested or {accelerator: devices},
-        config.ray.wait_seconds,
-        worker_environment(devices, accelerator),
-        WorkerParity(config.train.versions == "fixed", console.warning),
-        console.warning,
+        connection=connection,
+        workers=sampler.workers,
+        resources=requested or {accelerator: devices},
+        wait_seconds=config.ray.wait_seconds,
+        environment=worker_environment(devices, accelerator),
+        parity=WorkerParity(config.train.versions == "fixed", console.warning),
+        say=console.warning,
     )
     stack.callback(cluster.close)
     visible_before = {name: os.environ.get(name) for name in ray_host.VISIBLE.values()}
@@ -396,13 +428,13 @@ def vllm_fleet(
     if folder == Path():
         folder = default_folder(size)
     store = FolderStore(
-        folder,
-        model,
-        spec.folder,
-        spec.config,
-        score,
-        sends_adapters(config.vllm, model),
-        not config.vllm.urls,
+        parent=folder,
+        model=model,
+        source=spec.folder,
+        config=spec.config,
+        score=score,
+        adapters=sends_adapters(config.vllm, model),
+        starts=not config.vllm.urls,
     )
     sleeps = config.shares_gpu and model.role.platform != "cpu"
     settings = http_engine.Settings(

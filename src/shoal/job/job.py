@@ -635,13 +635,13 @@ class Job(StagedJob):
         returns a text with their lengths, like `36 to 55 tokens (held_out 37 to 55)`."""
         sets = {} if "evaluation_sets" in self.failed else self.evaluation_sets
         return check_prompts(
-            self.requested,
-            self.prompts_per_step,
-            self.questions,
-            self.tokenizer,
-            self.encode,
-            self.findings,
-            sets,
+            config=self.requested,
+            prompts_per_step=self.prompts_per_step,
+            task=self.questions,
+            tokenizer=self.tokenizer,
+            encode=self.encode,
+            findings=self.findings,
+            sets=sets,
         )
 
     # ---- what follows from the data
@@ -847,15 +847,15 @@ class Job(StagedJob):
             )
             return self.stack.enter_context(closing(fleet))
         fleet = training_fleet(
-            self.config,
-            self.model,
-            self.roles,
-            self.model_source,
-            self.group_rewards,
-            self.stop,
-            self.console,
-            self.cluster,
-            self.turn_formats,
+            config=self.config,
+            model=self.model,
+            roles=self.roles,
+            spec=self.model_source,
+            rewards=self.group_rewards,
+            stop=self.stop,
+            console=self.console,
+            cluster=self.cluster,
+            turns=self.turn_formats,
         )
         source = fleet
         if self.world.count > 1:
@@ -882,7 +882,12 @@ class Job(StagedJob):
             sampling = self.sampling_settings
             slots = min(slots, sampling.evaluation_slots or slots)
         return sampling_engine_maker(
-            self.model, self.tokenizer, sampling, slots, group_size, isinstance(c, ServeConfig)
+            model=self.model,
+            tokenizer=self.tokenizer,
+            sampling=sampling,
+            slots=slots,
+            group_size=group_size,
+            truncated=isinstance(c, ServeConfig),
         )
 
     # ---- keys that the configuration left open

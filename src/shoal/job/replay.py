@@ -425,14 +425,14 @@ class Replayer:
         group = self.group
         engine = self.job.engine_maker()(group.purpose, group.size)
         request = GroupRequest(
-            group.purpose,
-            group.step,
-            group.version,
-            group.example,
-            group.prompt_ids,
-            group.size,
-            self.params,
-            group.subset,
+            purpose=group.purpose,
+            step=group.step,
+            version=group.version,
+            example=group.example,
+            prompt_ids=group.prompt_ids,
+            num_completions=group.size,
+            params=self.params,
+            subset=group.subset,
         )
         engine.load(group.version, params)
         sampled_as = sample_request(request, 0, self.config.seed)
@@ -546,7 +546,13 @@ def sample_turns(engine: Engine, sampled_as: SampleRequest, group: Group) -> lis
                 ended.append(sampled)
                 turn_limit = _turn_limit(stored, stop, engine.eos_ids)
                 request = branch_request(
-                    sampled_as, new_id(), index, next_prompt, len(ended), stop, turn_limit
+                    request=sampled_as,
+                    id=new_id(),
+                    index=index,
+                    prompt_ids=next_prompt,
+                    branch=len(ended),
+                    used=stop,
+                    turn_limit=turn_limit,
                 )
                 engine.submit([request])
             elif sampled.waits:

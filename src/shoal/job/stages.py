@@ -100,7 +100,13 @@ def stage(
 
     def declare(function: Callable[..., R]) -> Stage[R]:
         declared: Stage[R] = Stage(
-            finding_name, fix_key, needs, after, commands, forks, starts_threads
+            finding_name=finding_name,
+            fix_key=fix_key,
+            needs=needs,
+            after=after,
+            commands=commands,
+            forks=forks,
+            starts_threads=starts_threads,
         )
         declared.function = function
         declared.__doc__ = function.__doc__

@@ -193,13 +193,13 @@ def try_step(
     for prompt in prompts[: engine.num_groups]:
         requests.append(
             GroupRequest(
-                Purpose.TRAIN,
-                0,
-                0,
-                prompt.example,
-                prompt.prompt_ids,
-                config.batch.group_size,
-                config.sampling.params,
+                purpose=Purpose.TRAIN,
+                step=0,
+                version=0,
+                example=prompt.example,
+                prompt_ids=prompt.prompt_ids,
+                num_completions=config.batch.group_size,
+                params=config.sampling.params,
             )
         )
     engine.load(0, publish_to(engine.model, parameters))
@@ -225,9 +225,25 @@ def try_step(
     reward_seconds = time.perf_counter() - started
     groups = []
     for number, request in enumerate(requests):
-        groups.append(make_group(task, request, sampled[number], texts[number], scores, number))
+        groups.append(
+            make_group(
+                task=task,
+                request=request,
+                completions=sampled[number],
+                texts=texts[number],
+                scores=scores,
+                position=number,
+            )
+        )
     shape = micro_batch_shapes(config, learner.model.role.row_shards)[0]
-    trial = StepTrial(groups, cancelled, sample_seconds, reward_seconds, programs, shape)
+    trial = StepTrial(
+        groups=groups,
+        cancelled=cancelled,
+        sample_seconds=sample_seconds,
+        reward_seconds=reward_seconds,
+        programs=programs,
+        shape=shape,
+    )
     _update(trial, config, learner, parameters)
     load_orbax()  # a run loads this library for its checkpoints, so its memory counts
     trial.process_bytes, trial.worker_bytes = process_bytes(), children_bytes()
@@ -372,16 +388,16 @@ def estimate_times(
     step = step_seconds(schedule_of(config.train), sample + reward, update, own_devices)
     run = config.steps * step + evaluation + trial.compile_seconds
     return Times(
-        sample,
-        reward,
-        update,
-        evaluation,
-        trial.compile_seconds,
-        run,
-        step,
-        round(tokens * scale),
-        round((tokens + prompts) * scale),
-        trial.padding,
+        sample_seconds=sample,
+        reward_seconds=reward,
+        update_seconds=update,
+        evaluation_seconds=evaluation,
+        compile_seconds=trial.compile_seconds,
+        run_seconds=run,
+        step_seconds=step,
+        sampled_tokens=round(tokens * scale),
+        trained_tokens=round((tokens + prompts) * scale),
+        padding=trial.padding,
     )
 
 

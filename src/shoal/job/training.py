@@ -79,13 +79,13 @@ def open_run(job: Job) -> Run:
     restored = None
     if job.resumed:
         restored = restore_latest(
-            folder,
-            updater.learner,
-            source.published_shapes(),
-            facts,
-            job.console,
-            job.world,
-            models.frozen,
+            folder=folder,
+            learner=updater.learner,
+            shapes=source.published_shapes(),
+            facts=facts,
+            console=job.console,
+            world=job.world,
+            frozen=models.frozen,
         )
     first_version = restored.version if restored else 0
     # A resumed run may have other settings, which are stored by the loop, after its first step.
@@ -265,13 +265,13 @@ def open_recorder(
     sinks = []
     if job.world.is_main:
         sinks = make_sinks(
-            folder.path,
-            config.report,
-            to_dict(config),
-            config.run_name or folder.path.name,
-            first_version if job.resumed else None,
-            job.console.note,
-            job.console.warning,
+            folder=folder.path,
+            section=config.report,
+            config=to_dict(config),
+            run_name=config.run_name or folder.path.name,
+            resumed_at=first_version if job.resumed else None,
+            note=job.console.note,
+            warn=job.console.warning,
         )
     for sink in sinks:
         job.stack.callback(sink.close)

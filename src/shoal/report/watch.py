@@ -109,11 +109,29 @@ class Watch:
         if not count:
             return []
         words = {"low": low, "zeros": count - others}
-        figures = [Figure("function_range", high - low, steps, 0, int(count), function, words)]
+        figures = [
+            Figure(
+                name="function_range",
+                value=high - low,
+                steps=steps,
+                groups=0,
+                completions=int(count),
+                subject=function,
+                words=words,
+            )
+        ]
         if low == 0:  # not for a penalty, which is below 0
             share = others / count
             figures.append(
-                Figure("function_share_above_0", share, steps, 0, int(count), function, words)
+                Figure(
+                    name="function_share_above_0",
+                    value=share,
+                    steps=steps,
+                    groups=0,
+                    completions=int(count),
+                    subject=function,
+                    words=words,
+                )
             )
         return self._findings(figures)
 

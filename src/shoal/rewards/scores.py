@@ -220,12 +220,12 @@ def sum_scores(
         components[column.function.name] = column.values.reshape(batch.shape)
         failures += column.failures
     return Scores(
-        rewards.reshape(batch.shape),
-        components,
-        valid.reshape(batch.shape),
-        extra,
-        metrics,
-        tuple(failures),
+        rewards=rewards.reshape(batch.shape),
+        components=components,
+        valid=valid.reshape(batch.shape),
+        extra=extra,
+        metrics=metrics,
+        failures=tuple(failures),
     )
 
 

@@ -199,14 +199,14 @@ def sample_request(request: GroupRequest, id: int, seed: int) -> SampleRequest:
     purpose = f"{request.purpose}/{request.subset}/{mode}"
     noise_key = NoiseKey(seed, purpose, request.step, request.example.row)
     return SampleRequest(
-        id,
-        request.prompt_ids,
-        request.num_completions,
-        noise_key,
-        request.params,
-        request.purpose,
-        request.version,
-        request.exact,
+        id=id,
+        prompt_ids=request.prompt_ids,
+        num_completions=request.num_completions,
+        noise_key=noise_key,
+        params=request.params,
+        purpose=request.purpose,
+        version=request.version,
+        exact=request.exact,
     )
 
 

@@ -155,7 +155,14 @@ def compare(a: StoredRun, b: StoredRun) -> Comparison:
         dropped += [row.get("prompts/dropped") for row in metrics.values()]
     acting = without_idle_limits(differing, dropped)
     feeds_back = _rewards_choose_prompts(a.config) or _rewards_choose_prompts(b.config)
-    divergence = find_divergence(in_groups, version, in_metrics, group_steps, acting, feeds_back)
+    divergence = find_divergence(
+        in_groups=in_groups,
+        version=version,
+        in_metrics=in_metrics,
+        same_groups=group_steps,
+        differing=acting,
+        feeds_back=feeds_back,
+    )
     in_evaluations = evaluation_difference(evaluations_a, evaluations_b)
     if divergence is None and in_evaluations:
         evaluated, name, _ = in_evaluations
@@ -486,7 +493,15 @@ def step_difference(
     for stage, compare in _STAGES.items():
         for number, (x, y) in enumerate(zip(a, b, strict=False)):
             for what, completion, token, values in compare(x, y):
-                return GroupDifference(step, stage, what, number, completion, token, values)
+                return GroupDifference(
+                    step=step,
+                    stage=stage,
+                    what=what,
+                    group=number,
+                    completion=completion,
+                    token=token,
+                    values=values,
+                )
         if stage == "data" and len(a) != len(b):
             return GroupDifference(
                 step, stage, "number of groups", min(len(a), len(b)), values=(len(a), len(b))

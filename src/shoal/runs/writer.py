@@ -259,7 +259,14 @@ class RunWriter:
     def write_event(self, level: EventLevel, text: str, key: str = "") -> None:
         """Appends a line to events.jsonl, for the current step. Ignores errors: a full disk shows
         when something is written that the run needs."""
-        event = EventLine(time.time(), self.step, self.phase, level, one_line(text), key)
+        event = EventLine(
+            time=time.time(),
+            step=self.step,
+            phase=self.phase,
+            level=level,
+            text=one_line(text),
+            key=key,
+        )
         with contextlib.suppress(ShoalError):
             self.events.write(event)
 

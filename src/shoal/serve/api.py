@@ -219,12 +219,12 @@ def read_call(kind: str, body: dict[str, Any], sampler: Sampler) -> Call:
         has_logprobs = bool(logprobs)
         prompt = [_template_message(message) for message in prompt]
     return Call(
-        kind,
-        prompt,
-        replace(params, top_k=max(0, params.top_k)),
-        settings.get("n", 1),
-        settings.get("seed"),
-        tools,
+        kind=kind,
+        prompt=prompt,
+        params=replace(params, top_k=max(0, params.top_k)),
+        num_completions=settings.get("n", 1),
+        seed=settings.get("seed"),
+        tools=tools,
         stream=settings.get("stream", False),
         usage=settings.get("stream_options", {}).get("include_usage") is True,
         logprobs=has_logprobs,

@@ -224,7 +224,12 @@ def read_splits(
     renames = renames_of(task.columns)
     rows, counts = _read(train, renames, published, make)
     splits = Splits(
-        published.task, rows, [], f"task.eval_split={task.split}", notes, DataReport(counts)
+        task=published.task,
+        train=rows,
+        held_out=[],
+        on_purpose=f"task.eval_split={task.split}",
+        notes=notes,
+        data=DataReport(counts),
     )
     if held_out and held_out != train:
         splits.held_out, counts = _read(held_out, renames, published, make)

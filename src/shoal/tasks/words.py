@@ -330,7 +330,15 @@ def _draw_words(rng: random.Random, numbers: tuple[int, tuple[Step, ...]], purpo
     name = pick(rng, SHE + HE)
     friend = pick(rng, [other for other in SHE + HE if other != name])
     objects = pick(rng, OBJECTS)
-    return Problem(start, steps, tuple(templates), unseen, name, friend, objects)
+    return Problem(
+        start=start,
+        steps=steps,
+        templates=tuple(templates),
+        unseen=unseen,
+        name=name,
+        friend=friend,
+        objects=objects,
+    )
 
 
 PROBLEMS = Problems("words", _draw_numbers, numeric_form, ("num_steps", "max_value"), _draw_words)

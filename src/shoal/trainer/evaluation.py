@@ -75,14 +75,14 @@ class Evaluator:
                 requests = []
                 for question in questions:
                     request = GroupRequest(
-                        Purpose.EVALUATE,
-                        step,
-                        version,
-                        question.example,
-                        question.prompt_ids,
-                        count,
-                        params,
-                        subset,
+                        purpose=Purpose.EVALUATE,
+                        step=step,
+                        version=version,
+                        example=question.example,
+                        prompt_ids=question.prompt_ids,
+                        num_completions=count,
+                        params=params,
+                        subset=subset,
                     )
                     requests.append(request)
                 source.request(requests)

@@ -341,13 +341,13 @@ class Run:
         requests = []
         for prompt in prompts:
             request = GroupRequest(
-                Purpose.TRAIN,
-                step,
-                version,
-                prompt.example,
-                prompt.prompt_ids,
-                group_size,
-                params,
+                purpose=Purpose.TRAIN,
+                step=step,
+                version=version,
+                example=prompt.example,
+                prompt_ids=prompt.prompt_ids,
+                num_completions=group_size,
+                params=params,
                 exact=exact,
             )
             requests.append(request)
@@ -482,13 +482,13 @@ class Run:
         """Records one step in metrics, files and terminal, and returns its metrics by name."""
         table = outcome.table
         record = StepRecord(
-            step,
-            groups,
-            table.advantages,
-            table.nonzero_std,
-            outcome.logprobs,
-            outcome.metrics,
-            seconds,
+            step=step,
+            groups=groups,
+            advantages=table.advantages,
+            nonzero_std=table.nonzero_std,
+            logprobs=outcome.logprobs,
+            metrics=outcome.metrics,
+            seconds=seconds,
             num_discarded=len(discarded),
             prompts_dropped=self.prompts.dropped,
             prompts_retired=len(self.prompts.rates.retired()),

@@ -108,24 +108,24 @@ def batch_logprobs(
 
         slices = head_slices(head, max(128, budget // (rows_per_device * length)))
         logprobs, entropies = sliced_logprobs(
-            states,
-            tokens,
-            batch.temperature,
-            project,
-            slices,
-            vocab_size,
-            support,
-            entropy_gradient,
+            hidden=states,
+            targets=tokens,
+            temperature=batch.temperature,
+            project=project,
+            slices=slices,
+            vocabulary=vocab_size,
+            support_ids=support,
+            entropy_gradient=entropy_gradient,
         )
     else:
         logprobs, entropies = token_logprobs(
-            states,
-            tokens,
-            batch.temperature,
-            head_projection(model, head),
-            chunk,
-            support,
-            entropy_gradient,
+            hidden=states,
+            targets=tokens,
+            temperature=batch.temperature,
+            project=head_projection(model, head),
+            chunk=chunk,
+            support_ids=support,
+            entropy_gradient=entropy_gradient,
             dense=role.platform == "gpu",
         )
 

@@ -45,7 +45,14 @@ class StepTable:
         penalised = rewards
         if penalty is not None:
             penalised = rewards - penalty
-        advantages = step_advantages(a, penalised, valid, lengths, components, weights)
+        advantages = step_advantages(
+            a=a,
+            rewards=penalised,
+            valid=valid,
+            lengths=lengths,
+            components=components,
+            weights=weights,
+        )
         return cls(rewards, valid, lengths, truncated, advantages, nonzero_std(rewards, valid))
 
 

@@ -142,7 +142,12 @@ class Updater:
         for epoch in range(self.algorithm.num_epochs):
             for members in self._minibatches(len(groups), step, epoch):
                 batches = self._pack(
-                    groups, table, members, old_logprobs, precomputed.ref_logprobs, teacher_bonus
+                    groups=groups,
+                    table=table,
+                    members=members,
+                    old_logprobs=old_logprobs,
+                    ref_logprobs=precomputed.ref_logprobs,
+                    teacher_bonus=teacher_bonus,
                 )
                 patience_seconds = 0.0 if state is first_state else PATIENCE_SECONDS
                 state = self._update_once(
@@ -174,12 +179,12 @@ class Updater:
             longest = max(longest, len(group.prompt_ids) + longest_completion)
         role = self.learner.model.role
         return update_shapes(
-            longest,
-            self.max_tokens,
-            self.batch,
-            self.algorithm.num_minibatches,
-            role.row_shards,
-            role.context,
+            longest=longest,
+            max_tokens=self.max_tokens,
+            batch=self.batch,
+            num_minibatches=self.algorithm.num_minibatches,
+            row_shards=role.row_shards,
+            context=role.context,
         )
 
     def _minibatches(self, count: int, step: int, epoch: int) -> list[np.ndarray]:

@@ -453,7 +453,14 @@ def open_checkpoint(
     pairs = (metadata.custom_metadata or {}).get("rope_in_pairs")
     if pairs is None:
         pairs = rope_is_in_pairs(name, a)
-    return MaxTextCheckpoint(tree_folder, a, scan_layers, bool(pairs), root, dtypes)
+    return MaxTextCheckpoint(
+        folder=tree_folder,
+        architecture=a,
+        scan_layers=scan_layers,
+        pairs=bool(pairs),
+        root=root,
+        dtypes=dtypes,
+    )
 
 
 def _check_arrays(

@@ -517,12 +517,12 @@ def _maxtext_model(section: ModelSection, tree: Path) -> ModelSource:
     if not families.describes(tokenizer, a):
         config = families.make_config(a, tokenizer)
     return ModelSource(
-        tokenizer,
-        a,
-        checkpoint.load,
-        config,
-        (Finding("tokenizer", "ok", checkpoint.describe()),),
-        section.template,
+        folder=tokenizer,
+        architecture=a,
+        read=checkpoint.load,
+        config=config,
+        notes=(Finding("tokenizer", "ok", checkpoint.describe()),),
+        template=section.template,
         base=address(tree.resolve()),
         digests=checkpoint.digests,
     )

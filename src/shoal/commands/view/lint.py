@@ -91,12 +91,12 @@ def _card_of(row: Row, card: Card, figure: Figure) -> dict[str, Any]:
     """Returns the finding for a row of ROWS whose bound a figure passes; its texts are those of the
     row and its card, filled with the figure's words."""
     return finding(
-        card.kind,
-        row.level,
-        row.fill(card.title, figure),
-        _sentence(row.sentence(figure)),
-        row.fill(card.filter, figure),
-        row.fill(card.sort, figure),
+        kind=card.kind,
+        level=row.level,
+        title=row.fill(card.title, figure),
+        text=_sentence(row.sentence(figure)),
+        filter=row.fill(card.filter, figure),
+        sort=row.fill(card.sort, figure),
     )
 
 

@@ -489,12 +489,12 @@ def _group(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
 def _tokens(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
     """Returns the record of one completion with everything stored by token (`token_detail`)."""
     return groups.token_detail(
-        opened.index,
-        query.text("file"),
-        query.number("group"),
-        query.number("completion", 0),
-        opened.pieces,
-        opened.settings,
+        index=opened.index,
+        stem=query.text("file"),
+        number=query.number("group"),
+        completion=query.number("completion", 0),
+        pieces=opened.pieces,
+        settings=opened.settings,
     )
 
 

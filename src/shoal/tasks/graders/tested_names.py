@@ -163,12 +163,12 @@ class _Code:
                         names.add(alias.asname or alias.name.partition(".")[0])
                     imports.append((ast.unparse(statement), frozenset(names)))
         return _Code(
-            frozenset(used),
-            frozenset(bound),
-            frozenset(defined),
-            frozenset(called),
-            frozenset(opened),
-            tuple(imports),
+            used=frozenset(used),
+            bound=frozenset(bound),
+            defined=frozenset(defined),
+            called=frozenset(called),
+            opened=frozenset(opened),
+            imports=tuple(imports),
         )
 
 

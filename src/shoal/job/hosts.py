@@ -57,7 +57,7 @@ from shoal.rollout.ledger import GroupRewards
 from shoal.rollout.turn_driver import TurnDriver
 from shoal.rollout.worker_facts import WorkerFingerprint, WorkerParity, fingerprint_of
 from shoal.sampler.engine import Engine
-from shoal.sampler.sample_tokens import SamplingArrays, sampling_logprobs
+from shoal.sampler.sample_tokens import SAMPLING_TYPES, sampling_logprobs
 from shoal.stop import StopSignal
 from shoal.trainer.batch import LearnerBatch, MicroBatch, Shape, unpack
 from shoal.trainer.loss import next_token_logits
@@ -552,12 +552,8 @@ def trainer_probe(
     beginnings = sorted(lengths)
     batch = MicroBatch.empty(Shape(1, PROBE_TOKENS), temperature=1.0)
     batch.add(0, np.array(ids[:1]), {(0, 0, 0): np.array(ids[1:])})
-    sampling = SamplingArrays(
-        np.full(len(beginnings), np.float32(params.temperature)),
-        np.full(len(beginnings), np.int32(params.top_k)),
-        np.full(len(beginnings), np.float32(params.top_p)),
-        np.full(len(beginnings), np.float32(params.min_p)),
-    )
+    sampling = jax.tree.map(functools.partial(np.zeros, len(beginnings)), SAMPLING_TYPES)
+    sampling.set(slice(None), params)
 
     def next_token(parameters: Params, arrays: LearnerBatch) -> jax.Array:
         """Returns the log-probs of the token after each beginning; compiled."""

@@ -528,7 +528,6 @@ class Engine:
         for position, id, subgroup, row, source in admission.entries:
             active = self.requests[id]
             request = active.request
-            params = request.params
             first = request.first + subgroup * self.siblings
             partials = self._partials(subgroup, active)
             count = len(partials)
@@ -536,10 +535,7 @@ class Engine:
             arrays["limit"][position, :count] = [partial.limit for partial in partials]
             noise_keys = [request.noise_key.key(first + i) for i in range(count)]
             arrays["keys"][position, :count] = noise_keys
-            sampling = arrays["sampling"]
-            values = (params.temperature, params.top_k, params.top_p, params.min_p)
-            for column, value in zip(sampling, values, strict=True):
-                column[position] = value
+            arrays["sampling"].set(position, request.params)
             if admission.bucket:
                 size = len(request.prompt_ids)
                 arrays["tokens"][position, :size] = request.prompt_ids

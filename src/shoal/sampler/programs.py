@@ -35,7 +35,14 @@ from shoal.model.parameters import Block
 from shoal.model.rotary import rotary
 from shoal.model.transformer import Model, embed, forward, through_layers
 from shoal.records import Params
-from shoal.sampler.sample_tokens import BLOCK, TPU_BLOCK, SamplingArrays, sample_tokens, uniform
+from shoal.sampler.sample_tokens import (
+    BLOCK,
+    SAMPLING_TYPES,
+    TPU_BLOCK,
+    SamplingArrays,
+    sample_tokens,
+    uniform,
+)
 
 CHUNK = 32
 """Most tokens that a slot samples in one decode; after each decode the host searches for stop
@@ -337,9 +344,7 @@ def _idle_state(model: Model, sizes: StateSizes) -> DecodeState:
         done=jnp.ones(shape, bool),
         limit=zeros(jnp.int32),
         keys=jnp.zeros((rows, siblings, 2), jnp.uint32),
-        sampling=SamplingArrays(
-            zeros(jnp.float32), zeros(jnp.int32), zeros(jnp.float32), zeros(jnp.float32)
-        ),
+        sampling=jax.tree.map(zeros, SAMPLING_TYPES),
     )
 
 
@@ -474,12 +479,7 @@ def empty_batch(positions: int, siblings: int, bucket: int) -> dict[str, Any]:
         "rows": np.full(positions, 2**31 - 1, np.int32),  # past the end: nothing is written
         "limit": np.zeros((positions, siblings), np.int32),
         "keys": np.zeros((positions, siblings, 2), np.uint32),
-        "sampling": SamplingArrays(
-            np.zeros(positions, np.float32),
-            np.zeros(positions, np.int32),
-            np.zeros(positions, np.float32),
-            np.zeros(positions, np.float32),
-        ),
+        "sampling": jax.tree.map(partial(np.zeros, positions), SAMPLING_TYPES),
     }
     if bucket:
         return arrays | {

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from shoal.mesh import Role
+from shoal.records import SamplingParams
 
 BLOCK = 512
 """Tokens of the vocabulary in one block: blocks are summed first, and then only one block is
@@ -25,12 +27,24 @@ neither padded nor moved."""
 
 
 class SamplingArrays(NamedTuple):
-    """`SamplingParams` as arrays, one value for each slot."""
+    """The settings of `SamplingParams` that compiled programs read, as arrays: one value for each
+    slot. A field has the name of its setting."""
 
     temperature: Any
     top_k: Any
     top_p: Any
     min_p: Any
+
+    def set(self, position: int | slice, params: SamplingParams) -> None:
+        """Writes a request's settings into the arrays, which are NumPy's, at this position."""
+        for name, column in zip(self._fields, self, strict=True):
+            column[position] = getattr(params, name)
+
+
+SAMPLING_TYPES = SamplingArrays(
+    temperature=np.float32, top_k=np.int32, top_p=np.float32, min_p=np.float32
+)
+"""The data type of each array of `SamplingArrays`."""
 
 
 def uniform(keys: jax.Array, position: jax.Array) -> jax.Array:

@@ -8,8 +8,9 @@ Synchronous is asynchronous with zero staleness: each step's groups are requeste
 as soon as that version is published (up to `lookahead.steps` steps ahead), and the loop never knows
 where the tokens come from.
 
-A step that is given up leaves no trace: state, prompts and pending requests are then what they were
-when the step began.
+Until its first update begins, a step that is given up leaves no trace: state, prompts and pending
+requests are then what they were when the step began, and are saved so. Later the run falls back to
+its last checkpoint, because an update consumes the state that it begins with.
 """
 
 from __future__ import annotations
@@ -144,6 +145,7 @@ class Run:
                     except ShoalError:
                         seconds = time.perf_counter() - started
                         self.record(step, groups, discarded, outcome, seconds)
+                        # Raised again inside, so that the update is saved.
                         with self.saved_if_given_up(version, state):
                             raise
                 self.lookahead.note(waited, time.perf_counter() - started)
@@ -151,7 +153,7 @@ class Run:
                 seconds = time.perf_counter() - started
                 metrics = self.record(step, groups, discarded, outcome, seconds)
                 with self.saved_if_given_up(version, state):
-                    self.source.check_logprobs(groups, outcome.logprobs, step)
+                    self.source.check_logprobs(groups, outcome.logprobs, version=step)
             self.store_resume_settings()
             if self.evaluation_due(version) and not self.ends_at(version):
                 self.evaluate(version, state)
@@ -190,6 +192,7 @@ class Run:
         self.publish_frozen(state)
         self.prompts.restore(extra["prompts"])
         self.useful_share = extra.get("useful_share", 1.0)
+        # The checkpoint may hold versions that the present schedule would not ask for.
         held_versions = sorted(self.restored.published)
         held_versions.append(version)
         self.schedule = replace(self.schedule, held=tuple(held_versions))
@@ -201,14 +204,13 @@ class Run:
         self.requested = version + len(self.pending)
         self.saved = version
         # Before publication, which drops the weights that nobody has requested.
-        self.evaluating = {}
         for number in extra.get("evaluating", ()):
             if number in self.restored.published:
                 self.evaluating[number] = time.perf_counter()
         for number in self.evaluating:
-            self.evaluator.request_answers(self.source, number, number, full=False)
+            self.evaluator.request_answers(self.source, step=number, version=number, full=False)
         for number, params in self.restored.published.items():
-            self.publish(number, params, version)
+            self.publish(number, params, step=version)
         # Decided by the present settings: `train.evaluate_every` may have changed, and with it what
         # must be published.
         if self.publication_due(version):
@@ -235,6 +237,7 @@ class Run:
         again. The step or evaluation in the body can then start again from the checkpoint. Saves
         nothing if an update has consumed `state`; version 0 is saved only by a stop after its
         evaluation."""
+        # Prompts are read inside the block only to replace groups, which dynamic sampling does.
         prompts = self.prompts.state() if self.config.algorithm.dynamic_sampling else None
         try:
             yield
@@ -445,7 +448,9 @@ class Run:
             self.stop.check()
             self.stop.announce_wait(f"the evaluation {version_text(version)}")
             self.recorder.begin_evaluation(version, self.evaluator.num_completions(full=complete))
-            self.evaluator.request_answers(self.source, version, version, full=complete)
+            self.evaluator.request_answers(
+                self.source, step=version, version=version, full=complete
+            )
         self.evaluating[version] = time.perf_counter()
         self.record_finished_evaluations(version, state, complete)
 

@@ -254,8 +254,9 @@ class Pause:
 
 Message = Load | Submit | Extend | End | Cancel | Pause
 """Any message to a `Host`. `EngineHost` acts on messages about versions and whole requests, and
-passes all others to its engine; a host that wraps another host passes every message on. To add a
-message, write a class here and a case in `Engine.handle`."""
+passes all others, which are about completions that have begun, to its engine; a host that wraps
+another host passes every message on. To add a message, write a class here, and a case in
+`EngineHost.handle` or `Engine.handle`; for servers also in `HttpEngine.handle`."""
 
 
 class Host(Protocol):

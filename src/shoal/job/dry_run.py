@@ -68,7 +68,9 @@ def check_dry_run(config: Any) -> list[Finding]:
 def _check_job(config: Any, findings: Findings, command: str) -> None:
     """Opens the stages of a command's job that can refuse it, as far as nothing must be downloaded.
     A run in several processes is checked without its devices and its model. Returns at once for a
-    resumed run that has made all its steps, because `shoal train` leaves such a run as it is."""
+    resumed run that has made all its steps, because `shoal train` leaves such a run as it is.
+    ShoalError if a stage refuses the job, or, in training with `train.on_warning=stop`, if there
+    are warnings."""
     resumed = None
     meets_others = False
     if command in ("train", "sft"):
@@ -107,9 +109,9 @@ def _check_source(source: str) -> None:
 
 
 def _check_roles(job: Job, roles: Roles) -> None:
-    """Checks `roles` where the job's own stages cannot, because its model is not here. ShoalError
-    if the platform lacks the requested kernel of attention, or if the prompts of a step do not fit
-    the number of devices; a finding about idle devices."""
+    """Checks `roles` against the settings, if the job's own stages cannot, because its model is not
+    here. ShoalError if the platform lacks the requested kernel of attention, or if the prompts of a
+    step do not fit the number of devices; a finding about idle devices."""
     from shoal.checks.inputs import check_idle
     from shoal.model.attention.selector import platform_fault
 
@@ -148,7 +150,9 @@ def _has_processes(config: Config, findings: Findings) -> bool:
 
 def check_placement(config: PlanConfig, findings: Findings) -> None:
     """Checks a plan's meshes on the devices of its topology; if it plans for this machine's devices
-    and the model is here too, also whether its memory fits."""
+    and the model is here too, also whether its memory fits. ShoalError if a mesh is impossible or
+    memory does not fit. Side effect: for a topology JAX's platform becomes `cpu` in this
+    process."""
     import jax
 
     from shoal.mesh.topology import parse_topology, placeholder_devices
@@ -173,7 +177,8 @@ def check_placement(config: PlanConfig, findings: Findings) -> None:
 
 
 def _quiet_job(config: Any, findings: Findings, **parts: Any) -> Job:
-    """Makes a job that prints nothing; what it finds goes into `findings`."""
+    """Makes a job that prints nothing; what it finds goes into `findings`. `parts`: further
+    arguments of `Job`."""
     from shoal.job.job import Job
     from shoal.report.console import Console
 
@@ -181,9 +186,9 @@ def _quiet_job(config: Any, findings: Findings, **parts: Any) -> Job:
 
 
 def adapter_lines(config: Any) -> list[str]:
-    """Returns [a line that says how many parameters an adapter trains]; [] if the configuration has
-    no adapter, or if the model's sizes are not on this machine. ShoalError if the model cannot have
-    such an adapter."""
+    """Returns a list with one line, which says how many parameters an adapter trains; [] if the
+    configuration has no adapter, or if the model's sizes are not on this machine. ShoalError if the
+    model cannot have such an adapter."""
     if not isinstance(config, Config) or (
         config.model.lora == LoraSection() and config.model.quantise == "none"
     ):
@@ -207,7 +212,8 @@ def adapter_lines(config: Any) -> list[str]:
 def check_files(config: Any, findings: Findings) -> None:
     """Raises ShoalError if a file or folder to read is missing, or one to write exists already.
     Warns if a path looks like a folder, but would be taken for a name on the hub because it does
-    not exist."""
+    not exist. `model.path`, `teacher.path` and `task.path` are the keys that are warned of; nothing
+    is warned of names without a slash."""
     known = keys_of(type(config))
     command = command_of(type(config))
     if command != "compat":  # `compat` writes into folders that exist already

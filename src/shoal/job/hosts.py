@@ -114,7 +114,9 @@ def caller_fleet(
 ) -> Fleet:
     """Returns a fleet with a single host, which samples in the thread that calls the fleet, with
     the engines that `make_engine(purpose, group size)` returns. `on_progress`: called during an
-    evaluation with (name of its part, questions answered, questions of that part)."""
+    evaluation with (name of its part, questions answered, questions of that part). `stop`: ends
+    waits of the fleet once it is requested; None: never. `turn_driver`: answers the turns of tools
+    and environments; None: a completion is one answer."""
     return Fleet(
         store,
         {HERE: EngineHost(make_engine)},
@@ -137,9 +139,11 @@ def training_fleet(
     cluster: Cluster | None = None,
     turns: TurnFormats | None = None,
 ) -> Fleet:
-    """Returns the fleet that samples for a training run: the one of the table above that fits
-    `sampler.kind` and the devices. `turns`: how turns are written as tokens; None if rollouts are
-    single answers."""
+    """Returns the fleet that samples for a training run: a `vllm_fleet` or `ray_fleet` if
+    `sampler.kind` says so; else a `thread_fleet` if the sampler has devices of its own, and a
+    `caller_fleet` if it shares the trainer's. `spec`: the model's files and tokenizer. `cluster`:
+    the Ray cluster; None if none was joined. `turns`: how turns are written as tokens; None if
+    rollouts are single answers."""
     tokenizer = spec.tokenizer
     turn_driver = None
     if turns:
@@ -206,7 +210,8 @@ def thread_fleet(
     turn_driver: TurnDriver | None,
 ) -> Fleet:
     """Returns the fleet of a sampler that has devices of its own in this process: one host for each
-    replica of the model, each in a thread of its own, so that sampling and training overlap."""
+    replica of the model, each in a thread of its own, so that sampling and training overlap. The
+    fleet works in the background and prints notes and progress on `console`."""
     slots = training_slots(config, roles, model.architecture).slots
     woken = threading.Event()
     hosts = {}
@@ -230,8 +235,10 @@ def thread_fleet(
 
 
 def decided_channel(config: Config, cluster: Cluster | None) -> str:
-    """Returns the value of `publish.channel` for a run that left it open: `memory`, `files` or
-    `ray`; "" if it depends on a Ray cluster that has not been joined here, as in a dry run."""
+    """Returns the value of `publish.channel` for a run that left it open: `memory` if this process
+    samples, `files` if hosts read a folder (vLLM, or Ray on one machine or with `publish.folder`),
+    `ray` for Ray that may span machines; "" if it depends on a Ray cluster that has not been joined
+    here, as in a dry run."""
     if config.sampler.kind == "local":
         return "memory"
     if config.sampler.kind == "vllm" or config.publish.folder:
@@ -247,8 +254,9 @@ def make_store(
 ) -> WeightStore:
     """Returns the store through which hosts get published weights: arrays of this process for
     `publish.channel=memory`, Ray's objects for `ray`, else files in `publish.folder`; if that is
-    not set, in `default_folder`. `in_parts`: each host has only
-    some of the sampler's devices."""
+    not set, in `default_folder`. `in_parts`: True if each host has only some of the sampler's
+    devices. Side effect: if Ray was started here, its watcher removes the files after this process
+    has ended."""
     folder = check_local(section.folder, KEY)
     if section.channel == "memory":
         return MemoryStore(model, in_parts)
@@ -373,7 +381,9 @@ def ray_fleet(
 ) -> Fleet:
     """Returns the fleet whose hosts are workers of a Ray cluster; each joins when the cluster has
     free resources for it. If workers must compute the same numbers (`train.versions=fixed`), this
-    process samples a known group while they start, and theirs are compared with it."""
+    process samples a known group while they start, and theirs are compared with it. `on_progress`:
+    like that of `caller_fleet`. Side effect: sets in `cluster` how workers are made and what they
+    are compared with."""
     model = store.model
     woken = threading.Event()
     facts = machine()
@@ -418,7 +428,8 @@ def vllm_fleet(
 ) -> Fleet:
     """Returns the fleet whose hosts are servers of vLLM: those at `vllm.urls`, or, if there are
     none, as many as `sampler.workers` says, which are started here. ShoalError if a server does not
-    answer or the program that starts servers is missing."""
+    answer or the program that starts servers is missing. Servers that are started here write logs
+    `shoal-PID-NAME.log` into the folder for temporary files, and these stay."""
     check_servers(config.vllm)
     folder = check_local(config.publish.folder, KEY)
     size = num_bytes(model) + num_bytes(model, trained=False)
@@ -497,8 +508,9 @@ def vllm_fleet(
 
 
 def check_servers(section: VllmSection) -> None:
-    """Raises ShoalError unless every server at `vllm.urls` answers and the program `vllm.python`,
-    which starts servers, exists."""
+    """Raises ShoalError unless every server at `vllm.urls` answers within CONNECT_SECONDS, all
+    together, and the program `vllm.python`, which starts servers, exists; without `vllm.python`
+    only the servers are checked."""
     deadline = time.monotonic() + http_engine.CONNECT_SECONDS
     faults = []
     for url in section.urls:
@@ -547,7 +559,8 @@ def trainer_probe(
     num_tokens = min(PROBE_TOKENS, longest - 1)
     vocab_size = model.architecture.vocab_size
     ids = [position * PROBE_STRIDE % vocab_size for position in range(num_tokens)]
-    # A set, because the lengths of a short probe's beginnings may be equal.
+    # A quarter, half, three quarters and all of the tokens, rounded up. A set, because the lengths
+    # of a short probe's beginnings may be equal.
     lengths = {-(-len(ids) * part // PROBE_BEGINNINGS) for part in range(1, PROBE_BEGINNINGS + 1)}
     beginnings = sorted(lengths)
     batch = MicroBatch.empty(Shape(1, PROBE_TOKENS), temperature=1.0)
@@ -573,7 +586,9 @@ def trainer_probe(
 
 
 def server_command(config: Config, model: Model, version: FolderVersion) -> list[str]:
-    """Returns the command that starts a server of vLLM, as a list of arguments."""
+    """Returns the command that starts a server of vLLM, as a list of arguments. `version`: the
+    weights that the server starts with: a model's folder, or, if `version.base` is set, a folder
+    with an adapter alone for the model in `base`, which the server then loads."""
     program, *program_arguments = shlex.split(config.vllm.python)
     command = [os.path.expanduser(program), *program_arguments]
     command += [
@@ -639,7 +654,8 @@ def make_worker(
     """Makes what a Ray worker samples with; runs in the worker's process. Returns the host and the
     fingerprint of its numbers, which the trainer compares. Side effects: sets JAX's compilation
     cache and, for float32, full precision of products, for all of the process. ShoalError if there
-    are fewer devices than `sampler.devices_per_worker`."""
+    are fewer devices than `sampler.devices_per_worker`. `dtype`: the name of the data type that the
+    trainer computes with."""
     cache_by_configuration()
     count = config.sampler.devices_per_worker
     devices = available_devices(config.mesh)
@@ -695,7 +711,8 @@ def engine_maker(
     engines: dict[tuple[int, int], Engine] = {}
 
     def make(purpose: Purpose, size: int) -> Engine:
-        """Returns the engine for groups of `size`, made if no earlier one fits."""
+        """Returns the engine for groups of `size` completions; it is made now if no earlier one has
+        rows of this form and stores as much truncation support."""
         support = max_support if purpose is Purpose.TRAIN else 0
         slots, siblings = plan.rows_for(size, group_size, support == max_support)
         if (siblings, support) not in engines:

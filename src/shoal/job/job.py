@@ -164,12 +164,6 @@ class Job(StagedJob):
     >>> with Job(config, console) as job:
     ...     job.check()
     ...     open_run(job).train()
-
-    `resumed`: the folder of the run that is resumed. `functions`, `task`: reward functions and data
-    that were passed from Python. `devices`: devices to use in place of this machine's.
-    `model_source`: a model to use in place of the one that `model.path` names; with it the job is
-    one of `estimate` unless `command` says otherwise. `command`: the command that the job is opened
-    for, if the type of the configuration does not say it.
     """
 
     def __init__(
@@ -185,6 +179,14 @@ class Job(StagedJob):
         findings: Findings | None = None,
         command: Command | None = None,
     ) -> None:
+        """Makes a job without opening a stage. `resumed`: the folder of the run that is resumed;
+        None for a new run. `functions`, `task`: reward functions and data that were passed from
+        Python. `devices`: devices to use in place of this machine's; empty: all that JAX finds.
+        `model_source`: a model to use in place of the one that `model.path` names; with it the job
+        is one of `estimate` unless `command` says otherwise. `findings`: where stages record what
+        they find; None: a new object. `command`: the command that the job is opened for; None: the
+        one that the type of `config` belongs to. If `model.path` is a run, its `scan_layers` and
+        `quantise` are the defaults."""
         super().__init__(command or _command_of(config, model_source), findings or Findings())
         requested: Any = replace(config, model=with_run(config.model))
         # Tells this process from the others of its run, and so is no part of `requested`.
@@ -221,14 +223,16 @@ class Job(StagedJob):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        """Closes everything that the job has opened, the newest first. An exception of the block is
+        not suppressed."""
         self.stack.__exit__(kind, error, traceback)
 
     # ---- the stages: settings, files
 
     @stage(commands=TRAIN_OR_DOCTOR)
     def check_configuration(self) -> None:
-        """Raises ShoalError if settings contradict each other, or a sink of reports cannot be
-        used."""
+        """Raises ShoalError if settings contradict each other, or a sink of reports cannot be used.
+        Adds warnings about settings to the findings."""
         check_settings(self.requested, self.findings)
         check_sinks(self.requested.report)
 
@@ -241,8 +245,9 @@ class Job(StagedJob):
 
     @stage(fix_key="base_output_directory", commands=TRAIN_OR_DOCTOR)
     def run_folder_note(self) -> str:
-        """Returns a note if the run's folder exists already, else ''. ShoalError if the folder
-        cannot be made."""
+        """Returns a note if the run's folder exists already, which `shoal train` would resume; else
+        '', also for a run that is resumed. ShoalError if the folder cannot be made, or exists and
+        holds something else than a run."""
         if self.resumed:
             return ""
         return check_run_folder(self.requested)
@@ -251,7 +256,10 @@ class Job(StagedJob):
 
     @stage("data", "task.path", commands=WITH_TASK)
     def questions(self) -> Task:
-        """Loads the task: its questions and its own reward functions. Prints the task's notes."""
+        """Loads the task and returns it: its questions, its own reward functions, and the tools and
+        environments of the section `environment`. The task is the one passed from Python or else
+        the one that `task.name` names. For training it is changed by `for_training`; other commands
+        read data for an evaluation alone. Prints the task's notes."""
         c = self.requested
         with nullcontext() if self.trains else evaluating():
             task = with_environment(self._task or load_questions(c.task, c.reward), c)
@@ -266,7 +274,8 @@ class Job(StagedJob):
     )
     def sessions(self) -> Sessions | None:
         """Starts the processes that run tools and environments, and returns their sessions; None if
-        rollouts use neither. The processes are forked, so JAX must not have threads yet."""
+        rollouts use neither. The processes are forked, so JAX must not have threads yet. They end
+        when the job is closed."""
         sessions = open_sessions(self.questions, self.requested)
         if sessions:
             self.stack.enter_context(closing(sessions))
@@ -336,7 +345,8 @@ class Job(StagedJob):
     )
     def reward_pool(self) -> RewardPool:
         """Starts the processes that score answers, and returns their pool (decision 0006).
-        ShoalError if the data lacks the answers that the functions compare with."""
+        ShoalError if the data lacks the answers that the functions compare with. The processes end
+        when the job is closed."""
         if "questions" not in self.failed:
             check_truths(self.questions, self.reward_functions)
         steps = (self.requested.steps,) if self.trains else ()
@@ -347,15 +357,17 @@ class Job(StagedJob):
 
     @stage(after=("sessions", "reward_pool"), commands=TRAIN)
     def cluster(self) -> Cluster | None:
-        """Joins the Ray cluster of the run; None if the run does not sample on one."""
+        """Joins the run's Ray cluster, or starts one, and returns it; None if `sampler.kind` is not
+        `ray`, and in a dry run. The job leaves the cluster when it is closed."""
         return open_cluster(self.requested, self.console, self.stack)
 
     @stage(
         needs=("cluster",), after=("sessions", "reward_pool"), commands=TRAIN, starts_threads=True
     )
     def world(self) -> World:
-        """Joins the processes of the run to one world. ShoalError, the same in all of them, if
-        their configurations, versions, devices or run folders differ."""
+        """Joins the processes of the run and returns their world; for a run of one process a world
+        of that process alone. Waits until all processes have come. ShoalError, the same in all of
+        them, if their configurations, versions, devices or run folders differ."""
         world = open_world(self.process_mesh, self.requested, self.resumed)
         return self.stack.enter_context(world)
 
@@ -369,7 +381,8 @@ class Job(StagedJob):
         starts_threads=True,
     )
     def devices(self) -> Sequence[Any]:
-        """Returns the devices that JAX finds for this job. Starts JAX's threads."""
+        """Returns all devices that JAX finds, or those that the job was given. Starts JAX's
+        threads."""
         shares_gpu = getattr(self.requested, "shares_gpu", False)
         return available_devices(self.requested.mesh, shares_gpu)
 
@@ -393,7 +406,8 @@ class Job(StagedJob):
     def model_source(self) -> ModelSource:
         """Finds the model's files and returns its sizes, its tokenizer, and the functions that read
         its weights; reads no weights. In training its chat template writes `template_date`, in a
-        run of several processes that of process 0."""
+        run of several processes that of process 0. ShoalError if there is no such model; in other
+        commands than training prints warnings about the keys of `model.lora`."""
         if not self.trains:
             for _, text in adapter_warnings(self.requested.model.lora):
                 self.console.warning(text)
@@ -412,7 +426,9 @@ class Job(StagedJob):
     def roles(self) -> Roles:
         """Returns the mesh of each role for this model. In training: `requested_roles` with each
         replica of the sampler over as many devices as its weights need. A command that only samples
-        uses `requested_roles`, because it has no trainer to share the devices with."""
+        uses `requested_roles`, because it has no trainer to share the devices with. Side effects in
+        training: decides `mesh.sampler_tensor` if it was left open, and prints a note if a replica
+        has other devices than were requested."""
         roles = self.requested_roles
         if not self.trains:
             return roles
@@ -435,9 +451,9 @@ class Job(StagedJob):
     @stage("devices", "mesh", needs=("cluster", "roles", "model_source"), commands=ESTIMATES)
     def config_for_devices(self) -> Config:
         """Returns the configuration of a training job with every open key decided that follows from
-        settings, devices and model, like `batch.micro_tokens`. Only the sampler's slots and the
-        form of tool calls may still be open, because they follow from the data: `config` has them
-        too."""
+        settings, devices and model, like `batch.micro_tokens`. Each decision is recorded in
+        `decisions`. Only the sampler's slots and the form of tool calls may still be open, because
+        they follow from the data: `config` has them too."""
         trainer = self.roles.trainer
         num_devices = trainer.mesh.size
         followed = for_devices(self.requested, num_devices, trainer.platform)
@@ -503,7 +519,8 @@ class Job(StagedJob):
     def model(self) -> Model:
         """Returns the model on the devices of the trainer, or of the sampler if the command does
         not train. Side effects: prints a note if attention or decoding cannot use its kernel, and,
-        for a float32 model, makes JAX multiply at full precision until the job is closed."""
+        for a float32 model, makes JAX multiply at full precision until the job is closed.
+        ShoalError if the requested kernel of attention cannot compute the job's longest rows."""
         if self.trains:
             model = trained_model(self.config_for_devices, self.model_source, self.roles)
         else:
@@ -540,7 +557,8 @@ class Job(StagedJob):
 
     @stage("teacher", "teacher.path", needs=("model_source",), commands=TRAIN_OR_DOCTOR)
     def teacher_source(self) -> ModelSource | None:
-        """Finds the teacher's model; None if `teacher.path` is not set."""
+        """Finds the teacher's model and returns it like `model_source`, without its weights; None
+        if `teacher.path` is not set."""
         if not self.requested.teacher.path:
             return None
         return find_teacher(self.requested, self.model_source, self.console)
@@ -559,7 +577,8 @@ class Job(StagedJob):
     @stage("template", "model.template", needs=("sessions", "tokenizer"), commands=WITH_TASK)
     def turn_formats(self) -> TurnFormats | None:
         """Returns how the turns of tools and environments are written as tokens; None if a rollout
-        is a single answer, because there are no `sessions`."""
+        is a single answer, because there are no `sessions`. Side effect: decides
+        `environment.call_format`, if it was left open and the tokenizer's form is known."""
         if not self.sessions:
             return None
         settings = self.requested
@@ -585,8 +604,8 @@ class Job(StagedJob):
     )
     def evaluation_sets(self) -> Mapping[str, Sequence[TokenizedExample]]:
         """Returns the tokenized questions of each evaluation set, by name. A set whose prompts are
-        all too long is left out with a warning; if that is the first set, its ShoalError is
-        raised."""
+        all too long is left out with a warning; if that is the first set, its ShoalError is raised.
+        Any other fault of a set is raised too."""
         warn = self.findings.of("data").warning if self.trains else self.console.warning
         sets = {}
         for name, examples in self.questions.evaluations.items():
@@ -706,9 +725,10 @@ class Job(StagedJob):
     )
     def reward_findings(self) -> list[Finding]:
         """Scores known answers (right, wrong, empty, ...) to the first prompt, and returns what is
-        found about the reward functions. Returns [] for a resumed run, because it was tried when it
-        began; in a dry run with a reward model, because weights are not read; and with
-        environments, because their right answers are not known."""
+        found about the reward functions. The findings are also added to the job's. Returns [] for a
+        resumed run, because it was tried when it began; in a dry run with a reward model, because
+        weights are not read; and with environments, because their right answers are not known.
+        ShoalError if the functions cannot work at all."""
         if self.resumed or self.questions.environments:
             return []
         if is_offline() and reward_models(self.reward_functions):
@@ -732,7 +752,8 @@ class Job(StagedJob):
     def check_lost_answers(self) -> None:
         """Warns if the reward functions of an evaluation would find no answer in any completion,
         for example because the prompt already opens the tag that they look for: every answer would
-        count as wrong."""
+        count as wrong. Tries it on the first question of the first set that has one. Does nothing
+        with environments or reward models."""
         first = next(
             (questions[0] for questions in self.evaluation_sets.values() if questions), None
         )
@@ -758,7 +779,8 @@ class Job(StagedJob):
     )
     def memory_finding(self) -> Finding:
         """Compares the memory that a device must hold with what it has, as far as this is known
-        before anything is compiled, and returns the finding. ShoalError if it cannot fit."""
+        before anything is compiled, and returns the finding, which is also added to the job's. Adds
+        a warning if the learning rate is high for the model's size. ShoalError if it cannot fit."""
         check_lr_for_size(self.config, parameter_count(self.model.architecture), self.findings)
         finding = check_memory(self)
         self.findings.extend([finding])
@@ -779,8 +801,8 @@ class Job(StagedJob):
     @stage(fix_key="base_output_directory", needs=("config", "learner"), commands=TRAIN)
     def check_disk_space(self) -> None:
         """Raises ShoalError if the disk of the run's folder has less free space than one checkpoint
-        takes. With several processes nothing is refused: each writes a part, perhaps to another
-        disk."""
+        takes. Nothing is refused for a run of no steps. With several processes nothing is refused
+        either: each writes a part, perhaps to another disk."""
         base = self.resumed or check_local(
             self.config.base_output_directory, "base_output_directory", RUNS
         )
@@ -802,12 +824,13 @@ class Job(StagedJob):
     )
     def engines(self) -> dict[str, Engine]:
         """Makes the sampler's engines of a training run, by name: `training`, `evaluation`,
-        `pass@k`."""
+        `pass@k`. Several names may have the same engine. Nothing is compiled yet."""
         return dict(run_engines(self.config, self.model, self.roles, self.tokenizer))
 
     @stage(needs=("questions", "reward_functions", "reward_pool", "tokenizer"))
     def group_rewards(self) -> GroupRewards:
-        """Makes what scores sampled completions in `pool` and turns them into groups."""
+        """Makes the object that scores sampled completions in the `reward_pool` and joins each
+        prompt's completions and scores to a `Group`."""
         return GroupRewards(
             self.task, self.reward_pool, self.tokenizer.decode, section_of(self.requested).on_error
         )
@@ -830,7 +853,8 @@ class Job(StagedJob):
         """Makes the source from which groups of completions are requested and taken. An evaluation
         samples in this thread (`caller_fleet`). Training has a `training_fleet`; around that a
         `MultiProcessSource` if the run has several processes; and around that a `DataSource` if
-        training learns answers of the data, so that only evaluations are sampled."""
+        training learns answers of the data, so that only evaluations are sampled. The source is
+        closed with the job."""
         c = self.requested
         if not self.trains:
             turn_driver = None
@@ -880,6 +904,7 @@ class Job(StagedJob):
         slots = c.batch * self.model.role.mesh.size
         if isinstance(c, EvalConfig):
             sampling = self.sampling_settings
+            # 0 slots: no limit but the batch's.
             slots = min(slots, sampling.evaluation_slots or slots)
         return sampling_engine_maker(
             model=self.model,
@@ -896,9 +921,10 @@ class Job(StagedJob):
         self, config: Any, key: str, value: Any, facts: Mapping[str, str | int] | None = None
     ) -> Any:
         """Returns the configuration with `value` for `key` if the user left that key open, else
-        `config` unchanged. Side effect: records the decision with what it was made from, the keys
-        and `facts` that the key's declaration names in `decided_from`. A resumed run keeps its
-        earlier value while all of these are the same, and warns if the value changes."""
+        `config` unchanged. Side effect: records the decision in `decisions` with what it was made
+        from, the keys and `facts` that the key's declaration names in `decided_from`. A resumed run
+        keeps its earlier value while all of these are the same, and warns if the value changes.
+        `facts`: name -> value, for sources that are no keys."""
         if key not in open_keys(self.requested):
             return config
         known_facts = facts or {}
@@ -945,8 +971,8 @@ class Job(StagedJob):
 
     def with_sampler_tensor(self, roles: Roles) -> Config:
         """Returns the requested configuration with `mesh.sampler_tensor` decided: the devices of a
-        replica in `roles`, or all devices of a worker of Ray. Of vLLM it stays open, because its
-        servers split a model themselves."""
+        replica in `roles`, or, with `sampler.kind=ray`, all devices of a worker. A value that the
+        user set stays. Of vLLM it stays open, because its servers split a model themselves."""
         config = self.requested
         if config.sampler.kind == "vllm":
             return config
@@ -960,10 +986,11 @@ class Job(StagedJob):
         )
 
     def with_prompt_slot_tokens(self, settings: Any) -> Any:
-        """Returns the settings with `sampling.prompt_slot_tokens` decided, the tokens that a slot
-        of the sampler holds for a prompt: enough for the longest prompt if all are known before the
-        run, else 0, which means `sampling.max_prompt_tokens`. ShoalError if the user set fewer than
-        needed."""
+        """Returns the configuration `settings` with `sampling.prompt_slot_tokens` decided, the
+        tokens that a slot of the sampler holds for a prompt: the longest prompt, rounded up to a
+        multiple of KEY_BLOCK, if all prompts are known before the run. 0, which means
+        `sampling.max_prompt_tokens`, if they are not, or if that limit is not larger. ShoalError if
+        the user set fewer than needed."""
         sampling = settings.sampling
         requested = self.requested.sampling.prompt_slot_tokens
         is_known = self.requested.task.name in OWN_DATA and self.sessions is None
@@ -989,7 +1016,7 @@ class Job(StagedJob):
                 f"sampling.prompt_slot_tokens={requested}: the longest prompt of the data has "
                 f"{longest} tokens; leave it out, or lower sampling.max_prompt_tokens"
             )
-        needed = -(-longest // KEY_BLOCK) * KEY_BLOCK
+        needed = -(-longest // KEY_BLOCK) * KEY_BLOCK  # rounded up to whole blocks
         room = needed if needed < sampling.max_prompt_tokens else 0
         return self.decide(
             settings, "sampling.prompt_slot_tokens", room, {"longest prompt": needed}
@@ -1012,7 +1039,7 @@ class Job(StagedJob):
     def budget_for(self, config: Config) -> Budget:
         """Returns the budget that the job would have with another configuration, for the same model
         on the same devices: usually `advised_config` with some keys changed. ShoalError if such a
-        job is impossible."""
+        job is impossible. Prints nothing and decides nothing in this job."""
         spec = self.model_source
         if config.model.lora != self.config.model.lora:
             spec = replace(spec, architecture=adapted(config.model.lora, spec.architecture))
@@ -1066,9 +1093,11 @@ class Job(StagedJob):
         )
 
     def load_weights(self, model_source: ModelSource | None = None) -> Params:
-        """Reads the first weights onto the devices of the trainer, or of the sampler if the command
-        does not train. The job keeps no reference to them, because they would occupy a model's
-        memory for all of the run. `model_source`: the model whose weights are read, if it is not
+        """Reads the first weights and returns them. In training they are on the trainer's devices,
+        in float32, or, if an adapter freezes them, in the model's data type; a new adapter is made
+        from `seed`. Else they are on the sampler's devices, in the model's data type. The job keeps
+        no reference to them, because they would occupy a model's memory for all of the run.
+        `model_source`: the model whose weights are read, in training, if it is not the job's; None:
         the job's."""
         if not self.trains:
             return self.model_source.load(self.roles.sampler, self.model.dtype)

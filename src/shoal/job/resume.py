@@ -92,8 +92,9 @@ def from_overrides_on_run(
     overrides: Mapping[str, Any],
 ) -> tuple[Config, Resolved, tuple[Callable[..., Any], ...]]:
     """Returns the training configuration of keyword arguments from Python, where each value comes
-    from, and the reward functions among them. Keys that are left out have the values that were
-    requested for the run which `resume` names, or, without `resume`, the defaults.
+    from, and the reward functions that were passed among them, as a triple. Keys that are left out
+    have the values that were requested for the run which `resume` names, or, without `resume`, the
+    defaults.
 
     >>> config, resolved, functions = from_overrides_on_run({"resume": "last", "steps": 200})
     """
@@ -105,7 +106,7 @@ def from_overrides_on_run(
 
 def named_run(config_type: type, arguments: Arguments) -> Path | None:
     """Returns the folder of the run that `resume` names in the user's file or keys; None without
-    `resume`. ShoalError if there is no such run."""
+    `resume`, also if `base_output_directory` is given. ShoalError if there is no such run."""
     keys = keys_of(config_type)
     given = given_values(config_type, arguments, *RUN_NAMES)
     resume = given.get("resume", keys["resume"].default)
@@ -117,7 +118,9 @@ def named_run(config_type: type, arguments: Arguments) -> Path | None:
 
 
 def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
-    """Decides whether a run is new or resumed, and with which configuration; reports what changes.
+    """Decides whether a run is new or resumed, and with which configuration; reports what changes
+    as warnings to `report`. Returns the configuration to use and the run's folder, None for a new
+    run.
 
     With `resume`, `config` has been composed over the stored request. The `on_resume` of each key
     (`config/key.py`) says what its change does: nothing, a warning, or ShoalError. If instead
@@ -218,8 +221,10 @@ def _check_steps(run: Path, stored: Config, config: Config, report: Console | Fi
 def _is_move(stored: Config, config: Config, key: str) -> bool:
     """True if the changed key only moves a run to other devices, so that numbers differ in their
     last bits at most. A change of `sampler.kind` between this process and Ray's workers counts as
-    one, because both run the same programs; vLLM runs others."""
+    one, because both run the same programs; vLLM runs others. `stored`, `config`: the run's
+    configuration before and now."""
     if key == "sampler.kind":
+        # `engine` is empty for Shoal's own sampler.
         return not stored.sampler.engine and not config.sampler.engine
     return keys_of(Config)[key].on_resume == "bits"
 
@@ -257,7 +262,8 @@ def restore_latest(
     starts from its beginning. Warns, or raises ShoalError, if the data, rewards or models are not
     those of the checkpoint.
 
-    `shapes`: of the sampler's published weights; `facts`: the `fingerprint` of this process.
+    `learner`: says which arrays the checkpoint must have; `shapes`: those of the sampler's
+    published weights; `facts`: the `fingerprint` of this process.
     """
     from shoal.weights.checkpoints import restore_newest
 
@@ -267,7 +273,7 @@ def restore_latest(
             "the run has no checkpoint: it starts from its beginning, and its files are written "
             "again"
         )
-        folder.rewind(-1)
+        folder.rewind(-1)  # removes the records of all steps
         return None
     compare_facts(restored.extra["facts"], facts, console)
     console.note(f"resumed from the checkpoint of step {restored.version}")

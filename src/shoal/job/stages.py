@@ -45,6 +45,8 @@ class Stage(Generic[T]):
         forks: bool,
         starts_threads: bool,
     ) -> None:
+        """Keeps what the decorator `stage` was given; its docstring says what each argument
+        means."""
         self.finding_name = finding_name
         self.fix_key = fix_key
         self.needs = needs
@@ -99,6 +101,8 @@ def stage(
     """
 
     def declare(function: Callable[..., R]) -> Stage[R]:
+        """Returns the stage that `function`, a method of a job, opens; it has the method's
+        docstring."""
         declared: Stage[R] = Stage(
             finding_name=finding_name,
             fix_key=fix_key,
@@ -123,6 +127,8 @@ class StagedJob:
     """Name -> stage, in the order in which they are checked."""
 
     def __init__(self, command: Command, findings: Findings) -> None:
+        """Makes a job of which no stage is open. `command`: decides which stages the job has
+        (`has`). `findings`: where stages, and errors of `collect`, are recorded."""
         self.command = command
         self.findings = findings
         self.opened: dict[str, Any] = {}
@@ -132,7 +138,8 @@ class StagedJob:
         self._opening: list[Stage[Any]] = []
 
     def has(self, name: str) -> bool:
-        """True if the job's command has this stage, and it was not left out."""
+        """True if the job's command is among the stage's `commands`, or these are empty, and the
+        stage was not left out (`leave_out`)."""
         commands = self.stages[name].commands
         return name not in self._left_out and (not commands or self.command in commands)
 
@@ -192,7 +199,9 @@ class StagedJob:
                 )
 
     def leave_out(self, name: str) -> None:
-        """Takes a stage out of the job, with every stage that needs it, directly or not."""
+        """Takes a stage out of the job, with every stage that needs it, directly or not: `has` is
+        False for them, so they are not checked, and a stage that names one in `after` opens without
+        it."""
         self._left_out.add(name)
         for other, declared in self.stages.items():
             if name in declared.needs and other not in self._left_out:
@@ -219,7 +228,8 @@ class StagedJob:
 
     def collect(self, through: str) -> None:
         """Opens the same stages as `check`, up to and including `through`, but records each
-        ShoalError as a finding and continues with the next stage in place of raising."""
+        ShoalError as a finding and continues with the next stage in place of raising. LookupError
+        if `check` has no stage `through`; the others have been opened then."""
         for declared in self._stages_to_check():
             try:
                 self.open(declared.name)

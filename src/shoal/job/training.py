@@ -63,10 +63,11 @@ class LoadedModels:
 
 
 def open_run(job: Job) -> Run:
-    """Makes and returns the training run of a job: locks the run's folder, reads the weights or the
-    newest checkpoint, and makes everything that the loop uses. Wrong weights or settings raise
-    ShoalError before the folder exists, so a refused new run leaves none behind. Side effect: from
-    here on SIGINT and SIGTERM request a stop of the run."""
+    """Makes and returns the training run of a job: locks and fills the run's folder, reads the
+    weights or the newest checkpoint, and makes everything that the loop uses. Wrong weights or
+    settings raise ShoalError before the folder exists, so a refused new run leaves none behind.
+    Side effect: from here on SIGINT and SIGTERM request a stop of the run, until the job is
+    closed."""
     config = job.config
     # Models come before the folder, so that bad weights leave no folder behind.
     models = load_models(job)
@@ -146,14 +147,16 @@ def reads_own_model(job: Job) -> bool:
 
 
 def load_models(job: Job) -> LoadedModels:
-    """Reads the weights of a run's models onto their devices. ShoalError if a file is wrong, or if
-    the processes of the run have different weights, tokenizers or kernels of attention."""
+    """Reads the weights of a run's models onto their devices and returns them. A resumed run reads
+    only what its checkpoint lacks: the weights that an adapter freezes, the reference and the
+    teacher. ShoalError if a file is wrong, or if the processes of the run have different weights,
+    tokenizers or kernels of attention."""
     spec = job.model_source
     if reads_own_model(job):
         check_same_model(job.world, "the model", "model.path", spec)
     weights = None if job.resumed else job.load_weights()
     if weights:
-        frozen = select(frozen_specs(spec.architecture), weights)
+        frozen = select(frozen_specs(spec.architecture), weights)  # the same arrays, no copies
     else:
         frozen = spec.load_frozen(job.roles.trainer, job.model.dtype)
     reference = job.open_reference(weights or frozen)
@@ -229,7 +232,8 @@ def open_folder(job: Job) -> RunWriter:
 def begin_folder(job: Job, folder: RunWriter, first_version: int) -> None:
     """Writes what a run's folder holds from its start besides the settings: Hydra's files if
     `report.hydra`, the model's configuration and tokenizer, the phase `start`. From here on the
-    console writes its log and its events there, until the job is closed."""
+    console writes its log and its events there, until the job is closed. Called by process 0 alone.
+    `first_version`: the version of the weights that the run starts or resumes from."""
     if job.config.report.hydra and not job.resumed:
         changed = difference_from_defaults(job.requested)
         overrides = [f"{key}={shown(value)}" for key, value in changed.items()]
@@ -243,8 +247,8 @@ def begin_folder(job: Job, folder: RunWriter, first_version: int) -> None:
 
 def write_head(folder: RunWriter, spec: ModelSource, config: Config, resumed: bool) -> None:
     """Writes the model's configuration and tokenizer files into a run's folder, unless the model
-    was read from there, and makes the name `last` refer to this run. A resumed run whose template
-    writes a date that was not stored stores it now."""
+    was read from there or the run is resumed from a bucket, and makes the name `last` refer to this
+    run. A resumed run whose template writes a date that was not stored stores it now."""
     folder.remember(config.base_output_directory)
     model_folder = folder.path / MODEL_FOLDER
     is_own_model = spec.folder == model_folder
@@ -260,7 +264,8 @@ def open_recorder(
     job: Job, folder: RunWriter, source: RolloutSource, first_version: int
 ) -> Recorder:
     """Returns the recorder of a run's metrics and groups, with its sinks; all are closed with the
-    job. `first_version`: the version of the weights that the run starts or resumes from."""
+    job. `first_version`: the version of the weights that the run starts or resumes from. Only
+    process 0 has sinks and writes groups."""
     config = job.config
     sinks = []
     if job.world.is_main:
@@ -300,7 +305,9 @@ def open_recorder(
 
 
 def open_checkpoints(job: Job, folder: RunWriter) -> Checkpoints:
-    """Returns the checkpoints of the run's folder. Closing the job waits until they are written."""
+    """Returns the object that saves checkpoints into the run's folder and keeps as many as
+    `checkpoint.keep_last` and `checkpoint.keep_best` say. Closing the job waits until they are
+    written."""
     checkpoints = Checkpoints(
         folder.checkpoints_path,
         job.config.checkpoint.keep_last,
@@ -322,7 +329,8 @@ def open_timeline(job: Job, folder: RunWriter, source: RolloutSource) -> Timelin
 
 def resume_command(folder: Path, config: Config, processes: int) -> str:
     """Returns the command that resumes a run, as text: a line for the shell, or a call of
-    `shoal.train` if the run's task or functions were passed from Python."""
+    `shoal.train` if the run's task or functions were passed from Python. `processes`: how many
+    processes the run has; with several the text says that each has to give the command."""
     # The folder contains no code, so a shell could not load functions passed to shoal.train.
     where = address(folder)
     environment = config.environment
@@ -376,7 +384,7 @@ shorter one leaves little."""
 
 def _listen(event: str, duration_secs: float, **_: str | int) -> None:
     """Counts an event of JAX if it is a compilation, and gives freed memory back to the system
-    after a long one."""
+    after a long one. `duration_secs`: how long the event took."""
     global _count
     if event != _EVENT:
         return
@@ -412,13 +420,16 @@ class Profiler:
     """
 
     def __init__(self, steps: Collection[int], folder: Path, warn: Callable[[str], None]) -> None:
+        """`steps`: the steps to trace, counted from 1. `folder`: gets a subfolder for each traced
+        step. `warn`: called with a text if a trace cannot be written."""
         self.steps = frozenset(steps)
         self.folder = folder
         self.warn = warn
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Traces the block if this step was chosen, and closes the trace however the block ends."""
+        """Returns a context that traces its block if `step` (counted from 1) was chosen and has no
+        trace yet, and closes the trace however the block ends."""
         target = self.folder / f"step_{step:06d}"
         is_traced = step in self.steps and not any(target.rglob("*"))
         if is_traced:
@@ -437,7 +448,8 @@ class Profiler:
         jax.profiler.start_trace(target)
 
     def _attempt(self, step: int, action: Callable[..., None], *arguments: Path) -> bool:
-        """Calls `action` and returns True; if it fails, warns and returns False."""
+        """Calls `action(*arguments)` and returns True. If it raises RuntimeError or OSError, warns
+        that `step` has no trace and returns False."""
         try:
             action(*arguments)
         except (RuntimeError, OSError) as error:

@@ -69,7 +69,7 @@ _GIB = 1 << 30
 
 def _rates(half: float, whole: float) -> Mapping[str, float]:
     """Returns the peaks of an NVIDIA GPU, whose tensor cores multiply both types of 16 bits equally
-    fast."""
+    fast. `half`: operations a second for bfloat16 and float16; `whole`: for float32."""
     return {"bfloat16": half, "float16": half, "float32": whole}
 
 
@@ -239,8 +239,8 @@ _OTHERS: Mapping[str, Mapping[str, float]] = {
 
 
 def accelerator_of(device_kind: str) -> Accelerator | None:
-    """Returns the accelerator with JAX's name `device_kind`; None if it is not known, such as any
-    CPU."""
+    """Returns the accelerator with JAX's name `device_kind`; None if it is not known, like any CPU,
+    or is a MIG slice of a GPU."""
     if "MIG" in device_kind:  # a slice of a device: its share is not in the name
         return None
     for accelerator in ACCELERATORS.values():
@@ -254,10 +254,12 @@ MEASURED = ("hbm", "launch", "bfloat16", "float32")
 
 
 def read_calibration(file: str, device_kind: str, known: Accelerator | None) -> dict[str, Any]:
-    """Reads the file that `benchmarks/accelerator.py --calibration` wrote: {"device": JAX's
-    device_kind, "devices": their number, "jax": its version, "figures": {name: [median, least,
-    most]}}. A figure is named after a field of `Accelerator` or a type of its `peaks`. ShoalError
-    if the file was measured on another device than `device_kind`, or does not have this form."""
+    """Reads and checks the file that `benchmarks/accelerator.py --calibration` wrote: {"device":
+    JAX's device_kind, "devices": their number, "jax": its version, "figures": {name: [median,
+    least, most]}}. Returns that object, with its figures as lists of floats. A figure is named
+    after a field of `Accelerator` or a type of its `peaks`. `known`: the entry of `device_kind` in
+    ACCELERATORS; None if it has none. ShoalError if the file was measured on another device than
+    `device_kind`, or does not have this form."""
     again = f"measure anew with `python benchmarks/accelerator.py --calibration {file}`"
     try:
         calibration = json.loads(Path(file).read_text())
@@ -290,8 +292,9 @@ def read_calibration(file: str, device_kind: str, known: Accelerator | None) -> 
 
 
 def calibrated(known: Accelerator | None, calibration: Mapping[str, Any]) -> Accelerator:
-    """Returns an accelerator's entry with the measured medians in place of the maker's data. With
-    None, a new entry from the measured figures alone."""
+    """Returns the entry `known` with the measured medians in place of the maker's data. If `known`
+    is None, a new entry from the measured figures alone. `calibration`: what `read_calibration`
+    returned."""
     medians = {name: values[0] for name, values in calibration["figures"].items()}
     peaks = {"bfloat16": medians.pop("bfloat16"), "float32": medians.pop("float32")}
     if known is None:
@@ -303,7 +306,7 @@ def calibrated(known: Accelerator | None, calibration: Mapping[str, Any]) -> Acc
 
 def peak_flops(device_kind: str, dtype: Any) -> float | None:
     """Returns the floating point operations a second of one device in products of this type; None
-    if they are not known.
+    if the device or the type is not known, and for MIG slices of GPUs.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3", "bfloat16")
     989000000000000.0

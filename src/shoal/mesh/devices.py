@@ -86,7 +86,9 @@ def available_devices(section: MeshSection = NO_KEYS, shared: bool = False) -> l
 
 
 def _no_devices(platforms: Any, reason: str) -> ShoalError:
-    """Returns the error for a platform of which JAX finds no devices."""
+    """Returns the error for a platform of which JAX finds no devices, with what to do: unset
+    JAX_PLATFORMS, or install the extra for GPUs or TPUs. `platforms`: the value of JAX_PLATFORMS;
+    `reason`: added in brackets, '' for none."""
     because = f" ({reason})" if reason else ""
     extras = [f"'.[{name}]'" for name in ("cuda", "tpu") if name in str(platforms)]
     install = ""
@@ -100,8 +102,9 @@ def _no_devices(platforms: Any, reason: str) -> ShoalError:
 
 def check_platforms(section: MeshSection = NO_KEYS, root: Path = Path("/")) -> None:
     """Raises ShoalError if this machine certainly lacks the devices of a platform that
-    JAX_PLATFORMS names. Does not make JAX look for devices. `root`: where the machine's files are,
-    for tests."""
+    JAX_PLATFORMS names. Also if Pathways is asked for and its address or client is missing. Does
+    not make JAX look for devices. Other platforms than `cuda` and `tpu` are not checked, and none
+    on a machine without /sys. `root`: where the machine's files are, for tests."""
     if uses_pathways(section):
         check_pathways()
     platforms = jax.config.values["jax_platforms"] or ""
@@ -114,7 +117,8 @@ def check_platforms(section: MeshSection = NO_KEYS, root: Path = Path("/")) -> N
 
 
 def has_tpu(root: Path = Path("/")) -> bool:
-    """True if the machine has a TPU, judging by its device files and PCI vendors."""
+    """True if the machine has a TPU, judging by its device files and PCI vendors. `root`: where the
+    machine's files are, for tests."""
     if _has_file(root, "dev/accel*", "dev/vfio/[0-9]*"):
         return True
     for vendor in root.glob("sys/bus/pci/devices/*/vendor"):
@@ -124,8 +128,8 @@ def has_tpu(root: Path = Path("/")) -> bool:
 
 
 def has_gpu(root: Path = Path("/")) -> bool:
-    """True if the machine has an NVIDIA GPU, judging by its device files and the driver's
-    library."""
+    """True if the machine has an NVIDIA GPU, judging by its device files and the driver's library.
+    `root`: where the device files are, for tests."""
     if _has_file(root, "dev/nvidia*", "dev/dxg"):  # dxg: of Windows' Linux
         return True
     try:
@@ -141,7 +145,9 @@ def _has_file(root: Path, *patterns: str) -> bool:
 
 
 def accelerators_possible(root: Path = Path("/")) -> bool:
-    """True if JAX may find more than CPUs on this machine; False only if it certainly cannot.
+    """True if JAX may find more than CPUs on this machine; False only if it certainly cannot: no
+    plug-in but NVIDIA's is installed, and neither a TPU nor a GPU is here. `root`: where the
+    machine's files are, for tests.
 
     This avoids noise: the compilers of the extra `plan` are JAX's plug-ins for TPUs and GPUs, and
     on a machine with neither each of them prints a page of errors when JAX looks for devices.
@@ -176,7 +182,8 @@ def _trimming() -> Callable[[int], Any] | None:
 
 def return_freed_memory() -> None:
     """Gives memory that the process has freed back to the system, because its allocator keeps some
-    of it. Does so only if JAX's devices are CPUs, whose memory is the RAM.
+    of it. Does so only if JAX's devices are CPUs, whose memory is the RAM, and the allocator is
+    glibc's; else does nothing.
 
     A compilation, or writing a checkpoint, leaves some hundred MB of freed pieces, which are of no
     use for large arrays and so come on top of the memory that the next update takes.
@@ -202,9 +209,9 @@ class RoleDevices:
 
 
 def role_devices(section: MeshSection, available: int) -> RoleDevices:
-    """Assigns devices to the roles and returns their numbers. If numbers or fractions are given,
-    the trainer gets the first devices, the sampler the last, and the reference the first that both
-    leave.
+    """Assigns devices to the roles and returns their numbers. `available`: how many devices there
+    are. If numbers or fractions are given, the trainer gets the first devices, the sampler the
+    last, and the reference the first that both leave.
 
     Two roles share all of their devices or none. They share if both name the same list, if both
     take all as the fraction 1.0, or if there is one device. A role that is not set shares: the
@@ -275,7 +282,7 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
         if "reference" in listed:
             reserved = listed["reference"]
         elif "reference" in counts:
-            reserved = left[-counts["reference"] :]
+            reserved = left[-counts["reference"] :]  # left to the reference
         trainer = [number for number in left if number not in reserved] or left or everything
     if not sampler:
         sampler = trainer
@@ -300,9 +307,10 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
 
 
 def _all_devices(section: MeshSection, available: int) -> str:
-    """Returns a sentence for messages with the settings by which all roles share all devices:
-    `All roles share all devices with mesh.trainer= mesh.fsdp=-1`. It names only keys that are set
-    to something else; an empty value also resets a key of a stored configuration."""
+    """Returns a sentence for messages with the settings by which all roles share all devices: `All
+    roles share all devices with mesh.trainer= mesh.fsdp=-1`. It names only keys that are set to
+    something else; an empty value also resets a key of a stored configuration. `available`: the
+    number of devices, which the named axes do not divide."""
     words = []
     for role in ("trainer", "sampler", "reference"):
         if getattr(section, role):
@@ -326,8 +334,9 @@ def _all_devices(section: MeshSection, available: int) -> str:
 
 def devices_asked(key: str, text: str, available: int) -> int | list[int]:
     """Reads the text of a role's key: an int for a number of devices or a fraction of the
-    `available` ones, a list for the numbers of certain devices. ShoalError, which names `key`, if
-    the text cannot be read.
+    `available` ones, a list for the numbers of certain devices. A fraction is rounded down, to at
+    least one device. A number above `available` is not refused here. ShoalError, which names `key`,
+    if the text cannot be read.
 
     >>> devices_asked("mesh.trainer", "0.5", 8), devices_asked("mesh.trainer", "[0,2]", 8)
     (4, [0, 2])
@@ -380,7 +389,8 @@ def check_pathways() -> None:
 
 def start_pathways() -> None:
     """Makes Pathways' proxy JAX's platform; this has to happen before JAX looks for its devices,
-    else ShoalError."""
+    else ShoalError. ShoalError too if the proxy's address or the package pathwaysutils is
+    missing."""
     if (
         not _is_chosen()
         and jax.config.values["jax_backend_target"]
@@ -408,12 +418,13 @@ AXES = ("data", "fsdp", "context", "tensor")
 
 
 def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
-    """Returns the trainer's mesh `data x fsdp x context x tensor` over `devices`. `mesh.fsdp=-1`
-    gets all devices that the other axes leave.
+    """Returns the trainer's mesh `data x fsdp x context x tensor` over `devices`, with the sizes of
+    `section`. `mesh.fsdp=-1` gets all devices that the other axes leave.
 
     `mesh.dcn_data` and `mesh.dcn_fsdp` are numbers of slices (or hosts), which multiply their axes;
     each slice gives as many devices. ShoalError for a size that does not divide the devices: the
-    rest would stay idle.
+    rest would stay idle. If the sizes divide them but their product is smaller, the mesh has the
+    first devices of each slice.
     """
     slices = (section.dcn_data, section.dcn_fsdp, 1, 1)
     num_slices, parts = math.prod(slices), by_slice(devices)
@@ -482,8 +493,9 @@ def arrange(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
 
 def arrange_copies(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
     """Returns devices as an array [copies, *shape], for a mesh with as many copies of a model as
-    there are devices for. Each copy lies within one slice if the slices' sizes allow it; copies
-    need not be neighbours, because they exchange nothing."""
+    there are devices for; `shape`: that of one copy, whose size must divide the number of devices.
+    Each copy lies within one slice if the slices' sizes allow it; copies need not be neighbours,
+    because they exchange nothing."""
     size = math.prod(shape)
     parts = by_slice(devices)
     if any(len(part) % size for part in parts):
@@ -504,7 +516,8 @@ def by_slice(devices: Sequence[Any]) -> list[list[Any]]:
 
 def by_host(devices: np.ndarray, size: int) -> np.ndarray:
     """Returns devices as rows of `size`, [N / size, size]. They keep their order, unless that puts
-    devices of two hosts into one row and sorting them by host does not."""
+    devices of two hosts into one row and sorting them by host does not. A host is a process of JAX.
+    `size` must divide the number of devices."""
 
     def within_hosts(grid: np.ndarray) -> bool:
         """True if no row has devices of two hosts."""
@@ -553,7 +566,7 @@ def listed_divisors(*numbers: int) -> str:
 
 
 def listed(sizes: Sequence[int]) -> str:
-    """Returns sizes as text, `1, 2 or 4`."""
+    """Returns sizes as text: [1, 2, 4] -> `1, 2 or 4`, [4] -> `4`."""
     *most, last = [str(size) for size in sizes]
     if not most:
         return last

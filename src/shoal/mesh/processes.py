@@ -215,13 +215,16 @@ class World:
         return [large or small for large, small in zip(gathered, stored, strict=True)]
 
     def exchange_json(self, what: str, value: Any) -> list[Any]:
-        """Does the same as `exchange` for values of JSON."""
+        """Sends `value`, which JSON can hold, to all processes, and returns the values of all in
+        the processes' order, this one's included. Waits like `exchange`; `what` is the same in
+        all."""
         return [json.loads(data) for data in self.exchange(what, json.dumps(value).encode())]
 
     def _wait(self, number: int, head: bytes) -> bytes:
         """Waits until process `number` has sent its data of this exchange, and returns the data
         after `head`. Process 0 reports a wait of more than a minute on stderr. RuntimeError if the
-        data begins with another head, because that process is at another exchange."""
+        data begins with another head, because that process is at another exchange. Waits as long as
+        that process lives."""
         report_at = time.monotonic() + REPORT_SECONDS
         while True:
             try:  # a second at a time, so that Ctrl-C is handled in between
@@ -255,7 +258,7 @@ class World:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Waits until the other processes leave too, longer if this one leaves without an error. If
         they do not, this process leaves alone: `farewell` then ends it with the exit code of its
-        error, which is stored here."""
+        error, which is stored here. A single process waits for nothing."""
         if self.count == 1:
             return
         self.alone_code = exit_code_of(kind or Exception)
@@ -335,9 +338,9 @@ class World:
 
 
 def own_gpus() -> list[int] | None:
-    """Returns [number of this process on its node] if a launcher has started several processes on
-    the node, because each then uses one GPU; None if this process uses all GPUs that it sees, also
-    if the user chose them by JAX_LOCAL_DEVICE_IDS."""
+    """Returns a list with one GPU, the number of this process on its node, if a launcher has
+    started several processes on the node, because each then uses one GPU; None if this process uses
+    all GPUs that it sees, also if the user chose them by JAX_LOCAL_DEVICE_IDS."""
     for per_node, number in PER_NODE.items():
         is_one_a_node = os.environ.get(per_node, "1").partition("(")[0] == "1"
         if not is_one_a_node and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
@@ -361,8 +364,10 @@ _joined: list[World] = []
 
 def join(section: MeshSection) -> World:
     """Joins the processes that the section names and returns their `World`: meets the others, and
-    starts JAX's distributed runtime. Called again, returns the same world. ShoalError if the
-    processes do not come together."""
+    starts JAX's distributed runtime. Called again, returns the same world, whatever the section. If
+    the section names one process, returns a world of it and starts nothing. ShoalError if the
+    processes do not come together. Side effects: this process ends when another one fails
+    (`World.watch`), and says farewell at its exit."""
     if _joined:
         return _joined[0]
     if section.processes <= 1:
@@ -405,8 +410,8 @@ def join(section: MeshSection) -> World:
 
 
 def gather_bytes(data: bytes, rows: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
-    """Returns the bytes of all processes, `data` being this one's, exchanged by collectives of the
-    devices. Each device gathers a part of every process's bytes:
+    """Returns the bytes of all processes, `data` being this one's (b"" if it has none to send),
+    exchanged by collectives of the devices. Each device gathers a part of every process's bytes:
 
         process 0, devices 0 1: [a0 a1]       ->  device 0: [a0 b0]  device 1: [a1 b1]
         process 1, devices 2 3: [b0 b1]       ->  device 2: [a0 b0]  device 3: [a1 b1]
@@ -508,9 +513,10 @@ def is_loopback(host: str) -> bool:
 
 
 def bind_address(section: MeshSection) -> str:
-    """Returns HOST:PORT at which process 0 and JAX's service listen: the coordinator's address. If
-    its name is a loopback address on this machine, which no other machine reaches (as in the hosts
-    file of Debian and Ubuntu, 127.0.1.1), they listen at all addresses of this machine."""
+    """Returns HOST:PORT at which process 0 and JAX's service listen: the environment's
+    JAX_COORDINATOR_BIND_ADDRESS, else the coordinator's address. If its name is a loopback address
+    on this machine, which no other machine reaches (as in the hosts file of Debian and Ubuntu,
+    127.0.1.1), they listen at all addresses of this machine."""
     given = os.environ.get(BIND_ADDRESS)
     if given:
         return given
@@ -522,7 +528,7 @@ def bind_address(section: MeshSection) -> str:
 
 def loopback_of_name(name: str) -> str:
     """Returns the loopback address that a name has on this machine, if it has no other address and
-    does not look like a loopback name; else ""."""
+    does not look like a loopback name. "" otherwise, also if the name cannot be resolved."""
     if is_loopback(name):
         return ""
     try:
@@ -555,8 +561,8 @@ class Wait:
         return self.began + START_SECONDS - time.monotonic()
 
     def report(self, what: str) -> None:
-        """Prints what is waited for on stderr: at the first call, and again every
-        REPEAT_SECONDS."""
+        """Prints on stderr what is waited for and how long still: at the first call, and after that
+        at most every REPEAT_SECONDS. Does not wait itself."""
         if time.monotonic() >= self.began + self.reports * REPEAT_SECONDS:
             self.reports += 1
             print(
@@ -577,11 +583,12 @@ class Met(NamedTuple):
 def meet_others(section: MeshSection) -> Met:
     """Runs in process 0: listens until all other processes have connected, and returns their names
     and links. ShoalError, which is sent to the others and raised there too, if one has not come
-    within START_SECONDS or was started with wrong numbers.
+    within START_SECONDS or was started with another `mesh.processes` or with the `mesh.process` of
+    another one.
 
-    A link that does not begin with a correct signed line is closed and counted. JAX's service
-    listens at the same port only afterwards, because it would abort this process if another one
-    does not come.
+    A link that does not begin with a correct signed line is closed and counted, and the count is
+    printed. JAX's service listens at the same port only afterwards, because it would abort this
+    process if another one does not come.
     """
     names = {0: _name(0)}
     links: dict[int, socket.socket] = {}
@@ -644,9 +651,9 @@ def meet_others(section: MeshSection) -> Met:
 
 
 def _read_greeting(link: socket.socket, processes: int) -> tuple[int, int, str]:
-    """Reads the first line that a process sends, and returns its (number, number of processes that
-    it was started with, name). Raises one of MALFORMED if the line is not from a process of this
-    run."""
+    """Reads the first line that a process sends, waiting at most GREETING_SECONDS, and returns its
+    (number, number of processes that it was started with, name). Raises one of MALFORMED if the
+    line is not from a process of this run."""
     line = _read_line(link, GREETING_SECONDS, GREETING_BYTES)
     number, count, name = line["process"], line["processes"], line["name"]
     has_types = type(number) is int and type(count) is int and type(name) is str
@@ -665,7 +672,8 @@ def _refused(links: Iterable[socket.socket], text: str) -> ShoalError:
 
 
 def _listener(section: MeshSection) -> socket.socket:
-    """Returns a socket that listens at `bind_address`. ShoalError if the address cannot be used."""
+    """Returns a socket that listens at `bind_address`. If the port is in use, tries for 2 x
+    OUTLIVES_SECONDS. ShoalError if the address cannot be used."""
     host, _, port = bind_address(section).rpartition(":")
     # The coordination service of a run that was killed just now may still have the port.
     deadline = time.monotonic() + 2 * OUTLIVES_SECONDS
@@ -688,7 +696,7 @@ def _listener(section: MeshSection) -> socket.socket:
 def meet_main(section: MeshSection) -> Met:
     """Runs in each process but 0: connects to process 0, waits until all have connected, and
     returns their names and the link to process 0. ShoalError if process 0 refuses this process or
-    cannot be reached."""
+    cannot be reached. If the answer is no signed line, connects again for 2 x OUTLIVES_SECONDS."""
     # The coordination service of a run that was killed just now may still answer.
     deadline = time.monotonic() + 2 * OUTLIVES_SECONDS
     while True:
@@ -735,7 +743,8 @@ def meet_main(section: MeshSection) -> Met:
 
 
 def _connect(section: MeshSection) -> socket.socket:
-    """Returns a link to process 0; ShoalError if nothing listens there within START_SECONDS."""
+    """Tries to connect to process 0 until it listens, with reports on stderr, and returns the link;
+    ShoalError if nothing listens there within START_SECONDS."""
     host, _, port = section.coordinator.rpartition(":")
     wait = Wait()
     while True:
@@ -754,8 +763,8 @@ def _connect(section: MeshSection) -> socket.socket:
 
 
 def _address_text(name: str) -> str:
-    """Returns a text with the address that a host's name has on this machine, to be appended to a
-    message about that name; "" if there is nothing to add."""
+    """Returns `; NAME is ADDRESS on this machine`, to be appended to a message about a host's name;
+    "" if `name` is an address itself or cannot be resolved."""
     with contextlib.suppress(OSError, ValueError):
         address = socket.gethostbyname(name)
         return "" if address == name else f"; {name} is {address} on this machine"
@@ -780,8 +789,9 @@ def _send_line(link: socket.socket, value: Any) -> None:
 
 
 def _read_line(link: socket.socket, seconds: float, most_bytes: int) -> Any:
-    """Reads a signed line and returns its value, without reading anything behind the line.
-    ValueError if there is none, or if it is signed with another secret."""
+    """Reads a signed line of JSON and returns its value, without reading anything behind the line.
+    Waits at most `seconds`, and reads at most `most_bytes`. ValueError or OSError if there is no
+    such line in time; ValueError if it is signed with another secret."""
     line = b""
     deadline = time.monotonic() + seconds
     while not line.endswith(b"\n"):
@@ -823,9 +833,13 @@ class CoordinationService:
     """
 
     def __init__(self, address: str, count: int, **options: Any):
+        """Starts the service and returns once it listens. `address`: HOST:PORT to listen at;
+        `count`: the number of processes; `options`: further ones of JAX's
+        `get_distributed_runtime_service`. ShoalError if it cannot listen."""
         # In a session of its own, so that Ctrl-C does not reach it.
         self.process = subprocess.Popen(
             [sys.executable, "-c", SERVICE, json.dumps([address, count, options])],
+            # The service ends OUTLIVES_SECONDS after this pipe closes, because process 0 has ended.
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -840,14 +854,14 @@ class CoordinationService:
             )
 
     def shutdown(self) -> None:
-        """Ends the service, a few seconds later, and waits for that."""
+        """Ends the service, and waits until its process has ended."""
         self.process.communicate("stop")
 
 
 @contextlib.contextmanager
 def service_apart() -> Iterator[None]:
     """Returns a context in which `jax.distributed.initialize` starts the coordination service in a
-    separate process."""
+    separate process. After the block JAX's own function is back."""
     usual = jaxlib.get_distributed_runtime_service
     jaxlib.get_distributed_runtime_service = CoordinationService
     try:

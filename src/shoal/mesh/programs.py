@@ -97,7 +97,8 @@ _order: dict[Any, threading.RLock] = {}
 @contextlib.contextmanager
 def dispatching(devices: Iterable[Any]) -> Iterator[None]:
     """Returns a context for dispatching a program that is not a `Program` to devices: while one
-    thread is in it, no other thread dispatches to any of them.
+    thread is in it, no other thread dispatches to any of them. A thread may enter it again inside
+    of its own block.
 
     Two programs with collectives that reach two devices in different orders would wait for each
     other for ever: samplers decode in their own threads, while the trainer's thread compares and
@@ -110,7 +111,8 @@ def dispatching(devices: Iterable[Any]) -> Iterator[None]:
 
 
 def device_options(device: Any) -> Mapping[str, Any]:
-    """Returns XLA's options for all programs of a device's platform and kind."""
+    """Returns XLA's options for all programs of a device's platform and kind. Those of the kind
+    take precedence."""
     options = dict(COMPILER_OPTIONS.get(device.platform, {}))
     options.update(COMPILER_OPTIONS.get(device.device_kind, {}))
     return options
@@ -135,6 +137,9 @@ class Program:
         options: Mapping[str, Any],
         queued: bool = True,
     ) -> None:
+        """Makes the program; nothing is compiled yet. `compiler_options`: XLA's, name -> value;
+        `options`: further arguments of `jax.jit`; `devices`: those that it runs on; `queued`: False
+        if calls neither wait nor are waited for (see the class)."""
         self.function = function
         self.compiler_options = dict(compiler_options)
         self.options = dict(options)
@@ -197,7 +202,7 @@ class Program:
     def _known_options(self, call: Callable[[], Any]) -> Any:
         """Returns the result of `call`, which compiles the program. If the compiler does not know
         an option, drops that option for all programs of this process, with a warning, and calls
-        again."""
+        again. Each retry uses the program jitted anew without that option."""
         for _ in self.compiler_options:  # each failure names another option
             try:
                 return call()

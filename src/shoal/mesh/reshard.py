@@ -90,6 +90,7 @@ def exchange_parts(array: jax.Array, source: NamedSharding, ordered: NamedShardi
         senders_and_receivers.append((sender, before.index(device)))
 
     def send(part: jax.Array) -> jax.Array:
+        """Returns the part that this device has in the layout `ordered`, from its own part."""
         return jax.lax.ppermute(part, axes, senders_and_receivers)
 
     exchange = jax.shard_map(
@@ -140,6 +141,7 @@ def _layout(common: Mesh, sharding: NamedSharding, ndim: int) -> Layout:
             number = mesh.axis_names.index(name)
             low = cuts[number + 1]
             high = cuts[number]
+            # The axis `name` is the product of the common axes between its two cuts.
             for axis in common.axis_names:
                 if low <= int(axis[1:]) < high:
                     layout[dim].append(axis)
@@ -147,6 +149,7 @@ def _layout(common: Mesh, sharding: NamedSharding, ndim: int) -> Layout:
 
 
 def _spec(layout: Layout) -> PartitionSpec:
+    """Returns the PartitionSpec of a layout: a dimension without axes is not split."""
     axes_by_dim = [tuple(axes) or None for axes in layout]
     return PartitionSpec(*axes_by_dim)
 
@@ -165,7 +168,8 @@ class Step:
 
 def _steps(before: Layout, after: Layout) -> Iterator[Step]:
     """Yields the exchanges that lead from one layout to the other, in order. Prefers those that
-    move least: moving an axis to another dimension, slicing, and only then gathering."""
+    move least: moving an axis to another dimension, slicing, and only then gathering. The last
+    alternative always exists, so every layout is reached."""
     now = [list(axes) for axes in before]
     while now != after:
         next_axes: dict[str, int] = {}  # the axis that a dimension needs next -> the dimension

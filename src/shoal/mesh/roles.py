@@ -76,8 +76,8 @@ class Role:
         )
 
     def with_options(self, options: Mapping[str, Mapping[str, Any]]) -> Role:
-        """Returns the role with further compiler options, given by kind of device; the role's
-        present options take precedence."""
+        """Returns the role with further compiler options: `options` has them by the kind of device,
+        name -> value; the role's present options take precedence."""
         merged = dict(options.get(self.mesh.devices.flat[0].device_kind, {}))
         merged |= dict(self.compiler_options)  # they include those that the user set
         return replace(self, compiler_options=tuple(merged.items()))
@@ -103,7 +103,8 @@ class Role:
         `("layers", "embed", "heads")` -> `P(None, ("fsdp", "context"), "tensor")`. A logical axis
         None is not split. ValueError if a dimension's size is not divisible by the number of its
         parts; replicating the array instead would go unnoticed. A model's sizes are checked before
-        that, with an error for users (`shoal.model.parameters.check_mesh`)."""
+        that, with an error for users (`shoal.model.parameters.check_mesh`). KeyError for an axis
+        that the rules do not have."""
         rules = dict(self.rules)
         mesh_axes: list[Any] = []
         for axis, size in zip(axes, shape, strict=True):
@@ -134,14 +135,16 @@ class Role:
         return NamedSharding(self.mesh, PartitionSpec())
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Inside a compiled function: returns x, laid out over the devices by the logical axes of
-        its dimensions."""
+        """Inside a compiled function: returns x, laid out over the devices by the logical `axes`,
+        one for each dimension; None: that dimension is not split. On a single device returns x
+        itself."""
         if self.mesh.size == 1:
             return x
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
 
     def put_rows(self, tree: Any) -> Any:
-        """Puts host arrays whose first dimension is rows onto the devices, split by rows."""
+        """Puts a tree of host arrays, whose first dimension is rows, onto the devices, and returns
+        the tree of JAX arrays: rows are split over the devices, other dimensions are not."""
 
         def put_array(x: Any) -> jax.Array:
             axes = ("batch",) + (None,) * (np.ndim(x) - 1)
@@ -158,6 +161,8 @@ class Role:
             return x
         tokens_of_part = x.shape[1] // self.context
         inner = x.shape[2:]
+        # [R, T, ...] -> [shards, rows of a shard, context, T / context, ...]; then the parts of a
+        # shard that have the same place in their rows come one after the other.
         x = x.reshape(self.batch_shards, -1, self.context, tokens_of_part, *inner)
         x = x.swapaxes(1, 2).reshape(-1, tokens_of_part, *inner)
         inner_axes = (None,) * (x.ndim - 1)
@@ -170,6 +175,7 @@ class Role:
             return x
         num_rows = x.shape[0] // self.context
         inner = x.shape[2:]
+        # [R * context, T / context, ...] -> [shards, context, rows of a shard, T / context, ...]
         x = x.reshape(self.batch_shards, self.context, -1, *x.shape[1:])
         x = x.swapaxes(1, 2).reshape(num_rows, -1, *inner)
         inner_axes = (None,) * (x.ndim - 1)
@@ -183,8 +189,8 @@ class Role:
 
     @property
     def local(self) -> Role:
-        """The role on the devices of this process alone; the role itself if there is one process.
-        A process must have whole replicas: entries of the mesh's first axis."""
+        """The role on the devices of this process alone; the role itself if there is one process. A
+        process must have whole replicas, which are entries of the mesh's first axis."""
         if jax.process_count() == 1:
             return self
         this_process = jax.process_index()
@@ -221,8 +227,8 @@ class Role:
 
 
 def put(x: Any, sharding: NamedSharding) -> jax.Array:
-    """Puts a host array onto the devices of a sharding. With several processes, each must give the
-    same array."""
+    """Puts a host array onto the devices of a sharding and returns the JAX array. With several
+    processes, each must give the same array."""
     if jax.process_count() == 1:
         return jax.device_put(x, sharding)
     # device_put would compare the processes' arrays each time.
@@ -251,8 +257,8 @@ class Roles:
     @property
     def hosts(self) -> list[Role]:
         """The sampler's role for each `Host` in this process. If the sampler has devices of its
-        own, there is one host for each replica of the model, so that none waits for the others;
-        else one host with all of the sampler's devices here."""
+        own, there is one host for each replica of the model, on its devices in this process, so
+        that none waits for the others; else one host with all of the sampler's devices here."""
         local = self.sampler.local
         if not self.disaggregated:
             return [local]
@@ -272,9 +278,10 @@ def make_roles(
     other devices than the trainer: it then splits this dimension over the largest number of its
     devices that divides it; 0 if the model is not known yet.
 
-    ShoalError for devices that do not exist, roles that share only some of their devices, sizes of
-    axes that do not divide the devices, and, in a run of several processes, roles that these cannot
-    have (`process_refusal`).
+    ShoalError if `section` says that there are several processes, because only training has them,
+    and it passes a section without these keys; for devices that do not exist, roles that share only
+    some of their devices, sizes of axes that do not divide the devices, and, in a run of several
+    processes, roles that these cannot have (`process_refusal`).
     """
     if section.processes > 1:
         raise ShoalError(
@@ -336,7 +343,8 @@ def _sampler_mesh(
 ) -> Mesh:
     """Returns the sampler's mesh, replicas x tensor, over the trainer's devices or devices of its
     own, as `numbers` says. ShoalError if `mesh.sampler_tensor` (or else `mesh.tensor`) does not
-    divide the number of its devices."""
+    divide the number of its devices. `trainer`: the trainer's mesh; `devices`: all available
+    devices, into which `numbers` are indices."""
     tensor = section.sampler_tensor or section.tensor
     shared = set(numbers.sampler) == set(numbers.trainer)
     num_devices = trainer.size if shared else len(numbers.sampler)

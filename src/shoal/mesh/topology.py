@@ -106,7 +106,8 @@ class Topology:
         return self.accelerator.torus == 2 and math.prod(self.shape) <= 8
 
     def describe(self) -> str:
-        """Returns a description for people, `128 v5p chips (4x4x8)`."""
+        """Returns a description for people, `128 v5p chips (4x4x8)` or `16 H200 (2 machines of
+        8)`."""
         if not self.accelerator.is_tpu:
             text = f"{self.num_devices} {self.kind.upper()}"
             machines, gpus = self.shape
@@ -123,7 +124,8 @@ class Topology:
 
     def hosts(self, devices: Sequence[Any]) -> dict[Any, int]:
         """Returns device -> number of its host, as the processes of a run there would have them.
-        Corrects JAX's description, whose hosts differ for GPUs and for small slices."""
+        Corrects JAX's description, whose hosts differ for GPUs and for small slices. `devices`: all
+        devices of this topology, in order."""
         if self.accelerator.is_tpu and not self._slice_is_one_host:
             return {device: device.process_index for device in devices}
         # JAX describes each GPU that is not here as a host, and the eight chips of v5e or v6e that
@@ -133,8 +135,10 @@ class Topology:
 
 
 def parse_topology(text: str) -> Topology:
-    """Reads a topology from a text like `v5p-128`, `v5p:4x4x8@2` or `h200:8`; ShoalError, which
-    names the nearest ones, if there is no such topology."""
+    """Reads a topology from a text: `v5p-128` (the slice of that name), `v5p:4x4x8@2` (two slices
+    of this shape), `h200:8` (one machine of 8 GPUs) or `h200:2x8` (two machines). Case does not
+    matter, and `v5litepod` is `v5e`. ShoalError, which names the nearest ones, if there is no such
+    topology."""
     match = re.fullmatch(
         r"(?i)([a-z0-9]+?(?:-\d+gb)?)(?:-(?P<count>\d+)|:(?P<shape>\d+(?:x\d+)*))"
         r"(?:@(?P<slices>0*[1-9]\d*))?",
@@ -162,7 +166,8 @@ def parse_topology(text: str) -> Topology:
 
 
 def _no_topology(text: str) -> ShoalError:
-    """Returns the error for a text whose kind is not known, or that is not in the right form."""
+    """Returns the error for a text whose kind is not known, or that is not in the right form.
+    `text`: the whole topology that the user gave."""
     name = re.split("[-:@]", text)[0].lower()
     slices = re.fullmatch(r"(?i)(v[^-]+-\d+)x(\d+)", text)
     if slices and name.replace("v5litepod", "v5e") in ACCELERATORS:
@@ -188,7 +193,9 @@ def _shape_text(shape: Sequence[int]) -> str:
 
 
 def slice_shape(kind: str, chips: int) -> tuple[int, ...] | None:
-    """Returns the shape of a slice of `chips` chips; None if there is no such slice."""
+    """Returns the shape of a slice of `chips` chips of a TPU kind; None if there is no such slice.
+    From 64 chips on a torus of three dimensions has the shape that is nearest to a cube, sizes
+    ascending: 512 -> (8, 8, 8)."""
     torus = ACCELERATORS[kind].torus
     if chips in _SMALL[torus]:
         return _SMALL[torus][chips]
@@ -210,7 +217,8 @@ def slice_shape(kind: str, chips: int) -> tuple[int, ...] | None:
 
 
 def slice_names(kind: str) -> Iterator[str]:
-    """Yields the names of all slices of a kind: v5p-8, v5p-16, ..."""
+    """Yields the names of all slices of a TPU kind, the smallest first: v5p-8, v5p-16, ... The
+    number counts cores, which for some kinds are two a chip."""
     accelerator = ACCELERATORS[kind]
     counts = list(_SMALL[accelerator.torus])
     if accelerator.torus == 3:
@@ -232,7 +240,8 @@ def _named_shape(text: str, kind: str, counted: int) -> tuple[int, ...]:
 
 
 def _check_shape(text: str, kind: str, shape: tuple[int, ...]) -> None:
-    """Raises ShoalError unless a slice of this shape exists."""
+    """Raises ShoalError unless a slice of this shape exists. `text`: the whole topology, for the
+    error."""
     accelerator = ACCELERATORS[kind]
     chips = math.prod(shape)
     fits = len(shape) == accelerator.torus and 0 not in shape and chips <= accelerator.largest
@@ -246,7 +255,8 @@ def _check_shape(text: str, kind: str, shape: tuple[int, ...]) -> None:
 
 def _no_slice(text: str, kind: str, chips: float, as_shapes: bool) -> ShoalError:
     """Returns the error for a slice that does not exist, with the two nearest ones, written as
-    shapes or by their names. `chips`: how many were wanted."""
+    shapes or by their names. `text`: the whole topology that the user gave. `chips`: how many were
+    wanted. `as_shapes`: True for shapes."""
     accelerator = ACCELERATORS[kind]
 
     def counted(name: str) -> int:
@@ -269,8 +279,9 @@ def _no_slice(text: str, kind: str, chips: float, as_shapes: bool) -> ShoalError
 
 
 def topology_devices(topology: Topology) -> list[Any]:
-    """Returns JAX's devices of a topology, for a compiler: nothing can run on them. ShoalError if
-    the compiler is not installed. ENVIRONMENT must have been set before JAX was imported."""
+    """Returns JAX's devices of a topology, for a compiler: programs can be compiled for them, but
+    nothing can run on them. ShoalError if the compiler is not installed. ENVIRONMENT must have been
+    set before JAX was imported."""
     from importlib.util import find_spec
 
     from jax.experimental.topologies import get_topology_desc
@@ -334,7 +345,8 @@ class PlaceholderDevice:
 
 def placeholder_devices(topology: Topology) -> list[PlaceholderDevice]:
     """Returns as many placeholder devices as a topology has, for estimates and checks of meshes,
-    which need no compiler."""
+    which need no compiler. Each has its host's number as `process_index`, and its slice's as
+    `slice_index`."""
     platform = "tpu" if topology.accelerator.is_tpu else "gpu"
     kind = DEVICE_KINDS.get(topology.kind, f"NVIDIA {topology.kind.upper()}")
     of_slice = topology.num_devices // topology.slices
@@ -354,7 +366,8 @@ def placeholder_devices(topology: Topology) -> list[PlaceholderDevice]:
 
 
 def gpu_target(kind: str) -> str:
-    """Returns the description of a GPU, as the text that XLA's compiler takes in place of a GPU."""
+    """Returns the description of a GPU that XLA's compiler takes in place of a GPU, as a text in
+    the form of a protobuf. `kind`: a GPU's name in ACCELERATORS."""
     accelerator = ACCELERATORS[kind]
     assert accelerator.target is not None
     facts = dict(accelerator.target)

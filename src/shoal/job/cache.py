@@ -21,7 +21,8 @@ def cache_by_environment() -> None:
 
 def cache_by_configuration() -> None:
     """Sets the cache up in `jax.config`, at any time, as in a user's process. Does nothing if the
-    user has chosen a cache by the environment or in `jax.config`, or has disabled it."""
+    user has chosen a cache by the environment or in `jax.config`, or has disabled it. Programs that
+    were compiled before are not cached."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 

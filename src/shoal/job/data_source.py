@@ -30,7 +30,8 @@ def for_training(task: Task, config: Config) -> Task:
     ShoalError if rows then have nothing to learn."""
 
     def example_of(row: int) -> Example:
-        """Returns a training row whose prompt ends before the assistant's first turn."""
+        """Returns training row `row` whose prompt ends before the assistant's first turn; the row
+        itself if it has no such turn, or begins with one."""
         example = task.train[row]
         messages = dialogue_messages(example)
         for position, message in enumerate(messages):
@@ -51,7 +52,8 @@ def for_training(task: Task, config: Config) -> Task:
 
 def _notes_of_answers(task: Task) -> list[str]:
     """Returns a note that says how many rows have an empty answer, which the model learns as such;
-    empty if none has. ShoalError if rows have no answer at all."""
+    empty if none has. ShoalError if rows have no answer at all. Rows whose dialogue is malformed
+    are left out here."""
     if isinstance(task.train, LazyRows):  # rows that a packaged task generates always have answers
         return []
     empty: list[str] = []
@@ -109,6 +111,8 @@ class DataSource:
     requested: dict[int, list[GroupRequest]] = field(default_factory=dict)  # step -> its requests
 
     def __post_init__(self) -> None:
+        """Takes over the sampler's members that have nothing to do with training groups, like
+        `publish`."""
         sampler = self.sampler
         self.publish = sampler.publish
         self.publish_frozen = sampler.publish_frozen
@@ -132,8 +136,8 @@ class DataSource:
         return purpose is not Purpose.TRAIN and self.sampler.is_busy_with(purpose, step)
 
     def take(self, purpose: Purpose, step: int) -> list[Group]:
-        """Returns the groups of a step; those of training are made of the data's answers, without
-        waiting."""
+        """Returns the groups of a step, whose requests are then forgotten; those of training are
+        made of the data's answers, without waiting, and a row may give several (`streams`)."""
         if purpose is not Purpose.TRAIN:
             return self.sampler.take(purpose, step)
         groups = []
@@ -144,7 +148,8 @@ class DataSource:
 
     def _group(self, request: GroupRequest, stream: Stream) -> Group:
         """Makes a group whose single completion is the answer of the data that `stream` holds, cut
-        at `sampling.max_completion_tokens` as sampling would cut it."""
+        at `sampling.max_completion_tokens` as sampling would cut it. Log-probs and the reward are
+        0."""
         most = self.config.sampling.max_completion_tokens
         ids = stream.token_ids[:most]
         mask = stream.loss_mask[:most]

@@ -46,10 +46,11 @@ def section_of(given: Any) -> EnvironmentSection:
 
 
 def with_environment(task: Task, given: Any) -> Task:
-    """Returns the task with the tools and environments of the section `environment` in place of its
-    own: `tools`, `factory` (also an environment of OpenEnv), or, as an environment by which a
-    program of the user drives the whole rollout, `rollout` or `agent`. Without these keys returns
-    the task as it is. ShoalError if a file lacks what is named."""
+    """Returns the task with the tools and environments of the section `environment` of the
+    configuration `given` in place of its own: `tools`, `factory` (also an environment of OpenEnv),
+    or, as an environment by which a program of the user drives the whole rollout, `rollout` or
+    `agent`. Without these keys returns the task as it is. ShoalError if a file lacks what is
+    named."""
     section = section_of(given)
     if section.tools:
         specs = []
@@ -101,8 +102,9 @@ class TurnFormats:
     _made: dict[EnvironmentKind | None, TurnFormat] = field(default_factory=dict)
 
     def of(self, columns: Mapping[str, Any]) -> TurnFormat:
-        """Returns the format of rollouts on a row with these columns. ShoalError if
-        `sampling.max_completion_tokens` is too small for even one answer of a tool."""
+        """Returns the format of rollouts on a row with these columns; one is made for each kind of
+        environment when it is first needed. ShoalError if `sampling.max_completion_tokens` is too
+        small for even one answer of a tool."""
         kind = self.sessions.kind_of(columns)
         if kind in self._made:
             return self._made[kind]
@@ -136,7 +138,8 @@ class TurnFormats:
         return turn_format
 
     def encode(self, example: Example) -> np.ndarray:
-        """Token ids of an example's prompt, int32[T], including the description of its tools."""
+        """Returns the token ids of an example's prompt, int32[T], including the description of its
+        tools; without it if a program of the user drives the rollout."""
         kind = self.sessions.kind_of(example.columns)
         if (
             kind and kind.is_rollout_function
@@ -147,7 +150,8 @@ class TurnFormats:
 
 def written_call_format(tokenizer: Tokenizer, sessions: Sessions) -> str:
     """Returns the form in which the tokenizer or its chat template writes tool calls, a value of
-    `environment.call_format`. '' if rollouts have no tools, or if the form is not known."""
+    `environment.call_format`. '' if rollouts have no tools, or if the form is not known. Of
+    environments it asks for the first kind that has tools."""
     functions = dict(sessions.tools)
     for kind in sessions.kinds.values():
         # Any tools will do, because all kinds of environments have the same template.
@@ -175,7 +179,8 @@ def make_turn_driver(turns: TurnFormats, num_slots: int, sampling: SamplingSecti
 
 def open_sessions(task: Task, given: Any) -> Sessions | None:
     """Forks the processes that run a task's tools and environments, tries them on the first row of
-    each set, and returns their sessions. None if the task has neither. ShoalError if a tool has no
+    each set, and returns their sessions, which the caller closes. `given`: a configuration, with or
+    without the section `environment`. None if the task has neither. ShoalError if a tool has no
     schema or an environment cannot begin."""
     if not (task.tools or task.environments):
         return None
@@ -211,7 +216,8 @@ def _try(sessions: Sessions, example: Example) -> None:
 
 def _fault_of(reply: Reply, kind: EnvironmentKind | None, example: Example) -> ShoalError:
     """Returns the error that names the function of the user that failed on a row: the agent, the
-    rollout function, or the method of an environment, with what it must return."""
+    rollout function, or the method of an environment, with what it must return. `kind`: the row's
+    kind of environment, if any; `reply`: the one that says what failed."""
     row = example.place or f"data row {example.row}"
     if kind and kind.is_rollout_function and kind.type is Agent:
         return ShoalError(f"the agent failed for {row}: {reply.error}", "environment.agent")
@@ -276,8 +282,8 @@ def enter_sandbox(task: Task, section: EnvironmentSection) -> Callable[[socket.s
     program = f"from {__name__} import serve; serve()"
 
     def enter(end: socket.socket) -> None:
-        """Replaces this process by the supervisor in the sandbox; keeps only the socket `end`
-        open."""
+        """Replaces this process by the supervisor in the sandbox; keeps only the socket `end` open.
+        Does not return."""
         os.set_inheritable(end.fileno(), True)
         os.closerange(3, end.fileno())  # libraries open files that programs inherit
         os.closerange(end.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
@@ -290,9 +296,9 @@ def enter_sandbox(task: Task, section: EnvironmentSection) -> Callable[[socket.s
 
 
 def _without_sockets(folders: Iterable[str], files: Iterable[str]) -> list[str]:
-    """Returns arguments of bwrap that hide the machine's sockets. SOCKET_FOLDERS become empty
-    folders, in which only the `folders` and the folders of the `files` are visible; a socket
-    anywhere else is replaced by /dev/null."""
+    """Returns arguments of bwrap, in their order, that hide the machine's sockets. SOCKET_FOLDERS
+    become empty folders, read-only, in which only the `folders` and the folders of the `files` are
+    visible; a socket anywhere else is replaced by /dev/null."""
     hidden = {os.path.realpath(path) for path in SOCKET_FOLDERS if os.path.isdir(path)}
     words: list[str] = []
     for path in sorted(hidden):
@@ -328,6 +334,7 @@ def _sockets() -> Iterator[str]:
     listed: list[str] = []
     relative: dict[str, str] = {}
     for line in _lines_of_sockets():
+        # Num RefCount Protocol Flags Type St Inode Path; @ begins names that are no files.
         fields = line.split(maxsplit=7)  # a path may hold spaces
         if len(fields) == 8 and fields[7].startswith("/"):
             listed.append(fields[7])
@@ -336,7 +343,7 @@ def _sockets() -> Iterator[str]:
     if relative:
         listed += _absolute(relative)
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        mount = line.split()[4]
+        mount = line.split()[4]  # the mount point
         listed.append(_ESCAPED.sub(lambda match: chr(int(match[1], 8)), mount))
     for path in listed:
         try:
@@ -349,7 +356,8 @@ def _sockets() -> Iterator[str]:
 
 def _lines_of_sockets() -> Iterator[str]:
     """Yields the lines of /proc/net/unix of each network namespace that a process of this machine
-    is in, because a socket in a file can be reached from all of them."""
+    is in, because a socket in a file can be reached from all of them. Namespaces of other users'
+    processes are left out."""
     tables = {os.readlink("/proc/self/ns/net"): Path("/proc/net/unix")}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's

@@ -36,10 +36,11 @@ def fingerprint(
     teacher: ModelScorer | None = None,
     base: Params | None = None,
 ) -> dict[str, Any]:
-    """Returns what a run's numbers depend on besides its configuration, as values that JSON can
+    """Returns what a run's numbers depend on besides its configuration, as a dict that JSON can
     hold: the machine, a digest of the data, digests of the reward functions, tools and
-    environments, and checksums of the weights that training does not change (`base`: frozen under
-    an adapter)."""
+    environments, and checksums of the weights that training does not change (`reference`,
+    `teacher`; `base`: the weights under an adapter, with `base_types`). Checksums of models that
+    are not given are left out."""
     from shoal.weights.checksum import types_text, weights_text
 
     # Functions that score answers, and tools and environments, which answer the model.
@@ -83,7 +84,8 @@ def machine() -> dict[str, str]:
 
 
 def _processor() -> str:
-    """Returns the processor's model name, from /proc/cpuinfo if that exists."""
+    """Returns the processor's model name, from /proc/cpuinfo if that exists. '' if that file does
+    not name it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -104,13 +106,14 @@ def package_version(package: str) -> str:
 
 def data_digest(task: Task, seed: int) -> str:
     """Returns a text with the number of training rows and a hash of these and of the evaluation
-    sets. If there are more than MOST_ROWS rows, the hash covers a sample that the seed chooses."""
+    sets. If there are more than MOST_ROWS rows, the hash covers a sample that the seed chooses.
+    `seed`: the run's."""
     count = len(task.train)
     rows = list(range(count))
     if count > MOST_ROWS:
         sample = set()
         for number in range(SAMPLE_ROWS):
-            noise = NoiseKey(seed, "data", number, 0).key(0)
+            noise = NoiseKey(seed, "data", number, 0).key(0)  # a hash of these numbers
             sample.add(int.from_bytes(noise.tobytes()) % count)
         rows = sorted(sample)
     hashed = hashlib.blake2b(digest_size=8)
@@ -153,7 +156,8 @@ def _source_digest(reward: RewardFunction) -> str:
 
 def _local_imports(file: Path) -> list[Path]:
     """Returns the files that a module imports from its own folder or package, directly or through
-    each other, also inside functions; without the module itself."""
+    each other, also inside functions; without the module itself, sorted. Empty if the module cannot
+    be parsed."""
     root = file.parent
     while (root / "__init__.py").exists():
         root = root.parent
@@ -174,7 +178,8 @@ def _local_imports(file: Path) -> list[Path]:
 def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Console) -> None:
     """Compares the fingerprint of a checkpoint with that of this process. Raises ShoalError if the
     data, the frozen weights, the reference or the teacher differ; warns if the machine or the files
-    of reward functions do."""
+    of reward functions, tools or environments do. Models and functions that only one of the two has
+    are not compared."""
     if saved["data"] != now["data"]:
         raise ShoalError(
             f"the training data is not what this run was started with (it had {saved['data']}, now "

@@ -28,7 +28,7 @@ FIRST_PROMPT = 240
 
 def print_head(job: Job) -> None:
     """Prints what a run will do and with what, then the warnings of its stages. ShoalError if there
-    are warnings and `train.on_warning` is `stop`."""
+    are warnings and `train.on_warning` is `stop`. Opens the stages of the job that it reads."""
     config, roles, model, console = job.config, job.roles, job.model, job.console
     shape = micro_batch_shapes(config, model.role.row_shards)[0]
     lengths = job.prompt_lengths
@@ -95,8 +95,9 @@ def reference_note(config: Config, model: Model) -> str:
 
 
 def data_lines(task: Task) -> dict[str, str]:
-    """Returns title -> text, for the head of a run: the files that were read with their rows, and
-    how many training rows are kept and why others are not."""
+    """Returns a dict (title -> text) for the head of a run. For data from files: the files that
+    were read with their rows, and how many training rows are kept and why others are not. For
+    generated data: one line with the number of training prompts."""
     report = task.data
     count = len(task.train)
     if not (report.train_files or report.held_out_files):

@@ -25,7 +25,7 @@ class EarlyInterrupt:
     received = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Ends the process, or raises KeyboardInterrupt once `raises` is set."""
+        """Ends the process with exit code 130, or raises KeyboardInterrupt once `raises` is set."""
         if not self.raises:
             os.write(2, b"interrupted\n")
             os._exit(130)
@@ -95,7 +95,8 @@ def stop_on_signals(
     raises KeyboardInterrupt wherever the program is, with the text that `kept` returns. The context
     gives the StopSignal, a new one if `stop` is None.
 
-    Outside of the main thread Python handles no signals, so there it changes nothing.
+    At the end of the block the handlers from before are back. Outside of the main thread Python
+    handles no signals, so there it changes nothing.
     """
     stop = stop or StopSignal()
 

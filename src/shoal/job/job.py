@@ -594,7 +594,8 @@ class Job(StagedJob):
         )
 
     def encode(self, example: Example) -> np.ndarray:
-        """Token ids of an example's prompt, int32[T], including the description of its tools."""
+        """Returns the token ids of an example's prompt, int32[T], including the description of its
+        tools."""
         if self.has("turn_formats") and self.turn_formats:
             return self.turn_formats.encode(example)
         return self.tokenizer.encode_prompt(example.prompt)

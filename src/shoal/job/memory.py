@@ -79,9 +79,9 @@ def job_budget(job: Job) -> Budget:
 
 
 def update_memory(job: Job, tokens: int) -> tuple[int, list[Item]]:
-    """Returns (bytes that an update of `tokens` tokens on a device is estimated to need there,
-    besides what the roles hold; items that it stores in the host's memory, which is empty unless
-    `model.remat` is `offload` on an accelerator)."""
+    """Returns a pair: (bytes that an update of `tokens` tokens on a device is estimated to need
+    there, besides what the roles hold; items that it stores in the host's memory, which is empty
+    unless `model.remat` is `offload` on an accelerator)."""
     model = job.model
     role = job.roles.trainer
     a = model.architecture
@@ -92,7 +92,8 @@ def update_memory(job: Job, tokens: int) -> tuple[int, list[Item]]:
     needed += activation_bytes(a, tokens / role.tensor, model.dtype, remat)
     if remat != "offload" or role.platform == "cpu":
         return needed, []
-    # The device then holds only what two layers store, while it is moved.
+    # Layers store their inputs and `kept` in the host's memory. The device then holds only what two
+    # layers store, while it is moved.
     kept = activation_bytes(a, tokens / role.tensor, model.dtype, remat)
     stored = kept + input_bytes(a, tokens, model.dtype)
     needed -= stored * max(0, a.num_layers - 2) // a.num_layers
@@ -101,7 +102,8 @@ def update_memory(job: Job, tokens: int) -> tuple[int, list[Item]]:
 
 def check_memory(job: Job) -> Finding:
     """Returns a finding that says whether the memory which is known before compilation fits into
-    what is free. ShoalError if a device would need more than its whole memory, free or not."""
+    what is free. ShoalError if a device would need more than its whole memory, free or not. If the
+    free memory is too little, but not the whole, the finding is `wrong`."""
     budget = job_budget(job)
     available = available_memory(job.roles.trainer.mesh.devices.flat)
     finding, _ = judge_memory(budget, available, job.budget_for, "at least")
@@ -116,7 +118,8 @@ def judge_memory(
     """Returns (a finding that says what each device needs and has; the advice in it as text, '' if
     the job fits easily). The finding is `ok`, `warning` if the fit is tight, or `wrong` if memory
     is not enough. `bound`: the words before the estimate, `at least` if it leaves out what
-    compilation will show."""
+    compilation will show. `describe`: returns the budget of a job with another configuration, to
+    try advice. If the device does not report its memory, the finding is `ok`."""
     shared = ""
     if available.sharing > 1:
         shared = f" on each of {available.sharing} devices that share it"

@@ -26,8 +26,9 @@ from shoal.weights.source import ModelSource, planned_architecture
 
 
 def explain_out_of_memory(error: BaseException, config: Any) -> ShoalError | None:
-    """Returns a ShoalError that explains `error` with the keys to change, if `error` or one of its
-    causes says that a device or the machine ran out of memory; else None."""
+    """Returns a ShoalError that explains `error` with the keys to change and, for a training run,
+    what a device held, if `error` or one of its causes says that a device or the machine ran out of
+    memory; else None."""
     seen: BaseException | None = error
     while seen is not None and not _is_out_of_memory(seen):
         seen = seen.__cause__ or seen.__context__
@@ -41,6 +42,7 @@ def explain_out_of_memory(error: BaseException, config: Any) -> ShoalError | Non
     size = 0.0
     if asked:
         what = f" ({asked[1].strip()} more were asked for)"
+        # K is 1024 bytes, M 1024 K, ...; without a prefix the number is of bytes.
         size = float(asked[2]) * 1024 ** " KMGT".index(asked[3] or " ")
     changes = plain_changes(config)
     held = ""

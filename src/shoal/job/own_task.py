@@ -101,7 +101,8 @@ def _require_from_python(path: str, stored: Config, has_rewards: bool) -> None:
 
 def _require_objects(path: str, key: str, value: str | tuple[str, ...]) -> None:
     """Raises ShoalError if tools or an environment of the run came from Python and were not given
-    again. `value`: the run's value of `key`, which names them."""
+    again. `value`: the run's value of `key`, which names them. `path`: the model's, for the
+    error."""
     names = (value,) if isinstance(value, str) else value
     for name in names:
         if name.startswith(FROM_PYTHON) and name not in PYTHON_OBJECTS:

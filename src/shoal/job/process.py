@@ -33,8 +33,9 @@ SAME = ("python", "shoal", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint"
 
 
 def open_console(config: Config) -> tuple[Config, Console]:
-    """Returns the configuration, with the number of processes and of this one as the environment
-    gives them, and the console, which prints only in process 0."""
+    """Returns (configuration, console): the configuration, with the number of processes and of this
+    one as the environment gives them, and the console, which prints only in process 0. ShoalError
+    if the keys of `mesh` about processes are wrong."""
     config = replace(config, mesh=find_processes(config.mesh))
     is_main = config.mesh.process <= 0
     return config, Console(None if is_main else open(os.devnull, "w"))
@@ -74,7 +75,8 @@ def check_same(
 ) -> None:
     """Raises ShoalError, in all processes, unless all of them pass the same values in `mine`; the
     error names the first difference and its process. Waits until all have called it. `what`: what
-    the values are, for the error; `cure`: what the error recommends."""
+    the values are, for the error; `cure`: what the error recommends. `mine`: name -> a value that
+    JSON can hold."""
     if world.count == 1:
         return
     of_processes = world.exchange_json(what, mine)
@@ -97,8 +99,9 @@ def check_same(
 
 def check_same_model(world: World, what: str, key: str, spec: ModelSource) -> None:
     """Raises ShoalError unless all processes have the same weights, tokenizer and chat template,
-    because each reads its own files, and only a part of the weights. `key`: the configuration key
-    that names the model."""
+    because each reads its own files, and only a part of the weights. Reads the tokenizer and
+    samples of the weight files. `what`: the model's name in errors, like `the teacher`; `key`: the
+    configuration key that names the model. Waits until all processes have called it."""
     if world.count == 1:
         return
     cure = f"give every host the same files at {key}"
@@ -117,7 +120,7 @@ def _read_everywhere(
 ) -> Mapping[str, Any]:
     """Calls `read`, as all processes do at this point, and returns what it returned here. If it
     raises ShoalError in one process, all raise that error, because the others would wait for the
-    failed process for ever."""
+    failed process for ever. `what`: what is read, for the message of the exchange."""
     facts: Mapping[str, Any] = {}
     fault = ""
     try:
@@ -134,7 +137,8 @@ def _read_everywhere(
 def check_shared(world: World, folder: Path, resumed: bool) -> None:
     """Raises ShoalError unless all processes share a folder, and all or none of them resume a run.
     Process 0 writes a file into `folder` (or the nearest folder above it that exists), which the
-    others must see within SHARED_SECONDS, and removes it."""
+    others must see within SHARED_SECONDS, and removes it. Waits until all have called it.
+    `resumed`: whether this process resumes a run."""
     folder = nearest_folder(folder / "any")
     mine = {"name": f".shoal-{secrets.token_hex(8)}", "resumed": resumed}
     first = world.exchange_json("the run folder", mine)[0]

@@ -62,11 +62,15 @@ def sample_again(
     likeliest: int = 0,
 ) -> dict[str, Any]:
     """Samples group `number` of the file `groups/<name>_<step>` again and returns a record of it
-    for JSON. Its `difference` is the first one from the stored group, None if all is equal.
+    for JSON. The record has the group's data and tokens, whether all is `identical`, where its
+    `weights` come from, and as `difference` the first one from the stored group
+    (`describe_completion_difference`), None if there is none. ShoalError if there is no such group,
+    or if another engine sampled it. Prints warnings and notes on `console`.
 
-    `mesh`: devices other than the run's own. `likeliest`: if not 0, this many of the likeliest
-    tokens at each position, with the entropy, are added to the record, which is then written to
-    `replays/` in the run's folder, where `shoal view` finds it.
+    `mesh`: devices other than the run's own; the default section: the run's. `name`: `step` for a
+    step's groups, or the beginning of the file names of an evaluation's. `likeliest`: if not 0,
+    this many of the likeliest tokens at each position, with the entropy, are added to the record,
+    which is then written to `replays/` in the run's folder, where `shoal view` finds it.
     """
     stored = run.group(step, number, name)
     group = stored.group
@@ -120,8 +124,8 @@ def sample_again(
 
 def tokens_of_first_version(group: Group) -> list[int]:
     """Returns for each completion the number of tokens at its beginning that were sampled from the
-    group's version, before the first token from a newer one; all tokens if the group has a single
-    version."""
+    group's version, before the first token from a newer one; the number of all its tokens if the
+    group has a single version."""
     versions = np.concatenate([completion.versions for completion in group.completions])
     if np.unique(versions).size == 1:
         return [len(completion) for completion in group.completions]
@@ -135,9 +139,11 @@ def tokens_of_first_version(group: Group) -> list[int]:
 def describe_completion_difference(
     stored: Completion, sampled: Completion, tokenizer: Tokenizer, size: int | None = None
 ) -> dict[str, Any] | None:
-    """Returns the first difference of two completions as a record for JSON; None if their tokens
-    and log-probs are equal bit for bit. `size`: how many tokens of `stored` are compared; None: all
-    of them, and also the reason why each completion ended."""
+    """Returns the first difference of two completions as a record for JSON: `completion` and
+    `token` (indices), `kind` (`token`, `log-prob`, `length` or `stop reason`), both tokens,
+    `stop_reasons`, and `logprob_difference` if both have such a token; None if their tokens and
+    log-probs are equal bit for bit. `size`: how many tokens of `stored` are compared; None: all of
+    them, and also the reason why each completion ended."""
     difference = completion_difference(stored, sampled)
     if difference is None:
         return None
@@ -173,8 +179,9 @@ def describe_completion_difference(
 def _completion_record(
     stored: StoredGroup, i: int, sampled: Completion, identical: bool, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """Returns the record of a stored completion for JSON: its tokens, rewards, and the text sampled
-    again."""
+    """Returns the record of the completion at index `i` of a stored group for JSON: its tokens,
+    rewards, advantage, and the text of `sampled`, which was sampled again. `identical`: whether the
+    two are equal. Tokens of context have no log-probs."""
     group = stored.group
     completion = group.completions[i]
     trainer_logprobs = stored.token_arrays[i].get("trainer_logprobs")
@@ -231,6 +238,9 @@ class Replayer:
     """
 
     def __init__(self, run: StoredRun, group: Group, mesh: MeshSection, console: Console) -> None:
+        """Opens the run's model, without its weights, on this machine's devices. `mesh`: the
+        default section means the run's own devices. ShoalError if another engine than Shoal's
+        sampled the group."""
         self.run = run
         self.group = group
         self.console = console
@@ -285,7 +295,8 @@ class Replayer:
         """Returns (the sampler's parameters of a version, where they come from). They come from the
         newest checkpoint up to that version, or from the first weights; if it is an older version,
         it is trained on the stored groups of the steps between. Then the log-probs of the next
-        step, if it is stored, are compared too, which shows whether retraining was exact."""
+        step, if it is stored, are compared too, which shows whether retraining was exact. Prints a
+        note before it retrains."""
         state = None
         start = 0
         source = f"first weights ({self.config.model.path})"
@@ -354,9 +365,10 @@ class Replayer:
         return None
 
     def _updater(self, version: int, first: Params | None, with_teacher: bool = True) -> Updater:
-        """Returns the updater from `version` to the next one, with the settings that the run had
-        then. `first`: the weights that the run began with, which the reference is made of; None: it
-        has no reference. `with_teacher`: False leaves out the teacher."""
+        """Makes the updater from `version` to the next one, with the settings that the run had
+        then. If the last one was made for the same settings, returns that one again, whatever the
+        other arguments. `first`: the weights that the run began with, which the reference is made
+        of; None: it has no reference. `with_teacher`: False leaves out the teacher."""
         config = self.run.config_at(version)
         if self._updater_of is not None and self._updater_of[0] is config:
             return self._updater_of[1]
@@ -379,9 +391,10 @@ class Replayer:
         step: int,
         origin: WeightsOrigin,
     ) -> TrainState:
-        """Makes the updates of one step and returns the new state. Compares the trainer's log-probs
-        with the stored ones and writes into `origin` whether they are equal; warns at the first
-        step at which they are not."""
+        """Makes the updates of step `step` (from 0) on its groups, `stored`, and returns the new
+        state. Compares the trainer's log-probs with the stored ones and writes into `origin`
+        whether they are equal (`verified`, `diverged_at`); warns at the first step at which they
+        are not."""
         state, outcome = updater.update(state, [entry.group for entry in stored], step)
         origin.verified = equal_logprobs(stored, outcome)
         if origin.diverged_at is None and origin.verified is False:
@@ -421,7 +434,8 @@ class Replayer:
 
     def sample(self, params: Params) -> list[Completion]:
         """Samples the group's completions again, from its address, with the run's own compiled
-        sampler."""
+        sampler, and returns them in the order of their indices. `params`: the weights of the
+        group's version. Tools and environments are not called (`sample_turns`)."""
         group = self.group
         engine = self.job.engine_maker()(group.purpose, group.size)
         request = GroupRequest(
@@ -444,9 +458,11 @@ class Replayer:
         return [sampled[0, index] for index in range(group.size)]
 
     def likeliest(self, params: Params, most: int) -> list[list[dict[str, Any]]]:
-        """Returns for each stored completion a record for each token: the `entropy` of the
-        distribution that it was sampled from, and the `most` `likeliest` tokens with log-probs. The
-        distribution is over the whole vocabulary, at the temperature of sampling."""
+        """Returns for each stored completion a record for each token: a dict with the `entropy` of
+        the distribution that it was sampled from, and under `likeliest` the `most` likeliest
+        tokens, the first one the likeliest, each with `id`, `text` and `logprob`. The distribution
+        is over the whole vocabulary, at the temperature of sampling (1 for greedy sampling).
+        `params`: the weights."""
         model = self.job.model.on(self.roles.sampler)
         group = self.group
         most = min(most, model.architecture.vocab_size)
@@ -467,6 +483,7 @@ class Replayer:
                 before = np.arange(len(prompt) - 1, len(ids) - 1)
                 for start in range(0, len(before), CHUNK):
                     positions = before[start : start + CHUNK]
+                    # Repeated up to CHUNK positions, so that one program serves all chunks.
                     states = hidden[:, np.resize(positions, CHUNK)]
                     of_chunk = self._distribution_records(model, most, params, states)
                     records.extend(of_chunk[: len(positions)])
@@ -476,8 +493,8 @@ class Replayer:
     def _distribution_records(
         self, model: Model, most: int, params: Params, hidden: jax.Array
     ) -> list[dict[str, Any]]:
-        """Returns a record with `entropy` and `likeliest` for the token after each of these states
-        [1, T, D]."""
+        """Returns T records with `entropy` and `likeliest`, one for the token after each of the
+        states `hidden` [1, T, D]. Greedy sampling counts as temperature 1."""
         temperature = self.params.temperature or 1.0
         arrays = jax.device_get(_distributions(model, most, params, hidden, temperature))
         entropies, ids, logprobs = arrays
@@ -508,8 +525,8 @@ def _has_turns(stored: Completion, max_tokens: int) -> bool:
 def sample_turns(engine: Engine, sampled_as: SampleRequest, group: Group) -> list[Completion]:
     """Samples the turns of a stored group again and returns its completions. Tools and environments
     are not called: their answers, and the prompts of branches, are taken from the stored
-    completion. A completion ends at the first turn that differs from the stored one, because the
-    answers would not fit."""
+    completion. `sampled_as`: the request of the whole group. A completion ends at the first turn
+    that differs from the stored one, because the answers would not fit."""
     new_id = count(1).__next__
     prompts = [group.prompt_of(index) for index in range(group.size)]
     turn_limits = []
@@ -533,7 +550,7 @@ def sample_turns(engine: Engine, sampled_as: SampleRequest, group: Group) -> lis
                 if branch.start == stop:
                     next_prompt = branch.prompt_ids
                     break
-            rest = stored.loss_mask[stop:]
+            rest = stored.loss_mask[stop:]  # False at tokens of context
             if sampled.waits and is_equal and next_prompt is None and len(rest):
                 # In the record, tokens that tools or the environment said to the model follow.
                 context = stored.token_ids[stop : stop + int((~rest).cumprod().sum())]
@@ -543,6 +560,7 @@ def sample_turns(engine: Engine, sampled_as: SampleRequest, group: Group) -> lis
             if sampled.waits:
                 engine.end(sampled.request_id, index)
             if is_equal and next_prompt is not None:
+                # In the record, a branch with a prompt of its own follows this turn.
                 ended.append(sampled)
                 turn_limit = _turn_limit(stored, stop, engine.eos_ids)
                 request = branch_request(
@@ -585,7 +603,7 @@ def _turn_limit(stored: Completion, start: int, eos_ids: Sequence[int]) -> int:
 def equal_logprobs(stored: Sequence[StoredGroup], outcome: UpdateResult) -> bool | None:
     """Compares the log-probs that an update computed with those that the run's trainer stored.
     Returns True if all are equal bit for bit, False if one differs or only one side has it, None if
-    there are none to compare."""
+    there are none to compare. `stored`: the step's groups, in the order of the update."""
     compared = 0
     for number, entry in enumerate(stored):
         for index, arrays in enumerate(entry.token_arrays):
@@ -619,7 +637,8 @@ def _distributions(
     model: Model, most: int, params: Params, hidden: jax.Array, temperature: float
 ) -> Any:
     """Returns (entropy[1, T], ids[1, T, most], log-probs[1, T, most]) of the distribution of the
-    token after each of these states[1, T, D]."""
+    token after each of these states[1, T, D]. Entropies are in nats; `most`: how many of the
+    likeliest tokens, the likeliest first."""
     logits = head_projection(model, output_head(params))(hidden)
     logprobs = jax.nn.log_softmax(logits / temperature)
     entropy = -jnp.sum(

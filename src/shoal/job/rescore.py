@@ -54,8 +54,9 @@ def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[st
     """Scores the stored training groups of a run with `reward.functions` (by default the task's
     own), a step at a time, and returns a record that compares the new rewards with the stored ones.
 
-    `step`: only this step is scored, and the record has its `groups` in full; 0: all steps. Only
-    numbers of a scored step stay in memory, not its texts, so that a run may have any length.
+    `step`: only this step is scored, and the record has its `groups` in full; 0: all steps.
+    ShoalError if the run has no stored groups, or not this step. Only numbers of a scored step stay
+    in memory, not its texts, so that a run may have any length.
     """
     files = run.require_groups()
     if step and step not in files:
@@ -114,7 +115,7 @@ def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[st
 
 
 def reward_functions(reward: RewardSection, run: Config) -> tuple[RewardFunction, ...]:
-    """Returns the functions with which a run's completions are scored again: those of
+    """Loads and returns the functions with which a run's completions are scored again: those of
     `reward.functions`, or, if there are none, the task's own; and the penalty on long completions
     that `reward` sets, or, if it sets none, the run's."""
     if reward.functions:
@@ -153,7 +154,8 @@ class RescoredStep:
         return self.both & (np.sign(self.new.advantages) * np.sign(self.old_advantages) < 0)
 
     def record(self, n: int) -> dict[str, Any]:
-        """Returns the group at index `n` of the step as a record for JSON."""
+        """Returns the group at index `n` of the step as a dict: its place, and its rewards, scores
+        and advantages, stored (`old_`) and new, as arrays [G]."""
         return {
             "step": self.step,
             "group": n,
@@ -169,7 +171,8 @@ class RescoredStep:
 def rescore_step(
     step: int, file: Path, pool: RewardPool, algorithm: AlgorithmSection
 ) -> RescoredStep:
-    """Scores the groups in a step's file. The functions are called for a group at a time, in order,
+    """Scores the groups in a step's file and returns them with their stored and new scores. `step`:
+    its number in the file's name, from 1. The functions are called for a group at a time, in order,
     as in a run. `algorithm`: the settings by which advantages are computed."""
     stored = read_file(file)
     groups = [entry.group for entry in stored]
@@ -246,9 +249,9 @@ def find_hacks(
     steps: Sequence[RescoredStep], files: Mapping[int, Path], old: np.ndarray, new: np.ndarray
 ) -> list[dict[str, Any]]:
     """Finds completions that may exploit the new reward: it scores them above its median, although
-    the stored reward gave them its lowest value. Returns their records, the highest new rewards
-    first; empty if the stored rewards are all equal. `old`, `new`: the rewards of all completions
-    that have both."""
+    the stored reward gave them its lowest value. Returns the records of at most NUM_SHOWN of them,
+    the highest new rewards first, with their texts from `files` (step -> file); empty if the stored
+    rewards are all equal. `old`, `new`: the rewards of all completions that have both."""
     if not len(old) or old.min() == old.max():
         return []
     lowest = old.min()
@@ -280,8 +283,9 @@ def find_hacks(
 
 def lint_reward(steps: Sequence[RescoredStep], skips_failures: bool) -> dict[str, Any]:
     """Returns figures about the new reward (its distribution, cost and failures) as a record for
-    JSON, with the `warnings` that follow from them. `skips_failures`: True if completions for which
-    a function fails get no score (`reward.on_error=skip`)."""
+    JSON, with the `warnings` that follow from them, a list of texts. Figures of rewards are over
+    valid completions, None if there are none. `skips_failures`: True if completions for which a
+    function fails get no score (`reward.on_error=skip`)."""
     valid_rewards = []
     valid_lengths = []
     constant_groups = []
@@ -334,7 +338,8 @@ def lint_reward(steps: Sequence[RescoredStep], skips_failures: bool) -> dict[str
 
 
 def _diagnosed_figures(lint: Mapping[str, Any], num_groups: int) -> list[Figure]:
-    """Returns the figures of `lint_reward` in the form that `diagnose` judges."""
+    """Returns the figures that `diagnose` judges, made from the record `lint` of `lint_reward`. A
+    figure that was not measured is left out, like constant groups if all rewards are equal."""
     diagnosed = [Figure("distinct_rewards", lint["num_distinct"])]
     if lint["num_distinct"] > 1:
         words = {"number": "the groups"}
@@ -357,14 +362,15 @@ def _diagnosed_figures(lint: Mapping[str, Any], num_groups: int) -> list[Figure]
 
 def rank_correlation(a: np.ndarray, b: np.ndarray) -> float | None:
     """Returns Spearman's rank correlation, in which ties share their mean rank; None if a or b is
-    constant."""
+    constant or has fewer than two values."""
     if len(a) < 2 or a.min() == a.max() or b.min() == b.max():
         return None
     return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    """Returns the rank of each value; equal values share their mean rank."""
+    """Returns the rank of each value, from 1 for the smallest; equal values share their mean
+    rank."""
     _, value_index, counts = np.unique(values, return_inverse=True, return_counts=True)
     mean_rank = np.cumsum(counts) - (counts - 1) / 2
     return mean_rank[value_index]
@@ -386,12 +392,16 @@ def score_texts(
     progress: Callable[[int, int], None] = _no_progress,
     messages: Sequence[Sequence[Sequence[Mapping[str, Any]]]] = (),
 ) -> list[Scores]:
-    """Scores groups of completions in the pool and returns the scores of each group, arrays [1, G].
-    `progress` is called with the number of groups that are done and of all. `messages`, [P][G]: the
-    dialogue of each rollout with turns, empty for others."""
+    """Scores groups of completions in the pool, waits for all of them, and returns the scores of
+    each group, arrays [1, G], in the order of `examples`. `texts` [P][G], `token_ids` [P][G][T]:
+    each group's completions. `step`: the run's step, which functions may ask for. `progress` is
+    called with the number of groups that are done and of all. `messages`, [P][G]: the dialogue of
+    each rollout with turns, empty for others."""
     scores: dict[Any, Scores] = {}
 
     def take(wait: bool) -> None:
+        """Adds the groups that the pool has scored to `scores`, and reports them. `wait`: waits
+        until there is at least one."""
         for number, scores_of_group in pool.collect(wait=wait):
             scores[number] = scores_of_group
             progress(len(scores), len(examples))
@@ -438,7 +448,9 @@ class Response:
 
 
 def load_with_data(section: TaskSection, console: Console) -> Task:
-    """Loads the task with all its questions, and prints its notes."""
+    """Loads the task of `section` with all questions of its data, whatever
+    `task.num_eval_questions` says, and prints its notes. Data of one split counts as questions of
+    an evaluation."""
     with evaluating():
         task = load_task(replace(section, num_eval_questions=0))
     for note in task.notes:
@@ -450,8 +462,10 @@ def load_with_data(section: TaskSection, console: Console) -> Task:
 
 
 def read_responses(path: Path, question: str, console: Console) -> list[Response]:
-    """Reads the rows of a jsonl file. ShoalError if the file cannot be read, or a line has no
-    question or no response; the error names the first such line."""
+    """Reads the rows of a jsonl file, except empty lines, and returns them in order. `question`:
+    the column with the question. Warns of responses that are no text. ShoalError if the file cannot
+    be read or has no row, or a line has no question or no response; the error names the first such
+    line."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
@@ -484,7 +498,8 @@ def read_responses(path: Path, question: str, console: Console) -> list[Response
 
 def _response(text: str, line: str, question: str) -> Response:
     """Parses one line of a jsonl file. `line`: the line's name in errors; `question`: the column
-    with the question. ShoalError if the line has no question or no response."""
+    with the question. or, if the row lacks it, the first one of QUESTIONS. A number as response
+    becomes text, null becomes ''. ShoalError if the line has no question or no response."""
     try:
         row = json.loads(text)
         if "\\u" in text:  # half of a surrogate pair, which UTF-8 files cannot hold, becomes ?
@@ -520,7 +535,8 @@ def _response(text: str, line: str, question: str) -> Response:
 
 
 def _no_text(line: str, row: Mapping[str, Any], column: str) -> ShoalError:
-    """Returns the error of a row whose column is missing or is not text."""
+    """Returns the error, which begins with `line`, of a row whose column is missing or is not
+    text."""
     given = f"is {json.dumps(row[column]):.60}" if column in row else "is missing"
     return ShoalError(f"{line}: `{column}` {given}; expected text")
 
@@ -537,7 +553,11 @@ def match_examples(
     console: Console,
 ) -> list[Example | str]:
     """Returns for each response the example that it answers: made from the row's own columns, else
-    looked up in the task's data. If there is none, the reason, as text, stands in its place."""
+    looked up in the task's evaluation sets and training rows, but not in generated rows. If there
+    is none, the reason, as text, stands in its place. `with_data`: the task with its data, if it
+    has been loaded already; None: it is loaded here from `section`, and only if a row needs it.
+    `module`: the task's module, whose `PUBLISHED.columns`, if it has them, say which columns a row
+    must have of its own."""
     published = set(getattr(getattr(module, "PUBLISHED", None), "columns", ())) - {task.question}
     examples = []
     lost: dict[int, Response] = {}  # responses whose own columns make no example
@@ -571,7 +591,9 @@ def match_examples(
 
 def _own_example(number: int, response: Response, task: Task, published: Set[str]) -> Example | str:
     """Returns the example that a row's own columns make: the row must have all published columns of
-    the task, or, for a task without these, one of GOLD_COLUMNS. Else returns the reason as text."""
+    the task, or, for a task without these, one of GOLD_COLUMNS. Else returns the reason as text.
+    `number`: becomes the example's row. `published`: the columns besides the question; empty if the
+    task has none."""
     filled = {column for column, value in response.row.items() if value is not None and value != ""}
     if published:
         has_own = published <= filled
@@ -640,7 +662,8 @@ def find_examples(
 
 def example_keys(example: Example, column: str) -> list[Key]:
     """Returns the keys by which responses find this example: that of its question in `column`, or
-    of its prompt; for a dialogue those of the whole conversation and of its last message."""
+    of its prompt; for a dialogue those of the whole conversation and of its last message, of which
+    the key says whether it is the only one besides system messages."""
     own = example.columns.get(column)
     prompt = example.prompt
     if isinstance(own, str):
@@ -705,7 +728,8 @@ def question_text(example: Example, column: str) -> str:
 def report_unscored(
     responses: Sequence[Response], examples: Sequence[Example | str], task: Task, console: Console
 ) -> int:
-    """Returns how many responses have no example, and warns of them. ShoalError if none has one."""
+    """Returns how many responses have no example, and warns of them. ShoalError if none has one.
+    `examples`: what `match_examples` returned."""
     lost = []
     for response, reason in zip(responses, examples, strict=True):
         if isinstance(reason, str):
@@ -735,7 +759,8 @@ def give_verdicts(
 ) -> list[dict[str, Any] | None]:
     """Returns the task's verdict on each response as a dict; None for a response without an
     example. `rewarded`: True if a reward scores the responses too. ShoalError if that is False and
-    the task does not define what is correct, because nothing would be scored."""
+    the task does not define what is correct, because nothing would be scored. Reports progress on
+    `console`. With `rewarded`, a task that defines nothing gives empty verdicts."""
     if task.verdict is None and task.correct is None and not rewarded:
         raise ShoalError(
             f"task {task.name} does not define what is correct, so answers made elsewhere cannot "
@@ -763,8 +788,9 @@ def add_rewards(
     section: RewardSection,
     console: Console,
 ) -> list[Failure]:
-    """Scores each response as a group of one, and adds `reward` and `rewards` to its verdict in
-    `verdicts`; returns the failures of reward functions."""
+    """Scores each response that has an example as a group of one with the functions of the task, in
+    worker processes that end afterwards. Adds `reward` and `rewards` to its verdict in `verdicts`;
+    these are NaN if a function gave no score. Returns the failures of reward functions."""
     texts = []
     questions = []
     scored = []
@@ -795,7 +821,8 @@ def response_figures(
     responses: Sequence[Response], verdicts: Sequence[Mapping[str, Any] | None], task: Task
 ) -> dict[str, Any]:
     """Returns the figures of all scored responses: accuracy with its interval, the task's own
-    figures, mean rewards, and how many responses and questions there were."""
+    figures, mean rewards, and how many responses and questions there were. At least one response
+    must be scored. Figures of what was not judged or rewarded are left out."""
     scored = []
     questions = set()
     for response, verdict in zip(responses, verdicts, strict=True):

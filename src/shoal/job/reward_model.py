@@ -57,8 +57,9 @@ class Classifier:
 
     @classmethod
     def read(cls, path: str, folder: Path) -> Classifier:
-        """Reads the sizes and the tokenizer of the classifier in `folder`. ShoalError if it is
-        another kind of model, or has several labels. `path`: its name in errors."""
+        """Reads the sizes and the tokenizer, but no weights, of the classifier in `folder`.
+        ShoalError if it is another kind of model, or has several labels. `path`: its name in
+        errors."""
         a, config = families.architecture_of(folder), families.read_config(folder)
         known = []
         for family in families.FAMILIES.values():
@@ -94,6 +95,8 @@ class RewardModel:
     """
 
     def __init__(self, path: str) -> None:
+        """`path`: a folder or a name on the hub. If it is on this machine, its sizes and tokenizer
+        are read now, so that a wrong one is refused: ShoalError."""
         self.path = path
         self.__name__ = Path(path).name
         # The run's date, which the chat template may write; None: the present date.
@@ -153,8 +156,9 @@ class RewardModel:
     def __call__(
         self, prompts: Sequence[Prompt], completions: Sequence[Any], **kwargs: Any
     ) -> list[float]:
-        """Returns the score of each completion. Completions of the same prompt that follow each
-        other are scored together, so that their prompt is computed once."""
+        """Returns the score of each completion: the classifier's value at the last token of its
+        prompt and answer. Other columns are ignored. Completions of the same prompt that follow
+        each other are scored together, so that their prompt is computed once."""
         scores: list[float] = []
         sequences: list[list[int]] = []  # of the present prompt
         last_prompt: Prompt | None = None
@@ -169,10 +173,10 @@ class RewardModel:
         return scores
 
     def _encode(self, prompt: Prompt, text: str) -> list[int]:
-        """Returns the tokens of a prompt with its answer, without padding at the end: the head's
-        value at the last one is the score. ShoalError if the prompt is messages and the classifier
-        has no chat template; ValueError if there are no tokens, or more than the classifier has
-        positions."""
+        """Returns the tokens of a prompt with its answer, without padding at the end
+        (`pad_token_id`): the head's value at the last one is the score. ShoalError if the prompt is
+        messages and the classifier has no chat template; ValueError if there are no tokens, or more
+        than the classifier has positions."""
         c = self.classifier
         if not (isinstance(prompt, str) or c.tokenizer.has_template):
             raise ShoalError(

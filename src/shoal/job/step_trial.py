@@ -67,14 +67,15 @@ class TimedProgram:
     """
 
     def __init__(self, function: Any) -> None:
+        """`function`: what `jax.jit` returned, or a `Program`. Nothing is compiled yet."""
         self.function = function
         self.compiled: dict[Any, Any] = {}
         self.seconds = 0.0  # spent compiling
         self.compile_bytes, self.code_bytes = 0, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function. If it has not been called with these shapes before, compiles it first
-        and adds the seconds and bytes of that to this object's."""
+        """Calls the function and returns its result. If it has not been called with these shapes
+        before, compiles it first and adds the seconds and bytes of that to this object's."""
         leaves = jax.tree.leaves((args, kwargs))
         key = tuple((leaf.shape, str(np.dtype(leaf.dtype))) for leaf in leaves)
         if key not in self.compiled:
@@ -181,9 +182,10 @@ def try_step(
     prompts: Sequence[TokenizedExample],
 ) -> StepTrial:
     """Tries the run's first step: samples a group for each of `prompts`, up to as many as the
-    engine holds at once, scores them, and computes the gradients of some micro-batches. Returns
-    what was measured; the updated weights are discarded. Side effects: `engine` and `learner` get
-    programs that measure their compilation (`TimedProgram`), and the engine's caches are freed."""
+    engine holds at once and for at most SAMPLING_SECONDS, scores them, and computes the gradients
+    of some micro-batches. Returns what was measured; the updated weights are discarded. Side
+    effects: `engine` and `learner` get programs that measure their compilation (`TimedProgram`),
+    and the engine's caches are freed."""
     programs: dict[str, TimedProgram] = {}
     for owner in (engine, learner):
         timed = {name: TimedProgram(function) for name, function in owner.programs.items()}
@@ -307,6 +309,7 @@ def _update(trial: StepTrial, config: Config, learner: Learner, parameters: Para
     total = None
     seconds = []
     differences = []
+    # At least two, because the first one compiles; a single micro-batch is computed twice.
     for number in range(max(2, min(NUM_MICRO_BATCHES, len(batches)))):
         batch = batches[number % len(batches)]
         started = time.perf_counter()
@@ -360,8 +363,9 @@ class Times:
 def estimate_times(
     config: Config, trial: StepTrial, slot_groups: int, evaluated: int, own_devices: bool
 ) -> Times:
-    """Estimates the seconds of a run from the trial of its first step. `slot_groups`: groups that
-    the sampler holds at once; `evaluated`: completions of all evaluations of the run;
+    """Estimates the seconds of a run from the trial of its first step. Completions that were
+    cancelled there are assumed to reach `sampling.max_completion_tokens`. `slot_groups`: groups
+    that the sampler holds at once; `evaluated`: completions of all evaluations of the run;
     `own_devices`: True if the sampler has devices of its own, so that it works while the trainer
     does."""
     b, a = config.batch, config.algorithm
@@ -369,6 +373,7 @@ def estimate_times(
     longer = 1.0
     if trial.cancelled:  # cancelled completions are assumed to reach the limit
         longer = config.sampling.max_completion_tokens / max(1, int(trial.lengths.max()))
+    # How many times as often as in the trial the sampler's slots are filled.
     waves = math.ceil(b.prompts_per_step / slot_groups) / math.ceil(len(trial.groups) / slot_groups)
     sample = trial.sample_seconds * longer * waves
     batches = trial.num_batches * scale
@@ -380,6 +385,7 @@ def estimate_times(
     updates = a.num_epochs * a.num_minibatches
     update = passes * trial.accumulate_seconds + updates * trial.apply_seconds
     tokens = float(trial.lengths.sum()) * longer
+    # completions x tokens of one in the mean x seconds of a token
     evaluation = (
         evaluated * (tokens / trial.lengths.size) * trial.sample_seconds * longer / max(tokens, 1.0)
     )
@@ -404,7 +410,8 @@ def estimate_times(
 def trial_budget(budget: Budget, trial: StepTrial, engines: Mapping[str, Engine]) -> Budget:
     """Returns the budget of a job with the memory that the trial of its programs measured. It is
     scaled from the shapes of the trial to the longest prompts and rows that the settings allow, and
-    to the engine that prefills most prompts at once."""
+    to the engine that prefills most prompts at once. `engines`: all that the run has, by name;
+    `training` was tried."""
     training = engines["training"]
     bucket = prompt_bucket(budget.config.sampling.slot_prompt)
     largest = max(engine.scheduler.batch_rows(bucket) for engine in engines.values()) * bucket
@@ -430,8 +437,9 @@ def trial_budget(budget: Budget, trial: StepTrial, engines: Mapping[str, Engine]
 
 
 def cpu_process_bytes(trial: StepTrial, engines: Mapping[str, Engine]) -> dict[str, int]:
-    """Returns part -> bytes of RAM that a run on a CPU needs besides arrays. Engines of evaluations
-    compile programs of their own; they count as much as those of training, which were measured."""
+    """Returns a dict (name of a part -> bytes of RAM) that a run on a CPU needs besides arrays.
+    Engines of evaluations compile programs of their own; they count as much as those of training,
+    which were measured."""
     others = {id(engine) for engine in engines.values()} - {id(engines["training"])}
     code_bytes = sum(trial.programs[name].code_bytes for name in engines["training"].programs)
     return {
@@ -443,8 +451,9 @@ def cpu_process_bytes(trial: StepTrial, engines: Mapping[str, Engine]) -> dict[s
 def best_advice(
     config: Config, budget: Budget, describe: Describe, times: Times, available: AvailableMemory
 ) -> dict[str, Any]:
-    """Returns the advice, as `text` and `key`, that shortens the run most as far as that is known.
-    If no key stands out, the text says what takes most of a step and `key` is empty."""
+    """Returns the advice, a dict with `text` and `key`, that shortens the run most as far as that
+    is known. If no key stands out, the text says what takes most of a step and `key` is empty.
+    `describe`: returns the budget of a job with another configuration."""
     share = times.evaluation_seconds / max(times.run_seconds, 1e-9)
     if share >= 0.5 and num_updates(config):
         return {
@@ -477,7 +486,7 @@ PEAK_SECONDS = 0.02
 def resident_bytes() -> int:
     """Returns the bytes of RAM that this process holds; 0 if the system does not report them."""
     try:
-        pages = (PROC / "self" / "statm").read_text().split()[1]
+        pages = (PROC / "self" / "statm").read_text().split()[1]  # the resident ones
     except (OSError, IndexError):
         return 0
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
@@ -539,6 +548,7 @@ class ResidentPeak:
     stays = 0
 
     def __enter__(self) -> ResidentPeak:
+        """Begins to measure, in a thread."""
         self._before = self._most = resident_bytes()
         self._ended = threading.Event()
         self._reader = threading.Thread(target=self._read_until_ended, daemon=True)
@@ -551,6 +561,7 @@ class ResidentPeak:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        """Ends the measurement, and sets `bytes` and `stays`."""
         self._ended.set()
         self._reader.join()
         now = resident_bytes()

@@ -51,7 +51,8 @@ def load_task(
 
 def load_questions(task: TaskSection, reward: RewardSection) -> Task:
     """Loads the task that `task.name` names, with its own rewards; each evaluation set is cut to
-    its first `task.num_eval_questions`."""
+    its first `task.num_eval_questions`. ShoalError if the task is unknown, its data is wrong, or
+    the data came from Python (`rows`)."""
     if task.name == ROWS:
         raise ShoalError(
             "task.name='rows': the data of this run came from Python, give it again there with its "
@@ -87,7 +88,8 @@ def find_functions(
     reward: RewardSection, specs: Sequence[str]
 ) -> list[Callable[..., Any] | RewardFunction]:
     """Returns the function for each text in `specs`: a packaged function's name, `model:PATH`,
-    `judge:URL`, or `file.py:function`."""
+    `judge:URL`, or `file.py:function`; in the order of `specs`. A packaged function or a model
+    comes as a `RewardFunction`, a judge as an object that is called like a function."""
     ready = {}
     for spec in specs:
         function = _find_model(spec, reward) or find_builtin(spec)
@@ -99,8 +101,8 @@ def find_functions(
 
 
 def _find_model(spec: str, reward: RewardSection) -> Any:
-    """Returns the reward model of `model:PATH` or the judge of `judge:URL`; None for any other
-    text."""
+    """Returns the reward model of `model:PATH`, as a `RewardFunction`, or the judge of `judge:URL`,
+    as a `JudgeFunction`; None for any other text."""
     kind, _, address = spec.partition(":")
     if kind == "judge":
         return JudgeFunction(address, reward)
@@ -120,7 +122,8 @@ def with_rewards(
     required: bool = False,
 ) -> Task:
     """Returns the task with its evaluation sets cut to `task.num_eval_questions`, and with the
-    reward functions that are given in place of its own, if any are."""
+    reward functions that are given in place of its own, if any are. ShoalError if there is no
+    reward function at all although one is `required`."""
     rewards = given_rewards(reward, functions) or own_rewards(loaded, task, reward, required)
     return replace(with_fewer_questions(loaded, task), rewards=rewards)
 
@@ -164,7 +167,9 @@ def task_of_data(
 ) -> Task:
     """Makes the task of data that were passed from Python, rows or a whole `Task`, with the reward
     functions that are given. ShoalError if rows come without a reward function, or with keys of
-    `task.` that have no effect on them."""
+    `task.` that have no effect on them. `held_out`, `correct`: evaluation rows and the function
+    that says which answers are right, for rows only; None if they are not given. ShoalError if they
+    come with a `Task`."""
     if isinstance(data, Task):
         if held_out is not None or correct is not None:
             raise ShoalError(
@@ -189,8 +194,8 @@ def task_of_data(
 
 
 def check_truths(task: Task, rewards: Sequence[RewardFunction]) -> None:
-    """Raises ShoalError, which names the first such row, if rows lack the right answer
-    (`ground_truth`) and a function in verl's convention compares with it."""
+    """Raises ShoalError, which names the first such row, if rows, of training or an evaluation set,
+    lack the right answer (`ground_truth`) and a function in verl's convention compares with it."""
     if not task.data.train_files:  # generated rows always have their answers
         return
     for reward in rewards:
@@ -224,7 +229,9 @@ def with_overlong(
     rewards: tuple[RewardFunction, ...], reward: RewardSection, max_tokens: int
 ) -> tuple[RewardFunction, ...]:
     """Returns the reward functions; if `reward.overlong_buffer_tokens` is set, with the penalty on
-    long completions as one more. ShoalError if the buffer is longer than a completion."""
+    long completions as one more, the last. -1 means a fifth of `max_tokens`, 0 no penalty.
+    ShoalError if the buffer is longer than `max_tokens`, or if a function has the penalty's
+    name."""
     buffer = reward.overlong_buffer_tokens
     if buffer == -1:
         buffer = max(1, max_tokens // 5)
@@ -259,7 +266,8 @@ def longest_prompt(
 ) -> int:
     """Returns the number of tokens of the longest prompt in `train` and in the evaluation `sets`;
     prompts that will be dropped do not count. If there are more than MOST_MEASURED training rows,
-    they are not read, and the result is the limit `sampling.max_prompt_tokens`."""
+    they are not read, and the result is the limit `sampling.max_prompt_tokens`. 0 if there is
+    none."""
     if len(train) > MOST_MEASURED:
         return sampling.max_prompt_tokens
     longest = 0
@@ -281,8 +289,9 @@ def encode_all(
     sampling: SamplingSection,
     warn: Callable[[str], None],
 ) -> list[TokenizedExample]:
-    """Returns the prompts of an evaluation set with their tokens. Prompts that are too long, or
-    that the template refuses, are dropped with a warning. ShoalError if no prompt remains, because
+    """Returns the prompts of the evaluation set `name` with their tokens. Prompts that are too
+    long, or that the template refuses, are dropped, and `warn` is called with how many; with
+    `sampling.long_prompts=error` they raise ShoalError. ShoalError if no prompt remains, because
     the set would have no figures."""
     refused: list[str] = []
     limit = sampling.max_prompt_tokens

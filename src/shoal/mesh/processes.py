@@ -63,7 +63,7 @@ because process 0 sends all that it holds to all others (100 MB between two proc
 
 
 ROUND_BYTES = 64 << 20
-"""The most bytes of all processes together that one round of an exchange gathers."""
+"""The most bytes, of all processes together, that a device gathers in one round of an exchange."""
 
 
 LEAST_BYTES = 1 << 14
@@ -426,7 +426,8 @@ def gather_bytes(data: bytes, rows: Sequence[int], lengths: Sequence[int]) -> li
     num_devices = jax.local_device_count()
     longest = max(lengths)
     # Bytes that a device sends in a round: a power of two, so that few programs are compiled;
-    # enough for all bytes at once, unless all processes together would exceed ROUND_BYTES.
+    # enough for all bytes at once (rounded up), unless a device would gather more than ROUND_BYTES
+    # from all processes together (rounded down).
     of_device = max(-(-longest // num_devices), LEAST_BYTES)
     most_of_process = ROUND_BYTES // len(lengths)
     exponent = min((of_device - 1).bit_length(), max(most_of_process.bit_length() - 1, 0))
@@ -462,6 +463,7 @@ def _gather() -> Callable[[np.ndarray], np.ndarray]:
         whole = jax.make_array_from_process_local_data(
             by_process, part[None], (processes, part.size)
         )
+        # Each device has some columns of all rows: in the order of the columns.
         shards = sorted(
             exchange(whole).addressable_shards, key=lambda shard: shard.index[1].start or 0
         )

@@ -203,6 +203,7 @@ def slice_shape(kind: str, chips: int) -> tuple[int, ...] | None:
         return None
     cubes = chips // 64
     best = None  # the cubes by dimension, ascending
+    # All ways to write `cubes` as a product of three, ascending; the best has the smallest third.
     for first in range(1, cubes + 1):
         for second in range(first, cubes // first + 1):
             third, rest = divmod(cubes, first * second)

@@ -46,7 +46,7 @@ def check_dry_run(config: Any) -> list[Finding]:
     if command == "plan":  # it reads neither data nor a tokenizer
         check_settings(config, findings)
         check_run_folder(config)
-        if config.mesh != MeshSection() or config.topology or _needs_memory(config):
+        if config.mesh != MeshSection() or config.topology or _depends_on_devices(config):
             check_placement(config, findings)
     elif command == "eval":
         if not config.responses:
@@ -72,7 +72,7 @@ def _check_job(config: Any, findings: Findings, command: str) -> None:
     ShoalError if a stage refuses the job, or, in training with `train.on_warning=stop`, if there
     are warnings."""
     resumed = None
-    meets_others = False
+    has_other_processes = False
     if command in ("train", "sft"):
         from shoal.job.resume import resolve_run
 
@@ -83,28 +83,32 @@ def _check_job(config: Any, findings: Findings, command: str) -> None:
             summary = read_summary(resumed)
             if summary and summary.steps == config.steps:
                 return
-        meets_others = _has_processes(config, findings)
+        has_other_processes = _has_processes(config, findings)
     # `shoal doctor` is judged like the run that it examines.
     as_command = "train" if isinstance(config, Config) else None
     with offline(), _quiet_job(config, findings, resumed=resumed, command=as_command) as job:
-        if meets_others:
+        if has_other_processes:
             job.leave_out("world")
         job.check()
         model_is_missing = "roles" not in job.opened
-        if isinstance(config, Config) and model_is_missing and not meets_others:
+        if isinstance(config, Config) and model_is_missing and not has_other_processes:
             _check_roles(job, job.requested_roles)
     if command in ("train", "sft"):
         stop_on_warnings(config, findings)
 
 
 def _check_source(source: str) -> None:
-    """Checks `from`, the model to export or convert, if it is a folder with a config.json:
-    ShoalError if the weights in it are missing or do not fit that file."""
+    """Checks `from`, the model to export or convert, if it is a folder with a config.json; does
+    nothing for other inputs, like a run or a name on the hub. ShoalError if the weights in it are
+    missing or do not fit that file."""
     from shoal.model.families import architecture_of
     from shoal.weights import huggingface
 
     folder = find_input(source, "from")
-    if source and (folder / "config.json").is_file():
+    # Without `from`, `folder` would be the working folder, which is not meant.
+    has_model = source != "" and (folder / "config.json").is_file()
+    if has_model:
+        # Called for its errors alone: it compares the files' headers and reads no weights.
         huggingface.open_tensors(folder, architecture_of(folder))
 
 
@@ -123,7 +127,7 @@ def _check_roles(job: Job, roles: Roles) -> None:
     for_devices(job.requested, roles.trainer.mesh.size, roles.trainer.platform)
 
 
-def _needs_memory(config: Config) -> bool:
+def _depends_on_devices(config: Config) -> bool:
     """True if a step has so many tokens, or so few prompts on a device, that it depends on the
     devices whether it is possible."""
     if _tokens(config) > LARGE_STEP:

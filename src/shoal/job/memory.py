@@ -96,7 +96,8 @@ def update_memory(job: Job, tokens: int) -> tuple[int, list[Item]]:
     # layers store, while it is moved.
     kept = activation_bytes(a, tokens / role.tensor, model.dtype, remat)
     stored = kept + input_bytes(a, tokens, model.dtype)
-    needed -= stored * max(0, a.num_layers - 2) // a.num_layers
+    moved_away = stored * max(0, a.num_layers - 2) // a.num_layers
+    needed -= moved_away
     return needed, [Item("stored for the backward pass", "trainer", "update", stored, on_host=True)]
 
 

@@ -77,7 +77,7 @@ def sample_again(
     with Replayer(run, group, mesh, console) as replayer:
         params, origin = replayer.weights(group.version)
         sampled = replayer.sample(params)
-        compared = tokens_of_first_version(group)
+        compared = num_tokens_of_first_version(group)
         lengths = [len(completion) for completion in group.completions]
         if compared != lengths:
             console.warning(
@@ -122,7 +122,7 @@ def sample_again(
     return result
 
 
-def tokens_of_first_version(group: Group) -> list[int]:
+def num_tokens_of_first_version(group: Group) -> list[int]:
     """Returns for each completion the number of tokens at its beginning that were sampled from the
     group's version, before the first token from a newer one; the number of all its tokens if the
     group has a single version."""
@@ -147,44 +147,46 @@ def describe_completion_difference(
     difference = completion_difference(stored, sampled)
     if difference is None:
         return None
-    kind, at = difference
-    if size is not None and size < len(stored) and at >= size:
+    kind, token_index = difference
+    if size is not None and size < len(stored) and token_index >= size:
         return None
 
     def token_of(completion: Completion) -> dict[str, Any] | None:
         """Returns the record of a completion's token at the difference; None if it has ended
         before."""
-        if at >= len(completion):
+        if token_index >= len(completion):
             return None
-        token_id = int(completion.token_ids[at])
+        token_id = int(completion.token_ids[token_index])
         return {
             "id": token_id,
             "text": tokenizer.token_text(token_id),
-            "logprob": completion.logprobs[at],
+            "logprob": completion.logprobs[token_index],
         }
 
     record: dict[str, Any] = {
         "completion": stored.index,
-        "token": at,
+        "token": token_index,
         "kind": kind,
         "stored": token_of(stored),
         "sampled": token_of(sampled),
     }
-    if at < min(len(stored), len(sampled)):
-        record["logprob_difference"] = float(sampled.logprobs[at]) - float(stored.logprobs[at])
+    if token_index < min(len(stored), len(sampled)):
+        record["logprob_difference"] = float(sampled.logprobs[token_index]) - float(
+            stored.logprobs[token_index]
+        )
     record["stop_reasons"] = [stored.stop_reason, sampled.stop_reason]
     return json_ready(record)
 
 
 def _completion_record(
-    stored: StoredGroup, i: int, sampled: Completion, identical: bool, tokenizer: Tokenizer
+    stored: StoredGroup, index: int, sampled: Completion, identical: bool, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """Returns the record of the completion at index `i` of a stored group for JSON: its tokens,
+    """Returns the record of the completion at `index` of a stored group for JSON: its tokens,
     rewards, advantage, and the text of `sampled`, which was sampled again. `identical`: whether the
     two are equal. Tokens of context have no log-probs."""
     group = stored.group
-    completion = group.completions[i]
-    trainer_logprobs = stored.token_arrays[i].get("trainer_logprobs")
+    completion = group.completions[index]
+    trainer_logprobs = stored.token_arrays[index].get("trainer_logprobs")
     tokens = []
     for position, token_id in enumerate(completion.token_ids.tolist()):
         token: dict[str, Any] = {
@@ -199,16 +201,16 @@ def _completion_record(
                 token["trainer_logprob"] = trainer_logprobs[position]
         tokens.append(token)
     return {
-        "index": i,
+        "index": index,
         "identical": identical,
-        "text": group.texts[i],
+        "text": group.texts[index],
         "sampled_text": tokenizer.decode(sampled.token_ids.tolist()),
         "stop_reason": completion.stop_reason,
-        "reward": group.rewards[i],
-        "components": {name: values[i] for name, values in group.reward_components.items()},
-        "valid": group.valid[i],
-        "correct": None if group.correct is None else group.correct[i],
-        "advantage": None if stored.advantages is None else stored.advantages[i],
+        "reward": group.rewards[index],
+        "components": {name: values[index] for name, values in group.reward_components.items()},
+        "valid": group.valid[index],
+        "correct": None if group.correct is None else group.correct[index],
+        "advantage": None if stored.advantages is None else stored.advantages[index],
         "tokens": tokens,
     }
 
@@ -470,13 +472,13 @@ class Replayer:
         for index in range(group.size):
             for prompt, tokens in group.branches_of(index):
                 longest = max(longest, len(prompt) + tokens.stop - tokens.start)
-        size = -(-longest // 64) * 64
+        padded_length = -(-longest // LENGTH_STEP) * LENGTH_STEP  # rounded up
         by_completion = []
         for index, completion in enumerate(group.completions):
             records: list[dict[str, Any]] = []
             for prompt, tokens in group.branches_of(index):
                 ids = np.concatenate([prompt, completion.token_ids[tokens]]).astype(np.int32)
-                padded = jnp.asarray(np.pad(ids, (0, size - len(ids)))[None])
+                padded = jnp.asarray(np.pad(ids, (0, padded_length - len(ids)))[None])
                 hidden = _states(model, params, padded, len(ids))
                 # The state before a token gives its distribution; a completion's first one follows
                 # the prompt.
@@ -617,6 +619,11 @@ def equal_logprobs(stored: Sequence[StoredGroup], outcome: UpdateResult) -> bool
                 return False
             compared += 1
     return True if compared else None
+
+
+LENGTH_STEP = 64
+"""Sequences whose states are computed are padded to a multiple of this length, so that few programs
+are compiled."""
 
 
 CHUNK = 128

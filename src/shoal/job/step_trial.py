@@ -206,16 +206,16 @@ def try_step(
         )
     engine.load(0, publish_to(engine.model, parameters))
     sample_requests = []
-    for id, request in enumerate(requests):
-        sample_requests.append(sample_request(request, id, config.seed))
+    for request_id, request in enumerate(requests):
+        sample_requests.append(sample_request(request, request_id, config.seed))
     engine.submit(sample_requests)
     sampled, sample_seconds = _sample(engine, programs)
     engine.release_memory()
     token_ids: list[list[list[int]]] = []
     texts: list[list[str]] = []
     cancelled = 0
-    for id in range(len(requests)):
-        siblings = sampled[id]
+    for request_id in range(len(requests)):
+        siblings = sampled[request_id]
         of_group = [completion.token_ids.tolist() for completion in siblings]
         token_ids.append(of_group)
         texts.append([tokenizer.decode(tokens) for tokens in of_group])
@@ -268,8 +268,8 @@ def _sample(
     while engine.requests and seconds <= SAMPLING_SECONDS:
         completions |= engine.step()
         seconds = clock() - started
-    for id in list(engine.requests):
-        engine.cancel(id)
+    for request_id in list(engine.requests):
+        engine.cancel(request_id)
     completions |= dict(run_until_idle(engine))
     return completions, seconds
 
@@ -368,21 +368,25 @@ def estimate_times(
     that the sampler holds at once; `evaluated`: completions of all evaluations of the run;
     `own_devices`: True if the sampler has devices of its own, so that it works while the trainer
     does."""
-    b, a = config.batch, config.algorithm
-    scale = b.prompts_per_step / len(trial.groups)
+    batch, algorithm = config.batch, config.algorithm
+    scale = batch.prompts_per_step / len(trial.groups)
     longer = 1.0
     if trial.cancelled:  # cancelled completions are assumed to reach the limit
         longer = config.sampling.max_completion_tokens / max(1, int(trial.lengths.max()))
     # How many times as often as in the trial the sampler's slots are filled.
-    waves = math.ceil(b.prompts_per_step / slot_groups) / math.ceil(len(trial.groups) / slot_groups)
+    waves = math.ceil(batch.prompts_per_step / slot_groups) / math.ceil(
+        len(trial.groups) / slot_groups
+    )
     sample = trial.sample_seconds * longer * waves
     batches = trial.num_batches * scale
     has_teacher = bool(config.teacher.path)
     trained = batches
-    if not needs_all_groups(a, has_teacher):
-        trained = max(a.num_minibatches, batches * trial.nonzero_std)
-    passes = trained * a.num_epochs + SCORING * num_scorings(a, has_teacher) * batches
-    updates = a.num_epochs * a.num_minibatches
+    if not needs_all_groups(algorithm, has_teacher):
+        trained = max(algorithm.num_minibatches, batches * trial.nonzero_std)
+    passes = (
+        trained * algorithm.num_epochs + SCORING * num_scorings(algorithm, has_teacher) * batches
+    )
+    updates = algorithm.num_epochs * algorithm.num_minibatches
     update = passes * trial.accumulate_seconds + updates * trial.apply_seconds
     tokens = float(trial.lengths.sum()) * longer
     # completions x tokens of one in the mean x seconds of a token

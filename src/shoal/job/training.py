@@ -155,11 +155,13 @@ def load_models(job: Job) -> LoadedModels:
     if reads_own_model(job):
         check_same_model(job.world, "the model", "model.path", spec)
     weights = None if job.resumed else job.load_weights()
-    if weights:
+    if weights is not None:
         frozen = select(frozen_specs(spec.architecture), weights)  # the same arrays, no copies
+        already_read = weights
     else:
         frozen = spec.load_frozen(job.roles.trainer, job.model.dtype)
-    reference = job.open_reference(weights or frozen)
+        already_read = frozen
+    reference = job.open_reference(already_read)
     teacher = None
     if job.teacher_source:
         check_same_model(job.world, "the teacher", "teacher.path", job.teacher_source)
@@ -177,10 +179,12 @@ def load_models(job: Job) -> LoadedModels:
 
 
 def weights_to_train(job: Job, models: LoadedModels) -> Params:
-    """Returns the weights that a run without a checkpoint starts from: those that were read
-    already, or, if the run is resumed before its first checkpoint, reads them now."""
-    if models.weights:
+    """Returns the weights that a run without a checkpoint starts from: `models.weights`, or, if
+    that is None because the run is resumed (before its first checkpoint), the same weights, read
+    now. ShoalError if the processes of the run have different files of the model."""
+    if models.weights is not None:
         return models.weights
+    # If `load_models` has read this model, it has compared the processes' files too.
     if not reads_own_model(job):
         check_same_model(job.world, "the model", "model.path", job.model_source)
     return job.load_weights()

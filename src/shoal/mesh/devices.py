@@ -251,7 +251,7 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
             f"{_all_devices(section, available)}"
         )
 
-    def own(name: str, free: Sequence[int]) -> list[int]:
+    def devices_for(name: str, free: Sequence[int]) -> list[int]:
         """Returns the devices of a role that is set; for a number of devices the first ones of
         `free`."""
         if name in listed:
@@ -273,10 +273,10 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
         listed_for_trainer = listed.get("trainer", [])
         others = [number for number in everything if number not in listed_for_trainer]
         first = max(0, len(others) - counts.get("sampler", 0))
-        sampler = own("sampler", others[first:])
+        sampler = devices_for("sampler", others[first:])
     left = [number for number in everything if number not in sampler]
     if "trainer" in texts:
-        trainer = own("trainer", left if "sampler" in counts else everything)
+        trainer = devices_for("trainer", left if "sampler" in counts else everything)
     else:
         reserved: Sequence[int] = ()
         if "reference" in listed:
@@ -290,7 +290,7 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
     if "reference" in texts:
         taken = set(trainer) | set(sampler)
         free = [number for number in everything if number not in taken]
-        reference = own("reference", free)
+        reference = devices_for("reference", free)
     roles = RoleDevices(trainer, sampler, reference)
     for name, other in (("sampler", "trainer"), ("reference", "trainer"), ("reference", "sampler")):
         devices_of_role = set(getattr(roles, name))

@@ -138,9 +138,9 @@ def _layout(common: Mesh, sharding: NamedSharding, ndim: int) -> Layout:
     for dim, part in enumerate(sharding.spec):
         names = (part,) if isinstance(part, str) else (part or ())
         for name in names:
-            number = mesh.axis_names.index(name)
-            low = cuts[number + 1]
-            high = cuts[number]
+            axis_index = mesh.axis_names.index(name)
+            low = cuts[axis_index + 1]
+            high = cuts[axis_index]
             # The axis `name` is the product of the common axes between its two cuts.
             for axis in common.axis_names:
                 if low <= int(axis[1:]) < high:

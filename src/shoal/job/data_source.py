@@ -111,8 +111,8 @@ class DataSource:
     requested: dict[int, list[GroupRequest]] = field(default_factory=dict)  # step -> its requests
 
     def __post_init__(self) -> None:
-        """Takes over the sampler's members that have nothing to do with training groups, like
-        `publish`."""
+        """Makes `publish`, `publish_frozen`, `published`, `published_shapes`, `read_stats`,
+        `check_logprobs` and `close` those of the sampler."""
         sampler = self.sampler
         self.publish = sampler.publish
         self.publish_frozen = sampler.publish_frozen

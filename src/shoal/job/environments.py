@@ -298,7 +298,8 @@ def enter_sandbox(task: Task, section: EnvironmentSection) -> Callable[[socket.s
 def _without_sockets(folders: Iterable[str], files: Iterable[str]) -> list[str]:
     """Returns arguments of bwrap, in their order, that hide the machine's sockets. SOCKET_FOLDERS
     become empty folders, read-only, in which only the `folders` and the folders of the `files` are
-    visible; a socket anywhere else is replaced by /dev/null."""
+    visible (of a folder that is one of SOCKET_FOLDERS itself, its Python files); a socket anywhere
+    else is replaced by /dev/null."""
     hidden = {os.path.realpath(path) for path in SOCKET_FOLDERS if os.path.isdir(path)}
     words: list[str] = []
     for path in sorted(hidden):

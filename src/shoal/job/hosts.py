@@ -576,7 +576,9 @@ def trainer_probe(
     next_token_program = model.role.jit(next_token, out_shardings=model.role.replicated)
 
     def score(parameters: Params) -> ProbeScores:
-        """Returns what the trainer computes for the probe with these parameters."""
+        """Returns what the trainer computes with these parameters: the log-prob of each token of
+        the probe after the first, and after each beginning the log-probs of all tokens of the
+        vocabulary."""
         scorer = ModelScorer(model, parameters)
         logprobs = unpack([batch], [np.asarray(scorer.score(batch.arrays))])[0, 0]
         next_logprobs = next_token_program(parameters, scorer.put(batch.arrays))

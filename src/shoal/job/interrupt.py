@@ -101,7 +101,8 @@ def stop_on_signals(
     stop = stop or StopSignal()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        """Requests a stop and says so; raises KeyboardInterrupt if a stop was requested already."""
+        """Requests a stop and says so on stderr; raises KeyboardInterrupt with the text of `kept`
+        if a stop was requested already."""
         if stop.requested_at is not None:
             raise KeyboardInterrupt(f"stopped at once: {kept()}")
         waits = f"; waits for {stop.waits_for}" if stop.waits_for else ""

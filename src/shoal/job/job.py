@@ -304,8 +304,9 @@ class Job(StagedJob):
         """Returns the functions that score answers: those of `reward.functions` and those passed
         from Python, or, if there are none, the task's own; then those of its environments, and the
         penalty on long completions if it is set. An algorithm without rewards, if none are given,
-        gets UNREWARDED. Only the task's own functions need the data. Side effect: sets the model
-        settings and devices with which reward models compute."""
+        gets UNREWARDED. ShoalError if there is none although the job needs rewards. Only the task's
+        own functions need the data. Side effect: sets the model settings and devices with which
+        reward models compute."""
         c = self.requested
         needed = not self.trains or c.algorithm.uses_rewards
         environments = {} if "questions" in self.failed else self.questions.environments
@@ -567,7 +568,8 @@ class Job(StagedJob):
 
     @stage("tokenizer", "model.path", needs=("model_source",), commands=WITH_MODEL)
     def tokenizer(self) -> Tokenizer:
-        """Returns the tokenizer; in training its notes become findings."""
+        """Returns the model's tokenizer. In training its notes and those of the model are added to
+        the findings."""
         tokenizer = self.model_source.tokenizer
         if self.trains:
             notes = list(self.model_source.notes) + list(tokenizer.notes)
@@ -620,8 +622,9 @@ class Job(StagedJob):
 
     @property
     def prompts_per_step(self) -> int:
-        """The number of prompts of a step. Until the devices are known, `batch.prompts_per_device`
-        if that is set, as of a run on one device."""
+        """The number of prompts of a step. Until the devices are known it is
+        `batch.prompts_per_device` if that is set, as in a run on one device, else
+        `batch.prompts_per_step`."""
         if self.is_open("config_for_devices"):
             return self.config_for_devices.batch.prompts_per_step
         batch = self.requested.batch
@@ -652,7 +655,8 @@ class Job(StagedJob):
     )
     def prompt_lengths(self) -> str:
         """Checks the prompts of the first step and of the evaluation sets, adds findings, and
-        returns a text with their lengths, like `36 to 55 tokens (held_out 37 to 55)`."""
+        returns a text with their lengths, like `36 to 55 tokens (held_out 37 to 55)`. ShoalError if
+        the template refuses all of these prompts."""
         sets = {} if "evaluation_sets" in self.failed else self.evaluation_sets
         return check_prompts(
             config=self.requested,
@@ -682,7 +686,9 @@ class Job(StagedJob):
     )
     def sampling_settings(self) -> SamplingSection:
         """Returns the settings of sampling with `sampling.prompt_slot_tokens` and
-        `sampling.evaluation_slots` decided from the data."""
+        `sampling.evaluation_slots` decided from the data, if they were left open: the room for the
+        longest prompt (`with_prompt_slot_tokens`), and the number of completions of a whole
+        evaluation."""
         settings = self.config_for_devices if self.trains else self.requested
         quick_questions = settings.quick_questions if self.trains else 0
         evaluator = Evaluator(
@@ -851,11 +857,11 @@ class Job(StagedJob):
         )
     )
     def rollout_source(self) -> Fleet | MultiProcessSource | DataSource:
-        """Makes the source from which groups of completions are requested and taken. An evaluation
-        samples in this thread (`caller_fleet`). Training has a `training_fleet`; around that a
-        `MultiProcessSource` if the run has several processes; and around that a `DataSource` if
-        training learns answers of the data, so that only evaluations are sampled. The source is
-        closed with the job."""
+        """Makes the source from which groups of completions are requested and taken. A command that
+        does not train samples in this thread (`caller_fleet`). Training has a `training_fleet`;
+        around that a `MultiProcessSource` if the run has several processes; and around that a
+        `DataSource` if training learns answers of the data, so that only evaluations are sampled.
+        The source is closed with the job."""
         c = self.requested
         if not self.trains:
             turn_driver = None

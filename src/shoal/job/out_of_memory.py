@@ -102,7 +102,8 @@ def _with_extra(budget: Budget, extra: int) -> Budget:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """True if an error says that memory ran out, on the machine or on a device."""
+    """True if an error says that memory ran out, on the machine or on a device. Causes of the error
+    are not searched."""
     if isinstance(error, MemoryError):
         return True
     text = str(error)

@@ -276,7 +276,8 @@ class Replayer:
         self._stack.close()
 
     def _job_of(self, config: Config) -> Job:
-        """Returns the job for the settings of a segment, made when it is first needed."""
+        """Returns the job for the settings of a segment, made when it is first needed. `config`:
+        the segment's configuration; the same object gives the same job."""
         known = self._jobs.get(id(config))
         if known is not None:
             return known

@@ -154,8 +154,8 @@ class RescoredStep:
         return self.both & (np.sign(self.new.advantages) * np.sign(self.old_advantages) < 0)
 
     def record(self, n: int) -> dict[str, Any]:
-        """Returns the group at index `n` of the step as a dict: its place, and its rewards, scores
-        and advantages, stored (`old_`) and new, as arrays [G]."""
+        """Returns the group at index `n` of the step as a dict: its step, index and data row, and
+        its rewards, scores and advantages, stored (`old_`) and new, as arrays [G]."""
         return {
             "step": self.step,
             "group": n,
@@ -498,7 +498,7 @@ def read_responses(path: Path, question: str, console: Console) -> list[Response
 
 def _response(text: str, line: str, question: str) -> Response:
     """Parses one line of a jsonl file. `line`: the line's name in errors; `question`: the column
-    with the question. or, if the row lacks it, the first one of QUESTIONS. A number as response
+    with the question, or, if the row lacks it, the first one of QUESTIONS. A number as response
     becomes text, null becomes ''. ShoalError if the line has no question or no response."""
     try:
         row = json.loads(text)
@@ -613,9 +613,10 @@ def find_examples(
     column: str,
     console: Console,
 ) -> dict[int, Example]:
-    """Looks the responses up in the task's data by their keys (`example_keys`), and returns number
-    of a response -> the example that it answers; those without one are left out. Splits are
-    searched in order, and in a split a response's keys in order.
+    """Looks the responses up in the task's data by their keys (`example_keys`), and returns a dict
+    (number of a response -> the example that it answers); those without one are left out. Prints
+    how many questions of each split are answered. Splits are searched in order, and in a split a
+    response's keys in order.
 
     Warns of questions that match several examples with different ground truth; the first is used.
     """
@@ -676,7 +677,8 @@ def example_keys(example: Example, column: str) -> list[Key]:
 
 
 def _conversation(messages: Sequence[Mapping[str, Any]]) -> Key:
-    """Returns the key of a whole conversation: the role and the text of each message."""
+    """Returns the key of a whole conversation: the role and the `normalized` text of each
+    message."""
     parts: list[Any] = ["conversation"]
     for message in messages:
         role = str(message.get("role", ""))

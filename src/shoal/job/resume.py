@@ -70,7 +70,7 @@ def overrides_for_resume(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], 
     """Returns (overrides, run) for keyword arguments from Python. If they name a run to resume (by
     `resume`, `base_output_directory`, another system's flag or their `config_name`), `run` is its
     folder, and `overrides` have that path as `resume`, in place of a word such as `last`. Else they
-    are unchanged, and `run` is None."""
+    are unchanged, and `run` is None. ShoalError if there is no such run."""
     names = {name: value for name, value in overrides.items() if name != "config_name"}
     settings = []
     for name, value in python_leaves(Config, names):

@@ -260,7 +260,8 @@ def _head_values(model: Model, parameters: Params, batch: LearnerBatch) -> jax.A
 
 
 def reward_models(functions: Iterable[Any]) -> list[RewardModel]:
-    """Returns the reward models among reward functions."""
+    """Returns the `RewardModel` of each of `functions` (objects `RewardFunction`) that has one, in
+    order."""
     models = []
     for function in functions:
         if isinstance(function.function, RewardModel):

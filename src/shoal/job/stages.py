@@ -45,8 +45,10 @@ class Stage(Generic[T]):
         forks: bool,
         starts_threads: bool,
     ) -> None:
-        """Keeps what the decorator `stage` was given; its docstring says what each argument
-        means."""
+        """Makes a stage that is not bound to a method yet. `finding_name`, `fix_key`: the name and
+        the key of a finding about its failure. `needs`, `after`: names of stages that are opened
+        before it; a failure of `needs` makes it fail too. `commands`: those that have it; empty:
+        all. `forks`, `starts_threads`: what opening it does to this process. See `stage`."""
         self.finding_name = finding_name
         self.fix_key = fix_key
         self.needs = needs
@@ -190,7 +192,8 @@ class StagedJob:
             self.open(name)
 
     def _refuse_threads(self, forking: Stage[Any]) -> None:
-        """RuntimeError if a stage that starts threads of JAX is open already."""
+        """Raises RuntimeError, which names both, if a stage that starts threads of JAX is open
+        already. `forking`: the stage that is about to fork processes."""
         for name in self.opened:
             if self.stages[name].starts_threads:
                 raise RuntimeError(

@@ -64,8 +64,9 @@ def load_questions(task: TaskSection, reward: RewardSection) -> Task:
 def own_rewards(
     loaded: Task, task: TaskSection, reward: RewardSection, required: bool
 ) -> tuple[RewardFunction, ...]:
-    """Returns the task's own reward functions, with the weights of `reward.weights`. ShoalError if
-    there is none although one is `required`, or if the number of weights is wrong."""
+    """Returns the task's own reward functions, with the weights of `reward.weights`, or, if that is
+    empty, with their own. ShoalError if there is none although one is `required`, or if the number
+    of weights is wrong."""
     rewards = loaded.rewards
     if required and not rewards:
         raise no_reward(task)

@@ -235,9 +235,10 @@ def open_folder(job: Job) -> RunWriter:
 
 def begin_folder(job: Job, folder: RunWriter, first_version: int) -> None:
     """Writes what a run's folder holds from its start besides the settings: Hydra's files if
-    `report.hydra`, the model's configuration and tokenizer, the phase `start`. From here on the
-    console writes its log and its events there, until the job is closed. Called by process 0 alone.
-    `first_version`: the version of the weights that the run starts or resumes from."""
+    `report.hydra` and the run is new, the model's configuration and tokenizer, the phase `start`.
+    From here on the console writes its log and its events there, until the job is closed. Called by
+    process 0 alone. `first_version`: the version of the weights that the run starts or resumes
+    from."""
     if job.config.report.hydra and not job.resumed:
         changed = difference_from_defaults(job.requested)
         overrides = [f"{key}={shown(value)}" for key, value in changed.items()]

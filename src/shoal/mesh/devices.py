@@ -252,8 +252,9 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
         )
 
     def devices_for(name: str, free: Sequence[int]) -> list[int]:
-        """Returns the devices of a role that is set; for a number of devices the first ones of
-        `free`."""
+        """Returns the devices of the role `name`, which is set: those that its list names, all if
+        it takes all, else as many as it asks for, the first ones of `free`. ShoalError if `free`
+        has fewer."""
         if name in listed:
             return listed[name]
         if name not in counts:

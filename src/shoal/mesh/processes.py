@@ -459,7 +459,8 @@ def _gather() -> Callable[[np.ndarray], np.ndarray]:
     )
 
     def gather(part: np.ndarray) -> np.ndarray:
-        """Returns the bytes of all processes, as rows, for this process's bytes."""
+        """Returns the bytes of all processes, (processes, size), for this process's bytes,
+        (size,)."""
         whole = jax.make_array_from_process_local_data(
             by_process, part[None], (processes, part.size)
         )

@@ -241,8 +241,9 @@ def _named_shape(text: str, kind: str, counted: int) -> tuple[int, ...]:
 
 
 def _check_shape(text: str, kind: str, shape: tuple[int, ...]) -> None:
-    """Raises ShoalError unless a slice of this shape exists. `text`: the whole topology, for the
-    error."""
+    """Raises ShoalError unless a slice of this shape exists: it has the dimensions of the kind's
+    torus, at most as many chips as its largest slice, and is a single chip or made of whole hosts
+    of 2x2 chips. `text`: the whole topology, for the error."""
     accelerator = ACCELERATORS[kind]
     chips = math.prod(shape)
     fits = len(shape) == accelerator.torus and 0 not in shape and chips <= accelerator.largest

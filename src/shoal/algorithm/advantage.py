@@ -62,7 +62,8 @@ def grpo(
     / max(std, std_eps).
 
     The variance divides by the number of valid completions less `std_ddof`. DeepSeekMath, arXiv
-    2402.03300, section 4.1.2 (outcome supervision).
+    2402.03300, section 4.1.2 (outcome supervision). A completion that is not valid gets 0, and no
+    mean counts it. Equal rewards give exactly 0. `unread` are settings that other estimators read.
     """
     centred = _centred(rewards, valid)
     return centred / _divisor(_std(centred, valid, std_ddof, axis=1), std_eps, std_eps_mode)
@@ -70,13 +71,15 @@ def grpo(
 
 def dr_grpo(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
     """Returns r - mean of the group, not divided by the deviation, which would give very easy and
-    very hard prompts more weight. Dr. GRPO, arXiv 2503.20783, section 3.2."""
+    very hard prompts more weight. Dr. GRPO, arXiv 2503.20783, section 3.2. A completion that is not
+    valid gets 0, and no mean counts it. Equal rewards give exactly 0."""
     return _centred(rewards, valid)
 
 
 def rloo(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
     """Returns r - mean of the group's other valid completions. Kool et al., "Buy 4 REINFORCE
-    Samples, Get a Baseline for Free!" (2019); for language models RLOO, arXiv 2402.14740."""
+    Samples, Get a Baseline for Free!" (2019); for language models RLOO, arXiv 2402.14740. A
+    completion that is not valid gets 0, and no mean counts it. Equal rewards give exactly 0."""
     # r minus the others' mean is (r - mean) n / (n - 1): computed by scaling, a group of equal
     # rewards stays exactly 0.
     number = valid.sum(axis=1, keepdims=True)
@@ -93,7 +96,9 @@ def batch_std(
     **unread: object,
 ) -> Rewards:
     """Returns (r - mean of the group) / (std of all valid rewards of the step + std_eps). "Tricks
-    or Traps", arXiv 2508.08221; TRL's scale_rewards="batch"."""
+    or Traps", arXiv 2508.08221; TRL's scale_rewards="batch". A completion that is not valid gets 0,
+    and no mean counts it. `std_eps_mode="max"` divides by max(std, std_eps); the variance divides
+    by the number of values less `std_ddof`."""
     spread = _std(_centred_over(rewards, valid, axis=None), valid, std_ddof, axis=None)
     return _centred(rewards, valid) / _divisor(spread, std_eps, std_eps_mode)
 
@@ -110,7 +115,9 @@ def reinforce_pp(
     **unread: object,
 ) -> Rewards:
     """Returns (r - mean) / (std + std_eps), with mean and std of all valid rewards of the step
-    whatever their group. REINFORCE++, arXiv 2501.03262."""
+    whatever their group. REINFORCE++, arXiv 2501.03262. A completion that is not valid gets 0, and
+    no mean counts it. With `whiten_over="tokens"` each completion counts once for each of its
+    tokens (`lengths`). The other settings are those of `grpo`."""
     if whiten_over != "tokens":
         lengths = None
     return _whitened(rewards, valid, lengths, std_ddof, std_eps, std_eps_mode)
@@ -128,8 +135,10 @@ def reinforce_pp_baseline(
     **unread: object,
 ) -> Rewards:
     """Returns r - mean of the group, divided by (std + std_eps) of these differences over the whole
-    step; over tokens, the step's mean is subtracted first. REINFORCE++-baseline, arXiv
-    2501.03262."""
+    step; over tokens, the step's mean is subtracted first. REINFORCE++-baseline, arXiv 2501.03262.
+    A completion that is not valid gets 0, and no mean counts it. With `whiten_over="tokens"` each
+    completion counts once for each of its tokens (`lengths`). The other settings are those of
+    `grpo`."""
     centred = _centred(rewards, valid)
     if whiten_over != "tokens":
         lengths = None
@@ -140,7 +149,7 @@ def maxrl(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
     """Returns (r - mean) / mean of the group: with rewards 0 and 1 the mean gradient is that of a
     truncated log-likelihood of success. Defined for rewards of 0 or more, for which it is at most G
     - 1: a group with a reward below 0, or with none above 0, has advantage 0. MaxRL, arXiv
-    2602.02710."""
+    2602.02710. A completion that is not valid gets 0, and no mean counts it."""
     # Near a mean of 0 the quotient has no bound: with a penalty below 0, (1, -0.99) would have
     # advantages of 199.
     number = np.maximum(valid.sum(axis=1, keepdims=True), 1)
@@ -165,7 +174,9 @@ def gdpo(
     """Normalises each reward function's values within their groups as `grpo` does, adds them up by
     weight and divides the sum by its deviation over the step, as `reinforce_pp_baseline` does: a
     reward of large spread does not drown the others. Without `components`, the rewards are the only
-    function. GDPO, arXiv 2601.05242."""
+    function. GDPO, arXiv 2601.05242. `components` are [F, P, G], NaN if a function could not judge:
+    it then adds 0 for that completion; `weights` are 1 by default. Settings are those of
+    `reinforce_pp_baseline`."""
     parts = rewards[None] if components is None else components
     scale = np.ones(len(parts)) if weights is None else weights
     total = np.zeros(rewards.shape)
@@ -253,7 +264,7 @@ def _whitened_groups(
 
     If each completion counts once (no `lengths`), the mean over the step is then 0 too, and is not
     subtracted: rounding would turn a group's exact zeros into small numbers, and such a group would
-    then be computed for nothing.
+    then be computed for nothing. Invalid completions must have the value 0.
     """
     if lengths is not None:
         return _whitened(values, valid, lengths, ddof, eps, eps_mode)

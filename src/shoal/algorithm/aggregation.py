@@ -48,7 +48,8 @@ def seq_mean_token_sum_norm(lengths: Lengths, counted: Counted, constant: int) -
 
 def prompt_mean(lengths: Lengths, counted: Counted, constant: int) -> Weights:
     """Returns 1 / (prompts x tokens of this prompt's completions): every prompt weighs the same,
-    and so does every token within a prompt. ScaleRL, arXiv 2510.13786."""
+    and so does every token within a prompt. ScaleRL, arXiv 2510.13786. `lengths` are the tokens of
+    each completion, `counted` says which completions count; `constant` is not read."""
     # A prompt whose completions are all empty still counts: its lack of tokens is no reason to give
     # the others more weight.
     tokens = np.where(counted, lengths, 0).sum(axis=1, keepdims=True)

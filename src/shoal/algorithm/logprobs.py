@@ -140,7 +140,7 @@ def sliced_logprobs(
     neither the head nor its gradient is ever whole on a device.
 
     `project(slice, hidden)` returns the float32 logits of a slice's v tokens; those from number
-    `vocabulary` on are padding.
+    `vocabulary` on are padding. All other parameters are those of `token_logprobs`.
     """
     width = slices.shape[-1]
     ids = targets[..., None]  # the tokens whose scores are wanted: the target first
@@ -213,8 +213,8 @@ def _entropy(logs: jax.Array, gradient: bool, guarded: bool = True) -> jax.Array
 
 
 def chunk_size(rows: int, size: int, vocabulary: int, budget: int) -> int:
-    """Returns how many tokens of each of `rows` rows to compute at once, so that their logits stay
-    within `budget` elements; at least about 8. All chunks are equal, because the last could
-    otherwise be mostly padding."""
+    """Returns how many tokens of each of `rows` rows to compute at once, of `size` tokens each, so
+    that their logits stay within `budget` elements. A budget of fewer than 8 tokens counts as one
+    of 8. All chunks are equal, because the last could otherwise be mostly padding."""
     count = -(-size // max(8, budget // (rows * vocabulary)))
     return -(-size // count)

@@ -209,7 +209,8 @@ def policy_loss(
     segment: Segments,
     **settings: Any,
 ) -> tuple[Tokens, Metrics]:
-    """Returns the token losses by one of the functions below, and the metrics of its bounds.
+    """Returns the token losses by one of the functions below, and the metrics of its bounds:
+    `clip/fraction`, `clip/low`, `clip/high` and `ratio/mean`.
 
     Each of them takes (log_ratio, lp, advantage, mask, segment) and its settings, and returns
     (token losses, True where the lower bound is active, True where the upper bound is active).
@@ -255,7 +256,8 @@ def clipped(
     0 turns it off.
 
     Where the clipped loss is strictly above the unclipped one its gradient is 0; at a tie the
-    gradient is whole.
+    gradient is whole. Both masks say where a bound is active: the lower one, and the upper one or
+    `clip_dual`.
     """
     # Not jnp.minimum and jnp.clip: at a tie, the common case of ratio 1, both would halve the
     # gradient.
@@ -292,7 +294,7 @@ def cispo(
     MiniMax-M1, arXiv 2506.13585, eqs. 4 and 5.
 
     `cispo_bound`: `paper`, at most 1 + high; `absolute`, at most high (TRL); `both`, also at least
-    1 - low (verl). A bound is active where it changed the weight.
+    1 - low (verl). The masks say where the lower and the upper bound changed the weight.
     """
     # Without the stop-gradient the bounded tokens would have no gradient at all: the fault of a
     # port that clips the ratio and forgets the log-prob.
@@ -307,7 +309,8 @@ def reinforce(
     log_ratio: Tokens, lp: Tokens, advantage: Tokens, mask: Mask, segment: Segments
 ) -> tuple[Tokens, Mask, Mask]:
     """Returns -A lp, without a ratio or a bound: Williams 1992, doi 10.1007/BF00992696, section 4.
-    If A is 1 it is the negative log-likelihood, the loss of supervised fine-tuning."""
+    If A is 1 it is the negative log-likelihood, the loss of supervised fine-tuning. Both masks of
+    bounds are False everywhere."""
     never = jnp.zeros_like(mask)
     return -advantage * lp, never, never
 
@@ -327,7 +330,7 @@ def gmpo(
 
     Ratios are clipped in logarithms, from above at `clip_high` where A > 0, from below at
     -`clip_low` where A < 0; the paper has 0.4 for both. Every token has its completion's loss.
-    GMPO, arXiv 2507.20673.
+    GMPO, arXiv 2507.20673. The masks say which ratios were clipped from below and from above.
     """
     # The bounds are decided by the value without gradient: a clipped term must not have a gradient.
     value = jax.lax.stop_gradient(log_ratio)
@@ -348,7 +351,8 @@ def sapo(
     sapo_negative: float,
 ) -> tuple[Tokens, Mask, Mask]:
     """Returns -(4 / tau) sigmoid(tau (ratio - 1)) A, with tau by the sign of the advantage: in
-    place of a clip, a gate that closes smoothly on both sides. SAPO, arXiv 2511.20347."""
+    place of a clip, a gate that closes smoothly on both sides. SAPO, arXiv 2511.20347. Both masks
+    of bounds are False everywhere."""
     # Above exp(88) the ratio is inf in float32, and its slope times that of the closed gate, 0,
     # would be NaN.
     ratio = jnp.exp(jnp.minimum(log_ratio, 80.0))
@@ -369,8 +373,8 @@ def token_kl(
     clamp_input: float = 0.0,
     clamp_value: float = 0.0,
 ) -> Float[Array, "*tokens"]:
-    """Returns the estimate of KL where `mask` is True; elsewhere value and gradient are exactly 0,
-    whatever the inputs hold.
+    """Returns the estimate of KL, `estimator(ref - lp)`, where `mask` is True; elsewhere value and
+    gradient are exactly 0, whatever the inputs hold.
 
     `clamp_input` limits |ref - lp| and `clamp_value` the size of the estimate (verl: 20 and 10); 0
     sets no limit. Beyond a limit the gradient is 0.
@@ -454,7 +458,8 @@ def kept_tokens(
     most: float,
 ) -> Mask:
     """Returns `mask` without the tokens for which the estimated divergence of trainer and sampler
-    is outside of [least, most]. `estimator` is a KL estimator, for example `k1`.
+    is outside of [least, most]; a NaN is not outside. `estimator` is a KL estimator, for example
+    `k1`.
 
     `level`: `token`, each token is kept or not by its own estimate; `seq_sum`, `seq_mean` and
     `seq_max`, by the sum, mean or maximum over its completion's sampled tokens, so that completions
@@ -526,7 +531,8 @@ def sampler_gap(
 ) -> tuple[Metrics, Metrics]:
     """Returns (sums, maxima): metrics of how far the trainer's log-probs are from the sampler's,
     over all sampled tokens. They are the mean and the maximum of |old - sampler|, and the means of
-    w = exp(old - sampler) and of its square."""
+    w = exp(old - sampler) and of its square. Their names are `sampler_gap/logprob_mean`,
+    `sampler_gap/logprob_max`, `sampler_gap/w` and `sampler_gap/w2`."""
     log_ratio = jnp.where(loss_mask, old_logprobs - sampler_logprobs, 0.0)
     difference = jnp.abs(log_ratio)
     w = jnp.where(loss_mask, jnp.exp(log_ratio), 0.0)

@@ -100,7 +100,8 @@ def _products_of(target: str, paths: Mapping[str, list[list[str]]], layer: int) 
 
 def _matches(target: str, name: str, path: str) -> bool:
     """True if a target is `all-linear`, the product's name, the end of its path, or a regular
-    expression that matches its whole path."""
+    expression that matches its whole path. A target that is no regular expression matches nothing
+    else."""
     if target in (ALL, name) or path.endswith(f".{target}"):
         return True
     try:
@@ -111,7 +112,8 @@ def _matches(target: str, name: str, path: str) -> bool:
 
 def merge(a: Architecture, parameters: Parameters, role: Role) -> Parameters:
     """Returns the parameters of the base model with the adapter's change added to each kernel, in
-    float32; `parameters` itself if there is no adapter."""
+    float32; `parameters` itself if there is no adapter. Kernels without an adapter, and all other
+    parameters, keep their type."""
     if a.adapter is None:
         return parameters
 

@@ -95,7 +95,8 @@ class _Entries:
 
     def number(self, key: str, least: float = 0.0, whole: bool = False) -> Any:
         """Returns an entry that is a number of at least `least`, with `whole` a whole one;
-        ShoalError if it is anything else, or missing."""
+        ShoalError if it is anything else, or missing. Numbers from MOST_OF_A_NUMBER on and bools
+        are refused too."""
         value: Any = self.config.get(key)
         accepted = int if whole else (int, float)
         is_number = isinstance(value, accepted) and not isinstance(value, bool)
@@ -120,7 +121,8 @@ class _Entries:
 
 def architecture_of(folder: str | Path) -> Architecture:
     """Reads config.json, as transformers 4 or 5 writes it, and returns the architecture. ShoalError
-    if the model is not supported."""
+    if the model is not supported. An entry that may be missing gets the default of transformers.
+    `max_positions` is 0 if the file does not say it."""
     folder = Path(folder)
     config = read_config(folder)
     family = FAMILIES.get(str(config.get("model_type")))
@@ -187,7 +189,8 @@ def architecture_of(folder: str | Path) -> Architecture:
 
 
 def _rope_scaling(entries: _Entries) -> RopeScaling | None:
-    """Returns the scaling of rotary frequencies; None if there is none."""
+    """Returns the scaling of rotary frequencies; None if there is none. ShoalError if a number that
+    it needs is missing. Reads the entries as `architecture_of` has merged them."""
     kind = entries.config["rope_type"]
     if kind == "linear":
         return RopeScaling("linear", float(entries.number("factor")))
@@ -350,9 +353,9 @@ def config_to_save(
 def make_config(
     a: Architecture, tokenizer: Path | None, config: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Returns the content of a config.json: `config`, or else one made from the architecture. The
-    ids of the special tokens in it are replaced by those that config.json, and then
-    generation_config.json, have in the folder `tokenizer`."""
+    """Returns the content of a config.json: `config`, or else one made from the architecture. A new
+    dict is returned. The ids of the special tokens in it are replaced by those that config.json,
+    and then generation_config.json, have in the folder `tokenizer`."""
     made = dict(config or config_of(a))
     for name in ("config.json", "generation_config.json"):
         if tokenizer and (tokenizer / name).is_file():

@@ -116,7 +116,8 @@ class Utilisation:
         self, groups: Sequence[Group], entered: Container[tuple[int, int]], seconds: float
     ) -> float:
         """Returns the MFU of a step that took so many seconds; `entered` has the (group,
-        completion) pairs that entered the update."""
+        completion) pairs that entered the update. Only these count as trained; all of `groups`
+        count as sampled."""
         sampled: list[GroupLengths] = []
         trained: list[GroupLengths] = []
         for number, group in enumerate(groups):

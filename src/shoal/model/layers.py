@@ -89,8 +89,9 @@ def _unstacked_spec(spec: ParamSpec, num_chunks: int) -> ParamSpec | tuple[Param
 def split_layers(
     stacked: jax.Array, spec: ParamSpec, num_chunks: int, tensor: int
 ) -> tuple[Any, ...]:
-    """Splits a stacked parameter into a tuple of its L layers. Each is an array, or a tuple of
-    chunks if `_unstacked_spec` has a tuple for it.
+    """Splits a stacked parameter into a tuple of its L layers. Each is an array; or, if
+    `num_chunks` is above 1 and the parameter is a feed-forward matrix (one with the axis `mlp`), a
+    tuple of `num_chunks` equal parts of that matrix.
 
     A chunk is made of an equal share of what each of the `tensor` devices holds, so that devices
     exchange nothing: if two devices hold columns 0 to 3 and 4 to 7 of a matrix, its two chunks are

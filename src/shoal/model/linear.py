@@ -116,7 +116,9 @@ def _cast_product_backward(
 ) -> tuple:
     """Returns the gradients of (x, kernel, master). The weight's gradient is the master's, in
     float32, and the kernel's is None; without a master (`reduce_dtype` is None) it is the reverse,
-    in the type of the product."""
+    in the type of the product. With x[..., T, in] the result's gradient is [..., T, out], the
+    weight's [..., in, out]. `out_dtype` is not read; it is here because custom_vjp passes all
+    static arguments."""
     x, kernel = kept
     # The gradient is cast to x's type even if the product is float32 (logits): otherwise the whole
     # kernel would be converted for float32 products.
@@ -190,7 +192,7 @@ adapted_product.defvjp(_adapted_product_forward, _adapted_product_backward)
 def quantise(kernel: jax.Array, dtype: Any) -> Quantised:
     """Quantises kernel[..., in, out] to `dtype`, int8 or a float of 8 bits: the nearest values,
     with one scale for each output channel, by which its largest value becomes at most the type's
-    largest."""
+    largest. The input's first dimensions stay; a channel of zeros gets scale 1."""
     wide = kernel.astype(jnp.float32)
     dtype = jnp.dtype(dtype)
     is_integer = dtype.kind == "i"

@@ -234,7 +234,8 @@ def _layer_spec(
     """Returns the spec of a parameter that each layer has, stacked. `shape` and `axes` are those of
     one layer; `name` follows `model.layers.{layer}.` in files, which hold matrices transposed.
     `scale` multiplies the standard deviation of 0.02 of its first values. Not trained if the model
-    has an adapter."""
+    has an adapter. `heads` is the number of heads that a dimension over the axis `heads` consists
+    of."""
     return ParamSpec(
         shape=(a.num_layers, *shape),
         axes=("layers", *axes),
@@ -264,7 +265,13 @@ def _product_specs(
 ) -> Any:
     """Returns the specs of a product that each layer has, in the tree that `linear` takes: the spec
     of its kernel[rows, columns], put into a `Quantised` if the architecture is quantised, that into
-    an `Adapted` if an adapter targets it, and that into a `Biased` if `bias` is set."""
+    an `Adapted` if an adapter targets it, and that into a `Biased` if `bias` is set.
+
+    `name` is the product's name within a layer in files, like `mlp.up_proj`; its last part is what
+    an adapter's targets name. `axes` are the logical axes of rows and columns. `scale` multiplies
+    the standard deviation of the kernel's first values. `heads` is the number of heads that the
+    dimension over the axis `heads` consists of; 0 if there is none.
+    """
     row_axis, column_axis = axes
     kernel: Any = _layer_spec(a, f"{name}.weight", (rows, columns), axes, scale=scale, heads=heads)
     if a.quantised:
@@ -423,7 +430,7 @@ def keep_as_read(spec: ParamSpec, array: jax.Array) -> Any:
 
 def quantised_specs(a: Architecture) -> dict[str, Quantised]:
     """Returns the specs of an architecture's quantised weights, by the tensor name (in files) of
-    the kernel that each replaces."""
+    the kernel that each replaces. Empty if the architecture is not quantised."""
 
     def is_quantised(weight: Any) -> bool:
         return isinstance(weight, Quantised)
@@ -441,6 +448,8 @@ def quantiser(a: Architecture, role: Role) -> Keep:
     by_name = quantised_specs(a)
 
     def keep(spec: ParamSpec, array: jax.Array) -> Any:
+        """Quantises the array, on the devices that hold it, if its parameter is a quantised kernel;
+        else returns the array itself."""
         if spec.name not in by_name:
             return array
         layout = shardings_of(by_name[spec.name], role)
@@ -486,7 +495,7 @@ def check_mesh(a: Architecture, role: Role) -> None:
 
 def tensor_sizes(a: Architecture, count: int) -> list[int]:
     """Returns the sizes of `tensor` that divide `count` devices and that this model can be split
-    by."""
+    by. In rising order; 1 is always among them."""
     sizes = []
     for size in range(1, count + 1):
         divides_all = not (count % size or a.num_heads % size or a.intermediate_size % size)

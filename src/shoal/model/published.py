@@ -38,7 +38,8 @@ def _llama(
     theta: float = 500000.0,
     scaling: RopeScaling | None = None,
 ) -> Architecture:
-    """Returns the architecture of a Llama 2 to 3.3 of these sizes, but Llama 3.2."""
+    """Returns the architecture of a Llama 2 to 3.3 of these sizes, but Llama 3.2. `theta` is the
+    base of rotary positions, `scaling` their scaling; heads have 128 dimensions."""
     return Architecture(
         vocab_size=vocabulary,
         hidden_size=hidden_size,
@@ -80,7 +81,7 @@ def _qwen2(
     tied: bool = False,
     head_dim: int = 128,
 ) -> Architecture:
-    """Returns the architecture of a Qwen2.5 of these sizes."""
+    """Returns the architecture of a Qwen2.5 of these sizes. `tied`: the head is the embedding."""
     return Architecture(
         vocab_size=vocabulary,
         hidden_size=hidden_size,
@@ -99,7 +100,7 @@ def _qwen2(
 def _qwen3(
     hidden_size: int, intermediate_size: int, layers: int, heads: int, tied: bool = False
 ) -> Architecture:
-    """Returns the architecture of a Qwen3 of these sizes."""
+    """Returns the architecture of a Qwen3 of these sizes. `tied`: the head is the embedding."""
     return Architecture(
         vocab_size=151936,
         hidden_size=hidden_size,
@@ -203,7 +204,8 @@ UNSUPPORTED = re.compile(
 
 def model_named(name: str) -> NamedModel:
     """Returns the model of a name, in whatever case; ShoalError, which suggests the nearest name,
-    if there is none."""
+    if there is none. ShoalError with a text of its own for `tiny`, and for families that Shoal does
+    not compute."""
     by_lower = {known.lower(): model for known, model in MODELS.items()}
     if name.lower() == "tiny":
         raise ShoalError(

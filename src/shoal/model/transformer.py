@@ -169,10 +169,12 @@ def _scanned(
     model: Model, blocks: Block, x: jax.Array, layer: Callable[..., tuple[jax.Array, Any]]
 ) -> tuple[jax.Array, tuple]:
     """Passes x through stacked layers by a scan, and returns what `through_layers` does: one layer
-    is compiled, and its backward pass computes again what `model.remat` says."""
+    is compiled, and its backward pass computes again what `model.remat` says. The result's tuple
+    has each layer's part of the stacked aux."""
     specs = param_specs(model.architecture).blocks
 
     def cast(weight: jax.Array, spec: Any) -> Any:
+        """Returns a matrix in the form that a layer reads (`cast_weight`); a vector as it is."""
         if spec.is_vector:
             return weight
         axes = spec.axes_on(model.role)[1:]  # without the layers'

@@ -119,7 +119,9 @@ class MicroBatch:
         return cls(arrays, [0] * shape.rows)
 
     def add(self, row: int, prompt: np.ndarray, completions: Mapping[Key, np.ndarray]) -> None:
-        """Adds a prompt and completions of it, each as token ids, to a row."""
+        """Adds a prompt and completions of it, each as token ids, to a row. The part of each
+        completion gets an entry of `positions`. Of the arrays, only tokens, position, before,
+        segment and prompt are set."""
         first_token = self.used[row]
         last_token = first_token + len(prompt) - 1
         segment, _ = self._add(row, prompt, 0, first_token)
@@ -240,6 +242,7 @@ def pack(
     Completions that are not valid are left out. `teacher_bonus` is added to the advantage of each
     token. `max_support` is K, the number of tokens recorded for a truncating sampler; 0 if it kept
     all. At least one micro-batch is returned: an update without rows applies a gradient of 0.
+    Raises ValueError if a prompt with one of its completions fits no row of the first shape.
     """
     # By (group, prompt of the group): the prompt's token ids; its number of tokens, with those of
     # its completions.
@@ -378,7 +381,8 @@ def fill_rows(sizes: Mapping[Any, tuple[int, Mapping[Any, int]]], length: int) -
 
     Large groups come first, each whole into the row that it leaves the least free tokens in (best
     fit decreasing). A group that fits nowhere is divided if a row has free tokens for more of it
-    than its prompt, which each of its rows then computes once more.
+    than its prompt, which each of its rows then computes once more. Raises ValueError if a prompt
+    with its shortest remaining completion does not fit an empty row.
     """
     rows = OpenRows(length)
 
@@ -434,9 +438,10 @@ Batches = list[tuple[Shape, list[Row]]]
 def split_into_micro_batches(
     sizes: Mapping[Any, tuple[int, Mapping[Any, int]]], shapes: Sequence[Shape]
 ) -> Batches:
-    """Returns the micro-batches that hold all groups, each as (shape, its rows). Tries rows of each
-    of `shapes`, and keeps to the largest unless a smaller one saves at least LEAST_SAVED of the
-    tokens to compute. `sizes` is that of `fill_rows`."""
+    """Returns the micro-batches that hold all groups, each as (shape, its rows). Without groups it
+    is one micro-batch without content. Tries rows of each of `shapes`, and keeps to the largest
+    unless a smaller one saves at least LEAST_SAVED of the tokens to compute. `sizes` is that of
+    `fill_rows`."""
     longest = 0  # tokens of a prompt with its longest completion
     least = 0  # tokens, if each prompt is computed once
     for prompt, members in sizes.values():

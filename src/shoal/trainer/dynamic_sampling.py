@@ -20,7 +20,7 @@ MOST_AHEAD = 3
 def num_extra(wanted: int, useful_share: float) -> int:
     """Returns how many groups to request beyond `wanted`, if a step's groups are requested before
     its turn: as many as are likely to be needed if the newest share of useful groups holds. Later a
-    further round would have to be waited for."""
+    further round would have to be waited for. At most (MOST_AHEAD - 1) * `wanted`."""
     expected = -int(-wanted // max(useful_share, 1e-9))  # rounded up
     return min(MOST_AHEAD * wanted, expected) - wanted
 

@@ -69,7 +69,8 @@ class Evaluator:
         return total
 
     def request_answers(self, source: RolloutSource, step: int, version: int, full: bool) -> None:
-        """Requests the answers of one version; `collect` waits for them."""
+        """Requests the answers of one version; `collect` waits for them. `step` is the number under
+        which they are collected; `full` is that of `passes`."""
         for subset in self.sets:
             for questions, count, params in self.passes(subset, full):
                 requests = []
@@ -106,12 +107,15 @@ class Evaluator:
     def answers(
         self, source: RolloutSource, step: int, version: int, full: bool
     ) -> dict[str, Answers]:
-        """Requests the answers of one version, waits for them, and returns them by data set."""
+        """Requests the answers of one version, waits for them, and returns them by data set. The
+        parameters are those of `request_answers`."""
         self.request_answers(source, step, version, full)
         return self.collect(source, step, full)
 
     def figures(self, answers: Answers) -> dict[str, Any]:
-        """Returns the figures of one data set's answers, by name."""
+        """Returns the figures of one data set's answers, by name. Those of its greedy answers
+        (`score_greedy`) come first, then those of its sampled ones (`score_sampled`), if there are
+        any."""
         return score_greedy(answers.greedy, self.task) | score_sampled(
             answers.sampled, self.params, self.task
         )
@@ -132,7 +136,8 @@ class Evaluator:
 def score_greedy(groups: Sequence[Group], task: Task) -> dict[str, Any]:
     """Returns figures of greedy answers by name: accuracy with its interval if the task defines
     `correct`, the task's own figures, the share of answers in the form that the task requires (if
-    it requires one), the mean of each reward, lengths."""
+    it requires one), the mean of each reward, lengths. Without groups there are only
+    `num_questions`, 0, and `protocol`."""
     total = len(groups)
     rewards = [group.rewards[0] for group in groups]
     figures: dict[str, Any] = {"num_questions": total, "protocol": "greedy"}
@@ -164,9 +169,10 @@ def score_greedy(groups: Sequence[Group], task: Task) -> dict[str, Any]:
 
 
 def score_sampled(groups: Sequence[Group], params: SamplingParams, task: Task) -> dict[str, Any]:
-    """Returns figures of sampled answers by name: pass@k for k samples, for 1 and for the powers of
-    2 between, maj@k if the task extracts answers, the samples' mean reward, and a text that says
-    how they were sampled. {} if there are no groups.
+    """Returns figures of sampled answers by name: if the answers have verdicts, pass@k for k
+    samples, for 1 and for the powers of 2 between, `sampled_accuracy` (the same as pass@1), and
+    maj@k if the task extracts answers; the samples' mean reward, the number of questions, and a
+    text that says how they were sampled. {} if there are no groups.
 
     A figure's `_error` is the standard error of its mean over questions, which are independent;
     samples of one question are not.
@@ -201,7 +207,8 @@ def score_sampled(groups: Sequence[Group], params: SamplingParams, task: Task) -
 def _majorities(
     groups: Sequence[Group], solved: np.ndarray, extract: Callable[[str], Any]
 ) -> list[float]:
-    """Returns maj@k of each question."""
+    """Returns maj@k of each question. `solved` is bool[Q, k]: which answers are right; `extract`
+    returns the answer in a completion's text."""
     majorities = []
     for group, row in zip(groups, solved, strict=True):
         answers = [extract(text) for text in group.answers]
@@ -211,7 +218,7 @@ def _majorities(
 
 def sampled_protocol(k: int, params: SamplingParams) -> str:
     """Returns a text that says how samples were taken, for example `8 completions a question at
-    temperature 1, top_k 50`."""
+    temperature 1, top_k 50`. A setting that is off is left out."""
     text = f"{k} completions a question at temperature {exact(params.temperature)}"
     truncation = (
         ("top_k", params.top_k, 0),
@@ -225,6 +232,7 @@ def sampled_protocol(k: int, params: SamplingParams) -> str:
 
 
 def _solved(groups: Sequence[Group]) -> np.ndarray | None:
-    """Returns bool[Q, G]: which completions are right; None if the task defines no `correct`."""
+    """Returns bool[Q, G]: which completions are right; None if the groups have no verdicts, because
+    the task defines no `correct`."""
     known = [group.correct for group in groups if group.correct is not None]
     return np.stack(known) if known else None

@@ -91,7 +91,9 @@ class Run:
 
     def train(self) -> Summary:
         """Runs all steps that remain, and returns the run's summary. Raises KeyboardInterrupt,
-        whose text says how to resume, if somebody asked the run to stop."""
+        whose text says how to resume, if somebody asked the run to stop. Any other interrupt or
+        error passes through unchanged. At an interrupt a resumed run's new settings are stored;
+        after a requested stop or an error the next steps are printed."""
         try:
             return self.run_steps()
         except KeyboardInterrupt as stop:
@@ -110,7 +112,9 @@ class Run:
 
     def run_steps(self) -> Summary:
         """Runs the loop itself: begins or restores the run, runs each step, and returns the summary
-        after the last evaluation. Errors and stops pass through; `train` handles them."""
+        after the last evaluation. Errors and stops pass through; `train` handles them. Ends early,
+        with a checkpoint, if the data is exhausted. Raises RuntimeError if a group's tokens are
+        older than the schedule allows, or the frozen weights have changed."""
         # Begun here: a caller that held this state would keep the first weights in memory for all
         # of the run.
         state, first = self.begin()
@@ -176,7 +180,8 @@ class Run:
     def begin(self) -> tuple[TrainState, int]:
         """Returns the trainer's state and the first step to run: for a new run after evaluating
         version 0, for a resumed run as the checkpoint has them. Also publishes the weights, and
-        requests a resumed run's pending groups and evaluations again."""
+        requests a resumed run's pending groups and evaluations again. Afterwards `parameters` and
+        `restored` are None, so that the run keeps no other copy of the weights alive."""
         if self.restored is None:
             # Version 0 is evaluated before anything is requested: its figures are those that
             # training starts from.
@@ -236,7 +241,8 @@ class Run:
         StopRequested (a reward raises, somebody asks the run to stop); then raises that exception
         again. The step or evaluation in the body can then start again from the checkpoint. Saves
         nothing if an update has consumed `state`; version 0 is saved only by a stop after its
-        evaluation."""
+        evaluation. With dynamic sampling, the prompts are first set back to where the body began.
+        If a ShoalError led to a checkpoint, its text gets the command for resuming."""
         # Prompts are read inside the block only to replace groups, which dynamic sampling does.
         prompts = self.prompts.state() if self.config.algorithm.dynamic_sampling else None
         try:
@@ -258,7 +264,8 @@ class Run:
 
     def end_if_warned(self, version: int, state: TrainState) -> None:
         """Raises ShoalError if a warning since the last step is hopeless, or if there is any and
-        train.on_warning=stop; saves a checkpoint first in the second case only."""
+        train.on_warning=stop; saves a checkpoint first in the second case only. A warning is
+        hopeless if its level is "wrong". Clears the recorder's list of warnings."""
         warned = self.recorder.warned
         self.recorder.warned = []
         hopeless = [finding for finding in warned if finding.level == "wrong"]
@@ -309,7 +316,8 @@ class Run:
     def request_published(self, version: int) -> None:
         """Requests the groups of the steps up to `lookahead.steps` after step `version`, as far as
         the versions that they sample from are no newer than `version`, the newest that is
-        published. Requests nothing more once the data is exhausted, which the recorder reports."""
+        published. Requests nothing more once the data is exhausted, which the recorder reports.
+        Puts the rows of each requested step into `pending`, and counts the step in `requested`."""
         prompts_per_step = self.config.batch.prompts_per_step
         end = min(self.config.steps, version + self.lookahead.steps + 1)
         while self.requested < end and self.schedule.version(self.requested) <= version:
@@ -361,7 +369,7 @@ class Run:
         """Waits for the step's groups and returns (groups to train on, groups that were discarded).
         With dynamic sampling, groups without variance are replaced, in at most
         `max_sampling_rounds` rounds: more prompts are requested at the same version, in the order
-        of the prompts."""
+        of the prompts. If there are still too few useful groups then, others fill up."""
         self.stop.announce_wait(f"the completions of step {step + 1}")
         a = self.config.algorithm
         prompts_per_step = self.config.batch.prompts_per_step
@@ -388,7 +396,7 @@ class Run:
 
     def step_done(self, step: int, groups: Sequence[Group], discarded: Sequence[Group]) -> None:
         """Notes that a step's groups were used: removes the step from the pending requests, and
-        updates the share of useful groups and the pass rates of prompts."""
+        updates the pass rates of prompts and, with dynamic sampling, the share of useful groups."""
         del self.pending[step]
         sampled = [*groups, *discarded]
         if self.config.algorithm.dynamic_sampling:
@@ -401,7 +409,8 @@ class Run:
             self.source.publish_frozen(state.frozen)
 
     def check_frozen(self, state: TrainState) -> None:
-        """Raises RuntimeError if the bits of the frozen weights have changed since the start."""
+        """Raises RuntimeError if the bits of the frozen weights have changed since the start. Does
+        nothing if all weights are trained."""
         if state.frozen is None:
             return
         at_start = self.fingerprint["base"]
@@ -458,7 +467,8 @@ class Run:
         self, current_version: int, state: TrainState, complete: bool = False
     ) -> None:
         """Records the evaluations whose answers are there; with `complete` all that were requested,
-        waiting for their answers. `current_version` is that of `state`."""
+        waiting for their answers. `current_version` is that of `state`. A recorded evaluation is
+        removed from `evaluating`."""
         for version, started in list(self.evaluating.items()):
             if not complete and self.source.is_busy_with(Purpose.EVALUATE, version):
                 continue
@@ -511,7 +521,9 @@ class Run:
     @timed("trainer", "save")
     def save(self, version: int, state: TrainState) -> None:
         """Saves a checkpoint of `state` as this version; does nothing if the newest checkpoint
-        already is of this version."""
+        already is of this version. Groups and metrics of the steps before are written to disk
+        first. The checkpoint also holds the older published versions that later steps or unfinished
+        evaluations need. Calls `after_save` at the end."""
         if version == self.saved:
             return
         started = time.perf_counter()

@@ -42,7 +42,8 @@ class LossScale:
 
     def after(self, finite: jax.Array) -> LossScale:
         """Returns the scale of the next update; `finite` says whether the gradient of this update
-        was finite."""
+        was finite. If it was not, the scale is halved, to 1 at least. After GROWTH_INTERVAL updates
+        in a row in which it was, the scale is doubled, to LARGEST_SCALE at most."""
         good = jnp.where(finite, self.good + 1, 0)
         doubled = good >= GROWTH_INTERVAL
         value = self.value * jnp.where(finite, jnp.where(doubled, 2.0, 1.0), 0.5)
@@ -51,7 +52,7 @@ class LossScale:
 
 def learning_rate(section: OptimizerSection, num_updates: int) -> Callable[[Any], Any]:
     """Returns a function from an update's number (from 0) to its learning rate: a linear warm-up,
-    then constant or a decay towards 0.
+    then constant or a decay towards 0 at `num_updates`, the number of updates of the run.
 
     The first update already has 1/warmup_steps of the rate (torch's schedules start at 0), and the
     update after the last would have 0.
@@ -76,7 +77,8 @@ def learning_rate(section: OptimizerSection, num_updates: int) -> Callable[[Any]
 def make_optimizer(
     section: OptimizerSection, rate: Callable[[Any], Any], weight_decay: Any, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns AdamW with the settings' clipping and type of moments.
+    """Returns AdamW with the settings' clipping and type of moments. `rate` is what `learning_rate`
+    returned.
 
     `weight_decay` is a tree of bools over the parameters, or a function that makes that tree from
     parameters: weight decay applies where it is True. `seed` is for the random rounding of
@@ -131,7 +133,8 @@ def rounded(
 
     Rounded to the nearest value, a moment that changes by less than 1/256 of itself would stand
     still: the second moment's decay of 0.999 would never lower it. Rounded at random, its mean is
-    right.
+    right. An update needs the extra argument `number`, the update's number, and takes `layer`, a
+    layer's: with `seed` they decide the random bits. All other extra arguments go to `optimizer`.
     """
 
     def map_moments(function: Callable[[jax.Array], jax.Array], state: Any) -> Any:

@@ -81,7 +81,8 @@ class PassRates:
 
     def times(self, uniforms: np.ndarray) -> np.ndarray:
         """Returns how often each row occurs in the epoch, int[rows], drawn with one uniform number
-        in [0, 1) for each row."""
+        in [0, 1) for each row. It is 0 for a retired row, 1 or 2 for any other; 1 for a row without
+        a rate."""
         times = np.ones(len(uniforms), np.int64)
         for row, rate in self.at_epoch.items():
             if row >= len(times):  # a row of data that was longer before the run was resumed
@@ -94,7 +95,8 @@ class PassRates:
 
     def record(self) -> list[dict[str, Any]]:
         """Returns one entry for each prompt that was sampled, in the order of rows, for the file of
-        pass rates."""
+        pass rates. Its keys: row, drawn (number of completions), passed, rate (None if no
+        completion was valid), retired (True if left out of this epoch)."""
         entries: list[dict[str, Any]] = []
         for row, (sampled, passed) in sorted(self.counts.items()):
             rate = passed / sampled if sampled else None
@@ -177,7 +179,8 @@ class PromptStream:
 
     def next(self, count: int) -> list[TokenizedExample]:
         """Returns the next `count` prompts, with no row twice, and moves the cursor. Raises
-        `DataExhausted` once too few are left, and at every later call."""
+        `DataExhausted` once too few are left, and at every later call. ShoalError if the data has
+        fewer than `count` prompts, or fewer that `long_prompts=drop` leaves."""
         if len(self.examples) < count:
             raise ShoalError(
                 f"the data has {counted(len(self.examples), 'prompt')}, fewer than "
@@ -239,7 +242,8 @@ class PromptStream:
         return list(by_row.values())
 
     def is_exhausted(self, count: int) -> bool:
-        """True if `next` will raise `DataExhausted`; the cursor does not move."""
+        """True if `next` will raise `DataExhausted`; the cursor does not move. Always False without
+        the curriculum."""
         try:
             return self.rates.active and not self.peek(count)
         except DataExhausted:
@@ -247,7 +251,7 @@ class PromptStream:
 
     def peek(self, count: int = 1) -> TokenizedExample:
         """Returns the first of the `count` prompts that `next` will return; the cursor does not
-        move."""
+        move. Raises what `next` raises."""
         before = self._position()
         ended = self.ended
         try:
@@ -347,8 +351,9 @@ class PromptStream:
         return self._order[1]
 
     def _prepare(self, row: int) -> TokenizedExample | None:
-        """Returns the example of a row with its token ids; None if it is dropped, which is
-        counted."""
+        """Returns the example of a row with its token ids; None if it is dropped, which is counted.
+        The reason of a refusal by the chat template is put into `refusal`. ShoalError with
+        `long_prompts=error`."""
 
         def refuse(reason: str) -> None:
             self.refusal = reason
@@ -368,8 +373,9 @@ def prepare(
     long_prompts: str,
     refuse: Callable[[str], object] | None = None,
 ) -> TokenizedExample | None:
-    """Returns the example with its prompt's token ids; None if it is too long and `long_prompts` is
-    "drop". A prompt that the chat template refuses raises ShoalError; but with "drop" and `refuse`
+    """Returns the example with its prompt's token ids. If the prompt has no token, or more than
+    `max_tokens`, the result is None with `long_prompts` "drop", and ShoalError is raised with
+    "error". A prompt that the chat template refuses raises ShoalError; but with "drop" and `refuse`
     given, `refuse` is called with the reason, and None is returned."""
     try:
         ids = encode(example)

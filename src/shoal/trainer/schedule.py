@@ -50,7 +50,8 @@ class Schedule:
 
     def check(self, groups: Sequence[Group]) -> None:
         """Raises RuntimeError if a step's groups have tokens that are older than the bound, or from
-        later weights than the step's own, whatever was requested and answered."""
+        later weights than the step's own, whatever was requested and answered. Completions without
+        a sampled token are skipped."""
         for group in groups:
             for completion in group.completions:
                 if not completion.num_sampled:
@@ -66,7 +67,8 @@ class Schedule:
                     )
 
     def version(self, step: int) -> int:
-        """Returns the version that a step samples from."""
+        """Returns the version that a step samples from; with newest weights, the oldest version on
+        which a group of the step may start."""
         interval = self.weight_sync_interval
         wanted = interval * (max(0, step - self.lag) // interval)
         for version in self.held:
@@ -101,6 +103,8 @@ class Lookahead:
     fixed versions, as many as the lag allows."""
 
     def __init__(self, schedule: Schedule) -> None:
+        """Starts with 1 step ahead if the schedule takes the newest weights; else with as many as
+        the lag allows, which `note` never changes."""
         self.adapts = schedule.newest
         self.most = schedule.max_staleness
         self.steps = 1 if self.adapts else self.most
@@ -110,7 +114,9 @@ class Lookahead:
 
     def note(self, waited: float, seconds: float) -> None:
         """Notes that the trainer waited for its groups for `waited` of a step's `seconds`, and
-        adjusts `steps`."""
+        adjusts `steps`. One more step is requested ahead once the trainer has waited for more than
+        WAITED of the time, measured over FEWEST steps or more; one fewer after PATIENCE steps
+        without such waits. They stay between 1 and the schedule's `max_staleness`."""
         if not self.adapts:
             return
         self._count += 1

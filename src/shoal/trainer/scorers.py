@@ -21,8 +21,9 @@ from shoal.weights.source import ModelSource, check_positions, make_model, open_
 
 
 def find_teacher(config: Config, student: ModelSource, console: Printer | None) -> ModelSource:
-    """Returns the teacher without its weights; ShoalError if its vocabulary is not the student's,
-    or its files or positions do not fit."""
+    """Returns the teacher that `teacher.path` names, without its weights. Prints notes about it to
+    `console`. ShoalError if its vocabulary is not the student's, or its files or positions do not
+    fit."""
     teacher = open_model(section_of(config.model, config.teacher.path), console)
     # Vocabularies are compared, not families, because log-probs are compared id by id.
     if teacher.tokenizer.vocabulary() != student.tokenizer.vocabulary():

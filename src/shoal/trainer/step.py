@@ -66,7 +66,8 @@ class TrainState:
 
     def to_trees(self) -> dict[str, Any]:
         """Returns what a checkpoint stores of the state, by name, without frozen parameters;
-        `from_trees` is the inverse."""
+        `from_trees` is the inverse. The names are `trainable`, `optimizer`, `updates`, and
+        `loss_scale` if there is one."""
         trees = {
             "trainable": self.trainable,
             "optimizer": self.optimizer,
@@ -78,7 +79,8 @@ class TrainState:
 
     @classmethod
     def from_trees(cls, trees: Mapping[str, Any]) -> TrainState:
-        """Returns the state without frozen parameters, which no checkpoint stores."""
+        """Returns the state without frozen parameters, which no checkpoint stores. `trees` is what
+        `to_trees` returned."""
         return cls(**trees)
 
 
@@ -130,6 +132,10 @@ class Learner:
         num_updates: int,
         seed: int = 0,
     ):
+        """Makes the programs, or takes those that an earlier learner with the same settings made;
+        nothing is compiled before a program's first call. `num_updates` is the number of updates of
+        the whole run, at which the learning rate's decay ends. `seed` is for moments that are
+        rounded to bfloat16 at random."""
         self.objective = objective
         # In a float32 computation the partitioner sums layers in float32, whatever `reduce_dtype`
         # asks for.
@@ -160,7 +166,8 @@ class Learner:
         }
 
     def init(self, parameters: Params) -> TrainState:
-        """Returns the state of a new run: these parameters, zero moments, and no updates."""
+        """Returns the state of a new run: these parameters, zero moments, and no updates. The state
+        holds these same arrays, not copies. In float16 it also has the first loss scale."""
         a = self.model.architecture
         trainable = select(trained_specs(a), parameters)
         frozen = select(frozen_specs(a), parameters)
@@ -207,7 +214,9 @@ class Learner:
 
     def apply(self, state: TrainState, total: GradientSum) -> tuple[TrainState, UpdateMetrics]:
         """Makes one update with the optimizer, and returns the new state and the update's metrics.
-        The buffers of the gradient in `total` and of the moments in `state` are donated."""
+        The buffers of the gradient in `total` and of the moments in `state` are donated. If the
+        gradient is not finite, weights and moments of the new state are the old ones, and the
+        metric `skipped` is 1. Metrics are arrays on the devices."""
         new_state, applied = self.programs["apply"](
             total.loss,
             state.trainable,
@@ -226,7 +235,7 @@ class Learner:
 
 def put_batch(model: Model, batch: LearnerBatch) -> LearnerBatch:
     """Puts the batch's arrays on the model's devices, split by rows; the temperature is on every
-    device."""
+    device. Returns the new batch; the one that was passed is unchanged."""
     temperature = put(batch.temperature, model.role.replicated)
     rows = model.role.put_rows(replace(batch, temperature=None))
     return replace(rows, temperature=temperature)
@@ -250,7 +259,9 @@ def _optimizer_programs(
     seed: int,
 ) -> tuple[optax.GradientTransformation, TrainState, Callable, Callable]:
     """Returns the optimizer, the layout (shardings) of the train state, and two programs: init and
-    apply. `scaled` means that there is a loss scale."""
+    apply. `scaled` means that there is a loss scale. `num_updates` is where the learning rate's
+    decay ends; `seed` is for random rounding. init is (trainable parameters) -> optimizer state;
+    apply is `_apply` without its first four arguments."""
     # The schedule counts updates applied, not steps: with several mini-batches a step moves it
     # several times.
     rate = learning_rate(section, num_updates)
@@ -285,7 +296,8 @@ def _init_by_leaf(
     role: Role, optimizer: optax.GradientTransformation, shardings: Any, parameters: Params
 ) -> Any:
     """Makes the state that `optimizer.init` would return, one array at a time; all of its arrays
-    are zeros. A device might not hold all outputs of one program."""
+    are zeros. A device might not hold all outputs of one program. `shardings` say where each array
+    is created. Of `parameters` only shapes and types are read."""
 
     @cache
     def make(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Program:
@@ -300,7 +312,8 @@ def _init_by_leaf(
 @lru_cache(PROGRAMS_KEPT)
 def _gradient_programs(model: Model, objective: Objective) -> tuple[Callable, Callable, Callable]:
     """Returns three programs: one that makes a gradient sum of zeros, one that adds a micro-batch's
-    gradient to a sum, one that computes log-probs alone."""
+    gradient to a sum, one that computes log-probs alone. They are called as zero(), accumulate(sum,
+    trainable, frozen, batch, loss scale) and score(parameters, batch)."""
     # Log-probs keep the layout of rows if one process can read all of them.
     role = model.role
     everywhere = role.replicated
@@ -343,7 +356,8 @@ def _gradient_shapes(a: Architecture) -> Params:
 
 
 def _zero(shapes: Params, objective: Objective) -> GradientSum:
-    """Returns a `GradientSum` of zeros."""
+    """Returns a `GradientSum` of zeros. `shapes` are those of the gradient; the objective decides
+    which metrics there are."""
     sums, maxima = metric_shapes(objective)
     total = GradientSum(shapes, jax.ShapeDtypeStruct((), jnp.float32), sums, maxima)
     return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), total)
@@ -359,7 +373,8 @@ def _accumulate(
     scale: LossScale | None = None,
 ) -> tuple[GradientSum, jax.Array]:
     """Returns `total` plus the gradient and metrics of one micro-batch, and the log-probs of its
-    tokens. Compiled as the program of `Learner.accumulate`."""
+    tokens. Compiled as the program of `Learner.accumulate`. `scale` multiplies the gradient that is
+    added, but neither loss nor metrics."""
 
     def loss(trainable: Params) -> Any:
         return batch_loss(model, objective, joined(trainable, frozen), batch)
@@ -396,9 +411,15 @@ def _apply(
     gradient: Params,
     moments: Any,
 ) -> tuple[TrainState, Any]:
-    """Returns the new state and the values of `UpdateMetrics`, in the order of its fields. If the
-    gradient is not finite, parameters and moments are unchanged. Compiled as the program of
-    `Learner.apply`."""
+    """Makes one update of the weights. Returns the new state, without frozen parameters, and the
+    values of `UpdateMetrics` in the order of its fields, without the last two if there is no loss
+    scale. If the gradient is not finite, parameters and moments are unchanged. Compiled as the
+    program of `Learner.apply`.
+
+    `gradient` and `loss` are the sums over all micro-batches of the update; the loss is only passed
+    on as a metric. `rate` maps the number of updates so far to the learning rate. With `by_layer`
+    one layer is updated after the other; with `offloads` the moments are in the host's memory.
+    """
     if scale is not None:
         gradient = jax.tree.map(lambda g: g / scale.value, gradient)
     # The metric is the norm before clipping; one NaN or inf anywhere makes it not finite.
@@ -450,7 +471,9 @@ def _change_by_layer(
 ) -> tuple[Parameters, Any]:
     """Applies `change` to the parameters outside of layers, then to one layer after the other. New
     parameters are written over the gradient and new moments over the old ones, and a device needs
-    the moments of one layer at a time. Returns (parameters, moments)."""
+    the moments of one layer at a time. Returns (parameters, moments). `change(gradient, moments,
+    parameters)` returns the new (parameters, moments). It gets trees with None in place of all
+    other parts; for a layer also its number, `layer`."""
 
     def update_layer(
         layer: jax.Array, buffers: tuple[Block, list[Block]]

@@ -31,7 +31,7 @@ class StepTable:
     ) -> StepTable:
         """Makes the table of a step's groups, advantages included. `penalty[P, G]` is subtracted
         from the rewards before they become advantages; `gdpo` ignores it, since it reads the reward
-        functions' own values."""
+        functions' own values. There must be at least one group."""
         rewards = np.stack([group.rewards for group in groups])
         valid = np.stack([group.valid for group in groups])
         components = [group.reward_components for group in groups]
@@ -68,7 +68,8 @@ def step_advantages(
     numbers of sampled tokens.
 
     `components` are each group's rewards by function and `weights` the functions' weights, for the
-    estimator that normalises the functions separately.
+    estimator that normalises the functions separately. Without either, that estimator gets None for
+    both.
     """
     stacked = None  # [functions, P, G]
     function_weights = None

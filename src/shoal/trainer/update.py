@@ -67,7 +67,7 @@ def update_shapes(
     """Returns the shapes of an update's micro-batches, the largest first (`row_shapes`).
 
     `longest` is the number of tokens of the longest prompt with the longest completion; that
-    completion has `max_tokens`.
+    completion has `max_tokens`. `row_shards` and `context` are those of `row_shapes`.
     """
     group = longest + (batch.group_size - 1) * max_tokens
     most = -(-batch.prompts_per_step // num_minibatches) * group
@@ -124,7 +124,9 @@ class Updater:
         self, state: TrainState, groups: Sequence[Group], step: int
     ) -> tuple[TrainState, UpdateResult]:
         """Trains on a step's groups: runs all epochs and mini-batches, and returns the new state
-        and what the updates gave (metrics, log-probs)."""
+        and what the updates gave (metrics, log-probs). A requested stop raises StopRequested
+        between micro-batches: at once before the first update, after it once PATIENCE_SECONDS have
+        passed."""
         started = time.perf_counter()
         first_state = state
         metrics = MetricSet()
@@ -188,8 +190,9 @@ class Updater:
         )
 
     def _minibatches(self, count: int, step: int, epoch: int) -> list[np.ndarray]:
-        """Returns the numbers of the groups in each update of an epoch. With several updates the
-        order is shuffled by (seed, step, epoch), so a resumed run repeats it."""
+        """Returns the numbers of the groups, from 0 to `count` - 1, in each update of an epoch.
+        With several updates the order is shuffled by (seed, step, epoch), so a resumed run repeats
+        it."""
         num_minibatches = self.algorithm.num_minibatches
         order = np.arange(count)
         if num_minibatches > 1:
@@ -255,7 +258,7 @@ class Updater:
         self, state: TrainState, groups: Sequence[Group], table: StepTable
     ) -> PrecomputedLogprobs:
         """Computes the log-probs that need a forward pass before the first update: of the policy,
-        the reference and the teacher, if they are needed."""
+        the reference and the teacher, if they are needed. Those that are not needed are None."""
         policy: Scorer | None = None
         if needs_old_logprobs(self.algorithm, self.teacher is not None):
             policy = ParameterScorer(self.learner, state.parameters)
@@ -407,7 +410,8 @@ def _record_packing(metrics: MetricSet, batches: Sequence[MicroBatch]) -> None:
 
 
 def _record_update(metrics: MetricSet, values: dict, applied: UpdateMetrics) -> None:
-    """Adds the metrics of one update: `values` maps a metric's name to (value, count)."""
+    """Adds the metrics of one update: `values` maps a metric's name to (value, count). A skipped
+    update counts in `update/skipped` and not in `update/count`."""
     for name, (value, number) in values.items():
         metrics.add(name, value, number)
     metrics.add("loss", float(applied.loss))

@@ -170,6 +170,7 @@ def _select_part(parts: int, keys: Any, part: jax.Array) -> Any:
     the part is part[0], and position p belongs to part p % `parts`."""
 
     def positions_of_part(new: jax.Array) -> jax.Array:
+        """Returns this part's positions of [R, T, K, A]: [R, T / parts rounded up, K, A]."""
         filled = jnp.pad(new, ((0, 0), (0, -new.shape[1] % parts), (0, 0), (0, 0)))
         rows, _, heads, head_dim = new.shape
         by_part = filled.reshape(rows, -1, parts, heads, head_dim)
@@ -207,7 +208,8 @@ def read_pages(pool: jax.Array, pages: jax.Array) -> jax.Array:
 
 
 def in_pages(k: jax.Array, v: jax.Array) -> jax.Array:
-    """Converts keys and values [.., K, C, A] of slots to pages [.., C / PAGE, K, PAGE, 2 A]."""
+    """Converts keys and values [.., K, C, A] of slots to pages [.., C / PAGE, K, PAGE, 2 A]. C is a
+    multiple of PAGE."""
     both = jnp.concatenate([k, v], -1)
     width = both.shape[-1]
     by_page = both.reshape((*both.shape[:-2], -1, PAGE, width))

@@ -113,6 +113,8 @@ def _add_keys(
         return add(keys.k, keys.v, keys.mask, running)
 
     def add_block(number: jax.Array, running: RunningSoftmax) -> RunningSoftmax:
+        """Adds block `number` of the keys."""
+
         def block(x: jax.Array, axis: int) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(x, number * size, size, x.ndim + axis)
 
@@ -195,6 +197,7 @@ def _attend_on_each_device(
     A device gets its heads of q, k, v [N, W, heads, A] and of the layer's cache, and all of
     `slots`, a tuple of arrays by row or slot. If a key head's positions are split over devices
     (`Model.key_parts`), `attend` gets one more argument: the number of the device's part, int32[1].
+    On a single device `attend` is called as it is.
     """
     if model.role.mesh.size == 1:
         return attend(q, k, v, cache, slots)
@@ -342,7 +345,8 @@ def piece_attention(model: Model, start: jax.Array, longest: jax.Array, block: i
     are computed at once.
 
     The cache holds the keys of the pieces before, [R, K, T, A], and afterwards those of this piece,
-    too. A token reads its prompt up to itself. Results beyond the longest prompt mean nothing.
+    too. A token reads its prompt up to itself. Results beyond the longest prompt mean nothing. T
+    must have room for start + C tokens.
     """
 
     def attention(
@@ -393,7 +397,9 @@ def context_attention(model: Model, prefix_len: jax.Array, start: jax.Array) -> 
 
     The cache holds the prompts of their rows, [M, K, Tp, A], of prefix_len[M] tokens, and their own
     keys, [M, K, T, A]. A token reads its prompt, and its completion up to itself. In place of a new
-    cache, the completion's keys and values are returned, with the new ones.
+    cache, the completion's keys and values are returned, with the new ones. The cache is not
+    changed. T must have room for start + C tokens: writes past the end would be moved back over
+    older keys.
     """
 
     def attention(

@@ -150,7 +150,7 @@ def _call(
 
 def _heads_per_program(q: Any, k: Any) -> tuple[int, int]:
     """Returns (how many query heads of a key head one program of the kernels for queries takes, how
-    many programs a key head has)."""
+    many programs a key head has). The last program of a key head may repeat its last query head."""
     share = q.shape[2] // k.shape[2]
     _tokens, most_heads = _tiles(q.shape[3])
     heads = 1 if q.dtype == jnp.float32 else min(most_heads, share)

@@ -51,7 +51,8 @@ scalar core's memory."""
 def attention_kind(model: Model, rows: int, size: int) -> str:
     """Returns "reference", "blocked" or "pallas": how attention is computed for `rows` rows of
     `size` tokens. It is `model.attention`; for `auto` it depends on device and shape. ShoalError if
-    that is `pallas`, and its kernels cannot compute these rows."""
+    that is `pallas`, and its kernels cannot compute these rows. `size` is that of whole rows, also
+    if `mesh.context` splits them."""
     if model.attention == "auto":
         return _fitting_kind(model, rows, size)
     if model.attention == "pallas":
@@ -163,7 +164,8 @@ def _reference_form() -> RowForm:
 
 
 def _blocked_form(model: Model, size: int) -> RowForm:
-    """Returns the form that computes by blocks, without a kernel."""
+    """Returns the form that computes by blocks, without a kernel. On CPU a pass computes as many
+    blocks of queries together as keep their scores within SCORES_AT_ONCE; elsewhere all."""
     role = model.role
     block = block_size(size, role.platform)
     at_once = 0

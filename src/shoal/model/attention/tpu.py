@@ -83,8 +83,9 @@ def row_pairs(query: Tokens, key: Tokens) -> RowPairs:
     needed = needed_blocks(query, key, block)
 
     def in_columns(tokens: Tokens) -> jax.Array:
-        """Returns the numbers of each token, int32[R * T, 3]: (segment, prompt, position), with
-        each row filled up to whole blocks."""
+        """Returns int32[R * T', 3], the (segment, prompt, position) of each token. T' is T rounded
+        up to whole blocks: each row is filled up with tokens of segment 0, which read nothing and
+        are not read."""
         columns = []
         for numbers in tokens:
             filled = jnp.pad(numbers, ((0, 0), (0, -numbers.shape[1] % block)))

@@ -80,6 +80,7 @@ def slot_kernel_trial(
         return out.reshape(q.shape), own_k, own_v
 
     def by_kernel(heads: jax.Array, cos: jax.Array, sin: jax.Array, keys: tuple) -> tuple:
+        """Computes the results with the kernel."""
         num_prefix = jnp.asarray(prefix_len, jnp.int32)
         positions = jnp.asarray(position, jnp.int32)
         # All slots of a row in one program.
@@ -192,6 +193,9 @@ class _RowInputs:
     """A packed row of three blocks: its tokens, and random q, k and v."""
 
     def __init__(self, device: Any, block: int, share: int, head_dim: int, dtype: str) -> None:
+        """Makes the tokens of one row with sequences that end within blocks, and random q of
+        `share` heads, k and v of one head; float64 until they are used in `dtype`. `block` is the
+        kernels' block in tokens."""
         # A prompt, two completions, a prompt, padding.
         sizes = block // 2 + 3, block, block // 2, block // 4, block // 2
         segment = jnp.asarray(np.repeat([(1, 2, 3, 4, 0)], sizes, axis=1), jnp.int32)
@@ -248,6 +252,8 @@ def _row_trial_on_tpu(device: Any, share: int, head_dim: int, dtype: str, interp
     side_by_side = tpu_attention.side_by_side((cos, sin))
 
     def by_kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """Computes attention with the kernel, which takes heads side by side and rotates them
+        itself."""
         flat_q = jax.lax.collapse(q, 2)
         flat_k = jax.lax.collapse(k, 2)
         flat_v = jax.lax.collapse(v, 2)

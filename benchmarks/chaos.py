@@ -168,7 +168,7 @@ def play(
             steps,
             PROMPTS,
             GROUP_SIZE,
-            Schedule(k, newest=newest),
+            Schedule(k, takes_newest=newest),
             QUESTIONS,
             pins=newest,
         )

@@ -52,7 +52,7 @@ class Case:
 
     @property
     def schedule(self) -> Schedule:
-        return Schedule(self.k, newest=self.mode != "fixed")
+        return Schedule(self.k, takes_newest=self.mode != "fixed")
 
     @property
     def places_per_host(self) -> int:

@@ -113,7 +113,7 @@ def on_tpu(q, k, v, query, key):
         )
         for cos, sin in (of_queries, of_keys)
     )
-    flat, pairs = (jax.lax.collapse(x, 2) for x in (q, k, v)), tpu_attention.row_pairs(query, key)
+    flat, pairs = (jax.lax.collapse(x, 2) for x in (q, k, v)), tpu_attention.block_pairs(query, key)
     return tpu_attention.attend_rows(*flat, (own, others), pairs, interpret=True).reshape(q.shape)
 
 

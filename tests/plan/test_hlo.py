@@ -594,7 +594,7 @@ def test_a_kernel_is_counted_by_the_share_that_is_read(platform, width):
 
     def loss(q, k):
         if platform == "tpu":
-            angles, pairs = (jnp.zeros((1, 512, 64)),) * 2, tpu_attention.row_pairs(ones, ones)
+            angles, pairs = (jnp.zeros((1, 512, 64)),) * 2, tpu_attention.block_pairs(ones, ones)
             flat = (jax.lax.collapse(x, 2) for x in (q, k, k))
             return tpu_attention.attend_rows(*flat, angles, pairs).astype(jnp.float32).sum()
         readings = gpu_attention.block_lists(ones, ones, gpu_attention.block_size(64, q.dtype))

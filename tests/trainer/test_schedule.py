@@ -19,19 +19,19 @@ def play(lookahead: Lookahead, steps: int, needed: int) -> list[int]:
 
 @pytest.mark.parametrize("needed", [1, 2, 3, 4])
 def test_as_few_steps_ahead_as_keep_the_trainer_from_waiting(needed):
-    asked = play(Lookahead(Schedule(lag=4, newest=True)), 400, needed)
+    asked = play(Lookahead(Schedule(lag=4, takes_newest=True)), 400, needed)
     assert asked[0] == 1 and max(asked) == needed  # a single wait asks for no more
     assert asked[5 * needed] == needed  # found soon
     assert sum(asked[100:]) / 300 > needed - 0.2  # fewer are tried, more and more seldom
 
 
 def test_more_than_the_bound_is_never_asked_for():
-    lookahead = Lookahead(Schedule(lag=2, newest=True))
+    lookahead = Lookahead(Schedule(lag=2, takes_newest=True))
     assert max(play(lookahead, 50, needed=9)) == 2 and play(lookahead, 50, needed=9) == [2] * 50
 
 
 def test_fewer_are_asked_for_once_that_suffices():
-    lookahead = Lookahead(Schedule(lag=4, newest=True))
+    lookahead = Lookahead(Schedule(lag=4, takes_newest=True))
     play(lookahead, 40, needed=4)
     assert play(lookahead, 4 * MOST_PATIENCE + 8 * PATIENCE, needed=1)[-1] == 1
 

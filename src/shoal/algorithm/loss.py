@@ -420,7 +420,7 @@ def k3(log_ratio: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
 
 
 def correction_weights(
-    kind: Callable[[Array, float, float], Array],
+    bounded: Callable[[Array, float, float], Array],
     level: str,
     old_logprobs: Float[Array, "R T"],
     sampler_logprobs: Float[Array, "R T"],
@@ -430,8 +430,8 @@ def correction_weights(
     floor: float,
 ) -> Float[Array, "R T"]:
     """Returns the importance weight of each token where `mask` is True, 0 elsewhere: the ratio of
-    the trainer's probability to the sampler's, bounded by `kind(ratio, cap, floor)`, which is `tis`
-    or `mis`.
+    the trainer's probability to the sampler's, bounded by `bounded(ratio, cap, floor)`, which is
+    `tis` or `mis`.
 
     `level`: `token`, the token's own ratio; `sequence`, the product over the sampled tokens of its
     completion; `geometric`, their geometric mean (GSPO's ratio, which does not grow with length).
@@ -444,7 +444,7 @@ def correction_weights(
     elif level == "geometric":
         log_ratio = segment_mean(log_ratio, segment, mask)
     # Completions that a correction drops still count in every denominator, as in verl and TRL.
-    return jnp.where(mask, kind(jnp.exp(log_ratio), cap, floor), 0)
+    return jnp.where(mask, bounded(jnp.exp(log_ratio), cap, floor), 0)
 
 
 def kept_tokens(

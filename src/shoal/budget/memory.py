@@ -190,7 +190,7 @@ def held_versions(config: Config) -> Iterator[tuple[int, int]]:
     steps yield (2, 1).
     """
     schedule = schedule_of(config.train)
-    if schedule.newest:
+    if schedule.takes_newest:
         # The version that is sampled from, and the next, which is held before it is loaded.
         yield 2, 1
         return

@@ -67,7 +67,7 @@ def _heads(
     model: Model, w: Block, h: jax.Array, habits: Habits
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes q[R, T, H, A], k[R, T, K, A] and v[R, T, K, A] from h[R, T, D]."""
-    if w.k is None:
+    if w.k is None:  # the three weights are joined in one (`products_joined`)
         return split_product(model, linear(w.q, h))
 
     rows, size, _ = h.shape

@@ -254,14 +254,15 @@ def _refuse_windows(config: Mapping[str, Any], layers: int, folder: Path) -> Non
     """Raises ShoalError if any layer has a sliding window, or anything else but full attention.
     Newer files name each layer's kind in `layer_types`; older ones have the switch
     `use_sliding_window`, and windows from layer max_window_layers on."""
-    kinds = config.get("layer_types")
-    if not kinds and config.get("use_sliding_window") and config.get("sliding_window"):
-        first = config.get("max_window_layers", 28)
-        kinds = ["use_sliding_window"] if first < layers else []
-    others = sorted(set(kinds or ()) - {"full_attention"})
-    if others:
+    layer_types = config.get("layer_types")
+    if not layer_types and config.get("use_sliding_window") and config.get("sliding_window"):
+        first_with_window = config.get("max_window_layers", 28)  # 28 is the default of transformers
+        # These files name no kind of layer: the message names the switch instead.
+        layer_types = ["use_sliding_window"] if first_with_window < layers else []
+    refused = sorted(set(layer_types or ()) - {"full_attention"})
+    if refused:
         raise ShoalError(
-            f"{folder}/config.json: {', '.join(others)}, which is not supported; expected full "
+            f"{folder}/config.json: {', '.join(refused)}, which is not supported; expected full "
             "attention in all layers."
         )
 

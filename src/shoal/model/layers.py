@@ -99,14 +99,16 @@ def split_layers(
     """
     if num_chunks == 1 or "mlp" not in spec.axes:
         return tuple(stacked)
-    at = spec.axes.index("mlp")
-    before = stacked.shape[:at]
-    after = stacked.shape[at + 1 :]
+    mlp_axis = spec.axes.index("mlp")
+    before = stacked.shape[:mlp_axis]
+    after = stacked.shape[mlp_axis + 1 :]
+    # [L, .., F, ..] -> [L, .., devices, chunks, columns, ..]
     by_chunk = stacked.reshape(*before, tensor, num_chunks, -1, *after)
-    chunks = []  # each of all layers
+    chunks = []  # of each chunk: a tuple of L arrays
     for number in range(num_chunks):
-        chunk = jax.lax.index_in_dim(by_chunk, number, at + 1, keepdims=False)
+        chunk = jax.lax.index_in_dim(by_chunk, number, mlp_axis + 1, keepdims=False)
         chunks.append(tuple(chunk.reshape(*before, -1, *after)))
+    # From tuples by chunk to tuples by layer.
     return tuple(zip(*chunks, strict=True))
 
 

@@ -67,8 +67,9 @@ QUANTISED = {"none": "", "int8": "int8", "fp8": "float8_e4m3fn"}
 
 
 def linear(weight: Weight, x: jax.Array, out_dtype: Any = None) -> jax.Array:
-    """Computes x[..., in] times a weight of any kind -> [..., out]. The weight is cast to x's type;
-    the result has x's type, or `out_dtype` if given."""
+    """Computes x[..., in] times a weight of any kind -> [..., out], with its bias and its adapter's
+    change added if it has them. The weight is cast to x's type; the result has x's type, or
+    `out_dtype` if given."""
     product: jax.Array
     if isinstance(weight, Biased):
         product = linear(weight.kernel, x, out_dtype)
@@ -197,8 +198,8 @@ def quantise(kernel: jax.Array, dtype: Any) -> Quantised:
     dtype = jnp.dtype(dtype)
     is_integer = dtype.kind == "i"
     limits = jnp.iinfo(dtype) if is_integer else jnp.finfo(dtype)
-    most = float(limits.max)
-    scale = jnp.abs(wide).max(axis=-2) / most
+    largest_of_type = float(limits.max)
+    scale = jnp.abs(wide).max(axis=-2) / largest_of_type  # [..., out]
     # The scale is rounded up to the next bfloat16, which is the upper 16 bits of a float32: no
     # value may pass the type's largest.
     bits = jax.lax.bitcast_convert_type(scale, jnp.uint32) + jnp.uint32(0xFFFF)

@@ -18,6 +18,9 @@ from shoal.model.architecture import Architecture
 from shoal.model.linear import Adapted, Biased, Quantised, quantise
 from shoal.records import ShoalError
 
+INIT_STDDEV = 0.02
+"""Standard deviation of the first values of a matrix, unless its spec has another."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class ParamSpec:
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     init: Literal["normal", "uniform", "ones", "zeros"] = "normal"
-    stddev: float = 0.02
+    stddev: float = INIT_STDDEV
     heads: int = 0  # number of heads that a dimension over `heads` consists of
     # What the first dimensions count, if files hold a tensor for each of their indices: ("layer",)
     # for a parameter of every layer, ("layer", "expert") for one of every expert of every layer
@@ -180,7 +183,8 @@ def param_specs(a: Architecture) -> Parameters:
 
 
 def _block_specs(a: Architecture) -> Block:
-    """Returns the specs of the parameters of all layers, stacked."""
+    """Returns the specs of the parameters of all layers, stacked. q_norm and k_norm are None if the
+    architecture has no such norms."""
     hidden = a.hidden_size
     inner = a.intermediate_size
     queries = a.num_heads * a.head_dim
@@ -240,7 +244,7 @@ def _layer_spec(
         shape=(a.num_layers, *shape),
         axes=("layers", *axes),
         init=init,
-        stddev=0.02 * scale,
+        stddev=INIT_STDDEV * scale,
         heads=heads,
         indices=("layer",),
         transposed=len(shape) == 2,
@@ -288,7 +292,7 @@ def _product_specs(
             (rows, adapter.rank),
             (row_axis, None),
             init="uniform",
-            scale=50 * (3 * rows) ** -0.5,
+            scale=1 / INIT_STDDEV * (3 * rows) ** -0.5,  # bound 1 / sqrt(rows), like PEFT's
             heads=heads,
         )
         up = _layer_spec(

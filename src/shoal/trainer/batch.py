@@ -119,8 +119,8 @@ class MicroBatch:
         return cls(arrays, [0] * shape.rows)
 
     def add(self, row: int, prompt: np.ndarray, completions: Mapping[Key, np.ndarray]) -> None:
-        """Adds a prompt and completions of it, each as token ids, to a row. The part of each
-        completion gets an entry of `positions`. Of the arrays, only tokens, position, before,
+        """Adds a prompt and completions of it, each as token ids, to a row. Notes in `positions`
+        where the tokens of each completion are. Of the arrays, only tokens, position, before,
         segment and prompt are set."""
         first_token = self.used[row]
         last_token = first_token + len(prompt) - 1
@@ -216,6 +216,7 @@ def row_shapes(
     largest = max(units_filled, units_of_longest) * unit
     shapes: list[Shape] = []
     for number in range(count):
+        # largest / 4**number, rounded up to a multiple of 16
         length = -(-largest // (16 * 4**number)) * 16
         shape = Shape(row_shards // context, length * context)
         if shape not in shapes:
@@ -239,10 +240,11 @@ def pack(
     returns these.
 
     `advantages[P, G]` and `weights[P, G]` have one number for all tokens of a completion.
-    Completions that are not valid are left out. `teacher_bonus` is added to the advantage of each
-    token. `max_support` is K, the number of tokens recorded for a truncating sampler; 0 if it kept
-    all. At least one micro-batch is returned: an update without rows applies a gradient of 0.
-    Raises ValueError if a prompt with one of its completions fits no row of the first shape.
+    Completions that are not valid, or have no tokens, are left out. `old_logprobs` and
+    `ref_logprobs` are 0 if they are None. `teacher_bonus` is added to the advantage of each token.
+    `max_support` is K, the number of tokens recorded for a truncating sampler; 0 if it kept all. At
+    least one micro-batch is returned: an update without rows applies a gradient of 0. Raises
+    ValueError if a prompt with one of its completions fits no row of the first shape.
     """
     # By (group, prompt of the group): the prompt's token ids; its number of tokens, with those of
     # its completions.
@@ -354,7 +356,9 @@ class OpenRows:
         tokens than the prompt has. Of equal rows the first is chosen."""
         best_row: int | None = None
         best_taken: dict[Any, int] = {}
-        best_rank = (prompt, 1)  # (tokens taken, minus the row's number)
+        # (tokens taken, minus the row's number). The 1 is above every row's: a row must take more
+        # tokens than the prompt has.
+        best_rank = (prompt, 1)
         shortest = min(members.values())
         stop = len(self._by_free)
         while stop > 0:

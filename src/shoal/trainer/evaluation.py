@@ -47,7 +47,8 @@ class Evaluator:
         self, subset: str, full: bool
     ) -> list[tuple[Sequence[TokenizedExample], int, SamplingParams]]:
         """Returns the passes over a data set, each as (questions, completions a question, sampling
-        settings): a greedy one first, then in a full evaluation of the main set a sampled one."""
+        settings): a greedy one first, then in a full evaluation of the main set a sampled one, if
+        `pass_k` and the temperature are above 0."""
         questions = self.sets[subset]
         quick_questions = questions[: self.quick_questions or None]
         greedy_questions = questions if full else quick_questions
@@ -134,10 +135,11 @@ class Evaluator:
 
 
 def score_greedy(groups: Sequence[Group], task: Task) -> dict[str, Any]:
-    """Returns figures of greedy answers by name: accuracy with its interval if the task defines
-    `correct`, the task's own figures, the share of answers in the form that the task requires (if
-    it requires one), the mean of each reward, lengths. Without groups there are only
-    `num_questions`, 0, and `protocol`."""
+    """Returns figures of greedy answers by name: `accuracy` and `accuracy_interval` if the answers
+    have verdicts, the task's own figures, `well_formed` (the share of answers in the form that the
+    task requires, if it requires one), `mean_reward`, the mean of each function as
+    `rewards/<name>`, `mean_length` in sampled tokens, and `truncated` (the share of answers that
+    reached the limit). Without groups there are only `num_questions`, 0, and `protocol`."""
     total = len(groups)
     rewards = [group.rewards[0] for group in groups]
     figures: dict[str, Any] = {"num_questions": total, "protocol": "greedy"}

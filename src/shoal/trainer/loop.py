@@ -209,13 +209,15 @@ class Run:
         self.requested = version + len(self.pending)
         self.saved = version
         # Before publication, which drops the weights that nobody has requested.
-        for number in extra.get("evaluating", ()):
-            if number in self.restored.published:
-                self.evaluating[number] = time.perf_counter()
-        for number in self.evaluating:
-            self.evaluator.request_answers(self.source, step=number, version=number, full=False)
-        for number, params in self.restored.published.items():
-            self.publish(number, params, step=version)
+        for older_version in extra.get("evaluating", ()):
+            if older_version in self.restored.published:
+                self.evaluating[older_version] = time.perf_counter()
+        for older_version in self.evaluating:
+            self.evaluator.request_answers(
+                self.source, step=older_version, version=older_version, full=False
+            )
+        for older_version, params in self.restored.published.items():
+            self.publish(older_version, params, step=version)
         # Decided by the present settings: `train.evaluate_every` may have changed, and with it what
         # must be published.
         if self.publication_due(version):
@@ -348,7 +350,7 @@ class Run:
         group_size = self.config.batch.group_size
         params = self.config.sampling.params
         version = self.schedule.version(step)
-        exact = not self.schedule.newest
+        exact = not self.schedule.takes_newest
         requests = []
         for prompt in prompts:
             request = GroupRequest(

@@ -114,7 +114,8 @@ def clip_by_norm(most: float) -> optax.GradientTransformationExtraArgs:
     def update(
         gradient: Any, state: Any, parameters: Any = None, *, norm: Any = None, **_: Any
     ) -> tuple[Any, Any]:
-        """Scales the gradient down if its norm, or the given one, exceeds the limit."""
+        """Scales the gradient down if its norm, or the given one, exceeds the limit. Returns
+        (gradient, state), the state as it was passed."""
         if norm is None:
             norm = optax.tree.norm(gradient)
 
@@ -191,7 +192,8 @@ def state_shardings(
     offload: bool = False,
 ) -> Any:
     """Returns the shardings of the optimizer's state: moments like their parameters, with `offload`
-    in the host's memory; counters like `other`."""
+    in the host's memory; counters like `other`. `shapes` and `shardings` are those of the
+    parameters."""
 
     def of_moment(_: Any, sharding: Any) -> Any:
         if offload:

@@ -112,7 +112,8 @@ class PassRates:
         return entries
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint stores, as JSON values."""
+        """Returns what a checkpoint stores, as JSON values. The keys: counts, [row, number sampled,
+        number that passed] each; at_epoch, [row, rate] each."""
         return {
             "counts": [[row, sampled, passed] for row, (sampled, passed) in self.counts.items()],
             "at_epoch": [[row, rate] for row, rate in self.at_epoch.items()],
@@ -244,10 +245,13 @@ class PromptStream:
     def is_exhausted(self, count: int) -> bool:
         """True if `next` will raise `DataExhausted`; the cursor does not move. Always False without
         the curriculum."""
+        if not self.rates.active:
+            return False
         try:
-            return self.rates.active and not self.peek(count)
+            self.peek(count)
         except DataExhausted:
             return True
+        return False
 
     def peek(self, count: int = 1) -> TokenizedExample:
         """Returns the first of the `count` prompts that `next` will return; the cursor does not
@@ -280,7 +284,8 @@ class PromptStream:
         return prepared
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint must store, as JSON values."""
+        """Returns what a checkpoint must store, as JSON values. The keys: epoch, cursor, postponed,
+        dropped, ended, and those of `PassRates.state`."""
         return {
             "epoch": self.epoch,
             "cursor": self.cursor,
@@ -291,7 +296,8 @@ class PromptStream:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Sets the stream to a stored state."""
+        """Sets the stream to a stored state. Postponed rows that the data no longer has are
+        dropped."""
         self.rates.restore(state)
         self.ended = None
         if state["ended"]:

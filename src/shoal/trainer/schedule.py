@@ -32,14 +32,14 @@ class Schedule:
     """Which version each step samples from: n * floor(max(0, step - lag) / n), with n =
     `weight_sync_interval`.
 
-    With `newest` this is the oldest version on which a group of the step may start. If a resumed
-    run's checkpoint does not hold that version, because the run had another schedule before, the
-    next version that it holds is used instead.
+    With `takes_newest` this is the oldest version on which a group of the step may start. If a
+    resumed run's checkpoint does not hold that version, because the run had another schedule
+    before, the next version that it holds is used instead.
     """
 
     lag: int = 0
     weight_sync_interval: int = 1
-    newest: bool = False
+    takes_newest: bool = False
     held: tuple[int, ...] = ()
     """Versions that a resumed run began with, in order; the last is the checkpoint's own."""
 
@@ -78,12 +78,12 @@ class Schedule:
 
     def keep_from(self, step: int) -> int:
         """Returns the oldest version that may be sampled from once a step begins."""
-        return step if self.newest else self.version(step)
+        return step if self.takes_newest else self.version(step)
 
     def older_versions(self, version: int) -> list[int]:
         """Returns the versions before this one that the steps after it sample from, in order; []
-        with `newest`."""
-        if self.newest:
+        with `takes_newest`."""
+        if self.takes_newest:
             return []
         return sorted(number for number in self._sampled_after(version) if number < version)
 
@@ -105,7 +105,7 @@ class Lookahead:
     def __init__(self, schedule: Schedule) -> None:
         """Starts with 1 step ahead if the schedule takes the newest weights; else with as many as
         the lag allows, which `note` never changes."""
-        self.adapts = schedule.newest
+        self.adapts = schedule.takes_newest
         self.most = schedule.max_staleness
         self.steps = 1 if self.adapts else self.most
         self._patience = PATIENCE
@@ -147,7 +147,7 @@ class Lookahead:
         self._count = -after
 
 
-# ---- when
+# ---- the settings' schedule, and the time of its steps
 
 
 def schedule_of(t: TrainSection) -> Schedule:

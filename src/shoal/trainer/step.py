@@ -489,10 +489,12 @@ def _change_by_layer(
 
         layer_gradient, layer_moments = jax.tree.map(of_layer, buffers)
         layer_parameters = jax.tree.map(of_layer, parameters.blocks)
+        # `moments` gives only the form, like Adam's counter and two moments: this layer's moments
+        # take the place of its trees of parameters.
         new_parameters, new_state = change(
-            _alone(layer_gradient),
-            _with_parts(moments, map(_alone, layer_moments)),
-            _alone(layer_parameters),
+            _layers_only(layer_gradient),
+            _replace_parts(moments, map(_layers_only, layer_moments)),
+            _layers_only(layer_parameters),
             layer=layer,
         )
         new_moments = [part.blocks for part in _parts(new_state)]
@@ -501,19 +503,19 @@ def _change_by_layer(
     moments_outside = [replace(part, blocks=None) for part in _parts(moments)]
     new_parameters, new_state = change(
         replace(gradient, blocks=None),
-        _with_parts(moments, moments_outside),
+        _replace_parts(moments, moments_outside),
         replace(parameters, blocks=None),
     )
     buffers = (gradient.blocks, [part.blocks for part in _parts(moments)])
-    num_layers = 0
+    num_layers = 0  # if no parameter of the layers is trained
     leaves = jax.tree.leaves(buffers)
     if leaves:
         (num_layers,) = {leaf.shape[0] for leaf in leaves}
     blocks, block_moments = jax.lax.fori_loop(0, num_layers, update_layer, buffers)
     new_parts = []
-    for part, block in zip(_parts(new_state), block_moments, strict=True):
-        new_parts.append(replace(part, blocks=block))
-    return replace(new_parameters, blocks=blocks), _with_parts(new_state, new_parts)
+    for part_outside, part_blocks in zip(_parts(new_state), block_moments, strict=True):
+        new_parts.append(replace(part_outside, blocks=part_blocks))
+    return replace(new_parameters, blocks=blocks), _replace_parts(new_state, new_parts)
 
 
 def _is_part(node: Any) -> bool:
@@ -527,7 +529,7 @@ def _parts(moments: Any) -> list[Parameters]:
     return [node for node in jax.tree.leaves(moments, is_leaf=_is_part) if _is_part(node)]
 
 
-def _with_parts(moments: Any, parts: Iterable[Parameters]) -> Any:
+def _replace_parts(moments: Any, parts: Iterable[Parameters]) -> Any:
     """Returns the optimizer's state with `parts` in place of its own parts, in the order of
     `_parts`."""
     new_parts = iter(parts)
@@ -538,7 +540,7 @@ def _with_parts(moments: Any, parts: Iterable[Parameters]) -> Any:
     return jax.tree.map(new_node, moments, is_leaf=_is_part)
 
 
-def _alone(blocks: Block) -> Parameters:
+def _layers_only(blocks: Block) -> Parameters:
     """Returns `Parameters` that hold layers only."""
     return Parameters(None, blocks, None)
 
@@ -547,7 +549,7 @@ def _moved(moments: Any, space: Any) -> Any:
     """Returns the optimizer's state with its moments moved to another memory; its counters stay on
     the devices."""
     moved = [jax.device_put(part, space) for part in _parts(moments)]
-    return _with_parts(moments, moved)
+    return _replace_parts(moments, moved)
 
 
 def _score(model: Model, chunk_elements: int, parameters: Params, batch: LearnerBatch) -> jax.Array:

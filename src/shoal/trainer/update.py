@@ -69,9 +69,10 @@ def update_shapes(
     `longest` is the number of tokens of the longest prompt with the longest completion; that
     completion has `max_tokens`. `row_shards` and `context` are those of `row_shapes`.
     """
-    group = longest + (batch.group_size - 1) * max_tokens
-    most = -(-batch.prompts_per_step // num_minibatches) * group
-    return row_shapes(longest, most, batch.micro_tokens, row_shards, context=context)
+    group_tokens = longest + (batch.group_size - 1) * max_tokens
+    most_groups = -(-batch.prompts_per_step // num_minibatches)
+    update_tokens = most_groups * group_tokens
+    return row_shapes(longest, update_tokens, batch.micro_tokens, row_shards, context=context)
 
 
 @dataclass
@@ -412,8 +413,8 @@ def _record_packing(metrics: MetricSet, batches: Sequence[MicroBatch]) -> None:
 def _record_update(metrics: MetricSet, values: dict, applied: UpdateMetrics) -> None:
     """Adds the metrics of one update: `values` maps a metric's name to (value, count). A skipped
     update counts in `update/skipped` and not in `update/count`."""
-    for name, (value, number) in values.items():
-        metrics.add(name, value, number)
+    for name, (value, count) in values.items():
+        metrics.add(name, value, count)
     metrics.add("loss", float(applied.loss))
     metrics.add("grad_norm", float(applied.grad_norm))
     metrics.add("lr", float(applied.lr))

@@ -72,14 +72,16 @@ def _forward(
     at_once: int, q: jax.Array, k: jax.Array, v: jax.Array, blocks: Blocks
 ) -> tuple[jax.Array, Any]:
     """Returns the output, and what the backward pass reads: the inputs, the output, and the
-    log-sum-exp of each query."""
+    log-sum-exp of each query. `at_once` divides the number of blocks of queries: so many are
+    computed together."""
 
     def attend_some(inputs: tuple[jax.Array, KeyLists]) -> tuple[jax.Array, jax.Array]:
         """Returns output and log-sum-exp of some blocks of queries, computed together."""
         q, key_lists = inputs  # n blocks of queries: [n, c, K, g, A]
 
         def add(turn: jax.Array, running: RunningSoftmax) -> RunningSoftmax:
-            """Adds the block of keys with index `turn` in each list."""
+            """Adds the block of keys with index `turn` in each list. A list that has ended adds
+            nothing."""
             number, mask = _keys_of_turn(blocks.other, key_lists, turn)
             scores = masked(einsum32("nckga,ntka->nkgct", q, k[number]), mask)
             values = v[number]
@@ -89,13 +91,15 @@ def _forward(
 
             return softmax.add_block(running, scores, weigh_values, jnp.exp)
 
-        count, block, key_heads, share, head_dim = q.shape
+        count, block, key_heads, share, head_dim = q.shape  # `share` query heads to a key head
         by_query = count, key_heads, share, block
         start = softmax.start(by_query, (count, key_heads, share, block, head_dim), NO_KEY)
+        # As many turns as the longest list has; shorter lists are masked in those after their end.
         running = jax.lax.fori_loop(0, key_lists.counts.max(), add, start)
         out, lse = softmax.finish(running, jnp.log)
         return jnp.moveaxis(out, 3, 1).astype(q.dtype), lse
 
+    # `at_once` blocks of queries a part; part after part, for little memory.
     parts = _split_blocks((q, _key_lists(blocks)), at_once)
     out, lse = _join_blocks(jax.lax.map(attend_some, parts))
     out = checkpoint_name(out, "kernel")  # see REMAT
@@ -105,7 +109,7 @@ def _forward(
 
 def _backward(at_once: int, residuals: Any, d_out: jax.Array) -> tuple:
     """Returns the gradients of q, k and v; scores are computed again, for one pair of blocks at a
-    time."""
+    time. `residuals` is what `_forward` returned for it. `blocks` has no gradient."""
     q, k, v, blocks, out, lse = residuals
     # Softmax's gradient: p * (dp - delta), with delta the sum of out * d_out over a head's
     # dimensions.
@@ -173,7 +177,8 @@ def _keys_of_turn(
 
 
 def _split_blocks(tree: Any, at_once: int) -> Any:
-    """Groups N blocks by `at_once`: [N, ...] -> [N / at_once, at_once, ...]."""
+    """Groups the N blocks of each array in a tree by `at_once`, a divisor of N: [N, ...] -> [N /
+    at_once, at_once, ...]."""
 
     def split(x: jax.Array) -> jax.Array:
         return x.reshape((-1, at_once, *x.shape[1:]))
@@ -182,7 +187,7 @@ def _split_blocks(tree: Any, at_once: int) -> Any:
 
 
 def _join_blocks(tree: Any) -> Any:
-    """Joins the first two dimensions: the inverse of `_split_blocks`."""
+    """Joins the first two dimensions of each array in a tree: the inverse of `_split_blocks`."""
 
     def join(x: jax.Array) -> jax.Array:
         return jax.lax.collapse(x, 0, 2)

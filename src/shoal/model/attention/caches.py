@@ -138,7 +138,8 @@ def write_prefixes(
     """Writes prompts' keys and values, (k, v) a layer [R, T, K, A], to rows[R] of the caches, and
     returns these. A row number past the end is dropped.
 
-    T may be padded beyond the size of the caches; what is beyond is padding and not written.
+    T may be padded beyond the size of the caches; what is beyond is padding and not written. Keys
+    beyond T keep their old values.
     """
     if model.key_parts > 1:
         heads = PartitionSpec(None, None, "tensor")
@@ -183,7 +184,7 @@ def copy_prefixes(
     caches: tuple[LayerCache, ...], sources: jax.Array, rows: jax.Array
 ) -> tuple[LayerCache, ...]:
     """Copies prompts' keys and values from rows sources[M] to rows[M], and returns the caches. A
-    row number past the end is dropped."""
+    row number past the end is dropped. The slots' own keys are not copied."""
 
     def copy(cache: jax.Array) -> jax.Array:
         return cache.at[rows].set(cache[sources], mode="drop")
@@ -218,7 +219,7 @@ def in_pages(k: jax.Array, v: jax.Array) -> jax.Array:
 
 def out_of_pages(cache: LayerCache) -> LayerCache:
     """Returns a cache of saved rows without pages, with keys and values in separate arrays; a cache
-    without pages is returned as it is."""
+    without pages is returned as it is. Keys of completions become [N, W, K, C, A]."""
     if cache.own_v is not None:
         return cache
     own = cache.own_k.swapaxes(-4, -3)

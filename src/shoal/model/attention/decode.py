@@ -61,8 +61,9 @@ def online_softmax(
     Only the first `num_prefix` and the first `num_own` keys (int32 scalars) are read, rounded up to
     blocks; keys beyond them must be masked. A wholly masked block changes no bit of a row that
     already has a key, so neither the padding of a row nor the other rows of the batch affect its
-    result. `blocks` are the most keys of a block of the prompt's and of the own keys: the block
-    is the largest divisor of the number of keys up to that. There is no gradient.
+    result. `blocks` are the most keys of a block of the prompt's and of the own keys: the block is
+    the largest divisor of the number of keys up to that. There is no gradient. `merge` is called
+    with the sums before the division; None if each device has whole heads.
     """
     prefix_block, own_block = blocks
     q = by_key_head(q, own.k.shape[-3])[:, :, 0]  # [R, S, K, g, A]
@@ -147,7 +148,7 @@ def _attend_slots(
 ) -> tuple[jax.Array, LayerCache]:
     """Calls the kernel for GPUs on one device's heads. The kernel also rotates q and k, and writes
     the new keys and values. Returns (out, new cache). `slots` are cos, sin, prefix_len and
-    position."""
+    position. q, k and v are [N, W, heads, A] without rotary positions."""
     from shoal.model.attention.decode_gpu import attend_slots  # Pallas takes a second to import
 
     cos, sin, prefix_len, position = slots
@@ -408,13 +409,16 @@ def context_attention(model: Model, prefix_len: jax.Array, start: jax.Array) -> 
         """Appends the context's keys and values to the completions' own, and attends to prompt and
         completion."""
         append = jax.vmap(partial(jax.lax.dynamic_update_slice_in_dim, axis=1))
+        # [M, C, K, A] -> [M, K, C, A], in the cache's order
         own_k = append(cache.own_k, k.swapaxes(1, 2), start)
         own_v = append(cache.own_v, v.swapaxes(1, 2), start)
-        position = start[:, None] + jnp.arange(q.shape[1])
+        position = start[:, None] + jnp.arange(q.shape[1])  # [M, C]
         prompt_size = cache.prefix_k.shape[2]
         own_size = own_k.shape[2]
         prompt_mask, own_mask = cache_masks(model, prefix_len, position, prompt_size, own_size)
         prompt = Keys(cache.prefix_k, cache.prefix_v, prompt_mask)
+        # A completion is a row, and its C tokens are the slots, which share one set of own keys:
+        # [M, 1, K, T, A]. Queries are [M, C, 1, H, A].
         own = Keys(own_k[:, None], own_v[:, None], own_mask)
         platform = model.role.platform
         blocks = keys_at_once(platform, prompt_size), keys_at_once(platform, own_size)

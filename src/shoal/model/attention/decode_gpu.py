@@ -75,7 +75,8 @@ def attend_slots(
     float32[N, W, A/2]. `keys` are (prefix_k, prefix_v, own_k, own_v) of a cache: of the prompts,
     [N, K, Tp, A], the first prefix_len[N] are read; of the slots' own, [N, W, K, C, A], those
     before position[N, W], where the new key and value are written, in place. A is a power of two
-    from 32 on; Tp and C are multiples of 64. Scores and sums are float32.
+    from 32 on; Tp and C are multiples of 64. Scores and sums are float32. `interpret` runs the
+    kernel as plain JAX, on any device, for tests. `programs` is that of `slots_at_once`.
     """
     prefix_k, prefix_v, own_k, own_v = keys
     rows, siblings, key_heads, size, width = own_k.shape
@@ -121,7 +122,8 @@ def _kernel(
     new_v: Any,
 ) -> None:
     """Computes the output of one key head of some slots of a row, and writes their new key and
-    value."""
+    value. Writes to `out_ref`, `new_k` and `new_v`, which are the memory of `own_k` and `own_v`.
+    `slots` is how many slots a program takes, `block` the keys of a block."""
     row = pl.program_id(0)
     part = pl.program_id(1)
     head = pl.program_id(2)
@@ -153,6 +155,7 @@ def _kernel(
     q_first, q_second = rotated(head * share + query)
     q_first = q_first * scale
     q_second = q_second * scale
+    # 0 * query: the same head for every query, as an array of their shape.
     k_first, k_second = rotated(num_heads + head + 0 * query)
     v = heads_ref[row, slot, num_heads + key_heads + head + 0 * query]
     new_k[row, slot, head, position, pl.ds(0, half)] = k_first
@@ -179,7 +182,7 @@ def _kernel(
     ) -> RunningSoftmax:
         """Adds a block of a cache that holds `length` keys, for the queries that read it
         (`is_reader`; None: all). `read(cache, keys, dimensions)` returns a part of the head's keys
-        or values."""
+        or values. The block is the one with the index `turn`. Returns the new state."""
         keys = pl.ds(turn * block, block)
         key = turn * block + jnp.arange(block, dtype=jnp.int32)[None]
         mask = key < length

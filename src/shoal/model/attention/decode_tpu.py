@@ -60,7 +60,8 @@ class Tiles(NamedTuple):
     ) -> Tiles:
         """Returns the tiles for sizes on one device. `prompt_pages` and `pages` are those of a
         whole prompt and a whole slot; `page_bytes` are the bytes of one head's keys and values in a
-        page."""
+        page. Each size divides its whole; the buffer of own keys stays within BUFFER_BYTES, unless
+        one page of every slot takes more."""
         most_slot_pages = max(1, BUFFER_BYTES // (2 * page_bytes * slots))
         step_heads = largest_block(heads, most_slot_pages)
         # At least two steps, for devices of two cores.
@@ -91,7 +92,8 @@ def attend_pages(
     first prefix_len[N] are read. `own`[P, K, B, 2 A] is a pool of pages of B keys, with their
     values; pages[N, W, T] are the numbers of each slot's pages, of which the first length[N, W]
     keys are read. If both lengths are 0, a result means nothing. A is a multiple of 64, B of 128,
-    and Tp of B. Scores and sums are float32.
+    and Tp of B. Scores and sums are float32. `interpret` runs the kernel as plain JAX, on any
+    device, for tests.
     """
     rows, slots, num_heads, head_dim = q.shape
     _, heads, size, width = prompts.shape
@@ -202,7 +204,11 @@ def _page_kernel(
     own_buffer: Any,
     semaphores: Any,
 ) -> None:
-    """Computes the output of one step: some rows and key heads of all slots."""
+    """Computes the output of one step: some rows and key heads of all slots. Writes it to
+    `out_ref`. `turns`[2, groups of rows] are the numbers of turns of prompts and of slots;
+    `lengths` has, for each row, the keys of its prompt and of each slot, `by_lane` the same numbers
+    once for each lane; `prompts` and `own` stay outside of the chip, and are copied into the two
+    buffers."""
     number = pl.program_id(1)
     steps = pl.num_programs(1)
     page = own.shape[2]

@@ -55,7 +55,8 @@ def block_size(head_dim: int, dtype: Any) -> int:
 
 
 def _tiles(head_dim: int) -> tuple[int, int]:
-    """Returns the entry of `TILES` for heads of this dimension."""
+    """Returns the entry of `TILES` for heads of this dimension. ValueError if they are wider than
+    any entry."""
     for most, tiles in TILES.items():
         if head_dim <= most:
             return tiles
@@ -66,8 +67,8 @@ def attend_rows(
     q: jax.Array, k: jax.Array, v: jax.Array, lists: BlockLists, interpret: bool = False
 ) -> jax.Array:
     """Computes softmax attention of q[R, T, H, A] to k, v[R, S, K, A] -> [R, T, H, A]; for whole
-    rows S is T. `lists` are those of `block_lists`. Padding gives 0. Scores and sums are
-    float32."""
+    rows S is T. `lists` are those of `block_lists`. Padding gives 0. Scores and sums are float32.
+    `interpret` runs the kernel as plain JAX, on any device, for tests."""
     rows, size, _, head_dim = q.shape
     block = lists.queries.own.segment.shape[1]
     # Triton's arrays have sizes of powers of two, and its products at least 16.
@@ -104,7 +105,8 @@ def _forward(
 
 
 def _backward(interpret: bool, residuals: Any, d_out: jax.Array) -> tuple:
-    """Returns the gradients of q, k and v."""
+    """Returns the gradients of q, k and v. `residuals` is what `_forward` returned for it. `lists`
+    has no gradient."""
     q, k, v, lists, out, lse = residuals
     delta = jnp.einsum("nbha,nbha->nhb", out, d_out, preferred_element_type=jnp.float32)
     inputs = q, k, v, d_out, lse, delta
@@ -213,7 +215,7 @@ def _for_each_key_block(
     full come first, in a loop of their own: for these `mask_scores` changes nothing."""
 
     def add_full(turn: jax.Array, carry: Any) -> Any:
-        """Adds a block that is read in full, without a mask."""
+        """Adds a block that is read in full, without a mask. `turn` is its index in the list."""
         other = blocks.lists[number, turn]
 
         def unchanged(scores: jax.Array) -> jax.Array:
@@ -222,7 +224,7 @@ def _for_each_key_block(
         return add(unchanged, other, carry)
 
     def add_masked(turn: jax.Array, carry: Any) -> Any:
-        """Adds a block of which only some keys are read."""
+        """Adds a block of which only some keys are read. `turn` is its index in the list."""
         other = blocks.lists[number, turn]
 
         def mask_scores(scores: jax.Array) -> jax.Array:
@@ -238,7 +240,8 @@ def _for_each_key_block(
 def _forward_kernel(
     exp2: Callable, q_ref: Any, k_ref: Any, v_ref: Any, blocks: Any, out_ref: Any, lse_ref: Any
 ) -> None:
-    """Computes output and log-sum-exp of one block of queries of some heads."""
+    """Computes output and log-sum-exp of one block of queries of some heads. Writes them to
+    `out_ref` and `lse_ref`, in base 2. `exp2` is the function for powers of 2."""
     number, key_head, offset, head, query = Queries.of_program(q_ref, k_ref, blocks)
     q = q_ref[number, offset, head]
 
@@ -272,7 +275,8 @@ def _query_kernel(
     d_q_ref: Any,
 ) -> None:
     """Computes the gradient of one block of queries of some heads. The gradient of softmax's scores
-    is p * (dp - delta), with delta the sum of out * d_out over a head's dimensions."""
+    is p * (dp - delta), with delta the sum of out * d_out over a head's dimensions. Writes it to
+    `d_q_ref`."""
     number, key_head, offset, head, query = Queries.of_program(q_ref, k_ref, blocks)
     q = q_ref[number, offset, head]
     d_out = d_out_ref[number, offset, head]
@@ -303,7 +307,8 @@ def _key_kernel(
     d_k_ref: Any,
     d_v_ref: Any,
 ) -> None:
-    """Computes the gradients of one block of keys and values of a key head."""
+    """Computes the gradients of one block of keys and values of a key head. Writes them to
+    `d_k_ref` and `d_v_ref`, summed over the key head's query heads."""
     number = pl.program_id(0)
     key_head = pl.program_id(1)
     share = q_ref.shape[2] // k_ref.shape[2]
@@ -312,7 +317,8 @@ def _key_kernel(
     key = blocks.own.at(number)
 
     def add(turn: jax.Array, carry: tuple) -> tuple:
-        """Adds the gradients that a block of queries, in one head, gives to keys and values."""
+        """Adds the gradients that a block of queries, in one head, gives to keys and values. `turn`
+        counts the pairs of a block of queries and a query head."""
         d_k, d_v = carry
         # One loop over blocks and heads, because Triton loads ahead in innermost loops only.
         other = blocks.lists[number, jax.lax.div(turn, share)]

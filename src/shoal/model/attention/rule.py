@@ -57,7 +57,8 @@ class BlockTokens(NamedTuple):
 
     @classmethod
     def of(cls, tokens: Tokens, block: int) -> BlockTokens:
-        """Divides tokens [R, T] into blocks; each row is filled up with padding to whole blocks."""
+        """Divides tokens [R, T] into blocks; each row is filled up with padding to whole blocks.
+        Their segment is then 0."""
         return cls(
             segment=_filled(tokens.segment, block).reshape(-1, block),
             prompt=_filled(tokens.prompt, block).reshape(-1, block),

@@ -137,8 +137,8 @@ class RowForm(NamedTuple):
 
 
 def _row_form(model: Model, rows: int, size: int) -> RowForm:
-    """Returns the form that computes arrays [rows, size]. With `mesh.context` above 1 these are
-    parts of rows: so many of them are one row."""
+    """Returns the form that computes arrays [rows, size] (`attention_kind`). With `mesh.context`
+    above 1 these are parts of rows: so many of them are one row."""
     role = model.role
     kind = attention_kind(model, rows // role.context, size * role.context)
     if kind == "reference":
@@ -187,7 +187,7 @@ def _tpu_form() -> RowForm:
     """Returns the form by the kernels for TPUs."""
     from shoal.model.attention import tpu  # Pallas takes a second to import
 
-    return RowForm(tpu.row_pairs, tpu.attend_rows, rotates=True)
+    return RowForm(tpu.block_pairs, tpu.attend_rows, rotates=True)
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,8 @@ class RowAttention:
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, _: None, rope: Any = None
     ) -> tuple[jax.Array, Any]:
-        """Returns (out, (keys, values) in a prefill, else None)."""
+        """Returns (out, (keys, values) in a prefill, else None). With a form that rotates, `rope`
+        is the (cos, sin) of `rotary`, and q and k are not rotated yet."""
         if self.rotates:
             out, k = self._rotate_and_attend(q, k, v, rope)
         else:
@@ -266,7 +267,7 @@ def segment_attention(model: Model, segment: jax.Array, prompt: jax.Array) -> At
 def prefill_attention(model: Model, length: jax.Array, size: int, reads: Any = ()) -> AttentionFn:
     """Returns the `AttentionFn` of a prefill: prompts [R, T] of length[R] attend to themselves, and
     their keys and values are the new cache. `reads` is what `prompt_reads` returned, if an earlier
-    program has computed it."""
+    program has computed it. `size` is T; the empty tuple means that `reads` is computed here."""
     form = _row_form(model, len(length), size)
     if not reads:
         segment = _prompt_segment(length, size)
@@ -338,7 +339,8 @@ def _on_each_device(role: Role, function: Callable, own: tuple[jax.Array, ...], 
 
 
 def decode_kernel_refusal(model: Model) -> str:
-    """Returns why decoding's kernel for the model's devices cannot compute it; "" if it can."""
+    """Returns why decoding's kernel for the model's devices cannot compute it; "" if it can. Always
+    a reason on a CPU."""
     platform = model.role.platform
     if platform == "cpu":
         return f"it is for GPUs and TPUs, and this is a {platform.upper()}"

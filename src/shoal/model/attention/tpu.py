@@ -74,7 +74,7 @@ def block_size(size: int) -> int:
     return 2 * BLOCK
 
 
-def row_pairs(query: Tokens, key: Tokens) -> RowPairs:
+def block_pairs(query: Tokens, key: Tokens) -> RowPairs:
     """Lists which blocks of queries read which blocks of keys, once ordered by query block and once
     by key block, together with each token's three numbers (segment, prompt, position). `query` are
     the tokens of whole rows or of a part of each row, `key` those of whole rows. `RowPairs` says
@@ -135,7 +135,8 @@ def attend_rows(
 ) -> jax.Array:
     """Computes softmax attention of q[R, T, H * A] to k, v[R, S, K * A] -> [R, T, H * A]; padding
     gives 0. Scores and sums are float32. q and k are first rotated by `angles`, float32[R, T, A]
-    and float32[R, S, A] (`side_by_side`). `pairs` are those of `row_pairs`."""
+    and float32[R, S, A] (`side_by_side`). `pairs` are those of `block_pairs`. `interpret` runs the
+    kernel as plain JAX, on any device, for tests."""
     rows, size, _ = q.shape
     q_angles, k_angles = angles
     block = block_size(k.shape[1])
@@ -152,7 +153,7 @@ def attend_rows(
 
     def flat(x: jax.Array) -> jax.Array:
         """Returns the tokens of all rows in one dimension, with each half of a head filled up to
-        half of the head's lanes."""
+        half of the head's lanes. Rows are filled up to whole blocks first."""
         if width != head_dim:
             rows, size, _ = x.shape
             halves = x.reshape(rows, size, -1, 2, head_dim // 2)
@@ -254,7 +255,8 @@ def _forward(
 
 
 def _backward(static: Static, residuals: Any, d_out: jax.Array) -> tuple:
-    """Returns the gradients of q, k and v; angles and pairs have none."""
+    """Returns the gradients of q, k and v; angles and pairs have none. `residuals` is what
+    `_forward` returned for it."""
     q, k, v, q_angles, k_angles, pairs, out, lse = residuals
     inputs = [
         (q, "queries"),
@@ -374,12 +376,15 @@ def _forward_kernel(
     total: Any,
 ) -> None:
     """Computes output and log-sum-exp of the query heads of some key heads, for one pair of blocks
-    a step."""
+    a step. Sums are kept in `rotated_q`, `sums`, `top` and `total` from a block's first pair to its
+    last, which writes `out` and `lse` (in base 2). `query` and `key` are the numbers of the pairs'
+    blocks."""
     is_first, is_last = _is_first_and_last(query)
     heads = range(static.heads_at_once)
 
     @pl.when(is_first)
     def _() -> None:
+        """Rotates the queries, and starts their softmax."""
         rotated_q[...] = jnp.concatenate(_rotated_queries(static, q, q_angles), 1)
         top[...] = jnp.full(top.shape, NO_KEY, jnp.float32)
         total[...] = jnp.zeros(total.shape, jnp.float32)
@@ -415,6 +420,7 @@ def _forward_kernel(
 
     @pl.when(is_last)
     def _() -> None:
+        """Writes the results of the block of queries."""
         for head in heads:
             lanes = static.lanes(head)
             running = RunningSoftmax(top[head], total[head], sums[lanes])
@@ -443,12 +449,14 @@ def _query_kernel(
     sums: Any,
 ) -> None:
     """Computes the gradient of q, and delta, the sum of out * d_out over a head's dimensions. The
-    gradient of softmax's scores is p * (dp - delta)."""
+    gradient of softmax's scores is p * (dp - delta). `delta` is written at a block's first pair,
+    `d_q` at its last; in between its sum is kept in `sums`."""
     is_first, is_last = _is_first_and_last(query)
     heads = range(static.heads_at_once)
 
     @pl.when(is_first)
     def _() -> None:
+        """Rotates the queries, sets their sums to 0, and writes `delta`."""
         rotated_q[...] = jnp.concatenate(_rotated_queries(static, q, q_angles), 1)
         sums[...] = jnp.zeros(sums.shape, jnp.float32)
         for head in heads:
@@ -480,6 +488,7 @@ def _query_kernel(
 
     @pl.when(is_last)
     def _() -> None:
+        """Writes the gradient of the block of queries, rotated back."""
         for head in heads:
             lanes = static.lanes(head)
             gradient = _rotated(sums[lanes].T * _scale(static, q), q_angles, back=True)
@@ -507,13 +516,15 @@ def _key_kernel(
     sum_v: Any,
 ) -> None:
     """Computes the gradients of keys and values of some key heads, summed over the query heads of
-    each."""
+    each. Sums are kept in `sum_k` and `sum_v` from a block's first pair to its last, which writes
+    `d_k` and `d_v`."""
     is_first, is_last = _is_first_and_last(key)
     heads = range(static.heads_at_once)
     key_heads = range(static.key_heads_at_once)
 
     @pl.when(is_first)
     def _() -> None:
+        """Rotates the keys, and sets the sums to 0."""
         for key_head in key_heads:
             lanes = static.lanes(key_head)
             rotated_k[:, lanes] = _rotated(k[:, lanes], k_angles).astype(k.dtype)
@@ -539,6 +550,7 @@ def _key_kernel(
 
     @pl.when(is_last)
     def _() -> None:
+        """Writes the gradients of the block of keys, that of k rotated back."""
         for key_head in key_heads:
             lanes = static.lanes(key_head)
             gradient = _rotated(sum_k[:, lanes], k_angles, back=True)
@@ -547,7 +559,8 @@ def _key_kernel(
 
 
 def _is_first_and_last(order: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns (True if a step's pair is the first of its block, True if it is the last)."""
+    """Returns (True if the running step's pair is the first of its block, True if it is the last).
+    `order` are the numbers of the pairs' blocks, with -1 after the last pair."""
     pair = pl.program_id(1)
     is_first = (pair == 0) | (order[jnp.maximum(pair - 1, 0)] != order[pair])
     is_last = order[pair + 1] != order[pair]

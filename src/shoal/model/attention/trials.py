@@ -43,7 +43,8 @@ def slot_kernel_trial(
     device: Any, share: int, head_dim: int, dtype: str, interpret: bool
 ) -> tuple[tuple, tuple]:
     """Runs decoding's kernel for GPUs on a device for a few slots of random numbers. Returns what
-    the kernel computes and what the reference computes: (results, own keys, own values) each."""
+    the kernel computes and what the reference computes: (results, own keys, own values) each.
+    `share` is the number of query heads, for one key head."""
     rng = np.random.default_rng(0)
     prefix_len = np.array([70, 1])
     position = np.array([[0, 63], [40, 5]])
@@ -129,7 +130,9 @@ def page_kernel_trial(
 def fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: bool = False) -> str:
     """Returns what is wrong with the kernels on a device; "" if nothing is. Takes seconds, once a
     process: compares values and gradients of a packed row of three blocks, with `share` query heads
-    to a key head, and decoding of a few slots, with the reference."""
+    to a key head, and decoding of a few slots, with the reference. A result is wrong if it differs
+    by more than MOST_DIFFERENCE. Whatever a compiler or a device raises is a fault too. `interpret`
+    runs the kernel as plain JAX, on any device, for tests."""
     try:
         return _fault_on(device, share, head_dim, dtype, interpret)
     except jax.errors.JaxRuntimeError as error:
@@ -212,7 +215,7 @@ class _RowInputs:
 
     def results(self, attention: Callable[..., jax.Array]) -> tuple[np.ndarray, ...]:
         """Returns the values of an attention function of q, k and v, and the gradients of their
-        weighted sum."""
+        weighted sum. The results are (values, dq, dk, dv)."""
 
         def weighted_sum(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
             out = attention(q, k, v).astype(jnp.float32)
@@ -230,7 +233,7 @@ _ROW_RESULTS = ("values", "dq", "dk", "dv")
 
 
 def _row_trial_on_gpu(device: Any, share: int, head_dim: int, dtype: str, interpret: bool) -> Pairs:
-    """Runs the kernels for rows on a GPU, and the reference."""
+    """Runs the kernels for rows on a GPU, and the reference. Returns the pairs of _ROW_RESULTS."""
     block = block_size(head_dim, jnp.dtype(dtype))
     row = _RowInputs(device, block, share, head_dim, dtype)
 
@@ -243,12 +246,12 @@ def _row_trial_on_gpu(device: Any, share: int, head_dim: int, dtype: str, interp
 
 
 def _row_trial_on_tpu(device: Any, share: int, head_dim: int, dtype: str, interpret: bool) -> Pairs:
-    """Runs the kernels for rows on a TPU, and the reference."""
+    """Runs the kernels for rows on a TPU, and the reference. Returns the pairs of _ROW_RESULTS."""
     row = _RowInputs(device, tpu_attention.BLOCK, share, head_dim, dtype)
     angles = jnp.asarray(row.rng.uniform(0, 6, (1, row.size, 1, head_dim // 2)), jnp.float32)
     cos = jnp.cos(angles)
     sin = jnp.sin(angles)
-    pairs = tpu_attention.row_pairs(row.tokens, row.tokens)
+    pairs = tpu_attention.block_pairs(row.tokens, row.tokens)
     side_by_side = tpu_attention.side_by_side((cos, sin))
 
     def by_kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

@@ -45,7 +45,7 @@ _OFFLINE: ContextVar[bool] = ContextVar("offline", default=False)
 @contextlib.contextmanager
 def within(condition: ContextVar[bool]) -> Iterator[None]:
     """Sets a context variable to True during the `with` block, also for all functions that the
-    block calls, and sets it back afterwards."""
+    block calls, and sets it back afterwards. Threads that the block starts do not see the value."""
     token = condition.set(True)
     try:
         yield
@@ -65,7 +65,8 @@ def is_offline() -> bool:
 
 def waits_for_hub() -> bool:
     """True if a dry run leaves out a download that the run itself would make; False also if
-    HF_HUB_OFFLINE says that the cache is to be used alone."""
+    HF_HUB_OFFLINE says that the cache is to be used alone (or TRANSFORMERS_OFFLINE, its older
+    name)."""
     asked = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
     return is_offline() and asked.upper() not in ("1", "ON", "YES", "TRUE")
 
@@ -95,7 +96,8 @@ def from_hub(name: str, **options: Any) -> Path:
 
 
 def _limit_wait(request: Any) -> None:
-    """Sets a time limit for each phase of a request that has none."""
+    """Sets the limit HUB_SECONDS for each phase of a request (connect, read, write) that has none.
+    A hook of httpx: it changes the request in place."""
     limits = request.extensions.get("timeout", {})
     timeouts = {}
     for phase in ("connect", "read", "write"):
@@ -107,7 +109,7 @@ def _limit_wait(request: Any) -> None:
 def explain_write_errors(path: str | Path, key: str = "") -> Iterator[None]:
     """Turns an OSError of the `with` block, such as a full disk or a missing permission, into a
     ShoalError that says what to do. `key`: the setting whose value `path` is; the message then
-    names it."""
+    names it; "": none. Other errors pass unchanged."""
     try:
         yield
     except OSError as error:
@@ -126,7 +128,9 @@ def explain_write_errors(path: str | Path, key: str = "") -> Iterator[None]:
 def atomic_write(path: Path, key: str = "") -> Iterator[Path]:
     """Yields a temporary path next to `path` for the `with` block to write to. After the block that
     file replaces `path` in one operation; after an error it is removed, and `path` stays as it was.
-    If `path` is the cache's copy of a file in a bucket, it is uploaded too.
+    If `path` is the cache's copy of a file in a bucket, it is uploaded too. Creates the folders
+    above `path`. ShoalError if the folders or `path` cannot be written (`key` as in
+    `explain_write_errors`); errors of the block pass unchanged.
 
     If `path` is a device or a pipe, `path` itself is yielded, because replacing would make
     /dev/null a file.
@@ -154,7 +158,7 @@ def atomic_write(path: Path, key: str = "") -> Iterator[Path]:
 def scratch_folder(target: Path) -> Iterator[Path]:
     """Yields a new empty folder for the `with` block to write to, on the same disk as `target`, so
     that the block's end can move it to `target` at no cost. The folder is removed after the block,
-    if it was not moved.
+    if it was not moved. FileExistsError if this process has such a folder for `target` already.
 
     It lies in the nearest existing folder above `target`, so that a failure leaves no new folders
     behind.
@@ -164,6 +168,7 @@ def scratch_folder(target: Path) -> Iterator[Path]:
         folder.mkdir()
         yield folder
     except BaseException:
+        # Threads of the failed block may still write files here.
         for _ in range(LATE_WRITES):
             shutil.rmtree(folder, ignore_errors=True)
             if not folder.exists():
@@ -175,8 +180,9 @@ def scratch_folder(target: Path) -> Iterator[Path]:
 
 
 def move_folder(folder: Path, target: Path) -> None:
-    """Moves a folder to `target`, which is missing or empty; if `target` is the cache's copy of a
-    folder in a bucket, uploads it too."""
+    """Moves a folder to `target`, which is missing or empty (else OSError) and on the same disk,
+    and creates the folders above it; if `target` is the cache's copy of a folder in a bucket,
+    uploads it too."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.is_dir():
         target.rmdir()
@@ -186,7 +192,8 @@ def move_folder(folder: Path, target: Path) -> None:
 
 def write_text(path: str | Path, text: str, key: str = "output") -> None:
     """Writes a text file completely or not at all, and creates the folders above it. `path`: a
-    local path or an address in a bucket; the value of the setting `key`."""
+    local path or an address in a bucket; the value of the setting `key`. An existing file is
+    replaced. ShoalError if it cannot be written."""
     path = check_local(path, key, OUTPUTS)
     with atomic_write(path, key) as temporary, explain_write_errors(path, key):
         temporary.write_text(text, encoding="utf-8")
@@ -219,7 +226,9 @@ def check_local(path: str | Path, key: str, area: str = "") -> Path:
 
 def find_input(path: str | Path, key: str, weights: bool = False, groups: bool = False) -> Path:
     """Returns the local path of an input, the value of the setting `key`, whether it exists or not.
-    What is in a bucket is fetched first; `weights` and `groups` as in `fetch`."""
+    What is in a bucket is fetched first; without `weights` the arrays of models, and without
+    `groups` the completions of runs, are left out of that. ShoalError if the bucket holds nothing
+    there."""
     local = check_local(path, key, COPIES)
     if is_bucket(path):
         return buckets.fetch(str(path), key, weights, groups)
@@ -266,7 +275,7 @@ def check_new_file(path: str | Path, key: str) -> Path:
 
 def check_new_folder(path: str | Path, key: str) -> Path:
     """Returns the local path of a folder to write, the value of `key`; ShoalError if it holds files
-    or cannot be written."""
+    or cannot be written. Does not create the folder; an empty one is allowed."""
     local = check_local(path, key, OUTPUTS)
     if is_bucket(path):
         return buckets.check_new(str(path), key)
@@ -307,7 +316,8 @@ def check_writable(path: Path, key: str, within: bool = False) -> None:
 
 
 def nearest_folder(path: Path) -> Path:
-    """Returns the nearest path above `path` that exists."""
+    """Returns the nearest path above `path` that exists, absolute; never `path` itself. It is a
+    file if `path` leads through a file."""
     return next(parent for parent in path.absolute().parents if parent.exists())
 
 
@@ -331,7 +341,8 @@ def sample_bytes(file: Path, start: int = 0, size: int | None = None) -> bytes:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file; ShoalError if the file holds anything else."""
+    """Returns the JSON object in a file; ShoalError if the file holds anything else, is missing or
+    cannot be read."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:

@@ -51,8 +51,8 @@ class Findings:
     found: list[Finding] = field(default_factory=list)  # the findings of all checks
 
     def of(self, check: str, key: str = "") -> Findings:
-        """Returns a view of the same list for one check, and the key that its findings get by
-        default."""
+        """Returns a view of the same list for one check, with the key that its findings get by
+        default. What the view adds is in `found` here, too."""
         return replace(self, check=check, key=key)
 
     def extend(self, findings: Iterable[Finding]) -> None:
@@ -75,21 +75,23 @@ class Findings:
         self.extend([Finding(self.check, "warning", one_line(text), key or self.key)])
 
     def wrong(self, fault: str | ShoalError, key: str = "") -> None:
-        """Adds an error: a text, or a ShoalError with its key."""
+        """Adds an error: a text, or a ShoalError with its key. The key is `key`, else the error's,
+        else the view's."""
         key = key or getattr(fault, "key", "") or self.key
         self.extend([Finding(self.check, "wrong", one_line(fault), key)])
 
     @contextmanager
     def errors(self) -> Iterator[None]:
         """Returns a context that catches a ShoalError, adds it as a finding, and so ends the block
-        there."""
+        there. Other errors pass."""
         try:
             yield
         except ShoalError as error:
             self.wrong(error)
 
     def at(self, *levels: Level) -> list[Finding]:
-        """Returns the findings of these levels."""
+        """Returns the findings of these levels, of all checks and in the order in which they were
+        added."""
         return [finding for finding in self.found if finding.level in levels]
 
     def records(self) -> list[dict[str, Any]]:

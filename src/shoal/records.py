@@ -21,27 +21,29 @@ GOLD_COLUMNS = ("ground_truth", "answer", "solution", "target", "label")
 
 def ground_truth(columns: Mapping[str, Any]) -> Any:
     """Returns a row's right answer: verl's `reward_model.ground_truth`, else the first of
-    GOLD_COLUMNS that is not empty; None if there is none.
+    GOLD_COLUMNS that is not empty; None if there is none. Empty are None and ""; 0, False and an
+    empty list count as answers.
 
     >>> ground_truth({"solution": "2 + 3 = 5", "answer": "5"})
     '5'
     """
-    model = columns.get("reward_model")
-    found = [model.get("ground_truth")] if isinstance(model, Mapping) else []
-    found += [columns.get(name) for name in GOLD_COLUMNS]
-    return next(
-        (
-            value
-            for value in found
-            if value is not None and not (isinstance(value, str) and not value)
-        ),
-        None,
-    )
+    reward_model = columns.get("reward_model")
+    candidates = []
+    if isinstance(reward_model, Mapping):
+        candidates.append(reward_model.get("ground_truth"))
+    candidates += [columns.get(name) for name in GOLD_COLUMNS]
+    for value in candidates:
+        # Compared as text alone: the truth of an array is an error, and 0 is an answer.
+        is_empty = value is None or (isinstance(value, str) and not value)
+        if not is_empty:
+            return value
+    return None
 
 
 def truth_fault(columns: Mapping[str, Any]) -> str:
     """Returns why verl's reward functions would get no right answer from a row, as a text for an
-    error; "" if the row has one.
+    error; "" if the row has one. A `reward_model` that is JSON as text is a fault, also if another
+    column has an answer.
 
     >>> truth_fault({"reward_model": {"style": "rule"}})
     '`reward_model` has no `ground_truth`'
@@ -204,8 +206,9 @@ class RewardFunction:
 
     @functools.cached_property
     def per_completion(self) -> bool:
-        """True if the function follows verl's convention, that is, is called once per
-        completion."""
+        """True if the function follows verl's convention, that is, is called once per completion:
+        it has the parameters `solution_str` and `ground_truth`. False also if its signature cannot
+        be read."""
         try:
             names = set(inspect.signature(self.function).parameters)
         except (TypeError, ValueError):
@@ -318,38 +321,44 @@ class Group:
     @property
     def answers(self) -> tuple[str, ...]:
         """The texts that rewards and graders judge: the whole completion or, for a rollout with
-        turns, the content of the last message."""
+        turns, the content of the last message ("" if that has none). In order of the
+        completions."""
         return tuple(
-            str(one.messages[-1].get("content") or "") if one.messages else text
-            for one, text in zip(self.completions, self.texts, strict=True)
+            str(completion.messages[-1].get("content") or "") if completion.messages else text
+            for completion, text in zip(self.completions, self.texts, strict=True)
         )
 
     def prompt_of(self, number: int) -> np.ndarray:
         """Returns the prompt of a completion, int32[Tp]: the group's prompt, unless the
-        completion's environment began with another one."""
+        completion's environment began with another one. `number`: the completion's index in the
+        group."""
         own = self.completions[number].prompt_ids
         return self.prompt_ids if own is None else own
 
     def branches_of(self, number: int) -> list[tuple[np.ndarray, slice]]:
         """Returns the branches of one completion (see `Branch`), in order, each as (token ids of
         its prompt, slice of the completion's tokens that follow that prompt). A completion whose
-        history was never rewritten has one."""
-        one = self.completions[number]
-        all = [Branch(0, self.prompt_of(number)), *one.branches]
-        stops = [branch.start for branch in all[1:]] + [len(one)]
+        history was never rewritten has one, with all its tokens. `number`: the completion's index
+        in the group."""
+        completion = self.completions[number]
+        branches = [Branch(0, self.prompt_of(number)), *completion.branches]
+        # A branch ends at the start of the next one, the last at the completion's end.
+        stops = [branch.start for branch in branches[1:]] + [len(completion)]
         return [
             (branch.prompt_ids, slice(branch.start, stop))
-            for branch, stop in zip(all, stops, strict=True)
+            for branch, stop in zip(branches, stops, strict=True)
         ]
 
     def by_prompt(self) -> list[tuple[np.ndarray, list[tuple[int, slice]]]]:
-        """Returns the distinct prompts of the group, each with (number of completion, slice of its
-        tokens) for what follows it. There is one prompt, unless environments began rollouts
-        differently or conversations were rewritten (`Branch`)."""
+        """Returns the distinct prompts of the group, each with a list of (index of a completion,
+        slice of its tokens that follow the prompt). Prompts are in order of their first use;
+        prompts with the same tokens are one. There is one prompt, unless environments began
+        rollouts differently or conversations were rewritten (`Branch`)."""
         prompts: dict[bytes, tuple[np.ndarray, list[tuple[int, slice]]]] = {}
         for number in range(self.size):
             for ids, tokens in self.branches_of(number):
-                prompts.setdefault(ids.tobytes(), (ids, []))[1].append((number, tokens))
+                _, uses = prompts.setdefault(ids.tobytes(), (ids, []))
+                uses.append((number, tokens))
         return list(prompts.values())
 
 

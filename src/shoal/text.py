@@ -41,8 +41,9 @@ def nearest(key: str, names: Iterable[str]) -> str:
 
 def nearness(key: str, name: str, like: Callable[[str, str], float] = likeness) -> float:
     """Returns how similar a name is to `key`, from 0 to 1: the larger of the similarity of the
-    whole names and that of their last dotted parts (`lr` in `optimizer.lr`). `like` is the function
-    that compares two texts."""
+    whole names and that of their last dotted parts (`lr` in `optimizer.lr`). A name whose last part
+    begins with that of `key` (more than 3 letters) counts there as BEGINNING. `like` is the
+    function that compares two texts."""
     key_part = key.rpartition(".")[2]
     name_part = name.rpartition(".")[2]
     is_beginning = len(key_part) > 3 and name_part.startswith(key_part) and name_part != key_part
@@ -63,7 +64,7 @@ def _at_most(a: str, b: str) -> float:
 
 def exact(number: float) -> str:
     """Returns the shortest decimal that gives the number back when it is read. (`:g` would keep six
-    digits and so name another value.)
+    digits and so name another value.) An int is written as it is.
 
     >>> exact(1e-06), exact(8.0), exact(0.30000001)
     ('1e-06', '8', '0.30000001')
@@ -76,8 +77,10 @@ def exact(number: float) -> str:
 def did_you_mean(
     key: str, names: Iterable[str], shown: Mapping[str, str] | None = None, lists_all: bool = False
 ) -> str:
-    """Returns the end of a message, `, did you mean X?`, if one of the names is near to `key`; else
-    "", or with `lists_all` a list of all names. `shown`: name -> how the message writes it.
+    """Returns the end of a message, `, did you mean X?`, if one of the names is near to `key`: at
+    least CLOSE, or with a last part that begins that of `key` or is begun by it. Else returns "",
+    or with `lists_all` a list of all names; "" also if there are no names. `shown`: name -> how the
+    message writes it.
 
     >>> did_you_mean("optimizr.lr", ["optimizer.lr"]), did_you_mean("use_peft", ["task.subset"])
     (', did you mean optimizer.lr?', '')
@@ -102,7 +105,8 @@ def did_you_mean(
 
 
 def count(number: int, one: str, many: str = "") -> str:
-    """Returns a number with its noun in singular or plural.
+    """Returns a number with its noun in singular or plural; `many`: the plural, "" for `one` and an
+    s.
 
     >>> count(1, "step"), count(1319, "question"), count(2, "entry", "entries")
     ('1 step', '1,319 questions', '2 entries')
@@ -122,7 +126,8 @@ def shorten(text: str, limit: int = 80) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Returns the type and the message of an exception, `ValueError: what it says`."""
+    """Returns the type and the message of an exception, `ValueError: what it says`; the type alone
+    if the message is empty."""
     name = type(error).__name__
     text = str(error)
     return f"{name}: {text}" if text else name
@@ -139,7 +144,8 @@ def failed_call(reason: str) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Returns numbers as text with runs joined: 1, 2, 3, 7 as `1-3, 7`."""
+    """Returns distinct numbers as text, in ascending order and with runs joined: 7, 1, 2, 3 as
+    `1-3, 7`; "" for none."""
     spans: list[list[int]] = []  # first and last of each
     for number in sorted(numbers):
         if spans and number == spans[-1][1] + 1:
@@ -184,7 +190,8 @@ def figure(value: Any, digits: int = 4) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Returns seconds as minutes and seconds, with hours if any: 0:05, 1:02:03."""
+    """Returns seconds as minutes and seconds, with hours if any: 0:05, 1:02:03. Less than 0 is
+    0:00; `?` for infinity or NaN."""
     if not math.isfinite(seconds):
         return "?"
     minutes, rest = divmod(max(0, round(seconds)), 60)
@@ -225,7 +232,8 @@ def is_number(value: Any) -> bool:
 
 def figure_text(name: str, value: Any) -> str:
     """Returns the value of a metric as text: shares in percent, seconds with their unit, other
-    numbers with a few digits."""
+    numbers with a few digits; `-` for None, `not a number` for infinity or NaN, any other value as
+    one line."""
     if value is None:
         return "-"
     if not is_number(value):
@@ -245,7 +253,9 @@ def figure_text(name: str, value: Any) -> str:
 
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the lines of a table, with the first column aligned left and the others right."""
+    """Returns the lines of a table, with the first column aligned left and the others right, two
+    spaces between them. `head`: the titles, which are the first line; each row has as many cells
+    (else ValueError)."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = []
     for row in (head, *rows):
@@ -257,7 +267,8 @@ def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def gib(num_bytes: float) -> str:
-    """Returns a number of bytes as text, `1.2 GiB` or `34.0 MiB`."""
+    """Returns a number of bytes as text, `1.2 GiB` or `34.0 MiB`; TiB if it is that large, MiB if
+    it is less than one GiB."""
     for limit, unit in ((1 << 40, "TiB"), (1 << 30, "GiB")):
         if num_bytes >= limit:
             return f"{num_bytes / limit:,.1f} {unit}"

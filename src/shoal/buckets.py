@@ -103,7 +103,9 @@ def is_bucket(path: str | os.PathLike[str]) -> bool:
 
 def cache_path(url: str, area: str, key: str = "") -> Path:
     """Returns the path in an area of the cache (COPIES, RUNS or OUTPUTS) for the file or folder at
-    an address; it need not exist. ShoalError if the address is not valid."""
+    an address; it need not exist. Empty parts and `.` of the address are dropped. `key`: the
+    setting that holds the address, for messages, here and below. ShoalError if the address is not
+    valid."""
     scheme, _, rest = url.partition("://")
     parts = [part for part in rest.split("/") if part not in ("", ".")]
     if not parts or ".." in parts or "\0" in rest:
@@ -144,8 +146,8 @@ def _named(key: str, url: str) -> str:
 
 
 def connect(url: str, key: str = "") -> tuple[Any, str]:
-    """Returns fsspec's file system for an address, and the path in that file system. ShoalError for
-    an unknown scheme, a missing package or missing credentials."""
+    """Returns (fsspec's file system for an address, the path in that file system). Nothing is read
+    yet. ShoalError for an unknown scheme, a missing package or missing credentials."""
     import fsspec
 
     scheme = check_scheme(url, key)
@@ -164,8 +166,9 @@ def connect(url: str, key: str = "") -> tuple[Any, str]:
 
 
 def check_scheme(url: str, key: str = "") -> str:
-    """Returns the scheme of an address; ShoalError if it is not known, or if the package that reads
-    it is not installed."""
+    """Returns the scheme of an address in lower case; ShoalError if it is not known, or if the
+    package that reads it is not installed. If an emulator of Google's storage is set, also sets an
+    environment variable that gcsfs needs for it."""
     import fsspec
 
     scheme = url.partition("://")[0].lower()
@@ -263,9 +266,10 @@ def _is_refused(error: BaseException) -> bool:
 
 def with_retries(do: Callable[[], T], url: str, key: str = "") -> T:
     """Calls `do` and returns its result. If the bucket does not answer, waits and calls it again,
-    with growing pauses. Raises ShoalError if the bucket or file is missing or the request is
-    refused, `Unreachable` after WAIT_SECONDS. A FileExistsError is raised as it is, for the caller
-    to handle. `url` and `key` (the setting that has it) are for messages."""
+    with growing pauses, and says so once on stderr. Raises ShoalError if the bucket or file is
+    missing or the request is refused, `Unreachable` after WAIT_SECONDS. A ShoalError of `do` is
+    raised as it is, and so is a FileExistsError, for the caller to handle. `url` and `key` (the
+    setting that has it) are for messages."""
     began = time.monotonic()
     pause = FIRST_PAUSE
     while True:
@@ -317,8 +321,9 @@ class Object:
 
 def objects(fs: Any, path: str) -> dict[str, Object]:
     """Returns the files at and below a path of a bucket, by their names relative to the path; a
-    file at the path itself has the name "". ShoalError if a name leads out of the path, or is also
-    a folder of another file."""
+    file at the path itself has the name "". {} if there is nothing. `fs`: fsspec's file system, as
+    `connect` returns it. ShoalError if a name leads out of the path, or is also a folder of another
+    file."""
     by_name: dict[str, Object] = {}
     top = path.strip("/")
     for key, info in fs.find(path, detail=True).items():
@@ -348,13 +353,18 @@ MODIFIED = ("LastModified", "last_modified", "updated", "mtime", "modified", "cr
 
 
 def _object(info: Mapping[str, Any]) -> Object:
-    """Returns the object that fsspec's information describes."""
+    """Returns the object that fsspec's information about a file describes. Its md5 is Google's
+    `md5Hash` (base64), or an ETag of 32 hexadecimal digits, which S3 gives a file uploaded in one
+    part."""
     tag = str(info.get("md5Hash") or info.get("ETag") or info.get("etag") or "").strip('"')
-    md5 = tag if re.fullmatch("[0-9a-f]{32}", tag) else ""
     if info.get("md5Hash"):
         import base64
 
         md5 = base64.b64decode(tag).hex()
+    elif re.fullmatch("[0-9a-f]{32}", tag):
+        md5 = tag
+    else:
+        md5 = ""
     modified: Any = 0.0
     for name in MODIFIED:
         if info.get(name):
@@ -363,13 +373,15 @@ def _object(info: Mapping[str, Any]) -> Object:
     if isinstance(modified, str):
         modified = datetime.fromisoformat(modified)
     seconds = modified.timestamp() if isinstance(modified, datetime) else float(modified)
+    # Below the second: a digest, so that an object changed within the same second differs.
     digest = hashlib.blake2b(f"{tag} {seconds}".encode(), digest_size=4).digest()
     nanoseconds = int.from_bytes(digest) % 10**9
     return Object(info["name"], int(info["size"]), int(seconds) * 10**9 + nanoseconds, md5)
 
 
 def checksum(file: Path, kind: str = "blake2b") -> str:
-    """Returns the hexadecimal digest of a file."""
+    """Returns the hexadecimal digest of a file's content. `kind`: the algorithm's name in
+    hashlib."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, kind).hexdigest()
 
@@ -389,7 +401,7 @@ def is_same(remote: Object, file: Path) -> bool:
 
 
 def put(fs: Any, file: Path, path: str) -> None:
-    """Uploads a file to a path of the bucket."""
+    """Uploads a file to a path of the bucket; an object that is there is replaced."""
     if "s3" in fs.protocol:
         fs.put_file(str(file), path, chunksize=PART_BYTES)
     else:
@@ -406,7 +418,7 @@ def remove(fs: Any, path: str) -> None:
 @contextlib.contextmanager
 def _downloaded(fs: Any, source: str, file: Path, key: str = "") -> Iterator[Path]:
     """Downloads an object to a temporary copy, which the `with` block may check, and moves it to
-    `file` after the block. After an error neither of the two is left.
+    `file` after the block. After an error the copy is removed, and `file` stays as it was.
 
     The copy has a random name, since two processes or threads may fetch the same file at once.
     """
@@ -421,12 +433,13 @@ def _downloaded(fs: Any, source: str, file: Path, key: str = "") -> Iterator[Pat
 
 
 def download(fs: Any, wanted: Mapping[Path, Object], key: str = "") -> list[Path]:
-    """Copies objects of a bucket to files, several at once, each completely or not at all. A file
-    that is equal to its object already is left as it is. Returns the files that were copied.
-    `wanted` maps each file to its object."""
+    """Copies objects of a bucket to files, several at once, each completely or not at all. Creates
+    the folders above the files. A file that is equal to its object already is left as it is.
+    Returns the files that were copied, in order of `wanted`. `wanted` maps each file to its
+    object."""
 
-    def copy_one(file: Path) -> bool:
-        """Copies one object; returns False if its file was equal already."""
+    def copy_if_changed(file: Path) -> bool:
+        """Copies one object; returns False, without copying, if its file was equal already."""
         remote = wanted[file]
         if is_same(remote, file):
             return False
@@ -435,25 +448,29 @@ def download(fs: Any, wanted: Mapping[Path, Object], key: str = "") -> list[Path
         return True
 
     with ThreadPoolExecutor(FILES_AT_ONCE) as threads:
-        copied = list(threads.map(copy_one, wanted))
+        copied = list(threads.map(copy_if_changed, wanted))
     return [file for file, is_new in zip(wanted, copied, strict=True) if is_new]
 
 
 # ---- reading
 
 _fetched: dict[tuple[str, bool, bool, str], float] = {}
+"""(address, weights, groups, the cache's folder) -> when `fetch` last fetched it, by
+time.monotonic()."""
 
 
 def fetch(
     url: str, key: str = "", weights: bool = True, groups: bool = True, may_be_empty: bool = False
 ) -> Path:
     """Makes this machine's copy of a bucket's file or folder equal to it, and returns the path of
-    the copy.
+    the copy. For the checkpoints of a run, or one of them, the whole run is fetched.
 
     Without `weights` the arrays of models and checkpoints are left out, without `groups` the
     completions of runs; `complete` fetches them later. The arrays of a run's checkpoint are always
     left to `complete`. A copy that this process fetched within FRESH_SECONDS is taken as it is.
-    ShoalError if there is nothing at the address, or if it cannot be read or is not complete.
+    With `may_be_empty` it is no error if there is nothing at the address; the path then need not
+    exist. ShoalError if there is nothing at the address, or if it cannot be read or is not
+    complete.
     """
     seen = (url, weights, groups, str(cache_folder("buckets")))
     if time.monotonic() - _fetched.get(seen, -FRESH_SECONDS) > FRESH_SECONDS:
@@ -471,7 +488,8 @@ def fetch(
 
 def fetch_matching(pattern: str, key: str) -> list[Path]:
     """Fetches the files and folders that a pattern matches in a bucket, and returns the paths of
-    their copies, in order; ShoalError if nothing matches."""
+    their copies, sorted by name; ShoalError if nothing matches. `*`, `?` and `[...]` match as in a
+    shell; a pattern without them is one address."""
     fs, path = connect(pattern, key)
     names = [path]
     if re.search(r"[*?[]", path):
@@ -486,7 +504,8 @@ def fetch_into(
     to: Path, key: str = "", weights: bool = True, groups: bool = True, may_be_empty: bool = False
 ) -> None:
     """Makes a file or folder of the cache equal to the bucket's: downloads what differs, and
-    removes what the bucket does not have. The parameters are those of `fetch`."""
+    removes what the bucket does not have. `to`: the path in the cache, which says the address. The
+    other parameters and the errors are those of `fetch`."""
     url = address(to)
     fs, path = connect(url, key)
     in_bucket = with_retries(partial(objects, fs, path), url, key)
@@ -518,6 +537,8 @@ def fetch_into(
     copied = download(fs, wanted, key)
     _remove_others(to, whole)
 
+    # A run that writes there may change its files meanwhile. Without one, a change means that the
+    # copy has files of two states.
     a_run_may_write = any(LOCKS in PurePosixPath(name).parts for name in in_bucket)
     if a_run_may_write or not copied:
         return
@@ -543,20 +564,23 @@ def is_partial(name: str, in_bucket: Iterable[str]) -> bool:
     run = f"{matched['run']}/" if matched["run"] else ""
     if f"{run}{MANIFESTS}/{matched['version']}.json" in in_bucket:
         return False
+    # Without a lock nobody uploads there.
     return any(other.startswith(f"{run}{LOCKS}/") for other in in_bucket)
 
 
 def _is_array(name: str, trees: Iterable[str]) -> bool:
     """True for weights: a safetensors file, or a file inside of a tree that Orbax wrote, except the
-    tree's description."""
+    tree's description. `trees`: the folders of such trees, named like `name`."""
     if name.endswith(".safetensors"):
         return True
-    parents = [str(parent) for parent in PurePosixPath(name).parents]
-    return any(tree in parents[1:] for tree in trees)
+    # Files directly in a tree describe it; the arrays are in folders below.
+    folders_above_its_own = [str(parent) for parent in PurePosixPath(name).parents][1:]
+    return any(tree in folders_above_its_own for tree in trees)
 
 
 def _remove_others(folder: Path, kept: Mapping[str, Object]) -> None:
-    """Removes the files of a folder that `kept` does not name, and empty folders."""
+    """Removes the files of a folder whose paths in it `kept` does not name, and then empty folders,
+    also the folder itself. Files that are being downloaded (`.part`) stay."""
     for parent, _, files in os.walk(folder, topdown=False):
         for file in files:
             path = Path(parent, file)
@@ -568,8 +592,9 @@ def _remove_others(folder: Path, kept: Mapping[str, Object]) -> None:
 
 def complete(path: Path) -> None:
     """Downloads the arrays and completions that `fetch` left out (`weights`, `groups`) at or below
-    a path of the cache; does nothing for paths outside of the cache. ShoalError if a file of a
-    checkpoint is missing, or differs from what the checkpoint's manifest says."""
+    a path of the cache (of RUNS only those that a checkpoint's manifest names); does nothing for
+    paths outside of the cache. ShoalError if a file of a checkpoint is missing, or differs from
+    what the checkpoint's manifest says."""
     if area_of(path) not in (COPIES, RUNS):
         return
     url = address(path)
@@ -602,8 +627,8 @@ def complete(path: Path) -> None:
 
 
 def _read_manifest(manifest: Path, checkpoint: Path) -> dict[Path, tuple[int, str]]:
-    """Returns the files of a checkpoint with size and checksum; ShoalError if the manifest is
-    damaged, or names files outside of the checkpoint."""
+    """Returns path -> (size in bytes, checksum) for the files of the folder `checkpoint`;
+    ShoalError if the manifest is damaged, or names files outside of the checkpoint."""
     try:
         named = {}
         for name, (size, digest) in json.loads(manifest.read_text("utf-8")).items():
@@ -635,8 +660,8 @@ def check_new(url: str, key: str) -> Path:
 
 
 def check_writable(url: str, key: str) -> None:
-    """Raises ShoalError unless an object can be written next to an address; tries it with a small
-    one."""
+    """Raises ShoalError unless an object can be written next to an address; writes a small one to
+    find out, and removes it."""
     fs, path = connect(url, key)
     beside = path.rstrip("/")
     if "/" not in beside.strip("/"):  # a bucket's root: an object beside it would be in no bucket
@@ -656,7 +681,8 @@ def send(file: Path) -> None:
 
 def deliver(path: Path) -> None:
     """Uploads a finished file or folder of OUTPUTS, and removes it here; does nothing for any other
-    path.
+    path, nor within a folder of `files.scratch_folder`. What the bucket's folder held before is
+    replaced: objects that the folder lacks are removed there.
 
     While a folder is being uploaded its marker INCOMPLETE is in the bucket. config.json, by which
     other programs recognise a model, is uploaded last.

@@ -37,7 +37,7 @@ class StopSignal:
 
     def announce_wait(self, what: str) -> None:
         """Sets what a stop waits for from now on; prints it on stderr if a stop was requested
-        already."""
+        already. `what`: a noun, like `a save`."""
         self.waits_for = what
         if self.requested_at is not None:
             os.write(2, f"stopping: waits for {what}\n".encode())

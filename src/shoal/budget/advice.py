@@ -55,7 +55,9 @@ class Change:
 
     def words(self, config: Any) -> str:
         """Returns the change as a user types it, with the values of now: `mesh.trainer=32
-        mesh.sampler=96 (now 64 and 64)`."""
+        mesh.sampler=96 (now 64 and 64)`. A 0 of now is written as what it means (UNSET, else
+        `auto`), an empty value as `unset`. Then follow the values that keep something, if any:
+        `with ...`."""
         before = []
         for key in self.values:
             value = get_value(config, key)
@@ -75,8 +77,8 @@ def _assigned(values: Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    """Returns a value as a user types it. A long list of devices is shortened to its first and
-    last: `[0,1,...,63]` becomes `[0,...,63]`."""
+    """Returns a value as a user types it: `true` and `false` for a bool. A long list of devices is
+    shortened to its first and last: `[0,1,...,63]` becomes `[0,...,63]`."""
     text = str(value)
     if isinstance(value, bool):
         text = text.lower()
@@ -118,15 +120,16 @@ class Trial:
         return f"{words}: {', '.join(parts)}"
 
     def advice(self) -> Advice:
-        """Returns the trial as a piece of advice."""
+        """Returns the trial as a piece of advice, whose values are all of the change's, those that
+        keep something too."""
         values = {**self.change.values, **self.change.kept}
         return Advice(self.change.key, values, self.text(), self.saved_bytes)
 
 
 def advise(budget: Budget, describe: Describe, available: float = 0) -> list[Advice]:
     """Returns pieces of advice, the best first: if the job does not fit, a single one that makes it
-    fit; else those that shorten a step and still fit. `available`: bytes of a device that may be
-    used; 0: the share FULL of its memory."""
+    fit; else those that shorten a step and still fit. `describe` computes the budget of a changed
+    job. `available`: bytes of a device that may be used; 0: the share FULL of its memory."""
     available = available or FULL * budget.memory
     if not budget.fits() or budget.peak() > available:
         return [suggest_fit(budget, describe, available)]
@@ -157,7 +160,8 @@ def try_changes(budget: Budget, describe: Describe, changes: Iterable[Change]) -
 
 
 def saving_trials(budget: Budget, describe: Describe, changes: Iterable[Change]) -> list[Trial]:
-    """Returns the trials of those changes with which the fullest device needs less memory."""
+    """Returns the trials of those changes, each tried alone, with which the fullest device needs
+    less memory, in order."""
     return [trial for trial in try_changes(budget, describe, changes) if trial.saved_bytes > 0]
 
 
@@ -169,7 +173,8 @@ def suggest_fit(budget: Budget, describe: Describe, available: float) -> Advice:
     Changes are added one by one, at most MOST_CHANGES: one that is enough, else the one that saves
     most. Changes that alter results are tried only if no other saves memory, and changes that turn
     out to be needless are removed. If all together are not enough, the text ends with the number of
-    devices that would be.
+    devices that would be. If no change saves memory, the text has that alone, `key` is "model.path"
+    and `values` are empty.
     """
     share = available / budget.memory
     chain: dict[str, Trial] = {}
@@ -185,7 +190,8 @@ def suggest_fit(budget: Budget, describe: Describe, available: float) -> Advice:
         best = _first_enough(trials, share) or max(trials, key=lambda trial: trial.saved_bytes)
         now = best.after
         replaced = chain.get(best.change.key)
-        if replaced is not None:  # the key was changed before: only its last value counts
+        if replaced is not None:
+            # The key was changed before: its last value counts, and the trial covers both changes.
             best = replace(best, before=replaced.before)
         chain[best.change.key] = best
     if _is_enough(now, share):
@@ -219,21 +225,28 @@ def _without_needless(
     budget: Budget, describe: Describe, chain: Mapping[str, Trial], share: float
 ) -> dict[str, Trial]:
     """Returns the chain of trials (by key, each made on top of the one before) without those that
-    are not needed for a device to need at most `share` of its memory. The others are computed again
-    without them."""
+    are not needed for a device to need at most `share` of its memory. Each is left out in turn,
+    from the first on, and stays out if the others are enough; at least one stays. The others are
+    computed again without it, from `budget`, the job before all changes."""
     needed = dict(chain)
     for key in chain:
         others = [trial.change for name, trial in needed.items() if name != key]
-        trials: list[Trial] = []
-        now = budget
-        for change in others:
-            made = try_changes(now, describe, [change])
-            trials.extend(made)
-            if made:
-                now = made[0].after
-        if trials and _is_enough(now, share):
+        trials = _tried_in_turn(budget, describe, others)
+        if trials and _is_enough(trials[-1].after, share):
             needed = {trial.change.key: trial for trial in trials}
     return needed
+
+
+def _tried_in_turn(budget: Budget, describe: Describe, changes: Iterable[Change]) -> list[Trial]:
+    """Makes changes one after the other, each in the job that the one before gave, and returns
+    their trials. Changes that change nothing there, or are impossible, are left out."""
+    trials: list[Trial] = []
+    now = budget
+    for change in changes:
+        for trial in try_changes(now, describe, [change]):  # one, or none
+            trials.append(trial)
+            now = trial.after
+    return trials
 
 
 # ---- the keys
@@ -257,6 +270,8 @@ def memory_saving_changes(budget: Budget) -> list[Change]:
     if mesh.data > 1:
         changes.append(Change({"mesh.fsdp": -1, "mesh.data": 1}, "more devices exchange weights"))
     replica = budget.roles["sampler"].mesh.get("tensor", 1)
+    # An open `mesh.sampler_tensor` follows `mesh.tensor`: changes of the trainer's axes set it to
+    # the size that the sampler's replicas have now.
     same_replica = {}
     if not mesh.sampler_tensor:
         same_replica = {"mesh.sampler_tensor": replica}
@@ -335,7 +350,8 @@ def faster_changes(budget: Budget) -> list[Change]:
 
 
 def lossy_changes(budget: Budget) -> list[Change]:
-    """Returns candidate changes that save memory but alter what is computed or trained on."""
+    """Returns candidate changes that save memory but alter what is computed or trained on.
+    `try_changes` drops those that change nothing or that cannot be made."""
     config = budget.config
     changes = []
     if budget.model.dtype == "float32":
@@ -358,6 +374,7 @@ def lossy_changes(budget: Budget) -> list[Change]:
         changes.append(Change(without_reference, "without a reference"))
     for key in ("batch.group_size", "sampling.max_completion_tokens", "sampling.max_prompt_tokens"):
         now = get_value(config, key)
+        # Much smaller values too: from a job that is far too large one half would not be enough.
         for divisor in (2, 16, 256):
             if now < divisor:
                 continue
@@ -371,7 +388,8 @@ def lossy_changes(budget: Budget) -> list[Change]:
 
 def plain_changes(config: Any) -> list[Change]:
     """Returns changes that save memory in any command, for an error when memory ran out and no
-    budget can be computed. Keys that the command's configuration lacks are left out."""
+    budget can be computed. Sizes are halved. Keys that the command's configuration lacks are left
+    out, and so are changes that change nothing."""
     keys = keys_of(type(config))
     changes = []
     for key in (
@@ -383,7 +401,7 @@ def plain_changes(config: Any) -> list[Change]:
     ):
         if key not in keys:
             continue
-        now = get_value(config, key) or MICRO_TOKENS
+        now = get_value(config, key) or MICRO_TOKENS  # 0: an open `batch.micro_tokens`
         if now > 1:
             changes.append(Change({key: now // 2}))
     trains = "batch.micro_tokens" in keys
@@ -395,7 +413,8 @@ def plain_changes(config: Any) -> list[Change]:
 
 
 def _fewer_slots(budget: Budget) -> list[Change]:
-    """Returns changes to half as many slots on each device, and to as few as a group needs."""
+    """Returns changes to half as many slots on each device, and to as few as a group needs; without
+    those that are no fewer, or too few for a group."""
     now = -(-budget.slots // len(budget.roles["sampler"].devices))
     least = max(budget.config.batch.group_size, budget.config.pass_k)
     changes = []
@@ -407,9 +426,9 @@ def _fewer_slots(budget: Budget) -> list[Change]:
 
 def _longer_rows(budget: Budget) -> tuple[list[Change], list[Change]]:
     """Returns (changes with which fewer tokens are computed, other changes), all of
-    `batch.micro_tokens` to longer rows that hold whole groups: the two next sizes. Fewer tokens are
-    computed if no prompt is computed twice and little of a row is padding. What layers store for
-    the backward pass stays the same."""
+    `batch.micro_tokens` to longer rows that hold whole groups: the two next sizes, at most. Fewer
+    tokens are computed if no prompt is computed twice and little of a row is padding. What layers
+    store for the backward pass stays the same."""
     config = budget.config
     shards = budget.batch.rows * config.mesh.context
     prompts = -(-budget.prompts_per_step // config.algorithm.num_minibatches)
@@ -467,9 +486,9 @@ def _idle_devices(budget: Budget) -> list[Change]:
 
 
 def _other_placements(budget: Budget) -> list[Change]:
-    """Returns changes that divide the devices differently between trainer and sampler; and, if a
-    reference or teacher scores, changes that move it to the sampler's or to the trainer's
-    devices."""
+    """Returns changes that divide the devices differently between trainer and sampler (half each if
+    they share all; else twice or half as many for the sampler); and, if a reference or teacher
+    scores, changes that move it to the sampler's or to the trainer's devices."""
     config = budget.config
     trainer = budget.roles["trainer"].devices
     sampler = budget.roles["sampler"].devices

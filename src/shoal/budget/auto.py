@@ -128,7 +128,8 @@ def with_update(
     weights: Budget, a: Architecture, role: Role, dtype: Any, tokens: int, remat: str
 ) -> Budget:
     """Returns the budget of a job's weights with the estimated memory of an update added, whose
-    micro-batches have `tokens` tokens on each device."""
+    micro-batches have `tokens` tokens on each device. `remat`: the value of `model.remat`,
+    decided."""
     activations = update_bytes(a, role, dtype, tokens) + activation_bytes(a, tokens, dtype, remat)
     update = {"accumulate": StepProgram("trainer")}
     return replace(weights, programs=update, activations=activations).estimated()
@@ -158,9 +159,10 @@ def teacher_architecture(config: Config) -> Architecture | None:
 
 
 def trained_model(config: Config, spec: ModelSource, roles: Roles) -> Model:
-    """Returns the `Model` on the trainer's devices. `config` must have `model.remat` decided.
-    ShoalError if a device lacks the host memory that the settings need, or if trained weights would
-    be in 8 bits."""
+    """Returns the `Model` that is trained, on the trainer's devices, with the sampler's own type of
+    weights, if the settings give it one. `config` must have `model.remat` decided. ShoalError if a
+    device lacks the host memory that the settings need, or if trained weights would be in 8
+    bits."""
     check_quantised(config.model, spec.architecture)
     device = roles.trainer.mesh.devices.flat[0]
     if config.optimizer.offload:
@@ -239,11 +241,11 @@ def cpu_micro_tokens(config: Config, row_shards: int) -> int:
 
 
 def decided_remat(config: Config, roles: Roles, a: Architecture) -> str:
-    """Decides `model.remat` for a job that leaves it open, and returns it. If the device's memory
-    is known: the first of `dots` and `attention` with which an update fits into TIGHT of it, else
-    `full`; on a TPU `full` also if computing again is as fast as reading (LEAST_READS). If it is
-    unknown, like that of a CPU: `dots` if its activations take at most UNKNOWN_ROOM, else
-    `full`."""
+    """Decides `model.remat` for a job that leaves it open, and returns it; `batch.micro_tokens`
+    must be decided. If the device's memory is known: the first of `dots` and `attention` with which
+    an update fits into TIGHT of it, else `full`; on a TPU `full` also if computing again is as fast
+    as reading (LEAST_READS). If it is unknown, like that of a CPU: `dots` if its activations take
+    at most UNKNOWN_ROOM, else `full`."""
     role = roles.trainer
     tokens = config.batch.micro_tokens
     dtype = compute_dtype(config.model.dtype, role.platform)

@@ -249,8 +249,9 @@ class Budget:
         return parts
 
     def items_of(self, role: str, phase: str) -> list[Item]:
-        """Returns the items of one role on its devices in exactly this phase: for `sampling` or
-        `update`, without those that are held `always`. Items in the host's memory are left out."""
+        """Returns the items of one role on its devices in exactly this phase, without those of
+        roles that share the devices: for `sampling` or `update`, without those that are held
+        `always`. Items in the host's memory are left out."""
         return [
             item
             for item in self.items
@@ -263,9 +264,9 @@ class Budget:
 
     def needed(self, program: str) -> dict[str, int]:
         """Returns part -> bytes that a device needs while a program runs: what roles hold in its
-        phase, what the program itself takes (activations, temporaries), and compiled code. If a
-        step was tried on a CPU (`process_bytes`), also each device's share of the memory that the
-        process takes besides arrays."""
+        phase, what the program itself takes (`activations` of accumulate, `temporaries` of others;
+        0 without a cost), and compiled code. If a step was tried on a CPU (`process_bytes`), also
+        each device's share of the memory that the process takes besides arrays."""
         role = self.programs[program].role
         parts = self.held(role, held_phase(program))
         cost = self.costs.get(program, ProgramCost())
@@ -309,7 +310,7 @@ class Budget:
 
     def peak(self, phase: str = "") -> int:
         """Returns the most bytes that a device ever needs; with a `phase`, `sampling` or `update`,
-        the most in that phase."""
+        the most in that phase (ValueError if no program runs in it)."""
         if not phase:
             return self.needed_bytes(self.fullest)
         return max(
@@ -432,7 +433,8 @@ class Budget:
         return "trainer" not in self.colocated_roles("sampler")
 
     def phase_seconds(self) -> dict[str, tuple[float, float, float]]:
-        """Returns phase -> the sum of `seconds` of the programs that run in it."""
+        """Returns phase -> the three bounds of `seconds`, summed over the programs that run in it;
+        only phases that have a program."""
         phases: dict[str, tuple[float, float, float]] = {}
         for program in self.costs:
             phase = PROGRAM_PHASES[program]
@@ -450,13 +452,14 @@ class Budget:
         return len(used)
 
     def mfu(self, seconds: float) -> float:
-        """Returns the model FLOPs utilisation of a step that takes `seconds`. Only for a budget
-        whose `peak_flops` is known."""
+        """Returns the model FLOPs utilisation of a step that takes `seconds`, a share from 0 to 1.
+        Only for a budget whose `peak_flops` is known."""
         assert self.step is not None and self.peak_flops is not None
         return self.step.model_flops / (self.peak_flops * self.num_used_devices * seconds)
 
     def transfers(self) -> list[tuple[float, str, Transfers]]:
-        """Returns (seconds a step, program, transfers) for all transfers, the longest first."""
+        """Returns (seconds a step, program, transfers) for all transfers of a step, the longest
+        first."""
         rows = []
         for program, cost in self.costs.items():
             for transfers in cost.collectives:

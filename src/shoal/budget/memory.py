@@ -44,8 +44,9 @@ def weight_budget(
     config: Config, a: Architecture, roles: Roles, dtype: Any, teacher: Architecture | None
 ) -> Budget:
     """Returns a `Budget` with the weights of a job alone: what trainer, sampler and reference hold,
-    computed from shapes and meshes. Nothing is allocated. `dtype`: the type of the computation.
-    `teacher`: its architecture, or None without a teacher."""
+    computed from shapes and meshes. Nothing is allocated. Programs, costs and all else have their
+    defaults. `dtype`: the type of the computation. `teacher`: its architecture, or None without a
+    teacher."""
     items = trainer_items(config, a, roles, dtype)
     items += sampler_items(config, a, roles, dtype)
     items += reference_items(config, a, roles, dtype, teacher)
@@ -58,7 +59,8 @@ def weight_budget(
 
 
 def role_placements(roles: Roles) -> dict[str, RolePlacement]:
-    """Returns role name -> the devices that it uses, and the axes of its mesh."""
+    """Returns role name -> the devices that it uses, and the axes of its mesh that have more than
+    one device."""
     placements = {}
     for name, role in zip(ROLES, roles.all, strict=True):
         axes = {axis: size for axis, size in role.mesh.shape.items() if size > 1}
@@ -69,7 +71,8 @@ def role_placements(roles: Roles) -> dict[str, RolePlacement]:
 
 def trainer_items(config: Config, a: Architecture, roles: Roles, dtype: Any) -> list[Item]:
     """Returns what the trainer holds: float32 masters of the weights, Adam's moments, the frozen
-    base of an adapter, and the gradient."""
+    base of an adapter, and the gradient. Bytes are those of one device; `dtype`: the type of the
+    computation, here and below."""
     masters = param_shapes(trained_specs(a), roles.trainer, jnp.float32)
     frozen = param_shapes(frozen_specs(a), roles.trainer, dtype)
     size = bytes_per_device(masters)
@@ -135,7 +138,7 @@ def reference_items(
 def cache_items(states: Iterable[tuple[str, Any]]) -> list[Item]:
     """Returns one item with the KV caches of the engine whose caches are largest, because the
     sampler's engines take turns; empty if nothing is sampled. `states`: (engine's name, shapes of
-    its state)."""
+    its state) of each engine."""
     by_size = sorted((bytes_per_device(state), name) for name, state in states)
     if not by_size:
         return []
@@ -209,9 +212,9 @@ def copied_shapes(
     """Returns (trainer's shapes, role's shapes) of each array that a role cannot share with the
     trainer, because its type, sharding or layout differs.
 
-    `parameters`, `specs`: trees of the trainer's shapes and of their `ParamSpec`. `sampled`: the
-    architecture of a sampler, which may have 8-bit weights or an array for each layer; None for
-    other roles.
+    `parameters`, `specs`: trees of the trainer's shapes and of their `ParamSpec`. `dtype`: the
+    role's type of weights, for parameters without a type of their own. `sampled`: the architecture
+    of a sampler, which may have 8-bit weights or an array for each layer; None for other roles.
     """
     quantised = {}
     has_layers_apart = False
@@ -258,7 +261,8 @@ def activation_bytes(a: Architecture, tokens: float, dtype: Any, remat: str = "d
         for kernel in kernel_specs(a):  # [layers, ..., in, out]
             elements_of_a_token += math.prod(kernel.shape) // (a.num_layers * kernel.shape[-2])
     else:
-        # Queries, keys and values, attention's output, and the hidden states after it.
+        # `attention` and `offload`: queries, keys and values, attention's output, and the hidden
+        # states after it.
         queries = a.num_heads * a.head_dim
         keys_and_values = 2 * a.num_kv_heads * a.head_dim
         elements_of_a_token = 2 * queries + keys_and_values + a.hidden_size
@@ -278,12 +282,13 @@ def update_bytes(a: Architecture, role: Role, dtype: Any, tokens: int) -> int:
     itemsize = jnp.dtype(dtype).itemsize
     # The weights in the computation's type, and one layer, gathered whole, with its gradient.
     weights = bytes_per_device(param_shapes(trained_specs(a), role, dtype))
-    layer = parameter_count(replace(a, num_layers=2)) - parameter_count(replace(a, num_layers=1))
-    trained = sum(
+    of_layer = parameter_count(replace(a, num_layers=2)) - parameter_count(replace(a, num_layers=1))
+    trained_of_layer = sum(
         math.prod(spec.shape[1:]) for spec in jax.tree.leaves(trained_specs(a)) if spec.stacked
     )
-    whole_layer = layer // role.tensor * 2 * itemsize + trained // role.tensor * 4
-    # A few arrays of logits in float32.
+    # Twice the layer in the computation's type, and the gradient of its trained part in float32.
+    whole_layer = of_layer // role.tensor * 2 * itemsize + trained_of_layer // role.tensor * 4
+    # Three arrays of logits in float32.
     logits = 3 * 4 * min(CHUNK_ELEMENTS[role.platform], tokens * a.vocab_size)
     total = weights + whole_layer + input_bytes(a, tokens, dtype) + logits
     if role.context > 1:  # keys, values and hidden states are gathered for whole rows
@@ -325,8 +330,8 @@ def device_memory(device: Any) -> int:
 
 def available_memory(devices: Iterable[Any]) -> AvailableMemory:
     """Returns the memory of the device of this process that has the least; of a CPU, the memory of
-    the machine or the limit of its control group. Both figures are 0 if the device does not report
-    them."""
+    the machine or the limit of its control group. One of the devices must be of this process. Both
+    figures are 0 if the device does not report them."""
     local = [device for device in devices if device.process_index == jax.process_index()]
     if local[0].platform == "cpu":
         total, free = machine_memory()
@@ -372,8 +377,8 @@ def machine_memory(
 
 
 def _read_number(file: Path) -> int | None:
-    """Returns the number that a file contains; None if it cannot be read or holds none, like
-    `max`."""
+    """Returns the number that a file contains; None if it cannot be read or holds something else,
+    like `max`."""
     try:
         text = file.read_text().strip()
     except OSError:

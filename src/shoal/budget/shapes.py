@@ -33,8 +33,8 @@ def micro_batch_shapes(config: Config, row_shards: int) -> tuple[Shape, ...]:
 def group_rows(config: Config, row_shards: int) -> list[int]:
     """Returns candidates for `batch.micro_tokens`, the tokens of a row on each device: rows with
     room for 1, 2, ... groups whose prompts and completions all have the longest length. Only
-    numbers of groups that divide the groups which a device gets in an update. `row_shards`: as in
-    `micro_batch_shapes`."""
+    numbers of groups that divide the groups which a device gets in an update; in ascending order.
+    `row_shards`: as in `micro_batch_shapes`."""
     batch = config.batch
     sampling = config.sampling
     context = config.mesh.context
@@ -50,7 +50,7 @@ def group_rows(config: Config, row_shards: int) -> list[int]:
 def completion_rows(config: Config) -> list[int]:
     """Returns candidates for `batch.micro_tokens` that are smaller than a group: rows with room for
     a prompt and 1, 2, ... of its completions, all of the longest length. Only numbers that divide
-    the size of a group."""
+    the size of a group; in ascending order, the whole group last."""
     sampling = config.sampling
     rows = []
     for number in _divisors(config.batch.group_size):
@@ -75,7 +75,8 @@ def _row_on_a_device(tokens: int, context: int) -> int:
 
 def packed_tokens(config: Config, shapes: Sequence[Shape], prompts: int) -> int:
     """Returns the tokens, padding included, of all micro-batches into which the groups of `prompts`
-    prompts are packed, if all prompts and completions have the longest length."""
+    prompts are packed, if all prompts and completions have the longest length; 0 for no prompts.
+    `shapes`: those of `micro_batch_shapes`."""
     from shoal.trainer.batch import split_into_micro_batches
 
     if not prompts:
@@ -87,6 +88,7 @@ def packed_tokens(config: Config, shapes: Sequence[Shape], prompts: int) -> int:
 
 
 def computed_tokens(config: Config, row_shards: int, prompts: int, micro_tokens: int) -> int:
-    """Returns `packed_tokens` for a run whose `batch.micro_tokens` is `micro_tokens`."""
+    """Returns `packed_tokens`, the tokens of an update of `prompts` prompts, for this run with
+    `micro_tokens` as its `batch.micro_tokens`. `row_shards`: as in `micro_batch_shapes`."""
     changed = replace(config, batch=replace(config.batch, micro_tokens=micro_tokens))
     return packed_tokens(changed, micro_batch_shapes(changed, row_shards), prompts)

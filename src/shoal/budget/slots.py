@@ -45,9 +45,9 @@ class KVCacheBudget(NamedTuple):
     by_pages: bool
 
     def slots(self, most: int, siblings: int) -> int:
-        """Returns the number of completions that caches have memory for at the same time, at most
-        `most`, if a row has `siblings` of them; 0 if there is no memory for one row of the longest
-        completions."""
+        """Returns the number of completions that the caches of all replicas have memory for at the
+        same time, at most `most`, if a row has `siblings` of them; 0 if there is no memory for one
+        row of the longest completions."""
         if not self.tokens:
             return most
         tokens = self.tokens // self.replicas
@@ -58,9 +58,9 @@ class KVCacheBudget(NamedTuple):
         return min(most, rows * self.replicas * siblings)
 
     def pages(self, slots: int, siblings: int) -> int:
-        """Returns the pages of a replica's pool: as many as there is memory for, at most what all
-        rows need for the longest completions, at least what one row needs for them. 0 if caches
-        have no pages."""
+        """Returns the pages of one replica's pool, if all replicas together have `slots` slots and
+        a row has `siblings` of them: as many as there is memory for, at most what all rows need for
+        the longest completions, at least what one row needs for them. 0 if caches have no pages."""
         if not self.by_pages:
             return 0
         rows = num_rows(slots, siblings, self.replicas) // self.replicas
@@ -110,13 +110,14 @@ def plan_slots(
     """Returns how many completions an engine samples at once, and how many siblings share a row: at
     most `slots`, as far as there is memory, of `completions` that are requested at the same time.
 
-    `free_tokens`: tokens whose keys and values there is memory for; 0: no limit. `turns`: whether
-    rollouts have tools or environments. ShoalError if a mean length of completions is set although
-    caches have no pages.
+    `free_tokens`: tokens whose keys and values there is memory for; 0: no limit. `turns`: "tools"
+    or "environments" if rollouts have them, else "". ShoalError if a mean length of completions is
+    set although caches have no pages.
 
-    All siblings of a group share a row if every completion gets a slot at once, because then no
-    slot that becomes free early could be used. Otherwise a row holds only so many siblings that
-    their keys take more memory than the prompt's.
+    At least one row is planned, also if there is no memory for it. All siblings of a group share a
+    row if every completion gets a slot at once, because then no slot that becomes free early could
+    be used. Otherwise a row holds only so many siblings that their keys take more memory than the
+    prompt's.
     """
     role = model.role
     mean = sampling.mean_completion_tokens
@@ -152,8 +153,8 @@ def plan_slots(
 
 def _fewest_siblings(group_size: int, prompt: int, own: int) -> int:
     """Returns the smallest divisor of the group's size with which the keys of a row's siblings take
-    at least as much memory as those of their prompt. `prompt`, `own`: tokens of a prompt, and of
-    one completion."""
+    at least as much memory as those of their prompt; the whole group's size if that is not enough
+    either. `prompt`, `own`: tokens of a prompt, and of one completion."""
     for size in range(1, group_size + 1):
         if group_size % size == 0 and prompt <= size * own:
             return size

@@ -144,9 +144,11 @@ class Checkpoints:
         (arrays on devices or `LazyArray`s). Waits for the save before it, and then for this one
         too, unless `in_background`.
 
-        `scores` of evaluated versions decide which older checkpoints are kept; none is deleted
-        before a newer one is complete. ShoalError if the checkpoint cannot be written: the older
-        ones are then kept.
+        To `extra` the entries `checksums`, `layouts` and `published` are added, in place of any
+        that it has. `scores`: version -> score of the evaluated ones, the higher the better; from
+        this save on they decide which checkpoints `keep_best` keeps; none is deleted before a newer
+        one is complete. ShoalError if the checkpoint cannot be written: the older ones are then
+        kept.
         """
         self.finish()
         items = {"state": state.to_trees()}
@@ -168,6 +170,7 @@ class Checkpoints:
             "published": published_versions,
         }
         saves["extra"] = self._args.JsonSave(extra)
+        # Not before: `finish` above deletes by the scores of the save before.
         self._scores = scores or {}
         with self.explain_write_errors(str(version)):
             check_room(self.folder, items)
@@ -177,13 +180,14 @@ class Checkpoints:
             return_freed_memory()
 
     def finish(self) -> None:
-        """Waits until the last save is complete, then deletes the checkpoints that are not kept."""
+        """Waits until the last save is complete, then deletes the checkpoints that are not kept.
+        ShoalError if that save failed."""
         with self.explain_write_errors():
             self._manager.wait_until_finished()
             self._prune()
 
     def versions(self) -> list[int]:
-        """Returns the versions that have a checkpoint, in order."""
+        """Returns the versions that have a checkpoint, in ascending order."""
         return sorted(self._manager.all_steps())
 
     def _prune(self) -> None:
@@ -207,8 +211,9 @@ class Checkpoints:
 
 
 def layout_digest(tree: Any) -> str:
-    """Returns a digest of the names, shapes and types of a tree of arrays. Another digest than a
-    checkpoint's means that it was saved with another model or optimizer, not that it is damaged."""
+    """Returns a digest of the names, shapes and types of a tree of arrays, or of their shapes.
+    Another digest than a checkpoint's means that it was saved with another model or optimizer, not
+    that it is damaged."""
     lines = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         lines.append(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}")
@@ -228,7 +233,7 @@ def largest_array(shapes: Checkpointed) -> int:
 
 
 def versions(run: Path) -> list[int]:
-    """Returns the versions that a run has checkpoints of, in order."""
+    """Returns the versions that a run has checkpoints of, in ascending order; [] if it has none."""
     folder = run / FOLDER
     if not folder.is_dir():
         return []
@@ -272,7 +277,8 @@ def restore(
     """Reads a checkpoint, each array with the sharding of `shapes`. `sampler`: shapes of one
     version's published weights. If these have shardings, the weights are read too; if they have
     none, each weight becomes a `LazyArray` of the checkpoint; if `sampler` is None, published
-    weights are left out.
+    weights are left out. `world`: the run's processes; None: this one alone. All processes must
+    call it.
 
     Raises `DamagedCheckpoint` if a part is missing or differs by a single bit from what was saved,
     ShoalError if the checkpoint was saved with another model or optimizer, or if the machine cannot
@@ -283,9 +289,9 @@ def restore(
     wanted: dict[str, Any] = {"state": shapes.to_trees()}
     world = world or World()
 
-    def read_extra() -> tuple[dict[str, Any], list[str], dict[str, int]]:
-        """Returns (extra, names of trees whose layout differs from the saved one, checksums by name
-        of tree). Adds the published weights to `wanted`."""
+    def read_entries() -> tuple[dict[str, Any], list[str], dict[str, int]]:
+        """Reads the JSON. Returns (extra, names of trees whose layout differs from the saved one,
+        checksums by name of tree). Adds the published weights to `wanted`."""
         with _reader(load_orbax().JsonCheckpointHandler()) as reader:
             extra = reader.restore(path / "extra")
         if sampler is not None and extra["published"]:
@@ -304,7 +310,7 @@ def restore(
             return reader.restore(path / name, args=load_orbax().args.StandardRestore(wanted[name]))
 
     _read_everywhere(path, "files", partial(complete, path), world)
-    extra, others, checksums = _read_everywhere(path, "extra", read_extra, world)
+    extra, others, checksums = _read_everywhere(path, "extra", read_entries, world)
     if others:
         raise ShoalError(
             f"checkpoint {path} was saved with another model or optimizer (its {others[0]} has "
@@ -328,7 +334,8 @@ def restore(
 
 
 def _lazily(folder: Path, keys: Any, wanted: jax.ShapeDtypeStruct) -> LazyArray:
-    """Returns an array of a checkpoint that is read when it is used."""
+    """Returns the array at `keys` of the tree in `folder`, which is read when it is used, with the
+    shape and type of `wanted`."""
     name = jax.tree_util.keystr(keys, simple=True, separator=".")
     return LazyArray(wanted.shape, np.dtype(wanted.dtype), StoredArray(folder, name).read)
 
@@ -344,7 +351,8 @@ def _reader(handler: Any) -> Any:
 def _read_everywhere(path: Path, part: str, read: Callable[[], Any], world: World) -> Any:
     """Calls `read` in every process, and returns this process's result once all have returned. If
     it failed in any process, all of them raise the same: ShoalError if a machine is at fault, else
-    `DamagedCheckpoint`. `part`: what is read, for messages between processes."""
+    `DamagedCheckpoint`. `part`: a name of what is read, the same in all processes. `path`: the
+    checkpoint."""
     content = None
     error = None
     fault = None
@@ -353,12 +361,13 @@ def _read_everywhere(path: Path, part: str, read: Callable[[], Any], world: Worl
     except Exception as raised:  # for a bad file Orbax raises anything, bare Exception included
         error = raised
         where = f" in {world.names[world.index]}" if world.count > 1 else ""
-        fault = [_is_machine_fault(error), cause(error) + where]
+        fault = [_is_machine_fault(error), cause(error) + where]  # a list, because it goes as JSON
     of_all = world.exchange_json(f"{part} of checkpoint {path.name}", fault)
     faults = [fault for fault in of_all if fault]
     if not faults:
         return content
-    # If a machine is at fault, the checkpoint may be whole, whatever another process has met.
+    # If a machine is at fault (True is larger than False), the checkpoint may be whole, whatever
+    # another process has met.
     is_machine, text = max(faults, key=operator.itemgetter(0))
     if is_machine:
         raise ShoalError(
@@ -387,7 +396,8 @@ def restore_newest(
     run: Path, shapes: Checkpointed, sampler: Params, warn: Callable[[str], None], world: World
 ) -> Restored | None:
     """Reads the newest checkpoint that is not damaged, and returns it. Damaged newer ones are then
-    moved to DAMAGED_FOLDER, each with a warning.
+    moved to DAMAGED_FOLDER, each with a warning: `warn` is called with its text, by the first
+    process. `shapes`, `sampler` and `world` as in `restore`.
 
     None if the run has no checkpoint; ShoalError, with nothing moved, if all are damaged. If there
     are several processes, all read the checkpoints that the first one sees.
@@ -413,7 +423,8 @@ def restore_newest(
 
 
 def _move_away(run: Path, version: int) -> Path:
-    """Moves a damaged checkpoint to `DAMAGED_FOLDER`, and returns its new path."""
+    """Moves a damaged checkpoint to `DAMAGED_FOLDER`, and returns its new path: `<version>`, or
+    `<version>-1` and so on if that exists."""
     # Moved, not deleted: a file that is lost today may be on a disk that comes back.
     folder = run / DAMAGED_FOLDER
     folder.mkdir(exist_ok=True)
@@ -446,7 +457,8 @@ def load_parameters(
 ) -> Params:
     """Reads the trained parameters of one checkpoint, on a role's devices and in `dtype`; no
     optimizer state. Then `keep` is called with each spec and array, and returns what takes the
-    array's place. ShoalError if the files cannot be read, or differ from what was saved."""
+    array's place. Downloads the files first if they are a bucket's. ShoalError if the files cannot
+    be read, DamagedCheckpoint if they differ from what was saved."""
     ocp = load_orbax()
     specs = trained_specs(architecture)
     wanted = {"trainable": param_shapes(specs, role, dtype)}

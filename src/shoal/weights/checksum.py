@@ -54,24 +54,27 @@ def _is_offloaded(array: jax.Array) -> bool:
 
 
 def weights_text(parameters: Any) -> str:
-    """Returns the checksum of parameters as text, in the form that a run's records have."""
+    """Returns the checksum of parameters as text, in the form that a run's records have, like
+    `0x0012ab34`."""
     return f"{checksum(parameters):#010x}"
 
 
 def types_text(parameters: Any) -> str:
-    """Returns the types of the arrays as text. Equal values of different types have different
-    checksums."""
+    """Returns the distinct types of the arrays as text, sorted, like `bfloat16, float32`. Equal
+    values of different types have different checksums."""
     return ", ".join(sorted({leaf.dtype.name for leaf in jax.tree.leaves(parameters)}))
 
 
 def host_checksum(array: np.ndarray, number: int) -> int:
-    """Returns the `array_checksum` of a NumPy array or `LazyArray`, computed piece by piece,
-    because a single device might not have room for an array that is usually split over devices."""
-    most = PIECE_BYTES // array.dtype.itemsize
+    """Returns the `array_checksum` of a NumPy array or `LazyArray` with this number in its tree,
+    computed piece by piece, because a single device might not have room for an array that is
+    usually split over devices."""
+    most_elements = PIECE_BYTES // array.dtype.itemsize
+    # The last axes are whole, the first that does not fit is cut, and those before it have step 1.
     steps = []
     for axis, size in enumerate(array.shape):
         elements_of_index = math.prod(array.shape[axis + 1 :])
-        steps.append(max(1, min(size, most // max(1, elements_of_index))))
+        steps.append(max(1, min(size, most_elements // max(1, elements_of_index))))
     total = 0
     for piece in grid(array.shape, steps):
         start = np.array([cut.start for cut in piece], np.uint32)

@@ -64,6 +64,8 @@ class FolderStore(FileStore):
         adapters: bool = False,
         starts: bool = True,
     ) -> None:
+        """Creates the folder, and starts a process that removes it and kills the servers once this
+        process has ended. ShoalError if `parent` cannot be written."""
         super().__init__(parent, model)
         self.source = source
         self.config = config
@@ -85,7 +87,8 @@ class FolderStore(FileStore):
 
     def write(self, version: int, params: Params) -> Version:
         """Writes a version's folder, scores the probe with its weights, and returns the version.
-        Sets `num_bytes` to the folder's size."""
+        `params`: the trained parameters, None in place of the others. Sets `num_bytes` to the
+        folder's size."""
         folder = self.new_path(f"{version:06d}")
         a = self.model.architecture
         whole = joined(params, self._base_params)
@@ -153,7 +156,8 @@ class FolderVersion:
         self, model: Model, frozen: MutableMapping[str, Any] | None = None
     ) -> Future[Callable[[], Params]]:
         """Returns a future that is done: a function that returns this version in place of weights,
-        because the engine reads the files itself. LookupError if the folder was removed."""
+        because the engine reads the files itself. LookupError, at once, if the folder was removed.
+        `model` and `frozen` are not used."""
         if not self.exists:
             raise LookupError(f"version {self.version} is not published any more")
         done: Future[Callable[[], Params]] = Future()

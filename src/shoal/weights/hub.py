@@ -27,9 +27,9 @@ def locate(path: str | Path, token: str | None = None, weights: bool = True) -> 
     by its name, or the folder to which a hub id is downloaded.
 
     `token` is the hub's access token; None means the one in HF_TOKEN. Without `weights`, only
-    config and tokenizer are downloaded. To name a local folder called `tiny`, write `./tiny`.
-    ShoalError if there is no such model; NotHere if it would have to be downloaded during a dry
-    run.
+    config and tokenizer are downloaded, from the hub or a bucket. To name a local folder called
+    `tiny`, write `./tiny`. ShoalError if there is no such model; NotHere if it would have to be
+    downloaded during a dry run.
     """
     # Packaged names come before folders: a run must not change because a folder `tiny` happens to
     # be where it is started.
@@ -83,7 +83,8 @@ def _other_folders() -> tuple[str, ...]:
     """Returns patterns of files in subfolders, which are not downloaded with a model because they
     hold the same weights in other formats. The folder NAMED_TEMPLATES (chat templates) is spared:
     patterns cannot exclude one name, so each after the first matches names that differ from it at
-    one letter."""
+    one letter (for a folder `ab`: `[!a]*/*` and `a[!b]*/*`). The first matches all deeper
+    folders."""
     patterns = ["*/*/*"]
     for length, letter in enumerate(NAMED_TEMPLATES):
         patterns.append(f"{NAMED_TEMPLATES[:length]}[!{letter}]*/*")
@@ -94,7 +95,9 @@ OTHER_FOLDERS = _other_folders()
 
 
 def _download(repository: str, token: str | None, weights: bool) -> Path:
-    """Downloads a model and returns its folder in the hub's cache. ShoalError if that fails."""
+    """Downloads config and tokenizer of a model, with `weights` also its safetensors, and returns
+    its folder in the hub's cache. `token`: the hub's access token, or None. ShoalError if that
+    fails."""
     from huggingface_hub import errors
 
     # Without *.bin: pickles are never read.

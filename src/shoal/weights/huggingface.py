@@ -68,8 +68,9 @@ def load(
     specs: Parameters | None = None,
 ) -> Parameters:
     """Reads the parameters in a folder's safetensors (bf16, f16, f32, or fp8 by blocks) and returns
-    them as `dtype`, in the role's sharding. `keep` is called with each as soon as it is read, and
-    returns what takes its place. `specs` are used in place of `param_specs`.
+    them as `dtype`, in the role's sharding. `keep` is called with each spec and array as soon as
+    the array is read, and returns what takes its place. `specs` are used in place of `param_specs`;
+    None for these.
 
     Every byte is read once, by one of the processes. ShoalError names every tensor that is missing,
     left over or misshapen, and a truncated file.
@@ -88,8 +89,9 @@ def read_tensors(
     keep: Keep = keep_as_read,
 ) -> Any:
     """Reads the parameters in a tree of `ParamSpec`, and returns them in the same tree, as arrays
-    on the role's devices. `keep` is called with each spec and array as soon as the array is read,
-    and returns what takes its place (for example the quantised weight)."""
+    of `dtype` on the role's devices. `stored`: the parameters by `ParamSpec.name`. `keep` is called
+    with each spec and array as soon as the array is read, and returns what takes its place (for
+    example the quantised weight)."""
 
     def read(spec: ParamSpec) -> Any:
         array = load_sharded(stored[spec.name], ParamLayout.of(spec, role), dtype)
@@ -109,7 +111,8 @@ def stored_architecture(folder: Path) -> Architecture:
 
 
 def _has_other_head(folder: Path) -> bool:
-    """True if a model's files hold a head that is not its embedding; compares their values."""
+    """True if a model's files hold a head that is not its embedding; compares their values. False
+    also if one of the two is not in the files, or has a type that is not read."""
     stored = _read_headers(folder)
     head = stored.get("lm_head.weight")
     embedding = stored.get("model.embed_tokens.weight")
@@ -132,8 +135,8 @@ def _has_other_head(folder: Path) -> bool:
 
 
 def _read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """Returns the tensors of a folder's files by name, without reading values. Tensors of 8 bits
-    with scales become one `BlockScaledTensor` each."""
+    """Returns the tensors of a folder's files by name, without reading values. Rotary frequencies
+    are left out. Tensors of 8 bits with scales become one `BlockScaledTensor` each."""
     stored: dict[str, StoredTensor] = {}
     for file in _weight_files(folder):
         stored |= read_header(file)
@@ -156,7 +159,7 @@ def open_tensors(
     given."""
     folder = Path(folder)
     stored = _read_headers(folder)
-    # the embedding once more, or under this name only
+    # A tied head is the embedding: stored a second time, which is dropped, or under this name only.
     if a.tie_embeddings and "lm_head.weight" in stored:
         stored.setdefault("model.embed_tokens.weight", stored.pop("lm_head.weight"))
     return check_tensors(stored, specs or param_specs(a), f"{folder} do not fit its config.json")
@@ -165,8 +168,8 @@ def open_tensors(
 def check_tensors(
     stored: Mapping[str, StoredTensor], specs: Any, where: str
 ) -> dict[str, StoredParameter]:
-    """Returns stored tensors by the names of a tree of `ParamSpec`. ShoalError unless names, shapes
-    and types are exactly those; `where` names the files in the message."""
+    """Returns stored tensors as parameters, by the names of a tree of `ParamSpec`. ShoalError
+    unless names, shapes and types are exactly those; `where` names the files in the message."""
     specs = jax.tree.leaves(specs)
     shapes: dict[str, tuple[int, ...]] = {}
     for spec in specs:
@@ -267,9 +270,11 @@ def save(
     files.
 
     The config is the given one, or the source's own, with the type of the weights set; without a
-    source it is made from the architecture. `shard_bytes` is the largest size of a file. Everything
-    is written to a temporary folder, which is renamed at the end. ShoalError if the folder is not
-    empty.
+    source it is made from the architecture. `parameters` are a tree of arrays, or tensors that are
+    written in their order. `dtype` is the type of the weights, a name or a NumPy type.
+    `source_folder` None: no tokenizer. `shard_bytes` is the largest size of a file, unless one
+    tensor is larger. Everything is written to a temporary folder, which is renamed at the end.
+    ShoalError if the folder is not empty, or if `dtype` is none of float32, bfloat16 and float16.
     """
     folder = Path(folder).expanduser()
     source = None if source_folder is None else Path(source_folder)
@@ -292,7 +297,8 @@ def save(
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copies the files of a tokenizer, and its chat templates, into a folder."""
+    """Copies the files of a tokenizer (TOKENIZER_FILES, those that exist), and its folder of chat
+    templates, into a folder that has no such folder yet."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
@@ -301,9 +307,10 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def output_tensors(parameters: Any, specs: Any) -> Iterator[OutputTensor]:
-    """Yields the tensors of parameters as files hold them. Values are copied from the devices only
-    when a tensor is written. `specs` is the tree of `ParamSpec` of the parameters; ValueError if a
-    shape differs."""
+    """Yields the tensors of a tree of parameters as files hold them, in the tree's order; leaves
+    that are None in both trees are left out. Values are copied from the devices only when a tensor
+    is written. `specs` is the tree of `ParamSpec` of the parameters; ValueError if a shape
+    differs."""
     for array, spec in zip(jax.tree.leaves(parameters), jax.tree.leaves(specs), strict=True):
         if tuple(array.shape) != spec.shape:
             raise ValueError(
@@ -317,7 +324,9 @@ def output_tensors(parameters: Any, specs: Any) -> Iterator[OutputTensor]:
 def _write_shards(
     folder: Path, tensors: Iterable[OutputTensor], dtype: np.dtype, shard_bytes: int
 ) -> None:
-    """Writes one file, or several of at most `shard_bytes` with an index."""
+    """Writes one file, `model.safetensors`, or several of at most `shard_bytes`
+    (`model-00001-of-00003.safetensors`) with an index. A tensor that is larger gets a file of its
+    own."""
     shards: list[list[OutputTensor]] = [[]]
     sizes = [0]
     for tensor in tensors:

@@ -12,6 +12,17 @@ rows, the others are its columns.
 
 A window is some rows of some tensors. It is spread over the devices as runs of rows, one run for
 each device. Below, "file order" is the array with its dimensions in the order of files.
+
+An example on four devices, of a tensor of 8 rows and 8 columns: the mesh axis "row" splits the rows
+of the files, "col" the columns.
+
+    device        read from files (`_put_rows`)    the array's layout (`_move`)
+    row 0, col 0  rows 0, 1, all columns           rows 0 to 3, columns 0 to 3
+    row 0, col 1  rows 2, 3, all columns           rows 0 to 3, columns 4 to 7
+    row 1, col 0  rows 4, 5, all columns           rows 4 to 7, columns 0 to 3
+    row 1, col 1  rows 6, 7, all columns           rows 4 to 7, columns 4 to 7
+
+So each row is read once, and devices with the same rows in the end exchange columns.
 """
 
 from __future__ import annotations
@@ -54,7 +65,7 @@ class ParamLayout:
     @classmethod
     def on(cls, array: jax.Array, declared: ParamSpec) -> ParamLayout:
         """Returns the layout of an array that is on devices already. `declared`: the spec of the
-        parameter that the array holds."""
+        parameter that the array holds. An array without a mesh must be on one device."""
         sharding = array.sharding
         if not isinstance(sharding, NamedSharding):  # one device
             devices = np.asarray(list(array.devices()))
@@ -228,7 +239,8 @@ def is_small(layout: ParamLayout, itemsize: int) -> bool:
 
 def load_sharded(stored: StoredParameter, layout: ParamLayout, dtype: Any) -> jax.Array:
     """Reads a parameter from files, and returns the array on devices, in `layout` and of `dtype`.
-    Each row is read by one process, and goes from there to the devices."""
+    Each row is read by one process, and goes from there to the devices, so all processes must call
+    it."""
     dtype = np.dtype(dtype)
     shape = layout.declared.shape
     if is_small(layout, stored.dtype.itemsize):
@@ -250,20 +262,21 @@ def load_sharded(stored: StoredParameter, layout: ParamLayout, dtype: Any) -> ja
 
         ahead = begin_reading(0)
         for number, cuts in enumerate(windows):
-            window = ahead.result()
+            in_runs = ahead.result()
             if number + 1 < len(windows):
                 ahead = begin_reading(number + 1)
             height = cuts[-1].stop - cuts[-1].start
-            moved = _move(window, layout, height, stored.dtype, dtype)
-            array = _write(array, moved, [cut.start for cut in cuts], layout)
-            del window, moved
+            in_layout = _move(in_runs, layout, height, stored.dtype, dtype)
+            array = _write(array, in_layout, [cut.start for cut in cuts], layout)
+            del in_runs, in_layout
             array.block_until_ready()  # else windows, and steps with collectives, would queue up
     return in_final_type(array, layout.sharding, dtype)
 
 
 def in_final_type(array: jax.Array, sharding: NamedSharding, dtype: np.dtype) -> jax.Array:
     """Returns an array that was moved in `transfer_dtype` as an array of `dtype` with this
-    sharding. The memory stays the same."""
+    sharding. The memory stays the same. An array that has `dtype` already only gets the sharding's
+    spelling."""
     parts = [shard.data for shard in array.addressable_shards]
     if array.dtype != dtype:
         # By NumPy's views, because a compiled cast would need the memory twice.
@@ -274,8 +287,9 @@ def in_final_type(array: jax.Array, sharding: NamedSharding, dtype: np.dtype) ->
 
 
 def _put_rows(stored: StoredParameter, layout: ParamLayout, window: tuple[slice, ...]) -> jax.Array:
-    """Reads a window to the devices, and returns it in file order, split into one run of rows for
-    each device. If the rows do not divide evenly, the last runs end with zeros."""
+    """Reads a window (an index in `window_space`) to the devices, and returns it in file order and
+    in `transfer_dtype`, split into one run of rows for each device. If the rows do not divide
+    evenly, the last runs end with zeros."""
     row_dim = layout.row_dim
     num_parts = [layout.parts(axes) for axes in layout.file_axes[: row_dim + 1]]
     sizes = [cut.stop - cut.start for cut in window]
@@ -289,10 +303,12 @@ def _put_rows(stored: StoredParameter, layout: ParamLayout, window: tuple[slice,
     all_sizes = [size * parts for size, parts in zip(padded_sizes, num_parts, strict=True)]
 
     def read(index: Any) -> np.ndarray:
-        """Reads the run of one device."""
+        """Reads the run of one device; `index`: the run's place in the result."""
         wanted = []
         for dim, cut in enumerate(window):
             start, stop, _ = index[dim].indices(all_sizes[dim])
+            # The index counts within the window of all parts, filled up; a part's own window begins
+            # at `origin` in the files.
             part, first = divmod(start, padded_sizes[dim])
             last = first + stop - start
             origin = part * layout.window_space[dim] + cut.start
@@ -315,7 +331,7 @@ def _put_rows(stored: StoredParameter, layout: ParamLayout, window: tuple[slice,
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> jax.Array:
-    """Returns an array of zeros in a sharding."""
+    """Returns a new array of zeros of this shape, type and sharding, made on its devices."""
     return lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding)
 
 
@@ -323,9 +339,10 @@ def zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> jax.Ar
 def _move(
     block: jax.Array, layout: ParamLayout, height: int, stored: np.dtype, dtype: np.dtype
 ) -> jax.Array:
-    """Moves a window from runs of rows (as `_put_rows` returns it) to the array's layout,
-    transposed and cast. `height`: rows of the window in each part, without what fills up the runs.
-    `stored`, `dtype`: types of the values before and after."""
+    """Returns a window in the array's layout, transposed and cast, in the `transfer_dtype` of
+    `dtype`. `block`: the window in runs of rows, as `_put_rows` returns it. Devices exchange their
+    runs, so all processes must call it. `height`: rows of the window in each part, without what
+    fills up the runs. `stored`, `dtype`: types of the values before and after."""
     row_dim = layout.row_dim
 
     def local(x: jax.Array) -> jax.Array:
@@ -350,7 +367,8 @@ def _move(
 
 
 def _split_dimension(x: jax.Array, dim: int, parts: int) -> jax.Array:
-    """Returns the array with dimension `dim` split into two: the parts, and what each has."""
+    """Returns the array with dimension `dim` split into two: the parts, and what each has. `parts`
+    must divide its size."""
     shape = list(x.shape)
     shape[dim : dim + 1] = [parts, shape[dim] // parts]
     return x.reshape(shape)
@@ -367,11 +385,14 @@ def _join_dimensions(x: jax.Array, dim: int) -> jax.Array:
 # ms for 16 MiB; separately 12).
 @partial(jax.jit, static_argnums=3, donate_argnums=0)
 def _write(array: jax.Array, moved: jax.Array, first: list[Any], layout: ParamLayout) -> jax.Array:
-    """Returns the array, whose buffer is donated, with a window written into it. `first`: the first
-    index of the window in each dimension of `window_space`."""
+    """Returns the array, whose buffer is donated (it must not be used again), with a window written
+    into it. `moved`: the window, as `_move` returns it, of the array's type. `first`: the first
+    index of the window in each dimension of `window_space`; each device writes there in its own
+    part, and nothing is exchanged."""
 
-    def local(array: jax.Array, moved: jax.Array, first: list[jax.Array]) -> jax.Array:
-        return lax.dynamic_update_slice(array, moved, layout.starts(first))
+    def local(part: jax.Array, window: jax.Array, first: list[jax.Array]) -> jax.Array:
+        """Returns one device's part of the array with its part of the window."""
+        return lax.dynamic_update_slice(part, window, layout.starts(first))
 
     everywhere = PartitionSpec()
     return jax.shard_map(
@@ -393,9 +414,10 @@ Part = tuple[tuple[slice, ...], Callable[[], np.ndarray]]
 def assemble(
     parts: Iterable[Part], sharding: NamedSharding, shape: tuple[int, ...], dtype: Any
 ) -> jax.Array:
-    """Returns the array that consists of `parts`, which have the array's own dimensions. A process
-    reads only the parts that its devices need, each once; if the array is small (SMALL_BYTES),
-    every process reads all of them."""
+    """Returns the array that consists of `parts`, which have the array's own dimensions and
+    together cover the array; their values are cast to `dtype`. A process reads only the parts that
+    its devices need, each once; if the array is small (SMALL_BYTES), every process reads all of
+    them."""
     dtype = np.dtype(dtype)
     if math.prod(shape) * dtype.itemsize <= SMALL_BYTES:
         whole = np.empty(shape, dtype)
@@ -455,7 +477,7 @@ def _intersection(first: Sequence[slice], second: Sequence[slice]) -> tuple[slic
 
 def _relative_to(index: Sequence[slice], outer: Sequence[slice]) -> tuple[slice, ...]:
     """Converts an index in an array to the index of the same values in the part `outer` of the
-    array."""
+    array. The index lies within `outer`."""
     return tuple(
         slice(cut.start - around.start, cut.stop - around.start)
         for cut, around in zip(index, outer, strict=True)
@@ -464,7 +486,8 @@ def _relative_to(index: Sequence[slice], outer: Sequence[slice]) -> tuple[slice,
 
 @partial(jax.jit, donate_argnums=0)
 def _paste(array: jax.Array, part: jax.Array, starts: list[Any]) -> jax.Array:
-    """Writes a part into an array, whose buffer is donated."""
+    """Returns the array, whose buffer is donated, with a part written into it from the index
+    `starts` on."""
     return lax.dynamic_update_slice(array, part, starts)
 
 
@@ -475,8 +498,10 @@ def collect(
     array: Any, layout: ParamLayout, index: tuple[int, ...], dtype: Any
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yields one of a parameter's tensors as files hold it, in runs of rows: (number of the first
-    row, values). `index` says which tensor, like the keys of `ParamSpec.names_by_index`. The values
-    of a small parameter have the array's own type, the others have `dtype`."""
+    row, values). Each process yields the runs that its devices have, and all must go through all
+    runs, because devices exchange them. `index` says which tensor, like the keys of
+    `ParamSpec.names_by_index`. The values of a small parameter have the array's own type, the
+    others have `dtype`."""
     if is_small(layout, array.dtype.itemsize):
         yield 0, layout.declared.transpose(np.asarray(array))[index]
         return
@@ -508,6 +533,7 @@ def collect(
             starts = [cut.start or 0 for cut in shard.index[: row_dim + 1]]
             if shard.replica_id or starts[:-1] != wanted_parts:
                 continue
+            # which part of the rows the run is in, and where its rows begin in the part's window
             part, first_row = divmod(starts[-1], padded_height)
             last_row = min(first_row + run_rows, height)
             if first_row < last_row:
@@ -526,9 +552,10 @@ def _take(
     array: jax.Array, first: list[Any], layout: ParamLayout, height: int, dtype: np.dtype
 ) -> jax.Array:
     """Returns a window of `height` rows of one tensor from the part of each device, in file order,
-    as runs of rows split over `row_axes`, and each part over `column_axes`. `first`: the first
-    index of the window in each dimension of `window_space`. If mesh axes split a dimension that
-    numbers tensors, the result has an index there for each of its parts."""
+    as runs of rows split over `row_axes`, and each part over `column_axes`; with zeros at the end
+    of a part, if its rows do not divide evenly. `first`: the first index of the window in each
+    dimension of `window_space`. If mesh axes split a dimension that numbers tensors, the result has
+    an index there for each of its parts."""
     row_dim = layout.row_dim
 
     def local(array: jax.Array, first: list[jax.Array]) -> jax.Array:
@@ -536,6 +563,7 @@ def _take(
         part = lax.dynamic_slice(array, layout.starts(first), layout.sizes(height, array.shape))
         x = layout.declared.transpose(part).astype(dtype)
         if layout.column_axes:
+            # The exchange of `_move` backwards: rows are split, columns are joined.
             x = lax.bitcast_convert_type(x, transfer_dtype(dtype, layout.mesh))
             padding = [(0, 0)] * x.ndim
             padding[row_dim] = (0, -height % layout.parts(layout.column_axes))

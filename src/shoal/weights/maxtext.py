@@ -143,7 +143,7 @@ class MaxTextArray:
         files; of heads the one that counts them."""
         if not self.spec.transposed:
             return 0
-        if self.head_axis == 1:
+        if self.head_axis == 1:  # [in, heads, width]
             return len(self.shape) - 2
         return len(self.shape) - 1
 
@@ -173,14 +173,15 @@ class MaxTextArray:
         return tuple(cuts)
 
     def from_shoal(self, values: np.ndarray) -> np.ndarray:
-        """Converts a part of Shoal's parameter to MaxText's form: heads in two dimensions, rotary
-        pairs, scaled queries, layers on axis 1."""
+        """Converts a part of Shoal's parameter, with its dimension of layers if it has one, to
+        MaxText's form: heads in two dimensions, rotary pairs, scaled queries, layers on axis 1.
+        Scaled values are float32, others keep their type and may be a view."""
         if self.head_axis is not None:
             axis = self.head_axis + int(self.spec.stacked)
             shape = list(values.shape)
             shape[axis : axis + 1] = [-1, self.head_dim]
             values = values.reshape(shape)
-        if self.in_pairs:
+        if self.in_pairs:  # x0 x1 ... y0 y1 ... -> x0 y0 x1 y1 ...
             halves = values.reshape(*values.shape[:-1], 2, values.shape[-1] // 2)
             values = halves.swapaxes(-1, -2).reshape(values.shape)
         if self.factor != 1.0:
@@ -197,7 +198,7 @@ class MaxTextArray:
             values = np.moveaxis(values, STACKED_AXIS, 0)
         elif self.spec.stacked:
             values = values[None]
-        if self.in_pairs:
+        if self.in_pairs:  # x0 y0 x1 y1 ... -> x0 x1 ... y0 y1 ...
             by_pair = values.reshape(*values.shape[:-1], values.shape[-1] // 2, 2)
             values = by_pair.swapaxes(-1, -2).reshape(values.shape)
         if self.factor != 1.0:
@@ -267,7 +268,8 @@ def layout_text(scan_layers: bool, pairs: bool) -> str:
 
 def find_tree(folder: Path) -> Path | None:
     """Returns the folder of an Orbax tree of MaxText's: `folder` itself, its `items`, or that of
-    its newest step. None if there is no tree, or if it is part of a Shoal run's checkpoint."""
+    its newest step, the largest number that has one. None if there is no tree, or if it is part of
+    a Shoal run's checkpoint."""
     for path in (folder, folder / INNER.name):
         if (path / "_METADATA").is_file() and not (path / "config.json").exists():
             # Shoal's own checkpoints are Orbax trees, too; `checkpoints.py` reads those, and
@@ -303,7 +305,8 @@ class MaxTextCheckpoint:
 
     def load(self, role: Role, dtype: Any = np.float32, keep: Keep = keep_as_read) -> Params:
         """Reads the parameters and returns them in the role's layout. Each process reads the parts
-        that its devices need, one after the other; `keep` as in `huggingface.load`."""
+        that its devices need, one after the other; `keep` is called with each spec and array, and
+        returns what takes the array's place."""
 
         def read(spec: ParamSpec) -> Any:
             array = assemble(self._parts(spec), spec.sharding(role), spec.shape, dtype)
@@ -312,8 +315,8 @@ class MaxTextCheckpoint:
         return jax.tree.map(read, param_specs(self.architecture))
 
     def digests(self) -> dict[str, str]:
-        """Returns, by file name, a digest of each file's size and of bytes from all over it: a copy
-        of the checkpoint has the same digests."""
+        """Returns, by path within the folder, a digest of each file's size and of bytes from all
+        over it: a copy of the checkpoint has the same digests."""
         digests = {}
         for file in sorted(self.folder.rglob("*")):
             if file.is_file():
@@ -324,19 +327,20 @@ class MaxTextCheckpoint:
 
     def tensors(self, file: IO[bytes], dtype: np.dtype) -> Iterator[OutputTensor]:
         """Yields the tensors of Hugging Face's files, whose values are read only when they are
-        written. `file`: a temporary file; the parameter that is being written is converted into it
-        as a whole, and its tensors are read from there."""
-        staged = ""
+        written. They must be written one after the other, in order. `dtype`: the type in which they
+        will be asked for. `file`: a temporary file; the parameter that is being written is
+        converted into it as a whole, and its tensors are read from there."""
+        in_file = ""  # name of the parameter that `file` holds
 
         def read(
             spec: ParamSpec, index: tuple[int, ...], _: np.dtype
         ) -> Iterator[tuple[int, np.ndarray]]:
             """Yields one tensor in runs of rows. Fills `file` with the tensor's parameter first,
             unless the tensor before was of the same parameter."""
-            nonlocal staged
-            if spec.name != staged:
-                self._stage(spec, file, dtype)
-                staged = spec.name
+            nonlocal in_file
+            if spec.name != in_file:
+                self._write_parameter(spec, file, dtype)
+                in_file = spec.name
             num_rows = spec.tensor_shape[0]
             tensor_bytes = math.prod(spec.tensor_shape) * dtype.itemsize
             step = max(1, num_rows * WINDOW_BYTES // tensor_bytes)
@@ -355,18 +359,22 @@ class MaxTextCheckpoint:
             for index, name in spec.names_by_index.items():
                 yield OutputTensor(name, spec.tensor_shape, partial(read, spec, index))
 
-    def _stage(self, spec: ParamSpec, file: IO[bytes], dtype: np.dtype) -> None:
-        """Replaces the content of `file` by a parameter in Shoal's form."""
+    def _write_parameter(self, spec: ParamSpec, file: IO[bytes], dtype: np.dtype) -> None:
+        """Replaces the content of `file` by the values of a parameter in Shoal's form, as `dtype`:
+        an array of `spec.shape`. OSError if the disk is full."""
         file.truncate(0)
         # otherwise a full disk would end the process by a signal
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, math.prod(spec.shape) * dtype.itemsize)
         for index, read in self._parts(spec):
+            # Mapped again for each part, because pages that were written count as this process's
+            # memory as long as the mapping exists.
             np.memmap(file, dtype, "r+", shape=spec.shape)[index] = read().astype(dtype)
 
     def _parts(self, spec: ParamSpec) -> Iterator[Part]:
-        """Yields a parameter in parts, each with a function that reads it: about WINDOW_BYTES, or a
-        piece of the stored array if its pieces are larger."""
+        """Yields a parameter in parts: (index of the part in Shoal's parameter, function that reads
+        it in Shoal's form). A part has about WINDOW_BYTES, or is a piece of the stored array if its
+        pieces are larger."""
         for array in arrays_of(self.architecture, self.scan_layers, self.pairs):
             if array.spec.name != spec.name:
                 continue
@@ -384,12 +392,13 @@ def _read_part(array: MaxTextArray, stored: StoredArray, part: tuple[slice, ...]
 
 def part_steps(array: StoredArray, itemsize: int, whole: int | None) -> list[int]:
     """Returns the size, along each axis, of the parts in which a stored array is read: a piece of
-    the array on disk, or several if they fit into WINDOW_BYTES. The axis `whole` is not cut; None:
-    every axis may be."""
+    the array on disk, or several if they fit into WINDOW_BYTES. `itemsize`: bytes of a stored
+    value. The axis `whole` is not cut; None: every axis may be."""
     steps = [min(piece, size) for piece, size in zip(array.pieces, array.shape, strict=True)]
     if whole is not None:
         steps[whole] = array.shape[whole]
     for axis in reversed(range(len(steps))):
+        # how many times the part of now fits
         more = max(1, WINDOW_BYTES // (math.prod(steps) * itemsize))
         steps[axis] = min(array.shape[axis], steps[axis] * more)
     return steps
@@ -414,7 +423,8 @@ def open_checkpoint(
     """Opens a MaxText checkpoint without reading its values, and returns it after checking names
     and shapes of its arrays against a model: the published one called `model_name`, or that of the
     config.json of `model_name` (a hub id) or of the `tokenizer` folder. `keys` are the settings
-    that name both, for messages. ShoalError if the checkpoint does not fit, or if no model is
+    that name both, for messages. `scan_layers`: whether all layers are in one array. NotHere in a
+    dry run if the checkpoint is in a bucket; ShoalError if it does not fit, or if no model is
     given."""
     if not (model_name or tokenizer):
         raise ShoalError(
@@ -471,8 +481,9 @@ def _check_arrays(
     model: str,
 ) -> str:
     """Returns the prefix of the parameters' names (one of ROOTS), if the stored arrays are exactly
-    those of the architecture; else raises ShoalError, which names the first that differs. `model`:
-    what the architecture was read from, for messages."""
+    those of the architecture; else raises ShoalError, which names the first that differs. `shapes`:
+    shape by name of all stored arrays. `where`: the checkpoint, `model`: what the architecture was
+    read from, for messages."""
     roots = [root for root in ROOTS if root + "token_embedder/embedding" in shapes]
     if not roots:
         raise ShoalError(
@@ -506,8 +517,8 @@ def _check_arrays(
 
 
 def _first_misfit(stored: Mapping[str, tuple[int, ...]], arrays: Sequence[MaxTextArray]) -> str:
-    """Returns a text about the first array that has another shape, is missing or is left over; ""
-    if the stored arrays are exactly these."""
+    """Returns a text about one array: the first that has another shape, else one that is missing,
+    else one that is left over; "" if the stored arrays are exactly these."""
     wanted = {array.name: array.shape for array in arrays}
     for name, shape in wanted.items():
         if name in stored and stored[name] != shape:
@@ -522,7 +533,8 @@ def _first_misfit(stored: Mapping[str, tuple[int, ...]], arrays: Sequence[MaxTex
 
 
 def _first_of(names: Collection[str]) -> str:
-    """Names the first of some names, and how many more there are."""
+    """Names the first of some names by the alphabet, and how many more there are: `a and 2
+    more`."""
     if len(names) == 1:
         return min(names)
     return f"{min(names)} and {len(names) - 1} more"
@@ -534,10 +546,11 @@ def _first_of(names: Collection[str]) -> str:
 def arrays_to_write(
     read: ReadPart, arrays: Iterable[MaxTextArray], dtype: np.dtype
 ) -> dict[str, LazyArray]:
-    """Returns name in MaxText's tree -> array, whose values are read by `read` and converted to
-    MaxText's form only when the array is written."""
+    """Returns name in MaxText's tree (parts joined by slashes) -> array of `dtype`, whose values
+    are read by `read` and converted to MaxText's form only when the array is written."""
 
     def part_of(array: MaxTextArray, part: tuple[slice, ...]) -> np.ndarray:
+        """Returns a part of MaxText's array, read and converted."""
         return array.from_shoal(read(array.spec, array.index(part))).astype(dtype, copy=False)
 
     tree: dict[str, LazyArray] = {}
@@ -562,8 +575,10 @@ def write_tree(
     """Writes `folder/0/items` as MaxText does: the step, the arrays, an empty optimizer state, and
     `metadata`.
 
-    One piece of one array at a time is in memory; `on_written` is called with the bytes of each.
-    Errors name `target`, the folder to which the caller will move the result.
+    `arrays` is what `arrays_to_write` returned. One piece of one array at a time is in memory;
+    `on_written` is called with the number of bytes of each. ShoalError if it cannot be written, or
+    if the disk lacks room. Errors name `target`, the folder to which the caller will move the
+    result.
     """
     ocp = load_orbax()
     step, item = INNER.parts

@@ -65,6 +65,8 @@ def load_orbax() -> Any:
     hook = sys.unraisablehook
 
     def without_closed_loops(unraisable: Any) -> None:
+        """Drops the message of a closed loop that belongs to no object; passes any other to the
+        hook that was there before."""
         is_closed_loop = str(unraisable.exc_value) == "Event loop is closed"
         if unraisable.object is not None or not is_closed_loop:
             hook(unraisable)
@@ -76,10 +78,11 @@ def load_orbax() -> Any:
 
 
 async def _read_to_the_end(read: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Reads arrays as Orbax's handler does, but raises an error only after all reads have ended. If
-    one array, or a part of it, cannot be read, Orbax raises while the others are still being read,
-    and drops these: threads of TensorStore would then call back for each of them at any later
-    moment, during a run that goes on from an older checkpoint."""
+    """Reads arrays as Orbax's handler does (`read` is its method, and gets all other arguments),
+    but raises an error only after all reads have ended. If one array, or a part of it, cannot be
+    read, Orbax raises while the others are still being read, and drops these: threads of
+    TensorStore would then call back for each of them at any later moment, during a run that goes on
+    from an older checkpoint."""
     begun_before = asyncio.all_tasks()
     try:
         return await read(*args, **options)
@@ -150,7 +153,8 @@ def reading(path: Path) -> Iterator[None]:
 
 def cause(error: BaseException) -> str:
     """Returns the reason of an error in one line for a message: its first line without settings, or
-    the end of that line if it is long.
+    the end of that line if it is long. If the end is long too, or settings are left in it: `a part
+    of it is damaged or missing`.
 
     Also frees what the error's frames hold: a coroutine that is freed later would warn then, after
     the end of `orbax_silenced`.
@@ -176,7 +180,7 @@ def cause(error: BaseException) -> str:
 
 def check_room(folder: Path, tree: Any) -> None:
     """Raises OSError (no space) if the disk has less free space than a tree's arrays take. Does
-    nothing if there are several processes."""
+    nothing if there are several processes, because each writes only a part. `folder` must exist."""
     needed = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
     free = shutil.disk_usage(folder).free
     if jax.process_count() == 1 and free < needed:
@@ -282,7 +286,7 @@ def save_args(leaf: Any) -> Any:
 
 def _batches(values: Sequence[LazyArray]) -> Iterator[slice]:
     """Yields consecutive slices of `values`, each to be written at the same time: arrays of at most
-    CHUNK_BYTES together, or a single larger one."""
+    CHUNK_BYTES together, or a single larger one. For no values: one empty slice."""
     start = 0
     total = 0
     for number, value in enumerate(values):

@@ -75,8 +75,9 @@ def read_base(folder: Path) -> str:
 
 
 def read_adapter(folder: Path, a: Architecture) -> Adapter:
-    """Reads adapter_config.json, and returns the adapter for a model. ShoalError if the adapter is
-    not plain LoRA, or does not fit the model."""
+    """Reads adapter_config.json, and returns the adapter (rank, alpha, targets; no weights) for a
+    model of architecture `a`. ShoalError if the adapter is not plain LoRA, or does not fit the
+    model."""
     config = read_json(folder / CONFIG)
     unsupported = [name for name in REFUSED if config.get(name)]
     if config.get("init_lora_weights") not in BEGINNINGS:
@@ -109,7 +110,8 @@ def read_adapter(folder: Path, a: Architecture) -> Adapter:
 
 def open_tensors(folder: Path, a: Architecture) -> dict[str, StoredParameter]:
     """Returns the stored tensors of an adapter in a folder by the names of the adapter's specs,
-    without reading values. ShoalError unless they are exactly those of the architecture."""
+    without reading values. ShoalError unless they are exactly those of the architecture, which has
+    the adapter."""
     if not (folder / WEIGHTS).is_file():
         raise ShoalError(f"{folder} holds no {WEIGHTS}: expected an adapter as PEFT saves it")
     stored = read_header(folder / WEIGHTS)
@@ -141,14 +143,15 @@ def open_tensors(folder: Path, a: Architecture) -> dict[str, StoredParameter]:
 
 
 def load(folder: Path, a: Architecture, role: Role, dtype: Any) -> Parameters:
-    """Reads the trained parameters of an adapter in a folder, and returns them in the role's
-    sharding."""
+    """Reads the trained parameters of an adapter in a folder, and returns them as `dtype` in the
+    role's sharding. ShoalError if they do not fit."""
     return huggingface.read_tensors(open_tensors(folder, a), trained_specs(a), role, dtype)
 
 
 def begin(a: Architecture, role: Role, dtype: Any, seed: int) -> Parameters:
     """Returns the parameters of a new adapter, started as PEFT starts it: A uniform within
-    1/sqrt(in), B zero, so that the adapter changes nothing yet."""
+    1/sqrt(in), B zero, so that the adapter changes nothing yet. The same `seed` gives the same
+    values."""
 
     def cast(leaf: jax.Array) -> jax.Array:
         return leaf.astype(dtype)
@@ -160,8 +163,8 @@ def begin(a: Architecture, role: Role, dtype: Any, seed: int) -> Parameters:
 
 
 def write_config(folder: Path, adapter: Adapter, base: str) -> None:
-    """Writes adapter_config.json with the entries that PEFT writes; `base` is the folder or hub id
-    of the frozen model."""
+    """Writes `folder`/adapter_config.json with the entries that PEFT writes, in place of one that
+    exists; `base` is the folder or hub id of the frozen model."""
     config = {
         "alpha_pattern": {},
         "base_model_name_or_path": base,
@@ -192,8 +195,9 @@ def save(
     dtype: Any = "float32",
 ) -> None:
     """Writes a folder that `peft.PeftModel.from_pretrained` loads onto the base model, with the
-    tokenizer's files. `parameters` has the adapter's parameters, and None in place of the base's;
-    `base` is the folder or hub id of the base, `tokenizer` a folder with its files."""
+    tokenizer's files. It appears whole at the end; `folder` must be missing or empty. `parameters`
+    has the adapter's parameters, and None in place of the base's; `base` is the folder or hub id of
+    the base, `tokenizer` a folder with its files."""
     assert a.adapter
     tensors = list(huggingface.output_tensors(parameters, trained_specs(a)))
     with scratch_folder(folder) as scratch:

@@ -68,8 +68,9 @@ def default_folder(num_bytes: int) -> Path:
 
 
 def mark_folder(folder: Path) -> int:
-    """Marks a folder as this process's by the file `OWNER` in it, which it creates and locks.
-    Returns the file's descriptor: the lock ends when that is closed, or with the process."""
+    """Marks a folder as this process's by the file `OWNER` in it, which it creates and locks
+    (FileExistsError if there is one). Returns the file's descriptor: the lock ends when that is
+    closed, or with the process."""
     import fcntl
 
     file = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -100,5 +101,6 @@ def remove_abandoned(parent: Path, mounts: Path = MOUNTS) -> None:
 
 
 def _owner_of(folder: Path) -> dict[str, str]:
-    """Returns what `OWNER` says of a folder, except the process."""
+    """Returns what the file `OWNER` says of a folder of this machine, except the process: program,
+    folder and host."""
     return {"program": PROGRAM, "folder": str(folder.resolve()), "host": socket.gethostname()}

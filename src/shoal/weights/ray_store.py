@@ -36,8 +36,8 @@ class RayStore(WeightStore):
         return replace(self._put_objects(version, params), frozen=self._frozen)
 
     def _put_objects(self, version: int, params: Params) -> RayVersion:
-        """Puts the tensors into Ray's object store, and returns them as a version. ShoalError if
-        the store is full."""
+        """Puts the parameters that are not None into Ray's object store, one object a tensor, and
+        returns them as a version. ShoalError if the store is full."""
         refs: dict[str, Any] = {}
         checksums: dict[str, int] = {}
         try:
@@ -74,8 +74,9 @@ class RayVersion(StoredVersion):
         self.refs.clear()
 
     def open(self, model: Model) -> Callable[[str], np.ndarray]:
-        """Returns a function that reads a tensor by name; with it, it fetches the next tensors, up
-        to FETCH_BYTES. LookupError if the version was removed."""
+        """Returns a function that reads a tensor by name. With a tensor that is not here yet, the
+        next ones are fetched too, up to FETCH_BYTES together. LookupError if the version was
+        removed."""
         refs = dict(self.refs)
         if not refs:
             raise LookupError(f"{self.title} is not in {self.location} any more")

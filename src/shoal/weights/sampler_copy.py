@@ -79,7 +79,7 @@ def quantised(model: Model, params: Params) -> Params:
 
 def place_parameters(model: Model, params: Params) -> Params:
     """Returns the parameters in the type, layout and devices of `model`: the same arrays where
-    nothing changes, else copies.
+    nothing changes, else copies. None stays None.
 
     Each copy is compared with its original by checksum, so that sampling from old or missing
     weights cannot go unnoticed. RuntimeError if they differ.
@@ -89,7 +89,9 @@ def place_parameters(model: Model, params: Params) -> Params:
 
 def _placed(model: Model, params: Params, into_layers: bool, delete_source: bool = False) -> Params:
     """Returns the parameters for `model`; with `into_layers`, each stacked array is replaced by a
-    tuple of its layers."""
+    tuple of its layers. None stays None. If nothing changes, `params` itself is returned. With
+    `delete_source` each array that was copied is deleted. RuntimeError if a copy's checksum
+    differs."""
     specs, structure = jax.tree.flatten(param_specs(model.architecture))
     placed: list[Any] = []
     sums = []
@@ -124,8 +126,8 @@ def _placed(model: Model, params: Params, into_layers: bool, delete_source: bool
 
 
 def shards_of(params: Params) -> list[dict[Any, jax.Array]]:
-    """Returns for each parameter, in the tree's order, a mapping from each device of this process
-    to the part of the parameter there."""
+    """Returns for each parameter that is not None, in the tree's order, a mapping from each device
+    of this process to the part of the parameter there."""
     shards = []
     for leaf in jax.tree.leaves(params):
         shards.append({shard.device: shard.data for shard in leaf.addressable_shards})
@@ -177,7 +179,7 @@ def num_bytes(model: Model, trained: bool = True) -> int:
 
 def named_leaves(model: Model, params: Params) -> dict[str, tuple[int, ParamSpec, Any]]:
     """Returns name -> (number in the tree of all parameters, spec, array) for the parameters that
-    are not None, after quantising them if the sampler is quantised."""
+    are not None, in the tree's order, after quantising them if the sampler is quantised."""
     structure = jax.tree.structure(param_specs(model.architecture))
     leaves = structure.flatten_up_to(quantised(model, params))
     named: dict[str, tuple[int, ParamSpec, Any]] = {}
@@ -216,9 +218,9 @@ def from_host(
     """Puts what `to_host` yielded on the devices of `model`, and returns a function that verifies
     and returns the parameters, once; it raises ShoalError if a checksum differs.
 
-    `read` returns a tensor by name, `location` says in messages where it comes from. `frozen` holds
-    by name the frozen parameters that an earlier call has read; those are not read again. No
-    program runs, so a sampler may sample meanwhile.
+    `read` returns a tensor by name, `checksums` has what each must have by name, `location` says in
+    messages where it comes from. `frozen` holds by name the frozen parameters that an earlier call
+    has read; those are not read again. No program runs, so a sampler may sample meanwhile.
     """
     arrays: dict[str, jax.Array] = {}
     for name, spec in named_specs(model).items():
@@ -297,21 +299,22 @@ _quantise = jax.jit(quantise, static_argnums=1)
 
 @lru_cache(PROGRAMS_KEPT)
 def _exchange(model: Model, source: NamedSharding, ordered: NamedSharding) -> Program:
-    """Returns the program that exchanges parts between devices, so that their order is the
-    sampler's."""
+    """Returns the program that takes an array with the sharding `source`, and exchanges parts
+    between its devices, so that each holds what it has in the sharding `ordered`."""
     return model.role.jit(lambda array: exchange_parts(array, source, ordered))
 
 
 @lru_cache(PROGRAMS_KEPT)
 def _checksum(model: Model) -> Program:
-    """Returns the program that computes an array's checksum on the model's devices."""
+    """Returns the program (array, its number) -> checksum, which runs on the model's devices."""
     return model.role.jit(array_checksum, out_shardings=model.role.replicated)
 
 
 @lru_cache(PROGRAMS_KEPT)
 def _layers(model: Model, spec: ParamSpec, num_chunks: int) -> Program:
     """Returns the compiled program that splits a stacked array into a tuple of its layers, each of
-    `num_chunks` chunks if that is more than 1 (see `ffn_chunks`)."""
+    `num_chunks` chunks if that is more than 1 (see `ffn_chunks`). `spec`: that of the stacked
+    array."""
     layer_axes = spec.sharding(model.role).spec[1:]
     apart = NamedSharding(model.role.mesh, PartitionSpec(*layer_axes))
     split = partial(split_layers, spec=spec, num_chunks=num_chunks, tensor=model.role.tensor)
@@ -321,8 +324,9 @@ def _layers(model: Model, spec: ParamSpec, num_chunks: int) -> Program:
 def _publish(
     model: Model, leaf: jax.Array, target: NamedSharding, dtype: np.dtype, number: np.uint32
 ) -> tuple[jax.Array, jax.Array]:
-    """Copies one of the trainer's arrays to the sampler's layout, type and devices. Returns (the
-    sampler's array, the checksum that the array must have, computed before it was copied)."""
+    """Copies one of the trainer's arrays to the sampler's layout, type and devices. `target`: the
+    sampler's sharding; `number`: the array's number in the tree. Returns (the sampler's array, the
+    checksum that the array must have, computed before it was copied)."""
     source = leaf.sharding
     if not isinstance(source, NamedSharding):  # an array of one device, made without a mesh
         one_device = as_mesh(np.asarray(list(leaf.devices())), ("data",))
@@ -340,8 +344,8 @@ def _publish(
 
 
 def _copied(array: jax.Array, target: NamedSharding) -> jax.Array:
-    """Returns a copy of the array on other devices. Each part is copied from a device that holds
-    it; if several do, they take turns.
+    """Returns a copy of the array on other devices, those of `target`, and waits for it. Each part
+    is copied from a device that holds it; if several do, they take turns.
 
     It is copied by parts, because `jax.device_put` of the whole would gather the array on the host
     if no part has exactly the wanted bounds.
@@ -349,10 +353,12 @@ def _copied(array: jax.Array, target: NamedSharding) -> jax.Array:
     shards: dict[tuple, list[Any]] = {}
     for shard in array.addressable_shards:
         shards.setdefault(_bounds(shard.index, array.shape), []).append(shard.data)
+    # bounds of a part -> the devices' copies of the part, in turn and without end
     in_turn = {bounds: itertools.cycle(copies) for bounds, copies in shards.items()}
     parts = []
     for device, index in target.addressable_devices_indices_map(array.shape).items():
         wanted = _bounds(index, array.shape)
+        # A part of `array` contains what the device needs, by how it was laid out: find that part.
         outer = wanted
         for bounds in in_turn:
             if _contains(bounds, wanted):

@@ -123,8 +123,9 @@ def open_model(
     section: ModelSection, console: Printer | None, as_stored: bool = False
 ) -> ModelSource:
     """Finds the model that the settings name, checks it against its tokenizer, and returns it
-    without its weights. Prints notes about both to `console`. With `as_stored` the model is as its
-    files have it, without the adapter and the type of weights of the settings."""
+    without its weights. Prints notes about both to `console`; None: prints nothing. ShoalError if
+    there is no such model. With `as_stored` the model is as its files have it, without the adapter
+    and the type of weights of the settings."""
     source = _resolve(with_run(section)) if as_stored else resolve_model(section)
     return _checked(source, console)
 
@@ -174,8 +175,8 @@ def open_run_model(section: ModelSection, run: Path | None, console: Printer | N
 
 
 def section_of(section: ModelSection, path: str) -> ModelSection:
-    """Returns a section for another path, without settings that would override what its files
-    say."""
+    """Returns a section for another path, without settings that would override what its files say:
+    name, tokenizer, template, adapter, type of weights."""
     return replace(
         section, path=path, name="", tokenizer="", template="", lora=LoraSection(), quantise="none"
     )
@@ -202,7 +203,8 @@ def with_run(section: ModelSection) -> ModelSection:
 
 def resolve_model(section: ModelSection) -> ModelSource:
     """Finds the model that the settings name, with their adapter and type of weights, and returns
-    it without its weights. A model on the hub is downloaded."""
+    it without its weights. A model on the hub is downloaded (NotHere in a dry run, if it is not in
+    the cache). ShoalError if there is no such model, or if the settings do not fit it."""
     section = with_run(section)
     source = _with_lora(section.lora, _resolve(section))
     if section.quantise == "none":
@@ -285,7 +287,8 @@ def check_quantised(section: ModelSection, a: Architecture) -> None:
 def _find_files(path: str, local: Path) -> tuple[Path, tuple[Path, int] | None]:
     """Returns (folder with the model's config and tokenizer files, checkpoint): for a run its model
     folder and (run folder, version); for another model the folder that also has the weights, and
-    None. A model on the hub is downloaded. `local`: where a local folder called `path` would be."""
+    None. A model on the hub is downloaded. `local`: where a local folder called `path` would be.
+    ShoalError if there is no such model, or its family is not supported."""
     if local.is_dir():
         checkpoint = find_checkpoint(local)
         if checkpoint is not None:
@@ -302,7 +305,8 @@ def _find_files(path: str, local: Path) -> tuple[Path, tuple[Path, int] | None]:
 def _resolve(section: ModelSection, base: ModelSource | None = None) -> ModelSource:
     """Finds the model of `model.path` (or `model.name`) as its files have it, without the settings'
     adapter and type of weights. If the path is an adapter's, `base` is used as its base model;
-    None: the one that its files name."""
+    None: the one that its files name. ShoalError if there is no such model, or if `model.name`
+    names one of other sizes."""
     path = model_path(section)
     local = find_input(path, "model.path")
     # MaxText comes first, because another system's folder may hold a config.json too.
@@ -383,8 +387,9 @@ def _folder_model(
 
 
 def _checkpoint_digests(run: Path, version: int) -> dict[str, str]:
-    """Returns the checksum of a checkpoint's weights as a digest, under a name. Nothing is read but
-    the stored checksum, with which the weights are compared when they are read."""
+    """Returns the checksum of a checkpoint's weights as a digest, `none` if it is not stored, under
+    a name for the weights. Nothing is read but the stored checksum, with which the weights are
+    compared when they are read."""
     checksum = read_extra(run, version, "checksums").get("trainable")
     text = "none" if checksum is None else f"{checksum:#010x}"
     return {f"the weights of {run.name}/{CHECKPOINTS}/{version}": text}
@@ -477,8 +482,9 @@ def _adapter_model(
 
 
 def _base_of(section: ModelSection, folder: Path, base_name: str) -> ModelSource:
-    """Finds the base model `base_name` of the adapter in a folder, and returns it. ShoalError,
-    which names the folder, if it is not found."""
+    """Finds the base model `base_name` of the adapter in a folder, and returns it. `section`: the
+    adapter's, whose `scan_layers` the base gets. ShoalError, which names the folder, if it is not
+    found."""
     # A MaxText checkpoint does not say its sizes: a run's folder does.
     tokenizer = str(folder) if (folder / "config.json").is_file() else ""
     base = ModelSection(path=base_name, scan_layers=section.scan_layers, tokenizer=tokenizer)
@@ -490,7 +496,8 @@ def _base_of(section: ModelSection, folder: Path, base_name: str) -> ModelSource
 
 def _maxtext_model(section: ModelSection, tree: Path) -> ModelSource:
     """Returns the model of the MaxText checkpoint in `tree`. Its tokenizer is `model.tokenizer`, or
-    else that of the hub model which `model.name` means."""
+    else that of the hub model which `model.name` means. ShoalError if neither is given, if the
+    tokenizer is not found, or if the checkpoint does not fit."""
     name = section.name
     if section.tokenizer:
         tokenizer_source = section.tokenizer
@@ -529,7 +536,8 @@ def _maxtext_model(section: ModelSection, tree: Path) -> ModelSource:
 
 
 def model_path(section: ModelSection) -> str:
-    """Returns `model.path`; if that is the default or empty, the hub id of `model.name`."""
+    """Returns `model.path`; if that is the default or empty and `model.name` is set, the hub id of
+    `model.name`: a published model's, or itself if it has a slash."""
     if not section.name or section.path not in ("", ModelSection.path):
         return section.path
     return section.name if "/" in section.name else model_named(section.name).hub_id
@@ -537,8 +545,9 @@ def model_path(section: ModelSection) -> str:
 
 def known_architecture(section: ModelSection) -> Architecture | None:
     """Returns the architecture of a local or packaged model, or of a published model whose sizes
-    are known by name, with the adapter and type of weights of the settings. None for others, whose
-    config only the hub has; nothing is downloaded."""
+    are known by name, with the adapter and type of weights of the settings. ShoalError if a local
+    model's files do not fit. None for others, whose config only the hub has; nothing is
+    downloaded."""
     path = model_path(section)
     if Path(path).expanduser().is_dir() or path in PACKAGED:
         return resolve_model(section).architecture
@@ -568,7 +577,8 @@ def planned_architecture(section: ModelSection) -> Architecture:
 
 def check_positions(a: Architecture, sampling: SamplingSection, whose: str) -> None:
     """Raises ShoalError if a prompt and completion of the longest lengths have more tokens than a
-    model has positions. `whose` names the model in the message, as "key=value"."""
+    model has positions. A model with 0 positions has no limit. `whose` names the model in the
+    message, as "key=value"."""
     prompt, completion = sampling.max_prompt_tokens, sampling.max_completion_tokens
     if 0 < a.max_positions < prompt + completion:
         raise ShoalError(
@@ -580,8 +590,8 @@ def check_positions(a: Architecture, sampling: SamplingSection, whose: str) -> N
 
 
 def compute_dtype(name: str, platform: str) -> Any:
-    """Returns the dtype for a value of `model.dtype`: for `auto`, float32 on CPU and bfloat16 on
-    accelerators."""
+    """Returns the dtype for a value of `model.dtype`, a type's name or `auto`: for `auto`, float32
+    on CPU and bfloat16 on accelerators."""
     if name == "auto":
         # Most CPUs have no bfloat16 products: XLA converts to float32 and back, which is slower.
         name = "float32" if platform == "cpu" else "bfloat16"
@@ -612,9 +622,9 @@ def make_model(section: ModelSection, a: Architecture, role: Role) -> Model:
 
 
 def copy_model_files(model: ModelSource, target: Path) -> None:
-    """Copies tokenizer, chat template, adapter config and config.json to `target`, a run's model
-    folder, so that its checkpoints need nothing else. config.json comes last, because it marks the
-    folder as complete."""
+    """Copies tokenizer, chat template with its date, adapter config and config.json (no weights) to
+    `target`, a run's model folder, so that its checkpoints need nothing else. config.json comes
+    last, because it marks the folder as complete."""
     target.mkdir(parents=True, exist_ok=True)
     # The template may be the user's own, and an exported model must be asked as it was trained.
     model.tokenizer.write_templates(target)

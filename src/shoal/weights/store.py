@@ -109,8 +109,8 @@ class WeightStore(abc.ABC):
         return written
 
     def drop(self, versions: Iterable[int]) -> None:
-        """Removes these versions from the store. A host that samples from one of them still has its
-        arrays."""
+        """Removes these versions from the store; KeyError if it lacks one. A host that samples from
+        one of them still has its arrays."""
         previous = self.versions
         dropped = set(versions)
         self.versions = {
@@ -157,8 +157,8 @@ class MemoryStore(WeightStore):
 
     def write(self, version: int, params: Params) -> Version:
         """Puts trained parameters on the sampler's devices, and returns the version. Sets
-        `num_bytes` to the bytes that were copied: arrays that are the trainer's own count
-        nothing."""
+        `num_bytes` to the bytes that were copied: arrays that are the trainer's own count nothing.
+        RuntimeError if a copy's checksum differs."""
         trainers_own = {id(leaf) for leaf in jax.tree.leaves(params)}
         trained = publish_to(self.model, params, self.delete_source)
         self.num_bytes = 0
@@ -259,8 +259,8 @@ class StoredVersion(abc.ABC):
 
     @abc.abstractmethod
     def open(self, model: Model) -> Callable[[str], np.ndarray]:
-        """Returns a function that reads one of the version's tensors by name. LookupError if the
-        version was removed."""
+        """Returns a function: name of one of the version's tensors -> its values, in the sampler's
+        type, with layers stacked. LookupError if the version was removed."""
 
     def read_now(self, model: Model, frozen: MutableMapping[str, Any]) -> Callable[[], Params]:
         """Reads the weights to the devices of `model`, waits for them, and returns a function that
@@ -289,7 +289,8 @@ class StoredVersion(abc.ABC):
     def read(
         self, model: Model, frozen: MutableMapping[str, Any] | None = None
     ) -> Future[Callable[[], Params]]:
-        """Runs `read_now` in a background thread, and returns the future of its result."""
+        """Runs `read_now` in a background thread, and returns the future of its result, which has
+        its errors too."""
         # The background thread computes nothing: only the host's own thread may dispatch programs
         # to its devices.
         pool = ThreadPoolExecutor(1, "weights")
@@ -329,6 +330,8 @@ class FileStore(WeightStore):
     """
 
     def __init__(self, parent: Path, model: Model) -> None:
+        """Creates the folder. ShoalError if `parent` cannot be written; `parent` itself is created
+        if only it is missing."""
         super().__init__(model)
         self.parent = parent
         self.num_written = 0
@@ -347,13 +350,15 @@ class FileStore(WeightStore):
         return replace(self._write_file(f"{version:06d}", version, params), frozen=self._frozen)
 
     def new_path(self, name: str) -> Path:
-        """Returns a path in the store's folder that no version had before."""
+        """Returns a path in the store's folder that no version had before, `<name>-<number>`;
+        creates nothing."""
         self.num_written += 1
         return self.folder / f"{name}-{self.num_written}"
 
     def _write_file(self, name: str, version: int, params: Params) -> FileVersion:
-        """Writes parameters to a new safetensors file `<name>-<number>.safetensors`, and returns it
-        as a version with the checksums of its tensors."""
+        """Writes the parameters that are not None to a new safetensors file
+        `<name>-<number>.safetensors`, and returns it as a version with the checksums of its
+        tensors. ShoalError if it cannot be written."""
         # A new file each time: JAX on CPU computes with mapped files as they are, without copying
         # them, so overwriting a file would change the weights of samplers that are working.
         path = self.new_path(name).with_suffix(".safetensors")

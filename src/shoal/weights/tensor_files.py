@@ -58,7 +58,12 @@ class LazyArray:
 
 def grid(shape: Sequence[int], steps: Sequence[int]) -> Iterator[tuple[slice, ...]]:
     """Yields the parts into which an array of this shape is cut by `steps`, one step for each axis:
-    each part as an index, the last axis first. Parts at the end may be smaller."""
+    each part as an index. The last axis changes fastest, like in memory. Parts at the end may be
+    smaller; an axis of size 0 gives no parts.
+
+    >>> list(grid((2, 3), (2, 2)))
+    [(slice(0, 2, None), slice(0, 2, None)), (slice(0, 2, None), slice(2, 3, None))]
+    """
     cuts_by_axis = []
     for size, step in zip(shape, steps, strict=True):
         starts = range(0, size, step)
@@ -108,8 +113,9 @@ class StoredTensor:
     offset: int  # byte in the file at which the tensor begins
 
     def read(self, start: int, values: np.ndarray) -> None:
-        """Fills `values`, an array of consecutive rows, with the tensor's rows from row `start` on.
-        ShoalError, which names the byte, if the file ends early or cannot be read."""
+        """Fills `values`, an array of consecutive rows, with the tensor's rows from row `start` on,
+        as many as the array has. The array must be contiguous and of the tensor's type. ShoalError,
+        which names the byte, if the file ends early or cannot be read."""
         if not len(values):  # the run of a device that comes after the last row
             return
         position = self.offset + start * values[0].nbytes
@@ -162,6 +168,8 @@ class BlockScaledTensor(StoredTensor):
         scales_shape = (last_block - first_block, self.scales.shape[1])
         scales = np.empty(scales_shape, DTYPES[self.scales.dtype])
         self.scales.read(first_block, scales)
+        # scales [row blocks, column blocks] -> by_row [rows, column blocks], only the rows that are
+        # read -> by_element [rows, columns]
         by_row = scales.astype(np.float32).repeat(block_rows, 0)
         by_row = by_row[start - first_block * block_rows :][:num_rows]
         by_element = by_row.repeat(block_columns, 1)[:, : self.shape[1]]
@@ -217,17 +225,19 @@ class StoredParameter:
         return types.pop()
 
     def read(self, index: Sequence[slice]) -> np.ndarray:
-        """Returns some rows of some tensors, in the order of `shape`. `index` has a slice for each
-        dimension of `index_shape`, and one for the rows; all columns are read."""
+        """Returns some rows of some tensors, in a new array of `dtype` with its dimensions in the
+        order of `shape`. `index` has a slice for each dimension of `index_shape`, and one for the
+        rows, each with its bounds as numbers; all columns are read."""
         which_tensors = tuple(index[:-1])
         rows = index[-1]
-        numbers = np.arange(len(self.tensors)).reshape(self.index_shape)[which_tensors]
-        shape = list(numbers.shape)
+        # the places in `tensors` of those that are read, in an array like `index_shape`
+        places = np.arange(len(self.tensors)).reshape(self.index_shape)[which_tensors]
+        shape = list(places.shape)
         shape.append(rows.stop - rows.start)
         shape.extend(self.tensors[0].shape[1:])
         values = np.empty(shape, self.dtype)
-        for position in np.ndindex(numbers.shape):
-            tensor = self.tensors[int(numbers[position])]
+        for position in np.ndindex(places.shape):
+            tensor = self.tensors[int(places[position])]
             tensor_values = values[position]
             stored_dtype = DTYPES[tensor.dtype]
             if stored_dtype == values.dtype:
@@ -301,9 +311,9 @@ class OutputTensor:
 
 
 def write_file(file: Path, tensors: Sequence[OutputTensor], dtype: np.dtype) -> None:
-    """Writes tensors to a safetensors file, in their order. The values of each run of rows are
-    asked for only when they are written, and several threads write them. `dtype` is for tensors
-    without a type of their own."""
+    """Writes tensors to a safetensors file, in their order; an existing file is overwritten. The
+    values of each run of rows are asked for only when they are written, and several threads write
+    them. `dtype` is for tensors without a type of their own; all types are among OWN_DTYPES."""
     dtype_names = {value: name for name, value in OWN_DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts = []

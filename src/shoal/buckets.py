@@ -104,7 +104,7 @@ def is_bucket(path: str | os.PathLike[str]) -> bool:
 def cache_path(url: str, area: str, key: str = "") -> Path:
     """Returns the path in an area of the cache (COPIES, RUNS or OUTPUTS) for the file or folder at
     an address; it need not exist. Empty parts and `.` of the address are dropped. `key`: the
-    setting that holds the address, for messages, here and below. ShoalError if the address is not
+    setting whose value the address is, for messages; "": none. ShoalError if the address is not
     valid."""
     scheme, _, rest = url.partition("://")
     parts = [part for part in rest.split("/") if part not in ("", ".")]
@@ -117,7 +117,8 @@ def cache_path(url: str, area: str, key: str = "") -> Path:
 
 
 def area_of(path: str | os.PathLike[str]) -> str:
-    """Returns the area of the cache that a path lies in; "" for a path outside of the cache."""
+    """Returns the area of the cache that a path lies in, COPIES, RUNS or OUTPUTS; "" for a path
+    outside of the cache."""
     try:
         return Path(path).absolute().relative_to(cache_folder("buckets").resolve()).parts[0]
     except (ValueError, IndexError):
@@ -125,8 +126,9 @@ def area_of(path: str | os.PathLike[str]) -> str:
 
 
 def address(path: str | os.PathLike[str]) -> str:
-    """Returns the address in the bucket for a path in the cache (~/.cache/.../runs/ab12/x ->
-    `gs://bucket/x`), for messages; any other path unchanged, as text."""
+    """Returns the address in the bucket for a path in the cache
+    (`~/.cache/shoal/buckets/runs/gs/bucket/x` -> `gs://bucket/x`); any other path unchanged, as
+    text."""
     if not area_of(path):
         return str(path)
     parts = Path(path).absolute().relative_to(cache_folder("buckets").resolve()).parts
@@ -147,7 +149,8 @@ def _named(key: str, url: str) -> str:
 
 def connect(url: str, key: str = "") -> tuple[Any, str]:
     """Returns (fsspec's file system for an address, the path in that file system). Nothing is read
-    yet. ShoalError for an unknown scheme, a missing package or missing credentials."""
+    yet. `key`: the setting whose value the address is, for messages; "": none. ShoalError for an
+    unknown scheme, a missing package or missing credentials."""
     import fsspec
 
     scheme = check_scheme(url, key)
@@ -166,9 +169,10 @@ def connect(url: str, key: str = "") -> tuple[Any, str]:
 
 
 def check_scheme(url: str, key: str = "") -> str:
-    """Returns the scheme of an address in lower case; ShoalError if it is not known, or if the
-    package that reads it is not installed. If an emulator of Google's storage is set, also sets an
-    environment variable that gcsfs needs for it."""
+    """Returns the scheme of an address (`gs`, `s3`, ...) in lower case; ShoalError if it is not
+    known, or if the package that reads it is not installed. If an emulator of Google's storage is
+    set, also sets an environment variable that gcsfs needs for it. `key`: the setting whose value
+    the address is, for messages; "": none."""
     import fsspec
 
     scheme = url.partition("://")[0].lower()
@@ -435,8 +439,8 @@ def _downloaded(fs: Any, source: str, file: Path, key: str = "") -> Iterator[Pat
 def download(fs: Any, wanted: Mapping[Path, Object], key: str = "") -> list[Path]:
     """Copies objects of a bucket to files, several at once, each completely or not at all. Creates
     the folders above the files. A file that is equal to its object already is left as it is.
-    Returns the files that were copied, in order of `wanted`. `wanted` maps each file to its
-    object."""
+    Returns the files that were copied, in order of `wanted`. `wanted` maps each file to its object.
+    `key`: a setting's name for messages, or "". ShoalError if one cannot be copied."""
 
     def copy_if_changed(file: Path) -> bool:
         """Copies one object; returns False, without copying, if its file was equal already."""
@@ -470,7 +474,7 @@ def fetch(
     left to `complete`. A copy that this process fetched within FRESH_SECONDS is taken as it is.
     With `may_be_empty` it is no error if there is nothing at the address; the path then need not
     exist. ShoalError if there is nothing at the address, or if it cannot be read or is not
-    complete.
+    complete. `key`: the setting whose value the address is, for messages; "": none.
     """
     seen = (url, weights, groups, str(cache_folder("buckets")))
     if time.monotonic() - _fetched.get(seen, -FRESH_SECONDS) > FRESH_SECONDS:
@@ -489,7 +493,8 @@ def fetch(
 def fetch_matching(pattern: str, key: str) -> list[Path]:
     """Fetches the files and folders that a pattern matches in a bucket, and returns the paths of
     their copies, sorted by name; ShoalError if nothing matches. `*`, `?` and `[...]` match as in a
-    shell; a pattern without them is one address."""
+    shell; a pattern without them is one address. `key`: the setting that holds the pattern, for
+    messages."""
     fs, path = connect(pattern, key)
     names = [path]
     if re.search(r"[*?[]", path):
@@ -647,7 +652,7 @@ def _read_manifest(manifest: Path, checkpoint: Path) -> dict[Path, tuple[int, st
 def check_new(url: str, key: str) -> Path:
     """Checks that a new output can be written to an address, and returns its path in the cache,
     where nothing exists then. ShoalError if the bucket holds something there (except an incomplete
-    output), or cannot be written."""
+    output), or cannot be written. `key`: the setting whose value `url` is, for messages."""
     fs, path = connect(url, key)
     in_bucket = with_retries(partial(objects, fs, path), url, key)
     if in_bucket and INCOMPLETE not in in_bucket:
@@ -661,7 +666,7 @@ def check_new(url: str, key: str) -> Path:
 
 def check_writable(url: str, key: str) -> None:
     """Raises ShoalError unless an object can be written next to an address; writes a small one to
-    find out, and removes it."""
+    find out, and removes it. `key`: the setting whose value `url` is, for messages."""
     fs, path = connect(url, key)
     beside = path.rstrip("/")
     if "/" not in beside.strip("/"):  # a bucket's root: an object beside it would be in no bucket

@@ -246,8 +246,8 @@ INPUTS = {
 
 
 def check_input(path: str | Path, key: str) -> Path:
-    """Returns the local path of a file to read, the value of `key`, which is one of INPUTS;
-    ShoalError if there is no such file."""
+    """Returns the local path of a file to read, the value of `key`, which is one of INPUTS; fetches
+    it if it is in a bucket; ShoalError if there is no such file."""
     local = find_input(path, key)
     if not local.is_file():
         raise ShoalError(f"{key}={path}: there is no such file; give {INPUTS[key]}")
@@ -256,7 +256,8 @@ def check_input(path: str | Path, key: str) -> Path:
 
 def check_new_file(path: str | Path, key: str) -> Path:
     """Returns the local path of a JSON file to write, the value of `key`; ShoalError if the file
-    exists or cannot be written, or if its name has the ending of another format."""
+    exists or cannot be written, or if its name has the ending of another format (TABLES). Folders
+    above need not exist. For an address: the path in the cache, where nothing exists then."""
     local = check_local(path, key, OUTPUTS)
     if local.is_dir() and not is_bucket(path):
         raise ShoalError(f"{key}={path} is a folder: give the name of a file")
@@ -275,7 +276,8 @@ def check_new_file(path: str | Path, key: str) -> Path:
 
 def check_new_folder(path: str | Path, key: str) -> Path:
     """Returns the local path of a folder to write, the value of `key`; ShoalError if it holds files
-    or cannot be written. Does not create the folder; an empty one is allowed."""
+    or cannot be written. Does not create the folder; an empty one is allowed. For an address: the
+    path in the cache, where nothing exists then."""
     local = check_local(path, key, OUTPUTS)
     if is_bucket(path):
         return buckets.check_new(str(path), key)
@@ -288,8 +290,8 @@ def check_new_folder(path: str | Path, key: str) -> Path:
 
 
 def check_base(path: str | Path, key: str = "base_output_directory") -> Path:
-    """Returns the local path of a folder for runs, the value of `key`; ShoalError if nothing can be
-    written there."""
+    """Returns the local path of a folder for runs, the value of `key` (for an address the path in
+    the cache); the folder need not exist; ShoalError if nothing can be written there."""
     local = check_local(path, key, RUNS)
     if is_bucket(path):
         buckets.check_writable(str(path), key)

@@ -23,6 +23,7 @@ class StopSignal:
     current step can be given up."""
 
     def __init__(self) -> None:
+        """Begins without a request to stop."""
         self.requested_at: float | None = None
         self.raises_at_once = False
         self.waits_for = ""  # what must end, or be given up, before the run can

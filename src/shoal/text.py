@@ -162,8 +162,9 @@ def one_line(text: object) -> str:
 
 
 def number_text(value: float, digits: int = 3) -> str:
-    """Returns a number as a person writes it: with `digits` significant digits, without exponent if
-    few zeros are needed, and `0` for a value that is noise.
+    """Returns a number as a person writes it: with `digits` significant digits, without exponent
+    from 0.00001 to a million millions, and `0` for a value below 1e-9, which is noise. Zeros at the
+    end of decimals are left out.
 
     >>> [number_text(value) for value in (0.41234, 2.17e-14, 0.00002, 1234.5)]
     ['0.412', '0', '0.00002', '1,234']
@@ -202,7 +203,8 @@ def duration(seconds: float) -> str:
 
 
 def speed_text(value: float | None) -> str:
-    """Returns a speed in tokens a second: 1.2M tokens/s, 34.5k tokens/s; `-` for None."""
+    """Returns a speed in tokens a second: 1.2M tokens/s, 34.5k tokens/s, 678 tokens/s; `-` for
+    None."""
     if value is None:
         return "-"
     for limit, letter in ((1e6, "M"), (1e3, "k")):
@@ -212,7 +214,9 @@ def speed_text(value: float | None) -> str:
 
 
 def is_share(name: str) -> bool:
-    """True if a metric of this name is a share from 0 to 1, which is shown in percent."""
+    """True if a metric of this name is a share from 0 to 1, which is shown in percent: if the name
+    begins with `accuracy`, `pass` or `maj`, or ends in a word for a share (`fraction`, `truncated`,
+    ...). Never for `rewards/...`."""
     if name.startswith("rewards/"):
         return False
     if name.startswith(("accuracy", "pass", "maj")):
@@ -276,7 +280,8 @@ def gib(num_bytes: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Returns a time as text: 0.34 s, 12.0 s, 3.4 min, 5.2 h."""
+    """Returns a time as text: 0.34 s, 12.0 s, 3.4 min, 5.2 h. From 100 s on in minutes, from 100
+    minutes on in hours."""
     for limit, divisor, unit in ((100, 1, "s"), (6000, 60, "min")):
         if seconds < limit:
             number = seconds / divisor

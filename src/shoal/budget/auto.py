@@ -102,7 +102,7 @@ def replica_size(config: Config, a: Architecture, roles: Roles, available: float
     until they fit or until the model cannot be split further (they may then still not fit)."""
     dtype = compute_dtype(config.model.dtype, roles.sampler.platform)
     held = open_budget(config, roles, a).held("sampler", "sampling")
-    held.pop("the sampler's copy", 0)
+    held.pop("the sampler's copy", 0)  # counted below, because it depends on the size
     free = available - sum(held.values())
     versions = max(num_held for num_held, _ in held_versions(config))
     needed = 0
@@ -137,8 +137,9 @@ def with_update(
 
 def free_cache_tokens(config: Config, roles: Roles, a: Architecture) -> int:
     """Returns for how many tokens one host of the sampler has memory for keys and values:
-    `sampling.memory_share` of its devices' memory, less what they hold. 0 if the devices' memory is
-    not known, like that of a CPU."""
+    `sampling.memory_share` of its devices' memory, less what they hold. It counts all replicas of
+    the host, at least one token for each. 0 if the devices' memory is not known, like that of a
+    CPU."""
     role = roles.sampler
     memory = device_memory(role.mesh.devices.flat[0])
     if not memory:

@@ -223,7 +223,8 @@ class Budget:
     # ---- memory
 
     def colocated_roles(self, role: str) -> list[str]:
-        """Returns the names of the roles that share a device with `role`, which is among them."""
+        """Returns the names of the roles that share a device with `role`, which is among them, in
+        the order of `roles`. A remote sampler shares no device."""
         colocated = []
         for other in self.roles:
             if other == role or self._devices_of(role) & self._devices_of(other):
@@ -249,9 +250,9 @@ class Budget:
         return parts
 
     def items_of(self, role: str, phase: str) -> list[Item]:
-        """Returns the items of one role on its devices in exactly this phase, without those of
-        roles that share the devices: for `sampling` or `update`, without those that are held
-        `always`. Items in the host's memory are left out."""
+        """Returns the items of one role on its devices in exactly this phase: for `sampling` or
+        `update`, without those that are held `always`. Roles that share the devices are not
+        counted. Items in the host's memory are left out."""
         return [
             item
             for item in self.items
@@ -291,7 +292,8 @@ class Budget:
         return parts
 
     def _code_bytes(self, role: str) -> int:
-        """Returns the bytes of all compiled programs that run on the devices of a role."""
+        """Returns the bytes of all compiled programs that run on the devices of a role, also those
+        of roles that share them."""
         roles = self.colocated_roles(role)
         total = 0
         for name, program in self.programs.items():
@@ -341,7 +343,8 @@ class Budget:
         """Estimates the costs of programs in a changed job from the compiled costs of this one.
         Returns `changed`, the budget of the same job with other settings, with these estimates as
         its costs: the memory of each program of this budget, scaled for sampling like the bytes of
-        the caches, and for an update like the estimated activations."""
+        the caches, and for an update like the estimated activations. Programs that the changed job
+        does not have are left out."""
         costs = {}
         for name, cost in self.costs.items():
             if name in changed.programs:
@@ -375,8 +378,8 @@ class Budget:
 
     def seconds(self, program: str) -> tuple[float, float, float]:
         """Returns the seconds of all runs of a program in a step, as three bounds: (the least that
-        is possible; if transfers between devices are hidden behind computation; if none is
-        hidden)."""
+        is possible; if transfers between devices are hidden behind computation; if none is hidden).
+        The program must have a cost."""
         cost = self.costs[program]
         runs = self.programs[program].runs
         compute = runs * cost.compute_seconds

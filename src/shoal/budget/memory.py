@@ -59,8 +59,8 @@ def weight_budget(
 
 
 def role_placements(roles: Roles) -> dict[str, RolePlacement]:
-    """Returns role name -> the devices that it uses, and the axes of its mesh that have more than
-    one device."""
+    """Returns role name (trainer, sampler, reference) -> the devices that it uses, and the axes of
+    its mesh that have more than one device."""
     placements = {}
     for name, role in zip(ROLES, roles.all, strict=True):
         axes = {axis: size for axis, size in role.mesh.shape.items() if size > 1}
@@ -71,8 +71,8 @@ def role_placements(roles: Roles) -> dict[str, RolePlacement]:
 
 def trainer_items(config: Config, a: Architecture, roles: Roles, dtype: Any) -> list[Item]:
     """Returns what the trainer holds: float32 masters of the weights, Adam's moments, the frozen
-    base of an adapter, and the gradient. Bytes are those of one device; `dtype`: the type of the
-    computation, here and below."""
+    base of an adapter, and the gradient. Bytes are those of one device. `dtype`: the type of the
+    computation."""
     masters = param_shapes(trained_specs(a), roles.trainer, jnp.float32)
     frozen = param_shapes(frozen_specs(a), roles.trainer, dtype)
     size = bytes_per_device(masters)
@@ -93,7 +93,8 @@ def trainer_items(config: Config, a: Architecture, roles: Roles, dtype: Any) -> 
 
 def sampler_items(config: Config, a: Architecture, roles: Roles, dtype: Any) -> list[Item]:
     """Returns one item with the sampler's weights that are not the trainer's own arrays, for all
-    versions that are held at the same time; empty if the sampler reads the trainer's arrays."""
+    versions that are held at the same time; empty if the sampler reads the trainer's arrays.
+    `dtype`: the type of the computation."""
     sampled = sampled_architecture(config, a)
     masters = param_shapes(trained_specs(a), roles.trainer, jnp.float32)
     frozen = param_shapes(frozen_specs(a), roles.trainer, dtype)
@@ -114,7 +115,7 @@ def reference_items(
 ) -> list[Item]:
     """Returns an item for each model that only scores: the reference of a KL term, a teacher,
     reward models. The reference's item has 0 bytes if it shares the adapter's frozen base with the
-    trainer."""
+    trainer. `dtype`: the type of the computation. `teacher`: its architecture, or None."""
     items = []
     if config.algorithm.scores_reference:
         frozen = param_shapes(frozen_specs(a), roles.trainer, dtype)

@@ -92,8 +92,9 @@ class SlotPlan(NamedTuple):
         if size != group_size:
             siblings = math.gcd(self.siblings, size)
         slots = self.room.slots(self.slots, siblings)
-        trains = is_shared and siblings == self.siblings
-        if self.evaluated and not trains:
+        is_engine_of_training = is_shared and siblings == self.siblings
+        if self.evaluated and not is_engine_of_training:
+            # at least one row
             slots = min(slots, max(siblings, self.evaluated))
         return slots, siblings
 

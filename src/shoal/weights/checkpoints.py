@@ -89,6 +89,8 @@ class Checkpoints:
         largest_array: int = 0,
     ):
         """Opens the folder, creates it if need be, and removes what an interrupted save left in it.
+        `keep_last`, `keep_best`: how many checkpoints are kept of the newest, and of those with the
+        highest scores. ShoalError if the folder cannot be written.
 
         `in_background` writes while training goes on; None does so where it is safe. On CPU it is
         not safe: the next step reuses the memory that is being written. `largest_array` is the
@@ -140,9 +142,9 @@ class Checkpoints:
         published: Mapping[int, Params] | None = None,
         scores: Mapping[int, float] | None = None,
     ) -> None:
-        """Saves a version: the state, `extra` as JSON, and `published`, weights of older versions
-        (arrays on devices or `LazyArray`s). Waits for the save before it, and then for this one
-        too, unless `in_background`.
+        """Saves a version: the state, `extra` as JSON, and `published`, version -> weights of the
+        older versions that are still sampled from (arrays on devices or `LazyArray`s). Waits for
+        the save before it, and then for this one too, unless `in_background`.
 
         To `extra` the entries `checksums`, `layouts` and `published` are added, in place of any
         that it has. `scores`: version -> score of the evaluated ones, the higher the better; from
@@ -192,7 +194,7 @@ class Checkpoints:
 
     def _prune(self) -> None:
         """Deletes all checkpoints but the newest `keep_last`, the `keep_best` with the highest
-        scores, and the protected one."""
+        scores, and the protected one. Of equal scores the newer is better."""
         saved = self.versions()
         keep = set(saved[-self.keep_last :])
         if self.keep_best:

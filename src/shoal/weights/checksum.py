@@ -22,8 +22,9 @@ FOLD = 8
 
 def checksum(parameters: Any) -> int:
     """Returns a checksum of 32 bits over the bits of every array of a tree; the same however the
-    arrays are split over devices. NumPy arrays and `LazyArray`s are copied to a device in pieces,
-    and arrays in the host's memory of a device one by one."""
+    arrays are split over devices. It depends on the arrays' order in the tree, not on their names;
+    None counts nothing. NumPy arrays and `LazyArray`s are copied to a device in pieces, and arrays
+    in the host's memory of a device one by one."""
     # Computed from the list of leaves: a tree with names that change, such as numbers of versions,
     # would be traced and compiled again.
     leaves = jax.tree.leaves(parameters)

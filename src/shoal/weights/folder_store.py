@@ -65,7 +65,10 @@ class FolderStore(FileStore):
         starts: bool = True,
     ) -> None:
         """Creates the folder, and starts a process that removes it and kills the servers once this
-        process has ended. ShoalError if `parent` cannot be written."""
+        process has ended. ShoalError if `parent` cannot be written. `source`: a folder with the
+        tokenizer, and with config.json unless `config` is given. `score`: the trainer's parameters
+        -> `ProbeScores`. `adapters`: versions are PEFT folders with the adapter alone. `starts`:
+        this process starts the servers."""
         super().__init__(parent, model)
         self.source = source
         self.config = config
@@ -108,7 +111,9 @@ class FolderStore(FileStore):
         )
 
     def _save(self, folder: Path, weights: Params) -> None:
-        """Writes the weights of a base model as a folder in Hugging Face's format."""
+        """Writes the weights of a base model as a folder in Hugging Face's format. On a CPU a tied
+        head is written as a tensor of its own too, and the config does not call it tied. ShoalError
+        if it cannot be written."""
         a = self.model.architecture
         tensors = list(huggingface.output_tensors(weights, param_specs(a.base)))
         config = self.config or read_json(self.source / "config.json")
@@ -123,6 +128,8 @@ class FolderStore(FileStore):
             huggingface.save(folder, tensors, a.base, self.source, self.model.dtype, config=config)
 
     def published_shapes(self) -> Params:
+        """Returns shapes, types and shardings of a version's trained parameters, as the trainer's
+        model has them."""
         return param_shapes(
             trained_specs(self.model.architecture), self.model.role, self.model.dtype
         )

@@ -178,11 +178,12 @@ class ParamLayout:
         return list(self.declared.in_file_order(in_file_order))
 
     def windows(self, itemsize: int) -> Iterator[tuple[slice, ...]]:
-        """Yields the windows, each as an index in `window_space`. A window has the same tensors
-        and rows of the part of every device, so that a device writes only into its own part.
+        """Yields the windows that cover the array, each as an index in `window_space`, in order. A
+        window has the same tensors and rows of the part of every device, so that a device writes
+        only into its own part.
 
-        A window has about WINDOW_BYTES of the files for each process, all devices together:
-        several tensors if they are small, else some rows of one. `itemsize`: bytes of a value.
+        A window has about WINDOW_BYTES of the files for each process, all devices together: several
+        tensors if they are small, else some rows of one. `itemsize`: bytes of a value.
         """
         index_sizes = self.window_space[:-1]
         part_rows = self.window_space[-1]
@@ -203,7 +204,7 @@ class ParamLayout:
 def _even_step(size: int, most: int) -> int:
     """Returns the step in which `size` is cut, at most `most`: the largest that divides `size`,
     because fewer sizes of windows mean fewer programs to compile; but `most` itself if that step is
-    less than half of it."""
+    at most half of it."""
     divisor = most
     while size % divisor:
         divisor -= 1

@@ -213,8 +213,9 @@ class MaxTextArray:
 
 def arrays_of(a: Architecture, scan_layers: bool, pairs: bool) -> list[MaxTextArray]:
     """Returns all arrays that MaxText has for an architecture: one for each parameter if
-    `scan_layers`, else one for each layer of it. `pairs`: True if rotary dimensions that belong
-    together are adjacent. ShoalError if MaxText has no model with these biases."""
+    `scan_layers`, else one for each layer of it; in the order of Shoal's parameters. `pairs`: True
+    if rotary dimensions that belong together are adjacent. ShoalError if MaxText has no model with
+    these biases."""
     if a.output_bias or a.mlp_bias or (a.qkv_bias and a.qk_norm):
         raise ShoalError(
             "MaxText has no model with these biases (on the attention's output, the feed-forward "
@@ -269,7 +270,7 @@ def layout_text(scan_layers: bool, pairs: bool) -> str:
 def find_tree(folder: Path) -> Path | None:
     """Returns the folder of an Orbax tree of MaxText's: `folder` itself, its `items`, or that of
     its newest step, the largest number that has one. None if there is no tree, or if it is part of
-    a Shoal run's checkpoint."""
+    a Shoal run's checkpoint. A folder with config.json is no tree."""
     for path in (folder, folder / INNER.name):
         if (path / "_METADATA").is_file() and not (path / "config.json").exists():
             # Shoal's own checkpoints are Orbax trees, too; `checkpoints.py` reads those, and
@@ -422,10 +423,10 @@ def open_checkpoint(
 ) -> MaxTextCheckpoint:
     """Opens a MaxText checkpoint without reading its values, and returns it after checking names
     and shapes of its arrays against a model: the published one called `model_name`, or that of the
-    config.json of `model_name` (a hub id) or of the `tokenizer` folder. `keys` are the settings
-    that name both, for messages. `scan_layers`: whether all layers are in one array. NotHere in a
-    dry run if the checkpoint is in a bucket; ShoalError if it does not fit, or if no model is
-    given."""
+    config.json of `model_name` (a hub id) or of the `tokenizer` folder. `model_name` "" or
+    `tokenizer` None: not given. `keys`: the settings that hold the two, for messages.
+    `scan_layers`: whether all layers are in one array. NotHere in a dry run if the checkpoint is in
+    a bucket; ShoalError if it does not fit, or if no model is given."""
     if not (model_name or tokenizer):
         raise ShoalError(
             f"{tree_folder} is a MaxText checkpoint, which does not say what model it is: give "

@@ -133,6 +133,8 @@ def explain_write_errors(path: Path, then: str = "give the same command again") 
 
 
 def _is_full_disk(error: Exception) -> bool:
+    """True if an error says that the disk or a quota is full, or a file too large, by its number or
+    in its text."""
     if getattr(error, "errno", None) in _FULL:
         return True
     text = str(error)
@@ -200,7 +202,8 @@ class StoredArray:
 
     @functools.cached_property
     def opened(self) -> Any:
-        """The array's store, opened at the first use."""
+        """The array's store (TensorStore's), opened at the first use. ShoalError if it cannot be
+        opened."""
         import tensorstore
 
         # Orbax stores an array in one store with all others, or in a folder of its own; as Zarr of
@@ -224,13 +227,14 @@ class StoredArray:
         return tuple(self.opened.chunk_layout.read_chunk.shape)
 
     def read(self, part: tuple[slice, ...]) -> np.ndarray:
+        """Returns the values of a part; ShoalError if they cannot be read."""
         with reading(self.folder):
             return self.opened[part].read().result()
 
 
 def leaf_types(on_written: Callable[[int], None] = lambda size: None) -> Any:
     """Returns Orbax's registry of handlers by type of leaf: with it, a `LazyArray` is written part
-    by part. `on_written` is called with the bytes of each part."""
+    by part. `on_written` is called with the number of bytes of each part, after it was written."""
     import tensorstore
 
     type_handlers = load_orbax().type_handlers

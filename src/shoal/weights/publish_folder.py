@@ -82,9 +82,9 @@ def mark_folder(folder: Path) -> int:
 
 
 def remove_abandoned(parent: Path, mounts: Path = MOUNTS) -> None:
-    """Deletes folders in `parent` that were marked (`mark_folder`) by processes of this machine
-    which have ended since without deleting them. Deletes nothing on a file system that other
-    machines may write to, because their processes cannot be seen."""
+    """Deletes folders `shoal-*` in `parent` that were marked (`mark_folder`) by processes of this
+    machine which have ended since without deleting them. Deletes nothing on a file system that
+    other machines may write to, because their processes cannot be seen."""
     import fcntl
 
     if file_system(parent, mounts) not in LOCAL_FILE_SYSTEMS:

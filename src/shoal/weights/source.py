@@ -450,6 +450,8 @@ def _adapter_model(
         return find_base().read(role, dtype, **options)
 
     def read_adapter(role: Role, dtype: Any, seed: int) -> Params:
+        """Reads the adapter's weights from the run's checkpoint, or from PEFT's file; `seed` is not
+        used."""
         if checkpoint is None:
             return peft.load(folder, a, role, dtype)
         run, version = checkpoint

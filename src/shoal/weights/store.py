@@ -82,6 +82,7 @@ class WeightStore(abc.ABC):
     """
 
     def __init__(self, model: Model) -> None:
+        """`model`: the sampler's, on all of its devices in this process. The store is empty."""
         self.model = model
         self.num_bytes = num_bytes(model)
         """Bytes that the last `put` copied or wrote."""
@@ -146,6 +147,8 @@ class MemoryStore(WeightStore):
     """
 
     def __init__(self, model: Model, in_parts: bool = False, delete_source: bool = False) -> None:
+        """`in_parts`: several hosts each have some of the sampler's devices. `delete_source`:
+        `write` deletes the arrays that it has copied, because nothing trains on them."""
         super().__init__(model)
         self.in_parts = in_parts
         self.delete_source = delete_source
@@ -172,6 +175,8 @@ class MemoryStore(WeightStore):
         return MemoryVersion(version, HeldArrays(trained, whole, shards))
 
     def published_shapes(self) -> Params:
+        """Returns shapes, types and shardings of a version's trained parameters, as the sampler
+        holds them."""
         return param_shapes(
             trained_of(published_specs(self.model)), self.model.role, self.model.dtype
         )
@@ -289,8 +294,8 @@ class StoredVersion(abc.ABC):
     def read(
         self, model: Model, frozen: MutableMapping[str, Any] | None = None
     ) -> Future[Callable[[], Params]]:
-        """Runs `read_now` in a background thread, and returns the future of its result, which has
-        its errors too."""
+        """Runs `read_now` in a background thread (`frozen` None: an empty mapping of its own), and
+        returns the future of its result, which has its errors too."""
         # The background thread computes nothing: only the host's own thread may dispatch programs
         # to its devices.
         pool = ThreadPoolExecutor(1, "weights")
@@ -300,7 +305,7 @@ class StoredVersion(abc.ABC):
 
     def parameters(self, model: Model) -> Params:
         """Returns the trained parameters as `LazyArray`s, which read their tensors when they are
-        used, with None in place of the frozen ones."""
+        used, with None in place of the frozen ones. LookupError if the version was removed."""
         # Lazily: arrays on devices would make each of the trainer's devices hold a replica's
         # weights besides the trainer's.
         reader = self.open(model)

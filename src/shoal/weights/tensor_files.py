@@ -286,6 +286,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             f"{file} is no whole safetensors file: it has {file.stat().st_size:,} bytes and is cut "
             "short, damaged or something else. Download it again."
         ) from error
+    # the length of the header (8 bytes), the header as JSON, the values of all tensors
     with open(file, "rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(size))
@@ -328,7 +329,7 @@ def write_file(file: Path, tensors: Sequence[OutputTensor], dtype: np.dtype) -> 
             "data_offsets": [starts[-1], end],
         }
     text = json.dumps(header).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)  # 8: the bytes of the header's length
     data_offset = 8 + len(text)
     with open(file, "wb") as stream, ThreadPoolExecutor(WRITERS) as pool:
         stream.write(len(text).to_bytes(8, "little") + text)

@@ -163,8 +163,8 @@ def one_line(text: object) -> str:
 
 def number_text(value: float, digits: int = 3) -> str:
     """Returns a number as a person writes it: with `digits` significant digits, without exponent
-    from 0.00001 to a million millions, and `0` for a value below 1e-9, which is noise. Zeros at the
-    end of decimals are left out.
+    between 1e-5 and 1e12, and `0` for a value below 1e-9, which is noise. Zeros at the end of
+    decimals are left out.
 
     >>> [number_text(value) for value in (0.41234, 2.17e-14, 0.00002, 1234.5)]
     ['0.412', '0', '0.00002', '1,234']

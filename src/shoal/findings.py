@@ -53,7 +53,7 @@ class Findings:
     def of(self, check: str, key: str = "") -> Findings:
         """Returns a view of the same list for one check, with the key that its findings get by
         default. What the view adds is in `found` here, too."""
-        return replace(self, check=check, key=key)
+        return replace(self, check=check, key=key)  # `found` stays the same list
 
     def extend(self, findings: Iterable[Finding]) -> None:
         """Adds findings, and prints each on the console, if there is one."""

@@ -61,7 +61,7 @@ class Change:
         before = []
         for key in self.values:
             value = get_value(config, key)
-            if value == 0 and value is not False:
+            if value == 0 and value is not False:  # False == 0
                 before.append(UNSET.get(key, "auto"))
             else:
                 before.append(_short(value) or "unset")
@@ -152,7 +152,7 @@ def try_changes(budget: Budget, describe: Describe, changes: Iterable[Change]) -
     trials = []
     for change in changes:
         if all(values[key] == value for key, value in change.values.items()):
-            continue
+            continue  # it changes nothing
         try:
             config = build(Config, {**values, **change.values, **change.kept})
             described = describe(config)

@@ -50,7 +50,7 @@ def file_system(folder: Path, mounts: Path = MOUNTS) -> str:
     deepest_mount = ""
     deepest_kind = ""
     for line in lines:
-        mount, kind = line.split()[1:3]
+        mount, kind = line.split()[1:3]  # a line: device, mount, type, options, ...
         if resolved.is_relative_to(mount) and len(mount) > len(deepest_mount):
             deepest_mount = mount
             deepest_kind = kind

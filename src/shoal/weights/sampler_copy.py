@@ -63,6 +63,8 @@ def quantised(model: Model, params: Params) -> Params:
     stay."""
     if not model.architecture.quantised:
         return params
+    # `Quantised` is a node of two leaves, values and scale; here it counts as one leaf, because the
+    # trainer has one array in its place.
     specs, structure = jax.tree.flatten(
         param_specs(model.architecture), is_leaf=lambda node: isinstance(node, Quantised)
     )

@@ -125,7 +125,7 @@ class StoredTensor:
             with open(self.file, "rb", buffering=0) as stream:
                 stream.seek(position)
                 while left:
-                    count = stream.readinto(left)
+                    count = stream.readinto(left)  # it may read less than asked
                     # The size was checked when the header was read, but a copy may still run, or a
                     # network disk lose a part.
                     if not count:
@@ -351,6 +351,6 @@ def _write_part(descriptor: int, position: int, data: memoryview, first: int) ->
     left = data[first : first + PART_BYTES]
     position += first
     while left:
-        count = os.pwrite(descriptor, left, position)
+        count = os.pwrite(descriptor, left, position)  # it may write less than asked
         left = left[count:]
         position += count

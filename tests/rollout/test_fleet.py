@@ -215,7 +215,7 @@ def test_groups_come_in_the_order_asked_from_hosts_that_answer_in_any():
 def test_a_slow_host_gets_less_unless_others_are_full():
     hosts = {name: FakeHost(lambda host: {}, capacity=32) for name in "abc"}
     with fleet(hosts) as source:
-        with source._changed:
+        with source._ledger_lock:
             for name, seconds in zip("abc", (1.0, 0.1, 0.1), strict=True):
                 source.members[name]._seconds.extend([seconds] * 9)
         source.request(requests(range(8)))

@@ -110,15 +110,18 @@ class Fleet:
     turn_driver: TurnDriver | None = None  # None if completions are single-turn
 
     def __post_init__(self) -> None:
+        """Makes a `HostHealth` for each host, sets the ledger and seed of `turn_driver`, and starts
+        the fleet's thread if `in_background`."""
         self._stats = defaultdict[Purpose, RolloutStats](RolloutStats)
         self._read_at = time.monotonic()
         # the newest publication: its version, and the smallest of its arrays, whose identity shows
         # whether the next publication has other weights
-        self._last: tuple[int, Any] | None = None
+        self._last_published: tuple[int, Any] | None = None
         if self.turn_driver is not None:
             self.turn_driver.ledger = self.ledger
             self.turn_driver.seed = self.seed
         restarts = None if self.restart is None else self.restarts
+        # name of a host -> what the fleet knows of it, also while it is lost
         self.members = {
             name: HostHealth(name, host, restarts, self.stall_seconds)
             for name, host in self.hosts.items()
@@ -132,7 +135,8 @@ class Fleet:
         self._taking: tuple[Purpose, int] | None = None
         self._failure: BaseException | None = None
         self._closed = False
-        self._changed = threading.Condition()  # its lock guards the ledger
+        # guards the ledger; notified after each round of work, and when the thread fails
+        self._ledger_lock = threading.Condition()
         self._thread: threading.Thread | None = None
         if self.in_background:
             self._thread = threading.Thread(target=self._run_rounds, name="fleet", daemon=True)
@@ -147,8 +151,9 @@ class Fleet:
     # -- the RolloutSource
 
     def request(self, requests: Sequence[GroupRequest]) -> None:
-        """Queues groups; hosts get them as soon as they have room."""
-        with self._changed:
+        """Queues groups; hosts get them as soon as they have room, and once `take` waits for them
+        if hosts run in the caller's thread. Returns at once."""
+        with self._ledger_lock:
             self.ledger.add(requests)
         self.woken.set()
 
@@ -157,9 +162,10 @@ class Fleet:
         self.store.put_frozen(params)
 
     def publish(self, version: int, params: Params, keep_from: int | None = None) -> None:
-        """Stores weights as `version`, announces it to all hosts, and releases versions before
-        `keep_from` (None: before `version`) that no pending request needs."""
-        with self._changed:
+        """Stores weights as `version` and announces it to all hosts. Before that, releases the
+        stored versions older than `keep_from` (None: older than `version`) that no pending request
+        names as `exact`. Waits until the weights are stored, not until hosts have read them."""
+        with self._ledger_lock:
             self.keep_from = version if keep_from is None else keep_from
             # Release old versions before storing the new one: a device that is nearly full may not
             # hold both.
@@ -169,9 +175,9 @@ class Fleet:
         stored_version = self.store.put(version, params)
         seconds = time.perf_counter() - started
         smallest_array = min(jax.tree.leaves(params), key=operator.attrgetter("nbytes"))
-        with self._changed:
-            last = self._last
-            self._last = (version, smallest_array)
+        with self._ledger_lock:
+            last = self._last_published
+            self._last_published = (version, smallest_array)
             stats = self._stats[Purpose.TRAIN]
             # An update makes new arrays; if the array is the same object, the weights did not
             # change.
@@ -186,9 +192,10 @@ class Fleet:
     def take(self, purpose: Purpose, step: int) -> list[Group]:
         """Waits until the groups of a step are sampled and rewarded, then returns them in the order
         of the requests and forgets them. ValueError if the step has requested none; RuntimeError if
-        it requested a version that is not published."""
+        it requested a version that is not published; ShoalError if no host is left; StopRequested
+        if the run is to stop; any error that ended the fleet's thread."""
         started = time.perf_counter()
-        with self._changed:
+        with self._ledger_lock:
             entries = self.ledger.entries_of(purpose, step)
             if not entries:
                 raise ValueError(f"{purpose} at step {step} has requested no groups")
@@ -253,7 +260,7 @@ class Fleet:
             )
             if host is not None and compared.any():
                 differences[host].append(np.abs(trained - completion.logprobs)[compared])
-        with self._changed:
+        with self._ledger_lock:
             for (name, losses), values in differences.items():
                 member = self.members[name]
                 gap = float(np.concatenate(values).mean())
@@ -274,7 +281,7 @@ class Fleet:
         """True while a step's groups are sampled or scored in the background, so that the caller
         may do other work before it calls `take`. False once they are complete, and always if the
         hosts sample only while the caller waits in `take`."""
-        with self._changed:
+        with self._ledger_lock:
             if not self.in_background or self.shares_memory:
                 return False
             entries = self.ledger.entries_of(purpose, step)
@@ -284,7 +291,7 @@ class Fleet:
         """Returns the figures of one purpose since the last call, and resets them. What the hosts
         did is part of training's figures; if hosts run in the caller's thread, also of an
         evaluation's."""
-        with self._changed:
+        with self._ledger_lock:
             stats = self._stats.pop(purpose, RolloutStats())
             if purpose is Purpose.TRAIN or not self.in_background:
                 self._add_host_figures(stats)
@@ -328,16 +335,17 @@ class Fleet:
         self.ledger.duplicates = 0
 
     def published(self) -> Mapping[int, Params]:
-        """Returns the weights that are still stored, by version."""
-        with self._changed:
+        """Returns the weights that are still stored, by version: reads each from the store."""
+        with self._ledger_lock:
             published: dict[int, Params] = {}
             for number, version in self.store.versions.items():
                 published[number] = version.parameters(self.store.model)
             return published
 
     def close(self) -> None:
-        """Ends the fleet's thread and the hosts, and releases the weights. The reward pool and the
-        sessions of tools stay open: their maker closes them, after the fleet."""
+        """Ends the fleet's thread and the hosts, and releases the weights. Waits at most
+        END_SECONDS for the thread. The reward pool and the sessions of tools stay open: their maker
+        closes them, after the fleet."""
         self._closed = True
         self.woken.set()
         if self._thread:
@@ -363,7 +371,7 @@ class Fleet:
             if self._thread:
                 self._say_waiting(entries, began)
                 with self.stop.raising_at_once():
-                    self._changed.wait(WAIT_SECONDS)
+                    self._ledger_lock.wait(WAIT_SECONDS)
             else:
                 # Once all is sampled, only rewards are waited for, and those may hang.
                 unsampled = (GroupState.WAITING, GroupState.RUNNING)
@@ -371,8 +379,9 @@ class Fleet:
                 self._run_round(self.stop.raising_at_once, wait=all_sampled)
 
     def _say_waiting(self, entries: Sequence[PendingGroup], began: float) -> None:
-        """Prints what `take` waits for, once the wait is long; then again whenever it has become
-        twice as long as at the last line. `began`: the time when the wait began, as `time.time`."""
+        """Reports to `on_note` what `take` waits for, once the wait is long; then again whenever it
+        has become twice as long as at the last report. `entries`: the groups that `take` waits for.
+        `began`: the time when the wait began, from `time.time`."""
         seconds = time.time() - began
         if seconds < self._patience:
             return
@@ -401,11 +410,11 @@ class Fleet:
                 self._run_round()
             except BaseException as error:
                 # `take` raises it, so that whoever waits for these groups learns of it
-                with self._changed:
+                with self._ledger_lock:
                     self._failure = error
-                    self._changed.notify_all()
+                    self._ledger_lock.notify_all()
                 return
-            with self._changed:
+            with self._ledger_lock:
                 awaits = self.ledger.count(GroupState.RUNNING, GroupState.SAMPLED) > 0
             self.woken.wait(POLL_SECONDS if awaits else WAIT_SECONDS)
 
@@ -425,7 +434,7 @@ class Fleet:
         task's `correct` function is called with the lock held. In the caller's thread `take` holds
         the lock all the time, also while reward functions are called; nobody else uses the fleet
         then."""
-        with self._changed:
+        with self._ledger_lock:
             now = time.monotonic()
             ready = self._advance_turns(guard_user_code)
             for member in self.members.values():
@@ -447,9 +456,9 @@ class Fleet:
                 self.rewards.submit(entry)
         with guard_user_code(), self.timeline.span("rewards", "collect"):
             scores = self.rewards.pool.collect(wait=wait)
-        with self._changed:
+        with self._ledger_lock:
             self.rewards.enter(scores, self.ledger)
-            self._changed.notify_all()
+            self._ledger_lock.notify_all()
 
     # -- what is done with the ledger's lock held
 
@@ -500,7 +509,9 @@ class Fleet:
         """Checks a host's answer to request `id`. Enters it in the ledger, or with turns passes it
         to the turn driver. Returns the group's entry if the group is complete and can be rewarded
         now, else None. If the answer is wrong, the host counts as lost, and all its groups wait
-        again."""
+        again. An answer to a group that had been answered before counts as a duplicate, or with
+        turns is ignored; so is, with turns, one to a group that the host no longer has."""
+        # a group's further requests have ids of their own
         id = self.ledger.group_ids.get(id, id)
         entry = self.ledger.entries.get(id)
         if self.turn_driver is None:
@@ -510,10 +521,10 @@ class Fleet:
         if entry is None:
             return self._record_answer(member, id, completions)
         newest = max(self.store.versions, default=-1)
-        if self._last is not None:
+        if self._last_published is not None:
             # While a version is being copied, the version that hosts sample from may be released
             # already.
-            newest = max(newest, self._last[0])
+            newest = max(newest, self._last_published[0])
         request = sample_request(entry.request, id, self.seed)
         request = replace(request, has_turns=self.turn_driver is not None)
         if member.in_process:
@@ -550,8 +561,10 @@ class Fleet:
 
     def _assign(self) -> None:
         """Gives waiting groups to hosts with room, each group to the host that is expected to
-        finish it first. Training's groups come first, in order; then those of an evaluation, for
-        which each host reserves a share."""
+        finish it first, and sends the requests. Groups without room keep waiting, and so do all
+        later groups of the same purpose. Training's groups come first, in order; then those of an
+        evaluation, for which each host reserves a share. With turns, also opens the environments of
+        waiting groups; a group is given to a host once all of its environments have begun."""
         waiting = [
             entry for entry in self.ledger.in_state(GroupState.WAITING) if self._can_start(entry)
         ]
@@ -561,12 +574,13 @@ class Fleet:
         if not waiting:
             return
         unsampled = (GroupState.WAITING, GroupState.RUNNING)
-        purposes = {
+        # for the groups that still need a host: True of training, False of an evaluation
+        are_training = {
             entry.request.purpose is Purpose.TRAIN
             for entry in self.ledger.entries.values()
             if entry.state in unsampled
         }
-        is_shared = len(purposes) > 1
+        is_shared = len(are_training) > 1
         step_seconds = {name: member.step_seconds() for name, member in self.members.items()}
         fastest = min(filter(None, step_seconds.values()), default=1.0)
         batches: dict[str, list[PendingGroup]] = {}
@@ -666,8 +680,10 @@ class Fleet:
 
     def _mark_lost(self, member: HostHealth, reason: str | Exception) -> None:
         """Gives a host up: closes it, lets its groups wait again, and sets when it is restarted, if
-        it may be. Prints why. ShoalError if no host is left that is alive or may be restarted.
-        RuntimeError if the host is in this process, where a fault is an error of the program."""
+        it may be. Reports why to `on_note`. `reason`: a text or an error that says why; after
+        `HostRefused` the host is never restarted. ShoalError if no host is left that is alive or
+        may be restarted. RuntimeError if the host is in this process, where a fault is an error of
+        the program."""
         refused = isinstance(reason, HostRefused)
         state = "refused" if refused else "lost"
         text = f"sampler host {member.name} is {state}: {reason}"
@@ -728,8 +744,8 @@ class Fleet:
         self.on_progress(f"{request.subset}, {mode}", num_done, num_groups)
 
     def _drop_unneeded_versions(self) -> None:
-        """Drops stored versions that are older than `keep_from`, so that no later request may name
-        them, and that no pending request needs exactly."""
+        """Drops the stored versions that are older than `keep_from`, so that no later request may
+        name them, except those that a pending request with `exact` names."""
         needed = {
             entry.request.version for entry in self.ledger.entries.values() if entry.request.exact
         }

@@ -88,7 +88,8 @@ class EngineHost:
                 self._engine.handle(message)
 
     def _add_version(self, version: Version) -> None:
-        """Notes a version that was published, and forgets those that were removed."""
+        """Notes a version that was published, and forgets those that were removed (`exists` is
+        False)."""
         available = {}
         for number, older_version in self._versions.items():
             if older_version.exists:
@@ -150,7 +151,9 @@ class EngineHost:
         """Gives queued requests to the engine, waits for the tokens of one compiled step, and
         returns what has finished, by request id. Loads newer weights first if the requests allow
         that. Frees the caches when nothing is left to sample, if the devices are also the
-        trainer's. Returns {} at once if the host is paused or has nothing to sample."""
+        trainer's. Returns {} at once if the host is paused or has nothing to sample. RuntimeError
+        if a request names a version that was never published; errors of `make_engine` and of the
+        engine are raised too."""
         if self.paused:
             self.stuck = True
             return {}
@@ -271,6 +274,7 @@ class ThreadHost:
     answers, or an error, for `poll` to return."""
 
     def __init__(self, host: EngineHost, wake: Callable[[], None], name: str) -> None:
+        """Starts the thread, which owns `host` from now on. `name`: name of the thread."""
         self.host, self._wake = host, wake
         # messages that the thread has yet to pass to its host
         self._messages: deque[Message] = deque()
@@ -297,8 +301,8 @@ class ThreadHost:
             self._changed.notify()
 
     def poll(self) -> dict[int, list[Completion]]:
-        """Returns the answers since the last call, by request id, without waiting. Raises the error
-        that ended the thread, if there was one."""
+        """Returns the answers since the last call, by request id, without waiting; {} if there are
+        none. Raises the error that ended the thread, if there was one, at every call."""
         with self._changed:
             if self._failure is not None:
                 raise self._failure
@@ -310,7 +314,7 @@ class ThreadHost:
         return replace(self._progress, preparing=self.host.preparing)
 
     def close(self) -> None:
-        """Ends the thread, waits for that, and closes the host."""
+        """Ends the thread, which closes the host, and waits for that."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -319,7 +323,7 @@ class ThreadHost:
 
     def _run(self) -> None:
         """Runs in the host's thread: polls the host whenever something can be sampled, until
-        closed."""
+        closed, then closes the host. An error ends the thread and is kept for `poll`."""
         try:
             while self._wait_until_sampling():
                 answers = self.host.poll()

@@ -82,7 +82,8 @@ class HostHealth:
         self._most_restarts = self.restarts or 0
 
     def may_start(self, request: GroupRequest) -> bool:
-        """True if the host has been given weights that the request may start on."""
+        """True if the host has been given weights that the request may start on: its very version
+        if it is `exact`, else its version or a newer one."""
         if request.exact:
             return request.version in self.versions
         return max(self.versions, default=-1) >= request.version
@@ -101,8 +102,10 @@ class HostHealth:
         return self.num_completions() > self.waiting_for_tools
 
     def has_room(self, size: int, is_training: bool, is_shared: bool) -> bool:
-        """True if the host can take a group of `size` completions. `is_training`: the group is of
-        training, not of another purpose.
+        """True if the host can take a group of `size` completions. False if the host is lost or
+        its capacity is 0; always True if it has no limit of completions. `is_training`: the group
+        is of training, not of another purpose. If nobody else wants the host, one free completion
+        is enough for a group of any size.
 
         If both training and another purpose want the host (`is_shared`), training may use all of
         its capacity but EVALUATION_SHARE, and the others that share. A group larger than its
@@ -184,7 +187,7 @@ class HostHealth:
         allowed, else 0; 0 too if it has nothing to do. Progress is a compiled step; while the host
         compiles or reads weights, which may take long, each report counts as progress. If
         `progress.silence_seconds` is set, a host that prepares or has not sampled yet must report
-        at least that often."""
+        at least that often. `now`: `time.monotonic()`."""
         if not self.has_work and not self.progress.preparing:
             return 0.0
         idle = now - self._moved_at
@@ -217,8 +220,10 @@ class HostHealth:
 
     def lose(self, now: float, refused: bool = False) -> int:
         """Notes that the host is lost, forgets its groups, uses up a restart, and sets the time of
-        the restart, after a pause that doubles from loss to loss. `refused`: never restart it.
-        Returns how many tokens the host had sampled without answering with them."""
+        the restart, after a pause that doubles from loss to loss: 1, 2, 4, ... seconds, at most
+        MOST_PAUSE_SECONDS. `refused`: never restart it. `now`: `time.monotonic()`. Returns how many
+        tokens the host had sampled without answering with them. Must not be called for a host in
+        this process."""
         assert self.restarts is not None
         tokens = self.progress.counters["tokens"] - self.answered
         self.host = None
@@ -236,7 +241,8 @@ class HostHealth:
         return tokens
 
     def restart_with(self, host: Host, now: float) -> None:
-        """Replaces the lost host by a new one, whose progress is watched from `now` on."""
+        """Replaces the lost host by a new one, whose progress is watched from `now`
+        (`time.monotonic()`) on. Which versions it has is for the caller to note."""
         self.host = host
         self._moved_at = now
         self._heard_at = now
@@ -254,7 +260,9 @@ def wrong_answer(
     request: SampleRequest, completions: Sequence[Completion], vocab_size: int, newest: int
 ) -> str:
     """Returns why a host's answer is unusable, as a text ("3 completions in place of 8"), or "" if
-    the answer is right. `newest`: the newest version that was published."""
+    the answer is right: all completions of the request (with turns any of them), with arrays of
+    equal lengths, no more tokens than allowed, ids in the vocabulary, finite log-probs and allowed
+    versions. `newest`: the newest version that was published."""
     expected = list(range(request.num_completions))
     indices = [completion.index for completion in completions]
     is_complete = indices == expected

@@ -34,7 +34,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from shoal.protocols import End, Extend, HostProgress, Load, Message, SampleRequest
-from shoal.records import Completion, HostLost, SamplingParams, StopReason
+from shoal.records import Completion, HostLost, Purpose, SamplingParams, StopReason
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.sampler.partial import ActiveRequest, PartialCompletion
 from shoal.text import describe_error, shorten
@@ -87,8 +87,10 @@ class Server:
     def start(
         cls, command: Sequence[str], environment: Mapping[str, str], log: Path, api_key: str = ""
     ) -> Server:
-        """Starts a server as a process, at a random port of this machine. `command`: its
-        program and arguments, without the address."""
+        """Starts a server as a process, at a random port of this machine, and returns at once: the
+        server may not answer yet. `command`: its program and arguments, to which `--host` and
+        `--port` are added. `environment`: all of its environment variables. `log`: file to which its
+        output is appended. `api_key`: see `Server`. OSError if the program cannot be started."""
         port = random.choice(PORTS)  # if the port is taken, the process says so and ends
         with open(log, "ab") as output:
             process = subprocess.Popen(
@@ -104,9 +106,10 @@ class Server:
     def call(
         self, path: str, body: Mapping[str, Any] | None = None, seconds: float = CALL_SECONDS
     ) -> Any:
-        """Calls the server, with POST if there is a `body`, and returns the value of its JSON
-        answer, or the text if it is not JSON. Waits at most `seconds`. HostLost if there is no
-        answer, or one with another status than 200."""
+        """Calls the server, with POST if there is a `body`, else with GET, and returns the value of
+        its JSON answer, or the text if the answer's Content-Type is not JSON. Waits at most
+        `seconds`, and at least 0.1. `path`: the part of the address after `url`, like "/health".
+        TurnedDown if the status is not 200, HostLost if there is no answer or its JSON is wrong."""
         url = urlsplit(self.url)
         method, data = "GET", None
         if body is not None:
@@ -222,8 +225,9 @@ def _read_body(reply: http.client.HTTPResponse, socket: Any, deadline: float) ->
 
 @contextlib.contextmanager
 def reading(path: str, reply: Any) -> Iterator[None]:
-    """Context manager in which the answer to a call of `path` is parsed: if the answer lacks what
-    is read from it, the error becomes a HostLost with the beginning of the answer."""
+    """Context manager in which the answer to a call of `path` is parsed: a LookupError, TypeError,
+    ValueError, AttributeError or OverflowError, raised because the answer is not as expected,
+    becomes a HostLost with the beginning of the answer. `reply`: the answer's JSON value."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -270,8 +274,8 @@ class AddedTokens(NamedTuple):
 
 
 class HttpEngine(ABC):
-    """The engine of an `EngineHost` whose completions a server samples. `open_server` is called
-    with the first version and returns the server. A subclass knows the calls of a system.
+    """The engine of an `EngineHost` whose completions a server samples. A subclass knows the calls
+    of a system.
 
     Only the host's thread calls the methods; threads that wait for an answer put it into an inbox
     and call `wake`."""
@@ -285,6 +289,9 @@ class HttpEngine(ABC):
         settings: Settings,
         wake: Callable[[], None],
     ) -> None:
+        """Makes the engine; `begin_opening` opens the server. `open_server`: called once, in a
+        thread of its own, with the first version; reaches or starts the server and returns it.
+        `wake`: called from any thread when something is in the inbox, so that `step` is called."""
         self.settings = settings
         self.version = -1
         self.parameters: FolderVersion | None = None
@@ -331,7 +338,8 @@ class HttpEngine(ABC):
 
     @abstractmethod
     def completion_call(self, id: int, number: int) -> CompletionCall:
-        """Returns the call for the rest of a completion's turn."""
+        """Returns the call for the rest of the current turn of a completion: number `number`, from
+        0, of request `id`."""
 
     @abstractmethod
     def read_completion(self, call: CompletionCall, reply: Any, version: int) -> AddedTokens:
@@ -348,7 +356,7 @@ class HttpEngine(ABC):
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         """Queues the completions of requests, which `step` sends to the server; those that continue
         rollouts (branches) go to the front. If the server sleeps, first wakes it with the same
-        weights."""
+        weights, which takes a while; HostLost if that fails."""
         if self.is_asleep and self.parameters:
             self.load(self.version, self.parameters)
         for request in requests:
@@ -375,7 +383,8 @@ class HttpEngine(ABC):
                 raise TypeError(f"a server does not act on {type(message).__name__}")
 
     def _extend(self, message: Extend) -> None:
-        """Queues the next turn of a completion, after its context."""
+        """Queues the next turn of a completion, ahead of all that wait, after adding its context to
+        its tokens. ValueError if the completion does not wait, or the context does not fit."""
         active = self.requests[message.request_id]
         number = message.index - active.request.first
         partial = active.partials[number]
@@ -384,7 +393,8 @@ class HttpEngine(ABC):
         self._waiting.appendleft((message.request_id, number))
 
     def _end(self, message: End) -> None:
-        """Ends a completion whose turn has ended."""
+        """Ends a completion whose turn has ended; forgets the request once all its completions are
+        over."""
         active = self.requests[message.request_id]
         active.partials[message.index - active.request.first].waits = False
         if active.is_done:
@@ -428,9 +438,10 @@ class HttpEngine(ABC):
         self._counted_at = now
 
     def _await_answer(self, id: int, number: int, version: int, call: CompletionCall) -> None:
-        """Runs in a thread for each call: calls the server for a completion, again while it is busy
-        (status 429 or 503), and puts the answer or the error into the inbox, where the host's
-        thread handles it."""
+        """Runs in a thread for each call: calls the server for completion `number` of request `id`,
+        again while the server is busy (status 429 or 503) and REQUEST_SECONDS have not passed, and
+        puts the answer or the error into the inbox, where the host's thread handles it. `version`:
+        the server's when the call was made."""
         assert self.server is not None
         deadline = time.monotonic() + REQUEST_SECONDS
         while True:
@@ -465,7 +476,7 @@ class HttpEngine(ABC):
 
     def wait_for_answers(self) -> None:
         """Handles answers until the server has no completions, or no answer has come for
-        NEWS_SECONDS."""
+        NEWS_SECONDS. Raises the error of a call that failed."""
         try:
             while self.under_way.total():
                 handle_event = self._inbox.get(timeout=NEWS_SECONDS)
@@ -476,10 +487,10 @@ class HttpEngine(ABC):
     def _accept_answer(
         self, id: int, number: int, version: int, call: CompletionCall, reply: Any
     ) -> None:
-        """Adds an answer's tokens to its completion. If its turn has ended, lets the next `step`
-        return the completion (without turns: once the whole request is finished); if the server
-        returned it unfinished, queues it again for the rest. HostLost if the answer cannot be
-        right."""
+        """Adds an answer's tokens to completion `number` of request `id`. If its turn has ended,
+        lets the next `step` return the completion (without turns: once the whole request is
+        finished); if the server returned it unfinished, queues it again for the rest. `version`:
+        the server's when `call` was made. HostLost if the answer cannot be right."""
         self._count_under_way(-1, version)
         self._has_news = True
         active = self.requests[id]
@@ -514,8 +525,10 @@ class HttpEngine(ABC):
             del self.requests[id]
 
     def _count_empty_abort(self, path: str, id: int, number: int, num_tokens: int) -> None:
-        """Raises HostLost if a server returns a completion unfinished again and again without a new
-        token, since it would otherwise be asked forever."""
+        """Counts the successive answers in which the server returned a completion unfinished and
+        without a token: adds 1, or starts again at 0 if `num_tokens` is not 0 or the server was
+        asked to do that. HostLost at EMPTY_ABORTS, since the server would otherwise be asked
+        forever. `path`: the call's, for the message."""
         if num_tokens or self.is_taking_back:
             self._empty_aborts.pop((id, number), None)
             return
@@ -529,8 +542,9 @@ class HttpEngine(ABC):
     # -- the server
 
     def begin_opening(self, version: FolderVersion) -> Future[Server]:
-        """Returns the future of the server. The first call starts a thread that reaches or starts
-        the server, with the weights of `version`."""
+        """Returns the future of the server, which is done once the server can be used; it has the
+        error if opening failed. The first call starts a thread that reaches or starts the server,
+        with the weights of `version`; later calls ignore `version`."""
         if self.opening is None:
             self.opening = Future()
             arguments = (self.opening, version)
@@ -548,7 +562,8 @@ class HttpEngine(ABC):
 
     def _open(self, version: FolderVersion) -> Server:
         """Reaches or starts the server, waits until it is ready, prepares it, and starts the thread
-        that watches it."""
+        that watches it. Returns the server. HostLost if it is not ready in time (START_SECONDS, or
+        CONNECT_SECONDS if it ran already), ShoalError if it lacks what is needed."""
         server = self._open_server(version)
         self.server = server
         if self.is_closed:
@@ -560,7 +575,8 @@ class HttpEngine(ABC):
 
     def _watch(self, server: Server) -> None:
         """Runs in a thread of its own: reads the counters that show whether the server makes
-        progress, until its end. For a server without counters each answer counts as progress."""
+        progress, every NEWS_SECONDS until its end, and then hands in a HostLost that says how it
+        ended. For a server without counters each answer counts as progress."""
         while not (self.is_closed or server.describe_end(0.0)):
             with contextlib.suppress(HostLost):
                 counter_sum = self.read_counter_sum(server) or time.monotonic()
@@ -578,14 +594,14 @@ class HttpEngine(ABC):
         self._count_under_way(0, self.version)
 
     def close(self) -> None:
-        """Ends the server, if it was started here."""
+        """Kills the server, if it was started here; the engine's threads end by themselves."""
         self.is_closed = True
         if self.server is not None:
             self.server.close()
 
 
 class HttpHost(ThreadHost):
-    """A `Host` that is one server, behind an engine that `make_engine` makes."""
+    """A `Host` that is one server: an `EngineHost` around an `HttpEngine`, in a thread."""
 
     def __init__(
         self,
@@ -597,9 +613,24 @@ class HttpHost(ThreadHost):
         settings: Settings,
         wake: Callable[[], None],
     ) -> None:
+        """Makes the engine and starts the host's thread. The server is not opened before the first
+        `Load`.
+
+        `name`: name of the thread. `make_engine`: called once with (`open_server`, `settings`, the
+        engine's `wake`), like the class of an engine; returns the engine. `open_server`: called
+        with the first version, in another thread; reaches or starts the server and returns it.
+        `wake`: called when there are answers for `poll`."""
+        # The engine calls `poll_again` only after the first `Load`, and so only when the thread
+        # exists.
         self.engine: Any = make_engine(open_server, settings, self.poll_again)
-        self._asked_before_reports = 0
-        host = EngineHost(lambda purpose, size: self.engine, settings.capacity, settings.sleeps)
+        # number of calls of `progress` before the server's first report
+        self._early_progress_calls = 0
+
+        def engine_for(purpose: Purpose, group_size: int) -> Any:
+            """Returns the one engine, which samples for every purpose and group size."""
+            return self.engine
+
+        host = EngineHost(engine_for, settings.capacity, settings.sleeps)
         super().__init__(host, wake, name)
 
     def handle(self, message: Message) -> None:
@@ -613,11 +644,11 @@ class HttpHost(ThreadHost):
         with which opening the server failed."""
         if not self.engine.reports:
             # counted as reports, because the start has a time limit of its own
-            self._asked_before_reports += 1
+            self._early_progress_calls += 1
         progress = replace(
             super().progress(),
             busy_seconds=self.engine.busy_seconds,
-            reports=self._asked_before_reports + self.engine.reports,
+            reports=self._early_progress_calls + self.engine.reports,
             silence_seconds=SILENCE_SECONDS,
         )
         opening = self.engine.opening
@@ -629,8 +660,8 @@ class HttpHost(ThreadHost):
         return progress
 
     def close(self) -> None:
-        """Ends the server if it was started here, and the host's thread, without waiting for the
-        thread."""
+        """Kills the server if it was started here, and ends the host's thread, without waiting for
+        the thread."""
         self.engine.close()
         # The host's thread may be waiting for an answer, so end it in the background.
         threading.Thread(target=super().close, daemon=True).start()

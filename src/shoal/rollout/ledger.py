@@ -97,7 +97,7 @@ class Ledger:
     asked_again: int = 0  # number of groups that wait again because their host was lost
 
     def add(self, requests: Iterable[GroupRequest]) -> None:
-        """Makes an entry for each request."""
+        """Makes an entry for each request, waiting for a host, with the next unused id."""
         for request in requests:
             self.entries[self.next_id] = PendingGroup(self.next_id, request)
             self.next_id += 1
@@ -123,14 +123,16 @@ class Ledger:
         return [entry for entry in self.entries.values() if entry.state is state]
 
     def start(self, entry: PendingGroup, host: str) -> None:
-        """Notes that a host gets the group."""
+        """Notes that the host named `host` gets the group, one more attempt. RuntimeError if the
+        group does not wait."""
         entry.move(GroupState.RUNNING)
         entry.host = host
         entry.attempt += 1
 
     def answer(self, id: int, completions: Sequence[Completion]) -> PendingGroup | None:
         """Stores all completions of the group `id`, and returns its entry, now sampled. Returns
-        None if the group had been answered before, and counts a duplicate."""
+        None if the group had been answered before, also if it was handed over since, and counts a
+        duplicate; None without counting if no request ever had this id."""
         entry = self.entries.get(id)
         if entry is None or entry.state not in (GroupState.WAITING, GroupState.RUNNING):
             if id < self.next_id:
@@ -141,8 +143,8 @@ class Ledger:
         return entry
 
     def lose(self, host: str) -> int:
-        """Makes all groups that a lost host had wait again, ahead of groups that were requested
-        later. Returns their number."""
+        """Makes the running groups of the lost host named `host` wait again, ahead of groups that
+        were requested later. Returns their number, and adds it to `asked_again`."""
         lost = [entry for entry in self.in_state(GroupState.RUNNING) if entry.host == host]
         for entry in lost:
             entry.move(GroupState.WAITING)
@@ -150,14 +152,16 @@ class Ledger:
         return len(lost)
 
     def hand_over(self, entries: Collection[PendingGroup]) -> list[Group]:
-        """Returns the finished groups of `entries`, in that order, and removes the entries."""
+        """Removes entries, all of which must be rewarded, and returns their groups in the same
+        order. Also forgets the ids of the groups' further requests. RuntimeError if an entry is not
+        rewarded yet."""
         groups = []
         for entry in entries:
             entry.move(GroupState.HANDED_OVER)
             assert entry.group is not None
             groups.append(entry.group)
             del self.entries[entry.id]
-        if len(entries):
+        if groups:
             for request_id, group_id in list(self.group_ids.items()):
                 if group_id not in self.entries:
                     del self.group_ids[request_id]
@@ -169,8 +173,9 @@ class Ledger:
 
 
 def describe_states(entries: Sequence[PendingGroup], hosts: Mapping[str, str]) -> str:
-    """Returns a text that says how many groups are in each state, and at which host. `hosts`: the
-    text to use for each host's name."""
+    """Returns a text that says how many groups are in each state, and at which host, like "1 of 4
+    groups are there, 2 at sampler-0 (weights 3), 1 waiting, attempt 2". `entries`: at least one.
+    `hosts`: the text to use for each host's name. The attempt is the highest of any group."""
     num_rewarded = 0
     counts = Counter[str]()
     for entry in entries:
@@ -188,8 +193,8 @@ def describe_states(entries: Sequence[PendingGroup], hosts: Mapping[str, str]) -
 
 
 def sample_request(request: GroupRequest, id: int, seed: int) -> SampleRequest:
-    """Returns the request to a host for all completions of a group, numbered `id`. `seed`: the
-    run's.
+    """Returns the request to a host for all completions of a group, with the id `id` and without
+    turns. `seed`: the run's.
 
     The address of the noise contains purpose, data set, greedy or sampled, step and row. A prompt
     occurs once at each such address, so no two completions of a run share their noise."""
@@ -219,7 +224,8 @@ def rollout_requests(
     """Returns the requests to a host for a group's rollouts with turns: one request for the whole
     group if all `prompts` are equal, else one request for each rollout, with an id from `new_id`.
     `request`: the group's, from `sample_request`. `prompts`, `turn_limits`: for each rollout, its
-    prompt and the most tokens of its first turn (0 for no limit)."""
+    prompt (token ids) and the most tokens of its first turn (0 for no limit). `new_id` is called
+    once for each request of a single rollout."""
     request = replace(request, has_turns=True)
     if all(np.array_equal(ids, prompts[0]) for ids in prompts):
         return [replace(request, prompt_ids=prompts[0], turn_limits=tuple(turn_limits))]
@@ -276,9 +282,11 @@ def make_group(
     position: int = 0,
 ) -> Group:
     """Returns a finished group from its completions, in order of their index, their texts, and
-    their scores: row `position` of `scores`, which may be of several groups. Calls the task's
-    `correct` function, if the task judges correctness by one. The group's version is the oldest
-    that a token was sampled from."""
+    their scores: row `position` of `scores`, which may be of several groups. The group's version is
+    the requested one with `exact`, else the oldest that a token was sampled from.
+
+    `correct` of the group is whether the reward `task.correct_by` is 1; without such a reward what
+    the task's `correct` function says, which is called here; else it is None."""
     version = request.version
     if not request.exact:
         sampled = [completion for completion in completions if completion.num_sampled]
@@ -348,9 +356,9 @@ class GroupRewards:
         )
 
     def enter(self, scored: Sequence[tuple[Hashable, Scores]], ledger: Ledger) -> None:
-        """Builds the finished group of each pair (id of an entry, its scores), as `pool.collect`
-        returns them, and stores it in the entry, which is then rewarded. A completion whose
-        environment failed gets the score that the policy `on_error` gives it."""
+        """Builds the finished group of each pair (id of an entry of `ledger`, its scores), which
+        `pool.collect` has returned, and stores it in the entry, which is then rewarded. A
+        completion whose environment failed gets the score that the policy `on_error` gives it."""
         for ticket, scores in scored:
             assert isinstance(ticket, int)
             entry = ledger.entries[ticket]

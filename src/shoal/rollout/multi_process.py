@@ -83,8 +83,9 @@ class MultiProcessSource:
 
     def take(self, purpose: Purpose, step: int) -> list[Group]:
         """Waits for this process's groups of a step, exchanges them with the other processes, and
-        returns the groups of all in the order of the requests. If a process failed, all raise its
-        error. ValueError if the step has requested none."""
+        returns the groups of all in the order of the requests. All processes call it for the same
+        step, and each waits for the others. StopRequested if any process was asked to stop,
+        ShoalError if taking its share failed in any. ValueError if the step has requested none."""
         wanted: list[DealtRequest] = []
         others: list[DealtRequest] = []
         for dealt in self.requested:
@@ -125,8 +126,9 @@ class MultiProcessSource:
         return groups
 
     def _take_own(self, purpose: Purpose, step: int, has_share: bool) -> Share:
-        """Returns this process's groups and figures of a step, or what went wrong, as a `Share` to
-        be exchanged. `has_share`: False if no group was dealt to this process."""
+        """Returns this process's groups and figures of a step, as a `Share` to be exchanged; a
+        StopRequested or ShoalError is not raised but noted in the share. `has_share`: False if no
+        group was dealt to this process."""
         groups: Sequence[Group] = []
         is_stopped = False
         error = None
@@ -160,8 +162,9 @@ class MultiProcessSource:
         self._in_all_processes(f"publication of version {version}", publish)
 
     def _in_all_processes(self, name: str, publish: Callable[[], None]) -> None:
-        """Calls `publish` in every process; if it raises ShoalError in one, all processes raise
-        that error."""
+        """Calls `publish` and waits until all processes have called theirs; if it raised ShoalError
+        in one, all processes raise a ShoalError with that text. `name`: what is published, the same
+        text in all processes."""
         own_error = ""
         try:
             publish()
@@ -192,8 +195,9 @@ class MultiProcessSource:
             total.logged.setdefault(name, []).extend(values)
 
     def read_stats(self, purpose: Purpose) -> RolloutStats:
-        """Returns the figures of all processes since the last call, and resets them. Publications
-        are this process's."""
+        """Returns one purpose's figures of all processes that `take` has exchanged since the last
+        call, and resets them. Of what happened since the last `take` only this process's
+        publications are included."""
         stats = self.stats.pop(purpose, RolloutStats())
         own = self.source.read_stats(purpose)
         stats.unchanged = max(stats.unchanged, own.unchanged)
@@ -211,7 +215,8 @@ def _largest(figures: Mapping[str, float], others: Mapping[str, float]) -> dict[
 
 def _packed(share: Share) -> bytes:
     """Returns a share as bytes: one line of JSON with everything but the groups, followed by the
-    groups' table, if there are groups."""
+    groups' table (Arrow's stream format), if there are groups. The groups' examples are left out:
+    `take` adds them from the requests."""
     import pyarrow as pa
 
     failures = [asdict(failure) for failure in share.stats["failures"]]
@@ -231,7 +236,8 @@ def _packed(share: Share) -> bytes:
 
 
 def _unpacked(data: bytes) -> Share:
-    """Returns the share that `_packed` made the bytes from."""
+    """Returns the share that `_packed` made the bytes from, but with NOWHERE as each group's
+    example."""
     import pyarrow as pa
 
     line, _, table = data.partition(b"\n")

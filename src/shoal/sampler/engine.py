@@ -79,15 +79,7 @@ class Engine:
 
     A completion's tokens do not depend on what other slots do or on when it enters. The caller of
     `step` owns the engine: use it from one thread. A `load` or `cancel` takes effect between two
-    steps.
-
-    A request may have any number of completions; `group_size` is the number that most have, and one
-    prefill takes a quarter of the prompts that fit at that size. `decode` turns token ids into text
-    and is needed for stop strings only. With `truncated` the compiled program has top-k, top-p and
-    min-p, and searches their bounds at every token. `max_support` is K: truncation keeps at most K
-    tokens, and completions record which, in `extra["support_ids"]`, int32[T, K]. `pages`: pages in
-    the pool of a replica; 0: enough for all limits. If pages run out, rows are saved to the host's
-    memory. The constructor compiles nothing; each program is compiled at its first call."""
+    steps."""
 
     def __init__(
         self,
@@ -104,6 +96,24 @@ class Engine:
         max_support: int = 0,
         pages: int = 0,
     ):
+        """Makes an engine without weights; `load` gives it some. Compiles nothing: each program is
+        compiled at its first call.
+
+        `slots`: completions at once, of all replicas together. Slots are made in whole rows: rounded
+        down to W each, then up to the same number of rows in each replica. `group_size`: the number
+        of completions that most requests have; any number is allowed. One prefill takes a quarter
+        of the prompts that fit at that size. `siblings_per_row`: W; 0, or more than `group_size`,
+        means `group_size`.
+
+        `decode` turns token ids into text. It is needed for stop strings only; None: requests with
+        stop strings are refused. `truncated`: the compiled programs have top-k, top-p and min-p,
+        and search their bounds at every token; False: requests with these settings are refused, and
+        `max_support` counts as 0. `max_support` is K: truncation keeps at most K tokens, and
+        completions record which, in `extra["support_ids"]`, int32[T, K]; 0: no bound and no record.
+
+        `pages`: pages in the pool of each replica, if keys are stored in pages; 0: enough for all
+        rows at their limits. If pages run out, rows are saved to the host's memory. ValueError if
+        `pages` do not suffice for one row at its limits."""
         # called for its error, which it raises before anything is compiled
         decodes_by_kernel(model)
         shards = model.role.row_shards
@@ -128,20 +138,23 @@ class Engine:
         join_rows = min(self.num_rows, round_up(max(1, self.num_rows // 8), shards))
         prompt_cache = cache_size(max_prompt_tokens, platform, model.key_parts)
         completion_cache = cache_size(max_completion_tokens, platform, model.key_parts)
-        # number of rows of a replica that fit in memory at their limits
-        full_rows = self.replica_rows
+        # Number of a replica's rows that fit in memory when all their completions are at their
+        # limits. Without pages each row has memory of its own, so that all fit.
+        rows_at_limits = self.replica_rows
         self.pool: PagePool | None = None
         row_pages = 0
         total_pages = 0
         if by_pages(model):
             pages_per_slot = completion_cache // PAGE
             pages_per_row = self.siblings * pages_per_slot
-            pages = pages or full_rows * pages_per_row
-            self.pool = PagePool(self.num_rows, self.siblings, pages_per_slot, pages, shards)
-            full_rows = pages // pages_per_row
+            replica_pages = pages or self.replica_rows * pages_per_row
+            self.pool = PagePool(
+                self.num_rows, self.siblings, pages_per_slot, replica_pages, shards
+            )
+            rows_at_limits = replica_pages // pages_per_row
             row_pages = self.pool.pages_to_enter(np.ones(self.siblings, int))
-            total_pages = shards * pages
-        swap_rows = shards * max(1, min(SWAP_ROWS, full_rows // SWAP_SHARE))
+            total_pages = shards * replica_pages
+        swap_rows = shards * max(1, min(SWAP_ROWS, rows_at_limits // SWAP_SHARE))
         self.scheduler = Scheduler(
             num_rows=self.num_rows,
             prefill_rows=prefill_rows,
@@ -188,7 +201,7 @@ class Engine:
 
     def load(self, version: int, params: Params) -> None:
         """Sets the weights of the compiled steps that start from now on, and the version that their
-        tokens carry.
+        tokens carry. Keeps `params` without a copy; the weights before are dropped.
 
         Completions in progress continue with the new weights; their existing keys and values stay
         those of the old weights."""
@@ -197,7 +210,8 @@ class Engine:
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         """Queues requests; `step` samples them. ShoalError or ValueError if a request is outside
-        the engine's limits (see `check_request`), RuntimeError if no weights are loaded."""
+        the engine's limits (see `check_request`), ValueError if its id is in use, RuntimeError if
+        no weights are loaded. The requests before a refused one stay queued."""
         if self.parameters is None:
             raise RuntimeError("no weights are loaded")
         for request in requests:
@@ -217,8 +231,8 @@ class Engine:
             self.requests[request.id] = ActiveRequest(request, partials)
 
     def handle(self, message: Message) -> None:
-        """Acts on `Extend`, `End` or `Cancel`. TypeError for any other message, since the host
-        handles versions and the queue of requests."""
+        """Acts on `Extend`, `End` or `Cancel`, like `extend`, `end` and `cancel`. TypeError for any
+        other message, since the host handles versions and the queue of requests."""
         match message:
             case Extend(id, index, context, turn_limit):
                 self.extend(id, index, context, turn_limit)
@@ -231,8 +245,10 @@ class Engine:
 
     def extend(self, id: int, index: int, context: Sequence[int], turn_limit: int = 0) -> None:
         """Continues a completion whose turn has ended, after tokens of context, with a turn of at
-        most `turn_limit` tokens (0: no limit). ValueError if the context and one more token do not
-        fit."""
+        most `turn_limit` tokens (0: no limit). `index`: the completion's index within its group. If
+        its row was saved to the host's memory, the row is queued to return. ValueError if the
+        completion does not wait, or if the context and one more token do not fit; KeyError if no
+        request `id` is in progress."""
         partial, subgroup, row, slot = self._locate(id, index)
         partial.extend(context, turn_limit)
         if row is not None:
@@ -241,8 +257,9 @@ class Engine:
             self.scheduler.returning[id, subgroup] = self._pages_to_return(id, subgroup)
 
     def end(self, id: int, index: int) -> None:
-        """Ends a completion whose turn has ended: it is not extended any more. Its row is freed
-        once all completions in the row are over."""
+        """Ends a completion whose turn has ended: it is not extended any more. `step` does not
+        return it again. Its row is freed once all completions in the row are over, and the request
+        is forgotten once all its completions are. KeyError if no request `id` is in progress."""
         partial, _, row, _ = self._locate(id, index)
         partial.waits = False
         if row is not None:
@@ -285,7 +302,8 @@ class Engine:
     def _locate(self, id: int, index: int) -> tuple[PartialCompletion, int, int | None, int]:
         """Returns a completion of a request, the number of its subgroup, the subgroup's row (None
         if it has none, because it was saved to the host's memory), and the completion's slot in the
-        row. `index`: the completion's index within the group."""
+        row. `index`: the completion's index within the group. KeyError if no request `id` is in
+        progress."""
         active = self.requests[id]
         number = index - active.request.first
         partial = active.partials[number]
@@ -311,7 +329,7 @@ class Engine:
     def cancel(self, id: int) -> None:
         """Ends a request, queued or begun, and frees its rows. The next `step` returns its
         completions with the tokens so far, and StopReason.CANCELLED if they had not ended; it
-        returns nothing for a request with turns."""
+        returns nothing for a request with turns. KeyError if no request `id` is in progress."""
         for partial in self.requests[id].partials:
             partial.reason = partial.reason or StopReason.CANCELLED
         for row, (owner_id, _) in self.scheduler.running.items():
@@ -350,16 +368,18 @@ class Engine:
         return recorded_calls(self.programs, program, parameters, self.state_shapes(), shapes)
 
     def limit_of(self, request: SampleRequest, index: int) -> int:
-        """Returns the most tokens of one completion. Benchmarks override this method to give
-        siblings different lengths."""
+        """Returns the most tokens of the request's completion `index` (within its group): the
+        request's `max_tokens`, whatever the index. Benchmarks override this method to give siblings
+        different lengths."""
         return request.params.max_tokens
 
     # -- dispatch
 
     def dispatch_next(self) -> bool:
         """Starts the next compiled step without waiting for it: a step that fills rows, else a
-        decode. Returns False if none can start now. If rows are lacking, first saves rows whose
-        completions all wait for tools to the host's memory."""
+        decode. Returns False if none can start now, or if MAX_IN_FLIGHT steps are in flight. If
+        rows are lacking, first saves rows whose completions all wait for tools to the host's
+        memory."""
         if len(self.in_flight) >= MAX_IN_FLIGHT:
             return False
         # Rows are lacking: save rows whose completions wait for tools, until enough are free or no
@@ -426,14 +446,14 @@ class Engine:
         swap_rows = self.scheduler.swap_rows
         take_position = self.scheduler.position_taker(swap_rows)
         positions: dict[SubgroupKey, int] = {}
-        numbers = np.zeros(swap_rows, np.int32)
+        row_numbers = np.zeros(swap_rows, np.int32)  # within the replica
         table = self._empty_page_table(swap_rows)
         for row in rows:
             position = take_position(row)
             if position is None:
                 continue
             id, subgroup = self.scheduler.running[row]
-            numbers[position] = row % self.replica_rows
+            row_numbers[position] = row % self.replica_rows
             positions[id, subgroup] = position
             if table is not None and self.pool is not None:
                 table[position] = self.pool.table[row]
@@ -448,7 +468,7 @@ class Engine:
         if not positions:
             return False
         with self._may_compile("save"):
-            saved = self.programs["save"](self._state, numbers, table)
+            saved = self.programs["save"](self._state, row_numbers, table)
         self.parked.add(positions, saved)
         return True
 
@@ -462,8 +482,8 @@ class Engine:
 
     def _pages_needed(self, id: int, subgroup: int, row: int | None = None) -> np.ndarray:
         """Returns how many pages each slot of a subgroup needs, int[W], for all keys that it may
-        have after the next decode. `row`: the subgroup's row, if steps for it may be in flight;
-        None otherwise."""
+        have after the next decode; 0 for slots that are unused or over. `row`: the subgroup's row,
+        if steps for it may be in flight; None otherwise."""
         decodes_in_flight = np.zeros(self.siblings, int)
         if row is not None:
             for step in self._ungathered:
@@ -499,7 +519,9 @@ class Engine:
                 self._park(candidates[-1:])
 
     def _start_restore(self, admission: Admission) -> None:
-        """Starts the step that copies saved subgroups back to rows of the device."""
+        """Starts the step that copies saved subgroups back to rows of the device, gives the rows
+        pages, and marks the slots that have something to sample. First waits for steps in flight
+        that save rows, because their rows may be among these."""
         self.parked.bring_in(self.requests, wait=True)
         swap_rows = self.scheduler.swap_rows
         # a row past the end, for which nothing is written
@@ -519,7 +541,8 @@ class Engine:
             self._state = self.programs["restore"](self._state, rows, saved, table)
 
     def _start_admission(self, admission: Admission) -> None:
-        """Starts the step that the scheduler has chosen: a prefill, a join or a restore."""
+        """Starts the step that the scheduler has chosen: a prefill, a join or a restore. Gives the
+        rows pages, and marks the slots that the requests use."""
         if admission.is_restore:
             self._start_restore(admission)
             return
@@ -559,8 +582,9 @@ class Engine:
 
     def _start_feeds(self, owners: Sequence[RowOwner]) -> None:
         """Starts steps that compute the keys of contexts of FEED tokens or more, FEED tokens at a
-        time, in the rows of `owners`. The rest of a context, shorter than FEED, is left for the
-        next decode. So a context's length alone decides which tokens are computed in which way."""
+        time, in the rows of `owners`. Moves these tokens to the completions' `tokens`; the rest of
+        a context, shorter than FEED, is left for the next decode. So a context's length alone
+        decides which tokens are computed in which way."""
         while True:
             long_contexts: list[tuple[int, int, PartialCompletion]] = []
             for _, row, subgroup, active in owners:
@@ -589,8 +613,8 @@ class Engine:
         return empty_feed(FEED_ROWS * self.scheduler.replicas, pages_per_slot)
 
     def _start_decode(self) -> None:
-        """Starts a decode of all running rows, after giving them pages and feeding long
-        contexts."""
+        """Starts a decode of all running rows, after giving them pages, which may save some of them
+        to the host's memory, and feeding long contexts."""
         if self.pool:
             self._give_pages(self.pool)
         owners = []
@@ -640,7 +664,7 @@ class Engine:
 
     def _start_step(self, program: str, arrays: dict[str, Any], owners: list[RowOwner]) -> None:
         """Starts "prefill", "join" or "decode" with these arguments, and adds it to the steps in
-        flight. `owners`: the rows whose tokens it samples."""
+        flight. `owners`: the rows whose tokens it samples. The first step allocates the caches."""
         if not self._state:
             self._state = self.programs["make_state"]()
         prompt_size = arrays["tokens"].shape[1] if program == "prefill" else 0
@@ -699,8 +723,10 @@ class Engine:
         self._start_all()
 
     def _gather_row(self, owner: RowOwner, sampled: SampledTokens, step: InFlightStep) -> None:
-        """Adds the tokens that a step sampled in a row to the row's completions, and hands over
-        each completion whose turn has ended. `sampled`: the step's tokens, on the host."""
+        """Adds the tokens that a step sampled in a row to the row's completions, and notes which
+        have ended. Of a request with turns, hands over each completion whose turn has ended; of any
+        other, all completions are handed over once all have ended (`_finish`). Does nothing if the
+        request was cancelled. `sampled`: the step's tokens, on the host."""
         position, row, subgroup, active = owner
         if active.is_forgotten:
             return  # the request was cancelled while the step ran
@@ -792,7 +818,8 @@ class Engine:
 
 def run_until_idle(engine: Engine) -> Iterator[tuple[int, list[Completion]]]:
     """Runs an engine until nothing is left. Yields (id, completions) of each request as it
-    finishes."""
+    finishes. Of a request with turns, yields each completion whenever a turn of it has ended; the
+    caller must then extend or end it, or the loop never ends."""
     while not engine.idle:
         yield from engine.step().items()
 

@@ -60,7 +60,8 @@ class PartialCompletion:
 
     def most_keys_after(self, decodes_in_flight: int) -> int:
         """Returns the most keys that the completion may have in a cache once the decodes in flight
-        and the next decode have ended; 0 if it is over."""
+        and the next decode have ended; 0 if it is over. `decodes_in_flight`: number of decodes that
+        have started and sample this completion."""
         if self.is_closed:
             return 0
         num_keys = max(1, len(self.tokens))
@@ -73,7 +74,8 @@ class PartialCompletion:
     def extend(self, context: Sequence[int], turn_limit: int = 0) -> None:
         """Continues a completion whose turn has ended, after tokens of context, with a turn of at
         most `turn_limit` tokens (0: no limit). `context` may be empty only after a turn that was
-        cut. ValueError if the context and one more token do not fit."""
+        cut. ValueError if the completion does not wait, or if the context and one more token do not
+        fit."""
         if not self.waits:
             raise ValueError("only a completion whose turn has ended can be extended")
         least = 0 if self.reason is StopReason.LENGTH else 1
@@ -100,8 +102,10 @@ class PartialCompletion:
 
     def feed(self, count: int, version: int, max_support: int) -> list[int]:
         """Moves the first `count` tokens of `context` to `tokens`, as tokens of `version` with
-        log-prob 0. Returns the `count` tokens whose keys are to be computed next: the last token
-        before the context, which has no key yet, and the moved tokens but the last."""
+        log-prob 0. `context` must have that many. Returns the `count` tokens whose keys are to be
+        computed next: the last token before the context, which has no key yet, and the moved tokens
+        but the last. `max_support`: ids per token in `support_ids`, all 0 for these tokens; 0: none
+        are recorded."""
         fed = self.context[:count]
         self.context = self.context[count:]
         inputs = self.tokens[-1:] + fed[:-1]
@@ -124,12 +128,13 @@ class PartialCompletion:
     ) -> int:
         """Adds the tokens of one slot of a step: first those of `context` that the step was given,
         then those that it sampled. Ends the turn if they complete a stop string, reach its limit,
-        or end with an end-of-sequence token. Returns how many sampled tokens were added. `step` is
-        on the host, and `position` is the row's in its arrays; `version` is that of the weights.
+        or end with an end-of-sequence token. Returns how many sampled tokens were added and kept.
+        `step` is on the host, and `position` is the row's in its arrays; `version` is that of the
+        weights. `decode` turns token ids into text; None only if the request has no stop strings.
 
         The device knows only the completion's limit. Tokens that it sampled beyond the limit of the
         turn, or after a stop string, are dropped here."""
-        count = int(step.count[position, slot])
+        count = int(step.count[position, slot])  # tokens of the slot that are kept
         stop = request.params.stop
         reason = None
         forced = min(count, len(self.context))
@@ -175,17 +180,17 @@ class PartialCompletion:
         ):
             del values[size:]
 
-    def completion(self, id: int, index: int, max_support: int) -> Completion:
-        """Returns the tokens so far as a `Completion`. Called when a turn has ended. `index`: the
-        completion's index within its group; `max_support`: ids per token in
-        `extra["support_ids"]`, 0: none."""
+    def completion(self, request_id: int, index: int, max_support: int) -> Completion:
+        """Returns the tokens so far as a `Completion`, with copies of the lists. Called when a turn
+        has ended. `request_id`: id of the completion's request; `index`: the completion's index
+        within its group; `max_support`: ids per token in `extra["support_ids"]`, 0: none."""
         assert self.reason is not None
         extra = {}
         if max_support:
             support_ids = np.array(self.support_ids, np.int32)
             extra["support_ids"] = support_ids.reshape(len(self.tokens), max_support)
         return Completion(
-            request_id=id,
+            request_id=request_id,
             index=index,
             token_ids=np.asarray(self.tokens, np.int32),
             logprobs=np.asarray(self.logprobs, np.float32),
@@ -215,29 +220,32 @@ class ActiveRequest:
 
 def stop_length(decode: Decode, stop: Sequence[str], tokens: Sequence[int], new: int) -> int | None:
     """Returns how many of `tokens` remain if the completion is cut after the token that completes a
-    stop string; None if no stop string ends within the last `new` tokens.
+    stop string; None if no stop string ends within the last `new` tokens. `stop`: the stop strings,
+    at least one. `new`: number of tokens at the end that have not been searched yet.
 
     A stop string, or one character of it, may span tokens. So the new tokens are decoded together
     with as many earlier ones as the longest stop string needs; decoding all tokens would repeat the
     whole text every few tokens."""
     longest = max(len(string) for string in stop)
-    first = len(tokens) - new
-    begin = first
-    before = ""
-    while begin > 0 and len(before) < longest + 2 * SLACK:
-        begin = max(0, begin - max(longest, first - begin))
-        before = decode(tokens[begin:first])
+    first_new = len(tokens) - new
+    # Tokens from here on are decoded: go back, in steps that double, until the text before the new
+    # tokens is long enough.
+    decoded_from = first_new
+    text_before = ""
+    while decoded_from > 0 and len(text_before) < longest + 2 * SLACK:
+        decoded_from = max(0, decoded_from - max(longest, first_new - decoded_from))
+        text_before = decode(tokens[decoded_from:first_new])
     # A stop string that ends in the new text begins at most this far before it.
-    start = max(0, len(before) - longest - SLACK)
+    searched_from = max(0, len(text_before) - longest - SLACK)
 
     def stopped(length: int) -> bool:
         """True if the first `length` tokens contain a stop string."""
-        text = decode(tokens[begin:length])
-        return any(text.find(string, start) >= 0 for string in stop)
+        text = decode(tokens[decoded_from:length])
+        return any(text.find(string, searched_from) >= 0 for string in stop)
 
     if not stopped(len(tokens)):
         return None
-    length = first + 1
+    length = first_new + 1
     while not stopped(length):
         length += 1
     return length
@@ -266,9 +274,11 @@ class InFlightStep(NamedTuple):
 def check_request(
     request: SampleRequest, longest: int, limit: int, can_truncate: bool, can_stop: bool
 ) -> None:
-    """Raises ShoalError or ValueError if an engine for prompts of `longest` and completions of
-    `limit` tokens cannot sample a request. Without this check a compiled step would clamp what is
-    out of range and sample on without an error."""
+    """Raises an error if an engine for prompts of `longest` and completions of `limit` tokens
+    cannot sample a request: ShoalError if a length exceeds what the settings allow, ValueError for
+    any other fault. `can_truncate`: the engine has top-k, top-p and min-p; `can_stop`: it can
+    search for stop strings. Without this check a compiled step would clamp what is out of range and
+    sample on without an error."""
     params = request.params
     size = len(request.prompt_ids)
     if not 1 <= size <= longest:

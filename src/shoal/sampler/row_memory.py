@@ -33,7 +33,8 @@ class PagePool:
     def __init__(
         self, rows: int, siblings: int, pages_per_slot: int, pages: int, replicas: int = 1
     ) -> None:
-        """`pages_per_slot`: most pages of a slot. `pages`: pages of each replica. ValueError if
+        """Makes a pool whose pages are all free. `rows`: N, of all replicas together. `siblings`:
+        W. `pages_per_slot`: T, most pages of a slot. `pages`: pages of each replica. ValueError if
         they do not suffice for one row at its limit."""
         if pages < siblings * pages_per_slot:
             raise ValueError(
@@ -45,8 +46,9 @@ class PagePool:
         self.free = [list(range(pages))[::-1] for _ in range(replicas)]
 
     def give(self, row: int, wanted: Sequence[int] | np.ndarray) -> bool:
-        """Gives the slots of a row exactly wanted[W] pages, by taking free pages or giving some
-        back. Returns False, and changes nothing, if too few pages are free."""
+        """Gives the slots of a row exactly wanted[W] pages, by taking free pages of the row's
+        replica or giving a slot's last pages back. Returns True if it did; False, and changes
+        nothing, if too few pages are free."""
         wanted = np.asarray(wanted)
         held = self.held[row].copy()
         free = self.free[self.replica_of(row)]
@@ -64,7 +66,8 @@ class PagePool:
 
     def enter(self, row: int, wanted: np.ndarray) -> np.ndarray:
         """Gives a row its first pages, wanted[W] of them, and returns its part of `table`,
-        int32[W, T]. RuntimeError if too few are free, since the scheduler has checked that."""
+        int32[W, T], as a view. RuntimeError if too few are free: the scheduler should have checked
+        that."""
         if not self.give(row, wanted):
             raise RuntimeError(
                 f"row {row} was entered without the {wanted.sum()} pages that it needs"
@@ -88,8 +91,8 @@ class PagePool:
         return int(pages.sum())
 
     def spare(self, replica: int) -> int:
-        """Returns how many free pages a replica has beyond one more page for each of its slots that
-        may need one; may be negative."""
+        """Returns how many free pages a replica has beyond a reserve of one page for each slot that
+        has pages and is not at its limit; may be negative."""
         held = self.held.reshape(len(self.free), -1)[replica]
         may_need_another = (held > 0) & (held < self.table.shape[2])
         return len(self.free[replica]) - int(may_need_another.sum())
@@ -106,7 +109,7 @@ class ParkedRows:
     engine owns it.
 
     `shapes`: shapes of the rows that one program saves or restores. `key_parts`: number of devices
-    over which positions are split."""
+    over which the positions of a cache are split."""
 
     shapes: DecodeState
     key_parts: int = 1
@@ -115,14 +118,14 @@ class ParkedRows:
     _arriving: deque[tuple[dict[SubgroupKey, int], DecodeState]] = field(default_factory=deque)
 
     def add(self, positions: dict[SubgroupKey, int], saved: DecodeState) -> None:
-        """Notes which subgroups a step saves, and at which positions of its arrays; `bring_in`
-        copies them once the step has ended."""
+        """Notes which subgroups a step saves, and at which positions of the arrays in `saved`, the
+        step's result on the device; `bring_in` copies them once the step has ended."""
         self._arriving.append((positions, saved))
 
     def bring_in(self, ids: Collection[int], wait: bool = False) -> None:
-        """Copies the rows of steps that save and have ended to the host's memory; with `wait`,
-        waits for all such steps. Drops rows of requests that are not in `ids`, because they were
-        cancelled meanwhile."""
+        """Copies the rows of those saving steps that have ended to the host's memory; with `wait`,
+        waits until all have. `ids`: the requests in progress; rows of others, which were cancelled
+        meanwhile, are dropped."""
         while self._arriving:
             positions, saved = self._arriving[0]
             if not wait and not jax.tree.leaves(saved)[0].is_ready():
@@ -132,22 +135,24 @@ class ParkedRows:
             for key, position in positions.items():
                 if key[0] in ids:
                     row = jax.tree.map(operator.itemgetter(position), rows)
-                    self._saved[key] = self._used(row)
+                    self._saved[key] = self._without_unused_keys(row)
 
-    def _used(self, row: DecodeState) -> DecodeState:
-        """Returns a copy of a saved row without the positions of its caches that hold no key, which
-        are most of the row."""
+    def _without_unused_keys(self, row: DecodeState) -> DecodeState:
+        """Returns a copy of a saved row, cut after the last key of its prompt and after the last
+        key of its longest completion. The positions behind hold no key and are most of the row."""
+        # Each of the parts of a cache has every `key_parts`-th position, so it is cut at this share
+        # of the length, rounded up.
         num_prompt = -(-int(np.max(row.prefix_len)) // self.key_parts)
         num_own = -(-int(np.max(row.length)) // self.key_parts)
 
         def used_prefix(keys: np.ndarray) -> np.ndarray:
-            return keys[:, :num_prompt]
+            return keys[:, :num_prompt]  # [K, Tp, A]: K heads, Tp positions
 
         def used_own(keys: np.ndarray) -> np.ndarray:
-            if keys.ndim == 5:  # by pages
+            if keys.ndim == 5:  # by pages: [W, T, K, PAGE, 2 A], T pages a slot
                 num_pages = -(-num_own // keys.shape[-2])
                 return keys[:, :num_pages]
-            return keys[:, :, :num_own]
+            return keys[:, :, :num_own]  # [W, K, C, A]: C positions
 
         caches = []
         for cache in row.caches:
@@ -158,8 +163,9 @@ class ParkedRows:
 
     def take(self, positions: Sequence[tuple[SubgroupKey, int]]) -> DecodeState:
         """Returns saved rows as arrays on the device, for the program that restores them, and
-        forgets them on the host. `positions`: pairs of a subgroup and its position in these
-        arrays."""
+        forgets them on the host. `positions`: pairs of a subgroup and its position in these arrays,
+        which have the form of `shapes`; all that no saved row fills is 0. KeyError if a subgroup is
+        not saved, or not brought in yet."""
 
         def zeros(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
             return np.zeros(leaf.shape, leaf.dtype)
@@ -167,10 +173,11 @@ class ParkedRows:
         rows = jax.tree.map(zeros, self.shapes)
         for key, position in positions:
             saved = jax.tree.leaves(self._saved.pop(key))
-            for leaf, own in zip(jax.tree.leaves(rows), saved, strict=True):
+            for leaf, saved_leaf in zip(jax.tree.leaves(rows), saved, strict=True):
                 row = leaf[position, ...]  # a view, also if a row has a single number
-                used = tuple(slice(size) for size in own.shape)
-                row[used] = own
+                # the saved array is shorter where it was cut: fill the beginning of each axis
+                used = tuple(slice(size) for size in saved_leaf.shape)
+                row[used] = saved_leaf
         shardings = jax.tree.map(operator.attrgetter("sharding"), self.shapes)
         return jax.device_put(rows, shardings)
 

@@ -118,32 +118,37 @@ class Scheduler:
 
     def batch_rows(self, bucket: int) -> int:
         """Returns how many rows one step can fill, of all replicas together: a prefill of prompts
-        of `bucket` tokens, or a join if `bucket` is 0."""
+        of `bucket` tokens, or a join if `bucket` is 0. A prefill has an equal number in each
+        replica, at least 1, even if one prompt exceeds `prefill_tokens`."""
         if not bucket:
             return self.join_rows
         most = min(self.prefill_rows, self.prefill_tokens // self.padded(bucket))
         return max(1, most // self.replicas) * self.replicas
 
     def padded(self, bucket: int) -> int:
-        """Returns how many tokens a prompt of a bucket is padded to."""
+        """Returns how many tokens a prompt of a bucket is padded to: the bucket itself, or
+        `longest` if the bucket is larger than `whole`."""
         return bucket if bucket <= self.whole else self.longest
 
     def admit(self, busy: Collection[SubgroupKey] = ()) -> Admission | None:
         """Returns the next step that fills rows, or None if decoding should continue: saved
-        subgroups return first, then further subgroups join, then new prompts enter. Saved subgroups
-        in `busy` cannot return yet, because their tokens are still to be gathered."""
+        subgroups return first, then further subgroups join, then new prompts enter. The subgroups
+        of the step leave the queue, and their rows count as running from now on: the caller must
+        start it. Saved subgroups in `busy` cannot return yet, because their tokens are still to be
+        gathered. While one waits to return and rows are free, nothing new enters."""
         back = self._admit_returning(busy)
         if back is not None:
             return back
         if self.returning and self.free:
-            # Pages are lacking: nothing new may enter before what was saved has returned.
+            # Pages are lacking, or the first to return is busy: nothing new may enter before it.
             return None
         return self._admit_joining() or self._admit_prompts()
 
     @property
     def num_lacking_rows(self) -> int:
         """How many more free rows (with pages) would be filled at once, by saved subgroups,
-        joining ones or prompts; 0 or less if no row is lacking."""
+        joining ones or prompts; 0 or less if no row is lacking. At most `num_rows` rows count as
+        wanted."""
         wanted = len(self.returning)
         for entering in self.entering.values():
             wanted += entering.num_subgroups - entering.next_subgroup
@@ -153,8 +158,9 @@ class Scheduler:
         return min(wanted, self.num_rows) - len(self._fillable_rows(self.num_rows, pages))
 
     def _admit_returning(self, busy: Collection[SubgroupKey]) -> Admission | None:
-        """Returns the step that restores saved subgroups to free rows, in the order of `returning`;
-        None if none is saved, the first is in `busy`, or no free row has pages for it."""
+        """Returns the step that restores saved subgroups to free rows, in the order of `returning`
+        up to the first that is in `busy`, and counts them as running; None if none is saved, the
+        first is in `busy`, or no free row has pages for it."""
         take_position = self._position_and_page_taker(self.swap_rows)
         entries = []
         for row in list(self.free):
@@ -176,7 +182,8 @@ class Scheduler:
 
     def _admit_joining(self) -> Admission | None:
         """Returns the step that fills free rows with further subgroups of requests whose prompts
-        have a row; None if there is no such subgroup or row."""
+        have a row, and counts them as running; None if there is no such subgroup or row. Only rows
+        of the prompt's replica are used."""
         take_position = self._position_and_page_taker(self.join_rows)
         entries = []
         for id, request in list(self.entering.items()):
@@ -202,8 +209,9 @@ class Scheduler:
         return Admission(0, tuple(entries))
 
     def _admit_prompts(self) -> Admission | None:
-        """Returns the step that fills free rows with waiting prompts of the first one's bucket;
-        None if none waits or, while other rows run, too few rows are free to be worth a prefill."""
+        """Returns the step that fills free rows with waiting prompts of the first one's bucket, and
+        counts them as running; None if none waits, no row is free or, while other rows run, too few
+        rows are free to be worth a prefill."""
         if not self.waiting:
             return None
         # Take the bucket of the first prompt, not the one with most prompts: otherwise a rare
@@ -298,7 +306,8 @@ class Scheduler:
         return room
 
     def _enter(self, id: int, subgroup: int, row: int) -> None:
-        """Notes that a subgroup runs in a row, which is no longer free."""
+        """Notes that a subgroup runs in a row, which is no longer free. The row may be one that was
+        reserved for the request, and so not in `free`."""
         if row in self.free:
             self.free.remove(row)
         self.running[row] = id, subgroup
@@ -350,8 +359,8 @@ def prompt_bucket(size: int) -> int:
 
 
 def num_rows(slots: int, siblings: int, shards: int) -> int:
-    """Returns how many rows of `siblings` slots an engine with `slots` slots has, rounded up to a
-    multiple of `shards`."""
+    """Returns how many rows of `siblings` slots an engine with `slots` slots has: as many as fit in
+    `slots`, at least one, then rounded up to a multiple of `shards`."""
     return round_up(max(1, slots // siblings), shards)
 
 

@@ -68,10 +68,11 @@ class Joined(NamedTuple):
 
 
 class Worker:
-    """The Ray actor: an `EngineHost` in a thread of its own. `make` makes the host and the worker's
-    fingerprint."""
+    """The Ray actor: an `EngineHost` in a thread of its own."""
 
     def __init__(self, name: str, make: Callable[[], tuple[EngineHost, WorkerFingerprint]]) -> None:
+        """Makes nothing yet: `join` calls `make`, which takes minutes and returns the host and the
+        worker's fingerprint. `name`: the host's, for its thread."""
         self._name, self._make = name, make
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news = asyncio.Event()
@@ -96,8 +97,8 @@ class Worker:
         return Place(ray.get_runtime_context().get_node_id(), os.getpid())
 
     async def join(self) -> Joined:
-        """Makes the worker's host, which compiles its programs for minutes, and returns the
-        worker's fingerprint and the host's capacity."""
+        """Makes the worker's host, which compiles its programs for minutes, starts its thread, and
+        returns the worker's fingerprint and the host's capacity."""
         # Suppresses a warning of Ray's that is untrue of other threads, and that would be the last
         # line of output.
         _ray_worker.blocking_get_inside_async_warned = True
@@ -127,8 +128,9 @@ class Worker:
             self._versions.pop(version).remove()
 
     async def news(self, seconds: float) -> tuple[dict[int, list[Completion]], HostProgress]:
-        """Waits up to `seconds` for answers of the host, and returns (answers by request id, the
-        host's progress)."""
+        """Waits up to `seconds` for answers of the host, and returns (answers by request id, {} if
+        there are none; the host's progress). Before `join` has made the host, waits all of
+        `seconds` and reports that the worker prepares. Raises the error that ended the host."""
         self._loop = asyncio.get_running_loop()
         if self._host is None:
             await asyncio.sleep(seconds)
@@ -149,6 +151,8 @@ class RayHost:
     No call waits for the worker: the next `poll` reads what the worker has said since the last."""
 
     def __init__(self, name: str, cluster: Cluster) -> None:
+        """Asks the cluster for the worker, and the worker to join, without waiting. HostLost if Ray
+        refuses."""
         self.name = name
         self.started = time.monotonic()
         self._cluster = cluster
@@ -181,8 +185,10 @@ class RayHost:
         self._send(message)
 
     def poll(self) -> dict[int, list[Completion]]:
-        """Returns the worker's answers that have arrived, by request id, and asks for the next.
-        Also lets the worker join once it is ready. Raises HostLost if the worker is gone."""
+        """Returns the worker's answers that have arrived, by request id, and asks for the next; {}
+        if there are none. Also lets the worker join once it is ready. HostLost if the worker is
+        gone, HostRefused if its numbers are wrong, ShoalError if the worker raised one or no worker
+        has started in time."""
         if self._place is None and not self._has_started():
             return {}
         if self._joined is None and self._joining.done():
@@ -210,8 +216,8 @@ class RayHost:
         return replace(self._progress, capacity=capacity, differs=self._differs)
 
     def _has_started(self) -> bool:
-        """True if the worker's process has started; it then compiles. While it has not, prints once
-        that it is late, or raises (`Cluster.check_late`)."""
+        """True if the worker's process has started; it then compiles, and counts as alive. While it
+        has not, reports once that it is late, or raises (`Cluster.check_late`)."""
         if not self._placing.done():
             self._cluster.check_late(self)
             return False
@@ -239,7 +245,8 @@ class RayHost:
                 self._send(Load(version))
 
     def close(self) -> None:
-        """Kills the worker, even if its process is stopped."""
+        """Kills the worker without waiting for its end, on this machine also if its process is
+        stopped."""
         self._cluster.alive.discard(self.name)
         self._cluster.parity.proofs.pop(self.name, None)
         with contextlib.suppress(RayError):
@@ -344,8 +351,9 @@ class Cluster:
         return actor_class.remote(name, self.make)
 
     def check_late(self, host: RayHost) -> None:
-        """Called for a host whose worker has not started. After `wait_seconds`, prints that once
-        for all hosts; ShoalError if no worker has started by then."""
+        """Called for a host whose worker has not started. Once the host has waited for
+        `wait_seconds`, says that workers are late, once for all hosts; ShoalError if no worker has
+        started by then."""
         has_said = self._late and self.alive
         if has_said or time.monotonic() - host.started < self.wait_seconds:
             return
@@ -374,7 +382,8 @@ class Cluster:
 
     def reason(self, error: RayError) -> str:
         """Returns why a worker is gone, from Ray's error, as a text for people ("its process has
-        ended; ..."), with the last lines of its output if they are on this machine."""
+        ended; ..."): what failed when it started, that memory ran out, the last lines of its output
+        if they are on this machine, or else the reason that Ray gives."""
         text = re.sub(r"\x1b\[\d*m", "", str(error)).strip()
         if "creation task" in text:  # the text is the traceback of the worker's error
             return f"it could not start: {text.splitlines()[-1]}"
@@ -429,10 +438,11 @@ class Cluster:
 
 
 def connect(address: str, local_cpus: int) -> Connection:
-    """Connects this process to the cluster at an address, or starts one here if there is no address
-    (nor RAY_ADDRESS); a connection that the process already has is used. `local_cpus`: fewest CPUs
-    that a cluster which is started here says it has. ShoalError if no cluster answers. Side effect:
-    sets environment variables for Ray's processes."""
+    """Connects this process to a cluster and returns the connection. `address`: "auto" or
+    HOST:PORT; "" means RAY_ADDRESS, and if that is empty too, a cluster is started here. A
+    connection that the process already has is used, whatever the address. `local_cpus`: fewest CPUs
+    that a cluster which is started here says it has. ShoalError if no cluster answers. Side
+    effects: sets environment variables for Ray's processes, and silences Ray's output."""
     if ray.is_initialized():
         return Connection(str(ray.get_runtime_context().gcs_address), owned=False)
     address = check_address(address)
@@ -509,8 +519,8 @@ def _forget_token(token: str) -> None:
 
 
 def _output_lines(pid: str) -> list[str]:
-    """Returns the lines that the worker with process id `pid` wrote; [] if its files are on another
-    machine."""
+    """Returns the lines that the worker with process id `pid` wrote, those of its standard output
+    first, then those of its errors; [] if its files are on another machine."""
     node: Any = _ray_worker.global_worker.node
     folder = Path(node.get_logs_dir_path())
     lines = []
@@ -550,8 +560,10 @@ def _num_fitting(wanted: Mapping[str, float], free: Mapping[str, float]) -> int:
 
 
 def check_address(address: str) -> str:
-    """Returns the address of the cluster to join, from the argument or RAY_ADDRESS; "" if Ray is to
-    be started here. ShoalError if no cluster can be joined at the address."""
+    """Returns the address of the cluster to join, from the argument or, if that is "", RAY_ADDRESS;
+    "" if Ray is to be started here. ShoalError if no cluster can be joined at the address: it
+    begins with ray://, or nothing answers at HOST:PORT within CONNECT_SECONDS. Other addresses,
+    like "auto", are not tried."""
     address = address or os.environ.get("RAY_ADDRESS", "")
     if address.startswith("ray://"):
         raise ShoalError(
@@ -608,8 +620,10 @@ def hold_accelerators(kind: str, trainer: str, wanted: float, seconds: float) ->
     the variable in VISIBLE). Returns (None, 0) if the machine has none of this kind, or Ray has
     chosen those of this process already.
 
-    `trainer`: mesh.trainer; if "", the trainer gets what the workers leave of this machine. The
-    workers ask for `wanted` in all, and take those of other machines first."""
+    `kind`: Ray's name of the accelerators, a key of VISIBLE; any other gives (None, 0). `trainer`:
+    mesh.trainer; if "", the trainer gets what the workers leave of this machine. The workers ask
+    for `wanted` in all, and take those of other machines first. ShoalError if nothing is left for
+    the trainer, or if Ray has not given it the accelerators after `seconds`."""
     own_node = ray.get_runtime_context().get_node_id()
     here = 0
     elsewhere = 0.0

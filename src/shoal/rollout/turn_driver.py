@@ -134,7 +134,8 @@ class Rollout:
 
 def num_shared_messages(prompt: Any, earlier: Sequence[Mapping[str, Any]]) -> int:
     """Returns how many messages at the beginning of an agent's prompt equal those at the beginning
-    of `earlier`, an earlier conversation; 0 if the prompt is a text."""
+    of `earlier`, an earlier conversation; 0 if the prompt is a text. Equal are role, content, and
+    names and arguments of tool calls (`_comparable`)."""
     if not isinstance(prompt, list):
         return 0
     shared = 0
@@ -157,7 +158,9 @@ def _comparable(message: Any) -> Any:
 
 def join_branches(prompts: Sequence[np.ndarray], completions: Sequence[Completion]) -> Completion:
     """Returns a rollout's branches as one completion: their tokens one after the other, with a
-    `Branch` for each but the first. completions[i] was sampled after prompts[i]."""
+    `Branch` for each but the first. completions[i] was sampled after prompts[i]. The arrays of
+    `extra` are joined too, the stop reason is the last one's, and other fields are the first one's.
+    A single completion is returned itself."""
     first = completions[0]
     if len(completions) == 1:
         return first
@@ -187,7 +190,8 @@ def join_branches(prompts: Sequence[np.ndarray], completions: Sequence[Completio
 
 def with_reset_text(prompt: Prompt, reset_text: str) -> Prompt:
     """Returns a prompt with what an environment's `reset` returned appended to its last user
-    message; as a new user message if it has none. A prompt that is a text is continued by it."""
+    message; as a new user message at the end if it has none. A prompt that is a text is continued
+    by it. The given prompt stays as it is."""
     if isinstance(prompt, str):
         return prompt + reset_text
     for index in reversed(range(len(prompt))):
@@ -227,7 +231,8 @@ class TurnDriver:
         """Opens the rollouts and environments of as many groups as may be under way at once:
         training's groups first, in order, then an evaluation's. At least one group of each purpose
         may always start. The limit keeps an evaluation with many questions from holding up
-        training."""
+        training. Sets `rollouts` of the entries that are opened; skips entries that have some, and
+        leaves the others, for a later call."""
         going = self._num_under_way
         # purposes (is it training?) for which no more groups may start, so that no group overtakes
         # an older one
@@ -252,7 +257,7 @@ class TurnDriver:
 
     def requests(self, entry: PendingGroup) -> list[SampleRequest]:
         """Returns the requests that a host gets for a group that `is_ready`: one for all rollouts,
-        or if the prompts differ one for each."""
+        or if the prompts differ one for each, with ids that the ledger gives out now."""
         prompts = [
             rollout.prompt_ids for rollout in entry.rollouts if rollout.prompt_ids is not None
         ]
@@ -264,8 +269,8 @@ class TurnDriver:
         )
 
     def forget(self, entries: Sequence[PendingGroup]) -> None:
-        """Gives up the rollouts of groups whose host is lost. The groups begin again later, in new
-        environments."""
+        """Gives up the rollouts of groups whose host is lost, and drops their sessions. The groups
+        begin again later, in new environments."""
         for entry in entries:
             for rollout in entry.rollouts:
                 self.sessions.drop(rollout.key)
@@ -282,7 +287,7 @@ class TurnDriver:
     def _set_first_prompt(self, rollout: Rollout, reset_text: str | None) -> None:
         """Sets a rollout's prompt once its environment has been reset, and lets it be sampled.
         `reset_text`: what `reset` returned, which is appended to the row's prompt; None if nothing.
-        ShoalError if the prompt gets too long."""
+        ShoalError if the prompt gets too long, or the chat template refuses it."""
         request = rollout.entry.request
         ids = request.prompt_ids
         if reset_text is not None:
@@ -329,7 +334,8 @@ class TurnDriver:
         function that must answer; ends the rollout if none must, or `max_turns` are reached.
         Returns messages for the host: [] unless the rollout ends or continues at once (after tool
         calls that are wrong). `completion`: the rollout's current branch, with all its tokens so
-        far."""
+        far. Unless the model is called by a rollout function, adds the turn to the rollout's
+        messages. If the environment's `reset` had failed, the rollout ends with that failure."""
         rollout = entry.rollouts[completion.index]
         kind = self._kind(rollout)
         before = len(rollout.tokens)
@@ -375,9 +381,9 @@ class TurnDriver:
         return ""
 
     def _start_next_tool_call(self, rollout: Rollout) -> list[GroupMessage]:
-        """Starts the next tool call of the rollout's last turn, and returns []; a call that could
-        not be parsed is answered with its error instead. Once all calls are answered, returns the
-        messages that continue the rollout."""
+        """Starts the first tool call of the rollout's last turn that has no answer yet, and returns
+        []; a call that could not be parsed is answered with its error instead. Once all calls are
+        answered, returns the messages that continue or end the rollout."""
         for call in rollout.calls[len(rollout.answers) :]:
             if not call.error:
                 self.sessions.call(rollout.key, call.name, call.arguments)
@@ -515,7 +521,8 @@ class TurnDriver:
 
     def _take_reply(self, rollout: Rollout, reply: Reply) -> list[GroupMessage]:
         """Handles one reply of a tool, environment or rollout function. Returns the messages that
-        continue or end the rollout at its host; [] if the host has nothing to do yet."""
+        continue or end the rollout at its host; [] if the host has nothing to do yet. A reward for
+        the turn is stored in the rollout's last message."""
         if reply.fatal:
             return self._handle_failure(rollout, reply)
         kind = self._kind(rollout)
@@ -543,7 +550,7 @@ class TurnDriver:
             return self._continue_with_messages(
                 rollout, [{"role": "user", "content": reply.value} | _cut(reply)]
             )
-        else:
+        else:  # "end"
             rollout.environment = self._ended_environment(rollout, **reply.value)
             rollout.state = RolloutState.DONE
         return []
@@ -610,26 +617,30 @@ class TurnDriver:
     def _prompt_ids_of_call(self, rollout: Rollout, requested: dict[str, Any]) -> np.ndarray:
         """Returns the token ids of the prompt of an agent's call, int32[T]. If the call only adds
         messages to the conversation so far, they begin with the tokens of the rollout's current
-        branch. Stores the call in `rollout.agent_call` and `rollout.agent_messages`. ShoalError if
-        the call cannot be encoded."""
+        branch. `requested`: the call, with "prompt" and "tools" (see `AgentSampler.sample`); gets
+        "added", its messages that the rollout does not have yet. Stores the call in
+        `rollout.agent_call` and `rollout.agent_messages`. ShoalError if the call cannot be
+        encoded."""
         assert self.tokenizer is not None
         prompt = requested["prompt"]
         tools = requested["tools"]
-        num_held = num_shared_messages(prompt, rollout.agent_messages)
+        num_shared = num_shared_messages(prompt, rollout.agent_messages)
         is_chat = isinstance(prompt, list) and isinstance(prompt[0], dict)
-        added = prompt[num_held:] if is_chat and rollout.turns else []
+        added = prompt[num_shared:] if is_chat and rollout.turns else []
         requested["added"] = added
         calls: list[ToolCall] = []
-        goes_on = bool(added) and num_held == len(rollout.agent_messages) > 0
-        goes_on = (
-            goes_on and tools == rollout.agent_call["tools"] and self.section.history == "keep"
+        # True if the call repeats the whole conversation, with the same tools, and adds messages.
+        only_adds = bool(added) and num_shared == len(rollout.agent_messages) > 0
+        only_adds = (
+            only_adds and tools == rollout.agent_call["tools"] and self.section.history == "keep"
         )
-        if goes_on:
+        if only_adds:
+            # Context is encoded for messages of the user, or for one answer to each tool call.
             for call in rollout.agent_messages[-1].get("tool_calls", ()):
                 calls.append(ToolCall(call["function"]["name"], {}))
             roles = [message["role"] for message in added]
-            goes_on = set(roles) == {"user"} or roles == ["tool"] * len(calls)
-        if goes_on:
+            only_adds = set(roles) == {"user"} or roles == ["tool"] * len(calls)
+        if only_adds:
             assert rollout.completion is not None and rollout.prompt_ids is not None
             form = turn_format(self.tokenizer, json.dumps(tools))
             last_token = int(rollout.completion.token_ids[-1])
@@ -648,9 +659,10 @@ class TurnDriver:
 
     def _turn_result(self, rollout: Rollout, before: int) -> dict[str, Any]:
         """Returns what a rollout function or an agent gets for a turn, whose tokens begin at index
-        `before` of the current branch: ids, log-probs, text and stop reason, or for an agent a
-        choice as OpenAI's API has it. For an agent, also adds the messages of its call and of the
-        model's answer to the rollout."""
+        `before` of the current branch. A function gets `completion_ids`, `logprobs`, `text` and
+        `stop_reason`; an agent `prompt_ids` and `choices`, a list of one choice as OpenAI's API has
+        it. For an agent, also adds the messages of its call and of the model's answer to the
+        rollout."""
         assert (
             self.tokenizer is not None
             and rollout.completion is not None
@@ -703,7 +715,8 @@ class TurnDriver:
     def _use_tokenizer(self, what: str, value: Any) -> Any:
         """Returns what a rollout function requests of the tokenizer: the token ids of a text
         ("encode text") or of a prompt (any other `what`), or the text of ids ("decode") or messages
-        ("render")."""
+        ("render"). `value`: the text or prompt; for "decode" and "render" the list of the
+        arguments of the tokenizer's method."""
         assert self.tokenizer is not None
         if what == "encode text":
             return self.tokenizer.encode(value)
@@ -755,7 +768,7 @@ class TurnDriver:
     # -- what the fleet asks
 
     def is_ready(self, entry: PendingGroup) -> bool:
-        """True if all rollouts of a group have their prompts."""
+        """True if the rollouts of a group are opened and all have their prompts."""
         if not entry.rollouts:
             return False
         return all(rollout.prompt_ids is not None for rollout in entry.rollouts)

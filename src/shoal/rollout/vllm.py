@@ -59,7 +59,8 @@ def server_at(url: str) -> Server:
 
 def takes_adapters(server: Server) -> bool:
     """True if the server has the call that loads adapters, which VLLM_ALLOW_RUNTIME_LORA_UPDATING=1
-    enables."""
+    enables. Makes the call without arguments, so that nothing is loaded. HostLost if the server
+    does not answer."""
     try:
         server.call(ADAPTER, {})
     except TurnedDown as error:
@@ -76,6 +77,7 @@ class VllmEngine(HttpEngine):
         settings: Settings,
         wake: Callable[[], None],
     ) -> None:
+        """Makes the engine; see `HttpEngine` for the arguments."""
         super().__init__(open_server, settings, wake)
         self._path = GENERATE
         self._model_name = ""  # name that requests use: that of the model, or of the newest adapter
@@ -136,8 +138,10 @@ class VllmEngine(HttpEngine):
         }
 
     def read_completion(self, call: CompletionCall, reply: Any, version: int) -> AddedTokens:
-        """Returns the tokens that an answer adds, after checking their number, log-probs and reason
-        to stop; see the base."""
+        """Returns the tokens that an answer to `call` adds, after checking their number, log-probs
+        and reason to stop. `version`: of the tokens whose version the answer does not say.
+        LookupError, TypeError or ValueError if the answer cannot be right, ShoalError if it lacks
+        the ids that truncation kept, or has too many."""
         (choice,) = reply["choices"]
         ids, logprobs = read_tokens(choice)
         reason = read_reason(choice, ids, self.settings.eos_ids)
@@ -195,8 +199,9 @@ class VllmEngine(HttpEngine):
             return 0.0
 
     def release_memory(self) -> None:
-        """Makes the server sleep, if `settings.sleeps`. The server keeps its weights in host memory
-        only if versions differ in an adapter alone."""
+        """Makes the server sleep, if `settings.sleeps`; does nothing if it sleeps already or is not
+        opened. The server keeps its weights in host memory only if versions differ in an adapter
+        alone. HostLost if the call fails."""
         if self.settings.sleeps and self.server and not self.is_asleep:
             level = 1 if self._adapters else 2
             self.server.call(f"/sleep?level={level}", {})
@@ -205,7 +210,9 @@ class VllmEngine(HttpEngine):
     def load(self, version: int, weights: FolderVersion) -> None:
         """Makes the server read a version of the weights, waking it first if it sleeps, and checks
         the result (`_check`). Waits for all of it, and at first until the server can be used.
-        LookupError if the version does not exist any more, HostLost if loading failed."""
+        LookupError if the version does not exist any more, HostLost if loading failed, HostRefused
+        if the server kept the weights before or does not show which it has, ShoalError if it takes
+        no adapters."""
         server = self.begin_opening(weights).result()
         try:
             if self.is_asleep:
@@ -251,8 +258,9 @@ class VllmEngine(HttpEngine):
             server.call("/resume", {})
 
     def _load_adapter(self, server: Server, weights: FolderVersion) -> None:
-        """Makes the server read an adapter. Unfinished completions continue with the adapter that
-        they began with; an adapter is unloaded once no completion uses it."""
+        """Makes the server read an adapter, under a new name that later requests use. Unfinished
+        completions continue with the adapter that they began with; adapters that no completion uses
+        are unloaded first. ShoalError if the server does not take adapters."""
         for name, version in list(self._adapters.items()):
             if not self.under_way[version]:
                 server.call("/v1/unload_lora_adapter", {"lora_name": name})
@@ -326,7 +334,8 @@ class VllmEngine(HttpEngine):
 
     def _must_differ(self, last: FolderVersion, weights: FolderVersion) -> bool:
         """True if the server's checksums or log-probs of the probe must change when it loads
-        `weights` in place of `last`."""
+        `weights` in place of `last`. False if the trainer's checksums of both are equal, and for
+        adapters if their log-probs of the probe differ by no more than a tenth of the tolerance."""
         if last.checksum == weights.checksum:
             return False
         if weights.base is None:
@@ -338,7 +347,7 @@ class VllmEngine(HttpEngine):
 
     def _score_probe(self, server: Server, weights: FolderVersion) -> list[float]:
         """Returns the server's log-probs of the probe's tokens after the first; [] if it has no
-        `prompt_logprobs`."""
+        `prompt_logprobs`. HostLost if the answer cannot be right."""
         ids = list(self.settings.probe)
         params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         body = self._request_body(ids, f"probe {weights.version}", params)
@@ -360,7 +369,8 @@ class VllmEngine(HttpEngine):
 
     def _check_sampling(self, server: Server, weights: FolderVersion) -> None:
         """Makes the server sample one token after each beginning of the probe, in the way that the
-        run's tokens are sampled, and compares its log-prob with the trainer's.
+        run's tokens are sampled, and compares its log-prob with the trainer's. HostLost if they
+        differ by more than the tolerance.
 
         The log-probs of given tokens can be right while those of sampled ones are wrong: taken
         before temperature and truncation, or for other tokens than those that are returned."""
@@ -421,8 +431,10 @@ def read_counters(text: Any) -> float:
 
 
 def read_tokens(choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:
-    """Returns token ids and log-probs of a choice, in any of vLLM's forms. ValueError if ids and
-    log-probs do not match."""
+    """Returns (token ids, log-probs) of a choice, in any of vLLM's forms: log-probs as a list
+    `token_logprobs`, or as `content` with an object for each token, which may name the token by its
+    id ("token_id": 7, or "token": "token_id:7"). ValueError if ids and log-probs do not match, or a
+    number is out of range; KeyError if one is missing."""
     ids = [int(id) for id in choice["token_ids"]]
     stored = choice.get("logprobs") or {"content": []}
     entries = stored.get("content") or ()
@@ -446,8 +458,9 @@ def read_tokens(choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:
 
 
 def read_versions(choice: Mapping[str, Any], count: int) -> list[int]:
-    """Returns the version of each token, from the spans in a choice; [] if there are no spans.
-    ValueError if they do not cover `count` tokens."""
+    """Returns the version of each token, from the spans in a choice, like {"version": "3", "start":
+    0, "end": 8}; [] if there are no spans. ValueError if they do not cover `count` tokens one after
+    the other, or a version is not a number from 0 and below 2^31."""
     spans = choice.get("weight_versions") or ()
     versions: list[int] = []
     for span in spans:
@@ -466,8 +479,9 @@ def read_versions(choice: Mapping[str, Any], count: int) -> list[int]:
 def read_reason(
     choice: Mapping[str, Any], ids: Sequence[int], eos_ids: Sequence[int]
 ) -> StopReason | None:
-    """Returns why a completion ended; None if the server returned it unfinished. ValueError if it
-    ended at a token that is not an end token, or has tokens after one."""
+    """Returns why a completion ended; None if the server returned it unfinished (`finish_reason`
+    "abort"). `ids`: its tokens in this answer. ValueError if it ended at a token that is not an end
+    token, or has tokens after one; KeyError for an unknown `finish_reason`."""
     for position, id in enumerate(ids[:-1]):
         if id in eos_ids:
             raise ValueError(

@@ -57,7 +57,8 @@ class WorkerFingerprint:
 
     def difference(self, other: WorkerFingerprint) -> str:
         """Returns a text that says how another worker's facts, tokens or log-probs differ from
-        these; "" if they do not."""
+        these; "" if they do not. Facts that only `other` has are not compared, and log-probs only
+        if the tokens are equal: they must be equal to the last bit."""
         differences = []
         facts_text = other.other_facts(self.facts)
         if facts_text:
@@ -70,7 +71,7 @@ class WorkerFingerprint:
         return ", ".join(differences)
 
     def write(self, file: Path) -> None:
-        """Writes the fingerprint to a file as JSON."""
+        """Writes the fingerprint to a file as JSON, in place of what the file had, atomically."""
         stored = {
             "facts": dict(self.facts),
             "tokens": self.tokens.tolist(),
@@ -133,8 +134,9 @@ class WorkerParity:
     def numbers_differ(self, name: str, alive: Set[str]) -> bool | None:
         """Returns True if worker `name` computes other numbers than it must, False if it computes
         the right ones, None if that cannot be decided yet, because other workers are still
-        preparing. `alive`: names of all workers that have a process. Prints a difference once.
-        HostRefused if the numbers differ and `strict` is set."""
+        preparing. `proofs` must have the worker's fingerprint. `alive`: names of all workers that
+        have a process. Passes a difference to `say`, once for each worker. HostRefused if the
+        numbers differ and `strict` is set."""
         proof = self.proofs[name]
         owner = "the trainer"
         difference = proof.other_facts(self.facts)
@@ -186,9 +188,10 @@ class WorkerParity:
 def fingerprint_of(
     engine: Engine, params: SamplingParams, num_completions: int, facts: Mapping[str, str]
 ) -> WorkerFingerprint:
-    """Loads known weights into an idle engine, samples a known group of `num_completions`, and
-    returns the fingerprint: `facts`, and the group's tokens and log-probs. This also compiles the
-    engine's programs; the engine's memory is released afterwards."""
+    """Loads known weights into an idle engine, samples a known group of `num_completions` with the
+    sampling settings `params`, but at most TOKENS tokens each and no stop strings, and returns the
+    fingerprint: `facts`, and the group's tokens and log-probs. This also compiles the engine's
+    programs; the engine's memory and weights are released afterwards."""
     limit = min(TOKENS, params.max_tokens)
     size = min(PROMPT_TOKENS, engine.max_prompt_tokens, engine.model.architecture.vocab_size)
     engine.load(KNOWN_VERSION, known_parameters(engine.model))

@@ -44,6 +44,7 @@ from shoal.sampler.programs import (
     CHUNK,
     FEED,
     FEED_ROWS,
+    OUT_OF_RANGE_ROW,
     SWAP_ROWS,
     SWAP_SHARE,
     TURNS_AT_ONCE,
@@ -68,9 +69,6 @@ from shoal.sampler.scheduler import (
     prompt_bucket,
     round_up,
 )
-
-OUT_OF_RANGE_ROW = 2**31 - 1
-"""A row that no array has: what is written to it is dropped."""
 
 
 class Engine:
@@ -99,11 +97,11 @@ class Engine:
         """Makes an engine without weights; `load` gives it some. Compiles nothing: each program is
         compiled at its first call.
 
-        `slots`: completions at once, of all replicas together. Slots are made in whole rows: rounded
-        down to W each, then up to the same number of rows in each replica. `group_size`: the number
-        of completions that most requests have; any number is allowed. One prefill takes a quarter
-        of the prompts that fit at that size. `siblings_per_row`: W; 0, or more than `group_size`,
-        means `group_size`.
+        `slots`: completions at once, of all replicas together, divided into whole rows of W: as
+        many rows as fit in `slots`, then rounded up to an equal number in each replica.
+        `group_size`: the number of completions that most requests have; any number is allowed. One
+        prefill takes a quarter of the prompts that fit at that size. `siblings_per_row`: W; 0, or
+        more than `group_size`, means `group_size`.
 
         `decode` turns token ids into text. It is needed for stop strings only; None: requests with
         stop strings are refused. `truncated`: the compiled programs have top-k, top-p and min-p,

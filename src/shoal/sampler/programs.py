@@ -62,6 +62,9 @@ FEED_ROWS = 4
 """Completions of a replica in one feed. A constant, whatever the number of rows, because other
 shapes give other bits."""
 
+OUT_OF_RANGE_ROW = 2**31 - 1
+"""A row that no array has: what is written to it is dropped."""
+
 SWAP_ROWS, SWAP_SHARE = 4, 16
 """Most rows of a replica that are saved or restored at once, and the inverse of their largest share
 of the replica's rows: these rows are on the device twice meanwhile."""
@@ -159,9 +162,10 @@ def make_programs(
         donated: Any = "state",
         queued: bool = True,
     ) -> Program:
-        """Compiles a step that runs on each replica's rows. `specs`, `shardings`: of its results,
-        within a replica's mesh (see `_by_replica`) and outside. `donated`: names of the arguments
-        whose memory the results may use. `queued`: see `Program`."""
+        """Returns the program of a step that runs on each replica's rows. `specs`, `shardings`: of
+        its results, within a replica's mesh (see `_by_replica`) and outside. `role`: the sampler's,
+        with the options of the compiler. `donated`: names of the arguments whose memory the results
+        may use. `queued`: see `Program`."""
         # The state is donated, because the caches are most of a sampler's memory.
         return role.jit(
             partial(_by_replica, step, model, specs),
@@ -283,8 +287,9 @@ def _without_pools(state: DecodeState, pages: jax.Array | None) -> DecodeState:
 
 
 def _slices(x: jax.Array, indices: Iterable[tuple[jax.Array, ...]]) -> jax.Array:
-    """Returns x[index] for each of a few indices, one after the other; an index past the end reads
-    the last entry. Uses slices, because XLA for TPU reads all of x if it gathers rows of a
+    """Returns x[index] for each of a few indices, joined along a new first axis; an index past the
+    end reads the last entry. Each index is a tuple of numbers for the first axes of x, like (row,)
+    or (row, slot). Uses slices, because XLA for TPU reads all of x if it gathers rows of a
     cache."""
     rest: tuple[int, ...] = ()
     slices = []
@@ -474,9 +479,11 @@ def _by_replica(step: Callable, model: Model, out: tuple, weights: Any, **by_row
 
 def empty_batch(positions: int, siblings: int, bucket: int) -> dict[str, Any]:
     """Returns the arguments of `_prefill` for prompts of `bucket` tokens (0: of `_join`) as NumPy
-    arrays with all positions unused. The caller fills positions in."""
+    arrays with all positions unused. The caller fills positions in. `positions`: R, rows that the
+    step can fill; `siblings`: W. Keys: `rows`, `limit`, `keys` and `sampling`; of a prefill also
+    `tokens` and `length`, of a join `sources`."""
     arrays: dict[str, Any] = {
-        "rows": np.full(positions, 2**31 - 1, np.int32),  # past the end: nothing is written
+        "rows": np.full(positions, OUT_OF_RANGE_ROW, np.int32),
         "limit": np.zeros((positions, siblings), np.int32),
         "keys": np.zeros((positions, siblings, 2), np.uint32),
         "sampling": jax.tree.map(partial(np.zeros, positions), SAMPLING_TYPES),
@@ -609,7 +616,8 @@ def _enter_prompts(
 
 
 def piece_size(model: Model, longest: int) -> int:
-    """Returns how many tokens of a prompt are computed at once. Longer prompts enter in pieces, all
+    """Returns how many tokens of a prompt are computed at once: PIECE if attention has no kernel of
+    its own, else `longest`, the most tokens of a padded prompt. Longer prompts enter in pieces, all
     by one program.
 
     An attention kernel takes the longest prompt whole: in pieces 8B on a v6e takes twice as long
@@ -825,12 +833,13 @@ def _feed_layers(
 
 
 def empty_feed(positions: int, pages: int = 0) -> dict[str, Any]:
-    """Returns the arguments of `_feed` as NumPy arrays with all positions unused. `pages`: most
-    pages of a completion; 0 if keys are not stored in pages."""
+    """Returns the arguments of `_feed` as NumPy arrays with all positions unused. `positions`: M,
+    completions that one feed can have. `pages`: most pages of a completion; 0 if keys are not
+    stored in pages. Keys: `rows`, `slots`, `start`, `tokens`, and `pages` unless that is 0."""
     arrays: dict[str, Any] = {}
     if pages:
         arrays["pages"] = np.full((positions, pages), kv_caches.NO_PAGE, np.int32)
-    arrays["rows"] = np.full(positions, 2**31 - 1, np.int32)
+    arrays["rows"] = np.full(positions, OUT_OF_RANGE_ROW, np.int32)
     arrays["slots"] = np.zeros(positions, np.int32)
     arrays["start"] = np.zeros(positions, np.int32)
     arrays["tokens"] = np.zeros((positions, FEED), np.int32)
@@ -838,8 +847,8 @@ def empty_feed(positions: int, pages: int = 0) -> dict[str, Any]:
 
 
 def no_context(rows: int, siblings: int) -> dict[str, Any]:
-    """Returns the arguments of `_decode` that say how slots continue after a turn, for a decode in
-    which none does."""
+    """Returns the arguments of `_decode` that say how slots continue after a turn (`resumed`,
+    `last`, `num_forced`, `forced`), as NumPy arrays of zeros: in this decode none does."""
     shape = rows, siblings
     return {
         "resumed": np.zeros(shape, np.int32),
@@ -884,9 +893,10 @@ def _decode(
 
     A slot with `resumed`[N, W] > 0 continues after that many tokens, the last of which is `last`[N,
     W]. Its next `num_forced`[N, W] tokens are given by `forced`[N, W, CHUNK]: they have log-prob 0,
-    and none of them ends the slot. All other tokens are sampled with the noise of their positions,
-    whether or not tokens before them were given. Keys are written to `pages`[N, W, T], which must
-    suffice for all tokens."""
+    and none of them ends the slot by being an end-of-sequence token. All other tokens are sampled
+    with the noise of their positions, whether or not tokens before them were given. Keys are
+    written to `pages`[N, W, T], which must suffice for all tokens; None if keys are not stored in
+    pages. Returns (state, sampled tokens); `count` of the latter includes given tokens."""
     shape = state.token.shape
     parameters = _weights_for_decoding(model, parameters)
     goes_on = resumed > 0

@@ -79,8 +79,10 @@ def sample_tokens(
     The log-prob is under the distribution that was sampled from, including temperature and
     truncation; that of a greedy token is at temperature 1, untruncated. `truncated` is static:
     without it no bounds are searched. `max_support` is K: truncation then keeps at most K tokens,
-    and the support ids say which (-1 fills up; all -1 means that every token was kept). For `role`
-    and `width`, which split the vocabulary, see `inverse`."""
+    and the support ids say which (-1 fills up; all -1 means that every token was kept); 0: the
+    number is not limited, and the support ids are None. `uniforms`: random numbers in (0, 1); the
+    same one gives the same token. For `role` and `width`, which split the vocabulary, see
+    `inverse`."""
     greedy = params.temperature == 0.0
     # Greedy divides by 1: its log-probs are at temperature 1, and by 0 they would be NaN.
     scaled = logits / jnp.where(greedy, 1.0, params.temperature)[:, None]
@@ -91,11 +93,11 @@ def sample_tokens(
         masses = jnp.where(greedy[:, None] | sampling_support(masses, params), masses, 0.0)
     if max_support:
         truncates = ~greedy & ((params.top_k > 0) | (params.top_p < 1.0) | (params.min_p > 0.0))
-        largest, found = _most_likely(masses, min(max_support, masses.shape[-1]), role)
-        support_ids = jnp.where(truncates[:, None] & (largest > 0), found, -1).astype(jnp.int32)
+        largest, tokens = _most_likely(masses, min(max_support, masses.shape[-1]), role)
+        support_ids = jnp.where(truncates[:, None] & (largest > 0), tokens, -1).astype(jnp.int32)
         # Among equal masses the first tokens are listed. This is a comparison, not a scatter, so
         # that the vocabulary stays split.
-        least, last = largest[:, -1:], found[:, -1:]
+        least, last = largest[:, -1:], tokens[:, -1:]  # of the last token that is kept
         kept = (masses > least) | ((masses == least) & (jnp.arange(masses.shape[-1]) <= last))
         masses = jnp.where(kept | ~truncates[:, None], masses, 0.0)
     total = masses.sum(-1)
@@ -125,9 +127,9 @@ def sampling_logprobs(logits: jax.Array, params: SamplingArrays) -> jax.Array:
 
 
 def _most_likely(masses: jax.Array, count: int, role: Role | None) -> tuple[jax.Array, jax.Array]:
-    """Returns the `count` largest of masses[N, V] in each row, and their tokens; among equals the
-    first. If `role` splits V over devices, each device finds its own largest, and only these are
-    exchanged."""
+    """Returns the `count` largest of masses[N, V] in each row, in descending order, and their
+    tokens, both [N, count]; among equals the first. If `role` splits V over devices, each device
+    finds its own largest, and only these are exchanged."""
     if role is None or role.tensor == 1:
         return jax.lax.top_k(masses, count)
     each = masses.shape[-1] // role.tensor
@@ -156,15 +158,16 @@ def inverse(
     A token without mass is never returned: if rounding puts the target beyond the last sum, the
     result is the last token that has mass. V is searched in blocks of `width`. If `role` splits V,
     no block crosses devices: only the sums of blocks and the one block that is searched move
-    between them."""
+    between them. V is then a multiple of the number of devices."""
     n, size = masses.shape
     parts = 1 if role is None else role.tensor
     blocks = -(-size // (parts * width))  # in one part
+    # [N, V] -> [N, parts, V / parts], each part padded to whole blocks -> [N, all blocks, width]
     masses = masses.reshape(n, parts, -1)
     masses = jnp.pad(masses, ((0, 0), (0, 0), (0, blocks * width - size // parts))).reshape(
         n, parts * blocks, width
     )
-    totals = masses.sum(-1)
+    totals = masses.sum(-1)  # [N, all blocks]
     if role is not None:
         totals = role.constrain(totals, None, None)
     sums = jnp.cumsum(totals, -1)
@@ -174,13 +177,15 @@ def inverse(
     before = jnp.where(
         block > 0, jnp.take_along_axis(sums, jnp.maximum(block - 1, 0)[:, None], 1)[:, 0], 0.0
     )
+    # the block's first token: where its part begins, and how far into the part the block begins
     first = block // blocks * (size // parts) + block % blocks * width
     return first + _first_above(inside, jnp.cumsum(inside, -1), target - before)
 
 
 def _first_above(masses: jax.Array, sums: jax.Array, target: jax.Array) -> jax.Array:
-    """Returns the index of the first entry with mass whose running sum is above the target; if
-    there is none, of the last entry with mass."""
+    """Returns, for each row, the index of the first entry with mass whose running sum is above the
+    target; if there is none, of the last entry with mass. `masses` and their running `sums` are
+    [N, M], `target` [N]."""
     # Compare masses too: a parallel cumsum rounds each entry in its own way, and may rise where
     # nothing is added.
     index = jnp.arange(masses.shape[-1])

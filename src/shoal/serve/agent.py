@@ -35,13 +35,14 @@ GRACE = 10.0
 
 class AgentSampler:
     """The `Sampler` behind an agent's address: passes calls to the rollout's turn driver, which
-    answers them one after the other. `sampler`: the connection to the turn driver; `section`: the
-    run's sampling settings; `model`: the name that the address reports."""
+    answers them one after the other."""
 
     max_tokens = vocab_size = 2**31 - 1  # no limits here, because the turn driver checks them
     eos_ids = ()
 
     def __init__(self, sampler: RolloutSampler, section: SamplingSection, model: str) -> None:
+        """`sampler`: the connection to the turn driver; `section`: the run's sampling settings,
+        which every call must have; `model`: the name that the address reports."""
         self.name = model
         self.params = section.params
         self.max_prompt_tokens = section.max_prompt_tokens
@@ -86,9 +87,10 @@ class AgentSampler:
         return Sampled(answer["prompt_ids"], answer["choices"])
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Sends a call to the turn driver and waits for the answer (blocks). ShoalError if the
-        rollout is over or the call is wrong. At the rollout's end it first calls `when_over`, once;
-        before that `when_dropped`, if the rollout was dropped."""
+        """Sends a call to the turn driver, waits for the answer (blocks), and returns it: a dict
+        with `prompt_ids` and `choices`. ShoalError if the rollout is over or the call is wrong. At
+        the rollout's end it first calls `when_over`, once; before that `when_dropped`, if the
+        rollout was dropped."""
         try:
             answer = self._sampler.ask("call", request)
         except RolloutEnded as error:
@@ -105,7 +107,8 @@ class AgentSampler:
         return answer
 
     def take_reward(self, body: dict[str, Any]) -> None:
-        """Keeps a reward that the agent posts as {"reward": number}."""
+        """Keeps a reward that the agent posts as {"reward": number}, in place of an earlier one.
+        ShoalError if it is no number."""
         reward = body.get("reward")
         require(type(reward) in (int, float), "reward", reward, "a number")
         self.reward = reward
@@ -115,12 +118,14 @@ class AgentSampler:
 
 
 class AgentProgram:
-    """A rollout function that starts an agent (a command, or a function of (row, url, key)) and
-    waits for its end."""
+    """A rollout function that starts an agent and waits for its end."""
 
     def __init__(
         self, agent: str | Callable[..., float | None], sampling: SamplingSection, model: str
     ) -> None:
+        """`agent`: a command, whose words are split like a shell's, or a function of (row, url,
+        key) that returns a reward or None. `sampling`: the run's sampling settings. `model`: the
+        name that the agent's address reports. ShoalError if a package is missing."""
         require_packages("serve", "starlette", "uvicorn")
         # imported now, before sessions are forked, because each of them would import it
         import shoal.serve.app  # noqa: F401
@@ -176,9 +181,10 @@ def _run_command(
     command: str, row: Mapping[str, Any], url: str, key: str, agent_sampler: AgentSampler
 ) -> float | None:
     """Runs an agent's command to its end, with the row as JSON on its input, and `url` and `key` in
-    its environment. Returns the number in the last line that it printed, or None if that is no
-    number. The command is killed GRACE seconds after the rollout is over, or at once if the rollout
-    is dropped. RuntimeError if it fails before."""
+    its environment (OPENAI_BASE_URL, OPENAI_API_KEY). Returns the number in the last line that it
+    printed and that is not blank, or None if that is no number. The command and all that it started
+    are killed GRACE seconds after the rollout is over, or at once if the rollout is dropped.
+    RuntimeError if its exit code is not 0, unless the rollout was over."""
     last_line = ""
     variables = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
     with subprocess.Popen(

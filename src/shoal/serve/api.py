@@ -145,7 +145,8 @@ class Sampler(Protocol):
 
 def parse(body: bytes) -> dict[str, Any]:
     """Returns the JSON object in a body. Half of a surrogate pair, which no tokenizer takes,
-    becomes `?`. ShoalError if the body is not a JSON object or is nested too deep."""
+    becomes `?`. ShoalError if the body is not a JSON object, contains NaN or Infinity, or is nested
+    more than MOST_DEPTH levels deep."""
     try:
         plain = json.dumps(json.loads(body), ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError) as error:
@@ -177,8 +178,9 @@ def _check_depth(body: dict[str, Any]) -> None:
 
 def read_call(kind: str, body: dict[str, Any], sampler: Sampler) -> Call:
     """Returns the call that the JSON object of a request asks for, with the defaults and limits of
-    `sampler`. `kind`: the kind of call, a key of PROMPTS. ShoalError, which names the setting, if
-    one is unknown or wrong, or if there is no prompt."""
+    `sampler`. `kind`: the kind of call, a key of PROMPTS. Settings that are null count as missing.
+    `body` is changed: `sampling_params` is taken out, and tools and tool calls are completed.
+    ShoalError, which names the setting, if one is unknown or wrong, or if there is no prompt."""
     if kind == "tokens":  # all settings but the prompt are in there
         nested = body.pop("sampling_params", {})
         require(has_shape(nested, dict), "sampling_params", nested, "an object")
@@ -264,7 +266,8 @@ def _read_params(
 def _template_message(given: dict[str, Any]) -> dict[str, Any]:
     """Returns a message of a request in the form that chat templates read: parts of text joined to
     one, the role `developer` as `system`, and the arguments of tool calls as objects in place of
-    JSON texts."""
+    JSON texts. Tool calls are changed in `given` too. ShoalError if a JSON text of arguments is not
+    an object."""
     message = {name: value for name, value in given.items() if value is not None}
     content = message.get("content", "")
     if not isinstance(content, str):
@@ -330,7 +333,8 @@ def shape_text(shape: Any) -> str:
 
 
 def require(holds: bool, name: str, value: Any, wanted: str) -> None:
-    """Raises ShoalError, which names a setting, unless `holds`; `wanted` says what was expected."""
+    """Raises ShoalError, which names the setting `name` and its `value`, unless `holds`; `wanted`
+    says what was expected."""
     if not holds:
         raise ShoalError(f"{name}={shorten(json.dumps(value), 60)}: expected {wanted}", name)
 

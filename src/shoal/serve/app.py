@@ -61,7 +61,8 @@ class Api:
     under_way: set[Request] = field(default_factory=set)
 
     def app(self) -> Starlette:
-        """Returns the application with all routes, for a server."""
+        """Returns the application with all routes, for a server: those of KINDS, `posts` and
+        WEIGHTS for POST; /v1/models, /health and /is_paused for GET."""
         posts = list(KINDS) + list(self.posts) + [f"/{name}" for name in WEIGHTS]
         routes = [Route(path, self._guarded, methods=["POST"]) for path in posts]
         for path in ("/v1/models", "/health", "/is_paused"):
@@ -134,7 +135,8 @@ class Api:
     async def _control_weights(self, weights: Any, name: str, request: Request) -> dict[str, Any]:
         """Carries out one of vLLM's calls that pause sampling and replace or compare weights, and
         returns its JSON reply. `name`: one of WEIGHTS, or `is_paused`; the request's body has the
-        arguments. ShoalError for wrong arguments."""
+        arguments, for `pause` its query. Waits until the call is carried out. ShoalError for wrong
+        arguments."""
         body = parse(await _body(request) or b"{}")
         if name == "pause":
             mode = request.query_params.get("mode", "abort")

@@ -42,10 +42,6 @@ callers are likely to call again."""
 class HostSampler:
     """A `Sampler` that samples with engines of this process, and whose weights can be replaced.
 
-    `name`: the model's name in replies. `make_engine`: (purpose, group size) -> engine. `params`:
-    the settings that calls leave out. `store`: where weights are published for the host; `weights`:
-    the first ones. `seed`: of the noise of calls that have no seed of their own.
-
     The same call with the same seed gives the same tokens, whatever else is sampled. Calls without
     a seed get noise by their number."""
 
@@ -59,6 +55,13 @@ class HostSampler:
         weights: Params,
         seed: int = 0,
     ) -> None:
+        """Makes an engine, starts the host's thread, and publishes `weights` to it as version 0,
+        with the name "default".
+
+        `name`: the model's name in replies. `make_engine`: (purpose, group size) -> engine.
+        `params`: the settings that calls leave out; its `max_tokens` is the most of any call.
+        `store`: where weights are published for the host. `seed`: of the noise of calls that have
+        no seed of their own."""
         self.name = name
         self.tokenizer = tokenizer
         self.params = params
@@ -129,9 +132,9 @@ class HostSampler:
         return self._labels[newest]
 
     def _submit(self, request: SampleRequest, loop: asyncio.AbstractEventLoop) -> None:
-        """Schedules a request to be sent to the host: at once if the host is busy or full, else
-        after a short wait (GATHERED), together with the requests that come meanwhile. Each new one
-        starts the wait again."""
+        """Schedules a request to be sent to the host: in the event loop's next round if the host is
+        busy or full, else after a short wait (GATHERED), together with the requests that come
+        meanwhile. Each new one starts the wait again."""
         self._gathered.append(request)
         if self._timer is not None:
             self._timer.cancel()
@@ -145,7 +148,8 @@ class HostSampler:
         self._timer = loop.call_later(seconds, self._send)
 
     def _send(self) -> None:
-        """Sends the gathered requests to the host, without those whose callers went away."""
+        """Sends the gathered requests to the host, without those whose callers went away, and
+        passes answers on (`_collect`)."""
         requests = self._gathered
         self._timer = None
         self._gathered = []
@@ -212,8 +216,8 @@ class HostSampler:
         self._open.set()
 
     async def reload(self, folder: str) -> None:
-        """Replaces the weights by those in a folder, one replacement at a time. ShoalError if they
-        cannot be loaded."""
+        """Replaces the weights by those in a folder, one replacement at a time. Calls that are
+        being sampled continue with the new weights. ShoalError if they cannot be loaded."""
         async with self._loading:
             await asyncio.to_thread(self._load, folder)
 
@@ -242,5 +246,6 @@ class HostSampler:
         return {"parameters": await asyncio.to_thread(weights_text, held)}
 
     def name_version(self, label: str) -> None:
-        """Names the newest weights; tokens sampled from them carry this name."""
+        """Names the newest weights; tokens sampled from them carry this name, also in answers to
+        calls that have begun already."""
         self._labels[self._version] = label

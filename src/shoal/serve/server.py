@@ -51,9 +51,8 @@ def require_packages(extra: str, *packages: str) -> None:
 
 
 def require_token(host: str, token: str, what: str, port: int) -> None:
-    """Raises ShoalError if other machines can reach `host` (it is not this machine's loopback
-    address) and `token` is empty. For the message: `what` they could do, and the `port` of the
-    advice."""
+    """Raises ShoalError if other machines can reach `host` (it is none of LOOPBACK) and `token` is
+    empty. For the message: `what` they could do, and the `port` of the advice."""
     if host not in LOOPBACK and not token:
         raise ShoalError(
             f"host={host}: whoever reaches this address could {what}; set token=auto, or leave "
@@ -75,9 +74,9 @@ def base_url(host: str, listening: socket.socket) -> str:
 
 
 def listen(host: str, port: int, first: int = 8700) -> socket.socket:
-    """Returns a socket that listens at a port. With port 0 it is `first`, the next of 20 ports that
-    is free, or else any free port. ShoalError if no port can be had, for example because the only
-    one is in use."""
+    """Returns a socket that listens at a port of `host`. With port 0 it is the first free one of
+    the 20 ports from `first` on, or else any free port. ShoalError if no port can be had, for
+    example because the only one is in use. The caller closes the socket."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     ports = [port]
     if not port:

@@ -620,8 +620,9 @@ class Fleet:
     # -- hosts that come and go
 
     def _check_health(self, member: HostHealth, now: float) -> None:
-        """Checks that a host makes progress, and marks it as lost if not. Restarts a lost host once
-        its pause is over, and gives it all stored versions."""
+        """Checks that a host makes progress, and marks it as lost if not; a host in this process is
+        only asked for its progress. Restarts a lost host once its pause is over, unless it is gone
+        for good, and gives it all stored versions. `now`: `time.monotonic()`."""
         if member.host is not None:
             self._refresh_progress(member, now)
             if member.in_process:

@@ -117,7 +117,8 @@ class EngineHost:
         self._queue = deque(request for request in self._queue if request.id != message.request_id)
 
     def progress(self) -> HostProgress:
-        """Returns a copy of the host's figures, with the version that its engine has now."""
+        """Returns a copy of the host's figures, with the version that its engine has now; -1 if it
+        has none."""
         version = -1
         if self._engine is not None:
             version = self._engine.version
@@ -200,6 +201,7 @@ class EngineHost:
         requests that are being sampled forbid that. Also sets `_exact` to the request's `exact`
         when it does not depend on them. RuntimeError if the version was never published."""
         if not engine.idle and (self._exact or request.exact):
+            # An exact request shares the engine with requests of the very same version only.
             return self._exact and request.exact and engine.version == request.version
         if request.exact:
             is_published = request.version in self._versions

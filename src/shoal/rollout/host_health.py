@@ -163,15 +163,18 @@ class HostHealth:
             self._heard_at = now
         num_steps = self.progress.dispatches - before.dispatches
         if num_steps:
+            # the first step of all is not timed, because it may have compiled
             if before.dispatches:
                 self._seconds.append((now - self._moved_at) / num_steps)
             self._moved_at = now
         elif before.preparing != self.progress.preparing:
             self._moved_at = now
         elif self.progress.preparing:
+            # while it compiles or reads weights, a report is all the progress that it can show
             if has_reported:
                 self._moved_at = now
         elif not self.has_work:
+            # the time without work does not count as time without progress
             self._moved_at = now
 
     def count_answered(self, tokens: int) -> None:

@@ -195,7 +195,8 @@ class Server:
             time.sleep(0.2)
 
     def close(self) -> None:
-        """Kills the server's process, if it was started here."""
+        """Kills the server's process and all that it started, if it was started here, and waits for
+        its end."""
         if self.process is None:
             return
         # Kill the whole session: also the server's own child processes, and a process that is
@@ -206,8 +207,10 @@ class Server:
 
 
 def _read_body(reply: http.client.HTTPResponse, socket: Any, deadline: float) -> bytes:
-    """Returns the whole body of an answer. TimeoutError at the deadline: a socket's own timeout
-    starts again with each byte, so an answer that trickles in would never end."""
+    """Returns the whole body of an answer. `socket`: that of the connection; `deadline`: as
+    `time.monotonic()`. TimeoutError at the deadline: a socket's own timeout starts again with each
+    byte, so an answer that trickles in would never end. IncompleteRead if the connection ends
+    early."""
     chunks = []
     while True:
         seconds = deadline - time.monotonic()

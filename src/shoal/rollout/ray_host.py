@@ -281,8 +281,8 @@ class RayHost:
             raise HostLost(self._cluster.reason(error)) from error
 
     def _result(self, future: Future) -> Any:
-        """Returns the result of a call. ShoalError if the worker raised one, HostLost for any other
-        failure."""
+        """Waits for a call and returns its result. ShoalError if the worker raised one, HostLost
+        for any other failure."""
         try:
             return future.result()
         except RayTaskError as error:
@@ -410,8 +410,8 @@ class Cluster:
         return f"it cannot be reached{rays_reason}"
 
     def say_room(self) -> None:
-        """Prints how many of the workers the cluster has room for now, unless it is enough for all:
-        the others wait, and nothing else shows that."""
+        """Passes to `say` how many of the workers the cluster has room for now, unless it is enough
+        for all: the others wait, and nothing else shows that."""
         num_placed = 0
         for free in _ray_state.available_resources_per_node().values():
             num_placed += _num_fitting(self.resources, free)

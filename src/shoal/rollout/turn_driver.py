@@ -104,7 +104,8 @@ class Rollout:
     @property
     def result(self) -> Completion:
         """The finished rollout as one completion: the tokens of all branches, the messages, and why
-        the rollout ended. Its `prompt_ids` are None if the first prompt is that of the group."""
+        the rollout ended. Its `prompt_ids` are None if the first prompt is that of the group. Only
+        a rollout that has ended has one."""
         assert (
             self.completion is not None and self.reason is not None and self.prompt_ids is not None
         )
@@ -148,7 +149,8 @@ def num_shared_messages(prompt: Any, earlier: Sequence[Mapping[str, Any]]) -> in
 
 def _comparable(message: Any) -> Any:
     """Returns what must be equal for two messages to count as the same: role, content, and the
-    names and arguments of tool calls. Clients add other fields, and change the ids of calls."""
+    names and arguments of tool calls, as a tuple; a message that is no mapping itself. Clients add
+    other fields, and change the ids of calls."""
     if not isinstance(message, Mapping):
         return message
     functions = [call["function"] for call in message.get("tool_calls", ())]
@@ -510,8 +512,8 @@ class TurnDriver:
     def collect(self, seconds: float = 0.0) -> list[GroupMessage]:
         """Handles all replies of tools, environments and rollout functions that have come, and
         waits up to `seconds` for the first. Returns the messages that continue or end their
-        rollouts at the hosts. ShoalError if an environment failed and
-        environment.on_error=error."""
+        rollouts at the hosts. Replies for rollouts that are forgotten are ignored. ShoalError if an
+        environment failed and environment.on_error=error."""
         messages: list[GroupMessage] = []
         for reply in self.sessions.collect(seconds):
             rollout = self.rollouts.get(reply.rollout)
@@ -562,8 +564,9 @@ class TurnDriver:
     ) -> list[GroupMessage]:
         """Does what a rollout function (or an agent) requests: to sample after token ids
         ("sample"), to call the model with messages ("call"), or to encode or decode, which is
-        answered at once. `requested` is None once the function has returned; the rollout then ends.
-        Returns the messages for the host.
+        answered at once. Returns the messages for the host. `requested`: {"what": one of these,
+        "value": its arguments, for "sample" and "call" a dict with "prompt" and "max_tokens"}; None
+        once the function has returned, and the rollout then ends.
 
         The first request to sample only sets the rollout's prompt, because the group is submitted
         when all its rollouts have one. Faults of the request are answered to the function."""

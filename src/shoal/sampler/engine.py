@@ -268,7 +268,8 @@ class Engine:
     def step(self) -> dict[int, list[Completion]]:
         """Starts compiled steps, waits until the tokens of one have arrived (and gathers those of
         others that are there too), and returns the completions that have finished, by request id;
-        {} if none has. Does not wait if nothing is in flight.
+        {} if none has. Does not wait if nothing is in flight, or if finished completions are there
+        already.
 
         A request's completions come together, when all have ended; those of a request with turns
         come one by one, each time that a turn of one has ended."""
@@ -289,7 +290,8 @@ class Engine:
 
     @property
     def stuck(self) -> bool:
-        """True if nothing can be sampled before a completion is extended or ended."""
+        """True if nothing can be sampled before a completion is extended or ended. False if the
+        engine is idle, or if there are finished completions that `step` has not returned yet."""
         if self.in_flight or self.finished or self.scheduler.idle:
             return False
         for active in self.requests.values():
@@ -640,7 +642,8 @@ class Engine:
 
     def _decode_arrays(self, has_turns: bool = False) -> dict[str, Any]:
         """Returns the arguments of a decode (see `programs._decode`) in which no slot continues
-        after a turn. `has_turns`: interrupt the decode when some turns have ended."""
+        after a turn; the caller fills in those that do. `has_turns`: interrupt the decode when one
+        in TURNS_AT_ONCE of the live slots have ended."""
         replicas = self.scheduler.replicas
         num_slots = self._inactive.size
         if has_turns:

@@ -370,6 +370,7 @@ def _layout(role: Role, shapes: DecodeState) -> DecodeState:
     heads over the mesh's axis `tensor`."""
 
     def sharding(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        """Returns the sharding of one array, whose first axis is rows."""
         axes: list[str | None] = ["rows"] + [None] * (leaf.ndim - 1)
         if leaf.ndim >= 4:  # only caches have heads: [.., K, T, A]
             axes[-3] = "heads"
@@ -513,7 +514,8 @@ def _prefill(
     """Enters prompts tokens[R, T] of length[R] into rows[R] of their replica: writes their keys,
     and samples the first token of up to W completions of each. limit[R, W]: most tokens of each
     completion, 0 for slots that stay unused. keys[R, W, 2]: addresses of their noise. sampling[R]:
-    temperature and truncation."""
+    temperature and truncation. Nothing is written for a row past the end. Returns (state, sampled
+    tokens)."""
     x, layer_inputs, _ = _embed(
         parameters.embed_tokens, tokens=tokens, model=model, piece=piece, length=length, rows=rows
     )
@@ -651,7 +653,8 @@ def _in_pieces(
         return number * piece < longest
 
     def one_piece(carry: tuple) -> tuple:
-        """Computes the layer for the next piece of all prompts."""
+        """Computes the layer for the next piece of all prompts. `carry`: (number of the piece; x,
+        the layer's output for earlier pieces and its input for the others; the keys so far)."""
         number, x, keys = carry
         start = number * piece
 
@@ -935,7 +938,8 @@ def _decode(
         return (step < CHUNK) & ~done.all() & (num_ended(done) < most).all()
 
     def one_token(carry: tuple[jax.Array, jax.Array, DecodeState, SampledTokens]) -> tuple:
-        """Samples one token in every live slot."""
+        """Samples one token in every live slot. `carry`: (whether to go on; how many tokens this
+        decode has sampled in a slot that is still live; the state; the tokens so far)."""
         _, step, s, out = carry
         position = s.length - 1
         # Most keys that a live slot has: attention reads no block beyond them.

@@ -55,12 +55,12 @@ def uniform(keys: jax.Array, position: jax.Array) -> jax.Array:
     Uses 23 bits of threefry, each number in the middle of its interval: never 0 or 1, and the same
     bits on every machine."""
 
-    def one(key: jax.Array, position: jax.Array) -> jax.Array:
+    def bits_of(key: jax.Array, position: jax.Array) -> jax.Array:
         # Name the generator: jax_default_prng_impl may select another, with other numbers.
         folded = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position)
         return jax.random.bits(folded, dtype=jnp.uint32)
 
-    bits = jax.vmap(one)(keys.reshape(-1, 2), position.reshape(-1)).reshape(position.shape)
+    bits = jax.vmap(bits_of)(keys.reshape(-1, 2), position.reshape(-1)).reshape(position.shape)
     return ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
 
 

@@ -332,7 +332,8 @@ class Scheduler:
         self.ids.discard(id)
 
     def cancel(self, id: int) -> None:
-        """Removes a request from the queue and frees all its rows."""
+        """Removes a request from the queue, frees all its rows, and forgets the request; does
+        nothing if it does not have such a request."""
         request = self.entering.pop(id, None)
         if request is not None and request.is_source_free:
             insort(self.free, request.source)

@@ -179,8 +179,10 @@ def _check_depth(body: dict[str, Any]) -> None:
 def read_call(kind: str, body: dict[str, Any], sampler: Sampler) -> Call:
     """Returns the call that the JSON object of a request asks for, with the defaults and limits of
     `sampler`. `kind`: the kind of call, a key of PROMPTS. Settings that are null count as missing.
-    `body` is changed: `sampling_params` is taken out, and tools and tool calls are completed.
-    ShoalError, which names the setting, if one is unknown or wrong, or if there is no prompt."""
+    `body` is changed: `sampling_params` is taken out, and tools and tool calls are completed. Of
+    kind "tokens" the settings are in `sampling_params`, and log-probs and token ids are returned by
+    default; of kind "text" a list of one prompt is that prompt. ShoalError, which names the
+    setting, if one is unknown or wrong, or if there is no prompt."""
     if kind == "tokens":  # all settings but the prompt are in there
         nested = body.pop("sampling_params", {})
         require(has_shape(nested, dict), "sampling_params", nested, "an object")
@@ -254,7 +256,7 @@ def _read_params(
     settings: dict[str, Any], stop: Sequence[str], default: SamplingParams
 ) -> SamplingParams:
     """Returns the sampling settings of a call: its own, else those of `default`. `stop`: its stop
-    strings; empty if it gives none."""
+    strings; empty if it gives none. `max_completion_tokens` goes before `max_tokens`."""
     numbers = {name: settings[name] for name in SAMPLING if name in settings}
     # Both names may be given: OpenAI's newer one wins, as in vLLM.
     max_tokens = settings.get("max_tokens", default.max_tokens)
@@ -285,7 +287,8 @@ def _template_message(given: dict[str, Any]) -> dict[str, Any]:
 def has_shape(value: Any, shape: Any) -> bool:
     """True if a JSON value has a shape. A shape is a type, a number `Within`, (values or shapes to
     choose from), [shape of all items], or {name: shape}, where a name with ? may be missing and *
-    stands for all names."""
+    stands for all names. Types must be the very same (true is no integer); `object` stands for any
+    type. An object may have more names than its shape."""
     if isinstance(shape, Within):
         return type(value) in (int, type(shape.low)) and shape.low <= value <= shape.high
     if isinstance(shape, tuple):
@@ -346,7 +349,7 @@ FINISHED = {StopReason.LENGTH: "length", StopReason.CANCELLED: "abort"}
 def reply(call: Call, sampled: Sampled, model: str) -> dict[str, Any]:
     """Returns the JSON reply to a call, as OpenAI's API has it: an id, the model's name, the
     completions as `choices`, and the numbers of tokens as `usage`; with `call.ids` also the
-    prompt's token ids."""
+    prompt's token ids, for kind "text" in each choice, too. `model`: the name to report."""
     num_prompt = len(sampled.prompt_ids)
     num_sampled = sum(len(described["ids"]) for described in sampled.choices)
     prompt: dict[str, Any] = {}
@@ -377,8 +380,8 @@ def reply(call: Call, sampled: Sampled, model: str) -> dict[str, Any]:
 
 def _choice(call: Call, described: dict[str, Any]) -> dict[str, Any]:
     """Returns one completion in the form of the API, without its index. `described`: the completion
-    as `shoal.chat.turns.described` returns it. Its text and message end before a stop string of the
-    call."""
+    as `shoal.chat.turns.described` returns it. Its text and message end before the first stop
+    string of the call, and the message then has no tool calls."""
     choice: dict[str, Any] = {
         "finish_reason": FINISHED.get(described["stop_reason"], "stop"),
         "stop_reason": None,
@@ -462,7 +465,8 @@ def _logprobs(kind: str, described: dict[str, Any]) -> dict[str, Any]:
 def events(call: Call, whole: dict[str, Any]) -> Iterator[str]:
     """Yields the server-sent events of a streamed reply. `whole`: the reply as `reply` returns it;
     side effect: `choices` and `usage` are taken out. Each completion comes in one piece, because it
-    has been sampled already; then an event with its reason to finish."""
+    has been sampled already; then an event with its reason to finish. At the end come the numbers
+    of tokens, if `call.usage`, and "data: [DONE]"."""
     usage = whole.pop("usage")
     choices = whole.pop("choices")
     whole["object"] = whole["object"].replace("chat.completion", "chat.completion.chunk")

@@ -97,9 +97,9 @@ class Api:
             self.under_way.discard(request)
 
     async def _answer(self, path: str, request: Request) -> Response:
-        """Answers a request that may be answered, by its path: samples (KINDS), calls a function of
-        `posts`, names the model, or controls the weights. HTTP error 404 for the last if there is
-        no `weights` object."""
+        """Answers a request that may be answered, by its path: samples (KINDS; a stream of events
+        if the call asks for one), calls a function of `posts`, names the model, or controls the
+        weights. HTTP error 404 for the last if there is no `weights` object."""
         sampler = self.sampler
         if path in KINDS:
             tokens = sampler.max_prompt_tokens + sampler.params.max_tokens

@@ -16,7 +16,8 @@ _HOST = re.compile(r"(?:\[(?P<six>[^\[\]]+)\]|(?P<name>[^:\[\]]+))(?::\d{0,5})?"
 
 
 def host_name(host: str) -> str:
-    """Returns the name in a Host header, without its port; "" if the header is malformed."""
+    """Returns the name in a Host header in lower case, without its port ("[::1]:80" -> "::1"); ""
+    if the header is malformed."""
     match = _HOST.fullmatch(host)
     if match is None:
         return ""

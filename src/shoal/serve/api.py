@@ -116,7 +116,7 @@ class Call:
 
 
 class Sampled(NamedTuple):
-    """The answer to a call: the prompt's token ids, and what `described` returns for each
+    """The answer to a call: the prompt's token ids, and what `completion_record` returns for each
     completion."""
 
     prompt_ids: list[int]
@@ -380,8 +380,8 @@ def reply(call: Call, sampled: Sampled, model: str) -> dict[str, Any]:
 
 def _choice(call: Call, described: dict[str, Any]) -> dict[str, Any]:
     """Returns one completion in the form of the API, without its index. `described`: the completion
-    as `shoal.chat.turns.described` returns it. Its text and message end before the first stop
-    string of the call, and the message then has no tool calls."""
+    as `shoal.chat.turns.completion_record` returns it. If it ended at a stop string of the call,
+    its text ends before the first of these, and its message has that text and no tool calls."""
     choice: dict[str, Any] = {
         "finish_reason": FINISHED.get(described["stop_reason"], "stop"),
         "stop_reason": None,

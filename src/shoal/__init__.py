@@ -107,8 +107,9 @@ def evaluate(
     **overrides: Any,
 ) -> dict[str, Any]:
     """Evaluates one model and returns its figures for each set of questions, with how they were
-    measured. Arguments are like those of `train`, with the keys of `shoal eval --help`. With
-    `responses=FILE` it scores answers made elsewhere, also for your own rows.
+    measured; prints like `shoal eval`, and raises ShoalError for a mistake that the user can fix.
+    Arguments are like those of `train`, with the keys of `shoal eval --help`. With `responses=FILE`
+    it scores answers made elsewhere, also for your own rows.
 
     If `task` is your own rows, `held_out` is evaluated; without it all rows of `task`, up to
     `task.num_eval_questions`."""
@@ -153,9 +154,9 @@ def __getattr__(name: str) -> Any:
 
 
 def _named(task: Any, held_out: Any, correct: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the overrides with the task among them: `task.name` is `rows` if `task` is data from
-    Python, else `task` is a name or settings. Raises ShoalError if `held_out` or `correct` is given
-    without data from Python."""
+    """Returns a copy of the overrides with the task among them: `task.name` is `rows` if `task` is
+    data from Python, else `task` is a name or settings, missing if it is None. Raises ShoalError if
+    `held_out` or `correct` is given without data from Python."""
     from shoal.tasks.custom import is_data
     from shoal.tasks.task import ROWS
 
@@ -172,7 +173,9 @@ def _named(task: Any, held_out: Any, correct: Any, overrides: Mapping[str, Any])
 def _task_of_data(
     task: Any, held_out: Any, correct: Any, config: Any, functions: Sequence[Callable]
 ) -> Task | None:
-    """Returns the Task for data given from Python; None if `task` is a name or settings."""
+    """Returns the Task for data given from Python (`task`, `held_out`, `correct`: as in `train`);
+    None if `task` is a name or settings. `functions`: the reward functions given from Python.
+    Raises ShoalError if the data cannot be used."""
     from shoal.job.task import task_of_data
     from shoal.tasks.custom import is_data
 
@@ -219,7 +222,7 @@ def _with_environments_named(config: Any, task: Task | None) -> Any:
 
 def _console(resolved: Any, console: Any = None) -> Any:
     """Prints the notes about a configuration to a console, and returns it; to a new one if none is
-    given."""
+    given. `resolved`: a Resolved, whose `start_lines` are the notes."""
     from shoal.report.console import Console
 
     console = console or Console()

@@ -44,9 +44,9 @@ their keys decide how much memory they take."""
 
 
 def program() -> int:
-    """Runs `shoal` as typed in a shell and returns its exit code: prepares this process (Ctrl-C, a
-    token that must not stay visible, huge pages), then calls `main`. May restart the process to get
-    huge pages."""
+    """Runs `shoal` as typed in a shell and returns its exit code, that of `main`: prepares this
+    process (Ctrl-C, a token that must not stay visible, huge pages), then calls `main`. Changes
+    sys.argv if it has a token. May restart the process to get huge pages."""
     end_on_interrupt()
     # Other users of the machine can read the arguments, so a typed token is removed from them.
     with contextlib.suppress(ShoalError):
@@ -58,8 +58,9 @@ def program() -> int:
 
 
 def _computes(words: Sequence[str]) -> bool:
-    """True if the arguments are a command that does its work; False if they only ask for help or
-    for what the command would do."""
+    """True if the arguments, with the command first, are a command that does its work; False if
+    they only ask for help or for what the command would do (`--dry-run`, `--plan`), or for a sweep,
+    whose runs are processes of their own."""
     if not words or words[0] not in COMMANDS:
         return False
     return not any(word in HELP or switch_of(word) for word in words)
@@ -67,7 +68,8 @@ def _computes(words: Sequence[str]) -> bool:
 
 def run_as(name: str) -> int:
     """Runs `shoal` in place of another system's script and returns the exit code. `name`: the
-    script's key in SHIMS (`commands/compat.py`); its arguments are taken from sys.argv."""
+    script's key in SHIMS (`commands/compat.py`); its arguments are taken from sys.argv, which gets
+    Shoal's in their place. Arguments that cannot be converted print one line and return 2."""
     from shoal.commands.compat import shim_argv
 
     try:
@@ -99,8 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    """Prints help or the version if the arguments ask for it, otherwise runs the command; returns
-    the exit code."""
+    """Prints help or the version if the arguments ask for it (then returns 0), otherwise runs the
+    command; returns the exit code. `words`: all arguments, the command first. Without words the
+    overview is printed. Raises ShoalError for a mistake of the user."""
     if not words or words[0] in HELP:
         print(overview())
         return 0
@@ -122,9 +125,9 @@ def _run(words: list[str]) -> int:
         end = rest.index("--")
         job = rest[end + 1 :]
         rest = rest[:end]
-    asks_help = [number for number, word in enumerate(rest) if word in HELP]
-    if asks_help:
-        after_help = rest[asks_help[0] :]
+    help_positions = [position for position, word in enumerate(rest) if word in HELP]
+    if help_positions:
+        after_help = rest[help_positions[0] :]
         topics = [word for word in after_help if word not in HELP and "=" not in word]
         print(command_help(_known(command), topics))
         return 0
@@ -133,7 +136,7 @@ def _run(words: list[str]) -> int:
 
 def _known(word: str) -> str:
     """Returns `word`, the first argument, if it is a command. Otherwise raises ShoalError with the
-    command line that was probably meant."""
+    command line that was probably meant, and all commands."""
     if word in COMMANDS:
         return word
     if "=" in word or word.startswith("-"):
@@ -148,8 +151,11 @@ def _known(word: str) -> str:
 
 
 def _run_command(command: str, words: list[str], job: Sequence[str] = ()) -> int:
-    """Runs a command, or its dry run or sweep, and returns the exit code. `words`: the arguments
-    after the command; `job`: for `launch`, the arguments after `--`."""
+    """Runs a command, or its dry run or sweep, and returns the exit code: 0; 1 if a run of a sweep
+    failed; 2 if the command's result has `ok` False. With `--plan`, `shoal plan` runs in place of
+    the command. With `json=true` the result is printed as JSON, alone on stdout. Raises ShoalError
+    for a mistake of the user. `words`: the arguments after the command; `job`: for `launch`, the
+    arguments after `--`."""
     switches = {switch_of(word) for word in words}
     words = [word for word in words if not switch_of(word)]
     is_dry_run = "dryrun" in switches
@@ -173,7 +179,7 @@ def _run_command(command: str, words: list[str], job: Sequence[str] = ()) -> int
         print(dry_run(config, resolved, lines), end="")
         return 0
     for key in POSITIONALS.get(command, ()):
-        if key != "runs":
+        if key != "runs":  # without any, `shoal view` shows the newest run
             require_given(config, key)
     cache_by_environment()
     as_json = "json" in keys_of(type(config)) and config.json
@@ -190,7 +196,8 @@ def _run_command(command: str, words: list[str], job: Sequence[str] = ()) -> int
 
 def _dry_run_lines(command: str, config: Any, resolved: Resolved) -> list[str]:
     """Returns the lines that a dry run shows besides the settings: notes, warnings, and for some
-    commands an estimate or the files that they would write."""
+    commands an estimate or the files that they would write. Raises ShoalError if the command would
+    refuse the configuration. What the check prints goes to stderr."""
     from shoal.job.dry_run import adapter_lines, check_dry_run
 
     lines = []
@@ -216,11 +223,12 @@ def _dry_run_lines(command: str, config: Any, resolved: Resolved) -> list[str]:
 def _explained(command: str, config: Any, resolved: Resolved) -> Iterator[None]:
     """A context that adds to each ShoalError raised in it, for each key that the message mentions,
     the flag or the line of a file that set the key. An error because memory ran out becomes a
-    ShoalError with the keys to change."""
+    ShoalError with the keys to change, for commands in MEMORY_EXPLAINED. Other exceptions pass
+    unchanged."""
     try:
         yield
     except Exception as error:
-        explained: Exception | None = None
+        explained: Exception | None = None  # None: not to be explained
         if isinstance(error, ShoalError):
             explained = error
         elif command in MEMORY_EXPLAINED:
@@ -247,7 +255,7 @@ def _in_their_names(resolved: Resolved) -> Callable[[str], str]:
 def _compose(command: str, words: list[str]) -> tuple[Any, Resolved]:
     """Returns (configuration, Resolved) of a command's words. With `resume`, the run's own settings
     have less precedence than the words and more than the defaults; likewise for `eval` with
-    `model=` a run's folder or bucket."""
+    `model=` a run's folder or bucket. Raises ShoalError for a mistake of the user."""
     if "resume" in keys_of(COMMANDS[command]):
         from shoal.job.resume import config_for_resume
 
@@ -264,7 +272,9 @@ def _compose(command: str, words: list[str]) -> tuple[Any, Resolved]:
 
 def _call(command: str, config: Any, resolved: Resolved) -> Any:
     """Prints the notes about the configuration, then calls the command's function and returns its
-    result. The function has the name of its module in `commands`, except for `eval` and `sft`."""
+    result. The function has the name of its module in `commands`, except for `eval` and `sft`;
+    `eval` with `responses` calls `score_responses`. From here on Ctrl-C raises
+    KeyboardInterrupt."""
     if command in ("train", "sft"):
         from shoal.job.process import open_console
 
@@ -304,7 +314,8 @@ def _stdout_is_stderr() -> Iterator[None]:
 
 def use_huge_pages(pages: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled")) -> None:
     """Restarts this process with glibc's allocator on huge pages, if Linux grants them on request.
-    Does nothing if it is not Linux or GLIBC_TUNABLES is set, as after the restart.
+    Does nothing if it is not Linux or GLIBC_TUNABLES is set, as after the restart. `pages`: the
+    file in which Linux says how it grants them.
 
     On CPU every compiled step allocates and frees its buffers; with small pages the kernel takes a
     third of an update to map them (docs/decisions/0003). The allocator reads the setting only when

@@ -60,7 +60,7 @@ def test_a_rule_without_a_value_still_names_its_keys():
     [translated] = translate(Config, [layer("vllm_gpu_memory_utilization=0.5")]).layers
     assert {setting.value for setting in translated.settings} == {NO_VALUE}
     merged = Merged(Config, [translated])
-    assert merged.in_effect == {} and merged.values() == ({}, [])
+    assert merged.in_effect == {} and merged.values_and_errors() == ({}, [])
 
 
 def test_words_that_yield_to_all_else_are_a_layer_beneath_all():

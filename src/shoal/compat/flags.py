@@ -39,30 +39,35 @@ SHARDED = "mesh.fsdp=-1 shards parameters, gradients and moments over all device
 
 def renames(**names: str) -> list[Flag]:
     """Returns rows for flags that are only another name of one key: keyword -> key. `__` in a
-    keyword stands for a dot."""
+    keyword stands for a dot: `a__b="batch.group_size"` is the flag `a.b`."""
     return [Flag(name.replace("__", "."), (key,)) for name, key in names.items()]
 
 
 def reads(name: str, keys: str, read: Reader, meaning: str, **more: Any) -> Flag:
-    """Returns a row for a flag whose value is read alone. `keys`: the keys that it sets, separated
-    by spaces; `more`: further fields of Flag."""
+    """Returns a row for a flag whose value is read alone, by `read`. `keys`: the keys that it sets,
+    separated by spaces; `meaning`: in words, what the flag becomes; `more`: further fields of
+    Flag."""
     return Flag(name, tuple(keys.split()), meaning=meaning, read=read, **more)
 
 
 def grouped(group: Group, keys: str, meaning: str, *names: str, **more: Any) -> list[Flag]:
-    """Returns rows for flags that `group` reads together. `keys`: the keys that they set, separated
-    by spaces; `names`: the flags."""
+    """Returns rows, one for each of the flags `names`, that `group` reads together. `keys`: the
+    keys that they set, separated by spaces; `meaning`: in words, what they become; `more`: further
+    fields of Flag."""
     return [Flag(name, tuple(keys.split()), meaning=meaning, group=group, **more) for name in names]
 
 
 def derived(rule: Rule, keys: str, meaning: str, *names: str, **more: Any) -> list[Flag]:
-    """Returns rows for flags whose values depend on other keys, by a rule of `rules.py`."""
+    """Returns rows, one for each of the flags `names`, whose values depend on other keys, by a rule
+    of `rules.py`. `keys`: the keys that they set, separated by spaces; `meaning`: in words, what
+    they become; `more`: further fields of Flag."""
     return [Flag(name, tuple(keys.split()), meaning=meaning, rule=rule, **more) for name in names]
 
 
 def idle(meaning: str, *names: str, **more: Any) -> list[Flag]:
-    """Returns rows for flags that have no effect here. A text in `names` may hold several names,
-    separated by spaces. `meaning`: why they have none; `more`: further fields of Flag."""
+    """Returns rows for flags that have no effect here, one for each name; `--name` without a value
+    is accepted. A text in `names` may hold several names, separated by spaces. `meaning`: why they
+    have none; `more`: further fields of Flag."""
     rows = []
     for text in names:
         for name in text.split():
@@ -71,9 +76,10 @@ def idle(meaning: str, *names: str, **more: Any) -> list[Flag]:
 
 
 def refused(meaning: str, *names: str, accepts: tuple[str, ...] = ()) -> list[Flag]:
-    """Returns rows for flags that matter and have no counterpart here, so that they are errors
-    unless they are off. `accepts`: further texts that are no error, because they ask for what
-    happens here."""
+    """Returns rows, one for each of the flags `names`, that matter and have no counterpart here, so
+    that they are errors unless they are off (OFF). `meaning`: what the error says; `accepts`:
+    further texts that are no error, because they ask for what happens here. `--name` without a
+    value means true."""
     return [
         Flag(name, meaning=meaning, refused=True, accepts=(*OFF, *accepts), is_switch=True)
         for name in names
@@ -82,7 +88,8 @@ def refused(meaning: str, *names: str, accepts: tuple[str, ...] = ()) -> list[Fl
 
 def only(meaning: str, *texts: str, names: str) -> list[Flag]:
     """Returns rows for flags (`names`, separated by spaces) that are errors unless they are left
-    empty or have one of `texts`, which ask for what happens here anyway."""
+    empty (NOTHING) or have one of `texts`, which ask for what happens here anyway. `meaning`: what
+    the error says after the texts. `--name` without a value means true."""
     return [
         Flag(
             name,
@@ -100,7 +107,7 @@ def only(meaning: str, *texts: str, names: str) -> list[Flag]:
 
 
 def each(*keys: str) -> Reader:
-    """Returns a reader that gives each of the keys the flag's text as its value."""
+    """Returns a reader that gives each of the keys the flag's text, unchanged, as its value."""
 
     def read(name: str, text: str) -> Values:
         return dict.fromkeys(keys, text)
@@ -109,8 +116,8 @@ def each(*keys: str) -> Reader:
 
 
 def optional(key: str, none: str = "0") -> Reader:
-    """Returns a reader of a number that may be None (one of NOTHING), for which the key gets the
-    value `none`."""
+    """Returns a reader that gives `key` the flag's text, or the text `none` if the flag is None
+    (one of NOTHING, in any case)."""
 
     def read(name: str, text: str) -> Values:
         if text.lower() in NOTHING:
@@ -121,7 +128,8 @@ def optional(key: str, none: str = "0") -> Reader:
 
 
 def least_zero(key: str) -> Reader:
-    """Returns a reader of a number for a key; -1 becomes 0."""
+    """Returns a reader that gives `key` the flag's text; -1 becomes 0, other numbers below 0
+    stay."""
 
     def read(name: str, text: str) -> Values:
         if text == "-1":
@@ -132,7 +140,8 @@ def least_zero(key: str) -> Reader:
 
 
 def if_true(values: Values, other: Values) -> Reader:
-    """Returns a reader of a switch: `values` if it is true, else `other`."""
+    """Returns a reader of a switch: `values` if it is true, `other` if it is off; it raises
+    ShoalError for a text that is neither."""
 
     def read(name: str, text: str) -> Values:
         if to_bool(name, text):
@@ -143,7 +152,8 @@ def if_true(values: Values, other: Values) -> Reader:
 
 
 def listed(key: str) -> Reader:
-    """Returns a reader of a list for a key: `[a,b]` and `a,b` become two items."""
+    """Returns a reader that gives `key` the items of the flag's text, as a list: `[a,b]` and `a,b`
+    become two items."""
 
     def read(name: str, text: str) -> Values:
         return {key: items_of(text)}
@@ -151,18 +161,19 @@ def listed(key: str) -> Reader:
     return read
 
 
-def choice(options: Mapping[str, Values]) -> Reader:
-    """Returns a reader of a flag with these possible texts: text -> values of keys. The reader
-    raises ShoalError for other texts."""
+def one_of(options: Mapping[str, Values]) -> Reader:
+    """Returns a reader of a flag that has one of these texts: `options` is text -> values of keys.
+    The reader raises ShoalError for other texts."""
 
     def read(name: str, text: str) -> Values:
-        return chosen(name, text, options)
+        return value_of_option(name, text, options)
 
     return read
 
 
-def chosen(name: str, text: str, options: Mapping[str, Chosen]) -> Chosen:
-    """Returns what a text stands for in `options`; ShoalError if it is not one of them."""
+def value_of_option(name: str, text: str, options: Mapping[str, Chosen]) -> Chosen:
+    """Returns what a text stands for in `options`; ShoalError, with all options, if it is not one
+    of them. `name`: the flag's, for the error."""
     if text not in options:
         raise ShoalError(f"{name}={text}: expected one of {', '.join(options)}")
     return options[text]
@@ -171,8 +182,8 @@ def chosen(name: str, text: str, options: Mapping[str, Chosen]) -> Chosen:
 def read_bounds(both: str, low: str, high: str) -> Group:
     """Returns a reader of flags that are read together, for algorithm.clip_low and clip_high.
     `low`, `high`: the names of the flags for one bound; `both`: that of the flag for a bound whose
-    own flag is not given. A bound that no flag gives is not set. Names are without their
-    sections."""
+    own flag is not given or empty. A bound that no flag gives is not set. Names are without their
+    sections. The reader raises ShoalError for a text that is no finite number."""
 
     def read_clip(given: Given) -> Values:
         """Returns the clip bounds that the given flags set."""
@@ -180,8 +191,9 @@ def read_bounds(both: str, low: str, high: str) -> Group:
         values = {}
         for key, own_name in (("algorithm.clip_low", low), ("algorithm.clip_high", high)):
             name = own_name if named.get(own_name) else both
-            if named.get(name):
-                values[key] = str(to_float(name, named[name]))
+            text = named.get(name)
+            if text:
+                values[key] = str(to_float(name, text))
         return values
 
     return read_clip
@@ -191,8 +203,8 @@ LORA = "model.lora.rank model.lora.alpha model.lora.targets model.lora.rslora"
 
 
 def lora_values(rank: str, alpha: str, targets: str = "all-linear") -> Values:
-    """Returns the values of LoRA's keys for these texts of flags; `targets`: names separated by
-    commas."""
+    """Returns the values of LoRA's rank, alpha and targets for these texts of flags, which are not
+    checked; `targets`: names separated by commas."""
     return {
         "model.lora.rank": rank,
         "model.lora.alpha": alpha,
@@ -234,7 +246,9 @@ def read_data_set(name: str, text: str) -> Values:
 
 
 def to_bool(name: str, text: str) -> bool:
-    """Returns the text of a switch as bool; ShoalError for other texts."""
+    """Returns the text of a switch as bool: True for true, yes, on and 1, False for the texts in
+    OFF (also empty or none), in any case; ShoalError for other texts. `name`: the flag's, for the
+    error."""
     if text.lower() in ("true", "yes", "on", "1"):
         return True
     if text.lower() in OFF:
@@ -243,7 +257,8 @@ def to_bool(name: str, text: str) -> bool:
 
 
 def to_int(name: str, text: str, least: int = 1) -> int:
-    """Returns a text as a whole number; ShoalError if it is not one, or is below `least`."""
+    """Returns a text as a whole number (`1e3` and `5.0` are accepted); ShoalError if it is not one,
+    or is below `least`. `name`: the flag's, for the error."""
     number = to_float(name, text)
     if not number.is_integer() or number < least:
         raise ShoalError(f"{name}={text}: expected a whole number of {least} or more")
@@ -251,7 +266,8 @@ def to_int(name: str, text: str, least: int = 1) -> int:
 
 
 def to_float(name: str, text: str) -> float:
-    """Returns a text as a finite number; ShoalError if it is not one."""
+    """Returns a text as a finite number; ShoalError if it is not one. `name`: the flag's, for the
+    error."""
     try:
         number = float(text)
     except ValueError:

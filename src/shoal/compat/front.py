@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,7 +35,7 @@ from shoal.config.foreign import (
 from shoal.config.key import keys_of, shown, text_of
 from shoal.config.merge import Merged, Resolved, with_origins
 from shoal.config.names import names_of
-from shoal.config.token import TOKEN
+from shoal.config.token import HUB_TOKEN_KEY
 from shoal.records import ShoalError
 from shoal.text import count
 
@@ -77,9 +77,10 @@ def find_flag(
     config_type: type, name: str, value: Any = None, among: Sequence[str] = ()
 ) -> Flag | None:
     """Returns the flag of another system that a name stands for, None if there is none that the
-    command accepts. For a name that Shoal has too, `value` decides whose name it is. `among`: the
-    other names in the layer; they choose between systems, and with enough names of one system its
-    patterns count, too."""
+    command accepts. For a name that Shoal has too, `value` decides whose name it is; without a
+    value (None) it is Shoal's. `among`: the names in the layer, on a command line also
+    `recipe=verl` and the like; they choose between systems. With enough names of one system its
+    patterns count, too, but only for a name with a dot."""
     likely, is_sure = likely_system(among)
     # Patterns are not tried for a name without a dot: it may be a misspelled key.
     return find_row(config_type, name, value, likely, patterns=is_sure and "." in name)
@@ -89,8 +90,10 @@ def find_row(
     config_type: type, name: str, value: Any, likely: str = "", patterns: bool = False
 ) -> Flag | None:
     """Returns the row of the tables for a name, None if there is none that the command accepts. For
-    a name that Shoal has too, `value` decides whose name it is. If several systems have the name,
-    the row of the system `likely` is preferred. `patterns`: also match that system's patterns."""
+    a name that Shoal has too, `value` decides whose name it is; without a value (None) it is
+    Shoal's. If several systems have the name, the row of the system `likely` is preferred ('' for
+    no preference). `patterns`: also match that system's patterns. A name below a flag without
+    effect, like `accelerator_config.split_batches`, has the row of `_rows_above`."""
     order = sorted(SYSTEMS, key=lambda system: system != likely)
     rows = [_EXACT[system][name] for system in order if name in _EXACT[system]]
     if patterns and likely:
@@ -110,7 +113,8 @@ def find_row(
 def _rows_above(order: Sequence[str], name: str) -> list[Flag]:
     """Returns rows for a dotted name whose parent is in the tables as a flag without effect or as a
     refused one: `accelerator_config.split_batches` is without effect because `accelerator_config`
-    is. Below a refused mapping only empty values are accepted."""
+    is. Below a refused mapping only empty values are accepted. `order`: the systems, the preferred
+    one first. Rows of the nearest parent come first; [] if there are none."""
     rows = []
     head = name.rpartition(".")[0]
     while head:
@@ -124,7 +128,7 @@ def _rows_above(order: Sequence[str], name: str) -> list[Flag]:
 
 def flags_of(config_type: type) -> Mapping[str, Sequence[Flag]]:
     """Returns all flags that a command accepts, by name; for each name one row for each system that
-    has the flag. Patterns are not included."""
+    has the flag, in the order of SYSTEMS. Patterns are not included."""
     flags: dict[str, list[Flag]] = {}
     for rows in _EXACT.values():
         for name, flag in rows.items():
@@ -135,8 +139,8 @@ def flags_of(config_type: type) -> Mapping[str, Sequence[Flag]]:
 
 def likely_system(names: Iterable[str]) -> tuple[str, bool]:
     """Returns (system, is_sure): the system that has most of these names, '' if none has one, and
-    whether the names suffice for its patterns to count. If they do not, an argument like
-    `recipe=verl` among them decides."""
+    whether the names suffice for its patterns to count, which is ENOUGH names. If they do not, an
+    argument like `recipe=verl` among them decides, of several the last of SYSTEMS, and is sure."""
     names = list(names)
     votes: Counter[str] = Counter()
     for system, rows in _EXACT.items():
@@ -209,8 +213,10 @@ class Effect:
 
 
 def translate(config_type: type, layers: Sequence[Layer]) -> Translation:
-    """Replaces the flags of other systems in layers (lowest first) by settings of Shoal's keys.
-    Errors do not raise: they are collected in the Translation."""
+    """Replaces the flags of other systems in layers (lowest first) by settings of Shoal's keys. Of
+    a flag that is given several times only the highest use counts. A flag whose text is one of
+    NOTHING sets nothing, unless the flag says otherwise (`keeps_nothing`). Errors do not raise:
+    they are collected in the Translation. The layers that were passed are not changed."""
     draft = Draft(config_type, layers)
     groups: dict[Group, list[FlagUse]] = {}
     by_rule: dict[Rule, list[FlagUse]] = {}
@@ -241,7 +247,8 @@ def translate(config_type: type, layers: Sequence[Layer]) -> Translation:
     errors = [*draft.errors, *merged.errors]
     for effect in effects:
         positions = _positions(merged)
-        # Keys of the rule that no higher setting sets -> the origin of the rule's setting.
+        # Keys of the rule that no higher setting sets -> the origin of the rule's setting. Without
+        # such keys the rule is not called.
         free = {}
         for placed in effect.settings:
             key = placed.setting.key
@@ -262,7 +269,7 @@ def translate(config_type: type, layers: Sequence[Layer]) -> Translation:
             errors.append(with_origins(str(error), merged.origins | free))
 
     became: list[tuple[str, bool]] = []
-    values, errors_of_values = merged.values()
+    values, errors_of_values = merged.values_and_errors()
     if not errors and not errors_of_values:
         became = _became(draft, merged, values)
     return Translation(
@@ -275,21 +282,33 @@ def _positions(merged: Merged) -> dict[int, int]:
     return {id(setting): position for position, (_, setting) in enumerate(merged.settings)}
 
 
+def _is_meant(flag: Flag, layer_names: Collection[str], all_names: Collection[str]) -> bool:
+    """True if a name that is a flag's means the flag and not Shoal's own key of that name. False if
+    Shoal has the name too and one of the flag's keys is in the same layer (`layer_names`), or if
+    another flag that must be given, `requires_flag`, is in no layer (`all_names`)."""
+    if flag.value_filter and any(key in layer_names for key in flag.keys):
+        return False
+    return not flag.requires_flag or flag.requires_flag in all_names
+
+
 class Draft:
     """The layers of a configuration while flags in them are being replaced by settings. Collects
     effects and errors."""
 
     def __init__(self, config_type: type, layers: Sequence[Layer]) -> None:
+        """Finds the flags in the layers (lowest first), which are not changed."""
         self.config_type = config_type
         self.typed = layers
-        self.taken: set[tuple[int, int]] = set()  # layer and index of each setting that is a flag
+        # The index of the layer and of the setting in it, for each setting that is a flag.
+        self.taken: set[tuple[int, int]] = set()
         self.uses = self._highest_uses()
         self.effects: list[Effect] = []
         self.errors: list[str] = []
 
     def _highest_uses(self) -> list[FlagUse]:
-        """Returns for each flag its use in the highest layer. Records all uses of flags, also lower
-        ones, in `taken`."""
+        """Returns for each flag its use in the highest layer, of several in one layer the last. The
+        uses are ordered by layer, lowest first, and by their places in it. Adds all uses of flags,
+        also lower ones, to `taken`. Settings whose names mean Shoal's own keys are left out."""
         highest: dict[str, FlagUse] = {}
         all_names = set()
         recipes = []
@@ -298,31 +317,27 @@ class Draft:
                 all_names.add(setting.name)
                 if setting.name == "recipe":
                     recipes.append(f"recipe={text_of(setting.value)}")
-        for number, layer in enumerate(self.typed):
-            names = dict.fromkeys(setting.name for setting in layer.settings)
-            likely, is_sure = likely_system([*names, *recipes])
-            for index, setting in enumerate(layer.settings):
-                has_patterns = (
-                    is_sure and layer.is_users and bool(layer.file or "." in setting.name)
-                )
-                flag = find_row(self.config_type, setting.name, setting.value, likely, has_patterns)
-                if flag is None:
+        for layer_index, layer in enumerate(self.typed):
+            layer_names = dict.fromkeys(setting.name for setting in layer.settings)
+            likely, is_sure = likely_system([*layer_names, *recipes])
+            for setting_index, setting in enumerate(layer.settings):
+                # On a command line a name without a dot may be a misspelled key.
+                may_match_pattern = bool(layer.file or "." in setting.name)
+                patterns = is_sure and layer.is_users and may_match_pattern
+                flag = find_row(self.config_type, setting.name, setting.value, likely, patterns)
+                if flag is None or not _is_meant(flag, layer_names, all_names):
                     continue
-                # If the flag's key is given, too, the name means Shoal's own key of that name.
-                if flag.value_filter and any(key in names for key in flag.keys):
-                    continue
-                if flag.requires_flag and flag.requires_flag not in all_names:
-                    continue
-                self.taken.add((number, index))
+                self.taken.add((layer_index, setting_index))
                 # Removed and added again, so that the dict is ordered by the highest uses.
                 highest.pop(setting.name, None)
-                highest[setting.name] = FlagUse(flag, setting, number, index)
+                highest[setting.name] = FlagUse(flag, setting, layer_index, setting_index)
         return list(highest.values())
 
     def layers(self) -> list[Layer]:
-        """Returns the layers with flags replaced by settings; in each layer the settings that yield
-        come first. If there are settings that yield to everything, they make up an additional layer
-        at the bottom."""
+        """Returns copies of the layers, lowest first, with flags replaced by settings; in each
+        layer the settings that yield come first, because of two settings in a layer the later
+        counts. If there are settings that yield to everything, they make up an additional layer at
+        the bottom. `typed` of each copy has the settings as typed."""
         by_layer: dict[int, list[PlacedSetting]] = {}
         for effect in self.effects:
             for placed in effect.settings:
@@ -332,26 +347,27 @@ class Draft:
         layers = []
         if LOWEST in by_layer:
             layers.append(Layer([placed.setting for placed in by_layer[LOWEST]]))
-        for number, layer in enumerate(self.typed):
+        for layer_index, layer in enumerate(self.typed):
             yielding = []
-            standing: dict[int, list[Setting]] = {}  # index of a flag -> settings in its place
-            for placed in by_layer.get(number, ()):
+            in_place: dict[int, list[Setting]] = {}  # index of a flag -> settings in its place
+            for placed in by_layer.get(layer_index, ()):
                 if placed.setting.yields:
                     yielding.append(placed.setting)
                 else:
-                    standing.setdefault(placed.index, []).append(placed.setting)
+                    in_place.setdefault(placed.index, []).append(placed.setting)
             settings = yielding
             for index, setting in enumerate(layer.settings):
-                if (number, index) in self.taken:
-                    settings += standing.get(index, ())
+                if (layer_index, index) in self.taken:
+                    settings += in_place.get(index, ())
                 else:
                     settings.append(setting)
             layers.append(replace(layer, settings=settings, typed=layer.settings))
         return layers
 
     def add_effect(self, uses: Sequence[FlagUse], meaning: str, has_line: bool = False) -> Effect:
-        """Adds and returns a new effect of these flags, without settings. The line about it is
-        sorted by the layer and index of the last flag. `meaning`, `has_line`: see `Effect`."""
+        """Adds to `effects` and returns a new effect of these flags, without settings. The line
+        about it is sorted by the layer and index of the last flag. `meaning`, `has_line`: see
+        `Effect`."""
         last = max((use.layer, use.index) for use in uses)
         effect = Effect({use.name: use.text for use in uses}, last, meaning, has_line)
         self.effects.append(effect)
@@ -373,7 +389,7 @@ class Draft:
         if flag.idle:
             is_off_in_file = bool(use.where) and (flag.is_quiet or text.lower() in OFF)
             effect = self.add_effect([use], flag.meaning, has_line=not is_off_in_file)
-            effect.flags = {name: "..." if name == TOKEN else text}
+            effect.flags = {name: "..." if name == HUB_TOKEN_KEY else text}
             return
         value = use.setting.value
         values: Values
@@ -394,11 +410,12 @@ class Draft:
             self._add_setting(effect, use, key, value)
 
     def add_group(self, read: Group, uses: Sequence[FlagUse]) -> None:
-        """Adds the effect of flags that are read together. A flag in a low layer no longer counts
-        together with those of the highest layer if a layer in between, such as a recipe on the
-        command line, sets its key; the flags of lower layers are then also read by themselves."""
+        """Adds the effect of flags that `read` reads together. A flag in a low layer no longer
+        counts together with those of the highest layer if a layer in between, such as a recipe on
+        the command line, sets its key; the flags of lower layers are then also read by themselves,
+        as an effect before this one. Raises ShoalError if `read` refuses the flags."""
         top = max(use.layer for use in uses)
-        counting = []
+        counting = []  # the flags that are read together
         for use in uses:
             if not any(use.layer < layer < top for layer in self._layers_that_set(use)):
                 counting.append(use)
@@ -406,7 +423,7 @@ class Draft:
             self.add_group(read, [use for use in uses if use.layer < top])
         values = _read(read, counting)
         values_without = {use: _read_without(read, counting, use) for use in counting}
-        owners = {}
+        owners = {}  # key -> the flag in whose place the key is set
         for key, value in values.items():
             deciding = []  # the flags without which the key has another value
             for use in counting:
@@ -420,7 +437,8 @@ class Draft:
     def add_rule(self, rule: Rule, uses: Sequence[FlagUse]) -> Effect:
         """Adds and returns the effect of flags whose values depend on other keys. It contains a
         setting for each key that the rule may set, with NO_VALUE until `translate` applies the
-        rule."""
+        rule. Its `applies` is False until then if there are such keys. The rule is not called
+        here."""
         keys: dict[str, None] = {}
         for use in uses:
             keys.update(dict.fromkeys((*use.flag.keys, *use.flag.default_only)))
@@ -430,7 +448,7 @@ class Draft:
         for key in keys:
             owner = _owner(uses, key)
             value: Any = NO_VALUE
-            if key not in owner.flag.keys:
+            if key not in owner.flag.keys:  # it is in `default_only`
                 value = Yielding(NO_VALUE, to_all=True)
             elif owner.flag.low_priority:
                 value = Yielding(NO_VALUE)
@@ -442,35 +460,36 @@ class Draft:
         or by another flag that is read alone."""
         names = names_of(self.config_type)
         first_key = use.flag.keys[0]
-        numbers = set()
-        for number, layer in enumerate(self.typed):
+        layer_indices = set()
+        for layer_index, layer in enumerate(self.typed):
             for index, setting in enumerate(layer.settings):
-                if (number, index) not in self.taken and names.get(setting.name) == first_key:
-                    numbers.add(number)
+                is_flag = (layer_index, index) in self.taken
+                if not is_flag and names.get(setting.name) == first_key:
+                    layer_indices.add(layer_index)
         for other in self.uses:
-            stands_for_itself = not (other.flag.group or other.flag.rule)
-            if stands_for_itself and other.flag.keys[:1] == (first_key,):
-                numbers.add(other.layer)
-        return numbers
+            is_read_alone = not (other.flag.group or other.flag.rule)
+            if is_read_alone and other.flag.keys[:1] == (first_key,):
+                layer_indices.add(other.layer)
+        return layer_indices
 
     def _add_effect_of_several(self, uses: Sequence[FlagUse], has_keys: bool) -> Effect:
-        """Adds an effect of several flags; its meaning is that of the first flag that is not
-        quiet."""
+        """Adds and returns an effect of several flags, without settings; its meaning is that of the
+        first flag that is not quiet, '' if all are quiet. `has_keys`: True if the flags set keys;
+        without keys the effect has a line even if all flags are quiet."""
         loud = [use for use in uses if not use.flag.is_quiet]
         meaning = loud[0].flag.meaning if loud else ""
         return self.add_effect(uses, meaning, has_line=bool(loud) or not has_keys)
 
     def _add_setting(self, effect: Effect, use: FlagUse, key: str, value: Any) -> None:
-        """Adds to an effect a setting that sets a key, in the place of a flag. Does nothing if the
-        command has neither the key nor another key INSTEAD of it."""
+        """Adds to an effect a setting that sets a key, in the place of a flag. A value in a
+        Yielding makes the setting yield, with `to_all` in the lowest layer. If the command does not
+        have the key, the setting sets the key INSTEAD of it; without such a key nothing is
+        added."""
         keys = keys_of(self.config_type)
-        if key not in keys:
-            instead = INSTEAD.get(key, "")
-            if instead not in keys:
-                return
-        else:
-            instead = key
-        yields = self._is_wide(use, key)
+        own_key = key if key in keys else INSTEAD.get(key, "")
+        if own_key not in keys:
+            return
+        yields = self._yields_to_narrower(use, key)
         layer = use.layer
         if isinstance(value, Yielding):
             yields = True
@@ -481,14 +500,14 @@ class Draft:
             use.name,
             value,
             use.setting.origin,
-            instead,
+            own_key,
             flags=tuple(effect.flags),
             of_rule=effect.rule is not None,
             yields=yields,
         )
         effect.settings.append(PlacedSetting(setting, layer, use.index))
 
-    def _is_wide(self, use: FlagUse, key: str) -> bool:
+    def _yields_to_narrower(self, use: FlagUse, key: str) -> bool:
         """True if in the same layer another system's flag sets this key, and sets fewer keys than
         this flag, all of them among its keys. The other, narrower flag then wins, whatever their
         order. Flags of one system are not compared: their rows say which of them yields."""
@@ -503,12 +522,13 @@ class Draft:
 
 
 def _read(read: Group, uses: Sequence[FlagUse]) -> Values:
+    """Calls the reader of a group with the names and texts of these flags; returns its values."""
     return read({use.name: use.text for use in uses})
 
 
 def _read_without(read: Group, uses: Sequence[FlagUse], use: FlagUse) -> Values:
-    """Returns the values that a group of flags has if one of them is left out; {} if it cannot be
-    left out."""
+    """Returns the values that a group of flags has if one of them, `use`, is left out; {} if it
+    cannot be left out, because it is the only one or the others are refused without it."""
     if len(uses) == 1:
         return {}
     try:
@@ -519,11 +539,18 @@ def _read_without(read: Group, uses: Sequence[FlagUse], use: FlagUse) -> Values:
 
 def _owner(uses: Sequence[FlagUse], key: str) -> FlagUse:
     """Returns the flag in whose place the setting for a key is put: the one in the highest layer
-    that names the key, and within a layer the one that names the fewest keys."""
+    that names the key, within a layer the one that names the fewest keys, and of several such the
+    last. If none has the key among its `keys`, those with it in `default_only` are compared, else
+    all."""
     naming = [use for use in uses if key in use.flag.keys]
     if not naming:
         naming = [use for use in uses if key in use.flag.default_only]
-    return max(naming or uses, key=lambda use: (use.layer, -(len(use.flag.keys) or 99), use.index))
+
+    def precedence(use: FlagUse) -> tuple[int, int, int]:
+        num_keys = len(use.flag.keys) or 99  # a flag without keys of its own comes last
+        return use.layer, -num_keys, use.index
+
+    return max(naming or uses, key=precedence)
 
 
 # ---- lines on what flags became
@@ -531,19 +558,19 @@ def _owner(uses: Sequence[FlagUse], key: str) -> FlagUse:
 
 def _became(draft: Draft, merged: Merged, values: Mapping[str, Any]) -> list[tuple[str, bool]]:
     """Returns (line, is_note) for each flag of the user's layers that has an effect: what it
-    became, and whether the line is also shown at the start. Left out are flags all of whose
-    settings are overruled by higher ones. All flags of a file that change nothing share one
-    line."""
+    became, and whether the line is also shown at the start. The lines are in the order of the
+    flags. Left out are flags all of whose settings are overruled by higher ones. All flags of a
+    file that change nothing share one line, at the end. `values`: key -> final value."""
     positions = _positions(merged)
     lines = []
-    idle_names: dict[int, list[str]] = {}  # number of a file's layer -> flags that change nothing
+    idle_names: dict[int, list[str]] = {}  # index of a file's layer -> flags that change nothing
     for effect in sorted(draft.effects, key=lambda effect: effect.last):
-        number, _ = effect.last
-        layer = draft.typed[number]
+        layer_index, _ = effect.last
+        layer = draft.typed[layer_index]
         if not layer.is_users or not effect.applies:
             continue
         if not effect.settings and layer.file and not effect.has_line:
-            idle_names.setdefault(number, []).extend(effect.flags)
+            idle_names.setdefault(layer_index, []).extend(effect.flags)
             continue
         overruled = []
         became = []
@@ -571,8 +598,8 @@ def _became(draft: Draft, merged: Merged, values: Mapping[str, Any]) -> list[tup
             line += f": {reason}"
         is_note = effect.has_line or (bool(reason) and not effect.meaning)
         lines.append((line, is_note))
-    for number, names in idle_names.items():
-        file = draft.typed[number].file
+    for layer_index, names in idle_names.items():
+        file = draft.typed[layer_index].file
         assert file is not None
         verb = "changes" if len(names) == 1 else "change"
         idle = f"{count(len(names), 'key')} that {verb} nothing here: {', '.join(names)}"
@@ -580,24 +607,25 @@ def _became(draft: Draft, merged: Merged, values: Mapping[str, Any]) -> list[tup
     return lines
 
 
-def _is_mentioned(position: int, merged: Merged, values: Mapping[str, Any]) -> bool:
+def _is_mentioned(position: int, merged: Merged, final_values: Mapping[str, Any]) -> bool:
     """True if the line about a flag should mention this setting, the one at `position` in
-    `merged.settings`. False if it yields (the flag is mainly about other keys) and the value is the
-    same as without it."""
+    `merged.settings`. False if it yields (the flag is mainly about other keys) and the key would
+    have the same value without it, from the highest setting below or by default. `final_values`:
+    key -> final value; a value from below is compared with it as it was typed."""
     _, setting = merged.settings[position]
     if not setting.yields:
         return True
-    before = keys_of(merged.config_type)[setting.key].default
-    for _, below in merged.settings[:position]:
-        if below.key == setting.key and below.value is not NO_VALUE:
-            before = below.value
-    return before != values[setting.key]
+    value_without = keys_of(merged.config_type)[setting.key].default
+    for _, lower_setting in merged.settings[:position]:  # lowest first, so the last one counts
+        if lower_setting.key == setting.key and lower_setting.value is not NO_VALUE:
+            value_without = lower_setting.value
+    return value_without != final_values[setting.key]
 
 
 def _recipe_notes(config_type: type, layers: Sequence[Layer], uses: Sequence[FlagUse]) -> list[str]:
-    """Returns at most one line of advice about recipes: if flags that only one system has are given
-    without its recipe or a preset, or if the user's file is another system's than the recipe in
-    use."""
+    """Returns at most one line of advice about recipes, as a list: if two or more flags that only
+    one system has are given without its recipe or a preset, or if the user's file is another
+    system's than the recipe in use. `layers`: as typed; `uses`: the flags in them."""
     recipe = ""
     has_preset = False
     for layer in layers:
@@ -636,8 +664,8 @@ def _recipe_notes(config_type: type, layers: Sequence[Layer], uses: Sequence[Fla
 
 def in_their_names(message: str, resolved: Resolved) -> str:
     """Returns a message with, for each key that it mentions, the flag or the line of a file that
-    set the key. If the user typed flags of one system, its names for the other keys mentioned are
-    added.
+    set the key. If most flags that the user typed are of one system, its names for the other keys
+    mentioned are added. Unchanged if there is nothing to add.
 
     >>> in_their_names("set batch.group_size lower", resolved)
     'set batch.group_size lower (batch.group_size: --num_generations)'
@@ -656,7 +684,7 @@ def in_their_names(message: str, resolved: Resolved) -> str:
             if key not in resolved.origins and is_mentioned:
                 named.setdefault(key, flag.name)
     if "HF_TOKEN" in message and system == "MaxText":
-        named["HF_TOKEN"] = TOKEN
+        named["HF_TOKEN"] = HUB_TOKEN_KEY
     explained = with_origins(message, resolved.origins)
     if not named:
         return explained

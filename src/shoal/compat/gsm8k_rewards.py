@@ -40,8 +40,8 @@ _AFTER_HASHES = re.compile(r"#### (-?[0-9.,]+)")
 
 
 def has_reasoning_and_answer(text: str) -> bool:
-    """True if a text has `<reasoning>...</reasoning>` and later an `<answer>...</answer>` that is
-    not empty."""
+    """True if a text has `<reasoning>...</reasoning>`, which may be empty, and later an
+    `<answer>...</answer>` that is not empty. The first tags of each kind count."""
     _, end_of_reasoning = _ends_of_tags(text, 0, "<reasoning>", "</reasoning>", 0)
     if end_of_reasoning < 0:
         return False
@@ -50,8 +50,8 @@ def has_reasoning_and_answer(text: str) -> bool:
 
 
 def tagged_or_boxed(text: str) -> str | None:
-    """Returns the content of the last `<answer>`, or if there is none, of the last box; None if
-    there is neither."""
+    """Returns the content of the last `<answer>...</answer>`, stripped; if there is none, that of
+    the last box (`\\boxed{...}`); None if there is neither."""
     tagged = extract_answer(text)
     if tagged is None:
         return last_boxed(text)
@@ -61,7 +61,8 @@ def tagged_or_boxed(text: str) -> str | None:
 def same_value(answer: str | None, gold: str) -> bool:
     """True if an answer is the same text as `gold`, the right answer, or has its value: the answer
     (what stands after the last `=`, or in a box) is one number, perhaps with units, or an
-    expression of numbers. False if `answer` is None."""
+    expression of numbers. White space around either text does not count. False if `answer` is None,
+    or if the texts differ and `gold` is no number."""
     if answer is None:
         return False
     if answer.strip() == gold.strip():
@@ -81,9 +82,9 @@ def same_value(answer: str | None, gold: str) -> bool:
 def _ends_of_tags(
     text: str, start: int, opening: str, closing: str, least: int = 1
 ) -> tuple[int, int]:
-    """Searches from `start` on. Returns (the position after the first tag `opening`, the position
-    after the first tag `closing` that follows it with at least `least` characters in between);
-    (-1, -1) without an opening tag, (position, -1) without a closing one."""
+    """Searches from position `start` on. Returns (the position after the first tag `opening`, the
+    position after the first tag `closing` that follows it with at least `least` characters in
+    between); (-1, -1) without an opening tag, (position, -1) without a closing one."""
     begin = text.find(opening, start)
     if begin < 0:
         return -1, -1
@@ -98,9 +99,10 @@ def _ends_of_tags(
 
 
 def exact_answer(text: str) -> str | None:
-    """Returns the answer of a text in Tunix's format, which is `<reasoning>...</reasoning>` and
-    later `<answer>`: the text from there to `</answer>` or the end of the line, at least one
-    character. None for a text in another format."""
+    """Returns the answer of a text in Tunix's format, which is `<reasoning>...</reasoning>` (at
+    least one character in it) and later `<answer>`: the text from there to `</answer>`, the end of
+    the line or of the text, at least one character, not stripped. None for a text in another
+    format."""
     _, end_of_reasoning = _ends_of_tags(text, 0, "<reasoning>", "</reasoning>")
     if end_of_reasoning < 0:
         return None
@@ -112,7 +114,7 @@ def exact_answer(text: str) -> str | None:
         return None
     ends = [len(text)]
     for mark in ("</answer>", "\n"):
-        end = text.find(mark, begin + 1)
+        end = text.find(mark, begin + 1)  # the first character belongs to the answer in any case
         if end >= 0:
             ends.append(end)
     return text[begin : min(ends)]
@@ -120,7 +122,7 @@ def exact_answer(text: str) -> str | None:
 
 def exact_or_tagged(text: str) -> str | None:
     """Returns the answer of a text in Tunix's format, otherwise the content of the first
-    `<answer>...</answer>`; None if there is neither."""
+    `<answer>...</answer>`, stripped in both cases; None if there is neither."""
     answer = exact_answer(text)
     if answer is None:
         return _first_tagged(text)
@@ -128,8 +130,8 @@ def exact_or_tagged(text: str) -> str | None:
 
 
 def tag_points(text: str) -> float:
-    """Returns 0.5 for each of the four tags that occurs exactly once and -0.5 for each that does
-    not, summed up."""
+    """Returns 0.5 for each of the four tags (`<reasoning>`, `<answer>` and their ends) that occurs
+    exactly once and -0.5 for each that does not, summed up: -2 to 2."""
     tags = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
     points = 0.0
     for tag in tags:
@@ -139,11 +141,11 @@ def tag_points(text: str) -> float:
 
 def answer_points(text: str, gold: str) -> float:
     """Returns the points for the answer of a text in Tunix's format, compared with the right answer
-    `gold` without commas and surrounding white space:
+    `gold`. From both, commas and surrounding white space are removed first.
 
     3 for the same text or number; for another number by its ratio to the right one 0.5 from 0.9 to
-    1.1, 0.25 from 0.8 to 1.2, else -1; -0.5 if one of them is no number; 0 for a text in another
-    format."""
+    1.1, 0.25 from 0.8 to 1.2, else -1 (also if the right one is 0); -0.5 if one of them is no
+    number; 0 for a text in another format."""
     answer = exact_answer(text)
     if answer is None:
         return 0.0
@@ -164,8 +166,8 @@ def answer_points(text: str, gold: str) -> float:
 
 
 def number_points(text: str, gold: str) -> float:
-    """Returns 1.5 if the first digits after the first `<answer>` are the gold number, else 0. Signs
-    and commas of the answer are not read."""
+    """Returns 1.5 if the first digits (and periods) after the first `<answer>` are the gold number,
+    else 0. Signs and commas of the answer are not read; the gold number has its commas removed."""
     tag = text.find("<answer>")
     if tag < 0:
         return 0.0
@@ -177,7 +179,8 @@ def number_points(text: str, gold: str) -> float:
 
 
 def _first_tagged(text: str) -> str | None:
-    """Returns the stripped content of the first `<answer>...</answer>`; None if there is none."""
+    """Returns the stripped content of the first `<answer>...</answer>`, which may be ''; None if
+    there is none."""
     begin = text.find("<answer>")
     if begin < 0:
         return None
@@ -191,8 +194,8 @@ def _first_tagged(text: str) -> str | None:
 
 
 def bare(answer: str) -> str:
-    """Returns an answer without commas, `$`, `%`, a final period and zeros at the end of
-    decimals."""
+    """Returns an answer without surrounding white space, commas, `$`, `%`, final periods and zeros
+    at the end of decimals: `$1,234.50` is `1234.5`."""
     answer = answer.strip().replace(",", "").replace("$", "").replace("%", "").rstrip(".")
     if "." not in answer:
         return answer
@@ -200,7 +203,8 @@ def bare(answer: str) -> str:
 
 
 def same_bare(answer: str | None, gold: str) -> bool:
-    """True if an answer and the gold answer are the same text after `bare`."""
+    """True if an answer and the gold answer are the same text after `bare`; False if the answer is
+    None or ''."""
     if not answer:
         return False
     return bare(answer) == bare(gold)
@@ -210,8 +214,8 @@ def same_bare(answer: str | None, gold: str) -> bool:
 
 
 def hash_answer(text: str) -> str | None:
-    """Returns the number after the last `####` and one space within the last 300 characters,
-    without commas; None if there is none."""
+    """Returns the number after the last `####` and one space within the last 300 characters, as its
+    text without commas; None if there is none."""
     numbers = _AFTER_HASHES.findall(text[-_TAIL_CHARS:])
     if not numbers:
         return None

@@ -21,7 +21,7 @@ from shoal.compat.flags import (
     renames,
 )
 from shoal.config.names import QUANTISED
-from shoal.config.token import TOKEN
+from shoal.config.token import HUB_TOKEN_KEY
 from shoal.records import ShoalError
 
 read_clip = flags.read_bounds("grpo_epsilon", "", "epsilon_high")
@@ -35,8 +35,8 @@ def read_profiler(name: str, text: str) -> Values:
 
 
 def parallelism(key: str) -> Callable[[str, str], Values]:
-    """Returns a reader of a flag with a number of devices or slices, which sets `key`; -1 (auto)
-    becomes 1."""
+    """Returns a reader (name, text) -> values of a flag with a number of devices or slices, which
+    sets `key`; -1 (auto) becomes 1. The reader raises ShoalError for other numbers below 1."""
 
     def read(name: str, text: str) -> Values:
         if text == "-1":
@@ -68,7 +68,8 @@ _PRODUCTS: dict[str, tuple[str, ...]] = {
 
 
 def read_lora(given: Given) -> Values:
-    """Converts MaxText's flags of an adapter to model.lora; without enable_lora nothing is set."""
+    """Converts MaxText's flags of an adapter (name -> text) to model.lora, as `read_adapter` does;
+    without enable_lora nothing is set."""
     is_on = flags.to_bool("enable_lora", flags.last_part(given).get("enable_lora", "false"))
     if not is_on:
         return {}
@@ -76,9 +77,11 @@ def read_lora(given: Given) -> Values:
 
 
 def read_adapter(given: Given) -> Values:
-    """Converts an adapter's rank and alpha, which must be given, and module_path, to model.lora.
-    module_path is a regular expression over paths in Tunix's and MaxText's models; the matrices
-    that it matches become the targets. ShoalError if it matches none."""
+    """Converts an adapter's rank and alpha, which must be given, and module_path, to
+    model.lora.rank, alpha and targets. module_path is a regular expression over paths in Tunix's
+    and MaxText's models; the matrices that it matches become the targets, all of them without it.
+    ShoalError if it matches none, or if rank or alpha is missing. Names of flags may have `lora_`
+    at their start."""
     named = {name.removeprefix("lora_"): text for name, text in flags.last_part(given).items()}
     missing = {"rank", "alpha"} - named.keys()
     if missing:
@@ -86,7 +89,7 @@ def read_adapter(given: Given) -> Values:
             f"{next(iter(given))} is given without {min(missing)}: expected rank and alpha"
         )
     pattern = named.get("module_path", ".*")
-    targets: list[str] = []
+    targets: list[str] = []  # may name a product twice
     for path, products in _PRODUCTS.items():
         if _is_matched(pattern, path):
             targets += products
@@ -114,8 +117,8 @@ def _is_matched(pattern: str, path: str) -> bool:
 
 def read_mesh(given: Given) -> Values:
     """Converts Tunix's meshes, `(FSDP,TENSOR)` for each role, to mesh.fsdp and mesh.tensor.
-    ShoalError if roles have different ones. The mesh of model_config counts only if no role has its
-    own."""
+    ShoalError if roles have different ones, or if one is not two sizes. The mesh of model_config
+    counts only if no role has its own."""
     shapes: dict[str, None] = {}  # as texts, each once
     shapes_of_roles: dict[str, None] = {}
     for name, text in given.items():
@@ -233,13 +236,13 @@ FLAGS: list[Flag] = [
         )
     ],
     *[
-        reads(name, "algorithm.loss", flags.choice(_LOSSES), "grpo, gspo-token or gspo")
+        reads(name, "algorithm.loss", flags.one_of(_LOSSES), "grpo, gspo-token or gspo")
         for name in ("loss_algo", "rl.loss_algo")
     ],
     reads(
         "rl.loss_agg_mode",
         "algorithm.aggregation",
-        flags.choice(_AGGREGATIONS),
+        flags.one_of(_AGGREGATIONS),
         "as Tunix: sequence-mean-token-scale is seq-mean-token-sum-norm",
     ),
     *derived(
@@ -381,7 +384,7 @@ FLAGS: list[Flag] = [
     reads(
         "dtype",
         "model.dtype",
-        flags.choice({one: {"model.dtype": one} for one in ("bfloat16", "float16", "float32")}),
+        flags.one_of({one: {"model.dtype": one} for one in ("bfloat16", "float16", "float32")}),
         "of the computation; masters and optimizer stay float32",
     ),
     reads(
@@ -400,7 +403,7 @@ FLAGS: list[Flag] = [
     reads(
         "remat_policy",
         "model.remat",
-        flags.choice(
+        flags.one_of(
             {
                 "full": {"model.remat": "full"},
                 "minimal": {"model.remat": "dots"},
@@ -538,7 +541,7 @@ FLAGS: list[Flag] = [
         "use_chat_template",
     ),
     # ---- what cannot matter here
-    *idle("taken as HF_TOKEN of this process, written nowhere", TOKEN),
+    *idle("taken as HF_TOKEN of this process, written nowhere", HUB_TOKEN_KEY),
     *idle(
         "mesh.pathways=true or JAX_PLATFORMS=proxy chooses Pathways",
         "use_pathways_reshard",
@@ -713,25 +716,25 @@ TUNIX_FLAGS: list[Flag] = [
     reads(
         "grpo_config.loss_algo",
         "algorithm.loss",
-        flags.choice(_TUNIX_LOSSES),
+        flags.one_of(_TUNIX_LOSSES),
         "the loss of that name",
     ),
     reads(
         "grpo_config.loss_agg_mode",
         "algorithm.aggregation",
-        flags.choice(_AGGREGATIONS),
+        flags.one_of(_AGGREGATIONS),
         "sequence-mean-token-scale: seq-mean-token-sum-norm",
     ),
     reads(
         "grpo_config.kl_loss_mode",
         "algorithm.kl",
-        flags.choice(_KL_MODES),
+        flags.one_of(_KL_MODES),
         "kl: k1; mse_kl: k2; low_var_kl: k3",
     ),
     reads(
         "grpo_config.advantage_estimator",
         "algorithm.advantage",
-        flags.choice(_ESTIMATORS),
+        flags.one_of(_ESTIMATORS),
         "grpo, rloo; drgrpo: dr_grpo",
     ),
     reads(

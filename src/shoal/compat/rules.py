@@ -17,11 +17,11 @@ from pathlib import Path
 
 from shoal.compat.flags import (
     MEMORY,
-    chosen,
     last_part,
     to_bool,
     to_float,
     to_int,
+    value_of_option,
 )
 from shoal.config.foreign import NOTHING, Get, Given, Rule, Values
 from shoal.config.sections.reward import RewardSection
@@ -33,8 +33,8 @@ from shoal.text import count, exact
 
 
 def last_of(given: Given) -> tuple[str, str]:
-    """Returns name and text of the flag that was given last: of several names for one thing the
-    last counts."""
+    """Returns (name, text) of the flag that was given last: of several names for one thing the last
+    counts."""
     return list(given.items())[-1]
 
 
@@ -43,7 +43,7 @@ def last_of(given: Given) -> tuple[str, str]:
 
 def maxtext_lengths(given: Given, get: Get) -> tuple[Values, str]:
     """Converts MaxText's and Tunix's max_target_length, which counts prompt and completion
-    together, to sampling.max_completion_tokens."""
+    together, to sampling.max_completion_tokens. ShoalError if nothing is left for a completion."""
     prompt = get("sampling.max_prompt_tokens")
     name, text = last_of(given)
     completion = to_int(name, text) - prompt
@@ -57,10 +57,14 @@ def maxtext_lengths(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def maxtext_devices(given: Given, get: Get) -> tuple[Values, str]:
-    """Converts MaxText's flags about devices to mesh.trainer and mesh.sampler: shares of all
-    devices, of which the trainer gets the first and the sampler the last, and the number of
-    samplers with their number of devices. If both shares are 1.0, both use the same devices. If
-    mesh.fsdp is a number, the trainer's number of devices is computed from the mesh."""
+    """Converts MaxText's flags about devices. trainer_devices_fraction and sampler_devices_fraction
+    become mesh.trainer and mesh.sampler: shares of all devices, of which the trainer gets the first
+    and the sampler the last. If both shares are 1.0, both use the same devices; ShoalError if they
+    sum up to more otherwise.
+
+    inference_devices_per_replica (4) becomes mesh.sampler_tensor. Unless the sampler has a share,
+    that number times inference_replicas (1) becomes mesh.sampler, and, if mesh.fsdp is a number,
+    mesh.trainer is computed from the mesh unless it has a share."""
     shares = {}
     for name, text in given.items():
         if name.lower().endswith("fraction"):
@@ -78,22 +82,24 @@ def maxtext_devices(given: Given, get: Get) -> tuple[Values, str]:
             "sum of at most 1"
         )
     values = {f"mesh.{name.partition('_')[0]}": str(share) for name, share in shares.items()}
-    if len(given) == len(shares):
+    if len(given) == len(shares):  # only shares are given
         return values, "the trainer's devices are the first, the sampler's the last"
-    each = to_int("inference_devices_per_replica", given.get("inference_devices_per_replica", "4"))
-    number = to_int("inference_replicas", given.get("inference_replicas", "1"))
-    values["mesh.sampler_tensor"] = str(each)
+    replica_size = to_int(
+        "inference_devices_per_replica", given.get("inference_devices_per_replica", "4")
+    )
+    replicas = to_int("inference_replicas", given.get("inference_replicas", "1"))
+    values["mesh.sampler_tensor"] = str(replica_size)
     if "mesh.sampler" in values:
         said = (
-            f"each sampler over {count(each, 'device')}; how many there are follows from "
+            f"each sampler over {count(replica_size, 'device')}; how many there are follows from "
             "sampler_devices_fraction"
         )
         return values, said
     if get("mesh.fsdp") != -1:
         trainer_devices = math.prod(get(f"mesh.{axis}") for axis in AXES)
         values.setdefault("mesh.trainer", str(trainer_devices))
-    values["mesh.sampler"] = str(each * number)
-    return values, f"{count(number, 'sampler')}, each over {count(each, 'device')}"
+    values["mesh.sampler"] = str(replica_size * replicas)
+    return values, f"{count(replicas, 'sampler')}, each over {count(replica_size, 'device')}"
 
 
 def maxtext_pathways(given: Given, get: Get) -> tuple[Values, str]:
@@ -115,9 +121,10 @@ AXES = ("data", "fsdp", "context", "tensor")
 
 
 def sampler_tensor(given: Given, get: Get) -> tuple[Values, str]:
-    """Converts the number of devices that share a sampler (MaxText, TRL, verl); -1 and 1 leave it
-    open. Scripts often set it for a machine with eight devices, so it is dropped if the sampler's
-    number of devices is known and no multiple of it."""
+    """Converts the number of devices that share a sampler (MaxText, TRL, verl) to
+    mesh.sampler_tensor, with sampler.kind=vllm to sampler.devices_per_worker; -1 and 1 leave it
+    open (0). Scripts often set it for a machine with eight devices, so it is dropped if the
+    sampler's number of devices is known and no multiple of it."""
     name, text = last_of(given)
     # -1 and 1 are defaults that scripts write out. Left open, a replica gets more devices if it
     # does not fit on one.
@@ -138,9 +145,10 @@ def sampler_tensor(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def sampler_memory(given: Given, get: Get) -> tuple[Values, str]:
-    """Converts the share of a GPU that vLLM takes (TRL, verl, MaxText). It becomes the share of
-    Shoal's own sampler only if that has devices of its own: on devices shared with the trainer,
-    Shoal's share counts the trainer's weights and optimizer too, vLLM's does not."""
+    """Converts the share of a GPU that vLLM takes (TRL, verl, MaxText), as `torchrl_memory` does.
+    It becomes the share of Shoal's own sampler only if that has devices of its own: on devices
+    shared with the trainer, Shoal's share counts the trainer's weights and optimizer too, vLLM's
+    does not. Otherwise nothing is set."""
     if not get("mesh.sampler") and get("sampler.kind") != "vllm":
         return {}, MEMORY
     return torchrl_memory(given, get)
@@ -148,7 +156,9 @@ def sampler_memory(given: Given, get: Get) -> tuple[Values, str]:
 
 def torchrl_memory(given: Given, get: Get) -> tuple[Values, str]:
     """Converts the share of a device that vLLM takes in TorchRL, whose recipe gives the sampler
-    devices of its own."""
+    devices of its own, to sampling.memory_share, with sampler.kind=vllm to vllm.memory. Sets
+    nothing if the share is None, or if the servers of vLLM run already (no vllm.python). ShoalError
+    unless it is above 0 and at most 1."""
     name, text = last_of(given)
     is_served = get("sampler.kind") == "vllm"
     if text.lower() in NOTHING or (is_served and not get("vllm.python")):
@@ -163,7 +173,8 @@ def torchrl_memory(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def _trainer_devices(get: Get) -> int | None:
-    """Returns the number of the trainer's devices; None if the keys leave it open."""
+    """Returns the number of the trainer's devices: the product of the mesh's axes, or with
+    mesh.fsdp=-1 what mesh.trainer names. None if the keys leave it open."""
     if get("mesh.fsdp") == -1:
         return _listed_devices(get("mesh.trainer"))
     return math.prod(get(f"mesh.{axis}") for axis in (*AXES, "dcn_data", "dcn_fsdp"))
@@ -192,10 +203,11 @@ def _listed_devices(text: str) -> int | None:
 
 
 def torchrl_batch(given: Given, get: Get) -> tuple[Values, str]:
-    """Converts TorchRL's dialog_turns_per_batch, the number of completions in a step (a dialog turn
-    is one completion), which must fill whole groups. Without it, a step has env.repeats completions
-    of each of env.num_envs environments; with it, env.num_envs is how many completions are sampled
-    at once."""
+    """Converts TorchRL's train.dialog_turns_per_batch, the number of completions in a step (a
+    dialog turn is one completion), to batch.prompts_per_step; ShoalError if it does not fill whole
+    groups. env.num_envs is then how many completions are sampled at once, and becomes
+    sampling.slots_per_device. Without dialog_turns_per_batch, a step has env.repeats completions of
+    each of env.num_envs environments, which are the prompts of a step."""
     name = "train.dialog_turns_per_batch"
     if name not in given:
         said = "prompts of a step, each with env.repeats completions"
@@ -216,9 +228,9 @@ def torchrl_batch(given: Given, get: Get) -> tuple[Values, str]:
 
 def _slots_per_device(at_once: int, step: int, group: int, get: Get) -> tuple[int, str]:
     """Returns (sampling.slots_per_device, a sentence on it) so that the sampler's devices together
-    sample `at_once` of the `step` completions of a step at a time; (0, ...) if these are all. If
-    the keys leave the number of devices open, each device gets `at_once` slots. There are never
-    fewer than the `group` completions of a prompt, or those of pass@k."""
+    sample `at_once` of the `step` completions of a step at a time, rounded up; (0, ...) if these
+    are all. If the keys leave the number of devices open, each device gets `at_once` slots. There
+    are never fewer than the `group` completions of a prompt, or those of pass@k."""
     if at_once >= step:
         return 0, "all at once"
     devices = _sampler_devices(get)
@@ -231,7 +243,7 @@ def _slots_per_device(at_once: int, step: int, group: int, get: Get) -> tuple[in
 
 def torchrl_steps(given: Given, get: Get) -> tuple[Values, str]:
     """Converts the length of a TorchRL run, which is a number of completions (dialog turns), to
-    steps, rounded up."""
+    steps, rounded up. ShoalError if batch.prompts_per_device leaves the size of a step open."""
     name, text = last_of(given)
     if get("batch.prompts_per_device"):
         raise ShoalError(
@@ -247,8 +259,9 @@ def torchrl_steps(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def _micro_tokens(completions: int, get: Get) -> tuple[dict[str, str], str]:
-    """Returns ({"batch.micro_tokens": tokens of this many of the longest completions with their
-    prompts}, a sentence on it): what other systems count as completions at once on a device."""
+    """Returns ({"batch.micro_tokens": TOKENS}, a sentence on it). TOKENS is the room, as text, for
+    `completions` of the longest completions with their prompts. `completions`: what other systems
+    compute at once on a device."""
     tokens = get("sampling.max_prompt_tokens") + get("sampling.max_completion_tokens")
     said = (
         f"{count(completions, 'completion')} of {tokens} tokens at once on a device: "
@@ -258,9 +271,10 @@ def _micro_tokens(completions: int, get: Get) -> tuple[dict[str, str], str]:
 
 
 def torchrl_micro_batch(given: Given, get: Get) -> tuple[Values, str]:
-    """Converts TorchRL's optim_batch_size, the completions of an update, and
-    gradient_accumulation_steps, the parts in which an update is computed. Here an update has whole
-    groups, so a step has at most as many updates as prompts."""
+    """Converts TorchRL's optim_batch_size, the completions of an update (by default of a step), and
+    gradient_accumulation_steps, the parts in which an update is computed, to batch.micro_tokens.
+    With optim_batch_size also sets algorithm.num_minibatches: here an update has whole groups, so a
+    step has at most as many updates as prompts."""
     named = last_part(given)
     prompts = get("batch.prompts_per_step")
     parts = to_int(
@@ -281,13 +295,16 @@ def torchrl_micro_batch(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def verl_micro_batch(given: Given, get: Get) -> tuple[Values, str]:
-    """Converts the number of completions that a device computes at once in verl."""
+    """Converts the number of completions that a device computes at once in verl to
+    batch.micro_tokens; of several flags the largest counts."""
     return _micro_tokens(max(to_int(name, text) for name, text in given.items()), get)
 
 
 def verl_mini_batches(given: Given, get: Get) -> tuple[Values, str]:
-    """Converts verl's ppo_mini_batch_size, the prompts of an update; if a step has fewer prompts,
-    it is one update. In fully_async_policy a step has require_batches updates."""
+    """Converts verl's ppo_mini_batch_size, the prompts of an update, to algorithm.num_minibatches;
+    if a step has fewer prompts, it is one update. In fully_async_policy a step has require_batches
+    updates, which also gives batch.prompts_per_step. ShoalError if a step is no whole number of
+    updates, or if the size of one of them is missing."""
     named = last_part(given)
     if "ppo_mini_batch_size" not in named:
         raise ShoalError(
@@ -315,9 +332,11 @@ def verl_mini_batches(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def verl_staleness(given: Given, get: Get) -> tuple[Values, str]:
-    """Converts flags of verl's fully_async_policy: the share of the steps between two weight
-    updates that is sampled before the first of the two, and whether completions continue through a
-    weight update."""
+    """Converts flags of verl's fully_async_policy. staleness_threshold, the share of the steps
+    between two weight updates that is sampled before the first of the two, becomes
+    train.max_staleness (rounded up to whole steps). partial_rollout, whether completions continue
+    through a weight update, becomes train.versions: newest if it is on and something is sampled
+    ahead, else fixed."""
     name = "async_training.staleness_threshold"
     partial = "async_training.partial_rollout"
     interval = get("train.weight_sync_interval")
@@ -327,12 +346,13 @@ def verl_staleness(given: Given, get: Get) -> tuple[Values, str]:
         share = to_float(name, given[name])
         if share < 0:
             raise ShoalError(f"{name}={given[name]}: expected 0 or more")
-        ahead = math.ceil(round(share * interval, 6))
+        ahead = math.ceil(round(share * interval, 6))  # steps; 6 digits hide the error of floats
         values["train.max_staleness"] = str(interval - 1 + ahead)
         reasons.append(
             f"{ahead} of {count(interval, 'step')} sampled before the sampler's weight update"
         )
     else:
+        # The same quantity, solved from train.max_staleness = interval - 1 + ahead.
         ahead = get("train.max_staleness") - interval + 1
     if partial in given:
         wanted = to_bool(partial, given[partial])
@@ -350,8 +370,8 @@ VERL_COUNTS = {
 
 
 def verl_counts(given: Given, get: Get) -> tuple[Values, str]:
-    """Converts intervals that verl counts in weight updates of the sampler to steps, of which there
-    may be several between weight updates; -1 becomes 0."""
+    """Converts intervals that verl counts in weight updates of the sampler to steps, by the keys in
+    VERL_COUNTS; there may be several steps between weight updates. -1 becomes 0."""
     each = get("train.weight_sync_interval")
     values = {}
     for name, text in given.items():
@@ -372,15 +392,18 @@ def verl_rollout_steps(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def _without_nothing(given: Given) -> Given:
-    """Returns the flags without those that are left at their default."""
+    """Returns the flags (name -> text) without those that are left at their default, whose text is
+    one of NOTHING in any case."""
     return {name: text for name, text in given.items() if text.lower() not in NOTHING}
 
 
 def trl_batch(given: Given, get: Get) -> tuple[Values, str]:
-    """Converts TRL's batch sizes. There a step samples per_device_train_batch_size (8) x
-    steps_per_generation completions on each device, and makes steps_per_generation /
-    gradient_accumulation_steps updates of them. generation_batch_size is the number of completions
-    on all devices, in place of steps_per_generation."""
+    """Converts TRL's batch sizes to algorithm.num_minibatches, batch.micro_tokens and
+    batch.prompts_per_device, or with generation_batch_size batch.prompts_per_step. In TRL a step
+    samples per_device_train_batch_size (8) x steps_per_generation completions on each device, and
+    makes steps_per_generation / gradient_accumulation_steps updates of them. generation_batch_size
+    is the number of completions on all devices, in place of steps_per_generation. ShoalError if a
+    step is no whole number of groups and updates."""
     given = _without_nothing(given)
     size = to_int("per_device_train_batch_size", given.get("per_device_train_batch_size", "8"))
     parts = to_int("gradient_accumulation_steps", given.get("gradient_accumulation_steps", "1"))
@@ -394,7 +417,7 @@ def trl_batch(given: Given, get: Get) -> tuple[Values, str]:
             f"gradient_accumulation_steps={parts}, so that a step ends with an update"
         )
     group = get("batch.group_size")
-    total = whole or size * batches
+    total = whole or size * batches  # completions of a step: in all, or of one device
     updates = batches // parts
     if total % group:
         shown = f"per_device_train_batch_size={size} x {batches} batches"
@@ -439,7 +462,7 @@ def _steps_per_generation(whole: int, size: int, given: Given, get: Get) -> int:
 
 def trl_updates(given: Given, get: Get) -> tuple[Values, str]:
     """Converts the length of a TRL run, a number of updates, to steps, which may make several
-    updates each; -1 means that the number of epochs decides."""
+    updates each, rounded up; -1 means that the number of epochs decides, and sets nothing."""
     [(name, text)] = given.items()
     if to_int(name, text, -1) == -1:
         return {}, "num_train_epochs says how long the run is"
@@ -450,8 +473,9 @@ TRL_COUNTS = {"save_steps": "checkpoint.every", "eval_steps": "train.evaluate_ev
 
 
 def trl_counts(given: Given, get: Get) -> tuple[Values, str]:
-    """Converts TRL's numbers of updates between checkpoints and between evaluations to steps; a
-    number below 1 is a share of all updates, rounded up."""
+    """Converts TRL's numbers of updates between checkpoints and between evaluations to steps,
+    rounded up, by the keys in TRL_COUNTS; a number below 1 is a share of all updates, which is
+    rounded up first."""
     updates = _updates(get)
     values = {}
     for name, text in given.items():
@@ -473,7 +497,8 @@ def _updates(get: Get) -> int:
 
 
 def _steps_of(name: str, text: str, least: int, get: Get) -> str:
-    """Returns, as text, how many steps make this many updates."""
+    """Returns, as text, how many steps make this many updates, rounded up. `text`: the value of the
+    flag `name`; ShoalError if it is no whole number of `least` or more."""
     return str(-(-to_int(name, text, least) // _updates_of_a_step(get)))
 
 
@@ -486,8 +511,10 @@ def _counted_in_updates(get: Get) -> str:
 
 
 def trl_staleness(given: Given, get: Get) -> tuple[Values, str]:
-    """Converts the age of samples in TRL's AsyncGRPOConfig, which is counted in weight updates of
-    the sampler, one after each weight_sync_steps updates of the trainer."""
+    """Converts the age of samples in TRL's AsyncGRPOConfig to train.max_staleness and
+    train.weight_sync_interval, in steps. There it is counted in weight updates of the sampler, one
+    after each weight_sync_steps updates of the trainer. Without max_staleness only the interval is
+    set."""
     each = _updates_of_a_step(get)
     steps = -(-to_int("weight_sync_steps", given["weight_sync_steps"]) // each)
     values = {"train.weight_sync_interval": str(steps)}
@@ -496,6 +523,7 @@ def trl_staleness(given: Given, get: Get) -> tuple[Values, str]:
         reasons.append(f"{each} updates to a step here")
     if "max_staleness" in given:
         age = to_int("max_staleness", given["max_staleness"], 0)
+        # Between two weight updates the samples grow `steps - 1` versions older.
         values["train.max_staleness"] = str((age + 1) * steps - 1)
         if steps > 1:
             reasons.append(f"counted in steps here, {age + 1} x {steps} - 1")
@@ -504,15 +532,16 @@ def trl_staleness(given: Given, get: Get) -> tuple[Values, str]:
 
 def epochs(given: Given, get: Get) -> tuple[Values, str]:
     """Converts the length of a run in verl and TRL, a number of passes over the training rows
-    (without those held out), to steps. As there, the steps of an epoch are rounded up in supervised
-    fine-tuning, and down in reinforcement learning. Reads the data to count its rows; if its files
-    are not here, sets nothing and says how to compute the steps."""
+    (without those held out), to steps, at least 1. As there, the steps of an epoch are rounded up
+    in supervised fine-tuning, and down in reinforcement learning. Reads the data to count its rows;
+    if its files are not here, sets nothing and says how to compute the steps. ShoalError if
+    batch.prompts_per_device needs a number of devices that the keys leave open."""
     name, text = last_of(given)
     epochs = to_float(name, text)
     path = Path(get("task.path")).expanduser()
     prompts = get("batch.prompts_per_step")
-    each = get("batch.prompts_per_device")
-    devices = _trainer_devices(get)
+    each = get("batch.prompts_per_device")  # 0: not set
+    devices = _trainer_devices(get)  # None: open
     rounds_up = get("algorithm.name") == "sft"
     if not (get("task.path") and path.exists()):
         a_step = "prompts of a step" if each else str(prompts)
@@ -524,6 +553,7 @@ def epochs(given: Given, get: Get) -> tuple[Values, str]:
         return {}, said
     settings = {field.name: get(f"task.{field.name}") for field in fields(TaskSection)}
     task = TaskSection(**settings)
+    # The rewards do not matter for the number of rows.
     rows = len(load_by_name(task, RewardSection()).train)
 
     def steps_of(prompts: int) -> int:
@@ -576,13 +606,14 @@ TRL_SCHEDULES = {
 
 
 def trl_schedule(given: Given, get: Get) -> tuple[Values, str]:
-    """Converts TRL's schedule and warm-up. Warm-up is a number of updates, or if below 1 a share of
-    all updates, rounded up; `constant` has none."""
+    """Converts TRL's schedule and warm-up to optimizer.schedule and optimizer.warmup_steps. Warm-up
+    is a number of updates, or if below 1 (always for warmup_ratio) a share of all updates, rounded
+    up; `constant` has none. What is not given is not set."""
     given = _without_nothing(given)
     values = {}
     kind = given.get("lr_scheduler_type", "")
     if kind:
-        values["optimizer.schedule"] = chosen("lr_scheduler_type", kind, TRL_SCHEDULES)
+        values["optimizer.schedule"] = value_of_option("lr_scheduler_type", kind, TRL_SCHEDULES)
     if kind == "constant":
         values["optimizer.warmup_steps"] = "0"
         return values, "constant has no warm-up"
@@ -600,9 +631,9 @@ def trl_schedule(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def verl_warmup(given: Given, get: Get) -> tuple[Values, str]:
-    """Converts verl's warm-up, a number of training steps (lr_warmup_steps, if it is above 0) or a
-    share of them (lr_warmup_steps_ratio, rounded down), to updates. In verl all updates of a step
-    have one learning rate."""
+    """Converts verl's warm-up to optimizer.warmup_steps, in updates: a number of training steps
+    (lr_warmup_steps, if it is above 0) or a share of them (lr_warmup_steps_ratio, rounded down).
+    Sets nothing if neither is given. In verl all updates of a step have one learning rate."""
     named = last_part(given)
     each = _updates_of_a_step(get)
     steps = to_int("lr_warmup_steps", named.get("lr_warmup_steps", "-1"), -1)
@@ -618,7 +649,8 @@ def verl_warmup(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def maxtext_warmup(given: Given, get: Get) -> tuple[Values, str]:
-    """Converts MaxText's warm-up, a share of all updates, rounded down."""
+    """Converts MaxText's warm-up, a share of all updates, rounded down, to
+    optimizer.warmup_steps."""
     name, text = last_of(given)
     updates = _updates(get)
     steps = int(_share(name, text) * updates)
@@ -641,9 +673,9 @@ def maxtext_schedule_length(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def maxtext_train_rl(given: Given, get: Get) -> tuple[Values, str]:
-    """Converts flags of MaxText's train_rl: num_batches x train_fraction x num_epoch becomes steps,
-    and eval_interval train.evaluate_every. With train_fraction=1 no rows are left to evaluate on
-    between steps, so that is then 0."""
+    """Converts flags of MaxText's train_rl. num_batches x train_fraction, rounded down, x num_epoch
+    becomes steps, and eval_interval train.evaluate_every, -1 as 0. With train_fraction=1 no rows
+    are left to evaluate on between steps, so that is then 0."""
     share = to_float("train_fraction", given.get("train_fraction", "1.0"))
     values = {}
     reasons = []
@@ -664,8 +696,9 @@ def maxtext_train_rl(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def maxtext_test_batches(given: Given, get: Get) -> tuple[Values, str]:
-    """Converts the size of an evaluation in MaxText's train_rl, a number of batches, to a number of
-    questions."""
+    """Converts the size of an evaluation in MaxText's train_rl, num_test_batches of eval_batch_size
+    questions, to task.num_eval_questions. Without eval_batch_size (or -1) a batch has the prompts
+    of a step; if the number of devices is open, those of one device."""
     own = given.get("eval_batch_size", "-1")
     if own == "-1" or own in NOTHING:
         size = get("batch.prompts_per_device") * (_trainer_devices(get) or 1)
@@ -681,8 +714,9 @@ def maxtext_test_batches(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def trl_reward_model(given: Given, get: Get) -> tuple[Values, str]:
-    """Converts the flag of TRL's scripts for a classifier as reward; ShoalError if other rewards
-    are given, because there it comes before the functions of reward_funcs."""
+    """Converts the flag of TRL's scripts for a classifier as reward to reward.functions=model:PATH;
+    ShoalError if other rewards are given, because there it comes before the functions of
+    reward_funcs."""
     [(name, text)] = given.items()
     others = get("reward.functions")
     if others:
@@ -694,8 +728,10 @@ def trl_reward_model(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def trl_delta(given: Given, get: Get) -> tuple[Values, str]:
-    """Converts TRL's delta, an upper bound of the ratio. Below 1 + epsilon_high it would cut
-    positive advantages too, which the dual clip here does not do, so that is a ShoalError."""
+    """Converts TRL's delta, an upper bound of the ratio, to algorithm.clip_dual. It becomes 0 (off)
+    if it is None, or with the losses cispo and sapo, which do not read it. Below 1 + epsilon_high
+    it would cut positive advantages too, which the dual clip here does not do, so that is a
+    ShoalError."""
     text = given["delta"]
     high = get("algorithm.clip_high")
     reads_delta = get("algorithm.loss") not in ("cispo", "sapo")
@@ -711,7 +747,8 @@ def trl_delta(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def verl_dual_clip(given: Given, get: Get) -> tuple[Values, str]:
-    """Converts verl's dual clip, which only its loss vanilla has; for other losses it becomes 0."""
+    """Converts verl's dual clip to algorithm.clip_dual. Only verl's loss vanilla
+    (algorithm.loss=grpo) has one; for other losses it becomes 0."""
     [text] = given.values()
     loss = get("algorithm.loss")
     if loss != "grpo":

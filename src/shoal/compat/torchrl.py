@@ -9,8 +9,9 @@ from shoal.config.names import QUANTISED
 
 
 def read_divergence(given: Given) -> Values:
-    """Converts the flags of KL divergence: kl_to_ref_coeff to algorithm.kl_coef (0 with
-    use_kl_to_ref=false), and kl_coef_in_loss to algorithm.kl_placement, loss or reward."""
+    """Converts the flags of KL divergence: kl_to_ref_coeff or kl_coef to algorithm.kl_coef (0 with
+    use_kl_to_ref=false; of both the later counts), and kl_coef_in_loss to algorithm.kl_placement,
+    loss or reward. In the reward the estimator algorithm.kl is k1. What is not given is not set."""
     named = flags.last_part(given)
     values = {}
     for name, text in named.items():
@@ -28,8 +29,8 @@ def read_divergence(given: Given) -> Values:
 
 
 def read_lora(given: Given) -> Values:
-    """Converts the flags of the recipe's adapter, which is on all matrices, to model.lora; without
-    `enabled` nothing is set."""
+    """Converts the flags of the recipe's adapter, which is on all matrices, to model.lora: `r` (8)
+    to the rank, `alpha` (16). Without `enabled` nothing is set."""
     named = flags.last_part(given)
     if not flags.to_bool("train_model.lora.enabled", named.get("enabled", "false")):
         return {}
@@ -84,7 +85,7 @@ FLAGS: list[Flag] = [
     reads(
         "env.dataset",
         "task.name task.path",
-        flags.choice(
+        flags.one_of(
             {
                 name: flags.read_data_set("", name)
                 for name in ("gsm8k", "ifeval", "math", "countdown")

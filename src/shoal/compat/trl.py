@@ -13,7 +13,6 @@ from shoal.compat.flags import (
     Flag,
     Given,
     Values,
-    chosen,
     derived,
     grouped,
     idle,
@@ -21,6 +20,7 @@ from shoal.compat.flags import (
     reads,
     refused,
     to_bool,
+    value_of_option,
 )
 from shoal.config.names import QUANTISED
 from shoal.records import ShoalError
@@ -44,20 +44,24 @@ _LEVELS = {"token": "", "sequence": "gspo", "sequence_token": "gspo-token"}
 def read_loss(given: Given) -> Values:
     """Converts loss_type (how token losses become one number, and for some also which loss) and
     importance_sampling_level (whether a token's or a completion's ratio is clipped) to
-    algorithm.loss and algorithm.aggregation. What neither says is not set."""
-    kind, level = given.get("loss_type", ""), given.get("importance_sampling_level", "token")
-    name, aggregation = chosen("loss_type", kind, _LOSS_TYPES) if kind else ("", "")
-    ratio = chosen("importance_sampling_level", level, _LEVELS)
-    if ratio and name not in ("grpo", ""):
+    algorithm.loss, algorithm.aggregation and, for cispo, algorithm.cispo_bound. What neither says
+    is not set. ShoalError for an unknown value, or if the level is not `token` and the loss has a
+    ratio of its own."""
+    loss_type, level = given.get("loss_type", ""), given.get("importance_sampling_level", "token")
+    loss, aggregation = "", ""
+    if loss_type:
+        loss, aggregation = value_of_option("loss_type", loss_type, _LOSS_TYPES)
+    loss_of_level = value_of_option("importance_sampling_level", level, _LEVELS)
+    if loss_of_level and loss not in ("grpo", ""):
         raise ShoalError(
-            f"importance_sampling_level={level} with loss_type={kind}: expected token, the loss "
-            "has a ratio of its own"
+            f"importance_sampling_level={level} with loss_type={loss_type}: expected token, the "
+            "loss has a ratio of its own"
         )
-    name = ratio or name
+    loss = loss_of_level or loss
     values = {
-        "algorithm.loss": name,
+        "algorithm.loss": loss,
         "algorithm.aggregation": aggregation,
-        "algorithm.cispo_bound": "absolute" if name == "cispo" else "",
+        "algorithm.cispo_bound": "absolute" if loss == "cispo" else "",
     }
     return {key: text for key, text in values.items() if text}
 
@@ -72,18 +76,21 @@ _SCALES = {
 
 
 def read_advantage(given: Given) -> Values:
-    """Converts scale_rewards to algorithm.advantage. With multi_objective_aggregation=
-    normalize_then_sum it is gdpo, whatever scale_rewards says."""
-    order = {"sum_then_normalize": False, "normalize_then_sum": True}
+    """Converts scale_rewards (by default `group`) to algorithm.advantage. With
+    multi_objective_aggregation=normalize_then_sum it is gdpo, whatever scale_rewards says.
+    ShoalError for an unknown value of either."""
+    # text -> whether each reward function is normalised by itself
+    orders = {"sum_then_normalize": False, "normalize_then_sum": True}
     name = "multi_objective_aggregation"
-    if chosen(name, given.get(name, "sum_then_normalize"), order):
+    if value_of_option(name, given.get(name, "sum_then_normalize"), orders):
         return {"algorithm.advantage": "gdpo"}
     scale = given.get("scale_rewards", "group").lower()
-    return {"algorithm.advantage": chosen("scale_rewards", scale, _SCALES)}
+    return {"algorithm.advantage": value_of_option("scale_rewards", scale, _SCALES)}
 
 
 def read_dtype(given: Given) -> Values:
-    """Converts bf16 and fp16 to model.dtype: float32 if both are off, ShoalError if both are on."""
+    """Converts bf16 and fp16, switches that are off by default, to model.dtype: bfloat16, float16,
+    float32 if both are off, ShoalError if both are on."""
     bf16 = to_bool("bf16", given.get("bf16", "false"))
     fp16 = to_bool("fp16", given.get("fp16", "false"))
     if bf16 and fp16:
@@ -100,8 +107,10 @@ _HEAD = "vllm_importance_sampling_"
 
 def read_correction(given: Given) -> Values:
     """Converts vllm_importance_sampling_*, the importance weights between sampler and trainer, to
-    algorithm.correction: tis for truncated weights, mis for masked ones, none if switched off. A
-    bound of None means no bound."""
+    algorithm.correction (tis for truncated weights, mis for masked ones, none if switched off) and
+    its level, cap and floor. What is not given has TRL's default: sequence_mask, cap 3.0, no floor.
+    A bound of None means no bound; ShoalError for an unknown mode, or one that truncates without a
+    bound."""
     if not to_bool(_HEAD + "correction", given.get(_HEAD + "correction", "true")):
         return {"algorithm.correction": "none"}
     mode = given.get(_HEAD + "mode", "sequence_mask")
@@ -127,8 +136,9 @@ def read_correction(given: Given) -> Values:
 
 
 def read_vllm(given: Given) -> Values:
-    """Converts the address of a vLLM server to vllm.urls, and sets sampler.kind=vllm. Without
-    use_vllm nothing is set. ShoalError for another vllm_mode than server."""
+    """Converts the address of a vLLM server, vllm_server_base_url or host and port, to vllm.urls,
+    and sets sampler.kind=vllm. Without use_vllm nothing is set. ShoalError for another vllm_mode
+    than server. The host is this machine by default, and the port 8000."""
     if not to_bool("use_vllm", given.get("use_vllm", "false")):
         return {}
     if given.get("vllm_mode", "colocate") != "server":
@@ -139,6 +149,7 @@ def read_vllm(given: Given) -> Values:
         )
     url = given.get("vllm_server_base_url")
     if not url:
+        # 0.0.0.0 is where a server listens, not an address to ask.
         host = given.get("vllm_server_host", "127.0.0.1").replace("0.0.0.0", "127.0.0.1")
         port = given.get("vllm_server_port", "8000")
         url = f"http://{host}:{port}"
@@ -147,8 +158,9 @@ def read_vllm(given: Given) -> Values:
 
 def read_reward(item: str) -> str:
     """Converts the dotted path of a function, `my_lib.rewards.f`, to the file of its module and its
-    name, `my_lib/rewards.py:f`; returns other names unchanged. ShoalError if there is no such
-    module."""
+    name, `my_lib/rewards.py:f`; returns other names, like `file.py:f`, unchanged. The module is
+    looked for in the working folder, then among the installed ones. ShoalError if there is no such
+    module; whether it has the function is not checked."""
     if item.endswith(".py") or not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", item):
         return item
     modules = item.split(".")
@@ -180,8 +192,9 @@ _NOT_PLAIN = {
 
 
 def read_lora(given: Given) -> Values:
-    """Converts the flags of an adapter to model.lora, with PEFT's defaults for what is not given;
-    without use_peft nothing is set. ShoalError for forms of adapters that Shoal does not have."""
+    """Converts the flags of an adapter to model.lora, with PEFT's defaults for what is not given,
+    which yield to other settings; without use_peft nothing is set. ShoalError for forms of adapters
+    that Shoal does not have."""
     if not to_bool("use_peft", given.get("use_peft", "false")):
         return {}
     for name, reason in _NOT_PLAIN.items():
@@ -195,7 +208,7 @@ def read_lora(given: Given) -> Values:
         given.get("lora_r", ""), given.get("lora_alpha", ""), given.get("lora_target_modules", "")
     )
     values: dict[str, Any] = {}
-    for key, default in defaults.items():
+    for key, default in defaults.items():  # a flag that is not given is '' or [] in `own`
         values[key] = own[key] or flags.Yielding(default)
     if "use_rslora" in given:
         values["model.lora.rslora"] = given["use_rslora"]
@@ -203,8 +216,9 @@ def read_lora(given: Given) -> Values:
 
 
 def read_trackers(name: str, text: str) -> Values:
-    """Converts report_to, a list of trackers, to keys of `report`. Others than wandb, tensorboard,
-    all and none change nothing: the run's folder has the metrics in any case."""
+    """Converts report_to, a list of trackers, to report.wandb.mode and report.tensorboard: each is
+    on if it or `all` is in the list, else off. If the list has only other trackers, like mlflow,
+    nothing is set: the run's folder has the metrics in any case."""
     named = {item.lower() for item in flags.items_of(text)}
     if not named & {"wandb", "tensorboard", "all", "none"} and named:
         return {}
@@ -216,15 +230,15 @@ def read_trackers(name: str, text: str) -> Values:
 
 def read_resume(name: str, text: str) -> Values:
     """Converts resume_from_checkpoint to `resume`: `true` is the run that was started last in the
-    output folder, a path is a run or a checkpoint of one. ShoalError if the checkpoint is not the
-    run's newest."""
+    output folder, a path is a run or a checkpoint of one; if it is off, nothing is set. ShoalError
+    if the checkpoint is not the run's newest. A path that is in no run is passed on."""
     if text.lower() in flags.OFF:
         return {}
     if text.lower() == "true":
         return {"resume": flags.Yielding(LAST)}
     path = Path(text).expanduser()
     run = path
-    for folder in (path, *path.parents[:2]):
+    for folder in (path, *path.parents[:2]):  # a checkpoint is RUN/checkpoints/STEP
         if is_run(folder):
             run = folder
             break
@@ -232,7 +246,7 @@ def read_resume(name: str, text: str) -> Values:
     if run != path and step:
         from shoal.weights.checkpoints import versions
 
-        saved = versions(run)
+        saved = versions(run)  # steps, the newest last
         if int(step[0]) not in saved[-1:]:
             checkpoint = step[0] if int(step[0]) in saved else "STEP"
             own = f"{run}/checkpoints/{checkpoint}"

@@ -15,7 +15,7 @@ _REF, _MODEL = "actor_rollout_ref.ref.", "actor_rollout_ref.model."
 
 def same(key: str, *names: str) -> list[Flag]:
     """Returns rows for several flags (`names`) that all stand for one key and often occur together
-    in verl's files; the one given last counts."""
+    in verl's files; the one given last counts, with its text unchanged."""
 
     def read(given: Given) -> Values:
         return {key: list(given.values())[-1]}
@@ -30,8 +30,10 @@ def _under(head: str, names: str) -> list[str]:
 
 
 def _grouped(group: Any, keys: str, meaning: str, *names: str, **more: Any) -> list[Flag]:
-    """Returns rows for flags (`names`) that `group` reads together. `keys`: the keys that they set,
-    without `algorithm.`, separated by spaces; `more`: further fields of Flag."""
+    """Returns rows, one for each of the flags `names`, that `group` reads together. `group`: a
+    Group, from the flags' texts to values of keys; `keys`: the keys that they set, without
+    `algorithm.`, separated by spaces; `meaning`: in words, what they become; `more`: further fields
+    of Flag."""
     return [
         Flag(
             name,
@@ -281,7 +283,7 @@ FLAGS: list[Flag] = [
         reads(
             _A + f"optim.{name}",
             "optimizer.schedule",
-            flags.choice({one: {"optimizer.schedule": one} for one in ("constant", "cosine")}),
+            flags.one_of({one: {"optimizer.schedule": one} for one in ("constant", "cosine")}),
             "constant or cosine",
         )
         for name in ("warmup_style", "lr_scheduler_type")
@@ -289,7 +291,7 @@ FLAGS: list[Flag] = [
     reads(
         _A + "fsdp_config.dtype",
         "model.dtype",
-        flags.choice(_DTYPES),
+        flags.one_of(_DTYPES),
         "of the computation; master weights stay float32",
     ),
     reads(
@@ -339,7 +341,7 @@ FLAGS: list[Flag] = [
     reads(
         "algorithm.filter_groups.metric",
         "algorithm.dynamic_sampling_by",
-        flags.choice(_FILTERS),
+        flags.one_of(_FILTERS),
         "acc: by correctness; else by the reward",
     ),
     reads(
@@ -459,7 +461,7 @@ FLAGS: list[Flag] = [
     reads(
         _R + "quantization",
         "sampler.quantise",
-        flags.choice({"fp8": {"sampler.quantise": "fp8"}}),
+        flags.one_of({"fp8": {"sampler.quantise": "fp8"}}),
         "fp8: of weights alone, by output channel",
     ),
     *refused("samples are always drawn", _R + "skip_rollout"),

@@ -9,7 +9,16 @@ from pathlib import PurePath
 from typing import Any
 
 from shoal.compat import flags
-from shoal.compat.flags import Given, Values, Yielding, chosen, last_part, to_bool, to_float, to_int
+from shoal.compat.flags import (
+    Given,
+    Values,
+    Yielding,
+    last_part,
+    to_bool,
+    to_float,
+    to_int,
+    value_of_option,
+)
 from shoal.config.choices import REJECTIONS
 from shoal.records import ShoalError
 
@@ -38,8 +47,9 @@ _AGGREGATIONS = (
 
 def read_lora(given: Given) -> Values:
     """Converts the flags of an adapter to model.lora. With lora_adapter_path only the folder is
-    set, because its adapter has its own rank, alpha and targets. Without a rank and a folder there
-    is no adapter, and nothing is set."""
+    set, because its adapter has its own rank, alpha and targets, and algorithm.reference=base.
+    Without a rank (or 0) and a folder there is no adapter, and nothing is set. By default alpha is
+    16 and the targets are all matrices."""
     named = last_part(given)
     path = named.get("lora_adapter_path")
     if path:
@@ -54,14 +64,15 @@ def read_lora(given: Given) -> Values:
 
 
 def read_loss(given: Given) -> Values:
-    """Converts loss_mode to algorithm.loss and loss_agg_mode to algorithm.aggregation. geo_mean and
-    sapo average over completions whatever loss_agg_mode says; verl's gspo has a gradient for each
-    token, so it is gspo-token here. Only vanilla has a dual clip (rules.verl_dual_clip)."""
+    """Converts loss_mode to algorithm.loss (with the clips of that loss) and loss_agg_mode to
+    algorithm.aggregation; what is not given is not set. geo_mean and sapo average over completions
+    whatever loss_agg_mode says; verl's gspo has a gradient for each token, so it is gspo-token
+    here. Only vanilla has a dual clip (rules.verl_dual_clip). ShoalError for an unknown value."""
     named = last_part(given)
     mode = named.get("loss_mode", "")
     values = {}
     if mode:
-        values.update(chosen("loss_mode", mode, _MODES))
+        values.update(value_of_option("loss_mode", mode, _MODES))
     aggregation = named.get("loss_agg_mode", "")
     if aggregation:
         _check_known("loss_agg_mode", aggregation, _AGGREGATIONS)
@@ -72,8 +83,8 @@ def read_loss(given: Given) -> Values:
 
 
 def _check_known(name: str, text: str, known: Iterable[str]) -> None:
-    """Raises ShoalError if a text is not one of those known."""
-    chosen(name, text, dict.fromkeys(known))
+    """Raises ShoalError if a text is not one of those known. `name`: the flag's, for the error."""
+    value_of_option(name, text, dict.fromkeys(known))
 
 
 _PLAIN = {"algorithm.kl_clamp_input": "0", "algorithm.kl_clamp_value": "0"}
@@ -93,10 +104,11 @@ _ESTIMATES: dict[str, Values] = {
 
 
 def read_divergence(given: Given) -> Values:
-    """Converts the flags of KL divergence. verl has two places for it, the loss and the reward,
-    each with a switch, a coefficient and an estimator that count only with the switch on;
-    ShoalError if both are on. If both are off, the coefficient is 0; if neither switch is given, it
-    is 0 unless anything else sets it."""
+    """Converts the flags of KL divergence to algorithm.kl_coef, kl_placement, kl and its clamps.
+    verl has two places for it, the loss and the reward, each with a switch, a coefficient (0.001)
+    and an estimator; ShoalError if both are on. If both are off, the coefficient is 0; if neither
+    switch is given, it is 0 unless anything else sets it. Unless the reward's switch is on,
+    kl_loss_type sets the estimator."""
     named = last_part(given)
     in_loss = to_bool("use_kl_loss", named.get("use_kl_loss", "false"))
     in_reward = to_bool("use_kl_in_reward", named.get("use_kl_in_reward", "false"))
@@ -106,7 +118,9 @@ def read_divergence(given: Given) -> Values:
             "switch one of them off"
         )
     if in_reward:
-        estimate = chosen("algorithm.kl_penalty", named.get("kl_penalty", "kl"), _ESTIMATES)
+        estimate = value_of_option(
+            "algorithm.kl_penalty", named.get("kl_penalty", "kl"), _ESTIMATES
+        )
         return {
             "algorithm.kl_coef": given.get("algorithm.kl_ctrl.kl_coef", "0.001"),
             "algorithm.kl_placement": "reward",
@@ -121,7 +135,7 @@ def read_divergence(given: Given) -> Values:
     else:
         values["algorithm.kl_coef"] = Yielding("0", to_all=True)
     if "kl_loss_type" in named:
-        values.update(chosen("kl_loss_type", named["kl_loss_type"], _ESTIMATES))
+        values.update(value_of_option("kl_loss_type", named["kl_loss_type"], _ESTIMATES))
     return values
 
 
@@ -137,17 +151,17 @@ _ESTIMATORS = {
 
 
 def read_estimator(given: Given) -> Values:
-    """Converts the advantage estimator. There is no critic, so gae is a ShoalError. Whether
-    advantages are divided by the deviation matters only for grpo; verl whitens over tokens.
-    Division by the deviation is the default: given alone, it sets grpo only if nothing else sets an
-    estimator."""
+    """Converts the advantage estimator to algorithm.advantage and whiten_over. There is no critic,
+    so gae is a ShoalError. Whether advantages are divided by the deviation matters only for grpo
+    (without it dr_grpo); the others but rloo whiten over tokens. Division by the deviation is the
+    default: given alone, it sets grpo only if nothing else sets an estimator."""
     name, flag = "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"
     if given.get(name) == "gae":
         raise ShoalError(
             f"{name}=gae: expected one of {', '.join(_ESTIMATORS)}; gae, verl's default, needs a "
             "critic"
         )
-    advantage = chosen(name, given.get(name, "grpo"), _ESTIMATORS)
+    advantage = value_of_option(name, given.get(name, "grpo"), _ESTIMATORS)
     by_deviation = to_bool(flag, given.get(flag, "true"))
     if advantage == "grpo":
         reads_flag = given.get(name) != "grpo_vectorized"
@@ -162,10 +176,12 @@ def read_estimator(given: Given) -> Values:
 
 
 def read_correction(given: Given) -> Values:
-    """Converts the flags of importance weights between sampler and trainer to algorithm.correction.
-    A threshold `2.0` truncates the weights (tis); `0.5_2.0` sets weights outside of these bounds to
-    0 (mis). With bypass_mode the loss uses the ratio to the sampler's log-probs, without weights
-    (direct)."""
+    """Converts the flags of importance weights between sampler and trainer to algorithm.correction,
+    its level, cap and floor. A threshold `2.0` (the default) truncates the weights (tis); `0.5_2.0`
+    sets weights outside of these bounds to 0 (mis). With bypass_mode the loss uses the ratio to the
+    sampler's log-probs, without weights (direct). If rollout_is is None, the correction is none; a
+    threshold without rollout_is makes it none unless anything else sets it. Without both nothing is
+    set. ShoalError for what Shoal does not have."""
     named = last_part(given)
     if to_bool("bypass_mode", named.get("bypass_mode", "false")):
         head = "algorithm.rollout_correction."
@@ -200,8 +216,10 @@ def read_correction(given: Given) -> Values:
 
 def read_rejection(given: Given) -> Values:
     """Converts rollout_rs, the rule that removes tokens or completions from the loss, and its
-    threshold, to algorithm.rejection and its bounds. verl's bounds of k1 are for the sampler's
-    probability divided by the trainer's; here they are for the inverse, so they are inverted."""
+    threshold, to algorithm.rejection and its bounds. If the rule is None, the rejection is none; if
+    no rule is given, it is none unless anything else sets it. verl's bounds of k1 are for the
+    sampler's probability divided by the trainer's; here they are for the inverse, so they are
+    inverted. ShoalError for an unknown rule, or a threshold that does not fit it."""
     head = "algorithm.rollout_correction.rollout_rs"
     rule = given.get(head, "null")
     text = given.get(f"{head}_threshold", "null").strip("'\"")
@@ -227,7 +245,8 @@ def read_rejection(given: Given) -> Values:
         cap = 1 / bounds[0]
         floor = repr(1 / bounds[-1])
     else:
-        # If there is only one bound, its inverse is the other.
+        # If there is only one bound, verl's lower bound is its inverse; the cap is the inverse of
+        # that, equal to the bound up to its last bit.
         cap = 1 / (1 / bounds[0])
         floor = repr(1 / bounds[0])
     return {
@@ -238,9 +257,10 @@ def read_rejection(given: Given) -> Values:
 
 
 def read_long_prompts(given: Given) -> Values:
-    """Converts what happens to prompts over the limit: with filter_overlong_prompts they are
-    dropped, else they are an error unless Shoal's own key is given. ShoalError for a truncation
-    other than `error`, because prompts are never truncated here."""
+    """Converts what happens to prompts over the limit to sampling.long_prompts: with
+    filter_overlong_prompts they are dropped, else they are an error unless Shoal's own key is
+    given. ShoalError for a truncation other than `error`, because prompts are never truncated
+    here."""
     name = "data.truncation"
     _check_known(name, given.get(name, "error").strip("'"), ["error"])
     name = "data.filter_overlong_prompts"
@@ -251,7 +271,8 @@ def read_long_prompts(given: Given) -> Values:
 
 def _gpus(section: str, given: Given) -> str:
     """Returns the number of devices, as text: nnodes (1 if not given) times n_gpus_per_node (8 if
-    not given). `section`: the flags' section, for errors."""
+    not given). `section`: the flags' section, for errors. ShoalError if one is no whole number of 1
+    or more."""
     named = last_part(given)
     each = to_int(f"{section}.n_gpus_per_node", named.get("n_gpus_per_node", "8"))
     nodes = to_int(f"{section}.nnodes", named.get("nnodes", "1"))
@@ -279,8 +300,9 @@ def read_batch(name: str, text: str) -> Values:
 
 
 def read_reward_file(given: Given) -> Values:
-    """Converts custom_reward_function.path and name to reward.functions=`PATH:NAME` (by default
-    compute_score); an empty path sets nothing. ShoalError if a name is given without a path."""
+    """Converts custom_reward_function.path and name to reward.functions, a list with `PATH:NAME`
+    (by default compute_score); an empty path sets nothing. ShoalError if a name is given without a
+    path."""
     named = last_part(given)
     if "path" in named and named["path"].lower() in flags.NOTHING:
         return {}
@@ -293,7 +315,8 @@ def read_reward_file(given: Given) -> Values:
 
 
 def read_betas(name: str, text: str) -> Values:
-    """Converts AdamW's betas, `[0.9,0.999]`, to optimizer.beta1 and beta2."""
+    """Converts AdamW's betas, `[0.9,0.999]`, to optimizer.beta1 and beta2; ShoalError unless they
+    are two. `name`: the flag's, for the error."""
     numbers = flags.items_of(text)
     if len(numbers) != 2:
         raise ShoalError(f"{name}={text}: expected two numbers")
@@ -303,7 +326,7 @@ def read_betas(name: str, text: str) -> Values:
 def read_train_files(name: str, text: str) -> Values:
     """Converts data.train_files, Parquet files: one file becomes task.path; for several, task.path
     is the folder above them all, and task.files has their paths in it. The task is `custom` unless
-    something else names one."""
+    something else names one. ShoalError if no file is named."""
     files = flags.items_of(text)
     if not files or text == "null":
         raise ShoalError(f"{name}={text}: expected a file, or a list of files")
@@ -316,8 +339,9 @@ def read_train_files(name: str, text: str) -> Values:
 
 
 def read_loggers(name: str, text: str) -> Values:
-    """Converts the list of loggers (console, wandb, tensorboard) to keys of `report`; ShoalError
-    for a system that Shoal does not report to."""
+    """Converts the list of loggers (console, wandb, tensorboard) to report.wandb.mode=auto and
+    report.tensorboard=true; console sets nothing. ShoalError for a system that Shoal does not
+    report to."""
     known = {
         "console": {},
         "wandb": {"report.wandb.mode": "auto"},
@@ -334,8 +358,9 @@ def read_loggers(name: str, text: str) -> Values:
 
 
 def read_rounds(name: str, text: str) -> Values:
-    """Converts max_num_gen_batches, the number of all sampling rounds of a step (0 for no limit),
-    to algorithm.max_sampling_rounds, which counts the rounds after the first."""
+    """Converts max_num_gen_batches, the number of all sampling rounds of a step (0 for no limit,
+    which becomes 1000), to algorithm.max_sampling_rounds, which counts the rounds after the first
+    and is at least 1."""
     number = to_int(name, text, 0)
     beyond_first = max(1, number - 1) if number else 1000
     return {"algorithm.max_sampling_rounds": str(beyond_first)}

@@ -21,7 +21,7 @@ from shoal.config.key import Key, keys_of, sections_of, text_of
 from shoal.config.names import UnknownKey, find_key, key_of, names_of
 from shoal.config.preset_files import PRESETS, packaged
 from shoal.config.sections.task import DATA_SUFFIXES
-from shoal.config.token import TOKEN, take_token
+from shoal.config.token import HUB_TOKEN_KEY, take_token
 from shoal.records import ShoalError
 from shoal.text import did_you_mean
 
@@ -29,8 +29,9 @@ SWITCHES = ("dryrun", "plan", "multirun")
 
 
 def switch_of(argument: str) -> str:
-    """Returns the switch that an argument is: `dryrun` for `--dry-run` in any spelling, `plan` for
-    `--plan`, `multirun` for `--multirun` and `-m`; '' for any other argument."""
+    """Returns the switch that an argument is: `dryrun` for `--dry-run` in any spelling (`--dryrun`,
+    `--dry_run`), `plan` for `--plan`, `multirun` for `--multirun` and `-m`; '' for any other
+    argument. `=true` may follow a name with `--`; with another value it is no switch."""
     if argument == "-m":
         return "multirun"
     if not argument.startswith("--"):
@@ -125,10 +126,10 @@ class Arguments:
 
 
 def make_setting(name: str, value: Any, origin: str) -> Setting:
-    """Returns a setting. If `name` is that of the Hugging Face hub's token, the setting's value is
-    '' and the token goes into the environment (HF_TOKEN), so that no record of the settings has
-    it."""
-    if name == TOKEN:
+    """Returns a setting with these fields. If `name` is HUB_TOKEN_KEY, the token of the Hugging
+    Face hub, the setting's value is '' and the token goes into the environment (HF_TOKEN), so that
+    no record of the settings has it."""
+    if name == HUB_TOKEN_KEY:
         take_token(text_of(value))
         value = ""
     return Setting(name, value, origin)
@@ -138,9 +139,13 @@ def make_setting(name: str, value: Any, origin: str) -> Setting:
 
 
 def read_arguments(command: str | type, argv: Sequence[str]) -> Arguments:
-    """Parses the arguments that follow a command's name. Raises one ShoalError for all unknown
-    names. An argument that is a flag of another system becomes a setting with the flag's name, and
-    with the flag as its origin (`--learning_rate`)."""
+    """Parses the arguments that follow a command's name; `command` is the name, or the command's
+    configuration class. Positional arguments become settings of their keys. The value of a setting
+    is a text, or for a list's key a list of texts. An argument that is a flag of another system
+    becomes a setting with the flag's name, and with the flag as its origin (`--learning_rate`).
+
+    Raises one ShoalError for all unknown names, and for another mistake a ShoalError at the
+    first."""
     config_type = dataclass_of(command)
     config_name, preset, arguments = _take_options(join_values(config_type, argv))
     arguments = _name_positionals(config_type, arguments)
@@ -150,7 +155,7 @@ def read_arguments(command: str | type, argv: Sequence[str]) -> Arguments:
     for argument in arguments:
         among.append(_option_name(argument.partition("=")[0]))
         if argument.lstrip("-").startswith("recipe="):
-            among.append(argument.lstrip("-"))
+            among.append(argument.lstrip("-"))  # with its value, which names a system
     for argument in arguments:
         try:
             name, text = read_argument(config_type, argument, among)
@@ -171,13 +176,15 @@ def read_arguments(command: str | type, argv: Sequence[str]) -> Arguments:
 
 
 def join_values(config_type: type, arguments: Sequence[str]) -> list[str]:
-    """Returns the arguments with each option joined to the values after it.
+    """Returns the arguments with each option joined to the values after it; other arguments stay in
+    their places unchanged.
 
         --name VALUE           becomes `--name=VALUE`
         --name VALUE VALUE     becomes `--name=["VALUE","VALUE"]` if the key is a list
 
-    For a command in POSITIONALS a switch takes only `true` or `false` as its value, and a list
-    takes only one value, because what follows may be a positional argument."""
+    An option without a value after it stays `--name`. For a command in POSITIONALS a switch takes
+    only `true` or `false` as its value, and a list takes only one value, because what follows may
+    be a positional argument."""
     rest = list(arguments)
     joined = []
     has_positionals = command_of(config_type) in POSITIONALS
@@ -185,13 +192,14 @@ def join_values(config_type: type, arguments: Sequence[str]) -> list[str]:
         argument = rest.pop(0)
         key = key_of(config_type, _option_name(argument))
         flag = front_end().find_flag(config_type, _option_name(argument))
-        values: list[str] = []
+        values: list[str] = []  # the arguments after an option that are its values
         if argument.startswith("-") and "=" not in argument:
             values = list(itertools.takewhile(_is_value, rest))
             takes_text = key is not None and key.type in (str, tuple[str, ...])
             if not values and rest and takes_text and _is_text_with_equals(config_type, rest[0]):
                 values = rest[:1]
-        if key is None or not key.is_list or has_positionals:
+        takes_several = key is not None and key.is_list and not has_positionals
+        if not takes_several:
             del values[1:]
         if values and has_positionals and _is_switch(key, flag):
             # Any other argument after a switch is a positional argument of the command.
@@ -212,8 +220,9 @@ def join_values(config_type: type, arguments: Sequence[str]) -> list[str]:
 
 
 def _is_switch(key: Key | None, flag: Flag | None) -> bool:
-    """True if `--name` without a value means true: a flag of another system that allows this, or,
-    if `flag` is None, a key that is true or false."""
+    """True if `--name` without a value means true. `flag`: the other system's flag of this name,
+    None if there is none; it must allow this. `key`: counts only if `flag` is None, and must then
+    be a key that is true or false."""
     if flag:
         return flag.may_stand_bare
     return key is not None and key.type is bool
@@ -279,8 +288,11 @@ def is_file_argument(argument: str) -> bool:
 
 
 def _take_options(arguments: Sequence[str]) -> tuple[str, str, list[str]]:
-    """Splits off the options that name presets, files and folders. Returns (name of the preset or
-    file, name of the preset beneath it, the other arguments); the names are '' if not given."""
+    """Splits off the options that name presets, files and folders, and YAML files without an
+    option. Returns (name or path of the preset or file, name of the preset beneath it, the other
+    arguments); the first two are '' if not given. The option for a folder becomes a part of the
+    path. Of several `--preset` the last counts. ShoalError if two other presets or files are named,
+    or if an option has no value."""
     files = []
     preset = ""
     folder_option, folder = "", ""
@@ -340,42 +352,51 @@ def _in_folder(option: str, folder: str, name: str) -> str:
 
 
 def _name_positionals(config_type: type, arguments: Sequence[str]) -> list[str]:
-    """Returns the arguments with positional ones written as `key=value`, by the command's row in
-    POSITIONALS. ShoalError if there are more of them than keys."""
+    """Returns the arguments with positional ones written as `key=value`. The command's row in
+    POSITIONALS has the keys in the order of the positional arguments. Without a row, the arguments
+    are returned unchanged.
+
+    If the first key is a list, it takes all positional arguments, as one argument at the end: `a b`
+    becomes `runs=["a","b"]`. Otherwise each takes the next key, and they come first. ShoalError if
+    there are more of them than keys."""
     command = command_of(config_type)
     names = names_of(config_type)
     keys = POSITIONALS.get(command, ())
     if not keys:
         return list(arguments)
 
-    def is_bare(argument: str) -> bool:
-        """True if an argument is positional: no option, no key, no key=value."""
+    def is_positional(argument: str) -> bool:
+        """True if an argument is no option, no key and no key=value. An existing path with `=` in
+        it is positional too."""
         name, equals, _ = argument.partition("=")
+        # Hydra writes `+key=value` for a key that is added, and `++key=value`.
         if argument.startswith("-") or name.lstrip("+") in names:
             return False
-        return not equals or Path(argument).exists()  # a path may contain a `=`
+        return not equals or Path(argument).exists()
 
-    bare = []
+    positionals = []
     rest = []
     for argument in arguments:
-        if is_bare(argument):
-            bare.append(argument)
+        if is_positional(argument):
+            positionals.append(argument)
         else:
             rest.append(argument)
-    if bare and keys_of(config_type)[keys[0]].is_list:
-        return [*rest, f"{keys[0]}={_list_text(bare)}"]
-    if len(bare) > len(keys):
+    if positionals and keys_of(config_type)[keys[0]].is_list:
+        return [*rest, f"{keys[0]}={_list_text(positionals)}"]
+    if len(positionals) > len(keys):
         raise ShoalError(
-            f"{bare[-1]}: one word too many, expected `shoal {command} "
+            f"{positionals[-1]}: one word too many, expected `shoal {command} "
             f"{positionals_text(command)}` and keys as key=value"
         )
-    with_keys = [f"{key}={argument}" for key, argument in zip(keys, bare, strict=False)]
+    # strict=False: the last keys may have no positional argument.
+    pairs = zip(keys, positionals, strict=False)
+    with_keys = [f"{key}={argument}" for key, argument in pairs]
     return with_keys + rest
 
 
 def positionals_text(command: str) -> str:
     """Returns a command's positional arguments as its usage shows them: `RUN OTHER`, or `[RUN ...]`
-    for a list."""
+    for a list; '' if the command has none."""
     texts = []
     for key in POSITIONALS.get(command, ()):
         if keys_of(COMMANDS[command])[key].is_list:
@@ -388,9 +409,10 @@ def positionals_text(command: str) -> str:
 def read_argument(config_type: type, argument: str, among: Sequence[str] = ()) -> tuple[str, str]:
     """Splits one argument into its name and the text of its value. The name is Shoal's dotted key,
     also for a short form (`lr=1` -> ("optimizer.lr", "1")), or another system's flag; a switch
-    without a value gets `true`. Raises UnknownKey (a ShoalError) if the name is unknown, ShoalError
-    if the value is missing. `among`: all names on the line, which help to tell whose flag the name
-    is."""
+    without a value gets `true`. Dashes or Hydra's `+` before the name are left out. Raises
+    UnknownKey (a ShoalError) if the name is unknown, ShoalError if the value is missing or the
+    argument is no `key=value`. `among`: all names on the line, which help to tell whose flag the
+    name is."""
     name, equals, value = argument.partition("=")
     if name.startswith("-"):
         name = _option_name(name)
@@ -418,7 +440,8 @@ def read_argument(config_type: type, argument: str, among: Sequence[str] = ()) -
 
 def suggest_argument(command: str, typed: str) -> str:
     """Returns the argument that a user probably meant by a word without `key=`, for hints in
-    errors; '' if no guess is likely.
+    errors; '' if no guess is likely. `typed`: the word; a preset, a data file, a YAML file, or a
+    model's folder or `owner/name` is recognised.
 
     >>> suggest_argument("train", "gsm8k")
     'task=gsm8k'
@@ -446,6 +469,7 @@ def suggest_argument(command: str, typed: str) -> str:
 
 # ---- lists
 
+# An item in double quotes, in single quotes, or plain, up to the comma after it or the end.
 _ITEM = re.compile(
     r"""\s*(?:"((?:\\.|[^"\\])*)"|'((?:\\.|[^'\\])*)'|([^,"']*?))\s*(,|\Z)""", re.DOTALL
 )
@@ -453,8 +477,9 @@ _ITEM = re.compile(
 
 def split_list(key: Key, text: str) -> list[str]:
     """Splits the text of a list into its items: `[a,b]`, with or without quotes around items. A
-    text without brackets is one item, or several for a key in COMMA_LISTS; an empty text is no
-    item."""
+    text without brackets is one item, or several for a key in COMMA_LISTS; an empty text or `[]` is
+    no item. In quotes a backslash makes the next character plain. ShoalError if a quote is not
+    closed or stands inside an item."""
     is_list = text.startswith("[") and text.endswith("]") and len(text) > 1
     inside = text
     if is_list:
@@ -476,7 +501,7 @@ def split_list(key: Key, text: str) -> list[str]:
                 f"{key.name}={text}: the list cannot be read after {inside[:position]!r}; put each "
                 "item that holds a comma or a quote in quotes"
             )
-        double, single, plain, _ = match.groups()
+        double, single, plain, _ = match.groups()  # the two that did not match are None
         quoted = single if double is None else double
         if quoted is None:
             items.append(plain)

@@ -89,10 +89,10 @@ class Rejection(Part):
     level: str = "token"  # each token by itself, or a completion's seq_sum, seq_mean or seq_max
 
     def bounds(self, cap: float, floor: float) -> tuple[float, float]:
-        """Returns the smallest and the largest value of the divergence with which a token is kept.
-        The estimator k1 is -log w, and its bounds are those of the weight w: floor <= w <= cap;
-        floor -1 means 1 / cap, floor 0 no bound. The other estimators have only the upper bound
-        `cap`."""
+        """Returns the smallest and the largest value of the divergence with which a token is kept
+        (-inf and inf: no bound). The estimator k1 is -log w, and `cap` and `floor` are bounds of
+        the weight w: floor <= w <= cap; floor -1 means 1 / cap, floor 0 no bound. The other
+        estimators have only the upper bound `cap`; for them `floor` is not read."""
         if not self.function.endswith(":k1"):
             return -math.inf, cap
         floor = 1 / cap if floor == -1 else floor
@@ -167,6 +167,8 @@ CORRECTIONS: dict[str, Correction] = {
 
 
 def _rejections() -> dict[str, Rejection]:
+    """Returns the values of `algorithm.rejection`: `none`, and `LEVEL_ESTIMATOR` for each level
+    with each KL estimator, except seq_max_k1."""
     rejections = {"none": Rejection("")}
     for level in ("token", "seq_sum", "seq_mean", "seq_max"):
         for kl, estimator in KL_ESTIMATORS.items():

@@ -21,6 +21,8 @@ class SftConfig(Config):
     completions."""
 
     def __post_init__(self) -> None:
+        """Checks the values: raises ShoalError, which names the key, if `algorithm.advantage` does
+        not learn from the data's own answers, or if `Config` refuses the values."""
         require(
             self.algorithm.learns_from_data,
             "algorithm.advantage",
@@ -55,6 +57,8 @@ class EvalConfig:
     mesh: MeshSection = field(default_factory=MeshSection)
 
     def __post_init__(self) -> None:
+        """Checks the values: raises ShoalError, which names the key, if `pass_k` is negative or
+        `batch` has no room for the completions of a question."""
         at_least(self, "", 0, "pass_k", note="off")
         least = max(1, -(-self.pass_k // self.mesh.tensor))
         require(
@@ -84,6 +88,8 @@ class GenerateConfig:
     mesh: MeshSection = field(default_factory=MeshSection)
 
     def __post_init__(self) -> None:
+        """Checks the values: raises ShoalError, which names the key, if `num_generations` is below
+        1 or `batch` has no room for the completions of a prompt."""
         at_least(self, "", 1, "num_generations")
         least = -(-self.num_generations // self.mesh.tensor)
         require(
@@ -119,6 +125,8 @@ class ServeConfig:
     mesh: MeshSection = field(default_factory=MeshSection)
 
     def __post_init__(self) -> None:
+        """Checks the values: raises ShoalError, which names the key, if `port`, `batch` or
+        `timeout_seconds` is out of its range."""
         at_least(self, "", 0, "port")
         at_least(self, "", 1, "batch")
         require(self.port < 65_536, "port", self.port, "at most 65535")
@@ -268,6 +276,8 @@ class GroupsConfig:
     """Print them as JSON; those of a step with token ids and log-probs."""
 
     def __post_init__(self) -> None:
+        """Checks the values: raises ShoalError, which names the key, if `step`, `group` or `limit`
+        is out of its range."""
         at_least(self, "", 0, "step", note="all")
         at_least(self, "", -1, "group", note="all")
         at_least(self, "", 1, "limit")
@@ -353,6 +363,8 @@ class LaunchConfig:
     """The job: what stands after `--`. A command of shoal, or any other."""
 
     def __post_init__(self) -> None:
+        """Checks the values: raises ShoalError, which names the key, if a number is too small, or a
+        text has characters that its place in the job's files or commands does not allow."""
         at_least(self, "", 0, "restarts")
         at_least(self, "", 1, "grace_seconds")
         for name in ("image", "push", "cluster", "storage"):

@@ -30,8 +30,9 @@ publications follows, over which its steps are averaged."""
 def for_devices(config: Config, devices: int, platform: str) -> Config:
     """Returns the configuration with the values that are known only once devices are:
     `batch.micro_tokens` if it is 0; `batch.prompts_per_step` if `batch.prompts_per_device` is set;
-    also `algorithm.correction` with auto decided. `devices`: the number of the trainer's devices.
-    Raises ShoalError if a step has fewer prompts than mini-batches."""
+    also `algorithm.correction` with auto decided. `devices`: the number of the trainer's devices;
+    `platform`: JAX's name, of which `cpu` has its own micro_tokens. Raises ShoalError if a step has
+    fewer prompts than mini-batches."""
     # This is not done when the configuration is made: devices are known only when JAX has started.
     micro_tokens = config.batch.micro_tokens
     if not micro_tokens:
@@ -41,14 +42,14 @@ def for_devices(config: Config, devices: int, platform: str) -> Config:
         batch=replace(config.batch, micro_tokens=micro_tokens),
         algorithm=replace(config.algorithm, correction=correction_of(config)),
     )
-    each = config.batch.prompts_per_device
-    if not each:
+    prompts_per_device = config.batch.prompts_per_device
+    if not prompts_per_device:
         return config
-    num_prompts = each * devices
+    num_prompts = prompts_per_device * devices
     num_minibatches = config.algorithm.num_minibatches
     if num_minibatches > num_prompts:
         raise ShoalError(
-            f"batch.prompts_per_device={each} on {count(devices, 'device')} gives "
+            f"batch.prompts_per_device={prompts_per_device} on {count(devices, 'device')} gives "
             f"{count(num_prompts, 'prompt')} a step, fewer than "
             f"algorithm.num_minibatches={num_minibatches}: raise it or lower that"
         )
@@ -70,7 +71,7 @@ def samples_are_the_trainers(config: Config) -> bool:
 
 def correction_of(config: Config) -> str:
     """Returns the value of `algorithm.correction`; if it is auto, the value that the run decides:
-    none if samples are the trainer's own, else tis."""
+    none if samples are the trainer's own (`samples_are_the_trainers`), else tis."""
     chosen = config.algorithm.correction
     if chosen != "auto":
         return chosen
@@ -81,7 +82,8 @@ def correction_of(config: Config) -> str:
 
 def decided_by_settings(config: Config) -> dict[str, Any]:
     """Returns dotted key -> value for the keys that, if they are left open, are decided by other
-    keys alone. A key comes after the keys that its value follows from."""
+    keys alone; for a key that is set the value is the one that it has. A key comes after the keys
+    that its value follows from."""
     correction = correction_of(config)
     floor = CORRECTIONS[correction].lower_bound(config.algorithm.correction_floor)
     return {
@@ -156,8 +158,8 @@ def longest_sequence(config: Config) -> int:
 
 
 def max_support(config: Config) -> int:
-    """Returns how many token ids are stored at each position for `match_sampling_support`; 0 if it
-    is off."""
+    """Returns how many token ids are stored at each position for `match_sampling_support`. 0 if it
+    is off, if sampling cuts no tokens off (top_k, top_p, min_p), or if the run learns from data."""
     sampling = config.sampling
     matches_support = sampling.params.truncated and config.algorithm.match_sampling_support
     if config.algorithm.learns_from_data or not matches_support:
@@ -166,7 +168,8 @@ def max_support(config: Config) -> int:
 
 
 def step_text(config: Config) -> str:
-    """Returns the size of a step in one line.
+    """Returns the size of a step in one line. With batch.prompts_per_device it says `32 prompts a
+    device`, and the total only if the number of devices is known from the mesh.
 
     this step = 32 prompts x 8 completions = 256 completions, 1 update (1 epoch x 1 mini-batch); 80
     steps"""
@@ -209,8 +212,9 @@ THEIR_SIZES = {
 
 
 def their_sizes(config: Config) -> str:
-    """Returns a run's sizes in the terms of the system whose recipe it uses; '' without a recipe.
-    The configuration must be that of `for_devices`."""
+    """Returns a run's sizes in the terms of the system whose recipe it uses, as one sentence of
+    THEIR_SIZES; '' without a recipe or for a recipe that is not there. The configuration must be
+    that of `for_devices`."""
     prompts = config.batch.prompts_per_step
     num_minibatches = config.algorithm.num_minibatches
     completions = prompts * config.batch.group_size
@@ -235,12 +239,14 @@ def step_sizes(config: Config) -> tuple[int, int]:
 
 
 def evaluation_completions(config: Config, sets: Mapping[str, int]) -> int:
-    """Returns how many completions all evaluations of a run sample together. `sets`: name -> number
-    of questions, the main set first."""
+    """Returns how many completions all evaluations of a run sample together: two whole ones, before
+    and after it, and the quick ones between. `sets`: name -> number of questions, the main set
+    first. The whole ones also sample for pass@k, but only the quick questions of the main set."""
+    # The questions of each set in a quick evaluation; quick_questions=0 means all.
     quick = [min(size, config.quick_questions or size) for size in sets.values()]
     every = config.evaluate_every
     between = 0  # evaluations between the first and the last
     if every > 0:
         between = max(0, -(-config.steps // every) - 1)
-    sampled = sum(quick[:1]) * config.pass_k  # samples for pass@k, of the main set alone
-    return 2 * (sum(sets.values()) + sampled) + between * sum(quick)
+    for_pass_k = sum(quick[:1]) * config.pass_k  # of the main set alone
+    return 2 * (sum(sets.values()) + for_pass_k) + between * sum(quick)

@@ -111,7 +111,8 @@ class Flag:
 
     def fits(self, config_type: type) -> bool:
         """True if a command accepts this flag, because it has one of the keys that the flag sets. A
-        flag that sets none is accepted by COMMANDS."""
+        flag that sets none is accepted by COMMANDS. `config_type`: the command's configuration
+        class. `shoal convert` also accepts the flags of keys in INSTEAD."""
         command = command_of(config_type)
         if not self.keys:
             return command in COMMANDS
@@ -139,9 +140,9 @@ class FrontEnd(Protocol):
         self, config_type: type, name: str, value: Any = None, among: Sequence[str] = ()
     ) -> Flag | None:
         """Returns the flag of another system that a name stands for, None if there is none that the
-        command accepts. For a name that Shoal has too, `value` decides whose name it is. `among`:
-        the other names in the layer; they choose between systems, and with enough names of one
-        system its patterns count, too."""
+        command accepts. For a name that Shoal has too, `value` decides whose name it is; without a
+        value (None) it is Shoal's. `among`: the names in the layer; they choose between systems,
+        and with enough names of one system its patterns count, too."""
         ...
 
     def flags_of(self, config_type: type) -> Mapping[str, Sequence[Flag]]:

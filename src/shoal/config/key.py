@@ -138,8 +138,8 @@ _TYPE_TEXT = {str: "text", int: "integer", float: "number", bool: "true | false"
 
 
 def choices_of(value_type: Any) -> tuple[str, ...]:
-    """Returns the values of a Literal, or the names in the registry of an `Annotated[str,
-    registry]`; () for other types."""
+    """Returns the values of a Literal, or the names that are now in the registry of an
+    `Annotated[str, registry]`; () for other types, also for lists."""
     if get_origin(value_type) is Annotated:
         registry = value_type.__metadata__[0]
         return tuple(registry)  # not cached: a name may be registered later
@@ -149,8 +149,8 @@ def choices_of(value_type: Any) -> tuple[str, ...]:
 
 
 def type_text(value_type: Any) -> str:
-    """Returns a type in a user's words: `integer`, `a | b` for a choice, `list of text` for a
-    tuple."""
+    """Returns a type in a user's words: `integer`, `a | b` for a choice, `list of text` or `list of
+    integers` for a tuple. KeyError for a type that no key may have."""
     choices = choices_of(value_type)
     if choices:
         return " | ".join(choices)
@@ -165,7 +165,8 @@ def type_text(value_type: Any) -> str:
 @functools.cache
 def keys_of(config_type: type) -> Mapping[str, Key]:
     """Returns the keys of a configuration class by dotted name, including those of its sections, in
-    the order of declaration."""
+    the order of declaration. All calls for a class return the same mapping, so it must not be
+    changed."""
     types = get_type_hints(config_type, include_extras=True)
     helps = _help_texts(config_type)
     keys: dict[str, Key] = {}
@@ -199,8 +200,9 @@ def _module_tree(module: str) -> ast.Module:
 
 
 def _help_texts(config_type: type) -> dict[str, str]:
-    """Returns for each field of a dataclass (and of its base classes) its help text: the string
-    under the field in the source, joined to one line."""
+    """Returns for each field of a dataclass its help text: the string under the field in the
+    source, joined to one line. Fields of base classes are included; a field without such a string
+    is left out."""
     texts = {}
     for base in reversed(config_type.__mro__[:-1]):
         for field, below in itertools.pairwise(_class_body(base)):
@@ -215,7 +217,8 @@ def _help_texts(config_type: type) -> dict[str, str]:
 
 
 def _class_body(cls: type) -> list[ast.stmt]:
-    """Returns the statements in the body of a class, from the syntax tree of its module."""
+    """Returns the statements in the body of a class, from the syntax tree of its module.
+    LookupError if the module's source has no class of this name."""
     for node in ast.walk(_module_tree(cls.__module__)):
         if isinstance(node, ast.ClassDef) and node.name == cls.__name__:
             return node.body
@@ -223,7 +226,8 @@ def _class_body(cls: type) -> list[ast.stmt]:
 
 
 def text_of(value: Any) -> str:
-    """Returns a plain value as a user types it: `null`, `true`, `[a,b]`, `5`."""
+    """Returns a plain value as a user types it: `null`, `true`, `[a,b]`, `5`. A text is returned
+    unchanged; other values as `str` writes them."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -244,7 +248,8 @@ def shown(value: Any) -> str:
 
 
 def get_value(config: Any, key: str) -> Any:
-    """Returns the value of a dotted key of a configuration."""
+    """Returns the value of a dotted key of a configuration; AttributeError if it has no such
+    key."""
     value = config
     for name in key.split("."):
         value = getattr(value, name)
@@ -253,7 +258,8 @@ def get_value(config: Any, key: str) -> Any:
 
 def overridden_keys(config: Any) -> frozenset[str]:
     """Returns the keys that have no effect because another key takes their place:
-    `batch.prompts_per_step` if `batch.prompts_per_device` is set."""
+    `batch.prompts_per_step` if `batch.prompts_per_device` is set. Empty otherwise, also for a
+    configuration without a section `batch`."""
     batch = getattr(config, "batch", None)
     if getattr(batch, "prompts_per_device", 0):
         return frozenset({"batch.prompts_per_step"})
@@ -261,9 +267,10 @@ def overridden_keys(config: Any) -> frozenset[str]:
 
 
 def open_keys(config: Any) -> list[str]:
-    """Returns the names of the keys whose values the run decides itself: keys that can be decided
-    (`decided_from` is not empty) and are at the default that leaves them open, like `auto` or 0.
-    With `batch.prompts_per_device` also `batch.prompts_per_step`."""
+    """Returns the names of the keys whose values the run decides itself, in the order of
+    declaration: keys that can be decided (`decided_from` is not empty) and are at the default that
+    leaves them open, like `auto` or 0. With `batch.prompts_per_device` also
+    `batch.prompts_per_step`."""
     overridden = overridden_keys(config)
     names = []
     for name, declared in keys_of(type(config)).items():
@@ -279,8 +286,9 @@ def open_keys(config: Any) -> list[str]:
 
 
 def with_values(config: Any, values: Mapping[str, Any]) -> Any:
-    """Returns a copy of a configuration in which the given keys (by dotted name) have other values.
-    If no values are given, returns the configuration itself."""
+    """Returns a copy of a configuration in which the given keys (by dotted name) have other values,
+    which must be of the keys' types. Names that are no key are ignored. If no values are given,
+    returns the configuration itself. Raises ShoalError if a value is out of range."""
     if not values:
         return config
     by_name = {name: get_value(config, name) for name in keys_of(type(config))}
@@ -288,7 +296,8 @@ def with_values(config: Any, values: Mapping[str, Any]) -> Any:
 
 
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Turns values by dotted name into nested dicts; tuples become lists."""
+    """Turns values by dotted name into nested dicts, `{"a.b": 1}` into `{"a": {"b": 1}}`; tuples
+    become lists."""
     nested: dict[str, Any] = {}
     for name, value in values.items():
         *sections, last = name.split(".")
@@ -305,8 +314,12 @@ def leaves_of(
     config_type: type, values: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
     """Yields (dotted name, value) for every value in nested dicts: `{"a": {"b": 1}}` -> ("a.b", 1).
-    A dict under the name of a key is a value; so is an empty one whose name is no section's. None
-    under the name of a section is skipped. `prefix`: put before each name."""
+    Names that the configuration class does not have are yielded too. A dict under the name of a key
+    is a value; so is an empty dict whose name is no section's. None under the name of a section is
+    skipped.
+
+    `prefix`: put before each name; '' or the name of a section with its final dot, like `model.`.
+    What is a key or a section is decided by the name with its prefix."""
     keys, sections = keys_of(config_type), sections_of(config_type)
     for part, value in values.items():
         name = f"{prefix}{part}"
@@ -317,15 +330,16 @@ def leaves_of(
 
 
 def build(config_type: type, values: Mapping[str, Any]) -> Any:
-    """Creates a configuration of this class from values by dotted key; keys that are not given have
-    their defaults. Raises ShoalError if a value is out of range."""
+    """Creates a configuration of this class from values by dotted key. The values must have the
+    types of their keys; keys that are not given have their defaults, and names that are no key are
+    ignored. Raises ShoalError if a value is out of range."""
     arguments: dict[str, Any] = {}
     for field in dataclasses.fields(config_type):
         if field.name in values:
             arguments[field.name] = values[field.name]
         elif dataclasses.is_dataclass(field.default_factory):
             head = f"{field.name}."
-            inside = {}
+            inside = {}  # the values of this section, by their names in it
             for name, value in values.items():
                 if name.startswith(head):
                     inside[name.removeprefix(head)] = value
@@ -334,8 +348,9 @@ def build(config_type: type, values: Mapping[str, Any]) -> Any:
 
 
 def convert_value(key: Key, value: Any) -> Any:
-    """Converts a text or a plain value to the type of its key; for a list's key a single value
-    becomes a tuple of one. Raises ShoalError if the value does not fit."""
+    """Converts a text or a plain value to the type of its key. For a list's key the result is a
+    tuple: of one for a single value, () for an empty list. Raises ShoalError if the value does not
+    fit."""
     if not key.is_list:
         return _convert_scalar(key, key.type, value)
     items = value if isinstance(value, list | tuple) else [value]
@@ -343,8 +358,9 @@ def convert_value(key: Key, value: Any) -> Any:
 
 
 def _convert_scalar(key: Key, value_type: Any, value: Any) -> Any:
-    """Converts one value to a type that is no list. `key` is only for the error message and for
-    `may_be_infinite`."""
+    """Converts one value to a type that is no list; ShoalError if it does not fit, or is an
+    infinite number or nan. `key`: gives the name for the error; with its `may_be_infinite`, `inf`
+    is accepted."""
     choices = choices_of(value_type)
     if choices:
         if isinstance(value, str) and value in choices:
@@ -389,18 +405,22 @@ def _to_bool(value: Any) -> bool:
 
 
 def _to_int(value: Any) -> int:
-    """Converts a whole number or its text, also `1e3` or `5.0`; ValueError otherwise."""
+    """Converts a whole number or its text, also `1e3` or `5.0`. ValueError for a bool, a fraction
+    or anything else; OverflowError for an int that is too large for a float."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             return int(value)
     number = _to_float(value)
     if not number.is_integer():
         raise ValueError
-    return value if isinstance(value, int) else int(number)
+    if isinstance(value, int):
+        return value  # not int(number): a float rounds integers above 2**53
+    return int(number)
 
 
 def _to_float(value: Any) -> float:
-    """Converts a number or its text; ValueError for a bool or anything else."""
+    """Converts a number or its text, also `inf` and `nan`; ValueError for a bool or anything
+    else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError
     return float(value)
@@ -435,16 +455,17 @@ _WANTED: Mapping[Any, str] = {
 
 
 def require(condition: bool, key: str, value: object, wanted: str) -> None:
-    """Raises ShoalError, in the form that all range errors of keys share, if the condition is
-    false. `wanted`: the accepted values, in words."""
+    """Raises ShoalError, `KEY=VALUE: expected WANTED`, if the condition is false. `wanted`: the
+    accepted values, in words."""
     if not condition:
         raise ShoalError(f"{key}={value!r}: expected {wanted}")
 
 
 def at_least(section: object, head: str, least: float, *names: str, note: str = "") -> None:
-    """Raises ShoalError if one of the fields `names` of a section is below `least`. `head`: the
-    part of the dotted key before the field's name, like `batch.`; `note`: what the value `least`
-    means."""
+    """Raises ShoalError for the first of the fields `names` of a section whose value is below
+    `least`. `section`: the object that has the fields; `head`: the part of the dotted key before
+    the field's name, like `batch.`, or '' at the top level; `note`: what the value `least` means,
+    for the message."""
     bound = f"{least} ({note})" if note else f"{least}"
     for name in names:
         value = getattr(section, name)

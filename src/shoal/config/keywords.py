@@ -19,7 +19,11 @@ def read_keywords(
     config_type: type, overrides: Mapping[str, Any]
 ) -> tuple[Arguments, tuple[Callable[..., Any], ...]]:
     """Returns keyword arguments as Arguments, and the reward functions that were given as
-    callables. Other objects are registered in PYTHON_OBJECTS."""
+    callables, () if there are none. If there are some, the setting of `reward` is an empty list.
+    Values become texts or lists of texts, and None stays None; dotted names, names joined by `__`
+    and nested dicts mean the same. `config_name` becomes a field of Arguments. Tools, environments
+    and rollout functions are registered in PYTHON_OBJECTS, for which a new call begins. Raises
+    ShoalError for a value that is none of these."""
     overrides = dict(overrides)
     config_name = str(overrides.pop("config_name", None) or "")
     settings: list[Setting] = []
@@ -61,10 +65,11 @@ def text_given(value: Any) -> str:
 
 
 def python_leaves(config_type: type, overrides: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields (dotted name, value) for every keyword from Python. Leaves out keys of Shoal whose
-    value is None, which functions often have as default; a flag of another system that is None is
-    kept, like `null` in a file. Raises ShoalError for values that are neither a value, a list nor
-    an object."""
+    """Yields (dotted name, value) for every keyword from Python, with nested dicts flattened and
+    the values unchanged. Leaves out keys of Shoal whose value is None, which functions often have
+    as default; a flag of another system that is None is kept, like `null` in a file. Raises
+    ShoalError for values that are neither a value, a list nor an object, like a set, an array,
+    bytes or None in a list."""
     for name, value in leaves_of(config_type, nested_names(overrides)):
         is_list = isinstance(value, list | tuple)
         key = key_of(config_type, name)
@@ -88,7 +93,8 @@ def python_leaves(config_type: type, overrides: Mapping[str, Any]) -> Iterator[t
 
 
 def nested_names(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keywords with `a__b` written as `a.b`, at any depth of nested dicts."""
+    """Returns a copy of the keywords with `a__b` written as `a.b`, at any depth of nested dicts. If
+    two names become the same, the last one counts."""
     nested = {}
     for name, value in overrides.items():
         if isinstance(value, Mapping):
@@ -99,7 +105,7 @@ def nested_names(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 def _take_callables(value: Any) -> tuple[list[Any], tuple[Callable[..., Any], ...]]:
     """Splits the value of `reward` into (names, callables), one of which is empty; ShoalError if
-    both kinds are given."""
+    both kinds are given. A single value counts as a list of one."""
     items = [value]
     if isinstance(value, list | tuple):
         items = list(value)
@@ -139,7 +145,9 @@ class GivenObjects:
 
     def add(self, value: Any, name: str) -> str:
         """Registers an object and returns the name that stands for it from now on: `name`, or with
-        a number if another object of this call has it."""
+        a number (`name-2`) if another object of this call has it. The same object keeps its name.
+        If an earlier call used the name for another object, this one takes its place and the name
+        becomes ambiguous."""
         free, number = name, 1
         while free in self._of_this_call and not _is_same_object(self._objects[free], value):
             number += 1
@@ -172,8 +180,9 @@ PYTHON_OBJECTS = GivenObjects()
 
 
 def register_object(value: Any, name: str = "") -> Any:
-    """Registers an object from Python and returns the name that stands for it; returns a text
-    unchanged. `name`: by default the object's own, or that of its class."""
+    """Registers an object from Python in PYTHON_OBJECTS and returns the name that stands for it,
+    like `python:search`; returns a text unchanged. `name`: by default the object's own, or that of
+    its class."""
     if isinstance(value, str):
         return value
     if not name:

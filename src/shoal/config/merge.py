@@ -72,10 +72,12 @@ def layers_of(
 ) -> tuple[list[Layer], Path | None]:
     """Returns all layers of a command, lowest first, as typed (flags of other systems are not
     replaced yet), and the path of the preset or file that was loaded (None if none was). Beneath
-    each layer of the user are the presets that it names. `stored`, `beneath`: as in `load`."""
+    each layer of the user are the presets that it names; a task's preset is loaded only if no
+    preset or file is named. ShoalError if there is no such preset or file. `stored`, `beneath`: as
+    in `load`."""
     layers, file = users_layers(config_type, arguments, stored, beneath)
-    line = len(layers) - 1
-    presets: dict[int, list[Layer]] = {}  # number of a layer -> the presets directly beneath it
+    line = len(layers) - 1  # index of the command line's layer
+    presets: dict[int, list[Layer]] = {}  # index of a layer -> the presets directly beneath it
     task = ""
     if not file:
         # The line is merged because a flag of another system may name the task.
@@ -92,29 +94,30 @@ def layers_of(
             continue
         # Of the highest setting of the key: the index of its layer, its value, and the prefix of an
         # error about it.
-        number, name, where = 0, "", ""
-        for layer_number, layer in enumerate(layers):
+        highest_layer, preset_name, where = 0, "", ""
+        for layer_index, layer in enumerate(layers):
             for setting in layer.settings:
                 if names.get(setting.name) == key:
-                    number = layer_number
-                    name = text_of(setting.value)
+                    highest_layer = layer_index
+                    preset_name = text_of(setting.value)
                     where = f"{setting.origin}: " if layer.file else ""
-        if not name:
+        if not preset_name:
             continue
         # Files in the `defaults` of a file have the same label; the preset goes beneath them all.
-        while number > 0 and layers[number - 1].label == layers[number].label:
-            number -= 1
-        presets.setdefault(number, []).extend(named_layers(config_type, key, name, where))
+        lowest = highest_layer
+        while lowest > 0 and layers[lowest - 1].label == layers[highest_layer].label:
+            lowest -= 1
+        presets.setdefault(lowest, []).extend(named_layers(config_type, key, preset_name, where))
     ordered: list[Layer] = []
-    for number, layer in enumerate(layers):
-        ordered += presets.get(number, [])
+    for layer_index, layer in enumerate(layers):
+        ordered += presets.get(layer_index, [])
         ordered.append(layer)
     return ordered, file
 
 
 def preset_of_task(command: str, name: str) -> Path | None:
-    """Returns the file of a task's preset for a command, None if there is none. Rows given from
-    Python (task `rows`) use the preset of task `custom`."""
+    """Returns the file of a task's preset for a command, None if there is none. `name`: the task's
+    name; '' has no preset. Rows given from Python (task `rows`) use the preset of task `custom`."""
     return packaged(command, "custom" if name == "rows" else name)
 
 
@@ -125,10 +128,14 @@ def users_layers(
     beneath: Layer | None = None,
 ) -> tuple[list[Layer], Path | None]:
     """Returns the layers of `--preset`, of the file and of the command line, lowest first, and the
-    path of the file or preset (None without one). The last layer is always the command line; the
-    first are `beneath`, if it is given, and the two settings that make `shoal sft` of `shoal
-    train`. Other presets that these layers name are not included; `layers_of` adds them. `stored`:
-    as in `load`."""
+    path of the file (without a file, of the preset; None without both). The last layer is always
+    the command line; the first are `beneath`, if it is given, and the two settings that make `shoal
+    sft` of `shoal train`. Other presets that these layers name are not included; `layers_of` adds
+    them.
+
+    `stored`: as in `load`; with it, `--preset` and the file that the arguments name are not read.
+    `--preset` is ignored also if the file itself is a packaged preset. ShoalError if there is no
+    such preset or file."""
     command = command_of(config_type)
     layers = []
     if beneath:
@@ -146,7 +153,8 @@ def users_layers(
         preset = find_file(command, arguments.preset)
         layers += file_layers(config_type, preset, f"preset {preset.stem}")
         file = file or preset
-    if file and not (layers and file == layers[-1].file):
+    is_loaded = bool(layers) and file == layers[-1].file  # by `--preset`
+    if file and not is_loaded:
         label = ""
         if stored:
             label = STORED
@@ -157,9 +165,9 @@ def users_layers(
 
 
 def named_layers(config_type: type, key: str, name: str, where: str = "") -> list[Layer]:
-    """Returns the layers of the packaged preset of a recipe or an algorithm. `key`: `recipe` or
-    `algorithm.name`; `where`: prefix of an error, the line of the file that names the preset.
-    Raises ShoalError if there is no such preset."""
+    """Returns the layers of the packaged preset of a recipe or an algorithm, lowest first. `key`:
+    `recipe` or `algorithm.name`; `name`: its value; `where`: prefix of an error, the line of the
+    file that names the preset. Raises ShoalError if there is no such preset."""
     folder = PACKAGED[key]
     file = packaged(folder, name)
     if file is None:
@@ -174,8 +182,9 @@ def named_layers(config_type: type, key: str, name: str, where: str = "") -> lis
 def file_layers(config_type: type, file: Path, label: str) -> list[Layer]:
     """Reads a YAML file and the files in its `defaults` into layers, lowest first. Leaves out empty
     sections and, for other commands than training, the keys that only training reads; these are
-    listed in `Layer.skipped`. `label`: the origin of all settings, like `recipe trl`; if empty, the
-    origin of each setting is its file and line."""
+    listed in `Layer.skipped`. `label`: the label of all layers and the origin of all settings, like
+    `recipe trl`. If it is empty, the layers have the path of `file` as label, and the origin of
+    each setting is its file and line. Raises ShoalError if a file is missing or cannot be read."""
     layers = []
     is_key = keys_of(config_type).__contains__
     sections = sections_of(config_type) | sections_of(Config)
@@ -191,7 +200,8 @@ def file_layers(config_type: type, file: Path, label: str) -> list[Layer]:
                 skipped += for_training
                 continue
             value = setting.value
-            # Here only in other systems' flags; in values of Shoal's keys `Merged.get` does it.
+            # References are replaced here only in other systems' flags; in values of Shoal's keys
+            # `Merged.get` replaces them.
             if is_interpolated(value) and setting.name not in names_of(config_type):
                 with contextlib.suppress(ShoalError):  # refused later, if the flag has an effect
                     value = interpolate(setting.name, value, values.__getitem__)
@@ -203,7 +213,7 @@ def file_layers(config_type: type, file: Path, label: str) -> list[Layer]:
 def _names_for_training(config_type: type, setting: Setting) -> list[str]:
     """Returns the keys in a setting that training knows and this command does not: its name, or the
     dotted keys inside of its value if that is a mapping. Empty if this command knows the name too,
-    or if neither knows it."""
+    or if training does not know it, or if this command is a form of training."""
     if issubclass(config_type, Config):
         return []
 
@@ -229,7 +239,7 @@ def _names_for_training(config_type: type, setting: Setting) -> list[str]:
 
 def is_interpolated(value: Any) -> bool:
     """True if a value is a text, or a list with a text, that contains `${`, a reference to another
-    name."""
+    name. An escaped `\\${` counts too."""
     items = value if isinstance(value, list) else [value]
     return any(isinstance(item, str) and "${" in item for item in items)
 
@@ -243,6 +253,8 @@ class Merged:
     Unknown names do not raise: their errors are collected in `errors`."""
 
     def __init__(self, config_type: type, layers: Sequence[Layer]) -> None:
+        """Merges the layers. `config_type`: the configuration class of a command; the last layer is
+        the command line."""
         self.config_type = config_type
         self.layers = layers  # without flags of other systems
         # (index of the setting's layer, setting), lowest first.
@@ -258,10 +270,10 @@ class Merged:
         """Fills `settings` with the settings of all layers, each with the key that its name stands
         for. Leaves out unknown names, and adds an error for them to `errors`."""
         unknown = []
-        for number, layer in enumerate(self.layers):
+        for layer_index, layer in enumerate(self.layers):
             for setting in layer.settings:
-                if setting.key:
-                    self.settings.append((number, setting))
+                if setting.key:  # the setting replaces a flag, and its name is the flag's
+                    self.settings.append((layer_index, setting))
                     continue
                 where = f"{setting.origin}: " if layer.file else ""
                 try:
@@ -271,7 +283,7 @@ class Merged:
                 except ShoalError as error:
                     self.errors.append(f"{where}{error}")
                 else:
-                    self.settings.append((number, replace(setting, key=key.name)))
+                    self.settings.append((layer_index, replace(setting, key=key.name)))
         if unknown:
             self.errors.append(str(UnknownKey.of_all(unknown, self.config_type)))
 
@@ -280,10 +292,11 @@ class Merged:
         _, setting = self.settings[self.in_effect[key]]
         return setting
 
-    def layer_number(self, key: str) -> int:
-        """Returns the index in `layers` of the layer whose setting for a key is in effect."""
-        number, _ = self.settings[self.in_effect[key]]
-        return number
+    def layer_index(self, key: str) -> int:
+        """Returns the index in `layers` of the layer whose setting for a key is in effect; KeyError
+        if no layer sets the key."""
+        layer_index, _ = self.settings[self.in_effect[key]]
+        return layer_index
 
     def get(self, key: str) -> Any:
         """Returns the final value of a key in its type: the default if no layer sets it, '' if the
@@ -304,9 +317,10 @@ class Merged:
     def _convert(self, key: str) -> Any:
         """Computes the value of a key that is set, in the key's type. In a value from a file, each
         `${name}` is replaced by the final value of the key with this name, or, if it is no key, by
-        the value of that name in the file."""
+        the value of that name in the file. Raises ShoalError if the value does not fit or a
+        reference has no value."""
         setting = self.setting_of(key)
-        layer = self.layers[self.layer_number(key)]
+        layer = self.layers[self.layer_index(key)]
         value = setting.value
         if layer.file and is_interpolated(value) and not setting.flags:
             names = names_of(self.config_type)
@@ -326,9 +340,10 @@ class Merged:
         `--learning_rate`, `mine.yml:4`, `recipe trl`."""
         return {key: self.setting_of(key).origin for key in self.in_effect}
 
-    def values(self) -> tuple[dict[str, Any], list[str]]:
-        """Returns the final values of all keys that are set, and the error messages of the keys
-        whose values are invalid."""
+    def values_and_errors(self) -> tuple[dict[str, Any], list[str]]:
+        """Returns (values, errors): the final values, by dotted key, of the keys that are set and
+        have a valid value, and an error message for each key that is set and has none. Keys that no
+        layer sets are left out. Does not raise for an invalid value."""
         values = {}
         errors = []
         for key in self.in_effect:
@@ -340,34 +355,39 @@ class Merged:
 
 
 def merge_typed(config_type: type, layers: Sequence[Layer]) -> Merged:
-    """Merges layers as they were typed: replaces flags of other systems, then makes a Merged."""
+    """Merges layers as they were typed (lowest first; the last counts as the command line):
+    replaces flags of other systems, then makes a Merged. Errors about the flags are dropped."""
     return Merged(config_type, front_end().translate(config_type, layers).layers)
 
 
 def _find_in_effect(settings: Sequence[tuple[int, Setting]], line: int) -> dict[str, int]:
-    """Returns for each key the index in `settings` of the setting in effect: the last one with a
-    value. `settings`: (index of the layer, setting), lowest first. `line`: the index of the command
-    line's layer, in which the later of the two PROMPT_KEYS counts and the other has no effect."""
+    """Returns for each key that has a value the index in `settings` of the setting in effect: the
+    last one with a value; indices ascend. `settings`: (index of the layer, setting), lowest first.
+    `line`: the index of the command line's layer.
+
+    The two PROMPT_KEYS compete. On the command line the later one that is not 0 counts, and the
+    other before it has no effect. In a higher layer batch.prompts_per_step unsets
+    batch.prompts_per_device."""
     # The last of PROMPT_KEYS on the command line that is not 0, and its index in `settings`.
     last_prompts: Setting | None = None
     last_index = 0
-    for index, (number, setting) in enumerate(settings):
-        if number != line or setting.key not in PROMPT_KEYS or setting.value is NO_VALUE:
+    for index, (layer_index, setting) in enumerate(settings):
+        if layer_index != line or setting.key not in PROMPT_KEYS or setting.value is NO_VALUE:
             continue
         if text_of(setting.value) != "0":
             last_prompts = setting
             last_index = index
     in_effect: dict[str, int] = {}
-    for index, (number, setting) in enumerate(settings):
+    for index, (layer_index, setting) in enumerate(settings):
         if setting.value is NO_VALUE:
             continue
-        if last_prompts and number == line and setting.key in PROMPT_KEYS:
+        if last_prompts and layer_index == line and setting.key in PROMPT_KEYS:
             if setting.key != last_prompts.key and index < last_index:
                 continue
         # The prompts of a step in a higher layer unset those of a device in a lower one.
         if setting.key == "batch.prompts_per_step" and "batch.prompts_per_device" in in_effect:
-            number_by_device, _ = settings[in_effect["batch.prompts_per_device"]]
-            if number_by_device < number:
+            layer_of_other, _ = settings[in_effect["batch.prompts_per_device"]]
+            if layer_of_other < layer_index:
                 del in_effect["batch.prompts_per_device"]
         # Removed and added again, so that the dict stays ordered by index.
         in_effect.pop(setting.key, None)
@@ -387,15 +407,15 @@ def check_names(merged: Merged) -> tuple[list[str], list[str]]:
     other key."""
     notes = []
     errors = []
-    for number, layer in enumerate(merged.layers):
-        latest: dict[str, Setting] = {}
-        is_whole = 2 * len(layer.typed) > len(keys_of(merged.config_type))
-        for layer_number, setting in merged.settings:
-            if layer_number != number or setting.yields:
+    for layer_index, layer in enumerate(merged.layers):
+        latest: dict[str, Setting] = {}  # key -> its last setting so far in this layer
+        is_stored_run = 2 * len(layer.typed) > len(keys_of(merged.config_type))
+        for layer_of_setting, setting in merged.settings:
+            if layer_of_setting != layer_index or setting.yields:
                 continue
             key = setting.key
             is_unset = not setting.of_rule and text_of(setting.value) == "0"
-            if key in PROMPT_KEYS and not is_whole and not is_unset:
+            if key in PROMPT_KEYS and not is_stored_run and not is_unset:
                 key = PROMPT_KEYS[0]
             before = latest.get(key)
             latest[key] = setting
@@ -412,7 +432,7 @@ def check_names(merged: Merged) -> tuple[list[str], list[str]]:
             is_set_above = False
             for two_names_key in (before.key, setting.key):
                 is_set = two_names_key in merged.in_effect
-                if is_set and merged.layer_number(two_names_key) > number:
+                if is_set and merged.layer_index(two_names_key) > layer_index:
                     is_set_above = True
             if not is_set_above:
                 where = f"{layer.file}: " if layer.file else ""
@@ -424,23 +444,25 @@ def check_names(merged: Merged) -> tuple[list[str], list[str]]:
 
 def _differ(before: Setting, setting: Setting) -> bool:
     """True if two settings have different names and give one key different values. A value that a
-    rule computed counts as different, because it also depends on other keys; so do values of two
-    keys. False if the same flags of another system became both settings."""
+    rule computed counts as different, because it also depends on other keys; so do a value of None
+    and values of two keys. False if the same flags of another system became both settings.
+    `before`: the earlier of the two."""
     if before.name == setting.name:
         return False
     if before.flags and before.flags == setting.flags:
         return False
-    if before.key == setting.key and not before.of_rule and before.value is not None:
-        return setting.of_rule or text_of(before.value) != text_of(setting.value)
-    return True
+    can_be_compared = before.key == setting.key and not before.of_rule and before.value is not None
+    if not can_be_compared:
+        return True
+    return setting.of_rule or text_of(before.value) != text_of(setting.value)
 
 
 # ---- origins
 
 
 def origin_text(origin: str) -> str:
-    """Returns an origin as a user reads it: `set by the preset of task=custom` for `task
-    custom`."""
+    """Returns an origin as a user reads it: `set by the preset of task=custom` for `task custom`,
+    `set by recipe=trl` for `recipe trl`. Other origins are returned unchanged."""
     kind, _, name = origin.partition(" ")
     if kind == "task":
         return f"set by the preset of task={name}"
@@ -450,8 +472,9 @@ def origin_text(origin: str) -> str:
 
 
 def with_origins(message: str, origins: Mapping[str, str]) -> str:
-    """Returns a message with, in parentheses at its end, the origin of each key that it mentions.
-    Keys that were typed under their own names are left out."""
+    """Returns a message with, in parentheses at its end, the origin of each key that it mentions;
+    unchanged if there is none. Keys that were typed under their own names are left out. `origins`:
+    key -> origin, like `Merged.origins`."""
     mentioned = []
     for key, origin in origins.items():
         if origin in (COMMAND_LINE, PYTHON, STORED):
@@ -484,7 +507,7 @@ class Resolved:
     @property
     def start_lines(self) -> list[str]:
         """Returns the lines to print at the start of a run: the notes, then one line saying which
-        keys the remaining flags of other systems became."""
+        keys the remaining flags of other systems became, if there are any."""
         lines = list(self.notes)
         others = [line for line in self.became if line not in self.notes]
         if others:
@@ -503,6 +526,7 @@ class Resolved:
 def compose(command: str | type, argv: Sequence[str] = ()) -> tuple[Any, Resolved]:
     """Composes a command's configuration from its command line (the arguments after the command's
     name). Returns (configuration, Resolved); raises ShoalError for a mistake of the user.
+    `command`: the name, or the command's configuration class.
 
     >>> config, resolved = compose("train", ["task=gsm8k", "optimizer.lr=1e-5"])
 
@@ -518,7 +542,7 @@ def from_overrides(
     **overrides: Any,
 ) -> tuple[Any, Resolved, tuple[Callable[..., Any], ...]]:
     """Composes a configuration from keywords in Python. Returns (configuration, Resolved, reward
-    functions that were given as callables).
+    functions that were given as callables). Raises ShoalError for a mistake of the user.
 
     >>> from_overrides(
     ...     Config, model="tiny", optimizer={"lr": 1e-5}, batch__group_size=4, reward=my_reward
@@ -540,18 +564,19 @@ def load(
     beneath: Layer | None = None,
 ) -> tuple[Any, Resolved]:
     """Composes the configuration of parsed arguments; returns (configuration, Resolved). Raises one
-    ShoalError with all mistakes. `stored`: the file of a run's configuration, used in place of
-    presets and files; `beneath`: a layer beneath everything that the user gave.
+    ShoalError with all mistakes in names and values; ranges are checked only if there are none.
+    `stored`: the file of a run's configuration, used in place of presets and files; `beneath`: a
+    layer beneath everything that the user gave.
 
     >>> config, resolved = load(Config, resolved.arguments, run / "config.yaml")
     """
     layers, file = layers_of(config_type, arguments, stored and stored.absolute(), beneath)
     translation = front_end().translate(config_type, layers)
     merged = Merged(config_type, translation.layers)
-    values, not_values = merged.values()
+    values, errors_of_values = merged.values_and_errors()
     notes_on_names, errors_of_names = check_names(merged)
     errors = list(translation.errors)
-    errors += not_values
+    errors += errors_of_values
     errors += errors_of_names
     if errors:
         raise ShoalError("; ".join(dict.fromkeys(errors)))
@@ -575,8 +600,9 @@ def load(
 
 
 def given_values(config_type: type, arguments: Arguments, *names: str) -> dict[str, Any]:
-    """Returns the values that the user's own file and command line give to the keys `names`,
-    without those of presets; keys that are not given are missing."""
+    """Returns the values, by key, that the user's own file and command line give to the keys
+    `names` (dotted names), without those of presets; keys that are not given are missing. Raises
+    ShoalError if one of the values is invalid."""
     layers, _ = users_layers(config_type, arguments)
     merged = merge_typed(config_type, [layer for layer in layers if layer.is_users])
     return {name: merged.get(name) for name in names if name in merged.in_effect}
@@ -584,13 +610,13 @@ def given_values(config_type: type, arguments: Arguments, *names: str) -> dict[s
 
 def packaged_values(config: Any) -> dict[str, Any]:
     """Returns the values, by dotted key, that the presets of a configuration's recipe and algorithm
-    set."""
+    set; those of the algorithm count before those of the recipe. {} if it names neither."""
     layers = []
     for key in PACKAGED:
         name = get_value(config, key)
         if name:
             layers += named_layers(type(config), key, name)
-    values, _ = merge_typed(type(config), layers).values()
+    values, _ = merge_typed(type(config), layers).values_and_errors()
     return values
 
 
@@ -599,8 +625,10 @@ def packaged_values(config: Any) -> dict[str, Any]:
 
 def _notes(config: Any, merged: Merged, file: Path | None, has_preset: bool) -> Iterator[str]:
     """Yields lines to print at the start: the keys of a file that were skipped because only
-    training reads them, a task's preset that was not loaded because of the file, and the values
-    from presets that are in effect and differ from Shoal's defaults."""
+    training reads them, a task's preset that was not loaded because of the file, the settings of
+    the file that a preset replaces, and the values from presets that are in effect and differ from
+    Shoal's defaults. `file`: the file or preset that was loaded, None if none was; `has_preset`:
+    True if `--preset` was given."""
     config_type = type(config)
     keys = keys_of(config_type)
     skipped = [name for layer in merged.layers for name in layer.skipped]
@@ -619,18 +647,18 @@ def _notes(config: Any, merged: Merged, file: Path | None, has_preset: bool) -> 
         for _, setting in merged.settings:
             if setting.of_rule:
                 keys_given.add(setting.key)
-        left = [key for key in of_preset.in_effect if key not in keys_given]
-        if left:
+        not_given = [key for key in of_preset.in_effect if key not in keys_given]
+        if not_given:
             yield (
-                f"{file.name} does not load the preset of task={config.task.name} ({left[0]} and "
-                f"{len(left) - 1} more keep their defaults): `defaults: [{preset.stem}, _self_]` "
-                "in the file loads it"
+                f"{file.name} does not load the preset of task={config.task.name} ({not_given[0]} "
+                f"and {len(not_given) - 1} more keep their defaults): `defaults: [{preset.stem}, "
+                "_self_]` in the file loads it"
             )
     yield from _replaced_in_files(merged)
-    changed: dict[str, list[str]] = {}
+    changed: dict[str, list[str]] = {}  # label of a preset's layer -> its values, as texts
     for key in merged.in_effect:
-        layer = merged.layers[merged.layer_number(key)]
-        folder = layer.label.partition(" ")[0]
+        layer = merged.layers[merged.layer_index(key)]
+        folder = layer.label.partition(" ")[0]  # `recipe` of the label `recipe trl`
         if layer.is_users or folder not in ("task", *PACKAGED.values()):
             continue
         value = get_value(config, key)
@@ -653,22 +681,23 @@ def _notes(config: Any, merged: Merged, file: Path | None, has_preset: bool) -> 
 def _replaced_in_files(merged: Merged) -> Iterator[str]:
     """Yields a line for each recipe or algorithm named on the command line whose preset replaces
     settings of the user's file."""
-    values, _ = merged.values()
-    for number, layer in enumerate(merged.layers):
-        files = [below for below in merged.layers[:number] if below.is_users and below.file]
+    values, _ = merged.values_and_errors()
+    for layer_index, layer in enumerate(merged.layers):
+        files = [below for below in merged.layers[:layer_index] if below.is_users and below.file]
         is_preset = layer.label.partition(" ")[0] in PACKAGED.values()
         if layer.is_users or not is_preset or not files:
             continue
+        # The values that the files would give by themselves.
         typed_files = [replace(below, settings=below.typed) for below in files]
         of_files = merge_typed(merged.config_type, typed_files)
-        values_of_files, _ = of_files.values()
-        typed = {}
+        values_of_files, _ = of_files.values_and_errors()
+        typed = {}  # name in a file -> the text of its value
         for below in files:
             for setting in below.typed:
                 typed[setting.name] = text_of(setting.value)
-        replaced = {}
+        replaced = {}  # the part of `typed` that this preset replaces
         for key, value in values_of_files.items():
-            if key not in values or merged.layer_number(key) != number:
+            if key not in values or merged.layer_index(key) != layer_index:
                 continue
             if value != values[key]:
                 name = of_files.setting_of(key).name

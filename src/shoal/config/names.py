@@ -92,7 +92,8 @@ message. The first match counts."""
 
 @functools.cache
 def aliases_of(config_type: type) -> dict[str, Alias]:
-    """Returns the short forms that a command accepts, by name."""
+    """Returns the short forms that a command accepts, by name: those of ALIASES whose key the
+    command has and whose `commands` are empty or contain it."""
     keys = keys_of(config_type)
     command = command_of(config_type)
     aliases = {}
@@ -124,9 +125,10 @@ class UnknownKey(ShoalError):
 
 
 def find_key(config_type: type, name: str) -> Key:
-    """Returns the key for a full name or a short form. If there is none, raises ShoalError
-    (UnknownKey unless the name is a section's or another command's) that says why, or suggests the
-    nearest name. Other systems' flags are not found here."""
+    """Returns the key for a full name or a short form. If there is none, raises ShoalError that
+    says why, or suggests the nearest name. It is an UnknownKey, unless the name is that of a
+    section or is known to `shoal train` alone. Other systems' flags are not found here, only
+    suggested."""
     names = names_of(config_type)
     if name in names:
         return keys_of(config_type)[names[name]]
@@ -142,7 +144,9 @@ def find_key(config_type: type, name: str) -> Key:
             f"{name}: shoal {command_of(config_type)} has no use for it, shoal train does"
             f"{did_you_mean(name, names) or ': leave it out here'}"
         )
-    keys_by_name = {}  # name of a key, a short form or another system's flag -> its key(s)
+    # Names to suggest: a key, a short form or another system's flag -> its key, or several keys
+    # with commas.
+    keys_by_name = {}
     for flag_name, rows in front_end().flags_of(config_type).items():
         if rows[0].keys:
             keys_by_name[flag_name] = ", ".join(rows[0].keys)
@@ -151,7 +155,7 @@ def find_key(config_type: type, name: str) -> Key:
     ours = nearest(name, names)
     if nearness(name, ours) >= nearness(name, meant) - OURS_FIRST:
         meant = ours
-    shown_as = {}
+    shown_as = {}  # name to suggest -> how the message writes it, like `lr (optimizer.lr)`
     for known, key in keys_by_name.items():
         shown_as[known] = known
         if known != key:
@@ -164,8 +168,8 @@ def find_key(config_type: type, name: str) -> Key:
 
 
 def _why_unsupported(name: str) -> str:
-    """Returns the reason in UNSUPPORTED why there is no key of this name; '' if no reason is
-    known."""
+    """Returns the reason in UNSUPPORTED why there is no key of this name; '' if no reason is known.
+    Upper and lower case are the same; the first pattern that matches counts."""
     for pattern, reason in UNSUPPORTED.items():
         if re.search(pattern, name.lower()):
             return reason
@@ -174,7 +178,7 @@ def _why_unsupported(name: str) -> str:
 
 def key_of(config_type: type, name: str) -> Key | None:
     """Returns the key that a name stands for: a key of Shoal, a short form, or another system's
-    flag that is only a renamed key. None if there is none."""
+    flag that is only a renamed key. None if there is none, also for other flags."""
     key = names_of(config_type).get(name, "")
     flag = front_end().find_flag(config_type, name)
     if not key and flag and flag.is_rename:

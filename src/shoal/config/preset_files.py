@@ -29,8 +29,8 @@ def preset_folders(folder: str) -> tuple[Path, Path]:
 
 
 def presets_of(folder: str) -> list[str]:
-    """Returns the sorted names of the packaged presets of a command, or of `recipe` or
-    `algorithm`."""
+    """Returns the sorted names, without ending, of the packaged presets of a command, or of
+    `recipe` or `algorithm`; [] if there are none."""
     if not folder:
         return []
     names = []
@@ -41,7 +41,8 @@ def presets_of(folder: str) -> list[str]:
 
 def packaged(folder: str, name: str) -> Path | None:
     """Returns the file of a packaged preset; None if there is none of this name. `folder`: a
-    command, `recipe` or `algorithm`."""
+    command, `recipe` or `algorithm`; `name`: without ending. A preset of Shoal's own counts before
+    another system's."""
     if not folder or not name or "/" in name:
         return None
     for path in preset_folders(folder):
@@ -58,7 +59,8 @@ def is_packaged(file: Path) -> bool:
 
 def find_file(command: str, name: str) -> Path:
     """Returns the file that `--config-name X` or an argument `X.yml` means: an existing YAML file,
-    otherwise the preset of that name. Raises ShoalError if there is neither."""
+    as an absolute path, otherwise the packaged preset of that name for the command; of a path its
+    last part without ending is the name. Raises ShoalError if there is neither."""
     path = Path(name)
     is_yaml = path.suffix in (".yml", ".yaml")
     if is_yaml and path.is_file():

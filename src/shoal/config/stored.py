@@ -17,7 +17,8 @@ from shoal.records import ShoalError
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Returns a configuration as nested dicts of plain values, for JSON and YAML."""
+    """Returns a configuration as nested dicts of plain values, for JSON and YAML: every key in the
+    order of declaration, lists in place of tuples."""
     values = {}
     for name in keys_of(type(config)):
         values[name] = get_value(config, name)
@@ -25,7 +26,8 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def difference_from_defaults(config: Any) -> dict[str, Any]:
-    """Returns the values, by dotted key, that differ from their defaults."""
+    """Returns the values, by dotted key, that differ from their defaults, in the types of their
+    keys."""
     changed = {}
     for name, key in keys_of(type(config)).items():
         value = get_value(config, name)
@@ -35,8 +37,9 @@ def difference_from_defaults(config: Any) -> dict[str, Any]:
 
 
 def to_yaml(config: Any) -> str:
-    """Returns a configuration, or nested plain values, as YAML that loads as the same values; '' if
-    there are none. `${` in texts is escaped, because the reader would take it for a reference."""
+    """Returns a configuration, or nested plain values (a dict), as YAML that loads as the same
+    values; '' if there are none. `${` in texts is escaped, because the reader would take it for a
+    reference."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
@@ -65,8 +68,9 @@ class Decision:
 
 def texts_of(requested: Any, decisions: Mapping[str, Decision] | None = None) -> tuple[str, str]:
     """Returns the texts of a run's config.yaml and decided.yaml. The first has every key as
-    requested, open keys still open; the second has the values that the run decided for open
-    keys."""
+    requested, open keys still open; the second has the values that the run decided for open keys,
+    each as `key: {value: ..., from: {source: value}}`, and is '' without decisions. `decisions`:
+    key -> decision."""
     decided = {}
     for name, decision in (decisions or {}).items():
         decided[name] = {"value": decision.value, "from": dict(decision.sources)}
@@ -75,8 +79,8 @@ def texts_of(requested: Any, decisions: Mapping[str, Decision] | None = None) ->
 
 def config_of(values: Mapping[str, Any]) -> Config:
     """Creates a training configuration from the values, by dotted key, of a stored config.yaml (as
-    `texts_of` wrote it). Reads no preset, recipe or flag of another system. Raises ShoalError for
-    an unknown key or a value that does not fit."""
+    `texts_of` wrote it); keys that are missing have their defaults. Reads no preset, recipe or flag
+    of another system. Raises ShoalError for an unknown key or a value that does not fit."""
     known = keys_of(Config)
     converted = {}
     for name, value in values.items():
@@ -87,8 +91,9 @@ def config_of(values: Mapping[str, Any]) -> Config:
 
 
 def decisions_of(stored: Mapping[str, Any]) -> dict[str, Decision]:
-    """Returns key -> decision of a run. `stored`: the content of its decided.yaml, key -> {"value":
-    ..., "from": {source: value}}; ShoalError if it has another form."""
+    """Returns key -> decision of a run, the values in the types of their keys. `stored`: the
+    content of its decided.yaml, key -> {"value": ..., "from": {source: value}}, of which `from` may
+    be missing; ShoalError if it has another form or names an unknown key."""
     known = keys_of(Config)
     decisions = {}
     for name, written in stored.items():
@@ -110,12 +115,14 @@ def resolved(requested: Config, decisions: Mapping[str, Decision]) -> Config:
 
 
 def _unescaped(value: Any) -> Any:
-    """Undoes `escape` in a text, or in the texts of a list; returns other values unchanged."""
+    """Undoes `escape` in a text, or in the texts of a list or tuple, which becomes a list; returns
+    other values unchanged."""
     if isinstance(value, list | tuple):
         return [_unescaped(item) for item in value]
     if not isinstance(value, str):
         return value
 
+    # `escape` doubled the backslashes before `${` and added one: 2n + 1 become n again.
     def halved(match: re.Match[str]) -> str:
         backslashes = match[1]
         return backslashes[: len(backslashes) // 2] + "${"
@@ -125,7 +132,7 @@ def _unescaped(value: Any) -> Any:
 
 def escape(text: str) -> str:
     """Returns a text with each `${` escaped by a backslash, so that a reader of the file does not
-    take it for a reference."""
+    take it for a reference. Backslashes directly before `${` are doubled."""
 
     def doubled(match: re.Match[str]) -> str:
         backslashes = match[1]
@@ -135,8 +142,8 @@ def escape(text: str) -> str:
 
 
 def require_given(config: Any, *keys: str) -> None:
-    """Raises ShoalError, with the key's help text, for the first of these keys whose value is
-    empty."""
+    """Raises ShoalError, with the key's help text, for the first of these dotted keys whose value
+    is empty (or 0 or false). The message has the key's short form, if there is one."""
     short_forms = {alias.key: name for name, alias in aliases_of(type(config)).items()}
     for key in keys:
         if not get_value(config, key):

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from shoal.records import ShoalError
 
-TOKEN = "hf_access_token"
+HUB_TOKEN_KEY = "hf_access_token"
+"""The name of the flag whose value is the token."""
 
 
 def take_token(text: str) -> None:
@@ -18,18 +19,20 @@ def take_token(text: str) -> None:
 
 
 def redact_token(arguments: Sequence[str]) -> list[str]:
-    """Returns a command line's arguments without the hub's token; puts the token into the
-    environment."""
+    """Returns a command line's arguments with `hf_access_token=` in place of each argument that has
+    the hub's token, and puts the token into the environment (HF_TOKEN). Dashes or `+` may stand
+    before the name. ShoalError if the name has no `=`, because the next argument may be the
+    token."""
     kept = []
     for argument in arguments:
         name, equals, text = argument.partition("=")
-        if name.lstrip("-+").replace("-", "_") == TOKEN:
+        if name.lstrip("-+").replace("-", "_") == HUB_TOKEN_KEY:
             if not equals:
                 raise ShoalError(
-                    f"{TOKEN}: expected a value: write {TOKEN}=VALUE, or set HF_TOKEN in the "
-                    "environment"
+                    f"{HUB_TOKEN_KEY}: expected a value: write {HUB_TOKEN_KEY}=VALUE, or set "
+                    "HF_TOKEN in the environment"
                 )
             take_token(text)
-            argument = f"{TOKEN}="
+            argument = f"{HUB_TOKEN_KEY}="
         kept.append(argument)
     return kept

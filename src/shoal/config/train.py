@@ -79,6 +79,9 @@ class Config:
     report: ReportSection = field(default_factory=ReportSection)
 
     def __post_init__(self) -> None:
+        """Checks the values: raises ShoalError, which names the key, if values of several sections
+        contradict each other, or if `steps` is negative. The sections have checked the ranges of
+        their own values."""
         at_least(self, "", 0, "steps")
         require(
             self.optimizer.reduce_dtype == "float32" or self.model.dtype in ("auto", "bfloat16"),
@@ -228,7 +231,8 @@ class Config:
     @property
     def turns(self) -> Turns:
         """Returns what makes this run's rollouts have several turns, also if the task itself brings
-        tools or environments; '' if they have one turn."""
+        tools or environments: `environments` (environments, a rollout function or an agent), else
+        `tools`; '' if they have one turn."""
         if (
             self.environment.factory
             or self.environment.rollout

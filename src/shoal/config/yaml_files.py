@@ -20,9 +20,14 @@ def read_files(
     command: str, file: Path, is_key: Callable[[str], bool], above: tuple[Path, ...] = ()
 ) -> list[tuple[Path, list[Setting]]]:
     """Returns (file, its settings) for the files in the `defaults` of a file and for the file
-    itself, lowest first. `is_key`: True for the name of a key, whose value may be a mapping;
-    `above`: the files whose `defaults` led here, to find circles. Raises ShoalError if a file is
-    missing or cannot be read."""
+    itself, lowest first. `_self_` in `defaults` is the place of the file itself, by default the
+    last; entries `override ...` and mappings are skipped. An entry is a file in the same folder,
+    with or without its ending, or else a preset of the command. The origin of each setting is
+    `FILE:LINE`.
+
+    `is_key`: True for the name of a key, whose value may be a mapping; `above`: the files whose
+    `defaults` led here, to find circles. Raises ShoalError if a file is missing or cannot be read,
+    or leads back to itself."""
     if file in above:
         through = ""
         if above[-1] != file:
@@ -68,8 +73,9 @@ def _file_beside(file: Path, name: str) -> Path | None:
 
 
 def flat_values(file: Path) -> dict[str, Any]:
-    """Returns a file's values by dotted name; {} if it is empty. Raises ShoalError if the file does
-    not exist or is not YAML of names and values."""
+    """Returns a file's values by dotted name, in YAML's types; {} if it is empty. Non-empty
+    mappings are always flattened. Raises ShoalError if the file does not exist or is not YAML of
+    names and values."""
     try:
         is_empty = not file.read_bytes().strip()
     except OSError as error:
@@ -84,8 +90,10 @@ def flat_values(file: Path) -> dict[str, Any]:
 
 
 def _leaves(file: Path, is_key: Callable[[str], bool]) -> list[tuple[str, Any, int]]:
-    """Returns (dotted name, value, line) for every value in a YAML file. Raises ShoalError if it is
-    empty or cannot be read."""
+    """Returns (dotted name, value, line) for every value in a YAML file; lines count from 1. The
+    value of a key (`is_key` is true for its name) may be a mapping; other mappings are flattened
+    unless they are empty. Raises ShoalError if the file is empty or cannot be read, or sets a name
+    twice."""
     import yaml
 
     try:
@@ -116,11 +124,12 @@ def _walk(
     loader: Any, node: Any, head: str, is_key: Callable[[str], bool], lines: dict[str, int]
 ) -> Any:
     """Yields (dotted name, value, line) for every value below a YAML node; the value of a key may
-    be a mapping. `head`: what to put before each name. `lines`: name -> line so far, which is added
-    to; ValueError if a name is set twice."""
+    be a mapping. `loader`: makes values from nodes; `head`: what to put before each name, '' or
+    `section.`; `is_key`: as in `_leaves`. `lines`: name -> line so far, which is added to;
+    ValueError if a name is set twice."""
     import yaml
 
-    loader.flatten_mapping(node)
+    loader.flatten_mapping(node)  # puts in place what a YAML merge key, `<<: *anchor`, refers to
     for key_node, value_node in node.value:
         name = f"{head}{loader.construct_object(key_node)}"
         line = key_node.start_mark.line + 1
@@ -143,9 +152,10 @@ closed."""
 def interpolate(name: str, value: Any, get: Callable[[str], Any]) -> Any:
     """Returns a value with its references replaced: `${other.name}`, `${.sibling}`,
     `${oc.env:NAME,default}` and `${oc.select:name,default}`; `\\${` becomes a plain `${`. A value
-    that is one single reference gets the referred value in its own type. `name`: the name of the
-    value; `get` returns the value of a name and raises KeyError if there is none. Raises ShoalError
-    if a reference has no value."""
+    that is one single reference gets the referred value in its own type; in a longer text the value
+    becomes text. Of a list the items are replaced; values that are no text are returned unchanged.
+    `name`: the dotted name of the value; `get` returns the value of a name and raises KeyError if
+    there is none. Raises ShoalError if a reference has no value."""
     if isinstance(value, list):
         return [interpolate(name, item, get) for item in value]
     if not isinstance(value, str):
@@ -171,9 +181,10 @@ def interpolate(name: str, value: Any, get: Callable[[str], Any]) -> Any:
 
 def _referred(name: str, reference: str, get: Callable[[str], Any]) -> Any:
     """Returns the value that a reference in the value of `name` stands for; ShoalError if there is
-    none."""
+    none, or if it is None. `reference`: the text between `${` and `}`; `get`: as in `interpolate`.
+    Only `oc.env` and `oc.select` may have a default, a text after a comma."""
     resolver, colon, arguments = reference.partition(":")
-    if not colon:
+    if not colon:  # `${other.name}`
         resolver, arguments = "", reference
     wanted, comma, default = arguments.partition(",")
     wanted = wanted.strip()

@@ -101,6 +101,8 @@ class MeshSection:
     platform."""
 
     def __post_init__(self) -> None:
+        """Checks the values: raises ShoalError, which names the key, if an axis or a number of
+        processes is out of its range, or a compiler option is not NAME=VALUE."""
         for option in self.compiler_options:
             require("=" in option, "mesh.compiler_options", option, "NAME=VALUE")
         at_least(self, "mesh.", 0, "sampler_tensor", note="auto")
@@ -170,6 +172,8 @@ class SamplerSection:
     and Ray's workers."""
 
     def __post_init__(self) -> None:
+        """Checks the values: raises ShoalError, which names the key, if a number is out of its
+        range, or an entry of `resources` is not NAME=VALUE with a number."""
         at_least(self, "sampler.", 1, "workers", "devices_per_worker")
         at_least(self, "sampler.", 0, "restarts")
         at_least(self, "sampler.", 0, "stall_seconds", note="auto")
@@ -196,7 +200,8 @@ class SamplerSection:
 
     @property
     def asked(self) -> Mapping[str, float]:
-        """Returns `resources` as a mapping from names to amounts."""
+        """Returns `resources` as a mapping from names to amounts, `GPU=1` as {"GPU": 1.0}; of
+        several entries of one name the last counts."""
         return {
             name: float(value)
             for name, _, value in (entry.partition("=") for entry in self.resources)
@@ -204,7 +209,7 @@ class SamplerSection:
 
 
 def _is_amount(entry: str) -> bool:
-    """True if a text is NAME=VALUE with a finite number of 0 or more."""
+    """True if a text is NAME=VALUE with a name and a finite number of 0 or more."""
     name, _, value = entry.partition("=")
     try:
         return bool(name) and 0 <= float(value) < math.inf
@@ -273,6 +278,8 @@ class VllmSection:
     each load of weights; 0 for 1e-3 in float32 and 0.1 in other types."""
 
     def __post_init__(self) -> None:
+        """Checks the values: raises ShoalError, which names the key, if `memory` or `tolerance` is
+        out of its range, or an address is not HTTP."""
         require(
             0 <= self.memory <= 1,
             "vllm.memory",

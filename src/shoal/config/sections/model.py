@@ -30,6 +30,8 @@ class LoraSection:
     and targets hold."""
 
     def __post_init__(self) -> None:
+        """Checks the values: raises ShoalError, which names the key, if the rank or alpha is out of
+        its range, or no targets are named."""
         at_least(self, "model.lora.", 0, "rank", note="all weights are trained")
         require(self.alpha > 0, "model.lora.alpha", self.alpha, "a number above 0")
         require(
@@ -101,6 +103,8 @@ class ModelSection:
     everything."""
 
     def __post_init__(self) -> None:
+        """Checks the values: raises ShoalError, which names the key, if 8-bit weights are asked for
+        with float16."""
         require(
             self.quantise == "none" or self.dtype != "float16",
             "model.quantise",

@@ -41,6 +41,8 @@ class OptimizerSection:
     are in float32. bfloat16 halves what moves; it needs a computation in bfloat16."""
 
     def __post_init__(self) -> None:
+        """Checks the values: raises ShoalError, which names the key, if a number is out of its
+        range."""
         at_least(self, "optimizer.", 0, "lr", "eps", "warmup_steps", "weight_decay")
         at_least(self, "optimizer.", 0, "clip_grad_norm", note="off")
         require(0 <= self.beta1 < 1, "optimizer.beta1", self.beta1, "a number in [0, 1)")

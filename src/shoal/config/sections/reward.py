@@ -41,6 +41,8 @@ class JudgeSection:
     the same rewards; empty for none."""
 
     def __post_init__(self) -> None:
+        """Checks the values: raises ShoalError, which names the key, if the range of scores is not
+        two ascending numbers, a number is out of its range, or `cache` is a URL."""
         low_high = self.score_range
         require(
             len(low_high) == 2 and low_high[0] < low_high[1],
@@ -93,6 +95,8 @@ class RewardSection:
     judge: JudgeSection = field(default_factory=JudgeSection)
 
     def __post_init__(self) -> None:
+        """Checks the values: raises ShoalError, which names the key, if a number is out of its
+        range, or `weights` and `functions` differ in number."""
         require(
             self.timeout_seconds > 0,
             "reward.timeout_seconds",

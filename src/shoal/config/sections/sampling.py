@@ -73,6 +73,8 @@ class SamplingSection:
     completions are sampled at once. The rest is for what programs need besides."""
 
     def __post_init__(self) -> None:
+        """Checks the values: raises ShoalError, which names the key, if a number is out of its
+        range."""
         at_least(self, "sampling.", 0, "temperature", note="greedy")
         at_least(self, "sampling.", 0, "top_k", note="off")
         require(0 < self.top_p <= 1, "sampling.top_p", self.top_p, "a number in (0, 1]")

@@ -102,6 +102,8 @@ class EnvironmentSection:
     for tools. 0: as many as there are places."""
 
     def __post_init__(self) -> None:
+        """Checks the values: raises ShoalError, which names the key, if a number is out of its
+        range, or `rollout` or `agent` is given beside another kind of tools or environment."""
         at_least(self, "environment.", 1, "max_turns", "result_bytes", "workers")
         at_least(self, "environment.", 0, "memory_gib", "rollouts")
         for name in ("rollout", "agent"):
@@ -177,6 +179,8 @@ class TaskSection:
     """countdown: how many numbers may be combined to reach the target."""
 
     def __post_init__(self) -> None:
+        """Checks the values: raises ShoalError, which names the key, if `name` is no name of a
+        task, a number is out of its range, or an entry of `columns` is not wanted=theirs."""
         door = DOORS.get(self.name.partition(":")[0])
         require(door is None, "task.name", self.name, door or "")
         require(

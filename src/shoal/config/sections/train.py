@@ -48,6 +48,9 @@ class TrainSection:
     training, does: stop saves a checkpoint and ends the run with the warning as its error."""
 
     def __post_init__(self) -> None:
+        """Checks the values: raises ShoalError, which names the key, if a number is out of its
+        range, or `max_staleness` does not allow the interval and versions of the sampler's
+        weights."""
         require(
             0 <= self.retire_above <= 1,
             "train.retire_above",
@@ -89,6 +92,8 @@ class CheckpointSection:
     training waits."""
 
     def __post_init__(self) -> None:
+        """Checks the values: raises ShoalError, which names the key, if a number is out of its
+        range."""
         at_least(self, "checkpoint.", 0, "every", note="only the last step")
         at_least(self, "checkpoint.", 1, "keep_last")
         at_least(self, "checkpoint.", 0, "keep_best", note="off")
@@ -130,6 +135,8 @@ class ReportSection:
     Perfetto."""
 
     def __post_init__(self) -> None:
+        """Checks the values: raises ShoalError, which names the key, if `completions_every` or a
+        step of `profile` is out of its range."""
         require(
             self.completions_every >= 0,
             "report.completions_every",

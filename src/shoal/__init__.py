@@ -139,7 +139,9 @@ def evaluate(
 
 
 def diff(run: Any, other: Any) -> dict[str, Any]:
-    """Compares two run folders, prints what differs and returns it, like `shoal diff`."""
+    """Compares two runs, prints what differs and the likely cause, and returns the comparison, like
+    `shoal diff`. `run`, `other`: run folders, as paths or texts, or what the command accepts in
+    their place, like `last`. Raises ShoalError if there is no such run."""
     from shoal.commands.diff import diff
     from shoal.config.commands import DiffConfig
 

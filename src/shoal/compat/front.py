@@ -92,8 +92,8 @@ def find_row(
     """Returns the row of the tables for a name, None if there is none that the command accepts. For
     a name that Shoal has too, `value` decides whose name it is; without a value (None) it is
     Shoal's. If several systems have the name, the row of the system `likely` is preferred ('' for
-    no preference). `patterns`: also match that system's patterns. A name below a flag without
-    effect, like `accelerator_config.split_batches`, has the row of `_rows_above`."""
+    no preference). `patterns`: also match that system's patterns. A dotted name that is not in the
+    tables has a row if one of its parents is idle or refused (`_rows_above`)."""
     order = sorted(SYSTEMS, key=lambda system: system != likely)
     rows = [_EXACT[system][name] for system in order if name in _EXACT[system]]
     if patterns and likely:
@@ -242,13 +242,31 @@ def translate(config_type: type, layers: Sequence[Layer]) -> Translation:
             draft.errors.append(f"{uses[-1].where}{error}")
     effects = [draft.add_rule(rule, by_rule[rule]) for rule in RULES if rule in by_rule]
 
-    # A rule reads final values of keys, so the layers are merged anew after each rule.
     merged = Merged(config_type, draft.layers())
     errors = [*draft.errors, *merged.errors]
+    merged, errors_of_rules = _apply_rules(draft, merged, effects)
+    errors += errors_of_rules
+
+    became: list[tuple[str, bool]] = []
+    values, errors_of_values = merged.values_and_errors()
+    if not errors and not errors_of_values:
+        became = _became(draft, merged, values)
+    return Translation(
+        merged.layers, errors, _recipe_notes(config_type, layers, draft.uses), became
+    )
+
+
+def _apply_rules(
+    draft: Draft, merged: Merged, effects: Sequence[Effect]
+) -> tuple[Merged, list[str]]:
+    """Calls the rules of these effects in their order, and puts the values that a rule returns into
+    the settings of its effect. A rule is not called if higher settings set all its keys. Returns
+    (the layers merged with these values, the messages of rules that raised ShoalError). `merged`:
+    the layers of `draft`, merged before any rule."""
+    errors = []
     for effect in effects:
         positions = _positions(merged)
-        # Keys of the rule that no higher setting sets -> the origin of the rule's setting. Without
-        # such keys the rule is not called.
+        # Keys of the rule that no higher setting sets -> the origin of the rule's setting.
         free = {}
         for placed in effect.settings:
             key = placed.setting.key
@@ -264,17 +282,11 @@ def translate(config_type: type, layers: Sequence[Layer]) -> Translation:
                 value = values.get(placed.setting.key, NO_VALUE)
                 placed.setting = replace(placed.setting, value=value)
             effect.applies = True
-            merged = Merged(config_type, draft.layers())
+            # Merged anew, because the next rule reads the final values of keys.
+            merged = Merged(draft.config_type, draft.layers())
         except ShoalError as error:
             errors.append(with_origins(str(error), merged.origins | free))
-
-    became: list[tuple[str, bool]] = []
-    values, errors_of_values = merged.values_and_errors()
-    if not errors and not errors_of_values:
-        became = _became(draft, merged, values)
-    return Translation(
-        merged.layers, errors, _recipe_notes(config_type, layers, draft.uses), became
-    )
+    return merged, errors
 
 
 def _positions(merged: Merged) -> dict[int, int]:
@@ -391,23 +403,27 @@ class Draft:
             effect = self.add_effect([use], flag.meaning, has_line=not is_off_in_file)
             effect.flags = {name: "..." if name == HUB_TOKEN_KEY else text}
             return
-        value = use.setting.value
-        values: Values
-        if flag.item and isinstance(value, list):
-            items = [flag.item(item) if isinstance(item, str) else item for item in value]
-            values = {flag.keys[0]: items}
-        elif flag.read:
-            values = flag.read(name, text)
-        else:
-            keys = keys_of(self.config_type)
-            is_list = all(keys[key].is_list for key in flag.keys if key in keys)
-            values = {flag.keys[0]: value if is_list else text}
+        values = self._read_alone(use)
         has_meaning = flag.has_tail and not flag.is_quiet
         effect = self.add_effect(
             [use], flag.meaning if has_meaning else "", has_line=not flag.is_quiet
         )
         for key, value in values.items():
             self._add_setting(effect, use, key, value)
+
+    def _read_alone(self, use: FlagUse) -> Values:
+        """Returns the values of keys, by dotted key, that a flag has by its own `item` or `read`,
+        or, if it only renames a key, its value for this key. Raises ShoalError if `item` or `read`
+        refuses the value."""
+        flag, value = use.flag, use.setting.value
+        if flag.item and isinstance(value, list):
+            items = [flag.item(item) if isinstance(item, str) else item for item in value]
+            return {flag.keys[0]: items}
+        if flag.read:
+            return flag.read(use.name, use.text)
+        keys = keys_of(self.config_type)
+        is_list = all(keys[key].is_list for key in flag.keys if key in keys)
+        return {flag.keys[0]: value if is_list else use.text}
 
     def add_group(self, read: Group, uses: Sequence[FlagUse]) -> None:
         """Adds the effect of flags that `read` reads together. A flag in a low layer no longer
@@ -579,6 +595,7 @@ def _became(draft: Draft, merged: Merged, values: Mapping[str, Any]) -> list[tup
             position = positions[id(setting)]
             highest = merged.in_effect.get(setting.key, -1)
             is_set = setting.value is not NO_VALUE
+            # A lower setting counts only for PROMPT_KEYS, or if this one has no value.
             if highest > position or (is_set and highest != position):
                 overruled.append(setting)
             elif is_set and _is_mentioned(position, merged, values):
@@ -664,8 +681,8 @@ def _recipe_notes(config_type: type, layers: Sequence[Layer], uses: Sequence[Fla
 
 def in_their_names(message: str, resolved: Resolved) -> str:
     """Returns a message with, for each key that it mentions, the flag or the line of a file that
-    set the key. If most flags that the user typed are of one system, its names for the other keys
-    mentioned are added. Unchanged if there is nothing to add.
+    set the key. If one system has more of the names that the user typed than any other, its names
+    for the other keys mentioned are added. Unchanged if there is nothing to add.
 
     >>> in_their_names("set batch.group_size lower", resolved)
     'set batch.group_size lower (batch.group_size: --num_generations)'

@@ -530,6 +530,15 @@ def trl_staleness(given: Given, get: Get) -> tuple[Values, str]:
     return values, "; ".join(reasons)
 
 
+def _training_rows(get: Get) -> int:
+    """Reads the data of the task that the keys name, and returns the number of its training rows.
+    Raises ShoalError if the data cannot be used."""
+    settings = {field.name: get(f"task.{field.name}") for field in fields(TaskSection)}
+    task = TaskSection(**settings)
+    # The rewards do not change the rows, so those of the run are not needed.
+    return len(load_by_name(task, RewardSection()).train)
+
+
 def epochs(given: Given, get: Get) -> tuple[Values, str]:
     """Converts the length of a run in verl and TRL, a number of passes over the training rows
     (without those held out), to steps, at least 1. As there, the steps of an epoch are rounded up
@@ -551,10 +560,7 @@ def epochs(given: Given, get: Get) -> tuple[Values, str]:
             f"read; set steps to {exact(epochs)} x {steps_of_epoch}"
         )
         return {}, said
-    settings = {field.name: get(f"task.{field.name}") for field in fields(TaskSection)}
-    task = TaskSection(**settings)
-    # The rewards do not matter for the number of rows.
-    rows = len(load_by_name(task, RewardSection()).train)
+    rows = _training_rows(get)
 
     def steps_of(prompts: int) -> int:
         """Returns the number of steps in the run if a step has this many prompts."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -416,7 +416,7 @@ def check_names(merged: Merged) -> tuple[list[str], list[str]]:
             key = setting.key
             is_unset = not setting.of_rule and text_of(setting.value) == "0"
             if key in PROMPT_KEYS and not is_stored_run and not is_unset:
-                key = PROMPT_KEYS[0]
+                key = PROMPT_KEYS[0]  # so that the two are compared
             before = latest.get(key)
             latest[key] = setting
             if before is None or not _differ(before, setting):
@@ -429,17 +429,20 @@ def check_names(merged: Merged) -> tuple[list[str], list[str]]:
                     f"{setting.name}"
                 )
                 continue
-            is_set_above = False
-            for two_names_key in (before.key, setting.key):
-                is_set = two_names_key in merged.in_effect
-                if is_set and merged.layer_index(two_names_key) > layer_index:
-                    is_set_above = True
-            if not is_set_above:
+            if not _are_set_above(merged, (before.key, setting.key), layer_index):
                 where = f"{layer.file}: " if layer.file else ""
                 errors.append(
                     f"{where}{before.name} and {setting.name} both set {what}; write one of them"
                 )
     return notes, errors
+
+
+def _are_set_above(merged: Merged, keys: Iterable[str], layer_index: int) -> bool:
+    """True if a higher layer than that of `layer_index` sets one of these keys."""
+    for key in keys:
+        if key in merged.in_effect and merged.layer_index(key) > layer_index:
+            return True
+    return False
 
 
 def _differ(before: Setting, setting: Setting) -> bool:

@@ -17,7 +17,17 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from shoal.config.foreign import NOTHING, OFF, Flag, Given, Group, Reader, Rule, Values, Yielding
+from shoal.config.foreign import (
+    NOTHING,
+    OFF,
+    Flag,
+    FlagTexts,
+    Group,
+    KeyValues,
+    Reader,
+    Rule,
+    Yielding,
+)
 from shoal.records import ShoalError
 
 Chosen = TypeVar("Chosen")
@@ -109,7 +119,7 @@ def only(meaning: str, *texts: str, names: str) -> list[Flag]:
 def each(*keys: str) -> Reader:
     """Returns a reader that gives each of the keys the flag's text, unchanged, as its value."""
 
-    def read(name: str, text: str) -> Values:
+    def read(name: str, text: str) -> KeyValues:
         return dict.fromkeys(keys, text)
 
     return read
@@ -119,7 +129,7 @@ def optional(key: str, none: str = "0") -> Reader:
     """Returns a reader that gives `key` the flag's text, or the text `none` if the flag is None
     (one of NOTHING, in any case)."""
 
-    def read(name: str, text: str) -> Values:
+    def read(name: str, text: str) -> KeyValues:
         if text.lower() in NOTHING:
             return {key: none}
         return {key: text}
@@ -131,7 +141,7 @@ def least_zero(key: str) -> Reader:
     """Returns a reader that gives `key` the flag's text; -1 becomes 0, other numbers below 0
     stay."""
 
-    def read(name: str, text: str) -> Values:
+    def read(name: str, text: str) -> KeyValues:
         if text == "-1":
             return {key: "0"}
         return {key: text}
@@ -139,11 +149,11 @@ def least_zero(key: str) -> Reader:
     return read
 
 
-def if_true(values: Values, other: Values) -> Reader:
+def if_true(values: KeyValues, other: KeyValues) -> Reader:
     """Returns a reader of a switch: `values` if it is true, `other` if it is off; it raises
     ShoalError for a text that is neither."""
 
-    def read(name: str, text: str) -> Values:
+    def read(name: str, text: str) -> KeyValues:
         if to_bool(name, text):
             return values
         return other
@@ -155,17 +165,17 @@ def listed(key: str) -> Reader:
     """Returns a reader that gives `key` the items of the flag's text, as a list: `[a,b]` and `a,b`
     become two items."""
 
-    def read(name: str, text: str) -> Values:
+    def read(name: str, text: str) -> KeyValues:
         return {key: items_of(text)}
 
     return read
 
 
-def one_of(options: Mapping[str, Values]) -> Reader:
+def one_of(options: Mapping[str, KeyValues]) -> Reader:
     """Returns a reader of a flag that has one of these texts: `options` is text -> values of keys.
     The reader raises ShoalError for other texts."""
 
-    def read(name: str, text: str) -> Values:
+    def read(name: str, text: str) -> KeyValues:
         return value_of_option(name, text, options)
 
     return read
@@ -185,7 +195,7 @@ def read_bounds(both: str, low: str, high: str) -> Group:
     own flag is not given or empty. A bound that no flag gives is not set. Names are without their
     sections. The reader raises ShoalError for a text that is no finite number."""
 
-    def read_clip(given: Given) -> Values:
+    def read_clip(given: FlagTexts) -> KeyValues:
         """Returns the clip bounds that the given flags set."""
         named = last_part(given)
         values = {}
@@ -202,7 +212,7 @@ def read_bounds(both: str, low: str, high: str) -> Group:
 LORA = "model.lora.rank model.lora.alpha model.lora.targets model.lora.rslora"
 
 
-def lora_values(rank: str, alpha: str, targets: str = "all-linear") -> Values:
+def lora_values(rank: str, alpha: str, targets: str = "all-linear") -> KeyValues:
     """Returns the values of LoRA's rank, alpha and targets for these texts of flags, which are not
     checked; `targets`: names separated by commas."""
     return {
@@ -226,7 +236,7 @@ KNOWN_TASKS = {
 """Other systems' names of data sets -> the task of Shoal."""
 
 
-def read_data_set(name: str, text: str) -> Values:
+def read_data_set(name: str, text: str) -> KeyValues:
     """Reads a flag that names a data set: returns the task of Shoal that it is (KNOWN_TASKS), else
     task=custom with the name as its path. Data in the flag `hf_path`, that of MaxText's demo, has
     rows like GSM8K's, so it gets the task gsm8k unless another flag names one. Also resets the
@@ -290,7 +300,7 @@ def items_of(text: str) -> list[str]:
     return items
 
 
-def last_part(given: Given) -> dict[str, str]:
+def last_part(given: FlagTexts) -> dict[str, str]:
     """Returns the flags' texts by the last part of their dotted names:
     `{"actor.optim.lr": "1"}` -> `{"lr": "1"}`."""
     return {name.rpartition(".")[2]: text for name, text in given.items()}

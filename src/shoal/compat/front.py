@@ -25,11 +25,11 @@ from shoal.config.foreign import (
     NOTHING,
     OFF,
     Flag,
-    Given,
+    FlagTexts,
     Group,
+    KeyValues,
     Rule,
     Translation,
-    Values,
     Yielding,
 )
 from shoal.config.key import keys_of, shown, text_of
@@ -201,7 +201,7 @@ class Effect:
     the parts of the line about them that --dry-run shows. With `has_line` the line is also shown at
     the start of a run."""
 
-    flags: Given  # name -> text, as the line shows them
+    flags: FlagTexts  # name -> text, as the line shows them
     last: tuple[int, int]  # the layer and the index of the last of the flags
     meaning: str = ""
     has_line: bool = False
@@ -411,7 +411,7 @@ class Draft:
         for key, value in values.items():
             self._add_setting(effect, use, key, value)
 
-    def _read_alone(self, use: FlagUse) -> Values:
+    def _read_alone(self, use: FlagUse) -> KeyValues:
         """Returns the values of keys, by dotted key, that a flag has by its own `item` or `read`,
         or, if it only renames a key, its value for this key. Raises ShoalError if `item` or `read`
         refuses the value."""
@@ -537,12 +537,12 @@ class Draft:
         return False
 
 
-def _read(read: Group, uses: Sequence[FlagUse]) -> Values:
+def _read(read: Group, uses: Sequence[FlagUse]) -> KeyValues:
     """Calls the reader of a group with the names and texts of these flags; returns its values."""
     return read({use.name: use.text for use in uses})
 
 
-def _read_without(read: Group, uses: Sequence[FlagUse], use: FlagUse) -> Values:
+def _read_without(read: Group, uses: Sequence[FlagUse], use: FlagUse) -> KeyValues:
     """Returns the values that a group of flags has if one of them, `use`, is left out; {} if it
     cannot be left out, because it is the only one or the others are refused without it."""
     if len(uses) == 1:

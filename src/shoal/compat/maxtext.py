@@ -10,8 +10,8 @@ from collections.abc import Callable
 from shoal.compat import flags, rules
 from shoal.compat.flags import (
     Flag,
-    Given,
-    Values,
+    FlagTexts,
+    KeyValues,
     derived,
     grouped,
     idle,
@@ -27,18 +27,18 @@ from shoal.records import ShoalError
 read_clip = flags.read_bounds("grpo_epsilon", "", "epsilon_high")
 
 
-def read_profiler(name: str, text: str) -> Values:
+def read_profiler(name: str, text: str) -> KeyValues:
     """Reads the switch of the profiler: three steps are profiled if it is on."""
     if text not in ("xplane", ""):
         raise ShoalError(f"{name}={text}: expected xplane, or nothing for off")
     return {"report.profile": ["2", "3", "4"] if text else []}
 
 
-def parallelism(key: str) -> Callable[[str, str], Values]:
+def parallelism(key: str) -> Callable[[str, str], KeyValues]:
     """Returns a reader (name, text) -> values of a flag with a number of devices or slices, which
     sets `key`; -1 (auto) becomes 1. The reader raises ShoalError for other numbers below 1."""
 
-    def read(name: str, text: str) -> Values:
+    def read(name: str, text: str) -> KeyValues:
         if text == "-1":
             return {key: "1"}
         return {key: str(flags.to_int(name, text))}
@@ -67,7 +67,7 @@ _PRODUCTS: dict[str, tuple[str, ...]] = {
 """Ends of paths in Tunix's and MaxText's models -> the names of the matrices here."""
 
 
-def read_lora(given: Given) -> Values:
+def read_lora(given: FlagTexts) -> KeyValues:
     """Converts MaxText's flags of an adapter (name -> text) to model.lora, as `read_adapter` does;
     without enable_lora nothing is set."""
     is_on = flags.to_bool("enable_lora", flags.last_part(given).get("enable_lora", "false"))
@@ -76,7 +76,7 @@ def read_lora(given: Given) -> Values:
     return read_adapter(given)
 
 
-def read_adapter(given: Given) -> Values:
+def read_adapter(given: FlagTexts) -> KeyValues:
     """Converts an adapter's rank and alpha, which must be given, and module_path, to
     model.lora.rank, alpha and targets. module_path is a regular expression over paths in Tunix's
     and MaxText's models; the matrices that it matches become the targets, all of them without it.
@@ -115,7 +115,7 @@ def _is_matched(pattern: str, path: str) -> bool:
     return False
 
 
-def read_mesh(given: Given) -> Values:
+def read_mesh(given: FlagTexts) -> KeyValues:
     """Converts Tunix's meshes, `(FSDP,TENSOR)` for each role, to mesh.fsdp and mesh.tensor.
     ShoalError if roles have different ones, or if one is not two sizes. The mesh of model_config
     counts only if no role has its own."""
@@ -142,28 +142,28 @@ def _under_lora(name: str) -> tuple[str, str]:
 
 
 # No norm is passed for sequence-mean-token-sum-norm, so it is seq-mean-token-sum here.
-_AGGREGATIONS: dict[str, Values] = {
+_AGGREGATIONS: dict[str, KeyValues] = {
     "token-mean": {"algorithm.aggregation": "token-mean"},
     "sequence-mean-token-mean": {"algorithm.aggregation": "seq-mean-token-mean"},
     "sequence-mean-token-scale": {"algorithm.aggregation": "seq-mean-token-sum-norm"},
     "seq-mean-token-sum": {"algorithm.aggregation": "seq-mean-token-sum"},
     "sequence-mean-token-sum-norm": {"algorithm.aggregation": "seq-mean-token-sum"},
 }
-_KL_MODES: dict[str, Values] = {
+_KL_MODES: dict[str, KeyValues] = {
     "kl": {"algorithm.kl": "k1"},
     "mse_kl": {"algorithm.kl": "k2"},
     "low_var_kl": {"algorithm.kl": "k3"},
 }
-_ESTIMATORS: dict[str, Values] = {
+_ESTIMATORS: dict[str, KeyValues] = {
     "grpo": {"algorithm.advantage": "grpo"},
     "drgrpo": {"algorithm.advantage": "dr_grpo"},
     "rloo": {"algorithm.advantage": "rloo"},
 }
-_TUNIX_LOSSES: dict[str, Values] = {
+_TUNIX_LOSSES: dict[str, KeyValues] = {
     name: {"algorithm.loss": name} for name in ("grpo", "gspo-token")
 }
 _BOTH = flags.each("algorithm.clip_low", "algorithm.clip_high")
-_LOSSES: dict[str, Values] = {
+_LOSSES: dict[str, KeyValues] = {
     name: {"algorithm.loss": name} for name in ("grpo", "gspo-token", "gspo")
 }
 _PROMPTS = "prompts on each of the trainer's devices, each with num_generations completions"

@@ -23,7 +23,7 @@ from shoal.compat.flags import (
     to_int,
     value_of_option,
 )
-from shoal.config.foreign import NOTHING, Get, Given, Rule, Values
+from shoal.config.foreign import NOTHING, FlagTexts, GetValue, KeyValues, Rule, Sentence
 from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.task import TaskSection
 from shoal.config.train import samples_for_pass_k
@@ -32,7 +32,7 @@ from shoal.tasks.task import load_by_name
 from shoal.text import count, exact
 
 
-def last_of(given: Given) -> tuple[str, str]:
+def last_of(given: FlagTexts) -> tuple[str, str]:
     """Returns (name, text) of the flag that was given last: of several names for one thing the last
     counts."""
     return list(given.items())[-1]
@@ -41,7 +41,7 @@ def last_of(given: Given) -> tuple[str, str]:
 # ---- lengths and devices
 
 
-def maxtext_lengths(given: Given, get: Get) -> tuple[Values, str]:
+def maxtext_lengths(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts MaxText's and Tunix's max_target_length, which counts prompt and completion
     together, to sampling.max_completion_tokens. ShoalError if nothing is left for a completion."""
     prompt = get("sampling.max_prompt_tokens")
@@ -52,11 +52,11 @@ def maxtext_lengths(given: Given, get: Get) -> tuple[Values, str]:
             f"{name}={text}: expected more than max_prefill_predict_length={prompt} "
             "(sampling.max_prompt_tokens), since it counts prompt and completion together"
         )
-    said = f"prompt and completion together, less {prompt} for the prompt"
-    return {"sampling.max_completion_tokens": str(completion)}, said
+    sentence = f"prompt and completion together, less {prompt} for the prompt"
+    return {"sampling.max_completion_tokens": str(completion)}, sentence
 
 
-def maxtext_devices(given: Given, get: Get) -> tuple[Values, str]:
+def maxtext_devices(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts MaxText's flags about devices. trainer_devices_fraction and sampler_devices_fraction
     become mesh.trainer and mesh.sampler: shares of all devices, of which the trainer gets the first
     and the sampler the last. If both shares are 1.0, both use the same devices; ShoalError if they
@@ -90,11 +90,11 @@ def maxtext_devices(given: Given, get: Get) -> tuple[Values, str]:
     replicas = to_int("inference_replicas", given.get("inference_replicas", "1"))
     values["mesh.sampler_tensor"] = str(replica_size)
     if "mesh.sampler" in values:
-        said = (
+        sentence = (
             f"each sampler over {count(replica_size, 'device')}; how many there are follows from "
             "sampler_devices_fraction"
         )
-        return values, said
+        return values, sentence
     if get("mesh.fsdp") != -1:
         trainer_devices = math.prod(get(f"mesh.{axis}") for axis in AXES)
         values.setdefault("mesh.trainer", str(trainer_devices))
@@ -102,25 +102,25 @@ def maxtext_devices(given: Given, get: Get) -> tuple[Values, str]:
     return values, f"{count(replicas, 'sampler')}, each over {count(replica_size, 'device')}"
 
 
-def maxtext_pathways(given: Given, get: Get) -> tuple[Values, str]:
+def maxtext_pathways(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts MaxText's switch for Pathways to mesh.pathways. If no devices of roles are set, the
     sentence says that here all roles then share all devices, while in MaxText the sampler has four
     devices of its own."""
     name, text = last_of(given)
-    said = ""
+    sentence = ""
     if to_bool(name, text) and not (get("mesh.trainer") or get("mesh.sampler")):
-        said = (
+        sentence = (
             "all roles share all devices; inference_devices_per_replica=4 "
             "inference_replicas=1, MaxText's defaults, give the sampler 4 of its own"
         )
-    return {"mesh.pathways": text}, said
+    return {"mesh.pathways": text}, sentence
 
 
 AXES = ("data", "fsdp", "context", "tensor")
 """Axes of the trainer's mesh. `shoal.mesh` has them too, but imports JAX."""
 
 
-def sampler_tensor(given: Given, get: Get) -> tuple[Values, str]:
+def sampler_tensor(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts the number of devices that share a sampler (MaxText, TRL, verl) to
     mesh.sampler_tensor, with sampler.kind=vllm to sampler.devices_per_worker; -1 and 1 leave it
     open (0). Scripts often set it for a machine with eight devices, so it is dropped if the
@@ -132,19 +132,19 @@ def sampler_tensor(given: Given, get: Get) -> tuple[Values, str]:
         return {"mesh.sampler_tensor": "0"}, ""
     size = to_int(name, text)
     if get("sampler.kind") == "vllm":
-        said = f"each server over {count(size, 'device')}"
-        return {"sampler.devices_per_worker": str(size)}, said
+        sentence = f"each server over {count(size, 'device')}"
+        return {"sampler.devices_per_worker": str(size)}, sentence
     devices = _sampler_devices(get)
     if devices and devices % size:
-        said = (
+        sentence = (
             f"it does not divide the sampler's {count(devices, 'device')}; mesh.fsdp=-1 takes all "
             "devices"
         )
-        return {}, said
+        return {}, sentence
     return {"mesh.sampler_tensor": str(size)}, f"each sampler over {count(size, 'device')}"
 
 
-def sampler_memory(given: Given, get: Get) -> tuple[Values, str]:
+def sampler_memory(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts the share of a GPU that vLLM takes (TRL, verl, MaxText), as `torchrl_memory` does.
     It becomes the share of Shoal's own sampler only if that has devices of its own: on devices
     shared with the trainer, Shoal's share counts the trainer's weights and optimizer too, vLLM's
@@ -154,7 +154,7 @@ def sampler_memory(given: Given, get: Get) -> tuple[Values, str]:
     return torchrl_memory(given, get)
 
 
-def torchrl_memory(given: Given, get: Get) -> tuple[Values, str]:
+def torchrl_memory(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts the share of a device that vLLM takes in TorchRL, whose recipe gives the sampler
     devices of its own, to sampling.memory_share, with sampler.kind=vllm to vllm.memory. Sets
     nothing if the share is None, or if the servers of vLLM run already (no vllm.python). ShoalError
@@ -172,7 +172,7 @@ def torchrl_memory(given: Given, get: Get) -> tuple[Values, str]:
     return {key: str(share)}, ""
 
 
-def _trainer_devices(get: Get) -> int | None:
+def _trainer_devices(get: GetValue) -> int | None:
     """Returns the number of the trainer's devices: the product of the mesh's axes, or with
     mesh.fsdp=-1 what mesh.trainer names. None if the keys leave it open."""
     if get("mesh.fsdp") == -1:
@@ -180,7 +180,7 @@ def _trainer_devices(get: Get) -> int | None:
     return math.prod(get(f"mesh.{axis}") for axis in (*AXES, "dcn_data", "dcn_fsdp"))
 
 
-def _sampler_devices(get: Get) -> int | None:
+def _sampler_devices(get: GetValue) -> int | None:
     """Returns the number of the sampler's devices, which are the trainer's unless it has its own;
     None if the keys leave it open."""
     own = get("mesh.sampler")
@@ -202,7 +202,7 @@ def _listed_devices(text: str) -> int | None:
 # ---- sizes of a step, and how many there are
 
 
-def torchrl_batch(given: Given, get: Get) -> tuple[Values, str]:
+def torchrl_batch(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts TorchRL's train.dialog_turns_per_batch, the number of completions in a step (a
     dialog turn is one completion), to batch.prompts_per_step; ShoalError if it does not fill whole
     groups. env.num_envs is then how many completions are sampled at once, and becomes
@@ -210,23 +210,23 @@ def torchrl_batch(given: Given, get: Get) -> tuple[Values, str]:
     each of env.num_envs environments, which are the prompts of a step."""
     name = "train.dialog_turns_per_batch"
     if name not in given:
-        said = "prompts of a step, each with env.repeats completions"
-        return {"batch.prompts_per_step": given["env.num_envs"]}, said
+        sentence = "prompts of a step, each with env.repeats completions"
+        return {"batch.prompts_per_step": given["env.num_envs"]}, sentence
     text = given[name]
     size, group = to_int(name, text), get("batch.group_size")
     if size % group:
         raise ShoalError(f"{name}={text}: expected a multiple of batch.group_size={group}")
     values = {"batch.prompts_per_step": str(size // group)}
-    said = f"{count(size, 'completion')} a step, {group} a prompt"
+    sentence = f"{count(size, 'completion')} a step, {group} a prompt"
     if "env.num_envs" not in given:
-        return values, said
+        return values, sentence
     at_once = to_int("env.num_envs", given["env.num_envs"])
-    slots, said_slots = _slots_per_device(at_once, size, group, get)
+    slots, sentence_on_slots = _slots_per_device(at_once, size, group, get)
     values["sampling.slots_per_device"] = str(slots)
-    return values, f"{said}; {said_slots}"
+    return values, f"{sentence}; {sentence_on_slots}"
 
 
-def _slots_per_device(at_once: int, step: int, group: int, get: Get) -> tuple[int, str]:
+def _slots_per_device(at_once: int, step: int, group: int, get: GetValue) -> tuple[int, Sentence]:
     """Returns (sampling.slots_per_device, a sentence on it) so that the sampler's devices together
     sample `at_once` of the `step` completions of a step at a time, rounded up; (0, ...) if these
     are all. If the keys leave the number of devices open, each device gets `at_once` slots. There
@@ -241,7 +241,7 @@ def _slots_per_device(at_once: int, step: int, group: int, get: Get) -> tuple[in
     return slots, f"{slots * devices} at once, {slots} on each device"
 
 
-def torchrl_steps(given: Given, get: Get) -> tuple[Values, str]:
+def torchrl_steps(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts the length of a TorchRL run, which is a number of completions (dialog turns), to
     steps, rounded up. ShoalError if batch.prompts_per_device leaves the size of a step open."""
     name, text = last_of(given)
@@ -252,25 +252,25 @@ def torchrl_steps(given: Given, get: Get) -> tuple[Values, str]:
         )
     total = to_int(name, text)
     step = get("batch.prompts_per_step") * get("batch.group_size")
-    said = f"{count(step, 'completion')} a step"
+    sentence = f"{count(step, 'completion')} a step"
     if total % step:
-        said += ", rounded up"
-    return {"steps": str(-(-total // step))}, said
+        sentence += ", rounded up"
+    return {"steps": str(-(-total // step))}, sentence
 
 
-def _micro_tokens(completions: int, get: Get) -> tuple[dict[str, str], str]:
+def _micro_tokens(completions: int, get: GetValue) -> tuple[dict[str, str], Sentence]:
     """Returns ({"batch.micro_tokens": TOKENS}, a sentence on it). TOKENS is the room, as text, for
     `completions` of the longest completions with their prompts. `completions`: what other systems
     compute at once on a device."""
     tokens = get("sampling.max_prompt_tokens") + get("sampling.max_completion_tokens")
-    said = (
+    sentence = (
         f"{count(completions, 'completion')} of {tokens} tokens at once on a device: "
         "batch.micro_tokens decides memory, never the result"
     )
-    return {"batch.micro_tokens": str(completions * tokens)}, said
+    return {"batch.micro_tokens": str(completions * tokens)}, sentence
 
 
-def torchrl_micro_batch(given: Given, get: Get) -> tuple[Values, str]:
+def torchrl_micro_batch(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts TorchRL's optim_batch_size, the completions of an update (by default of a step), and
     gradient_accumulation_steps, the parts in which an update is computed, to batch.micro_tokens.
     With optim_batch_size also sets algorithm.num_minibatches: here an update has whole groups, so a
@@ -282,25 +282,25 @@ def torchrl_micro_batch(given: Given, get: Get) -> tuple[Values, str]:
     )
     step = prompts * get("batch.group_size")
     size = to_int("train.optim_batch_size", named.get("optim_batch_size", str(step)))
-    values, said = _micro_tokens(-(-size // parts), get)
+    values, sentence = _micro_tokens(-(-size // parts), get)
     if "optim_batch_size" not in named:
-        return values, said
+        return values, sentence
     theirs = max(1, step // size)
     updates = min(theirs, prompts)
     shown = f"{count(updates, 'update')} a step"
     if updates < theirs:
         shown += f" of whole groups ({theirs} there)"
     values["algorithm.num_minibatches"] = str(updates)
-    return values, f"{shown}; {said}"
+    return values, f"{shown}; {sentence}"
 
 
-def verl_micro_batch(given: Given, get: Get) -> tuple[Values, str]:
+def verl_micro_batch(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts the number of completions that a device computes at once in verl to
     batch.micro_tokens; of several flags the largest counts."""
     return _micro_tokens(max(to_int(name, text) for name, text in given.items()), get)
 
 
-def verl_mini_batches(given: Given, get: Get) -> tuple[Values, str]:
+def verl_mini_batches(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts verl's ppo_mini_batch_size, the prompts of an update, to algorithm.num_minibatches;
     if a step has fewer prompts, it is one update. In fully_async_policy a step has require_batches
     updates, which also gives batch.prompts_per_step. ShoalError if a step is no whole number of
@@ -331,7 +331,7 @@ def verl_mini_batches(given: Given, get: Get) -> tuple[Values, str]:
     return values, f"{count(prompts, 'prompt')} a step, {size} an update"
 
 
-def verl_staleness(given: Given, get: Get) -> tuple[Values, str]:
+def verl_staleness(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts flags of verl's fully_async_policy. staleness_threshold, the share of the steps
     between two weight updates that is sampled before the first of the two, becomes
     train.max_staleness (rounded up to whole steps). partial_rollout, whether completions continue
@@ -369,7 +369,7 @@ VERL_COUNTS = {
 }
 
 
-def verl_counts(given: Given, get: Get) -> tuple[Values, str]:
+def verl_counts(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts intervals that verl counts in weight updates of the sampler to steps, by the keys in
     VERL_COUNTS; there may be several steps between weight updates. -1 becomes 0."""
     each = get("train.weight_sync_interval")
@@ -382,7 +382,7 @@ def verl_counts(given: Given, get: Get) -> tuple[Values, str]:
     return values, f"counted in weight updates of the sampler there, one in {each} steps"
 
 
-def verl_rollout_steps(given: Given, get: Get) -> tuple[Values, str]:
+def verl_rollout_steps(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts the length of a run of verl's fully_async_policy, a number of prompts, to steps,
     rounded down, but at least 1."""
     name, text = last_of(given)
@@ -391,13 +391,13 @@ def verl_rollout_steps(given: Given, get: Get) -> tuple[Values, str]:
     return {"steps": str(steps)}, f"{count(prompts, 'prompt')} a step"
 
 
-def _without_nothing(given: Given) -> Given:
+def _without_nothing(given: FlagTexts) -> FlagTexts:
     """Returns the flags (name -> text) without those that are left at their default, whose text is
     one of NOTHING in any case."""
     return {name: text for name, text in given.items() if text.lower() not in NOTHING}
 
 
-def trl_batch(given: Given, get: Get) -> tuple[Values, str]:
+def trl_batch(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts TRL's batch sizes to algorithm.num_minibatches, batch.micro_tokens and
     batch.prompts_per_device, or with generation_batch_size batch.prompts_per_step. In TRL a step
     samples per_device_train_batch_size (8) x steps_per_generation completions on each device, and
@@ -424,7 +424,7 @@ def trl_batch(given: Given, get: Get) -> tuple[Values, str]:
         if whole:
             shown = f"generation_batch_size={whole}"
         raise ShoalError(f"{shown}: expected a multiple of num_generations={group}")
-    values, said = _micro_tokens(size, get)
+    values, sentence = _micro_tokens(size, get)
     values["algorithm.num_minibatches"] = str(updates)
     if whole:
         values["batch.prompts_per_step"] = str(total // group)
@@ -434,10 +434,10 @@ def trl_batch(given: Given, get: Get) -> tuple[Values, str]:
         completions = f"{total} completions a device and step, {group} a prompt"
     if updates > 1:
         completions += f" in {updates} updates"
-    return values, f"{completions}; {said}"
+    return values, f"{completions}; {sentence}"
 
 
-def _steps_per_generation(whole: int, size: int, given: Given, get: Get) -> int:
+def _steps_per_generation(whole: int, size: int, given: FlagTexts, get: GetValue) -> int:
     """Returns TRL's steps_per_generation for a generation_batch_size (`whole`): how many batches of
     `size` completions on each device it has. ShoalError if steps_per_generation is given too, if
     the number of devices is open, or if it does not divide."""
@@ -460,7 +460,7 @@ def _steps_per_generation(whole: int, size: int, given: Given, get: Get) -> int:
     return whole // (size * devices)
 
 
-def trl_updates(given: Given, get: Get) -> tuple[Values, str]:
+def trl_updates(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts the length of a TRL run, a number of updates, to steps, which may make several
     updates each, rounded up; -1 means that the number of epochs decides, and sets nothing."""
     [(name, text)] = given.items()
@@ -472,7 +472,7 @@ def trl_updates(given: Given, get: Get) -> tuple[Values, str]:
 TRL_COUNTS = {"save_steps": "checkpoint.every", "eval_steps": "train.evaluate_every"}
 
 
-def trl_counts(given: Given, get: Get) -> tuple[Values, str]:
+def trl_counts(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts TRL's numbers of updates between checkpoints and between evaluations to steps,
     rounded up, by the keys in TRL_COUNTS; a number below 1 is a share of all updates, which is
     rounded up first."""
@@ -486,23 +486,23 @@ def trl_counts(given: Given, get: Get) -> tuple[Values, str]:
     return values, _counted_in_updates(get)
 
 
-def _updates_of_a_step(get: Get) -> int:
+def _updates_of_a_step(get: GetValue) -> int:
     """Returns the number of updates in a step."""
     return get("algorithm.num_minibatches") * get("algorithm.num_epochs")
 
 
-def _updates(get: Get) -> int:
+def _updates(get: GetValue) -> int:
     """Returns the number of updates in the run."""
     return get("steps") * _updates_of_a_step(get)
 
 
-def _steps_of(name: str, text: str, least: int, get: Get) -> str:
+def _steps_of(name: str, text: str, least: int, get: GetValue) -> str:
     """Returns, as text, how many steps make this many updates, rounded up. `text`: the value of the
     flag `name`; ShoalError if it is no whole number of `least` or more."""
     return str(-(-to_int(name, text, least) // _updates_of_a_step(get)))
 
 
-def _counted_in_updates(get: Get) -> str:
+def _counted_in_updates(get: GetValue) -> str:
     """Returns a sentence that the flag counts updates, if a step makes several; else ''."""
     each = _updates_of_a_step(get)
     if each == 1:
@@ -510,7 +510,7 @@ def _counted_in_updates(get: Get) -> str:
     return f"counted in updates there, {each} to a step here"
 
 
-def trl_staleness(given: Given, get: Get) -> tuple[Values, str]:
+def trl_staleness(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts the age of samples in TRL's AsyncGRPOConfig to train.max_staleness and
     train.weight_sync_interval, in steps. There it is counted in weight updates of the sampler, one
     after each weight_sync_steps updates of the trainer. Without max_staleness only the interval is
@@ -530,7 +530,7 @@ def trl_staleness(given: Given, get: Get) -> tuple[Values, str]:
     return values, "; ".join(reasons)
 
 
-def _training_rows(get: Get) -> int:
+def _training_rows(get: GetValue) -> int:
     """Reads the data of the task that the keys name, and returns the number of its training rows.
     Raises ShoalError if the data cannot be used."""
     settings = {field.name: get(f"task.{field.name}") for field in fields(TaskSection)}
@@ -539,7 +539,7 @@ def _training_rows(get: Get) -> int:
     return len(load_by_name(task, RewardSection()).train)
 
 
-def epochs(given: Given, get: Get) -> tuple[Values, str]:
+def epochs(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts the length of a run in verl and TRL, a number of passes over the training rows
     (without those held out), to steps, at least 1. As there, the steps of an epoch are rounded up
     in supervised fine-tuning, and down in reinforcement learning. Reads the data to count its rows;
@@ -555,11 +555,11 @@ def epochs(given: Given, get: Get) -> tuple[Values, str]:
     if not (get("task.path") and path.exists()):
         a_step = "prompts of a step" if each else str(prompts)
         steps_of_epoch = f"(rows / {a_step}, rounded up)" if rounds_up else f"rows // {a_step}"
-        said = (
+        sentence = (
             "a run's length is in steps, and those of an epoch are known only when the data is "
             f"read; set steps to {exact(epochs)} x {steps_of_epoch}"
         )
-        return {}, said
+        return {}, sentence
     rows = _training_rows(get)
 
     def steps_of(prompts: int) -> int:
@@ -569,30 +569,30 @@ def epochs(given: Given, get: Get) -> tuple[Values, str]:
         return max(1, int(rows // prompts * epochs))
 
     noun = "epoch" if epochs == 1 else "epochs"
-    said = f"{exact(epochs)} {noun} of {rows:,} training rows in {path.name}"
+    sentence = f"{exact(epochs)} {noun} of {rows:,} training rows in {path.name}"
     if each and not devices:
         raise ShoalError(
             f"{name}={text} needs the number of devices, which mesh.fsdp=-1 leaves open: set "
             f"mesh.fsdp to it, or give steps in its place, {steps_of(each)} on 1 device, "
-            f"{steps_of(each * 4)} on 4, {steps_of(each * 8)} on 8 ({said}, "
+            f"{steps_of(each * 4)} on 4, {steps_of(each * 8)} on 8 ({sentence}, "
             f"{count(each, 'prompt')} a device)"
         )
     if each:
         prompts = each * (devices or 1)
     steps = steps_of(prompts)
-    said += f", {count(prompts, 'prompt')} a step"
+    sentence += f", {count(prompts, 'prompt')} a step"
     if each and devices != 1:
-        said += f" ({each} a device x {devices})"
+        sentence += f" ({each} a device x {devices})"
     wanted = round(epochs * rows)
     trained = steps * prompts
     if trained < wanted:
-        said += (
+        sentence += (
             f"; {trained:,} of {wanted:,} rows, as an epoch's last rows that fill no step are not "
             "counted"
         )
     elif trained > wanted:
-        said += f"; {trained:,} rows, the last {trained - wanted:,} of a further epoch"
-    return {"steps": str(steps)}, said
+        sentence += f"; {trained:,} rows, the last {trained - wanted:,} of a further epoch"
+    return {"steps": str(steps)}, sentence
 
 
 def _share(name: str, text: str) -> float:
@@ -611,7 +611,7 @@ TRL_SCHEDULES = {
 }
 
 
-def trl_schedule(given: Given, get: Get) -> tuple[Values, str]:
+def trl_schedule(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts TRL's schedule and warm-up to optimizer.schedule and optimizer.warmup_steps. Warm-up
     is a number of updates, or if below 1 (always for warmup_ratio) a share of all updates, rounded
     up; `constant` has none. What is not given is not set."""
@@ -636,7 +636,7 @@ def trl_schedule(given: Given, get: Get) -> tuple[Values, str]:
     return values, ""
 
 
-def verl_warmup(given: Given, get: Get) -> tuple[Values, str]:
+def verl_warmup(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts verl's warm-up to optimizer.warmup_steps, in updates: a number of training steps
     (lr_warmup_steps, if it is above 0) or a share of them (lr_warmup_steps_ratio, rounded down).
     Sets nothing if neither is given. In verl all updates of a step have one learning rate."""
@@ -648,13 +648,13 @@ def verl_warmup(given: Given, get: Get) -> tuple[Values, str]:
             return {}, ""
         share = _share("lr_warmup_steps_ratio", named["lr_warmup_steps_ratio"])
         steps = int(share * get("steps"))
-    said = f"{count(steps, 'step')} of {get('steps')}"
+    sentence = f"{count(steps, 'step')} of {get('steps')}"
     if each > 1:
-        said += f", each of {each} updates"
-    return {"optimizer.warmup_steps": str(steps * each)}, said
+        sentence += f", each of {each} updates"
+    return {"optimizer.warmup_steps": str(steps * each)}, sentence
 
 
-def maxtext_warmup(given: Given, get: Get) -> tuple[Values, str]:
+def maxtext_warmup(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts MaxText's warm-up, a share of all updates, rounded down, to
     optimizer.warmup_steps."""
     name, text = last_of(given)
@@ -663,7 +663,7 @@ def maxtext_warmup(given: Given, get: Get) -> tuple[Values, str]:
     return {"optimizer.warmup_steps": str(steps)}, f"of {updates} updates"
 
 
-def maxtext_schedule_length(given: Given, get: Get) -> tuple[Values, str]:
+def maxtext_schedule_length(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Checks the number of updates over which the learning rate warms up and falls in MaxText and
     Tunix, after which it is 0. Sets nothing, because here these are always all updates of the run;
     ShoalError if the flag gives another positive number, unless the schedule is constant."""
@@ -678,7 +678,7 @@ def maxtext_schedule_length(given: Given, get: Get) -> tuple[Values, str]:
     return {}, f"the learning rate falls over all {updates} updates"
 
 
-def maxtext_train_rl(given: Given, get: Get) -> tuple[Values, str]:
+def maxtext_train_rl(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts flags of MaxText's train_rl. num_batches x train_fraction, rounded down, x num_epoch
     becomes steps, and eval_interval train.evaluate_every, -1 as 0. With train_fraction=1 no rows
     are left to evaluate on between steps, so that is then 0."""
@@ -701,7 +701,7 @@ def maxtext_train_rl(given: Given, get: Get) -> tuple[Values, str]:
     return values, "; ".join(reasons)
 
 
-def maxtext_test_batches(given: Given, get: Get) -> tuple[Values, str]:
+def maxtext_test_batches(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts the size of an evaluation in MaxText's train_rl, num_test_batches of eval_batch_size
     questions, to task.num_eval_questions. Without eval_batch_size (or -1) a batch has the prompts
     of a step; if the number of devices is open, those of one device."""
@@ -719,7 +719,7 @@ def maxtext_test_batches(given: Given, get: Get) -> tuple[Values, str]:
 # ---- rewards and losses
 
 
-def trl_reward_model(given: Given, get: Get) -> tuple[Values, str]:
+def trl_reward_model(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts the flag of TRL's scripts for a classifier as reward to reward.functions=model:PATH;
     ShoalError if other rewards are given, because there it comes before the functions of
     reward_funcs."""
@@ -733,7 +733,7 @@ def trl_reward_model(given: Given, get: Get) -> tuple[Values, str]:
     return {"reward.functions": f"model:{text}"}, ""
 
 
-def trl_delta(given: Given, get: Get) -> tuple[Values, str]:
+def trl_delta(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts TRL's delta, an upper bound of the ratio, to algorithm.clip_dual. It becomes 0 (off)
     if it is None, or with the losses cispo and sapo, which do not read it. Below 1 + epsilon_high
     it would cut positive advantages too, which the dual clip here does not do, so that is a
@@ -752,7 +752,7 @@ def trl_delta(given: Given, get: Get) -> tuple[Values, str]:
     return {"algorithm.clip_dual": text}, ""
 
 
-def verl_dual_clip(given: Given, get: Get) -> tuple[Values, str]:
+def verl_dual_clip(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts verl's dual clip to algorithm.clip_dual. Only verl's loss vanilla
     (algorithm.loss=grpo) has one; for other losses it becomes 0."""
     [text] = given.values()

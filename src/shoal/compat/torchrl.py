@@ -4,11 +4,21 @@
 from __future__ import annotations
 
 from shoal.compat import flags, rules
-from shoal.compat.flags import Flag, Given, Values, derived, idle, only, reads, refused, renames
+from shoal.compat.flags import (
+    Flag,
+    FlagTexts,
+    KeyValues,
+    derived,
+    idle,
+    only,
+    reads,
+    refused,
+    renames,
+)
 from shoal.config.names import QUANTISED
 
 
-def read_divergence(given: Given) -> Values:
+def read_divergence(given: FlagTexts) -> KeyValues:
     """Converts the flags of KL divergence: kl_to_ref_coeff or kl_coef to algorithm.kl_coef (0 with
     use_kl_to_ref=false; of both the later counts), and kl_coef_in_loss to algorithm.kl_placement,
     loss or reward. In the reward the estimator algorithm.kl is k1. What is not given is not set."""
@@ -28,7 +38,7 @@ def read_divergence(given: Given) -> Values:
     return values
 
 
-def read_lora(given: Given) -> Values:
+def read_lora(given: FlagTexts) -> KeyValues:
     """Converts the flags of the recipe's adapter, which is on all matrices, to model.lora: `r` (8)
     to the rank, `alpha` (16). Without `enabled` nothing is set."""
     named = flags.last_part(given)

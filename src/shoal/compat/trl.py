@@ -11,8 +11,8 @@ from typing import Any
 from shoal.compat import flags, rules
 from shoal.compat.flags import (
     Flag,
-    Given,
-    Values,
+    FlagTexts,
+    KeyValues,
     derived,
     grouped,
     idle,
@@ -41,7 +41,7 @@ _LOSS_TYPES = {
 _LEVELS = {"token": "", "sequence": "gspo", "sequence_token": "gspo-token"}
 
 
-def read_loss(given: Given) -> Values:
+def read_loss(given: FlagTexts) -> KeyValues:
     """Converts loss_type (how token losses become one number, and for some also which loss) and
     importance_sampling_level (whether a token's or a completion's ratio is clipped) to
     algorithm.loss, algorithm.aggregation and, for cispo, algorithm.cispo_bound. What neither says
@@ -75,7 +75,7 @@ _SCALES = {
 }
 
 
-def read_advantage(given: Given) -> Values:
+def read_advantage(given: FlagTexts) -> KeyValues:
     """Converts scale_rewards (by default `group`) to algorithm.advantage. With
     multi_objective_aggregation=normalize_then_sum it is gdpo, whatever scale_rewards says.
     ShoalError for an unknown value of either."""
@@ -88,7 +88,7 @@ def read_advantage(given: Given) -> Values:
     return {"algorithm.advantage": value_of_option("scale_rewards", scale, _SCALES)}
 
 
-def read_dtype(given: Given) -> Values:
+def read_dtype(given: FlagTexts) -> KeyValues:
     """Converts bf16 and fp16, switches that are off by default, to model.dtype: bfloat16, float16,
     float32 if both are off, ShoalError if both are on."""
     bf16 = to_bool("bf16", given.get("bf16", "false"))
@@ -105,7 +105,7 @@ def read_dtype(given: Given) -> Values:
 _HEAD = "vllm_importance_sampling_"
 
 
-def read_correction(given: Given) -> Values:
+def read_correction(given: FlagTexts) -> KeyValues:
     """Converts vllm_importance_sampling_*, the importance weights between sampler and trainer, to
     algorithm.correction (tis for truncated weights, mis for masked ones, none if switched off) and
     its level, cap and floor. What is not given has TRL's default: sequence_mask, cap 3.0, no floor.
@@ -135,7 +135,7 @@ def read_correction(given: Given) -> Values:
     }
 
 
-def read_vllm(given: Given) -> Values:
+def read_vllm(given: FlagTexts) -> KeyValues:
     """Converts the address of a vLLM server, vllm_server_base_url or host and port, to vllm.urls,
     and sets sampler.kind=vllm. Without use_vllm nothing is set. ShoalError for another vllm_mode
     than server. The host is this machine by default, and the port 8000."""
@@ -191,7 +191,7 @@ _NOT_PLAIN = {
 }
 
 
-def read_lora(given: Given) -> Values:
+def read_lora(given: FlagTexts) -> KeyValues:
     """Converts the flags of an adapter to model.lora, with PEFT's defaults for what is not given,
     which yield to other settings; without use_peft nothing is set. ShoalError for forms of adapters
     that Shoal does not have."""
@@ -215,7 +215,7 @@ def read_lora(given: Given) -> Values:
     return values
 
 
-def read_trackers(name: str, text: str) -> Values:
+def read_trackers(name: str, text: str) -> KeyValues:
     """Converts report_to, a list of trackers, to report.wandb.mode and report.tensorboard: each is
     on if it or `all` is in the list, else off. If the list has only other trackers, like mlflow,
     nothing is set: the run's folder has the metrics in any case."""
@@ -228,7 +228,7 @@ def read_trackers(name: str, text: str) -> Values:
     }
 
 
-def read_resume(name: str, text: str) -> Values:
+def read_resume(name: str, text: str) -> KeyValues:
     """Converts resume_from_checkpoint to `resume`: `true` is the run that was started last in the
     output folder, a path is a run or a checkpoint of one; if it is off, nothing is set. ShoalError
     if the checkpoint is not the run's newest. A path that is in no run is passed on."""

@@ -6,7 +6,17 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.compat import flags, rules, verl_readers
-from shoal.compat.flags import Flag, Given, Values, derived, idle, only, reads, refused, renames
+from shoal.compat.flags import (
+    Flag,
+    FlagTexts,
+    KeyValues,
+    derived,
+    idle,
+    only,
+    reads,
+    refused,
+    renames,
+)
 from shoal.config.names import QUANTISED
 
 _A, _R, _T = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "trainer."
@@ -17,7 +27,7 @@ def same(key: str, *names: str) -> list[Flag]:
     """Returns rows for several flags (`names`) that all stand for one key and often occur together
     in verl's files; the one given last counts, with its text unchanged."""
 
-    def read(given: Given) -> Values:
+    def read(given: FlagTexts) -> KeyValues:
         return {key: list(given.values())[-1]}
 
     read.__name__ = key
@@ -46,7 +56,7 @@ def _grouped(group: Any, keys: str, meaning: str, *names: str, **more: Any) -> l
     ]
 
 
-_DTYPES: dict[str, Values] = {
+_DTYPES: dict[str, KeyValues] = {
     one: {"model.dtype": full}
     for one, full in (
         ("bfloat16", "bfloat16"),
@@ -57,7 +67,7 @@ _DTYPES: dict[str, Values] = {
         ("fp32", "float32"),
     )
 }
-_FILTERS: dict[str, Values] = {
+_FILTERS: dict[str, KeyValues] = {
     "acc": {"algorithm.dynamic_sampling_by": "correct"},
     **{
         name: {"algorithm.dynamic_sampling_by": "reward"}

@@ -10,8 +10,8 @@ from typing import Any
 
 from shoal.compat import flags
 from shoal.compat.flags import (
-    Given,
-    Values,
+    FlagTexts,
+    KeyValues,
     Yielding,
     last_part,
     to_bool,
@@ -25,7 +25,7 @@ from shoal.records import ShoalError
 clip = flags.read_bounds("clip_ratio", "clip_ratio_low", "clip_ratio_high")
 
 _OFF = Yielding("0")
-_MODES: dict[str, Values] = {
+_MODES: dict[str, KeyValues] = {
     "vanilla": {"algorithm.loss": "grpo"},
     "gspo": {"algorithm.loss": "gspo-token", "algorithm.clip_dual": _OFF},
     "geo_mean": {"algorithm.loss": "gmpo", "algorithm.clip_dual": _OFF},
@@ -45,7 +45,7 @@ _AGGREGATIONS = (
 )
 
 
-def read_lora(given: Given) -> Values:
+def read_lora(given: FlagTexts) -> KeyValues:
     """Converts the flags of an adapter to model.lora. With lora_adapter_path only the folder is
     set, because its adapter has its own rank, alpha and targets, and algorithm.reference=base.
     Without a rank (or 0) and a folder there is no adapter, and nothing is set. By default alpha is
@@ -63,7 +63,7 @@ def read_lora(given: Given) -> Values:
     return flags.lora_values(named["lora_rank"], alpha, targets)
 
 
-def read_loss(given: Given) -> Values:
+def read_loss(given: FlagTexts) -> KeyValues:
     """Converts loss_mode to algorithm.loss (with the clips of that loss) and loss_agg_mode to
     algorithm.aggregation; what is not given is not set. geo_mean and sapo average over completions
     whatever loss_agg_mode says; verl's gspo has a gradient for each token, so it is gspo-token
@@ -93,7 +93,7 @@ _LOW_VAR = {
     "algorithm.kl_clamp_input": "20",
     "algorithm.kl_clamp_value": "10",
 }
-_ESTIMATES: dict[str, Values] = {
+_ESTIMATES: dict[str, KeyValues] = {
     "kl": {"algorithm.kl": "k1", **_PLAIN},
     "k1": {"algorithm.kl": "k1", **_PLAIN},
     "mse": {"algorithm.kl": "k2", **_PLAIN},
@@ -103,7 +103,7 @@ _ESTIMATES: dict[str, Values] = {
 }
 
 
-def read_divergence(given: Given) -> Values:
+def read_divergence(given: FlagTexts) -> KeyValues:
     """Converts the flags of KL divergence to algorithm.kl_coef, kl_placement, kl and its clamps.
     verl has two places for it, the loss and the reward, each with a switch, a coefficient (0.001)
     and an estimator; ShoalError if both are on. If both are off, the coefficient is 0; if neither
@@ -150,7 +150,7 @@ _ESTIMATORS = {
 }
 
 
-def read_estimator(given: Given) -> Values:
+def read_estimator(given: FlagTexts) -> KeyValues:
     """Converts the advantage estimator to algorithm.advantage and whiten_over. There is no critic,
     so gae is a ShoalError. Whether advantages are divided by the deviation matters only for grpo
     (without it dr_grpo); the others but rloo whiten over tokens. Division by the deviation is the
@@ -175,7 +175,7 @@ def read_estimator(given: Given) -> Values:
     return {"algorithm.advantage": advantage, "algorithm.whiten_over": "tokens"}
 
 
-def read_correction(given: Given) -> Values:
+def read_correction(given: FlagTexts) -> KeyValues:
     """Converts the flags of importance weights between sampler and trainer to algorithm.correction,
     its level, cap and floor. A threshold `2.0` (the default) truncates the weights (tis); `0.5_2.0`
     sets weights outside of these bounds to 0 (mis). With bypass_mode the loss uses the ratio to the
@@ -214,7 +214,7 @@ def read_correction(given: Given) -> Values:
     }
 
 
-def read_rejection(given: Given) -> Values:
+def read_rejection(given: FlagTexts) -> KeyValues:
     """Converts rollout_rs, the rule that removes tokens or completions from the loss, and its
     threshold, to algorithm.rejection and its bounds. If the rule is None, the rejection is none; if
     no rule is given, it is none unless anything else sets it. verl's bounds of k1 are for the
@@ -256,7 +256,7 @@ def read_rejection(given: Given) -> Values:
     }
 
 
-def read_long_prompts(given: Given) -> Values:
+def read_long_prompts(given: FlagTexts) -> KeyValues:
     """Converts what happens to prompts over the limit to sampling.long_prompts: with
     filter_overlong_prompts they are dropped, else they are an error unless Shoal's own key is
     given. ShoalError for a truncation other than `error`, because prompts are never truncated
@@ -269,7 +269,7 @@ def read_long_prompts(given: Given) -> Values:
     return {"sampling.long_prompts": Yielding("error", to_all=True)}
 
 
-def _gpus(section: str, given: Given) -> str:
+def _gpus(section: str, given: FlagTexts) -> str:
     """Returns the number of devices, as text: nnodes (1 if not given) times n_gpus_per_node (8 if
     not given). `section`: the flags' section, for errors. ShoalError if one is no whole number of 1
     or more."""
@@ -279,19 +279,19 @@ def _gpus(section: str, given: Given) -> str:
     return str(each * nodes)
 
 
-def read_gpus(given: Given) -> Values:
+def read_gpus(given: FlagTexts) -> KeyValues:
     """Converts the number of GPUs to mesh.trainer, all of which share the parameters. The sampler
     uses the same unless it has its own."""
     return {"mesh.trainer": _gpus("trainer", given), "mesh.fsdp": "-1"}
 
 
-def read_sampler_gpus(given: Given) -> Values:
+def read_sampler_gpus(given: FlagTexts) -> KeyValues:
     """Converts the number of GPUs that fully_async_policy and one_step_off_policy reserve for the
     sampler to mesh.sampler."""
     return {"mesh.sampler": _gpus("rollout", given)}
 
 
-def read_batch(name: str, text: str) -> Values:
+def read_batch(name: str, text: str) -> KeyValues:
     """Converts data.train_batch_size to batch.prompts_per_step. 0, which fully_async_policy
     requires, counts only if nothing else in its layer sets the prompts of a step."""
     if text == "0":
@@ -299,7 +299,7 @@ def read_batch(name: str, text: str) -> Values:
     return {"batch.prompts_per_step": text}
 
 
-def read_reward_file(given: Given) -> Values:
+def read_reward_file(given: FlagTexts) -> KeyValues:
     """Converts custom_reward_function.path and name to reward.functions, a list with `PATH:NAME`
     (by default compute_score); an empty path sets nothing. ShoalError if a name is given without a
     path."""
@@ -314,7 +314,7 @@ def read_reward_file(given: Given) -> Values:
     return {"reward.functions": [f"{named['path']}:{named.get('name', 'compute_score')}"]}
 
 
-def read_betas(name: str, text: str) -> Values:
+def read_betas(name: str, text: str) -> KeyValues:
     """Converts AdamW's betas, `[0.9,0.999]`, to optimizer.beta1 and beta2; ShoalError unless they
     are two. `name`: the flag's, for the error."""
     numbers = flags.items_of(text)
@@ -323,7 +323,7 @@ def read_betas(name: str, text: str) -> Values:
     return {"optimizer.beta1": numbers[0], "optimizer.beta2": numbers[1]}
 
 
-def read_train_files(name: str, text: str) -> Values:
+def read_train_files(name: str, text: str) -> KeyValues:
     """Converts data.train_files, Parquet files: one file becomes task.path; for several, task.path
     is the folder above them all, and task.files has their paths in it. The task is `custom` unless
     something else names one. ShoalError if no file is named."""
@@ -338,7 +338,7 @@ def read_train_files(name: str, text: str) -> Values:
     return values
 
 
-def read_loggers(name: str, text: str) -> Values:
+def read_loggers(name: str, text: str) -> KeyValues:
     """Converts the list of loggers (console, wandb, tensorboard) to report.wandb.mode=auto and
     report.tensorboard=true; console sets nothing. ShoalError for a system that Shoal does not
     report to."""
@@ -357,7 +357,7 @@ def read_loggers(name: str, text: str) -> Values:
     return values
 
 
-def read_rounds(name: str, text: str) -> Values:
+def read_rounds(name: str, text: str) -> KeyValues:
     """Converts max_num_gen_batches, the number of all sampling rounds of a step (0 for no limit,
     which becomes 1000), to algorithm.max_sampling_rounds, which counts the rounds after the first
     and is at least 1."""

@@ -19,24 +19,27 @@ from shoal.config.key import keys_of
 if TYPE_CHECKING:
     from shoal.config.arguments import Layer
 
-Values = Mapping[str, Any]
+KeyValues = Mapping[str, Any]
 """Dotted key -> its value: a text, a list of texts, or one of these in a Yielding."""
 
-Given = Mapping[str, str]
+FlagTexts = Mapping[str, str]
 """Names of flags -> their texts, for those flags of a group that were given."""
 
-Get = Callable[[str], Any]
+GetValue = Callable[[str], Any]
 """A function that returns the final value of a key of Shoal, in the key's type."""
 
-Reader = Callable[[str, str], Values]
+Reader = Callable[[str, str], KeyValues]
 """A function that reads one flag: (name, text) -> values of keys."""
 
-Group = Callable[[Given], Values]
+Group = Callable[[FlagTexts], KeyValues]
 """A function that reads several flags together: name -> text of those given, to values of keys."""
 
-Rule = Callable[[Given, Get], tuple[Values, str]]
+Sentence = str
+"""What to show at the start of a run about the values of some flags; '' for nothing."""
+
+Rule = Callable[[FlagTexts, GetValue], tuple[KeyValues, Sentence]]
 """A function for flags whose values depend on other keys: (flags, a function that returns a key's
-final value) -> (values, a sentence to show at the start)."""
+final value) -> (values, a sentence on them)."""
 
 NOTHING = ("", "none", "null", "{}", "[]")
 """Texts of a flag that mean that it is left at its default."""

@@ -93,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return USAGE_EXIT_CODE
     except BrokenPipeError:  # the reader of stdout has gone, like `head` after ten lines
+        # Without this, Python's own flush at its end would fail too, and print a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE_EXIT_CODE
     except KeyboardInterrupt as interrupt:

@@ -94,7 +94,7 @@ def find_row(
     Shoal's. If several systems have the name, the row of the system `likely` is preferred ('' for
     no preference). `patterns`: also match that system's patterns. A dotted name that is not in the
     tables has a row if one of its parents is idle or refused (`_rows_above`)."""
-    order = sorted(SYSTEMS, key=lambda system: system != likely)
+    order = sorted(SYSTEMS, key=lambda system: system != likely)  # `likely` first: False is least
     rows = [_EXACT[system][name] for system in order if name in _EXACT[system]]
     if patterns and likely:
         rows += [flag for flag in _PATTERNS[likely] if flag.matches(name)]
@@ -401,7 +401,7 @@ class Draft:
         if flag.idle:
             is_off_in_file = bool(use.where) and (flag.is_quiet or text.lower() in OFF)
             effect = self.add_effect([use], flag.meaning, has_line=not is_off_in_file)
-            effect.flags = {name: "..." if name == HUB_TOKEN_KEY else text}
+            effect.flags = {name: "..." if name == HUB_TOKEN_KEY else text}  # a token is not shown
             return
         values = self._read_alone(use)
         has_meaning = flag.has_tail and not flag.is_quiet

@@ -81,6 +81,7 @@ def maxtext_devices(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentenc
             f"{shown} are more than all devices: expected 1.0 for both (the same devices), or a "
             "sum of at most 1"
         )
+    # trainer_devices_fraction becomes mesh.trainer, sampler_devices_fraction mesh.sampler.
     values = {f"mesh.{name.partition('_')[0]}": str(share) for name, share in shares.items()}
     if len(given) == len(shares):  # only shares are given
         return values, "the trainer's devices are the first, the sampler's the last"
@@ -481,6 +482,7 @@ def trl_counts(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     for name, text in given.items():
         share = to_float(name, text)
         if 0 < share < 1:
+            # Rounded to 6 digits first, so that 0.1 * 30 = 3.0000000000000004 does not become 4.
             text = str(math.ceil(round(share * updates, 6)))
         values[TRL_COUNTS[name]] = _steps_of(name, text, 0, get)
     return values, _counted_in_updates(get)
@@ -503,7 +505,7 @@ def _steps_of(name: str, text: str, least: int, get: GetValue) -> str:
 
 
 def _counted_in_updates(get: GetValue) -> str:
-    """Returns a sentence that the flag counts updates, if a step makes several; else ''."""
+    """Returns the sentence that the flag counts updates, if a step makes several; else ''."""
     each = _updates_of_a_step(get)
     if each == 1:
         return ""
@@ -578,7 +580,7 @@ def epochs(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
             f"{count(each, 'prompt')} a device)"
         )
     if each:
-        prompts = each * (devices or 1)
+        prompts = each * (devices or 1)  # `devices` is a number here
     steps = steps_of(prompts)
     sentence += f", {count(prompts, 'prompt')} a step"
     if each and devices != 1:

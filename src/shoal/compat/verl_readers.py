@@ -205,6 +205,7 @@ def read_correction(given: FlagTexts) -> KeyValues:
             return {"algorithm.correction": "none"}
         return {"algorithm.correction": Yielding("none", to_all=True)}
     _check_known("algorithm.rollout_correction.rollout_is", level, ("token", "sequence"))
+    # `low` is '' if the threshold is one number.
     low, _, high = named.get("rollout_is_threshold", "2.0").strip("'\"").rpartition("_")
     return {
         "algorithm.correction": "mis" if low else "tis",

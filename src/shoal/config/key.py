@@ -204,7 +204,7 @@ def _help_texts(config_type: type) -> dict[str, str]:
     source, joined to one line. Fields of base classes are included; a field without such a string
     is left out."""
     texts = {}
-    for base in reversed(config_type.__mro__[:-1]):
+    for base in reversed(config_type.__mro__[:-1]):  # without `object`; the class itself last
         for field, below in itertools.pairwise(_class_body(base)):
             if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
                 continue

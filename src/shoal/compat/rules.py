@@ -482,7 +482,7 @@ def trl_counts(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     for name, text in given.items():
         share = to_float(name, text)
         if 0 < share < 1:
-            # Rounded to 6 digits first, so that 0.1 * 30 = 3.0000000000000004 does not become 4.
+            # Rounded to 6 digits first, so that 0.07 * 100 = 7.000000000000001 does not become 8.
             text = str(math.ceil(round(share * updates, 6)))
         values[TRL_COUNTS[name]] = _steps_of(name, text, 0, get)
     return values, _counted_in_updates(get)

@@ -457,6 +457,7 @@ class Job(StagedJob):
         they follow from the data: `config` has them too."""
         trainer = self.roles.trainer
         num_devices = trainer.mesh.size
+        # What the number and platform of the devices decide; `config` gets it key by key.
         followed = for_devices(self.requested, num_devices, trainer.platform)
         config = self.requested
         sampler_tensor = self.decisions.get("mesh.sampler_tensor")  # by the stage `roles`

@@ -30,9 +30,10 @@ def config_for_eval_of_run(
 ) -> tuple[EvalConfig, Resolved]:
     """Returns the configuration, and where its values come from, with the task, rewards,
     environment and lengths of the run in `model.path` as defaults: the user's own keys come before
-    them. Returns both unchanged if the model is no run, if another task is named, or if stored
-    responses are scored. `has_functions`: True if reward functions were passed from Python.
-    ShoalError if the run used Python objects that are not given again."""
+    them. A note that says so is added to the second. Returns both unchanged if the model is no run,
+    if another task is named, or if stored responses are scored. `has_functions`: True if reward
+    functions were passed from Python. ShoalError if the run used Python objects that are not given
+    again."""
     path = config.model.path
     if config.responses:
         return config, resolved

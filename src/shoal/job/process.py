@@ -153,7 +153,7 @@ def check_shared(world: World, folder: Path, resumed: bool) -> None:
         while not is_seen and time.monotonic() < deadline:
             time.sleep(0.5)
             is_seen = probe.exists()
-        does_the_same = resumed == first["resumed"]
+        does_the_same = resumed == first["resumed"]  # both resume a run, or neither
         sees = world.exchange_json("what is seen of it", is_seen and does_the_same)
     finally:
         if world.is_main:

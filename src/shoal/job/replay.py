@@ -339,9 +339,9 @@ class Replayer:
 
     def _first_weights(self, is_start: bool, retrains: bool, versions: range) -> Params | None:
         """Reads and returns the weights that the run began with; None if they are not needed. They
-        are needed if training starts from them (`is_start`), if steps of `versions` are retrained
-        (`retrains`) with a KL term, whose reference they are, and with an adapter, which leaves
-        most of them unchanged."""
+        are needed in three cases: training starts from them (`is_start`); steps of `versions` are
+        retrained (`retrains`) with a KL term, whose reference they are; or the model has an
+        adapter, which leaves most of them unchanged."""
         has_adapter = bool(self._spec.architecture.adapter)
         has_kl = False
         for step in versions:
@@ -557,6 +557,7 @@ def sample_turns(engine: Engine, sampled_as: SampleRequest, group: Group) -> lis
             if sampled.waits and is_equal and next_prompt is None and len(rest):
                 # In the record, tokens that tools or the environment said to the model follow.
                 context = stored.token_ids[stop : stop + int((~rest).cumprod().sum())]
+                # The next turn begins after this context.
                 turn_limit = _turn_limit(stored, stop + len(context), engine.eos_ids)
                 engine.extend(sampled.request_id, index, context.tolist(), turn_limit)
                 continue

@@ -193,7 +193,7 @@ def _check_steps(run: Path, stored: Config, config: Config, report: Console | Fi
 
     saved = versions(run)
     summary = read_summary(run)
-    ended = summary.steps if summary else 0
+    ended = summary.steps if summary else 0  # only a run that has ended has a summary
     made = max(saved, default=0)
     made = max(made, ended)
     if made > config.steps:

@@ -58,8 +58,8 @@ class Classifier:
     @classmethod
     def read(cls, path: str, folder: Path) -> Classifier:
         """Reads the sizes and the tokenizer, but no weights, of the classifier in `folder`.
-        ShoalError if it is another kind of model, or has several labels. `path`: its name in
-        errors."""
+        ShoalError if it is no sequence classifier of a supported family, or has several labels, or
+        if the tokenizer has more tokens than the model. `path`: its name in errors."""
         a, config = families.architecture_of(folder), families.read_config(folder)
         known = []
         for family in families.FAMILIES.values():
@@ -196,7 +196,8 @@ class RewardModel:
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         """Returns the score of each sequence. The tokens that all of them begin with, usually the
-        prompt, are computed once."""
+        prompt, are computed once. `sequences`: token ids, at least one of each; scores are in their
+        order."""
         model, parameters = self.loaded
         lengths = [len(ids) for ids in sequences]
         # The number of tokens that all sequences begin with. It leaves out the last token of the

@@ -349,7 +349,8 @@ class Times:
     padding: float
 
     def describe(self) -> str:
-        """Returns the estimate as one line of text."""
+        """Returns the estimate as one line of text: seconds of a step and of its parts, tokens, and
+        seconds of the run."""
         return (
             f"about {seconds_text(self.step_seconds)} a step (sampling "
             f"{seconds_text(self.sample_seconds)}, rewards {seconds_text(self.reward_seconds)}, "
@@ -415,7 +416,8 @@ def trial_budget(budget: Budget, trial: StepTrial, engines: Mapping[str, Engine]
     """Returns the budget of a job with the memory that the trial of its programs measured. It is
     scaled from the shapes of the trial to the longest prompts and rows that the settings allow, and
     to the engine that prefills most prompts at once. `engines`: all that the run has, by name;
-    `training` was tried."""
+    `training` was tried. On a CPU also what compiling takes and what this process and its children
+    hold."""
     training = engines["training"]
     bucket = prompt_bucket(budget.config.sampling.slot_prompt)
     largest = max(engine.scheduler.batch_rows(bucket) for engine in engines.values()) * bucket
@@ -520,7 +522,8 @@ def process_bytes() -> int:
 
 def children_bytes(pid: int = 0) -> int:
     """Returns the bytes of RAM that only the descendants of a process use, without memory that they
-    share with other processes. `pid`: the process; 0: this one."""
+    share with other processes. `pid`: the process; 0: this one. 0 on systems without Linux's
+    /proc."""
     process = PROC / str(pid or os.getpid())
     total = 0
     for task in (process / "task").glob("*"):

@@ -91,8 +91,9 @@ computes."""
 def find_processes(section: MeshSection) -> MeshSection:
     """Returns the section with `coordinator`, `processes` and `process` filled in for a run in
     several processes: values that are not given come from the launcher's environment. For a run in
-    one process returns it without these keys. ShoalError if they are incomplete or impossible, or
-    if the coordinator can be reached from other machines and no secret is set. Starts nothing."""
+    one process returns it without these keys; under Pathways returns it as it is. ShoalError if
+    they are incomplete or impossible, or if the coordinator can be reached from other machines and
+    no secret is set. Starts nothing."""
     given = {}
     for name, none in NO_SECTION.items():
         if getattr(section, name) != none:
@@ -256,9 +257,10 @@ class World:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Waits until the other processes leave too, longer if this one leaves without an error. If
-        they do not, this process leaves alone: `farewell` then ends it with the exit code of its
-        error, which is stored here. A single process waits for nothing."""
+        """Waits until the other processes leave too: at most START_SECONDS, or LEAVE_SECONDS if
+        this one leaves with an error. If they do not, this process leaves alone: `farewell` then
+        ends it with the exit code of its error, which is stored here. A single process waits for
+        nothing."""
         if self.count == 1:
             return
         self.alone_code = exit_code_of(kind or Exception)
@@ -741,6 +743,7 @@ def meet_main(section: MeshSection) -> Met:
                 ) from error
             time.sleep(0.5)
             continue
+        # Process 0 has answered that it refuses the processes.
         link.close()
         raise ShoalError(answer["error"])
 

@@ -25,8 +25,8 @@ Layout = list[list[str]]
 
 
 def reshard(array: jax.Array, source: NamedSharding, target: NamedSharding) -> jax.Array:
-    """Inside a compiled function: returns an array, which has the layout `source`, in the layout
-    `target` on the same devices.
+    """Inside a compiled function: returns `array`, which has the layout `source`, in the layout
+    `target` on the same devices: the same values, split otherwise.
 
     Both meshes must list the devices in the same order. If their sizes do not divide each other,
     XLA's partitioner moves the array.

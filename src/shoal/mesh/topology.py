@@ -67,7 +67,8 @@ class Topology:
     slices: int = 1
 
     def __str__(self) -> str:
-        """Returns the text that `parse_topology` reads, `v5p:4x4x8@2`."""
+        """Returns the text that `parse_topology` reads, like `v5p:4x4x8@2`; without `@` for one
+        slice."""
         text = f"{self.kind}:{_shape_text(self.shape)}"
         if self.slices > 1:
             text += f"@{self.slices}"

@@ -716,6 +716,7 @@ def engine_maker(
         """Returns the engine for groups of `size` completions; it is made now if no earlier one has
         rows of this form and stores as much truncation support."""
         support = max_support if purpose is Purpose.TRAIN else 0
+        # Training and evaluations share an engine if it stores as much for both.
         slots, siblings = plan.rows_for(size, group_size, support == max_support)
         if (siblings, support) not in engines:
             largest_group = group_size if siblings == plan.siblings else size

@@ -320,6 +320,7 @@ class Job(StagedJob):
                 of_task = own_rewards(self.questions, c.task, c.reward, required)
         rewards = tuple(of_task) + tuple(of_environments)
 
+        # A function, because the devices are not known yet.
         def reference_role() -> Role:
             return self.roles.reference
 
@@ -529,6 +530,7 @@ class Job(StagedJob):
             model = make_model(
                 self.requested.model, self.model_source.architecture, self.roles.sampler
             )
+        # Asked with the requested attention: the model has `blocked` already if there is a fault.
         fault = kernel_fault(replace(model, attention=self.requested.model.attention))
         if fault:
             self.console.note(

@@ -58,7 +58,7 @@ def job_budget(job: Job) -> Budget:
     shape = micro_batch_shapes(config, roles.trainer.row_shards)[0]
     activations, stored = update_memory(job, shape.tokens // roles.trainer.row_shards)
     memory = weights.memory
-    if not memory:
+    if not memory:  # the maker's figure is not known, as for a CPU
         available = available_memory(roles.trainer.mesh.devices.flat)
         memory = available.total // available.sharing
     plan = training_slots(config, roles, a)

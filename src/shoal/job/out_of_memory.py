@@ -34,6 +34,7 @@ def explain_out_of_memory(error: BaseException, config: Any) -> ShoalError | Non
         seen = seen.__cause__ or seen.__context__
     if seen is None:
         return None
+    # As in `trying to allocate 4294967296 bytes` or `Attempting to reserve 5.25G`.
     asked = re.search(
         r"(?:allocat\w*|Attempting to reserve)\s+((\d+(?:\.\d+)?) ?(?:bytes|([KMGT]?)i?B)?)",
         str(seen),

@@ -650,6 +650,7 @@ def _distributions(
     likeliest tokens, the likeliest first."""
     logits = head_projection(model, output_head(params))(hidden)
     logprobs = jax.nn.log_softmax(logits / temperature)
+    # Tokens of probability 0 add nothing (0 x -inf would be NaN).
     entropy = -jnp.sum(
         jnp.exp(logprobs) * jnp.where(jnp.isneginf(logprobs), 0.0, logprobs), axis=-1
     )

@@ -372,6 +372,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
     """Returns the rank of each value, from 1 for the smallest; equal values share their mean
     rank."""
     _, value_index, counts = np.unique(values, return_inverse=True, return_counts=True)
+    # The last rank of each distinct value, moved to the middle of the ranks that it takes.
     mean_rank = np.cumsum(counts) - (counts - 1) / 2
     return mean_rank[value_index]
 

@@ -224,6 +224,7 @@ class RewardModel:
             batch = MicroBatch.empty(shape, 1.0)
             for row, content in enumerate(rows):
                 for _, members in content.parts:
+                    # A key is (group, completion, index of its first token).
                     batch.add(row, prompt, {(0, index, 0): ends[index] for index in members})
             batches.append(batch)
             arrays = put_batch(model, batch.arrays)

@@ -289,6 +289,7 @@ def _update(trial: StepTrial, config: Config, learner: Learner, parameters: Para
         valid,
         config.algorithm.aggregation_tokens or config.sampling.max_completion_tokens,
     )
+    # The sampler's log-probs also stand in for those of the old policy and the reference.
     sampled = {}
     for group_index, group in enumerate(groups):
         for completion_index, completion in enumerate(group.completions):
@@ -420,6 +421,7 @@ def trial_budget(budget: Budget, trial: StepTrial, engines: Mapping[str, Engine]
     hold."""
     training = engines["training"]
     bucket = prompt_bucket(budget.config.sampling.slot_prompt)
+    # Tokens that one prefill computes: at most in the run, and in the trial.
     largest = max(engine.scheduler.batch_rows(bucket) for engine in engines.values()) * bucket
     tried_bucket = max(prompt_bucket(len(group.prompt_ids)) for group in trial.groups)
     tried = training.scheduler.batch_rows(tried_bucket) * tried_bucket

@@ -269,12 +269,14 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
             )
         return list(free[: counts[name]])
 
+    # The sampler: the last devices, of those that the trainer does not list.
     sampler: list[int] = []
     if "sampler" in texts:
         listed_for_trainer = listed.get("trainer", [])
         others = [number for number in everything if number not in listed_for_trainer]
         first = max(0, len(others) - counts.get("sampler", 0))
         sampler = devices_for("sampler", others[first:])
+    # The trainer: the first devices that the sampler leaves; all if nothing is left.
     left = [number for number in everything if number not in sampler]
     if "trainer" in texts:
         trainer = devices_for("trainer", left if "sampler" in counts else everything)
@@ -287,6 +289,7 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
         trainer = [number for number in left if number not in reserved] or left or everything
     if not sampler:
         sampler = trainer
+    # The reference: the first devices that both leave.
     reference = sampler
     if "reference" in texts:
         taken = set(trainer) | set(sampler)
@@ -464,6 +467,7 @@ def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
     shape = tuple(sizes[axis] for axis in AXES)
     parts = [part[: math.prod(shape)] for part in parts]
     _check_slices(parts)
+    # [dcn_data, dcn_fsdp, 1, 1, data, fsdp, context, tensor]
     grid = np.stack([arrange(part, shape) for part in parts]).reshape(*slices, *shape)
     # Each axis of the mesh: its slices, then its devices in a slice.
     order = []

@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from small import QWEN3, batches, learner, random_groups, random_parameters, relative, roles, whole
-from small_engine import play, request
+from small_engine import play, played_groups, request
 
 from shoal.model.compiler_habits import gated_product
 from shoal.model.linear import linear
 from shoal.model.rotary import rotary, rotate, rotate_by_product
 from shoal.model.transformer import Model
-from shoal.records import Example, Group, Purpose
 from shoal.sampler.engine import Engine
 from shoal.trainer.batch import pack, unpack
 from shoal.trainer.loss import batch_logprobs
@@ -35,22 +34,7 @@ def largest_gap(dtype) -> tuple[float, float]:
     for row, size in enumerate((20, 1, 64, 33)):
         requests.append(request(row, size, max_tokens=48))
     played = play(engine, requests)
-    groups = []
-    for r in requests:
-        groups.append(
-            Group(
-                Purpose.TRAIN,
-                0,
-                0,
-                Example(r.id, ""),
-                r.prompt_ids,
-                tuple(played[r.id, i] for i in range(4)),
-                ("",) * 4,
-                np.zeros(4),
-                {},
-                np.ones(4, bool),
-            )
-        )
+    groups = played_groups(requests, played)
     zeros = np.zeros((4, 4))
     (batch,) = pack(groups, range(4), zeros, zeros, [whole(groups)], 1.0)
     # float32 masters

@@ -23,6 +23,7 @@ from small_engine import (
     make,
     model,
     play,
+    played_groups,
     request,
     same,
     text,
@@ -38,9 +39,6 @@ from shoal.model.attention.caches import KEY_BLOCK
 from shoal.protocols import SampleRequest
 from shoal.records import (
     Completion,
-    Example,
-    Group,
-    Purpose,
     SamplingParams,
     ShoalError,
     StopReason,
@@ -131,22 +129,7 @@ def test_log_probs_are_the_trainers(a):
     worst = 0.0
     for temperature in (1.0, 0.7):
         of = [r for r in requests if r.params.temperature == temperature]
-        groups = []
-        for r in of:
-            groups.append(
-                Group(
-                    Purpose.TRAIN,
-                    0,
-                    0,
-                    Example(r.id, ""),
-                    r.prompt_ids,
-                    tuple(played[r.id, i] for i in range(4)),
-                    ("",) * 4,
-                    np.zeros(4),
-                    {},
-                    np.ones(4, bool),
-                )
-            )
+        groups = played_groups(of, played)
         zeros = np.zeros((3, 4))
         (batch,) = pack(groups, range(3), zeros, zeros, [Shape(1, 2560)], temperature)
         lps, entropy = (np.asarray(x) for x in reference(engine.parameters, batch.arrays))

@@ -19,7 +19,10 @@ from shoal.model.transformer import Model, forward
 from shoal.protocols import SampleRequest
 from shoal.records import (
     Completion,
+    Example,
+    Group,
     NoiseKey,
+    Purpose,
     SamplingParams,
 )
 from shoal.sampler.engine import Engine, drain
@@ -131,3 +134,24 @@ def full_logits(engine: Engine, row_prompt: np.ndarray, completion: Completion) 
     tokens[0, : len(whole)] = whole
     values = _all_logits(engine.model, engine.parameters, tokens, np.array([len(whole)], np.int32))
     return np.asarray(values)[len(row_prompt) - 1 : len(whole) - 1]
+
+
+def played_groups(requests, played) -> list[Group]:
+    """Returns the groups of requests of four completions, as `play` answered them; rewards are 0."""
+    groups = []
+    for request in requests:
+        groups.append(
+            Group(
+                purpose=Purpose.TRAIN,
+                step=0,
+                version=0,
+                example=Example(request.id, ""),
+                prompt_ids=request.prompt_ids,
+                completions=tuple(played[request.id, i] for i in range(4)),
+                texts=("",) * 4,
+                rewards=np.zeros(4),
+                reward_components={},
+                valid=np.ones(4, bool),
+            )
+        )
+    return groups

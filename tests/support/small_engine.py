@@ -137,7 +137,7 @@ def full_logits(engine: Engine, row_prompt: np.ndarray, completion: Completion) 
 
 
 def played_groups(requests, played) -> list[Group]:
-    """Returns the groups of requests of four completions, as `play` answered them; rewards are 0."""
+    """Returns the groups of requests of four completions that `play` answered; rewards are 0."""
     groups = []
     for request in requests:
         groups.append(

@@ -29,13 +29,22 @@ from shoal.config.key import (
     keys_of,
     leaves_of,
     shown,
+    with_values,
 )
 from shoal.config.keywords import PYTHON_OBJECTS
 from shoal.config.merge import PACKAGED, compose, from_overrides, load
 from shoal.config.names import ALIASES, aliases_of, names_of
 from shoal.config.preset_files import PRESETS, PRESETS_OF_SYSTEMS, presets_of
 from shoal.config.sections.optimizer import OptimizerSection
-from shoal.config.stored import difference_from_defaults, require_given, texts_of, to_dict, to_yaml
+from shoal.config.stored import (
+    Decision,
+    difference_from_defaults,
+    require_given,
+    resolved,
+    texts_of,
+    to_dict,
+    to_yaml,
+)
 from shoal.config.train import Config
 from shoal.job.resume import overrides_for_resume
 from shoal.records import ShoalError
@@ -1068,3 +1077,16 @@ def test_compiler_options_are_a_list(tmp_path):
         assert compose("train", words)[0].mesh.compiler_options == ("xla_one=true", "xla_two=3")
     with pytest.raises(ShoalError, match=r"did you mean mesh\.compiler_options\?"):
         compose("train", ["mesh.compiler_options.xla_one=true"])
+
+
+def test_a_decision_does_not_replace_what_was_given():
+    """A key that somebody writes into a run's config.yaml stays in force, although decided.yaml
+    still has the value from before."""
+    decisions = {
+        "algorithm.aggregation_tokens": Decision(64, {}),
+        "train.max_staleness": Decision(0, {}),
+    }
+    given = with_values(Config(), {"train.max_staleness": 2})
+    config = resolved(given, decisions)
+    assert config.algorithm.aggregation_tokens == 64
+    assert config.train.max_staleness == 2

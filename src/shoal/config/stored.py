@@ -10,7 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.config.key import build, convert_value, get_value, keys_of, nest, with_values
+from shoal.config.key import (
+    build,
+    convert_value,
+    get_value,
+    keys_of,
+    nest,
+    open_keys,
+    with_values,
+)
 from shoal.config.names import aliases_of
 from shoal.config.train import Config
 from shoal.records import ShoalError
@@ -110,8 +118,13 @@ def decisions_of(stored: Mapping[str, Any]) -> dict[str, Decision]:
 
 def resolved(requested: Config, decisions: Mapping[str, Decision]) -> Config:
     """Returns the configuration that a run uses: the requested one, with the values that the run
-    decided in place of open ones."""
-    return with_values(requested, {name: decisions[name].value for name in decisions})
+    decided in place of open ones. A decision for a key that is not open is passed over: somebody
+    has given the key since, for example in config.yaml."""
+    values = {}
+    for name in open_keys(requested):
+        if name in decisions:
+            values[name] = decisions[name].value
+    return with_values(requested, values)
 
 
 def _unescaped(value: Any) -> Any:

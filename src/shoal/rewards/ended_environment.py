@@ -24,7 +24,8 @@ class EndedEnvironment:
     def __init__(
         self, kind: str = "", state: Mapping[str, Any] | None = None, reward: float | None = None
     ) -> None:
-        """`kind`: the environment's name in the mapping of environments; "" if it failed."""
+        """`kind`: the environment's name in the mapping of environments; "" if it failed. `state`:
+        attribute -> plain value. `reward`: None if the environment gave none."""
         vars(self).update(state or {}, _kind=kind, _reward=reward)
 
     def get_reward(self) -> float | None:
@@ -39,12 +40,18 @@ class EndedEnvironment:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def __getattr__(self, name: str) -> None:
-        """Called for an attribute that was not kept. Returns None if the environment failed, else
-        raises AttributeError."""
-        if name.startswith("_") or vars(self)["_kind"]:
-            raise AttributeError(
-                f"the environment had no attribute {name!r} of plain values when its rollout ended"
-            )
+        """Called for an attribute that was not kept. Returns None if the environment failed, so
+        that a reward function can read any attribute. Else raises AttributeError, and always for a
+        name that begins with `_`."""
+        # pickle asks for private names before `_kind` is set, so they are refused first.
+        if not name.startswith("_"):
+            # `self._kind` would call this method again if it were not set.
+            has_failed = vars(self)["_kind"] == ""
+            if has_failed:
+                return
+        raise AttributeError(
+            f"the environment had no attribute {name!r} of plain values when its rollout ended"
+        )
 
 
 def environment_rewards(
@@ -53,7 +60,8 @@ def environment_rewards(
     """Returns a reward function of weight 1 for each environment whose class has `get_reward`. The
     function returns what `get_reward` returned at the end of the rollout. It is named after the
     class, with a number added if the name is in `taken` or an earlier environment's. `environments`
-    maps names to factories."""
+    maps names to factories. A factory that is not a class is called once, to find the class. The
+    functions run in the run's own process."""
     rewards: list[RewardFunction] = []
     names = list(taken)
     for name, factory in environments.items():

@@ -34,7 +34,7 @@ def load_functions(
 ) -> list[Callable[..., Any]]:
     """Returns the functions that texts like `file.py:name` name. ShoalError like `load_objects`,
     and for an object that cannot be called. In messages `noun` says what the functions are, and
-    `hint` ends the sentence on what was expected."""
+    `hint` ends the sentence on what was expected. They are in the order of the texts."""
     functions = load_objects(specs, noun, hint)
     for spec, function in zip(specs, functions, strict=True):
         _check_callable(function, f"{noun} {spec!r}", hint)
@@ -42,11 +42,13 @@ def load_functions(
 
 
 def load_objects(specs: Sequence[str], noun: str, hint: str = "") -> list[Any]:
-    """Returns the objects that texts name. `file.py:name`: runs the file as a Python module, once
-    for all texts, and takes the object of that name. A name in `PYTHON_OBJECTS`: the object that
-    was given from Python.
+    """Returns the objects that texts name, in their order. `file.py:name`: runs the file as a
+    Python module, once for all texts, and takes the object of that name. A name in
+    `PYTHON_OBJECTS`: the object that was given from Python.
 
-    Raises `ShoalError` for a missing file or name, and for a file that raises.
+    Raises `ShoalError` for a text of another form, a missing file or name, and a file that raises.
+    In messages `noun` says what the objects are, and `hint` ends the sentence on the form of the
+    texts.
     """
     modules: dict[Path, ModuleType] = {}
     objects = []
@@ -96,7 +98,8 @@ def name_functions(
 def _find(spec: str, noun: str, hint: str, modules: dict[Path, ModuleType]) -> Any:
     """Returns the object that one text `file.py:name` names. Takes the file's module from `modules`
     (path -> module), or runs the file and adds its module there. ShoalError if there is no such
-    file or name; it lists the file's functions."""
+    file or name; it lists the file's functions. ShoalError also for a name of an object that was
+    given from Python in an earlier process. `noun` and `hint`: see `load_objects`."""
     if spec.startswith(FROM_PYTHON):
         raise ShoalError(
             f"{noun} {spec!r} came from Python: give it again there, shoal.train(resume=FOLDER, "
@@ -125,7 +128,9 @@ def _find(spec: str, noun: str, hint: str, modules: dict[Path, ModuleType]) -> A
 def _run_file(path: Path) -> ModuleType:
     """Runs a file as a module and returns the module; writes no compiled copy next to the file. The
     file can import modules of its folder, which is added to the end of `sys.path` and stays there;
-    installed modules come before them."""
+    installed modules come before them. The module is registered in `sys.modules`. ShoalError if the
+    file raises or exits, with the line, and for a module of its folder that `_check_neighbours`
+    refuses; then `sys.modules` and `sys.path` are as before."""
     name = f"shoal_reward_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
     module = ModuleType(name)
     module.__file__ = str(path)
@@ -162,7 +167,7 @@ def _check_neighbours(path: Path, code: bytes) -> None:
     the wrong module. Also checks the modules that those modules import from the folder. `code` is
     the file's content."""
     unread = [(path, code)]
-    known: set[str] = set()
+    known: set[str] = set()  # names of modules that were checked
     while unread:
         file, text = unread.pop()
         for name in _imported_names(text) - known:
@@ -240,7 +245,8 @@ def _imported_names(code: bytes) -> set[str]:
 
 
 def _check_callable(function: Any, what: str, hint: str) -> None:
-    """Raises ShoalError unless an object can be called and is not a class."""
+    """Raises ShoalError unless an object can be called and is not a class. The message begins with
+    `what` and ends with `hint`."""
     if not callable(function) or inspect.isclass(function):
         given = "class" if callable(function) else type(function).__name__
         raise ShoalError(
@@ -249,7 +255,8 @@ def _check_callable(function: Any, what: str, hint: str) -> None:
 
 
 def _name(function: Callable[..., Any]) -> str:
-    """Returns the name of a function, or of the class of another callable."""
+    """Returns the name of a function, or of the class of another callable. A `partial` has the name
+    of its function."""
     if isinstance(function, functools.partial):
         return _name(function.func)
     return getattr(function, "__name__", type(function).__name__)

@@ -85,6 +85,10 @@ class RewardPool:
     def __init__(
         self, functions: Sequence[RewardFunction], section: RewardSection, max_steps: int = 0
     ) -> None:
+        """Forks the supervisor of the workers, unless all functions are called in this process.
+        `max_steps` is the number of steps of the run, which functions get in `trainer_state` (0:
+        not known). ValueError without functions, or for two of the same name; ShoalError if workers
+        are needed and this system cannot fork."""
         names = [function.name for function in functions]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"expected one function or more, each of its own name; got {names}")
@@ -138,14 +142,14 @@ class RewardPool:
         ticket. Calls the functions that run in this process before it returns, and does not wait
         for the workers.
 
-        `texts`, `completion_ids`, and for rollouts with turns `messages` and `environments`, are
-        [P][G]. `on_error` replaces `reward.on_error` for these groups. `trial` is given if the
-        completions are known answers that are scored before the run, and names what each completion
-        of a group is, such as `right answer`. The first call that times out ends a trial; the
-        values that are missing then are NaN.
+        `step` is the number of steps that are done. `texts`, `completion_ids`, and for rollouts
+        with turns `messages` and `environments`, are [P][G]. `on_error` replaces `reward.on_error`
+        for these groups. `trial` is given if the completions are known answers that are scored
+        before the run, and names what each completion of a group is, such as `right answer`. The
+        first call that times out ends a trial; the values that are missing then are NaN.
 
         Raises ShoalError if a column cannot be sent to another process, or if the workers have
-        ended.
+        ended. An error of a function is raised by `collect`.
         """
         if self._remote and self._workers is None:
             raise ShoalError(
@@ -171,7 +175,7 @@ class RewardPool:
         if job.done:
             return
         if not self._remote:
-            self._finish(job, self.functions)
+            self._finish(job)
             return
         if not self._jobs:
             self._progress = time.monotonic()
@@ -195,7 +199,8 @@ class RewardPool:
         `StopSignal.raising_at_once`, the pool can only be closed. Raises a ShoalError that names
         function, step and example if a function failed and the policy is `error`, or if too many
         calls failed (`reward.max_failed_share`). Raises ShoalError if the workers' supervisor is
-        stuck or has ended.
+        stuck or has ended. If it raises the error of a submission, scores that were ready before
+        that one are lost, and later ones are kept for the next call.
         """
         self._receive()
         if wait:
@@ -210,7 +215,8 @@ class RewardPool:
         return scored
 
     def close(self) -> None:
-        """Ends the worker processes and everything that they started, within 2 s."""
+        """Ends the worker processes and everything that they started, within 2 s. A second call
+        does nothing. Unscored submissions are forgotten."""
         if self._workers is not None:
             self._workers.close()
         self._workers = None
@@ -241,7 +247,7 @@ class RewardPool:
             header = {"function": self._remote.index(function)}
             self._workers.submit(number, header, body, together)
         except WorkersLost as lost:
-            raise self._error_of_lost(lost, lost.seconds) from None
+            raise self._close_and_make_error(lost, lost.seconds) from None
 
     def _send_single_calls(
         self, job: _Job, function: RewardFunction, together: bool = True
@@ -258,12 +264,13 @@ class RewardPool:
             try:
                 self._workers.cancel(calls)
             except WorkersLost as lost:
-                raise self._error_of_lost(lost, lost.seconds) from None
+                raise self._close_and_make_error(lost, lost.seconds) from None
 
     def _enter_reply(self, number: int, reply: Header) -> None:
         """Enters the reply to call `number` in the results of its job, and finishes the job after
         its last open call. If a call for several completions failed or was cancelled, sends a call
-        for each of them instead. Ignores replies to calls of jobs that are over."""
+        for each of them instead. Ignores replies to calls of jobs that are over. A call of a trial
+        that timed out cancels the function's other calls."""
         job, function, i = self._calls.pop(number)
         open_calls = job.open[function.name]
         if job.done or number not in open_calls:
@@ -292,7 +299,7 @@ class RewardPool:
             self._cancel(list(open_calls))
             open_calls.clear()
         if not any(job.open.values()):
-            self._finish(job, self.functions)
+            self._finish(job)
 
     def _stop_batch_calls(self, hung: RewardFunction, step: int) -> None:
         """Called if a function hung or died in this step. For the rest of the step the function is
@@ -317,7 +324,7 @@ class RewardPool:
         `i` is the completion of the call, None for all."""
         self.watch.count_wait()
         if result.ends_run(job.policy):
-            self._finish(job, [function])
+            self._finish(job, ending=function)
         elif job.policy != "error" and not job.batch.trial:
             try:
                 self.watch.add_result(function, job.batch, i, result)
@@ -326,10 +333,12 @@ class RewardPool:
                 self._done.append((job.ticket, error))
         return job.done
 
-    def _finish(self, job: _Job, functions: Sequence[RewardFunction]) -> None:
-        """Ends a job: sums its results to `Scores` and queues these for `collect`, or a ShoalError
-        in their place. `functions` are all functions, or only the one whose result ends the run."""
+    def _finish(self, job: _Job, ending: RewardFunction | None = None) -> None:
+        """Ends a job: sums the results of all functions to `Scores` and queues these for `collect`.
+        If the sum raises a ShoalError, queues that in place of the scores. `ending` is given if the
+        result of this function ends the run: it alone is summed, which raises its error."""
         self._drop(job)
+        functions = self.functions if ending is None else (ending,)
         try:
             scores = sum_scores(
                 functions, job.batch, job.results, job.policy, self.section.timeout_seconds
@@ -359,7 +368,7 @@ class RewardPool:
         try:
             replies = self._workers.receive()
         except WorkersLost as lost:
-            raise self._error_of_lost(lost, lost.seconds) from None
+            raise self._close_and_make_error(lost, lost.seconds) from None
         self._enter_replies(replies)
 
     def _enter_replies(self, replies: Sequence[tuple[int, Header]]) -> None:
@@ -380,7 +389,7 @@ class RewardPool:
             now = time.monotonic()
             deadline = max(self._progress, start) + self._most_seconds()
             if now >= deadline:
-                raise self._error_of_lost(WorkersLost(has_ended=False), now - start)
+                raise self._close_and_make_error(WorkersLost(has_ended=False), now - start)
             if now >= next_report:
                 next_report = now + REPORT_SECONDS
                 print(
@@ -394,12 +403,13 @@ class RewardPool:
             try:
                 replies = self._workers.wait(min(deadline, next_report) - now, since=start)
             except WorkersLost as lost:
-                raise self._error_of_lost(lost, time.monotonic() - start) from None
+                raise self._close_and_make_error(lost, time.monotonic() - start) from None
             self._enter_replies(replies)
 
     def _most_seconds(self) -> float:
         """Returns how many seconds all queued calls take if every call reaches its limit, times
         `GENEROUS`."""
+        # By each function one call for all completions of a job, and one for each of them.
         num_calls = sum(1 + len(job.batch) for job in self._jobs) * len(self._remote)
         return GENEROUS * self._limits.most_seconds(num_calls)
 
@@ -409,7 +419,7 @@ class RewardPool:
         names = ", ".join(function.name for function in self._remote)
         return f"completions with {names}: {sum(len(job.batch) for job in self._jobs)}"
 
-    def _error_of_lost(self, lost: WorkersLost, waited_seconds: float) -> ShoalError:
+    def _close_and_make_error(self, lost: WorkersLost, waited_seconds: float) -> ShoalError:
         """Closes the pool and returns the error that says whether the workers' supervisor has ended
         or is stuck. `waited_seconds` is for the message."""
         queue = self._describe_queue()

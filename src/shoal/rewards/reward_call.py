@@ -153,6 +153,8 @@ class Batch:
 
         `trial` names the known answers if the completions are these (see `RewardPool.submit`); ()
         if they were sampled. ValueError if the lengths differ or the groups have different sizes.
+        The columns `prompt`, `completion` and `completion_ids` are left out. `messages` and
+        `environments` are () if there are none.
         """
         if not len(examples) == len(prompts) == len(texts) == len(completion_ids):
             raise ValueError("examples, prompts, texts and completion_ids must be of one length, P")
@@ -233,10 +235,10 @@ class Batch:
 
 
 def call(reward: RewardFunction, batch: Batch, wait: Callable[[Awaitable[Any]], Any]) -> CallResult:
-    """Calls a reward function once for a batch and returns the result. If it raises, breaks its
-    convention or is cancelled, the result says so; nothing is raised. If the function returns an
-    awaitable, `wait` runs that and returns its value. Forked copies of this process end after the
-    call."""
+    """Calls a reward function once for a batch and returns the result. If the function raises,
+    exits, breaks its convention or is cancelled, the result says so; only a KeyboardInterrupt is
+    raised. If the function returns an awaitable, `wait` runs that and returns its value. Forked
+    copies of this process end after the call."""
     call_log = _CallLog(len(batch))
     try:
         with ends_copies():
@@ -251,8 +253,8 @@ async def call_async(
     reward: RewardFunction, batch: Batch, limit_seconds: float | None = None
 ) -> CallResult:
     """Awaits an `async` reward function once for a batch, on the running event loop, and returns
-    the result, like `call`. After `limit_seconds` (None: no limit) the result's `kind` is "timed
-    out"."""
+    the result, like `call`; a KeyboardInterrupt too counts as raised by the function. After
+    `limit_seconds` (None: no limit) the result's `kind` is "timed out"."""
     call_log = _CallLog(len(batch))
     scope = asyncio.timeout(limit_seconds)
     try:
@@ -291,7 +293,8 @@ class _CallLog:
         self.extra[unused_name(column, self.extra)] = [_json_value(value) for value in values]
 
     def log_metric(self, name: str, value: float) -> None:
-        """Adds a value to those logged under a metric's name."""
+        """Adds a value to those logged under a metric's name. TypeError or ValueError for a value
+        that `float` refuses."""
         self.metrics.setdefault(str(name), []).append(float(value))
 
 
@@ -336,7 +339,8 @@ def _line_of_function(function: Any, error: BaseException) -> str:
 def _arguments(reward: RewardFunction, batch: Batch, call_log: _CallLog) -> dict[str, Any]:
     """Returns the keyword arguments with which a reward function is called for a batch, in TRL's or
     verl's convention. Lists and messages are copies, so a function that changes them affects no
-    other call. _BrokenConvention if the function requires an argument that there is not."""
+    other call. _BrokenConvention if the function requires an argument that there is not. Fields
+    that rollout functions returned are arguments too; they replace columns of the same name."""
     if reward.per_completion:
         columns = {name: values[0] for name, values in batch.columns.items()}
         return _accepted_arguments(reward.function, _verl_arguments(batch, columns))
@@ -378,17 +382,20 @@ def _arguments(reward: RewardFunction, batch: Batch, call_log: _CallLog) -> dict
 
 def _verl_arguments(batch: Batch, columns: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of verl's convention for a batch of one completion, whose row is
-    `columns`. `extra_info` is the row's, with verl's number of turns. _BrokenConvention if the row
-    has no ground truth."""
+    `columns`: `data_source` ("" if the row has none), `solution_str`, `ground_truth` and
+    `extra_info`. The last is a copy of the row's, with `num_turns` (the prompt, and each run of
+    messages of one side) and an empty `rollout_reward_scores`. _BrokenConvention if the row has no
+    ground truth."""
     fault = truth_fault(columns)
     if fault:
         place = batch.places[0] or f"data row {batch.rows[0][0]}"
         raise _BrokenConvention(f"wants a ground truth, which {place} lacks: {fault}")
-    speakers = []
+    are_of_model = []
     for messages in batch.messages:
         for message in messages:
-            speakers.append(message["role"] == "assistant")
-    turns = list(groupby(speakers or [True]))
+            are_of_model.append(message["role"] == "assistant")
+    # Consecutive messages of one side are one turn; without messages the completion is one.
+    turns = list(groupby(are_of_model or [True]))
     info = columns.get("extra_info")
     extra_info = dict(info) if isinstance(info, Mapping) else {}
     extra_info["num_turns"] = 1 + len(turns)  # the prompt is the first
@@ -404,12 +411,13 @@ def _verl_arguments(batch: Batch, columns: Mapping[str, Any]) -> dict[str, Any]:
 def _accepted_arguments(
     function: Callable[..., Any], given: dict[str, Any], num_rollouts: int = 0
 ) -> dict[str, Any]:
-    """Returns the arguments that a function takes: all of `given` if it has `**kwargs`, else those
-    that its signature names.
+    """Returns the arguments that a function takes: all of `given` if it has `**kwargs` or no
+    signature that can be read, else those that its signature names.
 
     If the signature requires an argument that is not in `given`: with `num_rollouts` the argument
-    is a list of that many None, since a rollout function may return a field for some rollouts only;
-    with 0 _BrokenConvention is raised.
+    is a list of that many None, since a rollout function may return a field for some rollouts only,
+    and is added to `given`; with 0 _BrokenConvention is raised. It is also raised for a required
+    argument that is taken by position only.
     """
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -556,6 +564,7 @@ class EventLoopThread:
         it. Returns its value, or raises what it raised (a KeyboardInterrupt as RuntimeError)."""
 
         async def wait() -> tuple[Any, BaseException | None]:
+            """Returns (the value, None), or (None, an error that must not be raised in a task)."""
             try:
                 with ends_copies():
                     return await wanted, None
@@ -601,13 +610,16 @@ class CallHandler:
     After a MemoryError the worker process is replaced."""
 
     def __init__(self, functions: Sequence[RewardFunction], timeout_seconds: float) -> None:
+        """`functions` are called by their position in this list. `timeout_seconds` is the limit of
+        an `async` call."""
         self.functions = functions
         self.timeout_seconds = timeout_seconds
         self.loop = EventLoopThread()
 
     def call(self, header: Header, body: bytes) -> Header:
         """Calls the function number `header["function"]` for the batch that is pickled in `body`,
-        and returns the result as the reply to send."""
+        and returns the result as the reply to send. If the batch cannot be unpickled, the reply
+        says so."""
         batch = _unpickled(body)
         if isinstance(batch, CallResult):
             return _reply(batch)

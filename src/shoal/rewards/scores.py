@@ -57,9 +57,10 @@ class Scores:
 
 
 def with_failed_environments(scores: Scores, failures: Sequence[Failure], policy: Policy) -> Scores:
-    """Returns the scores of one group, changed for the completions whose environments failed: their
-    reward is 0 with the policy `zero`; else it is NaN and they are not valid. Adds the failures to
-    the scores'."""
+    """Returns the scores of one group (P = 1), changed for the completions whose environments
+    failed. With the policy `zero` their reward is 0 and they are valid; with any other policy their
+    reward is NaN and they are not valid. The components stay as they are. Adds all `failures` to
+    the scores' own; a failure without a completion changes no reward."""
     failed = np.zeros((1, scores.valid.shape[1]), dtype=bool)
     for failure in failures:
         if failure.completion is not None:
@@ -75,14 +76,15 @@ def with_failed_environments(scores: Scores, failures: Sequence[Failure], policy
 
 def failure_lines(failures: Iterable[Failure]) -> list[str]:
     """Returns lines for a report: the text of the first failure of each function and kind
-    ("raised", "timed out", ...), then a line for each with its number of completions."""
+    ("raised", "timed out", ...), then a line for each with its number of completions. The texts are
+    in the order of the failures, the lines with numbers sorted by function and kind."""
     lines = []
     counts: Counter[tuple[str, str]] = Counter()
     for failure in failures:
-        way = (failure.function, failure.kind)
-        if way not in counts:
+        function_and_kind = (failure.function, failure.kind)
+        if function_and_kind not in counts:
             lines.append(failure.text)
-        counts[way] += 1
+        counts[function_and_kind] += 1
     for (name, kind), number in sorted(counts.items()):
         lines.append(f"reward function {name}: {kind} for {count(number, 'completion')}")
     return lines
@@ -90,7 +92,8 @@ def failure_lines(failures: Iterable[Failure]) -> list[str]:
 
 def failure_counts(failures: Iterable[Failure]) -> dict[str, int]:
     """Returns how many completions functions failed for: the total as `failed`, and that of each
-    function as `failed/{function}`. {} if none failed."""
+    function as `failed/{function}`. {} if none failed. Failures without a completion are not
+    counted."""
     counts: Counter[str] = Counter()
     for failure in failures:
         if failure.completion is not None:
@@ -126,7 +129,9 @@ def call_in_process(
     """Calls functions in this process, `async` ones concurrently, and enters their results in
     `results`, by function name. Passes each result, with its function and completion (None: all),
     to `ends_job`, and stops if that returns True. A failed call for several completions is not
-    passed: the function is called for each of them instead."""
+    passed: the function is called for each of them instead. The calls of `async` functions have all
+    ended before the first result is passed. `results` lacks the functions after the one at which it
+    stopped."""
     async_results = _results_of_async(functions, batch, loop)
     for function in functions:
         function_results = FunctionResults()
@@ -152,8 +157,9 @@ def call_in_process(
 def _results_of_async(
     functions: Sequence[RewardFunction], batch: Batch, loop: EventLoopThread
 ) -> dict[tuple[str, int | None], CallResult]:
-    """Calls the `async` functions concurrently and returns their results by (function name, index
-    of the completion); the index is None for a call with all completions."""
+    """Calls those of the functions that are `async`, all concurrently, and returns their results by
+    (function name, index of the completion); the index is None for a call with all completions. {}
+    if no function is `async`."""
     keys: list[tuple[str, int | None]] = []
     waiting: list[tuple[RewardFunction, Batch]] = []
     for function in functions:
@@ -195,7 +201,10 @@ def sum_scores(
 ) -> Scores:
     """Returns the scores of a batch from the results of all calls, which `results` has by function
     name. Raises `ShoalError` for the first function that breaks its convention, or that fails under
-    the policy `error`. `limit_seconds` is for messages."""
+    the policy `error`. `limit_seconds` is for messages. A reward is NaN and not valid if no
+    function could judge the completion, or if one failed for it under the policy `skip`. If two
+    functions log an extra column of the same name, the second gets a number added; their metrics of
+    the same name are joined."""
     columns = []
     for function in functions:
         column = ScoreColumn(function, batch, on_error, limit_seconds)
@@ -236,6 +245,8 @@ class ScoreColumn:
     def __init__(
         self, function: RewardFunction, batch: Batch, on_error: Policy, limit_seconds: float
     ) -> None:
+        """Makes the column with NaN as every value. `limit_seconds`: the time limit of a call, for
+        messages."""
         self.function = function
         self.batch = batch
         self.on_error = on_error
@@ -249,26 +260,29 @@ class ScoreColumn:
     def fill(self, results: FunctionResults) -> None:
         """Enters the results of all calls of the function: that of the call for all completions, or
         those of the calls for each if it failed. ShoalError for a broken convention, and for a
-        failure under the policy `error`."""
+        failure under the policy `error`. If the call for all completions failed but no call for one
+        did, adds one failure without a completion, and the values are those of the calls for
+        each."""
         batch_result = results.batch_result
         size = len(self.batch)
         if batch_result is not None and not batch_result.to_be_split(size):
             self.add(batch_result, range(size))
             return
-        at = f"in a batch of {size} that starts with {self.batch.describe(0)}"
+        in_batch = f"in a batch of {size} that starts with {self.batch.describe(0)}"
         for i, result in sorted(results.single_results.items()):
             if batch_result is not None and result.kind == WRONG:
                 raise ShoalError(
-                    f"{self._head} {self._describe(batch_result)} {at}; called for one completion "
-                    f"it {result.text}"
+                    f"{self._head} {self._describe(batch_result)} {in_batch}; called for one "
+                    f"completion it {result.text}"
                 ) from batch_result.cause
             self.add(result, range(i, i + 1))
         if batch_result is not None and not self.failures:
-            self._fail(None, batch_result, f"{at}, though for no part of it alone")
+            self._fail(None, batch_result, f"{in_batch}, though for no part of it alone")
 
     def add(self, result: CallResult, part: range) -> None:
         """Enters the result of one call, which was made for the completions `part` of the batch:
-        all of them, or one. ShoalError like `fill`."""
+        all of them, or one. A failed call is entered as a failure of the first of them. ShoalError
+        like `fill`."""
         if result.kind == WRONG:
             raise ShoalError(f"{self._head} {result.text}") from result.cause
         if result.kind:
@@ -291,11 +305,13 @@ class ScoreColumn:
         for name, logged in result.metrics.items():
             self.metrics.setdefault(name, []).extend(logged)
 
-    def _fail(self, i: int | None, result: CallResult, at: str) -> None:
-        """Adds a failure for completion `i`, whose value becomes 0 (policy `zero`) or NaN (policy
-        `skip`). None for `i`: the call for all completions failed, and no value changes. ShoalError
-        with the policy `error`. `at` ends the failure's sentence."""
-        text = f"{self._head} {self._describe(result)} {at}"
+    def _fail(self, i: int | None, result: CallResult, data_place: str) -> None:
+        """Adds a failure for completion `i`. With the policy `zero` its value becomes 0; with
+        `skip` its value becomes NaN and `skipped` True. None for `i`: the call for all completions
+        failed; the failure then has the batch's first data row and no completion, and no value
+        changes. ShoalError with the policy `error`. `data_place`, like `for data row 3, completion
+        0`, ends the failure's sentence."""
+        text = f"{self._head} {self._describe(result)} {data_place}"
         if result.where:
             text += f"; {result.where}"
         if self.on_error == "error":
@@ -343,6 +359,8 @@ class RewardWatch:
     never ends for these reasons."""
 
     def __init__(self, functions: Sequence[RewardFunction], section: RewardSection) -> None:
+        """Watches these functions, whose names are distinct. Of `section` it reads
+        `max_failed_share` and `timeout_seconds`."""
         self.section = section
         # By function: whether it failed for each of the last completions.
         self._recent: dict[str, deque[bool]] = {}
@@ -369,9 +387,9 @@ class RewardWatch:
     def add_result(
         self, function: RewardFunction, batch: Batch, i: int | None, result: CallResult
     ) -> None:
-        """Counts the result of a call for completion `i` of a batch, or for all if `i` is None.
-        ShoalError if the function failed for more than `reward.max_failed_share` of its last
-        `NUM_RECENT` completions. Fewer completions
+        """Counts the result of a call for completion `i` of a batch, or for all if `i` is None; a
+        call that failed as a whole counts as one completion. ShoalError if the function failed for
+        more than `reward.max_failed_share` of its last `NUM_RECENT` completions. Fewer completions
         decide too if no call of the function returned in `HOPELESS_SECONDS` of waiting."""
         part = range(len(batch)) if i is None else range(i, i + 1)
         name = function.name
@@ -390,11 +408,11 @@ class RewardWatch:
         self._first_failures.setdefault(name, column.failures[0].text)
         num_failed = sum(recent)
         allowed = self.section.max_failed_share
-        silent = self._waited - self._returned[name]
+        silent_seconds = self._waited - self._returned[name]
         if num_failed > allowed * NUM_RECENT:
             raise self._error_of_failing(name, f" of {NUM_RECENT}")
-        if silent >= HOPELESS_SECONDS and num_failed > allowed * len(recent):
-            reason = f", and returned nothing in {silent:.0f} s of waiting"
+        if silent_seconds >= HOPELESS_SECONDS and num_failed > allowed * len(recent):
+            reason = f", and returned nothing in {silent_seconds:.0f} s of waiting"
             raise self._error_of_failing(name, reason)
 
     def check_end(self) -> None:
@@ -417,8 +435,11 @@ class RewardWatch:
 
     def add_scores(self, batch: Batch, scores: Scores) -> None:
         """Counts consecutive groups without any score, because every function returned None for
-        every completion; ShoalError after `NUM_UNSCORED` of them. In a trial each known answer
-        counts like a group, but a trial by itself never ends the run."""
+        every completion; ShoalError after `NUM_UNSCORED` of them, unless
+        `reward.max_failed_share=1`. A group that lacks scores because of failures is not counted
+        and does not end the count. In a trial each known answer counts like a group, but a trial by
+        itself never ends the run."""
+        # [number of groups, G]; in a trial [number of known answers, 1]
         groups = scores.valid.reshape(-1, 1) if batch.trial else scores.valid
         for is_valid in groups:
             if is_valid.any():

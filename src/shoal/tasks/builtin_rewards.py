@@ -28,8 +28,9 @@ _CALL = re.compile(r"(?P<name>[A-Za-z_]\w*)\s*(?:\((?P<arguments>.*)\))?")
 
 def find_builtin(spec: str) -> RewardFunction | None:
     """Returns the built-in reward function that a text names: `accuracy_reward`, or a factory with
-    or without arguments, `get_cosine_scaled_reward(max_len=512)`. None for a text that is neither a
-    name nor a call, such as `file.py:function`.
+    or without arguments, `get_cosine_scaled_reward(max_len=512)`. A factory's default arguments are
+    used only if the text has none. Its reward function has its name without `get_`, with `_reward`
+    at the end. None for a text that is neither a name nor a call, such as `file.py:function`.
 
     Raises ShoalError for an unknown name, and for arguments that the factory does not take.
     """
@@ -71,7 +72,7 @@ def accuracy_reward(
 ) -> list[float | None]:
     """Returns 1.0 for each completion whose answer, which must be LaTeX and preferably in a box, is
     the solution's, else 0.0, also if the check was ended at its limit. None if no answer can be
-    read in the solution."""
+    read in the solution. ShoalError if math-verify is not installed."""
     math_check.require_math_verify()
     pairs = []
     for completion, gold in zip(completions, solution, strict=True):
@@ -135,6 +136,7 @@ def cosine_scaled_reward(
         completion_ids: Sequence[Sequence[int]],
         **kwargs: Any,
     ) -> list[float | None]:
+        """The reward function that `cosine_scaled_reward` returns."""
         rewards: list[float | None] = []
         scores = accuracy_reward(completions, solution)
         for is_right, ids in zip(scores, completion_ids, strict=True):
@@ -158,7 +160,8 @@ def repetition_penalty(
     ngram_size: int = 3, max_penalty: float = -1.0
 ) -> Callable[..., list[float]]:
     """Returns a reward function: `max_penalty` times the share of a completion's n-grams of tokens
-    that occurred in it before. arXiv:2502.03373, C.2.
+    that occurred in it before. arXiv:2502.03373, C.2. 0.0 for a completion shorter than
+    `ngram_size`. ValueError if `max_penalty` is above 0.
 
     >>> repetition_penalty(2)(completion_ids=[[1, 2, 3, 4], [5, 5, 5, 5, 5]])
     [0.0, -0.75]
@@ -167,6 +170,7 @@ def repetition_penalty(
         raise ValueError(f"max_penalty={max_penalty}: expected 0 or less")
 
     def penalty(completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float]:
+        """The reward function that `repetition_penalty` returns."""
         rewards = []
         for ids in completion_ids:
             ngrams = [tuple(ids[i : i + ngram_size]) for i in range(len(ids) - ngram_size + 1)]
@@ -184,14 +188,15 @@ def overlong_punishment(
     max_completion_len: int, soft_punish_cache: int
 ) -> Callable[..., list[float]]:
     """Returns a reward function that penalizes long completions: 0 up to `max_completion_len -
-    soft_punish_cache` tokens, then falling linearly to -1 at `max_completion_len`. DAPO, arXiv
-    2503.14476, eq. 13.
+    soft_punish_cache` tokens, then falling linearly to -1 at `max_completion_len`. With a
+    `soft_punish_cache` of 0 it is -1 above `max_completion_len`. DAPO, arXiv 2503.14476, eq. 13.
 
     >>> overlong_punishment(100, 20)(completion_ids=[[0] * 80, [0] * 90, [0] * 100])
     [0.0, -0.5, -1.0]
     """
 
     def overlong(completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float]:
+        """The reward function that `overlong_punishment` returns."""
         lengths = [len(ids) for ids in completion_ids]
         if not soft_punish_cache:
             return [-float(length > max_completion_len) for length in lengths]

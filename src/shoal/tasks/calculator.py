@@ -25,6 +25,12 @@ def calculate(expression: str) -> str:
 
     Args:
         expression: Whole numbers joined by + - * / and brackets, such as 12 * (3 + 4).
+
+    Raises:
+        ValueError: The text is no such expression, is too long or nested too deep, or divides by 0.
+
+    The schema that a model reads ends above `Raises:`. The result is text: `84`, or a fraction in
+    lowest terms, `7/2`.
     """
     parsed = arithmetic.parse_expression(expression)
     if parsed is None:
@@ -35,7 +41,8 @@ def calculate(expression: str) -> str:
 
 
 def _draw(rng: Random, section: TaskSection) -> tuple[str, str]:
-    """Returns a question and its expression of two or three numbers of three digits."""
+    """Returns a question and its expression: two or three numbers of three digits, joined by + -
+    *."""
     expression = str(pick(rng, range(100, 1000)))
     for _ in range(pick(rng, (1, 2))):
         expression += f" {pick(rng, '+-*')} {pick(rng, range(100, 1000))}"
@@ -53,7 +60,8 @@ in training and held out."""
 
 
 def load(task: TaskSection) -> Task:
-    """Loads the task; with `task.num_eval_questions` 0 it holds out 500 problems."""
+    """Loads the task; with `task.num_eval_questions` 0 it holds out 500 problems. ShoalError if
+    `task.path` is set. Its rows have the column `answer`."""
     empty = Task(
         name="calculator",
         rewards=(reward_of("correct", gives_answer), reward_of("format", is_answered, 0.1, ())),

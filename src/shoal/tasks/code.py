@@ -74,7 +74,9 @@ def _note_undefined(splits: Splits) -> None:
 
 
 def _example(number: int, place: str, row: Mapping[str, Any]) -> Example:
-    """Returns the example of a row of MBPP or HumanEval; ShoalError if the row is neither."""
+    """Returns the example of a row of MBPP or HumanEval, with the columns that `case_of` reads and
+    `question`; ShoalError if the row is neither. `tests` is a list of texts. `head` is HumanEval's
+    prompt, "" for MBPP; so is `entry_point`, the name of the function that its test checks."""
     tests: Any = row.get("test_list")
     entry = row.get("entry_point")
     text = row.get("text") or row.get("prompt")
@@ -178,7 +180,8 @@ async def passed(
 ) -> list[float]:
     """Returns 1.0 for each completion whose code passes all tests, which run in a sandbox, else
     0.0. A reward function in TRL's convention. Logs each completion's `outcome`, and the share of
-    each kind of failure as the metrics `failed`, `timed_out` and `crashed`."""
+    each kind of failure as the metrics `failed`, `timed_out` and `crashed`. The outcome is one of
+    OUTCOMES of `graders/sandbox.py`."""
     cases = []
     for i, completion in enumerate(completions):
         columns = {
@@ -200,6 +203,6 @@ async def passed(
 
 def verdict(text: str, example: Example) -> dict[str, Any]:
     """Returns the verdict on a text: `correct`, and the `outcome` of its tests. Runs them in the
-    sandbox."""
+    sandbox. The outcome is one of OUTCOMES."""
     outcome = run(case_of(text, example.columns))
     return {"correct": outcome == "passed", "outcome": outcome}

@@ -55,7 +55,7 @@ class Puzzle:
 def _draw(rng: Random, task: TaskSection) -> Puzzle:
     """Draws a problem: `task.num_numbers` numbers from 1 to `task.max_value`. Two of them are
     replaced by the result of an operation on both, until one number is left, the target. No result
-    is larger than `task.max_value`."""
+    is larger than `task.max_value`. The solution has no brackets around all of it."""
     numbers = []
     for _ in range(task.num_numbers):
         numbers.append(pick(rng, range(1, task.max_value + 1)))
@@ -74,7 +74,8 @@ def _possible_joins(
     large: tuple[int, str], small: tuple[int, str], most: int
 ) -> list[tuple[int, str]]:
     """Returns the results of + - * / on two expressions, given as (value, text), that are whole
-    numbers from 1 to `most`, also as (value, text). There is always one."""
+    numbers from 1 to `most`, also as (value, text). `large` has the larger value, or both have the
+    same. There is always one."""
     (a, left), (b, right) = large, small
     values = {"+": a + b, "-": a - b, "*": a * b}
     if a % b == 0:
@@ -98,7 +99,8 @@ PROBLEMS = Problems("countdown", _draw, _key, ("num_numbers", "max_value"))
 
 def load(task: TaskSection) -> Task:
     """Loads the task with the settings `task.num_numbers` and `task.max_value`; with
-    `task.num_eval_questions` 0 it holds out 500 problems."""
+    `task.num_eval_questions` 0 it holds out 500 problems. ShoalError if `task.path` is set. Its
+    rows have `numbers`, `target` and `solution`."""
     empty = Task(
         name="countdown",
         rewards=(
@@ -114,7 +116,7 @@ def load(task: TaskSection) -> Task:
 
 def solves(answer: str | None, numbers: Sequence[int], target: int) -> bool:
     """True if an answer is an expression that uses exactly these numbers, each once, and equals the
-    target.
+    target. False for None, which stands for a missing answer.
 
     >>> solves("(3 + 4) * 2", [2, 3, 4], 14), solves("3 + 4", [3, 4, 2], 7)
     (True, False)

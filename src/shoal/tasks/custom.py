@@ -40,6 +40,7 @@ def load(task: TaskSection) -> Task:
     maker = ExampleMaker()
 
     def make(number: int, place: str, row: dict[str, Any]) -> Example:
+        """Makes the example of a row. ShoalError, which advises a column, if it has no prompt."""
         if "prompt" not in row and "messages" not in row:
             raise _no_prompt(row, place)
         return maker(number, place, row)
@@ -114,7 +115,8 @@ Correct = Callable[[str, Example], bool]
 
 def is_data(task: Any) -> bool:
     """True if the argument `task=` holds data rather than a name or settings. Of two dicts, one
-    with plain values is settings, one with lists is columns of data."""
+    with plain values is settings, one with lists is columns of data. None, a name and a dict of
+    settings are no data; any other object is."""
     if not isinstance(task, Mapping):
         return task is not None and not isinstance(task, str | bytes)
     for name, value in task.items():
@@ -133,7 +135,8 @@ def rows_task(
     `data` and `held_out` are lists of dicts, dicts of columns, or tables. Without `held_out` the
     last tenth of `data` is held out, at most `num_questions` rows (0: no limit); inside
     `evaluating()` all of it. `held_out="train"` evaluates on the training rows. `correct` decides
-    whether a completion's text is right; without it there is no accuracy.
+    whether a completion's text is right; without it there is no accuracy. Training rows whose
+    prompt is also held out are dropped. ShoalError for rows that cannot be used.
     """
     if correct is not None and not callable(correct):
         raise ShoalError(
@@ -178,7 +181,7 @@ def _examples(maker: ExampleMaker, data: Any, name: str) -> list[Example]:
 def _rows(data: Any, name: str) -> Sequence[Any]:
     """Returns the rows of any object that holds rows: a list of dicts, a dict of columns, or a
     table of pandas, polars, arrow or datasets. ShoalError for anything else, and if there are no
-    rows."""
+    rows. `name` names the argument in messages."""
     rows: Any
     to_rows = getattr(data, "to_dicts", None) or getattr(data, "to_pylist", None)
     if isinstance(data, Mapping):
@@ -203,7 +206,8 @@ def _rows(data: Any, name: str) -> Sequence[Any]:
 
 
 def _rows_of_columns(columns: Mapping[Any, Any], name: str) -> list[dict[str, Any]]:
-    """Returns a dict of columns as a list of rows. ShoalError if their lengths differ."""
+    """Returns a dict of columns as a list of rows. ShoalError if their lengths differ, or if a
+    column is no list. `name` names the data in messages."""
     for column, values in columns.items():
         if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
             raise ShoalError(
@@ -226,7 +230,7 @@ def _rows_of_columns(columns: Mapping[Any, Any], name: str) -> list[dict[str, An
 def task_of_examples(splits: Splits, maker: ExampleMaker, correct: Correct | None = None) -> Task:
     """Returns the task whose examples are in `splits`, which `maker` made. Drops training rows
     whose prompt is also held out. Adds notes on prompts from `messages`, prompts that end with an
-    assistant's message, unknown roles and empty answers."""
+    assistant's message, unknown roles and empty answers. Changes `splits`."""
     splits.drop_held_out(prompt_key, "prompt")
     if maker.from_messages:
         splits.notes.append(

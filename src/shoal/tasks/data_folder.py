@@ -200,7 +200,8 @@ def named_files(
 
 def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
     """Returns the files of a folder that match the patterns, each once, in the order of the
-    patterns and then of their names. A folder that matches stands for the data files in it."""
+    patterns and then of their names. A folder that matches stands for the data files in it.
+    ShoalError for a text that is no pattern of files."""
     files: list[Path] = []
     for pattern in patterns:
         try:
@@ -220,8 +221,8 @@ def _files_at(path: Path) -> list[Path]:
 
 
 def data_files(folder: Path) -> list[Path]:
-    """Returns all files in a folder and its subfolders whose suffix is one of SUFFIXES; [] if there
-    is no folder."""
+    """Returns all files in a folder and its subfolders whose suffix is one of SUFFIXES, sorted by
+    path; [] if there is no folder."""
     if not folder.is_dir():
         return []
     return [file for file in sorted(folder.rglob("*")) if file.suffix in SUFFIXES]
@@ -233,7 +234,8 @@ def _listed(files: Sequence[Path]) -> str:
 
 
 def _some(names: Sequence[str], limit: int = 12) -> str:
-    """Returns names as a text, at most `limit` of them."""
+    """Returns names as a text, at most `limit` of them and the number of the others; `nothing` if
+    there are none."""
     if not names:
         return "nothing"
     text = ", ".join(names[:limit])
@@ -275,13 +277,14 @@ def open_folder(path: Path, published: Published) -> DataFolder:
 
 
 def _read_subset(entry: Mapping[str, Any]) -> Subset:
-    """Returns the subset that one entry of `configs` in a README declares. Paths that lead out of
-    the data set are left out."""
+    """Returns the subset that one entry of `configs` in a README declares. Files that are declared
+    without a split are those of `train`. Paths that lead out of the data set are left out."""
     folder = str(entry.get("data_dir") or "").strip("/")
     if not _is_inside(folder):
         folder = ""
     base = f"{folder}/" if folder else ""
     files = entry.get("data_files") or {}
+    # `files` is [{"split": ..., "path": ...}, ...], {split: path or paths}, or a path or paths.
     if isinstance(files, list) and isinstance(files[0], dict):
         by_split = {}
         for split_and_path in files:
@@ -359,7 +362,8 @@ def fetch_folder(task: TaskSection, published: Published) -> DataFolder:
 
 def _download(path: str, published: Published, patterns: list[str], **options: Any) -> Path:
     """Downloads the files of a data set that match patterns, and returns their folder. The data set
-    is `path`, or the published one if that is empty. ShoalError if the download fails."""
+    is `path`, or the published one if that is empty. ShoalError if the download fails. `options`
+    are passed to `from_hub`, such as `revision`."""
     name = path or published.hub_id
     try:
         return from_hub(name, repo_type="dataset", allow_patterns=patterns, **options)

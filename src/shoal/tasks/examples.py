@@ -44,7 +44,8 @@ class ExampleMaker:
 
     def __call__(self, number: int, place: str, row: Any) -> Example:
         """Returns the example of a row. Counts prompts that end with an assistant's message, and
-        collects unknown roles. `number` is the row's number, `place` a text like `FILE, line 3`."""
+        collects unknown roles. `number` is the row's number, `place` a text like `FILE, line 3`.
+        ShoalError: see the class."""
         example = example_of(number, place, row)
         if self._first is None:
             _check_names(example, place)
@@ -128,7 +129,7 @@ def example_of(number: int, place: str, row: Any) -> Example:
 
 def _without_answer(messages: Any, place: str) -> list[Any]:
     """Returns the messages without the last one if that is the assistant's. ShoalError if there are
-    no other messages."""
+    no other messages, or if `messages` is no list. `place` names the row."""
     if not isinstance(messages, list):
         raise ShoalError(
             f"{place}: `messages` is a {type(messages).__name__}: expected a list of dicts with "
@@ -205,8 +206,9 @@ def is_share_gpt(messages: Any) -> bool:
 
 
 def _message(number: int, message: Any, place: str) -> dict[str, Any]:
-    """Returns message `number` of a prompt as a dict without None values. The content of a message
-    with `tool_calls` may be None, which becomes "". ShoalError unless role and content are text."""
+    """Returns message `number` of a prompt as a dict, with all its keys but those whose value is
+    None. The content of a message with `tool_calls` may be None, which becomes "". ShoalError
+    unless role and content are text."""
     role = content = None
     if isinstance(message, Mapping):
         role = message.get("role")

@@ -34,6 +34,8 @@ class LazyRows(Sequence[Example]):
         return self._num_rows
 
     def __getitem__(self, index: Any) -> Any:
+        """Returns the example of a row; a negative index counts from the end. Returns a list for a
+        slice. IndexError for a row that there is not."""
         rows = range(self._num_rows)
         if isinstance(index, slice):
             return [self._make(row) for row in rows[index]]
@@ -69,7 +71,7 @@ class Problems(Generic[Problem]):
 
     def train(self, row: int, section: TaskSection, purpose: str = "train") -> Problem:
         """Returns the problem of a training row. Draws until the problem is not a held-out one. A
-        row has another problem for each `purpose`."""
+        row has another problem for each `purpose`. The same row always has the same problem."""
         rng = self._generator(purpose, row, section)
         while True:
             drawn = self.draw(rng, section)
@@ -105,7 +107,8 @@ def generated_task(
 ) -> Task:
     """Returns the task with generated rows, each made by `example(row, problem)`: NUM_TRAIN
     training rows, and for each of `sets` an evaluation of this name with held-out problems (the
-    name is also their purpose in `Problems.held_out`).
+    name is also their purpose in `Problems.held_out`). The rows of set k are numbered from k *
+    NUM_TRAIN.
 
     Adds a note if a set has fewer problems than `task.num_eval_questions` (0: NUM_HELD_OUT) with
     these settings. ShoalError if `task.path` is set.

@@ -58,7 +58,8 @@ class RewardPreset:
 
 
 def load_reward_preset(name: str) -> RewardPreset:
-    """Imports the module of a reward preset and returns the preset of this name."""
+    """Imports the module of a reward preset and returns the preset of this name. KeyError for an
+    unknown name."""
     module, _, preset = REWARD_PRESETS[name].partition(":")
     return getattr(importlib.import_module(module), preset)
 
@@ -103,12 +104,14 @@ def load(task: TaskSection, reward: RewardSection | None = None) -> Task:
 
     Rows without a gold number are dropped. Of a single file the last rows are held out, unless its
     folder has a file of the other split. Raises `ShoalError` for data that is missing, empty,
-    unreadable or without the two columns.
+    unreadable or without the two columns. Training rows with a held-out question are dropped too.
+    Rows have the columns `answer`, the gold number as text, and `solution`.
     """
     empty = blank(task, reward)
     prompt = load_reward_preset((reward or RewardSection()).preset).prompt
 
     def make(number: int, place: str, row: dict[str, Any]) -> Example:
+        """Makes the example of a row; its `answer` is None if the row has no gold number."""
         return Example(
             number,
             prompt(row["question"]),
@@ -125,10 +128,12 @@ def load(task: TaskSection, reward: RewardSection | None = None) -> Task:
 
 def blank(task: TaskSection, reward: RewardSection | None = None) -> Task:
     """Returns the task without rows, to judge answers that were made elsewhere: its `of_row` makes
-    the example of a published row."""
+    the example of a published row, or raises ShoalError if that has no gold number. `task` is not
+    used."""
     preset = load_reward_preset((reward or RewardSection()).preset)
 
     def of_row(number: int, row: Mapping[str, Any]) -> Example:
+        """Makes the example of a published row; ShoalError if it has no gold number."""
         answer = gold(str(row.get("answer", "")))
         if answer is None:
             raise ShoalError(
@@ -179,7 +184,7 @@ def gold(answer: str) -> str | None:
 def verdict(text: str, example: Example) -> dict[str, Any]:
     """Returns the verdict on a solution in any form, such as another model's: `answer` is the
     number that it ends with (`final_number`) as text, and `correct` says whether that is the gold
-    number."""
+    number. `answer` is None if the solution has no number."""
     number = final_number(text)
     gold_number = final_number(f"#### {example.columns['answer']}")
     is_right = number is not None and number == gold_number

@@ -58,7 +58,8 @@ class Guess:
 
     def respond(self, message: str) -> str | None:
         """Returns the answer to a guess: `higher`, `lower` or `no number`. None if the rollout is
-        over, because the guess is right or was the last."""
+        over, because the guess is right or was the last. A message that is no number counts as a
+        question too."""
         guess = number_of(message)
         self.questions += 1
         self.found = guess == self.number
@@ -73,7 +74,8 @@ class Guess:
 
 
 def number_of(message: str) -> int | None:
-    """Returns the number from 1 to 100 that a message consists of; None for any other message."""
+    """Returns the number from 1 to 100 that a message consists of, perhaps with spaces around it;
+    None for any other message."""
     match = _NUMBER.fullmatch(message)
     if match is None:
         return None
@@ -102,7 +104,8 @@ RIDDLES = Problems("guess", _draw, str)
 
 
 def load(task: TaskSection) -> Task:
-    """Loads the task; with `task.num_eval_questions` 0 it holds out 500 riddles."""
+    """Loads the task; with `task.num_eval_questions` 0 it holds out 500 riddles. ShoalError if
+    `task.path` is set. Its rows have the column `number`."""
     empty = Task(
         name="guess",
         rewards=(reward_of("format", is_number, 0.1, ()),),

@@ -92,7 +92,8 @@ def _examples(rows: Sequence[PlacedRow], tags: bool) -> list[Example]:
 
 
 def blank(task: TaskSection) -> Task:
-    """Returns the task without data, for judging rows that contain their instructions."""
+    """Returns the task without data, for judging rows that contain their instructions. `task` is
+    not used."""
     return _task(tags=False)
 
 
@@ -185,7 +186,8 @@ def is_correct(text: str, example: Example, tags: bool = False) -> bool:
 
 def figures(verdicts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Returns the four published figures, shares from 0 to 1: of prompts, and of the instructions
-    of all prompts together, each strict and loose."""
+    of all prompts together, each strict and loose. They are `prompt_strict`, `instruction_strict`,
+    `prompt_loose` and `instruction_loose`, 0 without verdicts."""
     shares = {}
     for mode in ("strict", "loose"):
         prompts = []
@@ -244,8 +246,9 @@ def form_points(text: str) -> float:
 
 
 def _example(number: int, place: str, row: Mapping[str, Any], tags: bool) -> Example:
-    """Returns the example of a published row, whose `kwargs` are read by `read_arguments`. If they
-    cannot be read, raises a ShoalError that names `place`."""
+    """Returns the example of a published row, whose `kwargs` are read by `read_arguments`. With
+    `tags` a system prompt asks for the two tags. If the row cannot be read, raises a ShoalError
+    that names `place`."""
     names, given = row["instruction_id_list"], row["kwargs"]
     is_right = _is_list_of(names, str) and _is_list_of(given, dict) and len(given) == len(names)
     if not is_right:

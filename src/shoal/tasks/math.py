@@ -50,7 +50,8 @@ def load(task: TaskSection) -> Task:
 
     Without a path, TRAIN is trained on and all of EVALUATION is evaluated on, both from the hub.
     Rows without a gold answer are dropped. Raises `ShoalError` for data that is missing or has no
-    answers, and if math-verify is not installed.
+    answers, and if math-verify is not installed. Training rows with a held-out problem are dropped
+    too.
     """
     empty = blank(task)
     splits = read_splits(task, TRAIN, _make)
@@ -76,7 +77,8 @@ def _problem_of(example: Example) -> str:
 
 def blank(task: TaskSection) -> Task:
     """Returns the task without rows, to judge answers that were made elsewhere: its `of_row` makes
-    the example of a published row. ShoalError if math-verify is not installed."""
+    the example of a published row. ShoalError if math-verify is not installed. `task` is not
+    used."""
     math_check.require_math_verify()
     return Task(
         name="math",
@@ -125,7 +127,7 @@ def correct_reward(
 ) -> list[float]:
     """Returns 1.0 for each completion whose answer is the same as the gold one, else 0.0. A reward
     function in TRL's convention, whose metric `unchecked` is the share of completions whose check
-    was ended at its limit, for which the reward is 0.0.
+    was ended at its limit or not made, for which the reward is 0.0.
     """
     answers = [answer_of(completion_text(completion)) or "" for completion in completions]
     verdicts = math_check.same_all(list(zip(answer, answers, strict=True)))
@@ -136,17 +138,19 @@ def correct_reward(
 
 
 def verdict(text: str, example: Example) -> dict[str, Any]:
-    """Returns the verdict on a solution in any form, such as another model's. `answer` is what its
-    tag or box holds; None if it has neither, and math-verify then looks for the answer in the text.
-    `correct` says whether that is the gold answer, `unchecked` whether the check was ended at its
-    limit."""
+    """Returns the verdict on a solution in any form, such as another model's; only its last
+    TAIL_CHARS characters are read. `answer` is what its tag or box holds, at most
+    `math_check.MAX_CHARS` characters of it; None if it has neither, and math-verify then looks for
+    the answer in the text. `correct` says whether that is the gold answer, `unchecked` whether the
+    check was ended at its limit or not made."""
     text = solution_of(text[-TAIL_CHARS:])
     gold, answer = example.columns["answer"], answer_of(text)
     if answer is None:
-        is_same = math_check.ends_with(gold, text)
+        is_same = math_check.is_found_in(gold, text)
     else:
         is_same = math_check.same(gold, answer)
         answer = answer[: math_check.MAX_CHARS]
+    # `is_same` is None if the check was ended at its limit.
     return {"correct": bool(is_same), "answer": answer, "unchecked": is_same is None}
 
 
@@ -155,7 +159,8 @@ def verdict(text: str, example: Example) -> dict[str, Any]:
 
 def gold(row: Mapping[str, Any]) -> str | None:
     """Returns the gold answer of a row: its `answer`, else the last box in its `solution`; None if
-    there is none that can be read."""
+    there is none that can be read. Its braces must be in pairs, and it has at most
+    `math_check.MAX_CHARS` characters."""
     answer: str | None = None
     if row.get("answer") is not None:
         answer = str(row["answer"]).strip()

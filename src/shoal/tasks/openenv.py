@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, ClassVar
 
 from shoal.config.sections.task import TaskSection
@@ -46,7 +46,8 @@ class OpenEnv:
 
     async def reset(self, **columns: Any) -> str | None:
         """Begins a rollout: resets the server's environment with the row's columns, and with its
-        number as the seed. Returns the first observation as text, None if it is empty."""
+        number as the seed. Returns the first observation as text, None if it is empty. The columns
+        `prompt` and `environment` are not sent. RuntimeError if the server refuses."""
         self.total, self.done = 0.0, False
         vars(self).pop("reward", None)
         arguments = dict(columns)
@@ -73,14 +74,15 @@ class OpenEnv:
         return step["observation"]
 
     async def close(self) -> None:
+        """Closes the connection, if there is one; the next message opens another."""
         if self._socket is not None:
             await self._socket.close()
         self._socket = None
 
     async def _request(self, kind: str, data: Mapping[str, Any]) -> Any:
         """Sends a message (`kind`: "reset" or "step") and returns the data of the answer. Before a
-        reset it connects again if the server has closed the idle connection. RuntimeError if the
-        answer is an error."""
+        reset it connects again if the server has closed the idle connection; in other cases raises
+        ConnectionClosed then. RuntimeError if the answer is an error."""
         from websockets import ConnectionClosed
 
         message = json.dumps({"type": kind, "data": data})
@@ -147,8 +149,9 @@ def openenv(address: str) -> type[OpenEnv]:
     return type("OpenEnv", (OpenEnv,), members)
 
 
-def _respond_method(field: str) -> Callable[..., Any]:
-    """Returns a method `respond` that sends the model's text as one field of an action."""
+def _respond_method(field: str) -> Callable[..., Awaitable[str | None]]:
+    """Returns an async method `respond` that sends the model's text as the field `field` of an
+    action. It returns the observation as text, None if the environment is done."""
 
     async def respond(self: OpenEnv, message: str) -> str | None:
         observation = await self._step({field: message})
@@ -157,11 +160,15 @@ def _respond_method(field: str) -> Callable[..., Any]:
     return respond
 
 
-def _tool_method(tool: Mapping[str, Any]) -> Callable[..., Any]:
-    """Returns a method, with the tool's name and schema, that calls a tool of the server and
-    returns its result as text."""
+def _tool_method(tool: Mapping[str, Any]) -> Callable[..., Awaitable[str]]:
+    """Returns an async method, with the tool's name and schema, that calls a tool of the server and
+    returns its result as text. `tool` is what the server lists: `name`, `description`,
+    `inputSchema`. The method raises RuntimeError if the server reports an error, or if the
+    environment is done."""
 
     async def call(self: OpenEnv, **arguments: Any) -> str:
+        """Calls the tool and returns its result: the texts of its `content` if it has such, joined;
+        else its fields as text."""
         observation = await self._step(
             {"type": "call_tool", "tool_name": tool["name"], "arguments": arguments}
         )
@@ -180,9 +187,10 @@ def _tool_method(tool: Mapping[str, Any]) -> Callable[..., Any]:
     )
 
 
-def _step_method(action: Mapping[str, Any]) -> Callable[..., Any]:
-    """Returns a method `step`, with the schema `action`, that sends an action and returns the
-    observation as text. Its arguments are the action's fields."""
+def _step_method(action: Mapping[str, Any]) -> Callable[..., Awaitable[str]]:
+    """Returns an async method `step`, with the schema `action`, that sends an action and returns
+    the observation as text. Its arguments are the action's fields. The method raises RuntimeError
+    if the server refuses the action, or if the environment is done."""
 
     async def step(self: OpenEnv, **fields: Any) -> str:
         return _observation_text(await self._step(fields))
@@ -196,7 +204,8 @@ def _with_schema(
     function: Any, name: str, description: str, parameters: Mapping[str, Any]
 ) -> Callable[..., Any]:
     """Sets a function's name and its tool schema, which stands for type hints and a docstring.
-    Returns the function."""
+    Returns the same function. `parameters` is the JSON schema of its arguments; of that `type`,
+    `properties`, `required` and `$defs` are used."""
     function.__name__ = name
     schema_of_parameters: dict[str, Any] = {"type": "object", "properties": {}}
     for key in ("type", "properties", "required", "$defs"):
@@ -214,8 +223,9 @@ def _with_schema(
 
 
 def _observation_text(observation: Any) -> str:
-    """Returns an observation as text, without _FIELDS: the text itself if it has one field, which
-    is text, else its fields as JSON. "" if no field is left."""
+    """Returns an observation as text, without _FIELDS and fields that are None: the text itself if
+    it has one field, which is text, else its fields as JSON. "" if no field is left. An observation
+    that is no dict is text itself, or becomes JSON."""
     if isinstance(observation, Mapping):
         fields = {}
         for name, value in observation.items():
@@ -255,7 +265,8 @@ def _post(url: str, data: Mapping[str, Any]) -> Any:
 def load(task: TaskSection) -> Task:
     """Loads the task `environment`, for environments that ask their own questions: prompts are
     empty, and `reset(row, **columns)` returns the user's words. The column `row` is the row's
-    number for training rows, and begins at a million for held-out rows."""
+    number for training rows, and begins at a million for held-out rows. ShoalError if `task.path`
+    is set."""
     refuse_path(task, "environment")
     num_held_out = task.num_eval_questions or NUM_HELD_OUT
     held_out = [_example(row, NUM_TRAIN + row) for row in range(num_held_out)]

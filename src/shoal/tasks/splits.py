@@ -196,7 +196,8 @@ def with_rows(task: Task, splits: Splits) -> Task:
 
 
 def _numbered(examples: Sequence[Example]) -> list[Example]:
-    """Returns the examples with `row` set to their position in the list."""
+    """Returns the examples with `row` set to their position in the list. The examples given are not
+    changed."""
     numbered = []
     for number, example in enumerate(examples):
         if example.row != number:
@@ -247,7 +248,8 @@ def _find_files(
     """Returns the files to train on, the files to evaluate on ([] if there are none), and notes for
     the user. `task.path` may be a file, a folder, a hub id or an address in a bucket; files of the
     hub and of buckets are downloaded. Without a path, `task.files` are patterns from the current
-    directory if the task has no data set on the hub."""
+    directory if the task has no data set on the hub. ShoalError for data that is not found, an
+    empty name of a split, and a `task.template`, which only `custom` can use."""
     name = published.task
     if task.template:
         raise ShoalError(
@@ -286,7 +288,8 @@ def _siblings(path: Path, task: TaskSection) -> tuple[list[Path], list[Path]]:
     """Returns the files to train on and to evaluate on if only one file was given. If the file's
     name contains the name of a split, and a file next to it has the other split's name in its
     place, each file is its split: `gsm8k_test.jsonl` -> (`[gsm8k_train.jsonl]`,
-    `[gsm8k_test.jsonl]`). Else the file is the training split, and none is evaluated on."""
+    `[gsm8k_test.jsonl]`). Else the file is the training split, and none is evaluated on. In a
+    bucket the other file is downloaded if it is there."""
     for mine, other in ((task.split, task.eval_split), (task.eval_split, task.split)):
         before, name_of_split, after = path.name.rpartition(mine)
         sibling = path.with_name(f"{before}{other}{after}")
@@ -302,8 +305,9 @@ def _siblings(path: Path, task: TaskSection) -> tuple[list[Path], list[Path]]:
 def _read(
     files: Sequence[Path], renames: Mapping[str, str], published: Published, make: Make
 ) -> tuple[list[Any], dict[str, int]]:
-    """Returns `make`'s results for all rows of the files, and file name -> number of its rows.
-    ShoalError for a row without the required columns, and if there are no rows."""
+    """Returns `make`'s results for all rows of the files, numbered through all files, and file ->
+    number of its rows. The file is named by its path if another one has its name. ShoalError for a
+    row without the required columns, and if there are no rows."""
     rows: list[Any] = []
     counts: dict[str, int] = {}
     names = [file.name for file in files]
@@ -329,8 +333,8 @@ def _checked(
     row: Any, place: str, renames: Mapping[str, str], published: Published
 ) -> dict[str, Any]:
     """Returns a row with its columns renamed. Numbers in the columns `published.numbers` become
-    text, 18.0 becomes `18`. ShoalError if a required column is missing, or if one of
-    `published.texts` is not text."""
+    text, 18.0 becomes `18`; `row` itself is changed if nothing is renamed. ShoalError if a required
+    column is missing, or if one of `published.texts` is not text."""
     if not isinstance(row, dict):
         raise ShoalError(
             f"task {published.task}: {place} is a {type(row).__name__}; an object with "
@@ -359,6 +363,7 @@ def _checked(
 
 
 def _is_finite_number(value: Any) -> bool:
+    """True for an int, float or Decimal that is neither infinite nor NaN; False for a bool."""
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
         return False
     return math.isfinite(value)
@@ -368,8 +373,8 @@ def _is_finite_number(value: Any) -> bool:
 
 
 def renames_of(entries: Iterable[str]) -> dict[str, str]:
-    """Returns entries `wanted=theirs` as a dict theirs -> wanted. ShoalError if a name occurs
-    twice.
+    """Returns entries `wanted=theirs` as a dict theirs -> wanted. Each entry has an `=`. ShoalError
+    if a name occurs twice.
 
     >>> renames_of(["prompt=question"])
     {'question': 'prompt'}

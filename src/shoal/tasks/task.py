@@ -102,7 +102,8 @@ class Task:
 
 def load_by_name(task: TaskSection, reward: RewardSection) -> Task:
     """Loads the task that `task.name` names, with its built-in rewards and all its questions.
-    Raises ShoalError for an unknown name, and for missing or unusable data."""
+    Raises ShoalError for an unknown name, and for missing or unusable data. Adds a note if
+    `reward.preset` is set and the task has no use for it."""
     if task.name not in TASKS:
         raise ShoalError(
             f"task.name={task.name!r}: there is no such task; did you mean "

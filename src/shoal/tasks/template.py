@@ -16,8 +16,8 @@ from shoal.text import did_you_mean
 
 def template_text(template: str, key: str = "task.template") -> str:
     """Returns a template's text: the setting's value itself if it has `{` or a line break, else the
-    content of the file that the value names. ShoalError if there is no such file. `key` names the
-    setting in messages."""
+    content of the file that the value names, without its final line break. ShoalError if there is
+    no such file, or if it is no text in UTF-8. `key` names the setting in messages."""
     if "{" in template or "\n" in template:
         return template
     file = Path(template).expanduser()
@@ -36,8 +36,8 @@ def template_text(template: str, key: str = "task.template") -> str:
 
 def parse_template(text: str, key: str = "task.template") -> tuple[list[str], list[str]]:
     """Splits a template into pieces of text and names of columns, which alternate: pieces[0],
-    names[0], pieces[1], ... Doubled braces stand for braces. ShoalError for single braces, and if
-    no column is named.
+    names[0], pieces[1], ... Doubled braces stand for braces. Spaces around names are dropped.
+    ShoalError for single braces, and if no column is named; `key` names the setting in messages.
 
     >>> parse_template("{a} in {{}}: {b}!")
     (['', ' in {}: ', '!'], ['a', 'b'])
@@ -73,7 +73,7 @@ def fill(
 ) -> str:
     """Returns the text of a template, parsed to `pieces` and `names`, for one row. Values that are
     text are inserted as they are (braces in them mean nothing), other values as JSON. ShoalError if
-    a column is missing or null."""
+    a column is missing or null. In messages `place` names the row, `key` the setting."""
     values = []
     for name in names:
         if row.get(name) is None:

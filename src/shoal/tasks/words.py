@@ -349,7 +349,8 @@ PROBLEMS = Problems("words", _draw_numbers, numeric_form, ("num_steps", "max_val
 
 def load(task: TaskSection) -> Task:
     """Loads the task with the settings `task.num_steps` and `task.max_value`; with
-    `task.num_eval_questions` 0 it holds out 500 problems."""
+    `task.num_eval_questions` 0 it holds out 500 problems. ShoalError if `task.path` is set. Its
+    rows have the columns `answer` and `solution`."""
     empty = Task(
         name="words",
         rewards=(reward_of("correct", gives_answer), FORMAT),
@@ -371,7 +372,8 @@ def is_correct(text: str, example: Example) -> bool:
 
 
 def extract(text: str) -> str | None:
-    """Returns the answer in the only tag in one spelling, for maj@k; None if there is none."""
+    """Returns the answer in the only tag in one spelling, under which maj@k counts equal answers
+    (`answer_key`); None if there is none."""
     return answer_key(single_answer(text)) or None
 
 

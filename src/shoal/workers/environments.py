@@ -85,7 +85,8 @@ class EnvironmentKind:
 
 def _type_made_by(factory: Callable[[], Any]) -> type:
     """Returns the class of the environments that a factory makes; calls the factory once unless it
-    is a class. ShoalError if it raises."""
+    is a class. ShoalError if it raises. An environment that was made is closed if it has
+    `close`."""
     if inspect.isclass(factory) and factory is not object:
         return factory
     try:
@@ -116,6 +117,8 @@ class Environments:
         kinds: Mapping[str, EnvironmentKind],
         result_bytes: int,
     ) -> None:
+        """`tools` maps names to functions, `kinds` names to kinds of environments. `result_bytes`
+        is the most bytes of a tool's text that a reply has."""
         self.tools = tools
         self.kinds = kinds
         self.result_bytes = result_bytes
@@ -126,9 +129,9 @@ class Environments:
         self.runner: asyncio.Runner | None = None
 
     def call(self, header: Header, body: bytes) -> Header:
-        """Runs one call in a worker that runs one call at a time, and returns the reply. If no
-        session uses the worker and it has child processes, the reply asks the supervisor to replace
-        the worker (`spent`)."""
+        """Runs one call in a worker that runs one call at a time, and returns the reply, also if
+        the call fails. If no session uses the worker and it has child processes, the reply asks the
+        supervisor to replace the worker (`spent`). For the header see `_perform`."""
         began = time.perf_counter()
         try:
             value = self._perform(header, body)
@@ -146,7 +149,7 @@ class Environments:
 
     async def call_async(self, header: Header, body: bytes) -> Header:
         """Runs one call on the event loop that it shares with other calls, with the time limit in
-        its header, and returns the reply."""
+        its header, and returns the reply, also if the call fails."""
         began = time.perf_counter()
         scope = asyncio.timeout(header["seconds"])
         try:
@@ -168,9 +171,12 @@ class Environments:
         return {**reply, "seconds": time.perf_counter() - began}
 
     def _perform(self, header: Header, body: bytes) -> Any:
-        """Performs a call and returns its result, which may be an awaitable. `open`: takes an
-        environment that an earlier session used, or makes one, and resets it. `end`: gets its
-        reward (None if it has none). Else calls a method of the environment, or a tool."""
+        """Performs a call and returns its result, which may be an awaitable. The header's `what` is
+        the call. `open`: takes an environment that an earlier session used, or makes one, and
+        resets it. `end`: gets its reward (None if it has none). Else calls a method of the
+        environment, or a tool, named `name` (`respond` has none). `session` is the session's
+        number, 0 for a tool that is a function; `kind` names the kind of environment. The body has
+        the arguments, pickled for `open`, else in JSON."""
         what, session, kind = header["what"], header["session"], header["kind"]
         if what == "open":
             columns = ForkingPickler.loads(body)  # pyright: ignore[reportAttributeAccessIssue]
@@ -190,9 +196,11 @@ class Environments:
         return self.tools[name](**arguments)
 
     def _reply_to(self, header: Header, value: Any) -> Header:
-        """Returns the reply to a call whose result is `value`. Text is cut at
-        `environment.result_bytes`. For `end` the reply has reward and state, and the environment is
-        kept for a later session. TypeError if the environment may not return such a value."""
+        """Returns the reply to a call whose result is `value`: text as `value`, cut at
+        `environment.result_bytes`, with the number of bytes that were cut as `cut`, and the turn's
+        `reward` if there is one. For `end`, `value` is a dict of `reward` and `state`, and the
+        environment is kept for a later session. TypeError if the environment may not return such a
+        value."""
         what, session = header["what"], header["session"]
         if what == "end":
             if value is not None:
@@ -215,30 +223,33 @@ class Environments:
         else:
             text = str(value)
         data = text.encode("utf-8", "replace")
-        most = self.result_bytes
+        most_bytes = self.result_bytes
         # What a rollout function says is a request, no text for the model: it is not cut.
         if isinstance(self.environments.get(session), RolloutCall):
-            most = len(data)
+            most_bytes = len(data)
         return {
-            "value": data[:most].decode("utf-8", "ignore"),
-            "cut": max(0, len(data) - most),
+            "value": data[:most_bytes].decode("utf-8", "ignore"),
+            "cut": max(0, len(data) - most_bytes),
             **self._turn_reward(session),
         }
 
     def _turn_reward(self, session: int) -> Header:
         """Returns `{"reward": ...}` for a reply: the attribute `reward` of the session's
         environment, as the reward of this turn. {} if that is not a finite number."""
-        value = getattr(self.environments.get(session), "__dict__", {}).get("reward")
+        environment = self.environments.get(session)  # None in a call of a tool that is a function
+        value = getattr(environment, "__dict__", {}).get("reward")
         if isinstance(value, int | float) and math.isfinite(value):
             return {"reward": float(value)}
         return {}
 
     def _reply_to_failure(self, header: Header, error: BaseException) -> Header:
-        """Returns the reply to a call that raised `error`. Drops the session's environment, unless
-        a tool raised an ordinary exception."""
+        """Returns the reply to a call that raised `error`: `kind`, `text`, and `spent` (whether the
+        worker is to be replaced, after a MemoryError). Drops the session's environment, unless a
+        tool raised an ordinary exception."""
         what, session = header["what"], header["session"]
         kind, text = "raised", shorten(describe_error(error), 300)
         spent = isinstance(error, MemoryError)
+        # An earlier call of the session dropped the environment while this one waited.
         has_no_environment = what != "open" and session and session not in self.environments
         if isinstance(error, Blocked):
             kind = "timed out"

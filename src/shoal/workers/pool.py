@@ -91,6 +91,7 @@ class WorkersLost(Exception):
     is stopped or stuck. Such a pool can only be closed."""
 
     def __init__(self, has_ended: bool, seconds: float = 0.0) -> None:
+        """`seconds`: how long the supervisor has sent or read nothing; 0 if it has ended."""
         super().__init__("ended" if has_ended else f"stopped or stuck for {seconds:.0f} s")
         self.has_ended = has_ended
         self.seconds = seconds  # how long it has sent or read nothing; 0 if it has ended
@@ -130,10 +131,12 @@ class WorkerPool:
     ) -> None:
         """Forks the supervisor.
 
-        `prepare` is called in the supervisor before it forks the first worker. `exec_supervisor`
-        replaces all that: it is called in the forked process with the socket to the trainer, and
-        executes a program that runs a supervisor, such as one in a sandbox. With `restarts`, a
-        supervisor that a call has killed is replaced.
+        `handle` is called in a worker with (header, body) of a call and returns the reply, a dict
+        that JSON can hold. `handle_async` does the same for calls with `together`; None if there
+        are none. `prepare` is called in the supervisor before it forks the first worker.
+        `exec_supervisor` replaces all that: it is called in the forked process with the socket to
+        the trainer, and executes a program that runs a supervisor, such as one in a sandbox. With
+        `restarts`, a supervisor that a call has killed is replaced.
         """
         trainer = os.getpid()
 
@@ -214,7 +217,8 @@ class WorkerPool:
         self._send({"cancel": list(calls)})
 
     def _send(self, header: Header, body: bytes = b"") -> None:
-        """Sends one frame to the supervisor; WorkersLost like `submit`."""
+        """Sends one frame to the supervisor; WorkersLost like `submit`. With `restarts`, a
+        supervisor that has ended is no error here: `receive` replaces it."""
         try:
             self._channel.send(header, body)
         except ConnectionError:
@@ -228,7 +232,7 @@ class WorkerPool:
     def wait(self, seconds: float, since: float = 0.0) -> list[tuple[int, Header]]:
         """Returns replies like `receive`, but also raises WorkersLost if the supervisor has open
         calls and has sent nothing for `SILENT_SECONDS`. Silence before `since` (a time of
-        time.monotonic) does not count."""
+        time.monotonic) does not count. It waits at most `seconds`."""
         silent_at = max(self.heard, since) + SILENT_SECONDS
         left = max(0.0, silent_at - time.monotonic())
         replies = self.receive(min(seconds, left) if self._open else seconds)
@@ -241,7 +245,8 @@ class WorkerPool:
         """Returns (call, reply) for all replies that have arrived; waits at most `seconds` for the
         first frame. It may return [] earlier, because a frame can be a sign of life without a
         reply. If the supervisor has ended it is replaced, and its open calls count as died; without
-        `restarts`, or if it ended before it was ready, raises WorkersLost."""
+        `restarts`, or if it ended before it was ready, raises WorkersLost. Signs of life are not
+        returned."""
         try:
             frames = self._channel.receive(seconds)
         except EOFError:
@@ -296,9 +301,10 @@ def _end_supervisor(supervisor: _RunningSupervisor, owner: int) -> None:
     end.close()
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)  # in case it is stopped
-        # A process that waits for a device cannot end before the device answers.
-        for seconds, number in ((END_SECONDS, 0), (EXIT_SECONDS, signal.SIGKILL)):
-            os.kill(pid, number)
+        # Signal 0 sends nothing: the supervisor gets END_SECONDS to end by itself. A process that
+        # waits for a device cannot end before the device answers.
+        for seconds, signal_number in ((END_SECONDS, 0), (EXIT_SECONDS, signal.SIGKILL)):
+            os.kill(pid, signal_number)
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline:
                 if _reap(pid) is not None:
@@ -373,6 +379,8 @@ class Supervisor:
         limits: Limits,
         trainer: int,
     ) -> None:
+        """`trainer_end` is this process's end of the socket to the trainer, `trainer` the trainer's
+        process id. For the others see `WorkerPool`."""
         self.trainer_end = trainer_end
         self.handle = handle
         self.handle_async = handle_async
@@ -487,7 +495,8 @@ class Supervisor:
 
     async def _serve_alone(self, call: _Call) -> None:
         """Runs one call on a worker that runs one call at a time, an idle one or a new one. Sends
-        the reply and starts the next call of the queue."""
+        the reply and starts the next call of the queue. The reply has `alone` if the call was to
+        run on a shared event loop."""
         while self.free and self.free[-1].has_ended():
             # The worker was killed from outside while it was idle.
             await self._end_worker(self.free[-1])
@@ -548,10 +557,11 @@ class Supervisor:
     async def _worker_of_seat(self, call: _Call) -> _Worker | None:
         """Returns the worker of a call's seat, and starts it if there is none or if it was killed.
         None if it cannot start."""
-        for _ in range(2):
+        for _ in range(2):  # the second time if the worker was killed while it was idle
             if call.seat not in self.seats:
                 self.seats[call.seat] = self._start_task(self._spawn(call.seat, call.together))
             try:
+                # Other calls of the seat may wait for the same start, so this one never ends it.
                 worker = await asyncio.shield(self.seats[call.seat])
             except (TimeoutError, EOFError, ConnectionError):
                 break
@@ -722,7 +732,7 @@ class Supervisor:
 
 async def _read_frame(reader: asyncio.StreamReader) -> tuple[Header, bytes]:
     """Returns header and body of the next frame. ValueError if the bytes are not a frame, EOFError
-    if the stream ends before."""
+    if the stream ends before. A frame of more than MOST_BYTES is not read: ValueError."""
     header_size, body_size = SIZES.unpack(await reader.readexactly(SIZES.size))
     if header_size + body_size > MOST_BYTES:
         raise ValueError
@@ -751,8 +761,8 @@ def _kill_group(pid: int) -> None:
 
 
 async def _wait_until(condition: Callable[[], bool]) -> bool:
-    """Waits until `condition()` is True, for at most `EXIT_SECONDS`. Returns False if it still is
-    not."""
+    """Waits until `condition()` is True, and returns True; returns False if it still is not after
+    `EXIT_SECONDS`."""
     deadline = time.monotonic() + EXIT_SECONDS
     while not condition():
         if time.monotonic() >= deadline:

@@ -48,13 +48,14 @@ class Channel:
     made it: a copy of that process, forked by user code, exits if it tries to send or receive."""
 
     def __init__(self, end: socket.socket) -> None:
+        """Takes over a connected socket; only this process may use the channel."""
         self.end = end
         self.owner = os.getpid()
         self._inbox = bytearray()
 
     def send(self, header: Header, body: bytes = b"") -> None:
-        """Sends one frame; waits up to `SEND_SECONDS` for the other end to read, then
-        TimeoutError."""
+        """Sends one frame; waits up to `SEND_SECONDS` for the other end to read, then TimeoutError.
+        ConnectionError if the other end is closed."""
         _end_copy_of(self.owner)
         self.end.settimeout(SEND_SECONDS)
         self.end.sendall(frame(header, body))
@@ -62,7 +63,8 @@ class Channel:
     def receive(self, seconds: float | None = None) -> list[tuple[Header, bytes]]:
         """Returns (header, body) of each complete frame that has arrived; [] if there is none.
         Waits at most `seconds` for the first data (None: for ever). Raises EOFError if the other
-        end is closed and no complete frame is left."""
+        end is closed and no complete frame is left. An incomplete frame is kept for the next
+        call."""
         _end_copy_of(self.owner)
         ended = False
         self.end.settimeout(seconds)
@@ -73,7 +75,7 @@ class Channel:
                     ended = True
                     break
                 self._inbox += data
-                self.end.settimeout(0.0)
+                self.end.settimeout(0.0)  # takes what else is there, without waiting
         except (BlockingIOError, TimeoutError):
             pass
         except ConnectionError:
@@ -103,7 +105,7 @@ def frame(header: Header, body: bytes = b"") -> bytes:
 def pickled(value: Any, parts: Iterable[tuple[str, Any]], hint: str) -> bytes:
     """Returns a value, pickled, as bytes for another process. If the value cannot be pickled,
     raises a ShoalError that names the first of its `parts`, (description, part), that cannot be
-    pickled; the error ends with `hint`."""
+    pickled; the error ends with `hint`. If every part can be pickled, raises pickle's own error."""
     try:
         return bytes(ForkingPickler.dumps(value))
     except Exception as error:
@@ -328,8 +330,8 @@ def require_bubblewrap(
 ) -> None:
     """Raises ShoalError unless sandboxes work on this machine: `bwrap` is installed, and the
     command `words`, which starts one, prints `expected` for the input `case`. Without a `case` the
-    command runs `echo` in the sandbox. `what` begins the message, `key` is the setting to
-    change."""
+    command runs `echo` in the sandbox. `what` begins the message, `key` is the setting to change.
+    The command has an empty environment."""
     if not shutil.which("bwrap"):
         raise ShoalError(
             f"{what}: this machine has no bwrap: install it (apt install bubblewrap)", key
@@ -392,6 +394,8 @@ class Watcher:
     all processes whose environment has `Watcher.environment` (Linux) and removes folders."""
 
     def __init__(self) -> None:
+        """Starts the process. `environment` is the variable that marks the processes to be
+        killed."""
         mark = uuid.uuid4().hex
         self.environment = {MARK: mark}
         # In a session of its own: Ctrl-C in a terminal is for the process that is watched.

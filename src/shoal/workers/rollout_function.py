@@ -45,6 +45,8 @@ class RolloutSampler:
     """
 
     def __init__(self, ask: Callable[[str, Any], Any]) -> None:
+        """`ask(what, value)` sends a request to the run, waits, and returns the answer; `what` is
+        `sample`, `encode`, `encode text`, `render` or `decode`."""
         self.ask = ask
         self.sampled: list[int] = []
 
@@ -80,13 +82,15 @@ class RolloutSampler:
     def batch_decode(
         self, many: Iterable[Sequence[int]], skip_special_tokens: bool = True
     ) -> list[str]:
+        """Returns the text of each of many lists of token ids."""
         return [self.decode(ids, skip_special_tokens) for ids in many]
 
     def apply_chat_template(
         self, messages: Any, tokenize: bool = True, add_generation_prompt: bool = True
     ) -> Any:
         """Returns messages as the chat template renders them, as token ids, or as text with
-        `tokenize=False`."""
+        `tokenize=False`. With `add_generation_prompt` the beginning of an assistant's message
+        follows them."""
         if tokenize and add_generation_prompt:
             return self.encode(messages)
         text = self.ask("render", [messages, not add_generation_prompt])
@@ -119,6 +123,8 @@ class RolloutCall:
     fields that the function returned besides tokens."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        """`function(prompts, sampler)` gets a list of one prompt and a `RolloutSampler`, and
+        returns a dict of lists of one value, or None."""
         self._function = function
         self._answers: SimpleQueue[Any] = SimpleQueue()
         self._requests: SimpleQueue[Any] = SimpleQueue()
@@ -126,7 +132,8 @@ class RolloutCall:
     def reset(self, prompt: Prompt, **columns: Any) -> str | None:
         """Begins a rollout: starts the function in a thread, and returns its first request as JSON;
         None if it returned without one. If the function of the previous rollout still waits for an
-        answer, RolloutDropped is raised in it."""
+        answer, RolloutDropped is raised in it. The function does not get `columns`; its fields may
+        not have their names. Raises what the function raised."""
         # For the function of the rollout before, which may still wait for an answer.
         self._answers.put({"over": "it was dropped", "dropped": True})
         vars(self).update({"_answers": SimpleQueue(), "_requests": SimpleQueue()})
@@ -139,14 +146,14 @@ class RolloutCall:
 
     def respond(self, message: str) -> str | None:
         """Passes the answer to its request (`message`, as JSON) to the function, and returns its
-        next request; None if the function has returned."""
+        next request; None if the function has returned. Raises what the function raised."""
         self._answers.put(json.loads(message))
         return self._next_request()
 
     def _next_request(self) -> str | None:
-        """Waits for the function's next request and returns it. If the function has returned, sets
-        the fields that it returned as attributes and returns None. Raises what the function
-        raised."""
+        """Waits for the function's next request and returns it. If the function has returned, or
+        ended because the rollout is over, sets the fields that it returned as attributes and
+        returns None. Raises what the function raised."""
         request = self._requests.get()
         if isinstance(request, BaseException):
             raise request
@@ -212,9 +219,10 @@ class Agent(RolloutCall):
 
 
 def _fields(returned: Any, sampled: Sequence[int]) -> dict[str, Any]:
-    """Returns what a rollout function returned besides tokens, as name -> value of its one prompt.
-    ValueError if nothing was sampled, or if the returned tokens, without those of the environment,
-    are not the `sampled` ones, which training uses."""
+    """Returns what a rollout function returned besides tokens, as name -> value of its one prompt;
+    {} for None. TypeError if it is neither a dict nor None. ValueError if nothing was sampled, if a
+    value is not a list of one, or if the returned tokens, without those of the environment, are not
+    the `sampled` ones, which training uses."""
     if not sampled:
         raise ValueError(
             "the rollout function returned before anything was sampled: call generate(prompt)"

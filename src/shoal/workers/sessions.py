@@ -64,7 +64,8 @@ def supervisor_settings(
     section: EnvironmentSection,
 ) -> tuple[Handler, Limits, AsyncHandler]:
     """Returns what a `Supervisor` of sessions is made with: the handler of calls, the limits of
-    workers, and the handler of calls on a shared event loop."""
+    workers, and the handler of calls on a shared event loop. `tools` maps names to functions,
+    `kinds` names to kinds of environments."""
     held = Environments(tools, kinds, section.result_bytes)
     limits = Limits(section.workers, section.timeout_seconds, int(section.memory_gib * 2**30))
     return held.call, limits, held.call_async
@@ -156,11 +157,12 @@ class Sessions:
 
     def functions(self, columns: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
         """Returns name -> function of the tools that rollouts of a row may call: the task's tools,
-        then the methods of the row's environment."""
+        then the methods of the row's environment, as functions of its class. ShoalError like
+        `kind_of`."""
         functions = dict(self.tools)
-        kind = self.kind_of(columns)
-        if kind is not None:
-            functions.update(kind.tools)
+        environment_kind = self.kind_of(columns)
+        if environment_kind is not None:
+            functions.update(environment_kind.tools)
         return functions
 
     def open(self, rollout: Hashable, columns: Mapping[str, Any]) -> None:
@@ -194,7 +196,8 @@ class Sessions:
 
     def call(self, rollout: Hashable, name: str, arguments: Mapping[str, Any]) -> None:
         """Queues a call of a tool by its name; `collect` returns the `Reply`. If JSON cannot hold
-        the arguments, the reply says that the call failed."""
+        the arguments, the reply says that the call failed. KeyError if the rollout has no open
+        session."""
         try:
             body = json.dumps(dict(arguments))
         except (TypeError, ValueError, RecursionError) as error:
@@ -203,13 +206,14 @@ class Sessions:
 
     def respond(self, rollout: Hashable, message: str) -> None:
         """Queues the call `respond(message)` of the environment, with the model's text. The value
-        of its `Reply` is the environment's answer, None if the rollout is over."""
+        of its `Reply` is the environment's answer, None if the rollout is over. KeyError if the
+        rollout has no open session."""
         body = json.dumps({"message": message}).encode()
         self._queue_call(self._sessions[rollout], "respond", "", body)
 
     def end(self, rollout: Hashable) -> None:
         """Queues the end of a session. The value of its `Reply` has the environment's `reward`
-        (None if it has none) and `state`."""
+        (None if it has none) and `state`. KeyError if the rollout has no open session."""
         self._queue_call(self._sessions[rollout], "end")
 
     def drop(self, rollout: Hashable) -> None:
@@ -250,7 +254,9 @@ class Sessions:
     def _queue_call(
         self, session: _Session, what: str, name: str = "", body: bytes = b"{}"
     ) -> None:
-        """Queues a call of a session, and sends it if the session has no other call running."""
+        """Queues a call of a session, and sends it if the session has no other call running. `what`
+        and `name` are those of `Reply`; `body` has the arguments, pickled for `open`, else in
+        JSON."""
         session.queue.append((what, name, body))
         self._send_next(session)
 
@@ -307,19 +313,21 @@ class Sessions:
         assert session.call
         what, name, limit = session.call
         session.call = None
-        kind, error, value = reply.get("kind", ""), reply.get("text", ""), reply.get("value")
-        seconds = reply.get("seconds", limit if kind == "timed out" else 0.0)
+        failure, error, value = reply.get("kind", ""), reply.get("text", ""), reply.get("value")
+        timed_out = failure == "timed out"
+        seconds = reply.get("seconds", limit if timed_out else 0.0)
         session.seconds += seconds
-        is_over = kind == "timed out" and limit < self.section.timeout_seconds
-        if kind == "timed out":
-            key = "episode_seconds" if is_over else "timeout_seconds"
+        # The limit is shorter than that of a call if it is the rest of the episode's time.
+        episode_is_over = timed_out and limit < self.section.timeout_seconds
+        if timed_out:
+            key = "episode_seconds" if episode_is_over else "timeout_seconds"
             error = f"it took longer than environment.{key}={exact(getattr(self.section, key))}"
-        elif kind == "died":
+        elif failure == "died":
             error = f"it ended its process: {error}"
-        if kind and what == "call":
+        if failure and what == "call":
             value = failed_call(error)
-        ended_environment = kind in ("timed out", "died") and name not in self.tools
-        fatal = bool(kind) and (what != "call" or is_over or ended_environment)
+        ended_environment = failure in ("timed out", "died") and name not in self.tools
+        fatal = bool(failure) and (what != "call" or episode_is_over or ended_environment)
         if not session.dropped:
             self._done.append(
                 Reply(
@@ -327,7 +335,7 @@ class Sessions:
                     what,
                     name,
                     value=value,
-                    kind=kind,
+                    kind=failure,
                     error=error,
                     fatal=fatal,
                     cut=reply.get("cut", 0),

@@ -20,7 +20,7 @@ _WELL_FORMED = re.compile(
 
 def completion_text(completion: str | Sequence[dict[str, Any]]) -> str:
     """Returns the text of a completion in either of TRL's two styles: the text itself, or the
-    content of the last message."""
+    content of the last message, "" if there is none."""
     if isinstance(completion, str):
         return completion
     if not completion:
@@ -107,10 +107,11 @@ def reward_of(
     columns: Sequence[str] = ("answer",),
 ) -> RewardFunction:
     """Returns the reward function `name` in TRL's convention. For each completion it returns
-    `points(text, *values)`, with the row's values of `columns`. It runs in the run's own
-    process."""
+    `points(text, *values)`, with the row's values of `columns`. It runs in the run's own process.
+    KeyError if a row has no such column."""
 
     def reward(completions: Sequence[Any], **given: Any) -> list[float]:
+        """Calls `points` for each completion."""
         texts = [completion_text(completion) for completion in completions]
         arguments = [texts]
         for column in columns:

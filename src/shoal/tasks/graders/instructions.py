@@ -37,7 +37,8 @@ arguments that its signature names."""
 
 def follows(text: str, instruction: str, arguments: Mapping[str, Any]) -> bool:
     """True if a text follows an instruction, `CHECKS`' name of it, with the arguments that
-    `read_arguments` returned. An empty text, and one over MAX_CHARACTERS, follows none.
+    `read_arguments` returned. An empty text, and one over MAX_CHARACTERS, follows none. KeyError
+    for an unknown instruction.
 
     >>> follows("No commas here", "punctuation:no_comma", {})
     True
@@ -50,7 +51,8 @@ def follows(text: str, instruction: str, arguments: Mapping[str, Any]) -> bool:
 def variants(text: str) -> list[str]:
     """Returns the texts of which one must follow an instruction for IFEval's loose accuracy: the
     text itself, without its first line, without its last line, without both, and each of these
-    without `*`. The text itself comes first; equal texts occur once."""
+    without `*`. Texts without a line are stripped. The text itself comes first; equal texts occur
+    once."""
     lines = text.split("\n")
     shortened = [text]
     for kept_lines in (lines[1:], lines[:-1], lines[1:-1]):
@@ -136,6 +138,7 @@ def _read_language(value: Any) -> str | None:
 
 
 def _read_text(value: Any) -> str | None:
+    """Returns a text without spaces around it; None if the value is no text or has nothing else."""
     if not isinstance(value, str):
         return None
     return value.strip() or None
@@ -174,8 +177,9 @@ WHOLE_NUMBER = ArgumentKind((), "a whole number, 0 or more", _read_whole_number)
 
 
 def _check(instruction: str) -> Callable[[Check], Check]:
-    """Returns a decorator that adds a function to CHECKS, as the check of an instruction. After the
-    text, the function's parameters have the names of the arguments in the published rows."""
+    """Returns a decorator that adds a function to CHECKS, as the check of an instruction, and
+    returns the function unchanged. After the text, the function's parameters have the names of the
+    arguments in the published rows."""
 
     def register(check: Check) -> Check:
         CHECKS[instruction] = check
@@ -281,6 +285,7 @@ def _has_placeholders(text: str, num_placeholders: int) -> bool:
     """True if there are at least `num_placeholders` occurrences of `[...]` within a line."""
     count = 0
     for line in text.split("\n"):
+        # Without this a line of many `[` and no `]` would take quadratic time.
         up_to_last_bracket = line[: line.rfind("]") + 1]
         count += len(re.findall(r"\[[^\]]*\]", up_to_last_bracket))
     return count >= num_placeholders
@@ -330,7 +335,8 @@ def _has_highlights(text: str, num_highlights: int) -> bool:
 @_check("detectable_format:multiple_sections")
 def _has_sections(text: str, section_spliter: str, num_sections: int) -> bool:
     """True if at least `num_sections` headings occur, such as `Section 1` for the `section_spliter`
-    `Section`."""
+    `Section`. A heading is this word and digits, with at most one space between, anywhere in the
+    text."""
     heads = re.findall(rf"{re.escape(section_spliter)}\s?\d+", text)
     return len(heads) >= num_sections
 

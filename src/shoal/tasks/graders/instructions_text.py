@@ -117,6 +117,7 @@ def sentences(text: str) -> list[str]:
         candidate = pattern.match(word.group())
         if candidate is None:
             continue
+        # A word like `end."Next` may go on behind the sign: then that is what comes after it.
         rest = word.group()[candidate.end() :]
         after = ""
         if rest:

@@ -137,6 +137,8 @@ class JudgeFunction:
     __name__ = "judge"
 
     def __init__(self, url: str, section: RewardSection) -> None:
+        """`url` is a server's address, with or without `/v1`. Sends nothing yet. ShoalError if the
+        address has another form, if `reward.judge.model` is missing, or for a wrong template."""
         self.url = _completions_url(url)
         self.section = section.judge
         self.timeout_seconds = section.timeout_seconds
@@ -158,7 +160,8 @@ class JudgeFunction:
         self._omits_temperature = False
 
     def digest(self) -> str:
-        """Returns a hash of what the judge's scores depend on: its address and settings."""
+        """Returns a hash of what the judge's scores depend on: its address and settings. It has 16
+        hexadecimal digits."""
         return _hash([self.url, asdict(self.section)])[:16]
 
     async def __call__(
@@ -166,7 +169,10 @@ class JudgeFunction:
     ) -> list[Any]:
         """Returns the score of each completion, from 0 to 1. Returns a text in place of a score
         that the judge did not give; the reward pool counts it as a failure. A reward function in
-        TRL's convention, which requests all scores concurrently."""
+        TRL's convention, which requests all scores concurrently. The template may name any column
+        that is a list, `prompt`, `completion`, and `answer` (a column of that name, else the ground
+        truth). Logs the metrics `judge_requests`, `judge_tokens`, `judge_seconds`, `judge_cached`
+        and `judge_failed` of each reply. ShoalError like `_request`."""
         lists = {name: values for name, values in columns.items() if isinstance(values, list)}
         pieces, names = self._template
         waiting = []
@@ -208,7 +214,8 @@ class JudgeFunction:
 
     async def _reply(self, text: str) -> Reply:
         """Returns the judge's reply to one filled template. Takes it from the cache, waits for an
-        equal request that is running, or sends a request."""
+        equal request that is running, or sends a request. A reply that it did not request itself
+        has `cached`, and no requests and tokens."""
         body = {
             "model": self.section.model,
             "messages": [{"role": "user", "content": text}],
@@ -308,7 +315,9 @@ class JudgeFunction:
 
     async def _post(self, body: Mapping[str, Any]) -> tuple[int, Any]:
         """Sends one request. Returns (HTTP status, JSON object) if the server sent one; else
-        (status, error text), with status 0 if there was no response."""
+        (status, error text), with status 0 if there was no response. Waits while
+        `reward.judge.concurrency` other requests are under way. A key in the text is replaced by
+        `***`."""
         import httpx  # a dependency of huggingface_hub; importing takes 60 ms
 
         if self._slots is None:  # made here, in the process and on the loop that make the calls
@@ -351,7 +360,8 @@ class JudgeFunction:
         return Path(folder).expanduser() / cache_key[:2] / f"{cache_key}.json"
 
     def _read_cache(self, cache_key: str) -> str | None:
-        """Returns the text of the cached reply; None if there is none."""
+        """Returns the text of the cached reply; None if there is none. ShoalError if it cannot be
+        read."""
         file = self._cache_file(cache_key)
         if file is None:
             return None

@@ -93,8 +93,9 @@ _DROPPED = ("^\\circ", "^{\\circ}", "\\$", "$", "\\%", "%")
 
 
 def same(gold: str, answer: str) -> bool | None:
-    """True if two answers mean the same, False if not; None if the check was ended at its limit,
-    which counts as wrong. May start worker processes."""
+    """True if two answers mean the same, False if not. None if the check was ended at its limit, or
+    was not made because an answer has more than MAX_CHARS characters or brackets nested deeper than
+    MAX_DEPTH; both count as wrong. May start worker processes."""
     return same_all([(gold, answer)])[0]
 
 
@@ -141,15 +142,16 @@ def _last_variable(answer: str) -> set[str]:
     return {last[1]}
 
 
-def ends_with(gold: str, text: str) -> bool | None:
-    """True if math-verify finds the gold answer in `text`, a whole solution without box or tag;
-    False if not; None if the check was ended at its limit."""
+def is_found_in(gold: str, text: str) -> bool | None:
+    """True if math-verify finds the gold answer in `text`, a whole solution without box or tag, of
+    any length; False if not; None if the check was ended at its limit."""
     return checker().compare([(latex(gold), ascii_numbers(text))], "text")[0]
 
 
 def quick_verdict(gold: str, answer: str) -> bool | None:
     """Compares two answers by their texts, units and values, without math-verify. Returns True or
-    False if these decide whether the answers are the same, None if math-verify has to.
+    False if these decide whether the answers are the same, None if math-verify has to. None also if
+    an answer has more than MAX_CHARS characters. An empty answer is False.
 
     >>> quick_verdict("\\\\frac{1}{2}", "0.5"), quick_verdict("7", "8"), quick_verdict("x^2", "x x")
     (True, False, None)
@@ -235,7 +237,8 @@ def has_balanced_braces(gold: str) -> bool:
 def latex(answer: str, variables: Collection[str] = ()) -> str:
     """Returns an answer, in plain text or LaTeX, as LaTeX that math-verify reads: `π/2` -> `\\pi
     /2`, `√10` -> `\\sqrt{10}`, `2 1/2` -> `2\\frac{1}{2}`. If its last letter is one of
-    `variables`, it is put in braces, so that math-verify does not take it for a unit."""
+    `variables`, it is put in braces, so that math-verify does not take it for a unit. `variables`
+    are single letters."""
     answer = _PERCENT.sub(r"\\%", answer)
     answer = _exponentials(_PI.sub(r"\\pi ", _spelled_out(answer)))
     for signs, sign in _TWO_SIGNS.items():
@@ -281,7 +284,8 @@ def _spelled_out(answer: str) -> str:
 
 def _in_radians(answer: str) -> str:
     """Returns an answer with the degrees inside of sin, cos, ... converted to radians, and these
-    functions as LaTeX commands. Other degree signs stay; `plain` drops them."""
+    functions as LaTeX commands. Other degree signs stay; `plain` drops them. A bracket that is
+    never closed stays as it is."""
     parts = []
     done = 0  # the number of characters that are in `parts`
     for match in _TRIGONOMETRIC.finditer(answer):
@@ -322,7 +326,7 @@ def _end_of_bracket(text: str, start: int) -> int:
 
 
 def _exponentials(answer: str) -> str:
-    """Returns an answer with `exp(x)` written as `e^{x}`."""
+    """Returns an answer with `exp(x)` written as `e^{x}`. One whose bracket is not closed stays."""
     match = _EXP.search(answer)
     while match is not None:
         start = match.end() - 1
@@ -393,6 +397,8 @@ class Checker:
     """
 
     def __init__(self, num_workers: int = NUM_WORKERS, cpu_seconds: float = CPU_SECONDS) -> None:
+        """The checker has `num_workers` workers, or one for each core if there are fewer cores.
+        `cpu_seconds`: the processor time that one check may take."""
         self.num_workers = max(1, min(num_workers, os.cpu_count() or 1))
         self.cpu_seconds = cpu_seconds
         self._workers: WorkerPool | None = None
@@ -407,7 +413,7 @@ class Checker:
         `mode` says what the two texts are. `answer`: two answers. `text`: a gold answer and a whole
         solution. `trl`: a solution and a whole completion, read as TRL's `accuracy_reward` does;
         then None means that no answer can be read in the solution, and a check that was ended at
-        its limit is False.
+        its limit is False. ShoalError if math-verify cannot be imported.
         """
         keys: list[tuple[str, ...]] = [(mode, *pair) for pair in pairs]
         with self._lock:
@@ -503,7 +509,8 @@ class _Handler:
     def check(self, header: Header, body: bytes) -> Header:
         """Compares the texts in a call's header (mode, gold, answer). The reply has the result as
         `same`, no `same` if math-verify raised, or `unusable` with the reason if it cannot be
-        imported. A timer kills this process if the check exceeds its processor time."""
+        imported. A timer kills this process if the check exceeds its processor time. After
+        CHECKS_A_WORKER checks the reply asks for another worker (`spent`)."""
         if _unusable:
             return {"unusable": _unusable}
         mode, gold, answer = header["texts"]
@@ -513,25 +520,28 @@ class _Handler:
         signal.setitimer(signal.ITIMER_PROF, self.cpu_seconds)
         try:
             if mode == "trl":
-                reply["same"] = _is_same_to_trl(gold, answer)
+                reply["same"] = _trl_accepts(gold, answer)
             elif mode == "text":
-                reply["same"] = _is_same_to_math_verify(gold, answer)
+                reply["same"] = _math_verify_accepts(gold, answer)
             else:
-                reply["same"] = _is_same_to_math_verify(gold, f"\\boxed{{{answer}}}")
+                reply["same"] = _math_verify_accepts(gold, f"\\boxed{{{answer}}}")
         except (Exception, RecursionError):  # the check failed: the reply has no verdict
             pass
         signal.setitimer(signal.ITIMER_PROF, 0)
         return reply
 
 
-def _is_same_to_math_verify(gold: str, answer: str) -> bool:
-    """True if math-verify says that the gold answer equals the other, and also with the two
-    exchanged, since its answer may depend on the order. `answer` may be a whole solution."""
+def _math_verify_accepts(gold: str, text: str) -> bool:
+    """True if math-verify finds in `text` the same answer as `gold`, and also with the two
+    exchanged, since its verdict may depend on the order. False if it can read no answer in one of
+    them. `gold` is LaTeX without a box; `text` is a boxed answer or a whole solution. There is no
+    limit of time here: the timer of `_Handler.check` ends the process."""
     from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
 
     with _patched_math_verify():
+        # A `parsing_timeout` of 0 and a `timeout_seconds` of None mean: no limit.
         golds: list[Any] = parse(f"\\boxed{{{gold}}}", parsing_timeout=0)
-        answers: list[Any] = parse(answer, parsing_timeout=0)
+        answers: list[Any] = parse(text, parsing_timeout=0)
         if not golds or not answers:
             return False
         _unwrap_equations(golds, answers)
@@ -701,7 +711,7 @@ def _rounds_to(first: Fraction, second: Fraction) -> bool:
     return round(first, places) == round(second, places)
 
 
-def _is_same_to_trl(solution: str, completion: str) -> bool | None:
+def _trl_accepts(solution: str, completion: str) -> bool | None:
     """Returns TRL's `accuracy_reward` as a bool: whether the completion's answer, which must be
     LaTeX, preferably in a box, is that of the solution. None if no answer can be read in the
     solution."""

@@ -147,7 +147,8 @@ def number_in(text: str) -> Fraction | None:
     """Returns the exact value of the number in a short text; None if there is no number. The number
     may have units, or be a fraction `a/b`, `\\frac{a}{b}` or `1 1/2`. Only the text after the last
     `=` counts if it has digits. Of several numbers the first is taken if the text begins with it,
-    else the last.
+    else the last. Only the last MAX_CHARS characters are read. None also if the number has more
+    than MAX_NUMBER_CHARS digits or divides by 0.
 
     >>> number_in("$42.00 per day"), number_in("x = 7/2"), number_in("none")
     (Fraction(42, 1), Fraction(7, 2), None)
@@ -196,8 +197,8 @@ def _typed_fraction(match: re.Match[str]) -> str:
 
 
 def _value_in_text(match: re.Match[str]) -> Fraction | None:
-    """Returns the value of a match of `_IN_TEXT`; None if it has more than MAX_NUMBER_CHARS
-    characters or divides by 0."""
+    """Returns the value of a match of `_IN_TEXT`; None if it has more than MAX_NUMBER_CHARS digits
+    or divides by 0."""
     digits = match["digits"].replace(",", "").replace(" ", "")
     if len(digits) > MAX_NUMBER_CHARS:
         return None
@@ -227,7 +228,8 @@ _RATIO = re.compile(r"(?P<sign>[+-]?)(?P<above>[0-9]{1,30})/(?P<below>[0-9]{1,30
 def parse_latex(text: str) -> Fraction | None:
     """Returns the exact value of an answer that is one number in LaTeX, without spaces, `$` and
     `%`; None for anything else. The number is a decimal, `a/b`, `\\frac{a}{b}`, or a mixed number
-    like `2\\frac{1}{2}`.
+    like `2\\frac{1}{2}`. None also for more than MAX_LATEX_CHARS characters, and if it divides by
+    0.
 
     >>> parse_latex("-1,234.5"), parse_latex("2\\\\frac{1}{2}"), parse_latex("\\\\pi")
     (Fraction(-2469, 2), Fraction(5, 2), None)
@@ -287,6 +289,7 @@ def _repeating_as_fraction(match: re.Match[str]) -> str:
     """Returns a match of `_REPEATING` as a fraction: `0.1\\overline{6}` -> `\\frac{1}{6}`."""
     whole, once = match["whole"], match["once"]
     again = match["again"] or match["again_digit"]
+    # 0.1666... = (16 - 1) / 90: its digits with one period, minus those before the first period.
     above = int(f"0{whole}{once}{again}") - int(f"0{whole}{once}")
     number = Fraction(above, (10 ** len(again) - 1) * 10 ** len(once))
     return f"\\frac{{{number.numerator}}}{{{number.denominator}}}"
@@ -308,6 +311,7 @@ def write_number(number: Fraction | None) -> str | None:
     """Returns a number as text: `42`, `2.5`, or `7/3` if its decimals do not end. None for None."""
     if number is None:
         return None
+    # Its decimals end if and only if 2 and 5 are the only primes in the denominator.
     without_2_and_5 = number.denominator
     for prime in (2, 5):
         while without_2_and_5 % prime == 0:

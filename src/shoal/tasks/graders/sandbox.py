@@ -42,7 +42,8 @@ _CASE = {
 @functools.cache
 def command() -> list[str]:
     """Returns the command that starts a sandbox which runs `sandbox_main.py`. It reads a sealed
-    case (see `_sealed`) from its standard input, and prints outcome and seal."""
+    case (see `_sealed`) from its standard input, and prints outcome and seal. The list is cached:
+    it must not be changed."""
     python = os.path.realpath(sys.executable)
     # Code could read the environment of the sandbox's first process, so `run` starts it with an
     # empty one.
@@ -92,7 +93,7 @@ def command() -> list[str]:
 @functools.cache
 def require_sandbox() -> None:
     """Raises ShoalError if sandboxes do not work on this machine: there is no way to run a model's
-    code outside of one."""
+    code outside of one. A success is cached."""
     if platform.machine() not in NUMBERS:
         raise ShoalError(
             "task code: a model's code is run in bubblewrap alone, on Linux for "
@@ -106,7 +107,8 @@ def require_sandbox() -> None:
 
 def run(case: Mapping[str, Any]) -> str:
     """Runs a case in a sandbox and returns its outcome, one of OUTCOMES. It runs `code`, then
-    `setup` and `tests`, then `check(entry_point)` if there is an entry point.
+    `setup` and `tests`, then `check(entry_point)` if there is an entry point. The values of a case
+    are texts; `tests` is a list of them. Outcomes are cached.
 
     If the data has them, `given` (the prompt's code) and `reference` (its solution) help to tell
     the tests' own names from the candidate's.

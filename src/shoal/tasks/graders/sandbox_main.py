@@ -40,6 +40,8 @@ NUMBERS = {
 }
 """Machine -> Linux's number of its architecture, of the calls clone and clone3, and of fork, vfork,
 ptrace, unshare and setns, if there are such calls."""
+# A value is packed by the first of these tables that has its type, PLAIN to VALUES; TYPES is for
+# values that are types themselves. In a table a type stands before its base: datetime before date.
 PLAIN = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 DICTS = {"Counter": Counter, "OrderedDict": OrderedDict, "dict": dict}  # subclasses before dict
 VIEWS = {"keys": type({}.keys()), "items": type({}.items())}
@@ -104,8 +106,14 @@ class Ref:
 
 
 def pack(value: Any, refs: list[Any]) -> Any:
-    """Returns a value in a form that JSON can hold: `(1, 2)` -> `{"tuple": [1, 2]}`. An object of
-    another type is appended to `refs`, and becomes `{"ref": its position there}`."""
+    """Returns a value in a form that JSON can hold: `(1, 2)` -> `{"tuple": [1, 2]}`. Containers are
+    copied with all that they hold; an instance of a subclass becomes its base type's.
+
+    `{"ref": number}` stands for an object of another type, always one of the candidate's: its
+    position in `refs` of that process. A `Ref` becomes the number that it has; any other object is
+    appended to `refs`. The tester's own objects cannot be sent: it refuses a question that fills
+    its `refs`.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     for name, plain_type in PLAIN.items():
@@ -136,7 +144,8 @@ def pack(value: Any, refs: list[Any]) -> Any:
 
 def constructor_arguments(value: Any, value_type: type) -> list[Any]:
     """Returns the arguments with which `MAKERS` or the type itself makes an equal value, in forms
-    that JSON can hold. `value_type` is one of VALUES but deque."""
+    that JSON can hold. `value_type` is one of VALUES but deque. They are one text or up to three
+    numbers."""
     if value_type in (bytes, bytearray):
         return [value.hex()]
     if value_type is complex:
@@ -153,8 +162,8 @@ def constructor_arguments(value: Any, value_type: type) -> list[Any]:
 
 
 def unpack(value: Any, find: Any) -> Any:
-    """Returns the value that `pack` returned `value` for. `find` returns the object for the number
-    of a `ref`."""
+    """Returns the value that `pack` returned `value` for. `find(number)` returns the object of a
+    `ref`: in the candidate the object itself, in the tester a `Ref`."""
     if not isinstance(value, dict):
         return value
     ((name, content),) = value.items()
@@ -197,8 +206,9 @@ def run_candidate(channel: socket.socket) -> None:
     names: dict[str, Any] = {"__name__": "candidate"}
 
     def handle(what: str, target: Any, *rest: Any) -> Any:
-        """Answers one question of the tester. `exec`: executes the code `target`, and returns the
-        defined ones of the names in `rest`. `call` calls `target`; see ASKED for all others."""
+        """Answers one question of the tester. `exec`: executes the code `target`, and returns those
+        of the names in `rest[0]` that it defined, as name -> value. `call` calls `target` with the
+        arguments `rest[0]` and keywords `rest[1]`; see ASKED for all others."""
         if what == "exec":
             exec(compile(target, "<candidate>", "exec"), names)
             return {name: names[name] for name in rest[0] if name in names}
@@ -234,12 +244,13 @@ def forbid_processes() -> None:
     allow = 0x7FFF0000
     refuse = 0x00050001  # with EPERM
     missing = 0x00050026  # with ENOSYS, upon which libc takes clone
+    # (instruction, rules to skip if true, rules to skip if false, operand)
     rules = [
-        (load, 0, 0, 4),
+        (load, 0, 0, 4),  # the architecture of the call
         (equal, 1, 0, system),
         (done, 0, 0, refuse),
-        (load, 0, 0, 0),
-        (least, 0, 1, 0x40000000),
+        (load, 0, 0, 0),  # the number of the call
+        (least, 0, 1, 0x40000000),  # x32 has its own numbers, from here on
         (done, 0, 0, refuse),
         (equal, 0, 1, clone3),
         (done, 0, 0, missing),
@@ -248,8 +259,8 @@ def forbid_processes() -> None:
         rules += [(equal, 0, 1, number), (done, 0, 0, refuse)]
     rules += [
         (equal, 0, 3, clone),
-        (load, 0, 0, 16),
-        (bit, 1, 0, 0x10000),
+        (load, 0, 0, 16),  # the flags of clone
+        (bit, 1, 0, 0x10000),  # CLONE_THREAD: a thread is allowed
         (done, 0, 0, refuse),
         (done, 0, 0, allow),
     ]
@@ -306,6 +317,8 @@ class Candidate:
     """The candidate's process, as the tester sees it."""
 
     def __init__(self, channel: socket.socket, pid: int, seconds: float) -> None:
+        """`channel` is the tester's end of the socket to the process `pid`; `seconds` is the time
+        that all questions together may take."""
         self.channel, self.pid = channel, pid
         self.deadline = time.monotonic() + seconds
         self.received = bytearray()
@@ -372,7 +385,8 @@ class Candidate:
 
 def run(channel: socket.socket, pid: int, case: dict[str, Any], seconds: float) -> str:
     """Runs the tests of a case and returns the outcome: `passed`, `failed`, `timed out` or
-    `crashed`. `pid` is the candidate's process, `seconds` the limit by the clock."""
+    `crashed`. `pid` is the candidate's process, `seconds` the limit by the clock. An error in a
+    test is the outcome `failed`; nothing is raised."""
     candidate_process = Candidate(channel, pid, seconds)
     outcome = "passed"
     try:

@@ -54,9 +54,10 @@ def tested_names(case: Mapping[str, Any]) -> TestedNames:
     wanted -= names
     imports = []
     for statement, bound in reference.imports:
-        if bound & (wanted | {"*"}):
+        if bound & (wanted | {"*"}):  # `from module import *` may bind any of them
             imports.append(statement)
     wanted -= reference.imported
+    # A name whose attributes are read, and that is not called, is a module.
     modules = (wanted & sys.stdlib_module_names & tests.opened) - tests.called
     for name in sorted(modules):
         imports.append(f"import {name}")
@@ -182,7 +183,8 @@ def _run_with_module(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _global_uses(table: symtable.SymbolTable) -> Iterator[str]:
-    """Yields the names that a scope and its inner scopes read as globals."""
+    """Yields the names that a scope and its inner scopes read as globals. A name may be yielded
+    more than once."""
     is_module = table.get_type() == "module"
     for symbol in table.get_symbols():
         if symbol.is_referenced() and (is_module or symbol.is_global()):

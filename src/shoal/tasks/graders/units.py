@@ -31,11 +31,15 @@ for _name, _aliases in _NAMES.items():
     for _alias in _aliases.split():
         _UNITS[_alias] = _name
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
-_WORDS = re.compile(
+_FINAL_UNIT = re.compile(
     r"(?:(?<=[0-9})\]])|(?<=\s))(?P<circ>\^\s*\{?\s*\\circ\s*\}?)?(?P<words>[A-Za-z ./]{0,40})"
     r"(?:\^\s*\{?\s*(?P<power>[0-9])\s*\}?)?[\s.]*\Z"
 )
-_BASE = re.compile(r"(?P<digits>\s*-?[0-9A-Z.]+)\s*_\s*\{?\s*(?P<base>[0-9]{1,2})\s*\}?\s*")
+"""Matches the words at the end of a text that may be a unit, `cm` in `5 cm`; with `^\\circ` before
+them, or a power after them."""
+_NUMBER_WITH_BASE = re.compile(
+    r"(?P<digits>\s*-?[0-9A-Z.]+)\s*_\s*\{?\s*(?P<base>[0-9]{1,2})\s*\}?\s*"
+)
 """Matches a number with its base, `52_8`."""
 _MEASURE = re.compile(
     rf"[\s,]*(?:and\s+)?(?P<number>{DECIMAL})(?P<words>\s*[A-Za-z. ]{{1,40}}?)?"
@@ -67,22 +71,25 @@ def unit_of(text: str) -> Unit | None:
 
 
 def quantity_of(text: str, variables: Collection[str] = ()) -> tuple[str, Unit | None]:
-    """Splits a text into (text before its final unit, the unit). Returns (whole text, None) if
-    there is no unit that is known. A letter in `variables` is not a unit. The base of a number
-    (`52_8`) counts as a unit.
+    """Splits a text into (text before its final unit, the unit). A letter in `variables` is not a
+    unit. The base of a number (`52_8`) counts as a unit. Without a final unit that is known, a text
+    with `\\$` has the unit dollar and stays whole; for any other text returns (whole text, None).
 
     >>> quantity_of("5 m"), quantity_of("5 m", {"m"}), quantity_of("52_8")
     (('5', Unit(name='m', power=1)), ('5 m', None), ('52', Unit(name='base 8', power=1)))
+    >>> quantity_of("\\\\$5")
+    ('\\\\$5', Unit(name='dollar', power=1))
     """
-    numeral = _BASE.fullmatch(text)
+    numeral = _NUMBER_WITH_BASE.fullmatch(text)
     if numeral is not None:
         return numeral["digits"].strip(), Unit(f"base {numeral['base']}")
-    match = _WORDS.search(text)
+    match = _FINAL_UNIT.search(text)
     if match is not None and match["words"].strip() not in variables:
         unit = _unit_of_words(match)
         if unit is not None:
             return text[: match.start()].strip(), unit
     if "\\$" in text:
+        # The sign stands before the number, not at the end; the comparison of texts drops it.
         return text, Unit("dollar")
     return text, None
 
@@ -129,8 +136,8 @@ def measures_of(text: str) -> list[tuple[str, int, Fraction]]:
 
 
 def _unit_of_words(match: re.Match[str]) -> Unit | None:
-    """Returns the unit that a match of `_WORDS`, the words at the end of a text, names; None if any
-    of the words is unknown."""
+    """Returns the unit that a match of `_FINAL_UNIT`, the words at the end of a text, names; None
+    if any of the words is unknown."""
     words = match["words"].replace(".", " ").lower().split()
     if match["circ"] and words in ([], ["c"], ["f"]):
         return Unit(f"deg{''.join(words)}")
@@ -149,7 +156,8 @@ def _unit_of_words(match: re.Match[str]) -> Unit | None:
 
 
 def _name_of(word: str) -> str | None:
-    """Returns the short name of a unit: `cm` for `centimetres`; None if it is not known."""
+    """Returns the short name of a unit: `cm` for `centimetres`; None if it is not known. Plurals
+    and British spellings are known too."""
     word = word.replace("metre", "meter").replace("litre", "liter")
     for singular in (word, word.removesuffix("s"), word.removesuffix("es")):
         if singular in _UNITS:

@@ -32,9 +32,9 @@ _FOLDERS: set[Path] = set()
 def load_functions(
     specs: Sequence[str], noun: str = "reward function", hint: str = _NO_MODEL
 ) -> list[Callable[..., Any]]:
-    """Returns the functions that texts like `file.py:name` name. ShoalError like `load_objects`,
-    and for an object that cannot be called. In messages `noun` says what the functions are, and
-    `hint` ends the sentence on what was expected. They are in the order of the texts."""
+    """Returns the functions that texts like `file.py:name` name, in the order of the texts.
+    ShoalError like `load_objects`, and for an object that cannot be called. In messages `noun` says
+    what the functions are, and `hint` ends the sentence on what was expected."""
     functions = load_objects(specs, noun, hint)
     for spec, function in zip(specs, functions, strict=True):
         _check_callable(function, f"{noun} {spec!r}", hint)
@@ -203,7 +203,8 @@ def _holds_code(neighbour: Path) -> bool:
 
 def _is_installed(origin: Path) -> bool:
     """True if the file of a module belongs to Python itself or to an installed package; False for a
-    module that Python finds only through PYTHONPATH or in the folder it was started in."""
+    module that Python finds only through PYTHONPATH or in the folder it was started in. A path that
+    is not absolute is `built-in` or `frozen`: True."""
     if not origin.is_absolute():  # `built-in` and `frozen`
         return True
     standard = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}

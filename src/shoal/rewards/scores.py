@@ -391,20 +391,21 @@ class RewardWatch:
         call that failed as a whole counts as one completion. ShoalError if the function failed for
         more than `reward.max_failed_share` of its last `NUM_RECENT` completions. Fewer completions
         decide too if no call of the function returned in `HOPELESS_SECONDS` of waiting."""
-        part = range(len(batch)) if i is None else range(i, i + 1)
+        completions = range(len(batch)) if i is None else range(i, i + 1)
         name = function.name
         recent = self._recent[name]
         if result.kind:
             recent.append(True)
         else:
             bad = {i_of_call for i_of_call, _ in result.bad}
-            for i_of_call in range(len(part)):
+            for i_of_call in range(len(completions)):
                 recent.append(i_of_call in bad)
             self._returned[name] = self._waited
         if not result.failed:
             return
+        # A column of this result alone, for the text of its failure.
         column = ScoreColumn(function, batch, "skip", self.section.timeout_seconds)
-        column.add(result, part)
+        column.add(result, completions)
         self._first_failures.setdefault(name, column.failures[0].text)
         num_failed = sum(recent)
         allowed = self.section.max_failed_share

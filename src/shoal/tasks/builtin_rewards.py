@@ -28,9 +28,10 @@ _CALL = re.compile(r"(?P<name>[A-Za-z_]\w*)\s*(?:\((?P<arguments>.*)\))?")
 
 def find_builtin(spec: str) -> RewardFunction | None:
     """Returns the built-in reward function that a text names: `accuracy_reward`, or a factory with
-    or without arguments, `get_cosine_scaled_reward(max_len=512)`. A factory's default arguments are
-    used only if the text has none. Its reward function has its name without `get_`, with `_reward`
-    at the end. None for a text that is neither a name nor a call, such as `file.py:function`.
+    or without arguments, `get_cosine_scaled_reward(max_len=512)`. The default arguments of a
+    factory are used only if the text has none. The reward function that a factory makes has the
+    factory's name without `get_`, with `_reward` at the end. None for a text that is neither a name
+    nor a call, such as `file.py:function`.
 
     Raises ShoalError for an unknown name, and for arguments that the factory does not take.
     """
@@ -56,7 +57,7 @@ def find_builtin(spec: str) -> RewardFunction | None:
         assert isinstance(call, ast.Call)
         positional = [ast.literal_eval(value) for value in call.args]
         keywords = dict(defaults)
-        if arguments:
+        if arguments:  # any argument replaces all defaults
             keywords = {str(given.arg): ast.literal_eval(given.value) for given in call.keywords}
         function = factory(*positional, **keywords)
     except (SyntaxError, TypeError, ValueError, AssertionError) as error:
@@ -136,7 +137,8 @@ def cosine_scaled_reward(
         completion_ids: Sequence[Sequence[int]],
         **kwargs: Any,
     ) -> list[float | None]:
-        """The reward function that `cosine_scaled_reward` returns."""
+        """Returns the reward of each completion by its correctness and its number of tokens, as
+        `cosine_scaled_reward` describes; None if no answer can be read in its solution."""
         rewards: list[float | None] = []
         scores = accuracy_reward(completions, solution)
         for is_right, ids in zip(scores, completion_ids, strict=True):
@@ -170,7 +172,8 @@ def repetition_penalty(
         raise ValueError(f"max_penalty={max_penalty}: expected 0 or less")
 
     def penalty(completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float]:
-        """The reward function that `repetition_penalty` returns."""
+        """Returns for each completion `max_penalty` times the share of its n-grams that occurred in
+        it before; 0.0 if it has no n-gram."""
         rewards = []
         for ids in completion_ids:
             ngrams = [tuple(ids[i : i + ngram_size]) for i in range(len(ids) - ngram_size + 1)]
@@ -196,7 +199,7 @@ def overlong_punishment(
     """
 
     def overlong(completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float]:
-        """The reward function that `overlong_punishment` returns."""
+        """Returns the penalty of each completion by its number of tokens, from 0.0 to -1.0."""
         lengths = [len(ids) for ids in completion_ids]
         if not soft_punish_cache:
             return [-float(length > max_completion_len) for length in lengths]

@@ -38,7 +38,7 @@ _PYTHON = re.compile(r"py(?:thon)?[0-9.]*", re.IGNORECASE)
 def load(task: TaskSection) -> Task:
     """Loads the task from local rows in MBPP's or HumanEval's form. Training rows with a held-out
     prompt are dropped. ShoalError for a row without tests, and if sandboxes do not work on this
-    machine."""
+    machine. Tests that use undefined names are noted."""
     require_sandbox()
     splits = read_splits(task, Published("code"), _example)
     splits.drop_held_out(prompt_key, "problem")
@@ -75,8 +75,8 @@ def _note_undefined(splits: Splits) -> None:
 
 def _example(number: int, place: str, row: Mapping[str, Any]) -> Example:
     """Returns the example of a row of MBPP or HumanEval, with the columns that `case_of` reads and
-    `question`; ShoalError if the row is neither. `tests` is a list of texts. `head` is HumanEval's
-    prompt, "" for MBPP; so is `entry_point`, the name of the function that its test checks."""
+    `question`; ShoalError if the row is neither. `tests` is a list of texts. `head` (HumanEval's
+    prompt) and `entry_point` (the function that HumanEval's test checks) are "" for MBPP."""
     tests: Any = row.get("test_list")
     entry = row.get("entry_point")
     text = row.get("text") or row.get("prompt")
@@ -152,9 +152,11 @@ def blocks_of(text: str) -> list[str]:
 
 
 def case_of(text: str, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the case that the sandbox runs for a completion (see `sandbox.run`). `code` is the
-    completion's last block of code, or all of its text if it has no block; after the code of a
-    HumanEval prompt, so that the completion can redefine the function or continue it."""
+    """Returns the case that the sandbox runs for a completion: `code`, `given`, `reference`,
+    `setup`, `tests` and `entry_point` (see `sandbox.run`). `code` is the completion's last block of
+    code, or all of its text if it has no block; after the code of a HumanEval prompt, so that the
+    completion can redefine the function or continue it. Thoughts before the solution are left
+    out."""
     text = solution_of(text)
     code = (blocks_of(text) or [text])[-1]
     return {

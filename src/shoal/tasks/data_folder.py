@@ -69,7 +69,8 @@ class DataFolder:
     def find_splits(self, task: TaskSection) -> tuple[list[Path], list[Path], list[str]]:
         """Returns the files of `task.split` (or the files that `task.files` names), the files of
         `task.eval_split` that are not among them, and notes for the user. ShoalError if there are
-        no files to train on."""
+        no files to train on. A note names another split to evaluate on if that of `task.eval_split`
+        is missing."""
         name = self.published.task
         task, notes = self._subset_in_split(task)
 
@@ -126,7 +127,7 @@ class DataFolder:
         for suffix in SUFFIXES:
             for stem in self.published.stems:
                 patterns.append(stem.format(split=split) + suffix)
-        for mark in "-_/":
+        for mark in "-_/":  # shards: train-00000-of-00002.parquet, train_1.jsonl, train/a.csv
             for suffix in SUFFIXES:
                 patterns.append(f"{split}{mark}*{suffix}")
         for base in bases:
@@ -141,8 +142,8 @@ class DataFolder:
         list with a note if they were. Then the subset is `task.split`, and the split is the word in
         `task.files`, or `train`. MaxText's settings are of this form: `hf_data_split=main
         hf_data_files=train`."""
-        named = len(task.files) == 1 and re.fullmatch(r"[\w-]+", task.files[0])
-        split = task.files[0] if named else _TRAIN
+        files_are_a_split = len(task.files) == 1 and re.fullmatch(r"[\w-]+", task.files[0])
+        split = task.files[0] if files_are_a_split else _TRAIN
         if self.declared:
             names_subset = (
                 task.split in self.declared
@@ -156,7 +157,7 @@ class DataFolder:
             f"{self.published.task}: task.split={task.split} names a subset of the data set, so it "
             f"is the subset, and the split is {split}"
         )
-        files = () if named else task.files
+        files = () if files_are_a_split else task.files
         return replace(task, subset=task.split, split=split, files=files), [note]
 
 
@@ -165,10 +166,12 @@ def named_files(
     folder: Path | None = None,
     files_of: Callable[[str], list[Path]] | None = None,
 ) -> list[Path]:
-    """Returns the files that the entries of `task.files` name, each file once. An entry is a
-    pattern in `folder` (None: in the current directory), or an address in a bucket, whose files are
-    downloaded. An entry that matches no file may be the name of a split, whose files `files_of`
-    returns. ShoalError for an entry that names no file."""
+    """Returns the files that the entries of `task.files` name, each file once, in the order of the
+    entries. An entry is a pattern in `folder` (None: in the current directory), an absolute
+    pattern, or an address in a bucket, whose files are downloaded. A folder that matches stands for
+    the data files in it. An entry that matches no file may be the name of a split, whose files
+    `files_of` returns ([] if there is no such split). ShoalError for an entry that names no
+    file."""
     all_files: list[Path] = []
     for name in names:
         if is_bucket(name):
@@ -249,7 +252,8 @@ def _some(names: Sequence[str], limit: int = 12) -> str:
 
 def open_folder(path: Path, published: Published) -> DataFolder:
     """Returns a `DataFolder` of a path, with the subsets that its README declares in `configs` of
-    the YAML at its head. Declarations that cannot be read are ignored."""
+    the YAML at its head. Declarations that cannot be read are ignored. The default subset is the
+    one marked so, the only one, or the one called `default`."""
     from huggingface_hub import metadata_load
     from yaml import YAMLError
 

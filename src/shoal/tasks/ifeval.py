@@ -55,6 +55,7 @@ def load(task: TaskSection) -> Task:
     tags = not evaluates_all
     if evaluates_all:
         asked = asked_rows(len(splits.held_out), task.num_eval_questions)
+        # In place of the last note of `read_splits`, on how the rows were split.
         splits.notes[-1] = (
             f"ifeval: {asked} are evaluated on, with their prompts as they are; a training run "
             "with these keys would be measured on rows that it learned from"

@@ -94,6 +94,7 @@ class Splits:
                 f"rows, or evaluate on the row that is trained on, {self.on_purpose}"
             )
         if spread:
+            # The last row if there are fewer than ten.
             held = range(_HELD_OUT_SHARE - 1, total, _HELD_OUT_SHARE) or range(total - 1, total)
             self.notes.append(f"{begin}every tenth row of it is held out, {len(held)} of {total}")
         else:
@@ -110,7 +111,7 @@ class Splits:
             else:
                 self.train.append(row)
         self.data = DataReport()
-        first = 0
+        first = 0  # the number of the file's first row among all rows
         for file, num_rows in files.items():
             num_held = sum(number in held for number in range(first, first + num_rows))
             self.data.train_files[file] = num_rows - num_held
@@ -120,7 +121,7 @@ class Splits:
 
     def share(self) -> None:
         """Makes the held-out rows the training rows: the user asked to evaluate on these. Adds a
-        note."""
+        note. `shared` becomes True."""
         self.held_out, self.shared = self.train, True
         self.data = DataReport(self.data.train_files, self.data.train_files)
         self.notes.append(
@@ -151,8 +152,9 @@ class Splits:
 
     def drop_held_out(self, key: Callable[[Any], Any], noun: str) -> None:
         """Drops the training rows that have the same `key` as a held-out row, unless the training
-        rows are the held-out rows on purpose. `noun` names what is compared, such as `prompt`, for
-        messages. ShoalError if no training row is left."""
+        rows are the held-out rows on purpose. The report counts the dropped rows. `noun` names what
+        is compared, such as `prompt`, for messages. ShoalError if no training row is left, except
+        inside `evaluating()`."""
         if self.shared:
             return
         held_out_keys = {key(row) for row in self.held_out}
@@ -217,9 +219,9 @@ def read_splits(
     for each row; its results are the rows of the splits.
 
     A single file is the training split, unless the file next to it is the other split
-    (`_siblings`). If there are no rows to evaluate on, some training rows are held out
-    (`Splits.divide`, with `spread`). Raises `ShoalError` for data that is missing, empty or
-    unreadable.
+    (`_siblings`). If `task.eval_split` is `task.split`, the training rows are also held out. If
+    there are no rows to evaluate on, some training rows are held out (`Splits.divide`, with
+    `spread`). Raises `ShoalError` for data that is missing, empty or unreadable.
     """
     train, held_out, notes = _find_files(task, published)
     renames = renames_of(task.columns)

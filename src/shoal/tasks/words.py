@@ -239,8 +239,8 @@ class Problem:
         return " ".join(sentences)
 
     def _words(self, number: int) -> dict[str, Any]:
-        """Returns the values for the placeholders of a sentence's template. `number` is the
-        sentence's number."""
+        """Returns the values for the placeholders of a sentence's template. `number` is the number
+        that the sentence tells, 0 if it tells none."""
         he, him, his = ("she", "her", "her") if self.name in SHE else ("he", "him", "his")
         return {
             "name": self.name,
@@ -348,9 +348,9 @@ PROBLEMS = Problems("words", _draw_numbers, numeric_form, ("num_steps", "max_val
 
 
 def load(task: TaskSection) -> Task:
-    """Loads the task with the settings `task.num_steps` and `task.max_value`; with
-    `task.num_eval_questions` 0 it holds out 500 problems. ShoalError if `task.path` is set. Its
-    rows have the columns `answer` and `solution`."""
+    """Loads the task with the settings `task.num_steps` and `task.max_value`. Its evaluations are
+    `held_out` and `unseen_templates`; with `task.num_eval_questions` 0 each has 500 problems. Its
+    rows have the columns `answer` and `solution`. ShoalError if `task.path` is set."""
     empty = Task(
         name="words",
         rewards=(reward_of("correct", gives_answer), FORMAT),

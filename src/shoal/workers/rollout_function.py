@@ -238,6 +238,7 @@ def _fields(returned: Any, sampled: Sequence[int]) -> dict[str, Any]:
             raise ValueError(
                 f"{name!r}: expected a list of one value, for the one prompt that was given"
             )
+    # Each value is a list of one. Without these two fields all tokens are the sampled ones.
     ids = [int(id) for id in returned.get("completion_ids", [sampled])[0]]
     mask = returned.get("env_mask", [[1] * len(ids)])[0]
     own_ids = None

@@ -281,7 +281,7 @@ class Sessions:
             self._enter_reply(session, {"kind": "unknown tool", "text": text})
         elif seconds <= 0:
             self._enter_reply(session, {"kind": "timed out"})
-        elif kind is None and not name:
+        elif kind is None and not name:  # open, respond or end without an environment
             value = {"reward": None, "state": {}} if what == "end" else None
             self._enter_reply(session, {"value": value})
         else:

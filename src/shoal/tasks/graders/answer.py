@@ -108,10 +108,10 @@ def reward_of(
 ) -> RewardFunction:
     """Returns the reward function `name` in TRL's convention. For each completion it returns
     `points(text, *values)`, with the row's values of `columns`. It runs in the run's own process.
-    KeyError if a row has no such column."""
+    It raises KeyError if the data has no such column."""
 
     def reward(completions: Sequence[Any], **given: Any) -> list[float]:
-        """Calls `points` for each completion."""
+        """Returns `points` of each completion's text and its row's values, as floats."""
         texts = [completion_text(completion) for completion in completions]
         arguments = [texts]
         for column in columns:

@@ -111,7 +111,8 @@ def read_arguments(instruction: str, given: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _kind_of_argument(name: str) -> ArgumentKind:
-    """Returns the kind whose endings the name of an argument has, else WHOLE_NUMBER."""
+    """Returns the first of ARGUMENT_KINDS whose endings the name of an argument has, else
+    WHOLE_NUMBER."""
     for kind in ARGUMENT_KINDS:
         if name.endswith(kind.endings):
             return kind
@@ -267,7 +268,8 @@ def _begins_nth_paragraph_with(
 ) -> bool:
     """True if the text has exactly `num_paragraphs` non-empty paragraphs, separated by `\\n\\n`,
     and paragraph `nth_paragraph` begins with `first_word`, in any case. For `nth_paragraph` empty
-    paragraphs are counted too, as in IFEval's own check."""
+    paragraphs are counted too, as in IFEval's own check. Quotes before the word are dropped; a
+    quote or one of `.,?!` ends it."""
     paragraphs = [paragraph.strip() for paragraph in text.split("\n\n")]
     num_filled = sum(bool(paragraph) for paragraph in paragraphs)
     if num_filled != num_paragraphs:
@@ -282,7 +284,8 @@ def _begins_nth_paragraph_with(
 
 @_check("detectable_content:number_placeholders")
 def _has_placeholders(text: str, num_placeholders: int) -> bool:
-    """True if there are at least `num_placeholders` occurrences of `[...]` within a line."""
+    """True if there are at least `num_placeholders` occurrences of `[...]` within a line; `[]` is
+    one too."""
     count = 0
     for line in text.split("\n"):
         # Without this a line of many `[` and no `]` would take quadratic time.
@@ -302,8 +305,8 @@ def _has_postscript(text: str, postscript_marker: str) -> bool:
 
 @_check("detectable_format:number_bullet_lists")
 def _has_number_of_bullets(text: str, num_bullets: int) -> bool:
-    """True if exactly `num_bullets` lines begin with `-` or with a single `*`. A line `*` is one
-    bullet together with the next line."""
+    """True if exactly `num_bullets` lines, without their indents, begin with `-` or with a single
+    `*`. A line `*` is one bullet together with the next line."""
     lines = [line.lstrip() for line in text.split("\n")]
     count = sum(line.startswith("-") for line in lines)
     i = 0
@@ -325,7 +328,7 @@ def _is_constrained_response(text: str) -> bool:
 @_check("detectable_format:number_highlighted_sections")
 def _has_highlights(text: str, num_highlights: int) -> bool:
     """True if there are at least `num_highlights` occurrences of `*...*` within a line and of
-    `**...**`."""
+    `**...**`, with more than spaces inside."""
     single = re.findall(r"\*([^\n*]*)\*", text)
     double = re.findall(r"\*\*([^\n*]*)\*\*", text)
     count = sum(bool(inside.strip()) for inside in single + double)

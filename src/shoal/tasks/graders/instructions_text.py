@@ -17,10 +17,14 @@ LANGUAGE_CHARACTERS = 20_000
 """A text's language is detected from this many first characters; langdetect reads only 10,000."""
 
 _CLOSING = r")\";}\]*:@'({\[!?"
+# The longest beginning of a word that may end a sentence: up to a `.`, `?` or `!` that the word's
+# end or a closing mark follows; in _INNER_CANDIDATE only a closing mark.
 _CANDIDATE = re.compile(rf".*[.?!](?=[{_CLOSING}]|$)", re.DOTALL)
 _INNER_CANDIDATE = re.compile(rf".*[.?!](?=[{_CLOSING}])", re.DOTALL)
 _INNER_END = re.compile(rf"[?!](?=[{_CLOSING}]|--|\.\.)")
+# Splits a word into tokens; the last one is looked up among the abbreviations.
 _TOKEN_BREAK = re.compile(r"[)\";}\]*:@({\[!?]|--|(?=')")
+# Closing marks at the beginning of a piece that belong to the piece before it.
 _REALIGNED = re.compile(r"[\"')\]}]+(?=\s|--|$)\s*")
 _PUNCTUATION = (";", ":", ",", ".", "!", "?")
 _NUMBER = re.compile(r"-?[.,]?\d[\d,.-]*")
@@ -196,10 +200,12 @@ def _first_word(text: str) -> str:
 
 # ---- words in capitals
 
+# Punctuation that is dropped and separates words; an apostrophe before a letter may be a quote.
 _BREAK = re.compile(
     r"[\"«»“”‘’„`()\[\]{}<>;@#$%&?!*]|''|--|\.{2,}|[:,](?!\d)|(?i:(?<=')(?![mtsdn])(?=\w\b))"
 )
 _CLOSERS = "])}>\"'»”’ "
+# Endings that are split off as words of their own, short ones (`'m`) and then long ones (`'ll`).
 _CLITIC = re.compile(r"(?<=[^'])(?:'[sSmMdD]|')$")
 _LONG_CLITIC = re.compile(r"(?<=[^'])(?:'ll|'LL|'re|'RE|'ve|'VE|n't|N'T)$")
 _JOINED = re.compile(

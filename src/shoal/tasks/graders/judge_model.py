@@ -256,6 +256,7 @@ class JudgeFunction:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
             sent = self._adapted(body)
+            # The answer is a JSON object, or the text of an error.
             status, answer = await self._post(sent)
             requests += 1
             while status in (400, 422):

@@ -101,7 +101,7 @@ def same(gold: str, answer: str) -> bool | None:
 
 def same_all(pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
     """Returns `same` for each pair (gold, answer). Pairs that `quick_verdict` does not decide are
-    checked by math-verify, several at a time."""
+    checked by math-verify, several at a time. The verdicts are in the order of the pairs."""
     verdicts: list[bool | None] = [quick_verdict(gold, answer) for gold, answer in pairs]
     undecided: list[int] = []
     to_check: list[Pair] = []
@@ -311,7 +311,7 @@ def _in_radians(answer: str) -> str:
 
 def _end_of_bracket(text: str, start: int) -> int:
     """Returns the position after the bracket that closes the one at `start`; `start` if it is never
-    closed."""
+    closed. A bracket is one of `([{`."""
     opening = text[start]
     closing = {"(": ")", "[": "]", "{": "}"}[opening]
     depth = 0
@@ -326,7 +326,8 @@ def _end_of_bracket(text: str, start: int) -> int:
 
 
 def _exponentials(answer: str) -> str:
-    """Returns an answer with `exp(x)` written as `e^{x}`. One whose bracket is not closed stays."""
+    """Returns an answer with `exp(x)` written as `e^{x}`. From the first `exp(` on whose bracket is
+    never closed it stays as it is."""
     match = _EXP.search(answer)
     while match is not None:
         start = match.end() - 1
@@ -682,6 +683,7 @@ def _is_same_value(first: Any, second: Any) -> bool:
     if not has_decimal:
         if first.is_Rational and second.is_Rational:
             return False
+        # 0 up to _MOST_DIGITS digits: no part of the difference is certainly another number.
         difference = (first - second).evalf(15, maxn=_MOST_DIGITS).as_real_imag()
         return all(
             part.is_number and part.is_finite and not (part.is_comparable and _is_significant(part))

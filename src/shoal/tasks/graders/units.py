@@ -139,12 +139,12 @@ def _unit_of_words(match: re.Match[str]) -> Unit | None:
     """Returns the unit that a match of `_FINAL_UNIT`, the words at the end of a text, names; None
     if any of the words is unknown."""
     words = match["words"].replace(".", " ").lower().split()
-    if match["circ"] and words in ([], ["c"], ["f"]):
+    if match["circ"] and words in ([], ["c"], ["f"]):  # 90^\circ, 20^\circ C
         return Unit(f"deg{''.join(words)}")
     power = int(match["power"] or 1)
     if words and words[0] in _POWERS:
         power = _POWERS[words.pop(0)]
-    if words in (["a", "m"], ["p", "m"]):
+    if words in (["a", "m"], ["p", "m"]):  # 5 a.m.
         words = ["".join(words)]
     names = []
     for part in " ".join(words).replace(" per ", "/").split("/"):

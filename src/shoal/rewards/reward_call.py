@@ -148,13 +148,13 @@ class Batch:
         messages: Sequence[Sequence[Sequence[Mapping[str, Any]]]] = (),
         environments: Sequence[Sequence[Any]] = (),
     ) -> Batch:
-        """Returns the batch of P examples with G completions each, given as [P][G]. A column that
-        only some examples have is None for the others.
+        """Returns the batch of P examples with G completions each. `prompts` are the P prompts that
+        were sampled from; texts, ids, messages and environments are [P][G], the last two () if
+        there are none. The columns are those of the examples, but `prompt`, `completion` and
+        `completion_ids`; a column that only some examples have is None for the others.
 
         `trial` names the known answers if the completions are these (see `RewardPool.submit`); ()
         if they were sampled. ValueError if the lengths differ or the groups have different sizes.
-        The columns `prompt`, `completion` and `completion_ids` are left out. `messages` and
-        `environments` are () if there are none.
         """
         if not len(examples) == len(prompts) == len(texts) == len(completion_ids):
             raise ValueError("examples, prompts, texts and completion_ids must be of one length, P")
@@ -300,7 +300,8 @@ class _CallLog:
 
 def _result_of_error(reward: RewardFunction, batch: Batch, error: BaseException) -> CallResult:
     """Returns the result of a call that raised `error`. Its kind is `WRONG` for a broken convention
-    and for a ShoalError, else "raised"; the text then has a hint for two common causes."""
+    and for a ShoalError, else "raised"; the text then has a hint for two common causes. `where` is
+    the line of the function at which it was raised."""
     if isinstance(error, _BrokenConvention):
         return CallResult(kind=WRONG, text=str(error), cause=error.__cause__)
     if isinstance(error, ShoalError):  # the user has to fix it, and every completion would get it
@@ -340,7 +341,8 @@ def _arguments(reward: RewardFunction, batch: Batch, call_log: _CallLog) -> dict
     """Returns the keyword arguments with which a reward function is called for a batch, in TRL's or
     verl's convention. Lists and messages are copies, so a function that changes them affects no
     other call. _BrokenConvention if the function requires an argument that there is not. Fields
-    that rollout functions returned are arguments too; they replace columns of the same name."""
+    that rollout functions returned are arguments too; they replace columns of the same name.
+    `log_extra` and `log_metric` write to `call_log`."""
     if reward.per_completion:
         columns = {name: values[0] for name, values in batch.columns.items()}
         return _accepted_arguments(reward.function, _verl_arguments(batch, columns))
@@ -458,7 +460,8 @@ def _result_of_return(
     reward: RewardFunction, result: Any, batch: Batch, call_log: _CallLog
 ) -> CallResult:
     """Returns the result of a call that returned `result`. Its `values` are finite floats or None;
-    `bad` lists the values that are neither, which are None in `values`."""
+    `bad` lists the values that are neither, which are None in `values`. What the function logged,
+    `call_log`, becomes its `extra` and `metrics`."""
     if reward.per_completion:
         returned = [_verl_score(result, call_log)]
     else:
@@ -495,8 +498,8 @@ def _checked_list(result: Any, batch: Batch) -> list[Any]:
 
 def _verl_score(result: Any, call_log: _CallLog) -> Any:
     """Returns the score that a function of verl's convention returned: `result` itself, or its
-    `score` if it is a dict. Logs the dict's other values, numbers as metrics and all else as extra
-    columns. Logs a score that is not in a dict as the metric `acc`, as verl does.
+    `score` if it is a dict. Logs the dict's other values in `call_log`, numbers as metrics and all
+    else as extra columns. Logs a score that is not in a dict as the metric `acc`, as verl does.
     _BrokenConvention for a dict without `score`."""
     if not isinstance(result, Mapping):
         number = _finite_or_text(result)

@@ -131,7 +131,7 @@ def call_in_process(
     to `ends_job`, and stops if that returns True. A failed call for several completions is not
     passed: the function is called for each of them instead. The calls of `async` functions have all
     ended before the first result is passed. `results` lacks the functions after the one at which it
-    stopped."""
+    stopped. `loop` awaits what they return."""
     async_results = _results_of_async(functions, batch, loop)
     for function in functions:
         function_results = FunctionResults()

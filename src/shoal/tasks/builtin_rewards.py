@@ -221,7 +221,8 @@ def verl_reward(
 ) -> list[float | None]:
     """Returns verl's default reward by each row's `data_source`. GSM8K: 1.0 if the number after the
     last `####` is the ground truth, else 0.0. MATH: the `accuracy_reward`. ValueError for any other
-    source, which needs a function of its own, ShoalError for a row without ground truth."""
+    source, which needs a function of its own, ShoalError for a row without ground truth. Each entry
+    of `reward_model` is a dict with `ground_truth`."""
     from shoal.tasks.gsm8k import load_reward_preset
 
     for row in reward_model:

@@ -183,7 +183,8 @@ async def passed(
     """Returns 1.0 for each completion whose code passes all tests, which run in a sandbox, else
     0.0. A reward function in TRL's convention. Logs each completion's `outcome`, and the share of
     each kind of failure as the metrics `failed`, `timed_out` and `crashed`. The outcome is one of
-    OUTCOMES of `graders/sandbox.py`."""
+    OUTCOMES of `graders/sandbox.py`. `head`, `setup`, `tests`, `entry_point` and `solution` are the
+    rows' columns, one value for each completion."""
     cases = []
     for i, completion in enumerate(completions):
         columns = {

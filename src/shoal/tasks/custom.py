@@ -230,7 +230,8 @@ def _rows_of_columns(columns: Mapping[Any, Any], name: str) -> list[dict[str, An
 def task_of_examples(splits: Splits, maker: ExampleMaker, correct: Correct | None = None) -> Task:
     """Returns the task whose examples are in `splits`, which `maker` made. Drops training rows
     whose prompt is also held out. Adds notes on prompts from `messages`, prompts that end with an
-    assistant's message, unknown roles and empty answers. Changes `splits`."""
+    assistant's message, unknown roles and empty answers. Changes `splits`. `correct` decides
+    whether a completion's text is right; without it there is no accuracy."""
     splits.drop_held_out(prompt_key, "prompt")
     if maker.from_messages:
         splits.notes.append(

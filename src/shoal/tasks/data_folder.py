@@ -253,7 +253,8 @@ def _some(names: Sequence[str], limit: int = 12) -> str:
 def open_folder(path: Path, published: Published) -> DataFolder:
     """Returns a `DataFolder` of a path, with the subsets that its README declares in `configs` of
     the YAML at its head. Declarations that cannot be read are ignored. The default subset is the
-    one marked so, the only one, or the one called `default`."""
+    one marked so, the only one, or the one called `default`. `published` has the names that files
+    of splits may have."""
     from huggingface_hub import metadata_load
     from yaml import YAMLError
 

@@ -177,7 +177,8 @@ def _plain(value: Any) -> Any:
 
 def checked_prompt(prompt: Any, place: str) -> Prompt:
     """Returns a prompt as text, or as a list of message dicts with `role` and `content`. ShoalError
-    if it is neither, is empty, or has a message without role or content."""
+    if it is neither, is empty, or has a message without role or content. `place` names the row in
+    messages."""
     if hasattr(prompt, "tolist"):  # tables hold lists as arrays
         prompt = prompt.tolist()
     if not (isinstance(prompt, str | list | tuple) and prompt):

@@ -105,7 +105,8 @@ def load(task: TaskSection, reward: RewardSection | None = None) -> Task:
     Rows without a gold number are dropped. Of a single file the last rows are held out, unless its
     folder has a file of the other split. Raises `ShoalError` for data that is missing, empty,
     unreadable or without the two columns. Training rows with a held-out question are dropped too.
-    Rows have the columns `answer`, the gold number as text, and `solution`.
+    Rows have the columns `answer`, the gold number as text, and `solution`. `reward.preset` chooses
+    the prompts and the rewards; without `reward` it is the default.
     """
     empty = blank(task, reward)
     prompt = load_reward_preset((reward or RewardSection()).preset).prompt
@@ -129,7 +130,7 @@ def load(task: TaskSection, reward: RewardSection | None = None) -> Task:
 def blank(task: TaskSection, reward: RewardSection | None = None) -> Task:
     """Returns the task without rows, to judge answers that were made elsewhere: its `of_row` makes
     the example of a published row, or raises ShoalError if that has no gold number. `task` is not
-    used."""
+    used. `reward`: see `load`."""
     preset = load_reward_preset((reward or RewardSection()).preset)
 
     def of_row(number: int, row: Mapping[str, Any]) -> Example:

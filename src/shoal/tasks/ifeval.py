@@ -140,9 +140,10 @@ def checked_text(text: str, tags: bool = True) -> str:
 def _check_instructions(
     text: str, names: Sequence[str], arguments: Sequence[Mapping[str, Any]]
 ) -> tuple[list[bool], list[bool]]:
-    """Checks a response against each instruction. Returns (strict, loose), each with one bool an
-    instruction. Strict checks the response as it is; loose also accepts it without its first or
-    last line or without asterisks (`variants`), as IFEval's loose accuracy does."""
+    """Checks a response against each instruction of `names`, with its `arguments` as
+    `read_arguments` returned them. Returns (strict, loose), each with one bool an instruction.
+    Strict checks the response as it is; loose also accepts it without its first or last line or
+    without asterisks (`variants`), as IFEval's loose accuracy does."""
     other_variants = variants(text)[1:]
     strict = []
     loose = []

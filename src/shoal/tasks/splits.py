@@ -336,7 +336,7 @@ def _checked(
 ) -> dict[str, Any]:
     """Returns a row with its columns renamed. Numbers in the columns `published.numbers` become
     text, 18.0 becomes `18`; `row` itself is changed if nothing is renamed. ShoalError if a required
-    column is missing, or if one of `published.texts` is not text."""
+    column is missing, or if one of `published.texts` is not text. `renames`: see `renames_of`."""
     if not isinstance(row, dict):
         raise ShoalError(
             f"task {published.task}: {place} is a {type(row).__name__}; an object with "
@@ -395,8 +395,9 @@ def renames_of(entries: Iterable[str]) -> dict[str, str]:
 
 
 def _renamed(row: Mapping[str, Any], place: str, renames: Mapping[str, str]) -> dict[str, Any]:
-    """Returns a row with its columns renamed; ShoalError if one is missing, or if a name is
-    taken."""
+    """Returns a row with its columns renamed by `renames` (theirs -> wanted), in the same order.
+    ShoalError, which names `place`, if the row lacks a column that is renamed, or has a column of a
+    wanted name that is not renamed itself."""
     for theirs, wanted in renames.items():
         if theirs not in row:
             raise ShoalError(

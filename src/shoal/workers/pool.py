@@ -668,7 +668,9 @@ class Supervisor:
 
     def _work(self, end: socket.socket, supervisor: int, together: bool, seat: int | None) -> None:
         """Runs in the worker process: calls the handler for each call that arrives at the socket
-        `end`, until that closes. `supervisor` is the process id of its parent."""
+        `end`, until that closes; with `together` all calls concurrently on one event loop, else one
+        after the other. `supervisor` is the process id of its parent. A `together` call of a `seat`
+        that blocks the loop is interrupted (`run_shared_worker`)."""
         prctl(KILL_WITH_PARENT, signal.SIGKILL)
         limit_memory(self.limits.memory_bytes)
         if os.getppid() != supervisor:

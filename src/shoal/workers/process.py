@@ -232,8 +232,8 @@ class Blocked(BaseException):
 async def run_shared_worker(channel: Channel, handle: AsyncHandler, alarm: float) -> None:
     """Runs a worker whose calls run concurrently on one event loop: starts each call that arrives
     at the channel as a task and sends its reply, until the channel closes. If a call blocks the
-    loop for `alarm` seconds (0: no limit), `Blocked` is raised in it, and the other calls
-    continue."""
+    loop for `alarm` seconds (0: no limit), `Blocked` is raised in it, and the other calls continue.
+    `handle` is awaited with (header, body) of a call and returns the reply."""
     loop = asyncio.get_running_loop()
     end_copies_of_loop(loop)
     ended = loop.create_future()

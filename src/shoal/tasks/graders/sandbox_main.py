@@ -399,7 +399,7 @@ def run(channel: socket.socket, pid: int, case: dict[str, Any], seconds: float) 
 def run_tests(case: dict[str, Any], candidate_process: Candidate) -> None:
     """Has the candidate execute its code, and runs the tests in this process, in globals that get
     the candidate's tested names. Raises whatever a test raises. CandidateEnded if the candidate
-    gives no answer."""
+    gives no answer. `case` has the keys of `sandbox.run` and those that `sandbox._sealed` adds."""
     defined = candidate_process.ask("exec", case["code"], case["names"] + case["spare"])
     names: dict[str, Any] = {"__name__": "tests"}
     exec(compile(case["given"], "<given>", "exec"), names)

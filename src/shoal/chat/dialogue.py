@@ -234,7 +234,8 @@ def _stream(tokenizer: Tokenizer, text: _Text) -> Stream:
 
 def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
     """Returns (a text without the marks of GENERATION, the spans (from, to) of its characters that
-    were between two marks)."""
+    were between two marks). A mark without an end reaches to the next one or the end of the
+    text."""
     begin, end = GENERATION.values()
     parts = text.split(begin)
     plain = parts[0]

@@ -69,7 +69,8 @@ def render_template(template: jinja2.Template, **variables: Any) -> str:
 
 def plain_data(value: Any) -> Any:
     """Returns a copy of a value in JSON's types, as an untrusted template may see it: NumPy's
-    numbers and arrays become numbers and lists, and an object of any other class its `str`."""
+    numbers and arrays become numbers and lists, and an object of any other class its `str`. Keys
+    become texts, tuples lists."""
 
     def default(item: Any) -> Any:
         """Returns what to write for an object that JSON does not know."""

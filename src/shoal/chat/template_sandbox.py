@@ -96,7 +96,8 @@ def _count_memory(value: Any) -> Any:
 
 
 def _written_text(value: Any) -> str:
-    """Returns the text that Jinja writes for a value, after counting its characters."""
+    """Returns the text that Jinja writes for a value, after counting its characters. All that the
+    rendering has written counts, not this value alone."""
     text = str(value)
     _usage.num_written += len(text)
     _check_size(_usage.num_written)
@@ -185,7 +186,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Calls a function for the template. A method of a text, such as `"a".center(9)`, is called
-        only if its result is within the limit."""
+        only if its result is within the limit, and the memory of the result is counted; nothing of
+        this is done for other functions."""
         positional = list(args)
         text = getattr(function, "__self__", None)
         is_method_of_text = isinstance(text, str)
@@ -218,7 +220,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return functools.update_wrapper(limited, value)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Computes `left + right`, `*`, `**` or `%`, if the result is within the limit."""
+        """Computes `left + right`, `*`, `**` or `%`, if the result is within the limit. Counts the
+        memory of the result."""
         if operator == "+":
             _check_sum(left, right)
         elif operator == "*":
@@ -263,7 +266,7 @@ class _CountMemory(NodeTransformer):
 
 def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a filter that calls `function`, the filter `name`, only if its result is within the
-    limit."""
+    limit. The memory of the result is counted, except of filters in _PASSING_ON."""
     # Some filters get the context, the environment or its state before the value.
     value_position = 1 if getattr(function, "jinja_pass_arg", None) is not None else 0
 

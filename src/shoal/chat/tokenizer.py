@@ -85,6 +85,10 @@ class Tokenizer:
         named_templates: Mapping[str, str] | None = None,
         date: datetime | None = None,
     ):
+        """`backend`: the tokenizer of tokenizer.json, whose padding and truncation are turned off.
+        `special`: role -> text, such as `bos_token` -> `<s>`. `pad_id`: for a model that has no pad
+        token among `special`. `template`: the default chat template, '' for none. ShoalError if it
+        is no valid template."""
         # tokenizer.json may store both from training the tokenizer; they would change prompts
         # without an error.
         backend.no_padding()
@@ -129,8 +133,10 @@ class Tokenizer:
         cls, folder: str | Path, template: str = "", date: datetime | None = None
     ) -> Tokenizer:
         """Reads the tokenizer of a model folder. `template` replaces the folder's chat template: a
-        template, a file with one, or the name of one of the folder's. `date`: the date that the
-        template writes; None for the one that the folder keeps, if any."""
+        template, a file with one, or the name of one of the folder's; '' keeps it. `date`: the date
+        that the template writes; None for the one that the folder keeps, if any. A missing chat
+        template or end-of-sequence token, and one that does not fit the other, becomes a note.
+        ShoalError if tokenizer.json is missing, or if a file or the template is not valid."""
         folder = Path(folder)
         config = tokenizer_files.read_object(folder / "tokenizer_config.json")
         model_config = tokenizer_files.read_object(folder / "config.json")
@@ -342,7 +348,8 @@ class Tokenizer:
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Returns the token ids of a text. `special`: with the tokens that the tokenizer puts
-        around a text, such as bos."""
+        around a text, such as bos. Without `special`, only those that the text itself spells
+        out."""
         if len(text) > LONG_TEXT:
             # Unlike `encode`, a batch lets other threads of Python run meanwhile: a server's, and a
             # fleet's.
@@ -353,7 +360,8 @@ class Tokenizer:
         self, text: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """Returns the token ids of a rendered text, int32[T], and for each span of its characters
-        the span (from, to) of its tokens."""
+        the span (from, to) of its tokens. `to` is not included; a token of which only a part lies
+        in a span is."""
         encoding = self._backend.encode(text, add_special_tokens=False)
         # A token that reaches over a span's start belongs to it, as in transformers. Offsets may
         # lack leading spaces.
@@ -367,7 +375,8 @@ class Tokenizer:
         return np.asarray(encoding.ids, np.int32), token_spans
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
-        """Returns the text of token ids."""
+        """Returns the text of token ids. `skip_special_tokens`: True to leave out special tokens,
+        such as the one that ends a turn."""
         plain_ids = [int(token_id) for token_id in ids]
         return self._backend.decode(plain_ids, skip_special_tokens=skip_special_tokens)
 
@@ -414,7 +423,8 @@ class Tokenizer:
         }
 
     def write_templates(self, folder: Path) -> None:
-        """Writes the chat templates into a model folder, in the files that transformers uses."""
+        """Writes the chat templates into a model folder, in the files that transformers uses. A
+        model without one gets no file."""
         tokenizer_files.write_templates(folder, self.template, self.named_templates)
 
     def check_vocabulary(self, vocab_size: int) -> None:

@@ -44,7 +44,8 @@ _TEMPLATE_NAME = re.compile(r"\w[\w. -]{0,99}")
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file; {} if there is no such file."""
+    """Returns the JSON object in a file; {} if there is no such file. ShoalError if the file holds
+    anything else."""
     if not file.is_file():
         return {}
     return read_json(file)
@@ -131,11 +132,12 @@ def read_templates(
     folder: Path, config: Mapping[str, Any], requested: str = ""
 ) -> tuple[str, dict[str, str]]:
     """Returns (default chat template of a model, "" if it has none; its other templates by name).
+    ShoalError if the model has templates but none with the name `default`, or if a file is not
+    there.
 
     `config`: tokenizer_config.json. `requested`: the value of model.template: the text of a
     template, a file with one, or the name of one of the model's. It is then the default and the
-    only template, like transformers' `chat_template=`.
-    """
+    only template, like transformers' `chat_template=`."""
     own = _own_templates(folder, config)
     if requested in own:
         return own[requested], {}
@@ -154,7 +156,8 @@ def read_templates(
 def _own_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Returns name -> text of a model folder's chat templates; the default one has the name
     `default`. They are read from template files, or, only if there are none, from the entry
-    `chat_template` of tokenizer_config.json (`config`), as in transformers."""
+    `chat_template` of tokenizer_config.json (`config`), as in transformers. {} if it has none.
+    ShoalError for an entry of another form or a name that a file could not have."""
     files = {file.stem: file for file in sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))}
     default = folder / DEFAULT_TEMPLATE
     if default.is_file():
@@ -188,7 +191,7 @@ def _own_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 def _listed_templates(entry: Any) -> dict[str, str] | None:
     """Returns name -> text of the templates in an entry `chat_template` of tokenizer_config.json
     that is a list, `[{"name": "rag", "template": "..."}]`, or an object, `{"rag": "..."}`, which
-    transformers reads too. None if it is neither."""
+    transformers reads too. None if it is neither. The last of several with one name counts."""
     pairs: list[tuple[Any, Any]] = []
     if isinstance(entry, list):
         for item in entry:
@@ -235,7 +238,8 @@ def _requested_template(requested: str, own: Mapping[str, str]) -> str:
 
 
 def write_templates(folder: Path, default: str, named: Mapping[str, str]) -> None:
-    """Writes chat templates into a model folder, in the files that transformers uses."""
+    """Writes chat templates into a model folder, in the files that transformers uses. `default`: ""
+    for none; `named`: name -> template. Replaces files of these names."""
     if default:
         (folder / DEFAULT_TEMPLATE).write_text(default, encoding="utf-8")
     for name, template in named.items():
@@ -263,6 +267,6 @@ def read_date(folder: Path) -> datetime | None:
 
 def write_date(date: datetime, folder: Path) -> None:
     """Writes `template_date.json` into a run's model folder, with the date that the chat template
-    writes."""
+    writes. It is written to the second, and replaces an earlier one."""
     text = json.dumps({"strftime_now": date.isoformat(timespec="seconds")})
     write_text(folder / DATE_FILE, f"{text}\n", "base_output_directory")

@@ -74,7 +74,8 @@ class CallReader:
                  allow
 
     In the texts and patterns of this class each marker that is one token is replaced by a *private
-    character*, which no other token decodes to.
+    character*, which no other token decodes to. ShoalError for a `response_template` that cannot be
+    used.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class CallReader:
                 f"choose {key}=hermes, xml, llama or gemma.",
                 key,
             ) from error
+        # Only what follows the last anchor belongs to the turn, such as a tag that opens a thought.
         text = self._text(start)
         start_of_turn = len(text)
         anchors = list(self._anchor.finditer(text))
@@ -115,6 +117,7 @@ class CallReader:
     def _set_private_characters(self, table: Any) -> None:
         """Assigns a private character to each added token whose text occurs in the table, and fills
         the mappings between tokens, ids and characters."""
+        # JSON's escapes and those of regular expressions are undone, to find tokens in patterns.
         used = json.dumps(table, ensure_ascii=False).replace("\\\\", "").replace('\\"', '"')
         markers = []
         for token_id, (token, is_special) in self._tokenizer.added_tokens().items():
@@ -176,7 +179,8 @@ class CallReader:
     def read(self, ids: Sequence[int]) -> tuple[str, list[ToolCall]]:
         """Reads the ids of a turn. Returns (its text outside of calls, its calls in order). The
         text is the whole turn if it has no call that could be read; a call that could not be read
-        has an `error`. Calls within a thought do not count."""
+        has an `error`. Calls within a thought do not count. A turn of more than LONGEST characters
+        is not searched: its text comes with one call that has an error."""
         whole_text = self._tokenizer.decode(ids)
         text = self._start + self._text(ids)
         if len(text) > LONGEST:
@@ -336,7 +340,8 @@ _TYPES = {
 
 
 def _unread(why: str) -> ToolCall:
-    """Returns a call without a name whose `error` says why it could not be read."""
+    """Returns a call without a name whose `error` says why it could not be read. The error asks the
+    model to write the call again."""
     return ToolCall(
         "",
         {},
@@ -412,7 +417,7 @@ def _fill_placeholders(transform: Any, values: Mapping[str, Any]) -> Any:
 def _typed(value: Any, schema: Mapping[str, Any]) -> Any:
     """Converts an argument that came as text to a type that the tool's schema allows: `"2"` -> 2
     for `{"type": "integer"}`. Returns any other argument, and a text that is no such value,
-    unchanged."""
+    unchanged. True, False and None may be written like in Python."""
     if not isinstance(value, str):
         return value
     types = _types(schema)

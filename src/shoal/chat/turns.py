@@ -167,7 +167,8 @@ class TurnFormat:
         self, messages: Messages, calls: Sequence[ToolCall] = (), last: int | None = None
     ) -> list[int]:
         """Returns the ids that follow a turn's last sampled token: the messages that answer the
-        turn, and the next generation prompt.
+        turn, and the next generation prompt. The answers' texts are split by
+        `split_special_tokens`.
 
         messages  of role tool, one for each of `calls` in their order, or of role user
         calls     the turn's tool calls; empty: the names are taken from `messages`
@@ -260,7 +261,8 @@ class TurnFormat:
 def find_call_format(tokenizer: Tokenizer, schemas: Sequence[dict[str, Any]]) -> str:
     """Returns the form in which the model writes calls of these tools: `template` if the tokenizer
     has a `response_template`, else the form of a call that the chat template renders: xml, gemma,
-    hermes or llama. ShoalError if it renders none of these."""
+    hermes or llama. ShoalError if it renders none of these. `schemas`: one or more; a call of the
+    first tool is rendered."""
     if tokenizer.response_template:
         return "template"
     name = schemas[0]["function"]["name"]
@@ -318,9 +320,13 @@ _JSON_TYPES = {
 
 
 def schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the JSON schema of a tool: the function's attribute `schema` if it has one, else what
-    transformers' `get_json_schema` makes of its type hints and its docstring in Google's style.
-    ShoalError if the docstring, or an argument's type or description, is missing."""
+    """Returns the JSON schema of a tool, `{"type": "function", "function": {...}}`: the function's
+    attribute `schema` if it has one, else what transformers' `get_json_schema` makes of its type
+    hints and its docstring in Google's style. ShoalError if the docstring, or an argument's type or
+    description, is missing, or if JSON does not have the type.
+
+    A description that ends with `(choices: ["a", "b"])` gives the argument these values. An
+    argument without a default is required. `self` and `cls` are left out."""
     own_schema = getattr(function, "schema", None)
     if own_schema:
         return own_schema
@@ -371,7 +377,8 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
 
 def _split_docstring(text: str) -> tuple[str, dict[str, str], str]:
     """Splits a docstring in Google's style. Returns (what the tool does, argument -> description,
-    what it returns); what is missing is empty."""
+    what it returns); what is missing is empty. Lines that continue a description are joined to it
+    with spaces."""
     parts = re.split(r"(?:^|\n)[ \t]*(Args|Returns|Raises):", text.strip())
     about = parts[0]
     sections = dict(zip(parts[1::2], parts[2::2], strict=True))
@@ -394,8 +401,8 @@ def _split_docstring(text: str) -> tuple[str, dict[str, str], str]:
 
 def _json_type(hint: Any, where: str) -> dict[str, Any]:
     """Returns the JSON schema of a type hint, `list[int]` -> `{"type": "array", "items": {"type":
-    "integer"}}`. ShoalError for a type that JSON does not have. `where`: the tool and argument, for
-    the message."""
+    "integer"}}`; {} for Any, which allows all values. A union with None is `nullable`. ShoalError
+    for a type that JSON does not have. `where`: the tool and argument, for the message."""
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
     if hint is Any:
@@ -429,8 +436,9 @@ def _json_type(hint: Any, where: str) -> dict[str, Any]:
 
 
 def _union(schemas: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the schema of values that match any of these schemas: the only schema itself, a list
-    of names for simple types (`{"type": ["integer", "string"]}`), else `anyOf`."""
+    """Returns the schema of a union from the schemas of its members, one or more. A single member:
+    its own schema. Members that say nothing but a type: the types, sorted, each once, `{"type":
+    ["integer", "string"]}`; one name if they are the same. Else `{"anyOf": schemas}`."""
     if len(schemas) == 1:
         return schemas[0]
     are_simple = all(
@@ -468,10 +476,12 @@ def completion_record(
     with_token_texts: bool,
     start: int = 0,
 ) -> dict[str, Any]:
-    """Returns a completion as plain data, for an answer of the server: its ids, log-probs, versions
-    and text from token `start` on, its stop reason, and the assistant's message with the tool calls
-    in it. `tools`: schemas of the tools that may be called. `with_token_texts`: also the text of
-    each token, under `tokens`, which is else empty."""
+    """Returns a completion as plain data, for an answer of the server: from token `start` on its
+    `ids`, `logprobs`, `versions` (of the weights, a number for each token) and `text`; its
+    `stop_reason`; and `message`, the assistant's with the tool calls in it.
+
+    `tools`: schemas of the tools that may be called. `with_token_texts`: also the text of each
+    token, under `tokens`, which is else empty."""
     ids = completion.token_ids[start:].tolist()
     text = tokenizer.decode(ids)
     if tools:
@@ -502,7 +512,8 @@ def turn_format(tokenizer: Tokenizer, tools: str) -> TurnFormat:
 def encode(prompt: Any, tools: Sequence[Any], tokenizer: Tokenizer, most: int) -> np.ndarray:
     """Returns the token ids of a prompt from a request, int32[T]: of ids, a text, or messages,
     which may show tools. ShoalError if the prompt has no token or more than `most`; a text that is
-    much longer is refused without encoding all of it."""
+    much longer is refused without encoding all of it. `most`: the limit of tokens,
+    `sampling.max_prompt_tokens`."""
     if _is_token_ids(prompt):
         ids = np.array(prompt, np.int32)
     else:
@@ -526,7 +537,8 @@ def _wrong_length(length: str, wanted: str) -> ShoalError:
 
 def check_size(prompt: Any, tools: Sequence[Any], most: int, key: str) -> None:
     """Raises ShoalError if a prompt with its tools has more characters than `most` tokens can hold.
-    `key`: the setting that limits it, for the message."""
+    `key`: the setting that limits it, for the message. Characters are counted in the JSON of
+    both."""
     size = len(json.dumps([prompt, *tools], ensure_ascii=False))
     if size > TOKEN_CHARACTERS * most:
         raise _wrong_length(f"{size} characters", f"what fits the {most} tokens of {key}")

@@ -75,7 +75,8 @@ def check_idle(mesh: MeshSection, roles: Roles, available: int, findings: Findin
 
 def idle_text(mesh: MeshSection, used: int, available: int) -> str:
     """Returns a warning that says how many of the `available` devices are used and which keys to
-    raise; '' if all are used."""
+    raise; '' if all are used. One key is always named: with mesh.fsdp=-1 and no number for a role,
+    all devices are used."""
     if used >= available:
         return ""
     keys = []
@@ -89,7 +90,8 @@ def idle_text(mesh: MeshSection, used: int, available: int) -> str:
 
 def devices_text(config: Config, roles: Roles) -> str:
     """Returns a text that says how many devices each role has, where the reference is, and what
-    kind of devices they are."""
+    kind of devices they are: `4 for the trainer, 4 others for the sampler of 8 x TPU v5p (tpu), JAX
+    0.7.2; reference on the sampler's devices`."""
     device = jax.devices()[0]
     sampler = roles.sampler.mesh
     where = ""
@@ -132,7 +134,8 @@ def reference_text(config: Config, roles: Roles) -> str:
 def check_tokenizer(tokenizer: Tokenizer, notes: Sequence[Finding], findings: Findings) -> None:
     """Adds findings about the tokenizer: an error if there is no end-of-sequence token, and the
     `notes` that were made when the model was opened; if there are none of these, a finding with its
-    size and end-of-sequence tokens."""
+    size and end-of-sequence tokens. Notes that are faults are left out: they say the same as the
+    error."""
     check = findings.of("tokenizer")
     before = len(findings.found)
     if not tokenizer.eos_ids:
@@ -160,9 +163,16 @@ def check_prompts(
     sets: Mapping[str, Sequence[TokenizedExample]],
 ) -> str:
     """Checks the training prompts and the data's right answers against the chat template and the
-    limits of tokens, and adds findings. Returns a text with the lengths of the prompts, in training
-    and in the evaluation `sets`. ShoalError if the template refuses all prompts that are checked,
-    or, with `sampling.long_prompts=error`, any of them."""
+    limits of tokens, and adds findings. At most NUM_PROMPTS prompts are checked, spread over the
+    data.
+
+    prompts_per_step  for the number of completions of the run, with which evaluation's is compared
+    encode            example -> the ids of its prompt
+    sets              evaluation set -> its questions with their tokens
+
+    Returns a text with the lengths of the prompts, in training and in `sets`: `61 to 204 tokens
+    (gsm8k 58 to 190)`. ShoalError if the template refuses all prompts that are checked, or, with
+    `sampling.long_prompts=error`, any of them."""
     size = len(task.train)
     limit = config.sampling.max_prompt_tokens
     refused: list[str] = []
@@ -170,7 +180,7 @@ def check_prompts(
 
     def readable(rows: Sequence[int]) -> list[TokenizedExample]:
         """Returns the prompts of these rows with their tokens, without those that the template
-        refuses."""
+        refuses; the reasons of these are added to `refused`."""
         examples = []
         for row in rows:
             example = prepare(task.train[row], encode, sys.maxsize, "drop", refused.append)
@@ -230,7 +240,8 @@ def check_template(
     tokenizer: Tokenizer, encode: Encode, examples: Sequence[Example], findings: Findings
 ) -> None:
     """Adds findings about faults of the chat template that the prompts of these examples show.
-    ShoalError if the template refuses one."""
+    ShoalError if the template refuses one. If there are none, an `ok` finding says how many tokens
+    the first prompt has. `examples`: one or more; most faults are looked for in the first alone."""
     check = findings.of("template", "model.template")
     before = len(findings.found)
     ids = [encode(example).tolist() for example in examples]
@@ -337,13 +348,15 @@ def check_template_writes(
 
 
 def set_sizes(task: Task) -> dict[str, int]:
-    """Returns evaluation set -> number of its questions."""
+    """Returns evaluation set -> number of its questions. In the order of the task."""
     return {name: len(questions) for name, questions in task.evaluations.items()}
 
 
 def _check_answers(config: Config, task: Task, tokenizer: Tokenizer, check: Findings) -> None:
-    """Adds findings about right answers in the data that the model cannot give: too long, or cut
-    off by a stop string."""
+    """Adds findings about right answers in the data that the model cannot give, among the first
+    NUM_ANSWERS rows: more than 2% are too long (a fault if more than half are), or a stop string
+    cuts off more than half (a fault). With reward functions of the user there are only warnings.
+    Adds nothing if the data has no right answers."""
     # Reward functions of the user may look for other answers, so this is then only a warning.
     report_grave = check.warning if config.reward.functions else check.wrong
     known = []
@@ -354,8 +367,7 @@ def _check_answers(config: Config, task: Task, tokenizer: Tokenizer, check: Find
         if gold is not None:
             text = write_answer(example, gold, gold)
             known.append(text)
-            # One more for the end of the sequence.
-            lengths.append(len(tokenizer.encode_prompt(text)) + 1)
+            lengths.append(len(tokenizer.encode_prompt(text)) + 1)  # one for the end of sequence
     if not known:
         return
     limit = config.sampling.max_completion_tokens
@@ -384,7 +396,8 @@ def _check_answers(config: Config, task: Task, tokenizer: Tokenizer, check: Find
 def open_prompts(config: Config, prompts_per_step: int, task: Task, encode: Encode) -> PromptStream:
     """Returns the stream of training prompts, at its beginning. ShoalError if the data does not
     suffice for the first step, or, with `sampling.long_prompts=error`, if a prompt of any step is
-    too long."""
+    too long. Encodes the prompts of the first step; with `long_prompts=error` those of all
+    steps."""
     long_prompts = config.sampling.long_prompts
     prompts = PromptStream(
         examples=task.train,
@@ -434,7 +447,8 @@ def streams(tokenizer: Tokenizer, example: Example) -> list[Stream]:
 
 def dialogue_of(example: Example) -> tuple[Messages, Any, int]:
     """Returns (the messages of a row to learn from, the schemas of its tools, the index of the
-    first message that may be learned). ShoalError if the row has no messages."""
+    first message that may be learned). ShoalError if the row has no messages. The schemas are None
+    if the row has none; a column `tools` of JSON text is parsed."""
     tools = example.columns.get("tools")
     if isinstance(tools, str) and tools:
         tools = loads(tools)

@@ -151,7 +151,8 @@ def model_text_maker(tokenizer: Tokenizer, encode: Callable[[Example], Any]) -> 
     the token ids of its prompt."""
 
     def make(example: Example, text: str) -> ModelText:
-        """Returns a text as a completion of the example's prompt."""
+        """Returns a text as a completion of the example's prompt. A prompt that the template
+        refuses counts as an empty one."""
         try:
             prompt = tokenizer.decode(encode(example), skip_special_tokens=False)
         except ShoalError:  # the template refuses this prompt; another check reports it
@@ -254,7 +255,7 @@ def probe(
     example. If a function exceeds its time limit, the result has `stopped`.
 
     ShoalError if a function breaks the convention, or if it fails and `on_error` (None:
-    `reward.on_error`) is `error`."""
+    `reward.on_error`) is `error`. The pool must have no other request."""
     examples = list(examples[:NUM_EXAMPLES])
     known = [known_answers(example) for example in examples]
     have_gold = bool(known) and all(known)
@@ -276,17 +277,20 @@ def probe(
 
     columns = {"total": scores.rewards, **scores.components}
     means: dict[tuple[str, str], dict[str, float]] = {}
-    for number, key in enumerate(keys):
-        means[key] = {name: float(np.mean(values[:, number])) for name, values in columns.items()}
+    for position, key in enumerate(keys):  # values: [examples, keys]
+        means[key] = {name: float(np.mean(values[:, position])) for name, values in columns.items()}
 
     def worth(form: str) -> tuple[bool, float, float]:
-        """Returns a sort key, larger for a form that suits the reward better: whether the kinds of
-        answers get different scores; the score of the right answer; minus that of the wrong."""
+        """Returns a sort key, larger for a form that suits the reward better, by these in turn:
+        whether the kinds of answers get different scores; the score of the right answer, the higher
+        the better; that of the wrong one, the lower the better. No score counts as one of
+        -infinity."""
         totals = []
         for key in keys:
             if key[0] == form:
                 totals.append(float(np.nan_to_num(means[key]["total"], nan=-np.inf)))
-        return len(set(totals)) > 1, totals[0], -totals[1]
+        right, wrong = totals[:2]  # in the order of KINDS; without gold answers there is one form
+        return len(set(totals)) > 1, right, -wrong
 
     forms = dict.fromkeys(form for form, _ in keys)
     best = max(forms, key=worth)
@@ -296,16 +300,16 @@ def probe(
         if form == best:
             rows[kind] = means[form, kind]
             first_texts[kind] = known[0][form, kind]
-    rights = []
-    for number, (form, kind) in enumerate(keys):
+    right_positions = []  # in `keys`, of right answers; without gold answers, of all
+    for position, (form, kind) in enumerate(keys):
         if kind == "right" or not form:
-            rights.append(number)
+            right_positions.append(position)
     first_failures: dict[str, str] = {}
-    for failure in reversed(scores.failures):
+    for failure in reversed(scores.failures):  # so that the first of a function stays
         first_failures[failure.function] = failure.text
     useless = []
     for function, text in first_failures.items():
-        if np.isnan(scores.components[function][:, rights]).all():
+        if np.isnan(scores.components[function][:, right_positions]).all():
             useless.append(text)
     stopped = any(failure.kind == "timed out" for failure in scores.failures)
     return Probe(
@@ -325,7 +329,8 @@ def lost_in_decoding(
     """Compares the scores of right answers as whole texts with their scores as completions of a
     model, which lack special tokens and what the prompt opens. Returns a warning with the cause if
     the reward gives completions less in every form than the whole text in the best form; '' if it
-    does not. Answers are written with another number if the data has none."""
+    does not. Answers are written with another number if the data has none. Functions that fail are
+    left out, whatever `reward.on_error` says."""
     written = []  # for each example the right answer in each form
     completions = []  # the same answers as completions
     for example in examples:
@@ -346,7 +351,7 @@ def lost_in_decoding(
     names = [answer_name(form, "right") for form in FORMS] * 2
     scores = score(pool, examples, texts, ids, "skip", trial=names)
     totals = np.nan_to_num(scores.rewards.mean(axis=0), nan=-np.inf)
-    as_text, as_completion = totals.reshape(2, len(FORMS))
+    as_text, as_completion = totals.reshape(2, len(FORMS))  # a score for each form
     best = int(as_text.argmax())
     if not as_text[best] > as_completion.max() + 1e-9:
         return ""
@@ -383,7 +388,8 @@ def score(
     trial: Sequence[str] = (),
 ) -> Scores:
     """Submits texts[P][G], G answers to each of P examples, to the pool and waits for their scores.
-    The pool must have no other request. `trial`: names of the G answers for messages."""
+    The pool must have no other request. `trial`: names of the G answers for messages.
+    `completion_ids`: the ids of each text; `on_error`: None for `reward.on_error`."""
     pool.submit("tried", examples, texts, completion_ids, 0, on_error, trial)
     ((_, scores),) = pool.collect(wait=True)
     return scores
@@ -440,7 +446,10 @@ def _faults_of_totals(probe: Probe) -> list[tuple[Level, str]]:
 
 def _figures_of_totals(probe: Probe) -> list[Figure]:
     """Returns figures that compare the weighted scores of the known answers, in the form that
-    `diagnose` judges."""
+    `diagnose` judges. If all scores are equal, the only figure says so; if no kinds can be
+    compared, there is none. Else there is one for the empty answer, and with gold answers one for
+    right over wrong; only if right is better, also those for the repeated answer and for many at
+    once."""
     totals = {}
     scored = {}  # without the kinds that got no score
     for kind in probe.rows:

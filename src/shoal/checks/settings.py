@@ -163,9 +163,10 @@ def check_trainable(config: Config) -> None:
 
 
 def check_model(section: ModelSection, key: str = "model.path") -> None:
-    """Raises ShoalError if no model is given, its name is unknown, its folder is missing, or the
-    folder's model is of an unknown family or not the one that `model.name` names. `key`: the
-    configuration key that names the model, for the error."""
+    """Raises ShoalError if no model is given, its name is unknown, its folder or that of
+    `model.tokenizer` is missing, or the folder's model is of an unknown family or not the one that
+    `model.name` names. A hub id is not looked up. `key`: the configuration key that names the
+    model, for the error."""
     from shoal.model.families import architecture_of
     from shoal.model.published import check_name, model_named
     from shoal.weights.hub import HUB_ID, PACKAGED
@@ -211,7 +212,8 @@ def check_model(section: ModelSection, key: str = "model.path") -> None:
 
 
 def check_task(section: TaskSection) -> None:
-    """Raises ShoalError if the task is unknown, or is `custom` without data."""
+    """Raises ShoalError if the task is unknown, or is `custom` without data. The name may be one of
+    TASKS, or that of rows from Python."""
     if section.name not in TASKS and section.name != ROWS:
         load_by_name(section, RewardSection())  # raises, with the nearest name
     if section.name == "custom" and not (section.path or section.files):
@@ -226,7 +228,7 @@ def check_task(section: TaskSection) -> None:
 
 def algorithm_warnings(config: Config) -> Iterator[tuple[str, str]]:
     """Yields (key, warning) for each combination of settings that is allowed but probably a
-    mistake."""
+    mistake. Those of `unread_algorithm_keys` come last."""
     a = config.algorithm
     s = config.sampling
     oldest = oldest_samples(config)
@@ -374,7 +376,7 @@ def adapter_warnings(lora: LoraSection) -> Iterator[tuple[str, str]]:
 
 def check_settings(config: Config, findings: Findings) -> None:
     """Adds findings about settings that are probably mistakes. ShoalError if the run would refuse
-    the settings."""
+    the settings. If there is nothing to say, an `ok` finding gives the size of a step."""
     check = findings.of("configuration")
     before = len(findings.found)
     s = config.sampling
@@ -462,7 +464,7 @@ def stop_on_warnings(config: Config, findings: Findings) -> None:
 
 def check_run_folder(config: Config) -> str:
     """Returns a note if a run of this name exists already, else ''. ShoalError if the run's folder
-    cannot be made, or if it exists and is no run."""
+    cannot be made, or if it exists and is no run. '' too with `resume=`. Makes no folder."""
     if config.resume:
         return ""
     check_base(config.base_output_directory)
@@ -480,7 +482,8 @@ def check_run_folder(config: Config) -> str:
 
 def check_lr_for_size(config: Config, parameters: int, findings: Findings) -> None:
     """Warns if the learning rate is higher than is usual for a model with this number of
-    parameters."""
+    parameters: above HIGHEST_USUAL_LR for LARGE parameters or more. Does not warn of a run with an
+    adapter, nor of a rate above HIGHEST_LR, which `check_settings` reports."""
     # An adapter needs a higher learning rate, so it is not warned of.
     is_adapter = bool(config.model.lora.rank or config.model.lora.path)
     is_high = HIGHEST_USUAL_LR < config.optimizer.lr <= HIGHEST_LR

@@ -120,13 +120,15 @@ under the same file names, require nothing."""
 def compat(config: CompatConfig, console: Console | None = None) -> dict[str, Any]:
     """Writes a script at each path at which other systems' scripts stand, below the folder `to`;
     each runs `shoal` in their place (`SHIMS`). Returns the folder and the number of scripts. Raises
-    ShoalError, and writes nothing, if a path holds a file that Shoal did not write."""
+    ShoalError, and writes nothing, if a path holds a file that Shoal did not write. All but the
+    files that end in .txt are made executable. A console that was given can still be used
+    afterwards."""
     require_given(config, "to")
     with console or Console() as console:
-        scripts = planned(config)
+        scripts = planned(config)  # raises ShoalError for a file that Shoal did not write
         for path, text in scripts.items():
             write_text(path, text, "to")
-            if path.suffix != ".txt":
+            if path.suffix != ".txt":  # a requirements file is only read
                 path.chmod(0o755)
         console.note(
             f"wrote {count(len(scripts), 'script')} to {config.to}: type your command lines there, "
@@ -138,7 +140,7 @@ def compat(config: CompatConfig, console: Console | None = None) -> dict[str, An
 def planned(config: CompatConfig) -> dict[Path, str]:
     """Returns path -> text of all scripts that `compat` writes, without writing them. Raises
     ShoalError if a path holds a file that Shoal did not write, as in a checkout of the other
-    system."""
+    system. It also raises if `to` cannot be written."""
     folder = check_local(config.to, "to")
     check_writable(folder, "to", within=True)
     scripts = {}
@@ -164,7 +166,9 @@ def planned(config: CompatConfig) -> dict[Path, str]:
 def shim_argv(name: str, words: Sequence[str]) -> list[str]:
     """Returns the arguments of `shoal` that do what another system's script would do with the
     arguments `words`. `name`: the script's key in SHIMS. The user's file and words have precedence
-    over the script's preset and words.
+    over the script's preset and words. ShoalError if a script with subcommands gets none or an
+    unknown one. Reads the environment for flags that MaxText's trainers take from it, and the
+    current folder for the user's YAML files.
 
     >>> shim_argv("grpo_demo", ["--steps=4"])
     ['train', '--config-name', 'grpo_demo', '--steps=4']
@@ -180,11 +184,11 @@ def shim_argv(name: str, words: Sequence[str]) -> list[str]:
             if os.environ.get(flag):
                 beneath.append(f"{flag}={os.environ[flag]}")
     if shim.commands is not None:
-        command = words.pop(0) if words else ""
-        if command not in shim.commands:
-            known = ", ".join(f"`{name} {command}`" for command in shim.commands)
+        given = words.pop(0) if words else ""
+        if given not in shim.commands:
+            known = ", ".join(f"`{name} {subcommand}`" for subcommand in shim.commands)
             raise ShoalError(f"{name}: expected one of {known}")
-        beneath += shim.commands[command]
+        beneath += shim.commands[given]
     is_file_first = bool(words) and is_file_argument(words[0])
     names_file = any(is_file_argument(word) or is_file_option(word) for word in words)
     folder = ""  # the folder of the user's YAML files, relative to the current folder

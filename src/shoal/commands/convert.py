@@ -52,8 +52,8 @@ PROGRESS_BYTES = 1 << 30
 def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, Any]:
     """Writes a Hugging Face folder, hub id or run as a MaxText checkpoint, or a MaxText checkpoint
     as a Hugging Face folder, as `format` says. The new folder is written completely or not at all.
-    Returns its path and the numbers of tensors and bytes. ShoalError if it exists already, or if
-    the source has the wrong format."""
+    Returns {"to": its path, "tensors": their number, "bytes": their size}. ShoalError if it exists
+    already, if the source has the wrong format, or if MaxText has no model of the name given."""
     if not (config.source or config.model_name):
         raise ShoalError(
             "from: nothing was given; expected a checkpoint, or model_name alone for the hub's "
@@ -93,7 +93,7 @@ def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, 
 def _target(config: ConvertConfig) -> Path:
     """Returns the folder to write: `to`, or for MaxText's own flags the one that
     base_output_directory and run_name name. ShoalError if it exists already, or if neither or both
-    are given."""
+    are given. With `format=maxtext` and MaxText's flags it is the folder of step 0 in that one."""
     if config.to and (config.base_output_directory or config.run_name):
         raise ShoalError(
             f"to={config.to} is the folder that is written: give it, or base_output_directory with "
@@ -129,7 +129,8 @@ def _to_maxtext(
     config: ConvertConfig, source: str, target: Path, console: Console
 ) -> dict[str, Any]:
     """Writes the model `source` as a checkpoint in MaxText's layout, and returns the numbers of
-    tensors and bytes."""
+    tensors and bytes. Warns of a tokenizer, which is not written, and of a type that rounds.
+    ShoalError if the model is not the one that `model_name` names."""
     if config.tokenizer:  # no error, because MaxText's own command lines name a tokenizer
         console.warning(
             f"tokenizer={config.tokenizer} is not used: MaxText's layout holds no tokenizer"
@@ -169,7 +170,8 @@ def _to_maxtext(
 
 def open_source(source: str) -> tuple[Architecture, maxtext.ReadPart]:
     """Returns (architecture, function that reads parts of the parameters) of a Hugging Face folder,
-    a hub id or a run. ShoalError for an adapter."""
+    a hub id or a run. ShoalError for an adapter. The function gets a parameter's spec and an index,
+    a slice for each dimension of Shoal's array, and returns these values."""
     local = find_input(source, "from")
     checkpoint = find_checkpoint(local) if local.is_dir() else None
     folder = checkpoint[0] / MODEL_FOLDER if checkpoint else locate(source)
@@ -187,6 +189,7 @@ def open_source(source: str) -> tuple[Architecture, maxtext.ReadPart]:
     def read(spec: ParamSpec, index: tuple[slice, ...]) -> np.ndarray:
         """Reads the part `index` of one parameter from the stored tensors, in the orientation of
         Shoal's arrays, which is transposed for some."""
+        # Of `index`: the entries for layers or experts, and for the first dimension of a tensor.
         num_indices = len(spec.indices)
         values = tensors[spec.name].read(spec.in_file_order(index)[: num_indices + 1])
         if not spec.transposed:
@@ -218,7 +221,7 @@ def _to_hugging_face(
     config: ConvertConfig, tree: Path, target: Path, console: Console
 ) -> dict[str, Any]:
     """Writes the MaxText checkpoint at `tree` as a Hugging Face folder, and returns the numbers of
-    tensors and bytes."""
+    tensors and bytes. Makes the temporary file beside `target`; warns if no tokenizer was given."""
     check_local(config.tokenizer, "tokenizer", COPIES)
     tokenizer = locate(config.tokenizer, weights=False) if config.tokenizer else None
     checkpoint = maxtext.open_checkpoint(

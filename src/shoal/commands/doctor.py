@@ -46,8 +46,10 @@ log-prob of a token. A larger one means that the two do not compute the same pol
 def doctor(
     config: DoctorConfig, console: Console, reward_functions: Sequence[Callable] = ()
 ) -> dict[str, Any]:
-    """Checks a job, prints each finding as soon as it is made, and returns a record of all of them
-    and of the figures behind them. `ok` is False if the run would stop or could not train."""
+    """Checks a job, prints each finding as soon as it is made, and returns a record: `ok`, False if
+    the run would stop or could not train; `findings`; `first_prompt`, its text; `rewards`, of known
+    answers; and of the trial of a step `agreement`, `memory`, `time` and `advice`. What was not
+    reached is empty. The trial's update is not kept."""
     with (
         console,
         Job(config, console, functions=reward_functions, findings=Findings(console)) as job,
@@ -84,8 +86,9 @@ def doctor(
 
 
 def check_data(job: Job) -> str | None:
-    """Checks the data, and prints the run's first prompt and returns its text. None if there is no
-    such prompt, because the data, the tokenizer or a stage that needs them is wrong."""
+    """Checks the data, adds findings to the job's, prints the run's first prompt, and returns its
+    text. None if there is no such prompt, because the data, the tokenizer or a stage that needs
+    them is wrong."""
     if not job.is_open("questions", "tokenizer"):
         return None
     data, check = job.questions, job.findings.of("data", "task.path")
@@ -159,7 +162,8 @@ class StepRecords:
 def check_step(job: Job, tries: bool) -> StepRecords:
     """Loads the weights, tries one step, and reports what it took. Loads nothing if the job's
     budget already exceeds the memory. `tries`: False if another part of the job is wrong; then the
-    weights are loaded and checked, and no step is tried."""
+    weights are loaded and checked, and no step is tried. Returns the records of what was reached. A
+    step that runs out of memory becomes a finding."""
     records = StepRecords()
     check_lr_for_size(job.config_for_devices, parameter_count(job.model.architecture), job.findings)
     job.collect(through="engines")
@@ -232,7 +236,8 @@ def check_weights(job: Job, parameters: Params) -> bool:
 
 def try_first_step(job: Job, parameters: Params) -> StepTrial | None:
     """Samples, scores and trains the first step of the run as a trial, without keeping its update.
-    Returns what was measured; None if the reward fails."""
+    Returns what was measured; None if the reward fails. Takes the first step's prompts from
+    `job.prompts`. The reward's error becomes a finding."""
     first = job.prompts.next(job.config.batch.prompts_per_step)
     with job.findings.of("reward", "reward.functions").errors():
         return try_step(
@@ -325,7 +330,8 @@ def report_memory(
     job: Job, budget: Budget, available: AvailableMemory
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Reports the memory needed and free on each device. Returns (these figures, advice with the
-    key whose change saves most); the advice is empty if the memory suffices."""
+    key whose change saves most); the advice is empty if the memory suffices. `needed_bytes` counts
+    all devices that share one memory."""
     parts = sorted(budget.needed(budget.fullest).items(), key=lambda part: -part[1])
     devices = job.roles.trainer.mesh.devices.flat
     record = {

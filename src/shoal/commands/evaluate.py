@@ -40,7 +40,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Evaluates a model on the task's sets of questions, with greedy answers and, for pass@k,
     samples. Prints and returns set -> figures, with how they were measured. Writes every answer to
-    `config.output`, if given."""
+    `config.output`, if given; ShoalError if that file exists already. `reward_functions`, `task`:
+    given from Python in place of those that the configuration names."""
     output = check_new_file(config.output, "output") if config.output else None
     check_model(config.model)
     with (
@@ -106,7 +107,8 @@ def evaluate(
 
 def read_in_any_form(answers: Answers, task: Task) -> dict[str, float]:
     """Returns `accuracy_any_form`, the share of questions whose greedy answer is right when it is
-    looked for anywhere in the text; {} if the task reads answers in only one way."""
+    looked for anywhere in the text; {} if the task reads answers in only one way, or if there are
+    no greedy answers."""
     if task.verdict is None or task.extract is None or not answers.greedy:
         return {}
     num_correct = 0
@@ -153,8 +155,9 @@ def describe_data(
 
 
 def answer_rows(subset: str, answers: Answers, task: Task) -> Iterator[dict[str, Any]]:
-    """Yields a row for each question of a set: the question, its ground truth, the scored greedy
-    answer and the scored samples."""
+    """Yields a row for each question of a set named `subset`: the question, its ground truth and
+    the scored greedy answer (`_scored_completion`); with `verdict` if the task makes one of an
+    answer, and `samples`, the scored samples, if there are any."""
     for greedy, sampled in zip_longest(answers.greedy, answers.sampled):
         example = greedy.example
         row = {
@@ -173,7 +176,8 @@ def answer_rows(subset: str, answers: Answers, task: Task) -> Iterator[dict[str,
 
 def _scored_completion(group: Group, index: int) -> Mapping[str, Any]:
     """Returns the text, correctness (None if the task does not judge it), rewards, length and stop
-    reason of one completion in a group."""
+    reason of one completion in a group. The keys: response, correct, reward, rewards (function ->
+    score), length, in tokens, and stop_reason."""
     completion = group.completions[index]
     return {
         "response": group.texts[index],

@@ -31,7 +31,8 @@ from shoal.weights.source import open_model
 def export(config: ExportConfig, console: Console | None = None) -> dict[str, Any]:
     """Writes a run's or a folder's weights as a Hugging Face folder, completely or not at all, and
     returns its path. Of a model with an adapter only the adapter is written, in PEFT's format,
-    unless `merge` asks for a whole model."""
+    unless `merge` asks for a whole model. ShoalError if the folder exists, if the source is a
+    MaxText checkpoint, or with `merge` if there is no adapter."""
     require_given(config, "source", "to")
     to = check_new_folder(config.to, "to")
     source = find_input(config.source, "from")

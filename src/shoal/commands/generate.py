@@ -42,8 +42,9 @@ WRITTEN = (
 
 def generate(config: GenerateConfig, console: Console | None = None) -> dict[str, Any]:
     """Samples `num_generations` completions of each prompt in a file, and writes them to
-    `config.output` as JSON lines, in the order of the prompts, completely or not at all. Raises
-    ShoalError before the first token is sampled if a row cannot be used."""
+    `config.output` as JSON lines, in the order of the prompts, completely or not at all. Returns
+    {"completions": the number of lines, "output": the file}. Raises ShoalError before the first
+    token is sampled if the output exists already, or if the model or a row cannot be used."""
     require_given(config, "prompts", "output")
     output = check_new_file(config.output, "output")
     check_model(config.model)
@@ -69,7 +70,15 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
             row = prompt.example.row
             noise = NoiseKey(config.seed, Purpose.GENERATE.value, 0, row)
             params = config.sampling.params
-            requests.append(SampleRequest(row, prompt.prompt_ids, size, noise, params))
+            requests.append(
+                SampleRequest(
+                    id=row,
+                    prompt_ids=prompt.prompt_ids,
+                    num_completions=size,
+                    noise_key=noise,
+                    params=params,
+                )
+            )
         engine.submit(requests)
         lines = list(completion_rows(prompts, drain(engine), tokenizer.decode, size))
         write_text(output, "".join(f"{line}\n" for line in lines))
@@ -79,7 +88,7 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
 
 def read_prompts(path: Path) -> list[Example]:
     """Reads an example from every row of a file: its `prompt` (text or messages) or its `messages`.
-    ShoalError for the first row that has neither."""
+    ShoalError for the first row that has neither. Also if the file has no row."""
     examples = []
     for number, (line, row) in enumerate(read_file(path)):
         examples.append(example_of(number, line, row))
@@ -116,9 +125,10 @@ def completion_rows(
     decode: Callable[[Sequence[int]], str],
     count: int,
 ) -> Iterator[str]:
-    """Yields a JSON line for each completion, in the order of the prompts, with the prompt's own
-    columns; a column with the name of an output field is renamed (`output_names`). `completions`:
-    (row, index) -> completion; `count`: the number of completions of each prompt."""
+    """Yields a JSON line for each completion, in the order of the prompts, and of the indices of
+    each. A line has the prompt's own columns, then the fields WRITTEN; a column with the name of
+    such a field is renamed (`output_names`). `completions`: (row, index) -> completion; `decode`:
+    ids -> text; `count`: the number of completions of each prompt."""
     column_names: set[str] = set()
     for prompt in prompts:
         column_names.update(prompt.example.columns)

@@ -20,7 +20,11 @@ TABLE = ("step", "group", "set", "reward", "spread", "pass", "length", "truncate
 
 def groups(config: GroupsConfig, console: Console | None = None) -> dict[str, Any]:
     """Prints and returns a run's groups as a table like the one in `shoal view`; or, with the keys
-    `step` and `group`, all groups of a step or one of them in full. `group` alone is of step 1."""
+    `step` and `group`, all groups of a step or one of them in full. `group` alone is of step 1.
+    With `json` groups are not printed.
+
+    Returns `run` and `groups`, which are rows of the table or records of groups; with the table
+    also `total`, the number of groups that the filter leaves, else `step`."""
     with console or Console() as console:
         run = StoredRun(find_run(config.run))
         if not config.step and config.group < 0:
@@ -39,7 +43,9 @@ def groups(config: GroupsConfig, console: Console | None = None) -> dict[str, An
 
 def _table(run: StoredRun, config: GroupsConfig, console: Console) -> dict[str, Any]:
     """Prints and returns the rows of the table of groups, filtered and sorted as the keys say.
-    Warns of each file that cannot be read, and leaves it out."""
+    Warns of each file that cannot be read, and leaves it out. ShoalError if the filter is wrong, or
+    if the database of groups cannot be opened. At most `config.limit` rows are returned; `total`
+    counts all."""
     from shoal.runs.group_table import Database, GroupTable, reason
 
     run.require_groups()
@@ -89,7 +95,8 @@ def _print_rows(
 
 
 def _show(title: str, stored: StoredGroup, console: Console) -> None:
-    """Prints one group: its prompt, and each completion with rewards and lengths."""
+    """Prints one group: a heading that begins with `title`, its prompt, and each completion with
+    rewards and lengths."""
     group = stored.group
     console.heading(
         f"{title}: row {group.example.row}, {len(group.prompt_ids)} prompt tokens, sampled by the "

@@ -132,7 +132,8 @@ def command_help(command: str, topics: Sequence[str] = ()) -> str:
 
 def options_of(command: str) -> dict[str, str]:
     """Returns option -> help text of the options that a command accepts, such as `--dry-run`.
-    Options are not keys."""
+    Options are not keys. All have --dry-run and --help; only `train` has --multirun and --plan; a
+    command with arguments that are not keys takes no preset."""
     options = dict(OPTIONS)
     if command != "train":
         del options["--multirun"]
@@ -146,7 +147,7 @@ def options_of(command: str) -> dict[str, str]:
 def _topic_help(config_type: type, topic: str) -> str:
     """Returns the help of one topic of `shoal COMMAND --help TOPIC`: a section, a key, another
     system's flag, or a part of dotted names such as `lora`. ShoalError if there is none of this
-    name."""
+    name. Searched in this order; the first that matches is shown."""
     keys = keys_of(config_type).values()
     names = names_of(config_type)
     if topic in sections_of(config_type):
@@ -208,7 +209,8 @@ def _flag_lines(config_type: type, rows: Sequence[Flag]) -> list[str]:
 
 
 def _listing(keys: Iterable[Key]) -> list[str]:
-    """Returns the help of keys, grouped by section under the section's title."""
+    """Returns the help of keys, grouped by section under the section's title. Keys without a
+    section have no title. Sections are in the order of their first key."""
     lines: list[str] = []
     sections: dict[str, list[Key]] = {}
     for key in keys:

@@ -86,7 +86,8 @@ never printed."""
 def launch(config: LaunchConfig, console: Console) -> None:
     """Prints the script, manifest or command that starts the job on `config.target`, and starts it
     with the target's client unless it is a dry run. Raises ShoalError if the job cannot run on
-    these devices, if the client is not installed, or if the client fails."""
+    these devices, if the client is not installed, or if the client fails. Returns after the client
+    has ended; the job may still be waiting or running then."""
     write = {
         "docker": docker_script,
         "ray": ray_script,
@@ -205,7 +206,8 @@ class Workload:
     def check_roles(self, job: Sequence[str], topology: Topology) -> None:
         """Raises ShoalError if the roles of sampler and trainer do not fit the devices, or cannot
         be split into one process on each host. `job`: the command line. Sets JAX's platform to cpu,
-        because the devices are only placeholders."""
+        because the devices are only placeholders. Does nothing more for Pathways, where one process
+        has all devices."""
         import jax
 
         from shoal.mesh.roles import make_roles, process_refusal
@@ -262,8 +264,8 @@ def shell_part(name: str) -> str:
 
 def docker_script(work: Workload) -> str:
     """Returns a script with up to three steps, as the keys ask: it builds an image (`mode`), pushes
-    it (`push`), and runs the job in it on this machine (if there is a job, or nothing else to
-    do)."""
+    it (`push`), and runs the job in it on this machine (if there is a job, or nothing else to do).
+    ShoalError if an image is to be built and Shoal is not a clone."""
     config = work.config
     root = Path(__file__).parents[3]
     steps = []
@@ -303,7 +305,8 @@ def docker_script(work: Workload) -> str:
 
 
 def ray_script(work: Workload) -> str:
-    """Returns a script that submits the job to a Ray cluster."""
+    """Returns a script that submits the job to a Ray cluster. ShoalError if there is no job, like
+    in the other functions that write one."""
     words = ["ray", "job", "submit", *work.config.options, "--"]
     for word in work.words:
         words.append(ray_word(word))
@@ -317,7 +320,8 @@ def ray_script(work: Workload) -> str:
 
 
 def ray_word(word: str) -> str:
-    """Returns a word of a job in the form that `ray job submit` hands on unchanged.
+    """Returns a word of a job in the form that `ray job submit` hands on unchanged. An empty word
+    or one with a space or tab is escaped in another way than others, because Ray quotes it.
 
     `ray job submit` joins words by the rules of Windows (`subprocess.list2cmdline`: double quotes
     around a word with a space, a backslash before a double quote), and a shell reads the result, in
@@ -335,7 +339,8 @@ def ray_word(word: str) -> str:
 
 
 def slurm_script(work: Workload) -> str:
-    """Returns a script for sbatch. ShoalError for a TPU."""
+    """Returns a script for sbatch. ShoalError for a TPU. Its first lines are options for sbatch; it
+    runs one process on each host."""
     if work.topology and work.topology.accelerator.is_tpu:
         raise ShoalError(
             f"topology={work.topology}: Slurm has machines with GPUs here, as h100:8x8; use "
@@ -451,7 +456,10 @@ def job(work: Workload) -> dict[str, Any]:
 
 
 def job_set(work: Workload, topology: Topology) -> dict[str, Any]:
-    """Returns the manifest of a JobSet, which runs one process on each of several hosts."""
+    """Returns the manifest of a JobSet, which runs one process on each of several hosts: a replica
+    for each slice, with a pod for each host of the slice. On GPUs a training also gets the keys
+    with which its processes find each other; on TPUs GKE tells them. All pods restart together if
+    one fails."""
     metadata: dict[str, Any] = {"name": work.name}
     command = container_command(work)
     if topology.accelerator.is_tpu:  # GKE tells each process of a slice where the others are
@@ -463,11 +471,11 @@ def job_set(work: Workload, topology: Topology) -> dict[str, Any]:
             f" mesh.coordinator={work.name}-workers-0-0.{work.name}:7777 "
             f"mesh.processes={work.hosts} mesh.process=$JOB_COMPLETION_INDEX"
         )
-    hosts = work.hosts // topology.slices
+    hosts_of_slice = work.hosts // topology.slices
     taken_away = {"action": "FailJob", "onPodConditions": [dict(DISRUPTED)]}
     processes = {
-        "parallelism": hosts,
-        "completions": hosts,
+        "parallelism": hosts_of_slice,
+        "completions": hosts_of_slice,
         "completionMode": "Indexed",
         "backoffLimit": 0,
         "podReplacementPolicy": "Failed",
@@ -500,7 +508,8 @@ def job_set(work: Workload, topology: Topology) -> dict[str, Any]:
 
 
 def ray_job(work: Workload, train: Config) -> dict[str, Any]:
-    """Returns the manifest of a RayJob: the trainer on the head, a sampler on each worker."""
+    """Returns the manifest of a RayJob: the trainer on the head, a sampler on each worker. `train`:
+    the configuration of the job. ShoalError if Ray is not installed here."""
     if find_spec("ray") is None:
         raise ShoalError(
             "sampler.kind=ray: the manifest names the version of Ray; pip install '.[ray]'"
@@ -544,7 +553,7 @@ def container_command(work: Workload) -> str:
 
 def pod(work: Workload, chips: int, command: str = "") -> dict[str, Any]:
     """Returns the specification of a pod with this many accelerators. `command`: what its container
-    runs; '' for a pod that Ray starts."""
+    runs; '' for a pod that Ray starts. `chips`: 0 for none."""
     topology = work.topology
     limits = {}
     selector = {}

@@ -76,10 +76,14 @@ def multirun(
     command: str, words: Sequence[str], console: Console, dry_run: bool = False
 ) -> dict[str, Any]:
     """Runs every combination of the swept values, one after the other, prints a table of their
-    results, and returns the content of multirun.json. A dry run prints the runs and starts none.
+    results, and returns the content of multirun.json (`_record`). `command`: the subcommand, such
+    as `train`; `words`: its command line.
 
-    All combinations are validated before the first one starts. A failed run does not stop the
-    others, Ctrl-C does (it raises KeyboardInterrupt)."""
+    All combinations are validated before the first one starts. If run_name names the folder of an
+    earlier sweep with the same values, that sweep is continued: each run resumes in its own folder.
+    A failed run does not stop the others, Ctrl-C does (it raises KeyboardInterrupt). A dry run
+    prints the runs, starts none, and returns the same content with every state `not run`.
+    ShoalError for `resume=`, and if the folder holds a single run or another sweep."""
     combinations = list(combine(dataclass_of(command), words))
     configs = [compose(command, line)[0] for _, line in combinations]
     if configs[0].resume:
@@ -117,8 +121,10 @@ def multirun(
 
 def combine(config_type: type, words: Sequence[str]) -> Iterator[tuple[dict[str, str], list[str]]]:
     """Yields (swept values, command line) for every combination of the swept values in `words`, the
-    last swept key varying fastest. The values are name -> text; the command line has every word,
-    each swept one with its single value.
+    last swept key varying fastest; a single one, with {}, if nothing is swept. The values are name
+    -> text; the command line has every word, each swept one with its single value. A value in
+    quotes loses them. ShoalError for a key of the run's folder that is swept, and for a swept key
+    that is given twice.
 
     >>> list(combine(Config, ["optimizer.lr=1e-4,1e-5", "steps=3"]))
     [({'optimizer.lr': '1e-4'}, ['optimizer.lr=1e-4', 'steps=3']),
@@ -159,7 +165,8 @@ _RANGE = re.compile(r"range\((-?\d+)(?:,(-?\d+))?(?:,(-?[1-9]\d*))?\)")
 
 
 def sweep_texts(text: str) -> list[str]:
-    """Returns the texts that a value sweeps over; a list of one if the value is not swept.
+    """Returns the texts that a value sweeps over; a list of one if the value is not swept. Quotes
+    around a text are removed. ShoalError for a range without a number.
 
     >>> sweep_texts("1e-4,1e-5"), sweep_texts("[a,b]"), sweep_texts("range(1,4)")
     (['1e-4', '1e-5'], ['[a,b]'], ['1', '2', '3'])
@@ -192,7 +199,9 @@ def sweep_texts(text: str) -> list[str]:
 
 def root_of(config: Config, now: datetime | None = None) -> Path:
     """Returns the folder of a sweep, in which each run gets a folder by its number: the one that
-    run_name and base_output_directory name, else a new one named after the time `now`."""
+    run_name and base_output_directory name, else a new one named after the time `now`. The new one
+    is in MULTIRUN_FOLDER if base_output_directory is not set. `now`: None for the present time.
+    Makes no folder."""
     base = config.base_output_directory
     if config.run_name:
         return named_folder(base, config.run_name)
@@ -204,7 +213,8 @@ def root_of(config: Config, now: datetime | None = None) -> Path:
 
 def check_same_sweep(root: Path, runs: Sequence[SweptRun]) -> None:
     """Raises ShoalError if the folder holds a run, or a sweep whose multirun.json has other values
-    for one of these runs' numbers: a run that is resumed must keep its values."""
+    for one of these runs' numbers: a run that is resumed must keep its values. A number that
+    multirun.json does not list is accepted."""
     if (root / "config.yaml").is_file():
         raise ShoalError(f"{root} is the folder of a run, not of a sweep: choose another run_name")
     if not (root / SUMMARY).is_file():
@@ -222,7 +232,9 @@ def check_same_sweep(root: Path, runs: Sequence[SweptRun]) -> None:
 
 def cost_text(configs: Sequence[Config]) -> str:
     """Returns the size of a sweep in words: `6 runs, one after the other: 480 steps, 122,880
-    completions to train on, and their evaluations`."""
+    completions to train on, and their evaluations`. If a step grows with the number of devices, its
+    completions are those of one device, and are counted apart: `... 960 completions and 480
+    completions on each device ...`."""
     num_steps = sum(config.steps for config in configs)
     fixed: list[Config] = []  # configurations with a fixed number of prompts a step
     by_device: list[Config] = []  # configurations whose step grows with the number of devices
@@ -255,7 +267,7 @@ def cost_text(configs: Sequence[Config]) -> str:
 def _run_all(command: str, root: Path, runs: Sequence[SweptRun], console: Console) -> bool:
     """Runs each combination in its own process, and writes its exit code and figures into its
     `SweptRun` and into multirun.json. Returns True if the user interrupted a run; the runs after it
-    are not started."""
+    are not started. A run that fails is warned of, and the next one starts."""
     _write_record(root, runs)
     for run in runs:
         console.heading(
@@ -296,7 +308,7 @@ def run_process(words: Sequence[str]) -> tuple[int, bool]:
 def _read_figures(folder: Path) -> dict[str, Any]:
     """Returns three figures of a run's summary.json: `accuracy_before`, `accuracy_after` (or
     `mean_reward_...` if the task defines no accuracy) and `seconds_total`. {} if there is no
-    summary."""
+    summary. A figure that the summary lacks is None."""
     summary = read_summary(folder)
     if summary is None:
         return {}
@@ -311,7 +323,9 @@ def _read_figures(folder: Path) -> dict[str, Any]:
 
 
 def _record(root: Path, runs: Sequence[SweptRun]) -> dict[str, Any]:
-    """Returns the content of multirun.json."""
+    """Returns the content of multirun.json: `folder`; `keys`, the names of the swept values;
+    `num_failed`, without interrupted runs and those not run; `runs`, for each run its number,
+    values, folder, state, exit code and figures."""
     records = []
     for run in runs:
         records.append(
@@ -341,7 +355,7 @@ def _write_record(root: Path, runs: Sequence[SweptRun]) -> None:
 
 def _table(runs: Sequence[SweptRun]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Returns (head, rows) of the table that is printed at the end: a row for each run with its
-    swept values, its state and its figures."""
+    swept values, its state and its figures. A figure that is unknown is an empty text."""
     rows = []
     for run in runs:
         texts = {}

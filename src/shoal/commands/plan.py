@@ -36,8 +36,8 @@ Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 def plan(config: PlanConfig, console: Console) -> dict[str, Any]:
     """Prints the job, then what its compiled programs cost, its verdict last. Returns the plan as a
-    record; `ok` is False if the job does not fit. After Ctrl-C, prints what was compiled until
-    then."""
+    record; `ok` is False if the job does not fit. After Ctrl-C or SIGTERM, prints what was compiled
+    until then, and raises KeyboardInterrupt. ShoalError if the settings cannot train."""
     check_trainable(config)
     with console, terminate_as_interrupt():
         budget = make_plan(
@@ -54,7 +54,8 @@ def plan(config: PlanConfig, console: Console) -> dict[str, Any]:
 
 def estimate(config: PlanConfig) -> list[str]:
     """Returns the lines of a plan made without compiling or downloading anything, for a dry run:
-    the job, and the verdict by estimates. If that is impossible, one line with the reason."""
+    the job, and the verdict by estimates. If that is impossible, one line with the reason. Nothing
+    is printed."""
     stream = io.StringIO()
     console = Console(stream)
 
@@ -192,7 +193,8 @@ def _show_memory(budget: Budget, console: Console) -> None:
 def _memory_table(budget: Budget, roles: list[str]) -> Table:
     """Returns a table of memory: a row for each part, such as `gradient`, and a column for each
     program that runs on the devices of these roles. Programs that need the same memory share a
-    column. If no program runs there, the only column is what is always held."""
+    column. If no program runs there, the only column is what is always held. The last row, `all`,
+    has the sums."""
     columns: list[tuple[list[str], dict[str, int]]] = []  # (programs, part -> bytes)
     for name, program in budget.programs.items():
         if program.role not in roles:
@@ -202,7 +204,7 @@ def _memory_table(budget: Budget, roles: list[str]) -> Table:
             if other_bytes == bytes_by_part:
                 names.append(name)
                 break
-        else:
+        else:  # no column has the same bytes
             columns.append(([name], bytes_by_part))
     if not columns:
         columns.append((["always"], budget.held(roles[0])))
@@ -251,7 +253,7 @@ def _show_time(budget: Budget, console: Console) -> None:
 
 def _program_table(budget: Budget) -> Table:
     """Returns a table with a row for each program: what it computes and moves in all its runs of a
-    step, and how long that takes."""
+    step, and how long that takes. Seconds are left out if the speeds of the devices are unknown."""
     head = ["", "runs", "TFLOPs", "moved"]
     if budget.is_timed:
         head += ["floor", "hidden", "not hidden"]
@@ -389,7 +391,9 @@ BOUNDS = ("floor", "hidden", "not_hidden")
 
 
 def record(budget: Budget) -> dict[str, Any]:
-    """Returns the plan as a record for JSON."""
+    """Returns the plan as a record for JSON. If the devices' speeds are unknown, its `seconds` are
+    {} and its `mfu` is []; else `seconds` has those of the step and of each phase, by the names in
+    BOUNDS, and `mfu` is (all transfers hidden, none)."""
     seconds = {}
     mfu = []
     if budget.is_timed:
@@ -419,7 +423,8 @@ def record(budget: Budget) -> dict[str, Any]:
 
 
 def job_record(budget: Budget) -> dict[str, Any]:
-    """Returns what is known of a planned job before anything is compiled, for JSON."""
+    """Returns what is known of a planned job before anything is compiled, for JSON. Speeds are left
+    out if the kind of devices is unknown."""
     step = _planned(budget)
     job = {
         "model": asdict(budget.model),

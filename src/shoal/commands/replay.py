@@ -18,7 +18,9 @@ def replay(
 ) -> dict[str, Any]:
     """Samples a stored group again, prints it and whether it was reproduced bit for bit, and
     returns the comparison. The group is number `config.group` of the run's file
-    `groups/<name>_<config.step>`; `name` is `step` for training, else an evaluation's."""
+    `groups/<name>_<config.step>`; `name` is `step` for training, else an evaluation's. The
+    comparison is the record of `sample_again`, whose `identical` is True if it was. ShoalError if
+    there is no such group."""
     with console or Console() as console:
         run = StoredRun(find_run(config.run))
         result = sample_again(
@@ -77,7 +79,7 @@ def report_replay(result: dict[str, Any], console: Console) -> None:
 
 def _token_text(token: dict[str, Any]) -> str:
     """Returns a token's text with the sampler's log-prob, `'a'(-0.500)`, and the trainer's if it
-    differs, `'a'(-0.500|-0.600)`."""
+    differs, `'a'(-0.500|-0.600)`. Both are rounded to three decimals before they are compared."""
     sampler = _logprob_text(token["logprob"])
     trainer = _logprob_text(token["trainer_logprob"])
     if trainer in ("-", sampler):

@@ -39,12 +39,13 @@ def score_responses(
     python_task: Task | None = None,
 ) -> dict[str, Any]:
     """Scores the answers in the file `config.responses`, which were made elsewhere. Prints and
-    returns their figures; writes each row with its verdict to `config.output`, if given.
+    returns their figures, with the task's name under `task`; writes each row with its verdict to
+    `config.output`, if given. ShoalError if that file exists already.
 
     Rewards are computed if reward functions are given (in `config.reward.functions`, or as
     `functions` from Python), or if `reward.weights` or a preset asks for the task's own.
-    `python_task`: a task whose data came from Python.
-    """
+    `python_task`: a task whose data came from Python, with its own rewards, if any; None for the
+    task that `config.task` names."""
     file = check_input(config.responses, "responses")
     output = None
     if config.output:
@@ -122,7 +123,8 @@ def _load_scoring_task(
 ) -> tuple[Task, Task | None, bool]:
     """Returns (the task that judges answers; the same task if its data was read, else None; True if
     rewards are asked for). Most tasks can judge without their data (`blank`), because each response
-    has its question and answer."""
+    has its question and answer. `module`: the task's, None if it is not one of TASKS. Warns of a
+    reward preset that has no effect."""
     with_data = None
     if not hasattr(module, "blank"):
         with_data = load_with_data(config.task, console)
@@ -150,7 +152,8 @@ def output_rows(
     responses: Sequence[Response], verdicts: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """Returns each response's row of the input joined with its verdict. An input column that some
-    verdict has too is renamed to `given_...` in all rows."""
+    verdict has too is renamed to `given_...` in all rows. `verdicts`: one for each response, column
+    -> value."""
     input_columns: set[str] = set()
     verdict_columns: set[str] = set()
     for response in responses:
@@ -168,14 +171,15 @@ def output_rows(
 
 def output_names(columns: Iterable[str], taken: Collection[str]) -> dict[str, str]:
     """Returns input column -> its name in the output: `given_NAME` if the output has a column NAME
-    of its own (`taken`), else unchanged."""
+    of its own (`taken`), else unchanged. `given_` is put before it again if that name is taken or
+    another input column has it."""
     columns = set(columns)
     names = {}
     for name in sorted(columns):
-        new = name
-        while new in taken or (new != name and new in columns):
-            new = f"given_{new}"
-        names[name] = new
+        output_name = name
+        while output_name in taken or (output_name != name and output_name in columns):
+            output_name = f"given_{output_name}"
+        names[name] = output_name
     return names
 
 

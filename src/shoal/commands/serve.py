@@ -19,7 +19,8 @@ from shoal.weights.store import MemoryStore
 
 def serve(config: ServeConfig, console: Console | None = None) -> dict[str, Any]:
     """Serves a model over OpenAI's API until Ctrl-C, and returns its URL. Raises ShoalError if the
-    model cannot be used or the port is in use."""
+    model cannot be used or the port is in use. The URL and the token are printed before the first
+    request is taken. `config.token`: `auto` for a random one."""
     require_packages("serve", "starlette", "uvicorn")
     from shoal.serve.app import Api
 
@@ -45,7 +46,8 @@ def serve(config: ServeConfig, console: Console | None = None) -> dict[str, Any]
 
 
 def open_sampler(job: Job) -> HostSampler:
-    """Loads a job's weights and returns the sampler that answers requests with them."""
+    """Loads a job's weights and returns the sampler that answers requests with them. The caller
+    closes it."""
     config: ServeConfig = job.requested
     return HostSampler(
         name=config.model.path,

@@ -28,7 +28,9 @@ def train(
 ) -> Summary:
     """Trains, and returns the run's summary, which is also stored in the run's folder. If the
     folder that the configuration names holds an unfinished run, that run is resumed; one that has
-    made all its steps is left unchanged, and its summary returned."""
+    made all its steps is left unchanged, and its summary returned. `reward_functions`, `task`:
+    given from Python in place of those that the configuration names. An error is also written to
+    the run's log. Ctrl-C saves the last complete step and raises KeyboardInterrupt."""
     with console or Console() as console:
         plan = resolve_run(config, console)
         summary = read_summary(plan.run) if plan.run else None

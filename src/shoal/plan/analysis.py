@@ -173,7 +173,8 @@ class Compiled:
 def _compiled(job: PlannedJob, planned: Planned, lowered: Any) -> Compiled:
     """Compiles a program and returns the compiler's report; from disk if it was compiled before.
     `lowered`: the program as JAX lowered it, from whose text the name of the report's file follows.
-    A program that was refused for lack of memory also has a report; any other error is raised."""
+    A program that was refused for lack of memory also has a report; any other error is raised. A
+    new report is written to disk."""
     file = _folder() / f"{_key(job, planned, lowered.as_text())}.json.gz"
     stored = _read_compiled(file)
     if stored is not None:
@@ -219,7 +220,8 @@ def _read_compiled(file: Path) -> Compiled | None:
 def _exhausted(text: str) -> Compiled:
     """Parses the compiler's message about a program that needs more memory than the device has.
     Returns a report with its first line as `error`, the bytes that the program needs, and its
-    largest arrays."""
+    largest arrays. 0 bytes if the message does not say them; at most MOST_SHOWN arrays, `[bytes,
+    shape, operator]`."""
     size = re.search(r"(?:Used|requires?d?[^(]*\() ?([\d.]+)([KMGT])", text)
     excess = 0
     if size:
@@ -268,7 +270,9 @@ def jaxpr_flops(jaxpr: Any, assumed_trips: Sequence[float] = (), of_kernels: boo
     """Returns the FLOPs of a jaxpr's matrix products, two for each multiplication, for all devices
     together. They include those that kernels declare; with `of_kernels`, they are only those.
     `assumed_trips`: rounds of `while` loops, whose number a jaxpr does not say, the outermost
-    first; for a kernel the first is the share of its declared cost that it computes."""
+    first; for a kernel the first is the share of its declared cost that it computes. Without
+    `assumed_trips`, a `while` loop counts as one round, and half of a kernel's declared cost. Of a
+    condition the branch with most FLOPs counts."""
     total = 0.0
     for equation in jaxpr.eqns:
         primitive = equation.primitive.name
@@ -311,7 +315,7 @@ def _product_flops(equation: Any) -> float:
 
 def inner_jaxprs(params: dict[str, Any]) -> list[Any]:
     """Returns the jaxprs among an equation's parameters, such as the body of a loop or the branches
-    of a condition."""
+    of a condition. In the order of the parameters; closed ones are opened."""
     jaxprs = []
     for value in params.values():
         candidates = value if isinstance(value, tuple | list) else (value,)

@@ -100,7 +100,8 @@ that has the new values."""
 
 
 def arrays_of(shape: str) -> list[int]:
-    """Returns the bytes of each array in the text of a shape.
+    """Returns the bytes of each array in the text of a shape. Arrays of a type without a size in
+    _SIZES, such as `token[]`, are left out.
 
     >>> arrays_of("(bf16[2,4]{1,0}, f32[])")
     [16, 4]
@@ -217,7 +218,8 @@ class _Copies:
 
     def advance(self, cycles: float, size: float) -> None:
         """Lets the copies proceed, in order, while an operation runs for `cycles` cycles: they get
-        the memory's bandwidth that the operation's own `size` bytes leave free."""
+        the memory's bandwidth that the operation's own `size` bytes leave free. Changes `left`; a
+        copy that is done stays in it with 0 bytes."""
         free = cycles * self.rate - size
         for name, left in self.left.items():
             moved = max(0.0, min(left, free))
@@ -241,6 +243,7 @@ class Module:
     """
 
     def __init__(self, text: str) -> None:
+        """Parses a program. `text`: the optimised HLO that `compiled.as_text()` returns."""
         self.text = text
         self.computations: dict[str, list[Instruction]] = {}
         self.entry = ""
@@ -264,7 +267,8 @@ class Module:
     def costs(self, assumed_trips: Sequence[float] = (), memory_rate: float = 0.0) -> Costs:
         """Returns the costs of one run of the program. `assumed_trips`: rounds of loops whose trip
         count the compiler does not know, the outermost first. `memory_rate`: bytes a cycle of a
-        TPU's memory, for which `cycles` then include the waits for copies; 0: they do not."""
+        TPU's memory, for which `cycles` then include the waits for copies; 0: they do not.
+        `largest` of the result has each array once, at most 20, the largest first."""
         visit = _Visit(self, memory_rate)
         visit.computation(self.entry, 1.0, tuple(assumed_trips))
         costs = visit.costs
@@ -277,7 +281,8 @@ class Module:
 
     def inside(self, computation: str) -> Iterator[Instruction]:
         """Yields the instructions of a computation, such as the one of a fusion, and of all
-        computations that these call."""
+        computations that these call. Bodies of loops and branches of conditions are not
+        followed."""
         for instruction in self.computations.get(computation, []):
             yield instruction
             if instruction.op in ("fusion", "call", "async-start"):
@@ -286,7 +291,7 @@ class Module:
 
     def called(self, instruction: Instruction) -> list[str]:
         """Returns the names of the computations that an instruction calls; for a condition, of its
-        branches, of which only one runs."""
+        branches, of which only one runs. A loop's condition and body are not among them."""
         computations = []
         for attribute in ("to_apply", "calls", "called_computations"):
             name = instruction.named(attribute)
@@ -349,7 +354,7 @@ class Module:
         for number, location, parent in re.findall(
             r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))\}", self.text, re.MULTILINE
         ):
-            frames[int(number)] = (int(location), int(parent) - 1)
+            frames[int(number)] = (int(location), int(parent) - 1)  # XLA counts parents from 1
         return frames
 
     @cached_property
@@ -368,7 +373,8 @@ class Module:
     # ---- loops
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """Returns how many rounds a loop runs; None if the program's text does not say it."""
+        """Returns how many rounds a loop runs; None if the program's text does not say it. Rounded
+        up if the step does not divide the bound."""
         known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)
         if known:
             return int(known[1])
@@ -385,7 +391,8 @@ class Module:
 
     def _step(self, loop: Instruction, counter: Instruction | None) -> int:
         """Returns what a loop adds to its counter in a round: 1, or 2 if XLA has unrolled a product
-        together with the exchange of its parts. `counter`: the loop's counter in its condition."""
+        together with the exchange of its parts. `counter`: the loop's counter in its condition. 1
+        too if the body does not show it."""
         if counter is None:
             return 1
         index = re.search(r"index=(\d+)", counter.attributes)
@@ -393,10 +400,10 @@ class Module:
         root = _root(body)
         if root is None or root.op != "tuple" or index is None:
             return 1
-        last = _named(body, root.operands[int(index[1])])
-        if last is None or last.op != "add":
+        next_counter = _named(body, root.operands[int(index[1])])
+        if next_counter is None or next_counter.op != "add":
             return 1
-        for operand in last.operands:
+        for operand in next_counter.operands:
             step = _constant(_named(body, operand))
             if step:
                 return step
@@ -406,7 +413,7 @@ class Module:
 
     @cached_property
     def by_name(self) -> dict[str, Instruction]:
-        """All instructions of the program by name."""
+        """Name -> instruction, of all computations of the program, in which names are unique."""
         instructions = {}
         for computation in self.computations.values():
             for instruction in computation:
@@ -415,9 +422,11 @@ class Module:
 
     def moved_bytes(self, instruction: Instruction, shapes: Mapping[str, str]) -> int:
         """Returns the bytes that an operation reads and writes. Only what it needs of an operand
-        counts, such as the slice that it takes. `shapes`: operand -> text of its shape."""
+        counts, such as the slice that it takes. `shapes`: operand -> text of its shape. Only the
+        new values count of an update in place, once read and once written."""
         op = instruction.op
         written = instruction.bytes
+        # Bytes of each operand.
         read = [sum(arrays_of(shapes.get(name, ""))) for name in instruction.operands]
         if op == "fusion":
             written, read = self._fused_bytes(instruction, read)
@@ -454,6 +463,7 @@ class Module:
             uses = _through(parameter.name, users)
             if uses and all(use.op in _UPDATES for use in uses):
                 updates = [self.by_name[use.operands[_UPDATES[use.op]]].bytes for use in uses]
+                # The result contains the whole operand, of which only the updates are written.
                 written = max(0, written - read[number]) + sum(updates)
                 read[number] = 0
                 continue
@@ -465,7 +475,7 @@ class Module:
 
     def _needed(self, use: Instruction, operand: Instruction) -> int:
         """Returns how many bytes of an operand the operation `use` in a fusion reads; `use` may be
-        a fusion itself."""
+        a fusion itself. The slice if `use` takes one, else the whole operand."""
         if use.op == "fusion" and operand.name in use.operands:
             alone = [operand.bytes if name == operand.name else 0 for name in use.operands]
             _, read = self._fused_bytes(use, alone)
@@ -490,7 +500,8 @@ class Module:
 
 
 class _Visit:
-    """Visits the instructions of a program and adds up their costs."""
+    """Visits the instructions of a program and adds up their costs. `memory_rate`: like in
+    `Module.costs`."""
 
     def __init__(self, module: Module, memory_rate: float) -> None:
         self.module = module
@@ -586,7 +597,9 @@ class _Visit:
         self, instruction: Instruction, around: Instruction, computation: str, times: float
     ) -> None:
         """Adds a transfer to `costs.collectives` if the instruction is a collective that was not
-        counted yet. `around`: the fusion that contains it, or the instruction itself."""
+        counted yet. `around`: the fusion that contains it, or the instruction itself. `times`: how
+        often it runs. The name of `computation` shows whether an all-reduce keeps only a part of
+        the sum."""
         kind = instruction.collective
         if not kind:
             return
@@ -628,7 +641,8 @@ class _Visit:
     ) -> Operation:
         """Adds the bytes and the memory traffic of one operation to the costs, and returns what it
         does each time it runs. For the kernel of decoding, the first of `trips` is the share of its
-        caches that it reads."""
+        caches that it reads. Its largest result goes into `costs.largest`, the bytes of kernels
+        into `costs.in_kernels`."""
         costs = self.costs
         source = self.module.source(instruction)
         share = 1.0
@@ -683,7 +697,8 @@ def _aliased(instruction: Instruction) -> list[int]:
 
 def _whole_bytes(instruction: Instruction, kind: str, devices: int) -> int:
     """Returns the bytes of the whole arrays of a collective: of the result of a gather, of the
-    operand of a reduce-scatter. `devices`: how many exchange."""
+    operand of a reduce-scatter. `devices`: how many exchange. Of another kind, the bytes of its
+    results."""
     if kind != "reduce-scatter":
         return sum(arrays_of(_results(instruction)))
     # The shape of its start contains the whole operands; otherwise the shape is only the part that
@@ -745,7 +760,7 @@ def _through(
 ) -> list[Instruction]:
     """Returns the instructions that use a value. Bitcasts, copies and conversions, and operations
     in `more`, do not count themselves: the instructions that use their results count instead.
-    `users`: value -> the instructions that use it."""
+    `users`: value -> the instructions that use it. They do count if nothing uses their results."""
     seen_through = _BITCASTS | more
     uses: list[Instruction] = []
     for use in users.get(name, []):

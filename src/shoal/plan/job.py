@@ -79,7 +79,7 @@ def planned_job(
     """Yields a training job on the devices of a topology such as `v5p-8`; on the devices here if it
     is empty. Nothing of it is allocated. `layers`: fewer layers than the model has; 0: all.
     `compiles`: False: placeholders stand for the devices, so that no compiler for them need be
-    installed. ShoalError if such a job is impossible."""
+    installed. ShoalError if such a job is impossible. The job is closed at the end of the block."""
     parsed = None
     if topology:
         if config.optimizer.offload and not compiles:
@@ -195,7 +195,8 @@ class PlannedJob:
     def _sampling(self) -> dict[str, Planned]:
         """Returns name -> program of the training engine: it prefills all prompts of a step, joins
         further rows of slots to a prompt, and decodes all tokens. For the number of runs each
-        completion has the greatest length."""
+        completion has the greatest length. A program that never runs is left out, like `join` if a
+        row holds a whole group."""
         config = self.config
         role = self.roles.sampler
         engine = self.engines["training"]
@@ -207,7 +208,7 @@ class PlannedJob:
         waves = -(-prompts // engine.num_groups)
         decoded = config.sampling.max_completion_tokens - 1  # prefilling samples the first
         dispatches = max(1, -(-decoded // CHUNK))
-        chunk = min(CHUNK, max(1, decoded / dispatches))
+        chunk = min(CHUNK, max(1, decoded / dispatches))  # mean number of tokens of a dispatch
         runs = {
             "prefill": -(-prompts // rows),
             "join": prompts * (rows_of_a_group - 1) / scheduler.join_rows,
@@ -289,9 +290,9 @@ class PlannedJob:
         completion = (mean + block - 1) / 2
         num_bytes = 0.0
         for cache in engine.state_shapes().caches:
-            if cache.own_k.ndim == 5:
+            if cache.own_k.ndim == 5:  # [rows, siblings, key heads x parts, tokens / parts, ..]
                 slot_tokens = math.prod(cache.own_k.shape[2:-1]) // engine.model.key_heads
-            else:  # caches by pages: a slot's share of the pool
+            else:  # [pages, key heads, tokens of a page, ..]: a slot's share of the pool
                 tokens = cache.own_k.shape[0] * cache.own_k.shape[2]
                 slot_tokens = tokens / (engine.num_rows * engine.siblings)
             prompt_bytes = bytes_per_device((cache.prefix_k, cache.prefix_v))
@@ -335,15 +336,16 @@ class PlannedJob:
             )
         total = programs["zero"].eval_shape()
         minibatches = algorithm.num_minibatches
-        larger = prompts % minibatches  # this many mini-batches have one prompt more
-        smaller = minibatches - larger
+        num_larger = prompts % minibatches  # this many mini-batches have one prompt more
+        num_smaller = minibatches - num_larger
         runs_of_smaller = self._runs(prompts // minibatches)
         runs_of_larger = self._runs(prompts // minibatches + 1)
+        runs_of_epoch = num_smaller * runs_of_smaller + num_larger * runs_of_larger
         planned["accumulate"] = Planned(
             programs["accumulate"],
             role,
             (total, state.trainable, state.frozen, batch, state.loss_scale),
-            runs=algorithm.num_epochs * (smaller * runs_of_smaller + larger * runs_of_larger),
+            runs=algorithm.num_epochs * runs_of_epoch,
             assumed_trips=self._blocks_read(self.model),
             batch_bytes=batch_bytes,
         )
@@ -412,7 +414,8 @@ class PlannedJob:
     def _publishing(self) -> dict[str, Planned]:
         """Returns the program `publish`, which copies the largest array from the trainer to the
         sampler. A run has one such program for each array; this one counts as often as all arrays
-        together are larger than it. {} if publication copies nothing."""
+        together are larger than it. `runs` is the mean of a step: with `train.weight_sync_interval`
+        not every step publishes. {} if publication copies nothing."""
         pairs = self._copied()
         if not pairs:
             return {}
@@ -444,7 +447,8 @@ class PlannedJob:
         """Returns the shapes of a micro-batch on a role's devices, laid out as `put_batch` lays it
         out; the number of rows is rounded up to a multiple of its devices."""
         shape = self.shape
-        grid = (shape.rows + -shape.rows % role.batch_shards, shape.length)
+        rows_to_add = -shape.rows % role.batch_shards
+        grid = (shape.rows + rows_to_add, shape.length)
 
         def rows(dtype: Any, sizes: tuple[int, ...] = grid) -> jax.ShapeDtypeStruct:
             """Returns the shape of an array of `sizes` whose first dimension is rows, split over
@@ -500,7 +504,8 @@ class PlannedJob:
     def _planned_step(self) -> PlannedStep:
         """Returns what only a plan knows of a step: the devices and hosts in words and numbers, why
         a process on each host is impossible if it is, and the step's tokens, FLOPs and published
-        bytes. All completions have the greatest length."""
+        bytes. All completions have the greatest length. `published_bytes` is 0 if trainer and
+        sampler share devices."""
         config = self.config
         if self.topology:
             devices = self.topology.describe()

@@ -80,7 +80,7 @@ def make_plan(
     compiles       False: the costs are estimated
 
     If what the roles hold does not fit the devices, nothing is compiled and there are no costs.
-    """
+    Ctrl-C raises KeyboardInterrupt."""
     size = parameter_count(planned_architecture(config.model))
     bytes_of_a_compiler = COMPILER_BYTES + LARGE_BYTES * size / 70e9
     _, available = machine_memory()
@@ -171,7 +171,8 @@ def _is_shallow(config: PlanConfig, program: str, layers: int) -> bool:
 def extrapolate(shallow: ProgramCost, deeper: ProgramCost, layers: int) -> ProgramCost:
     """Returns the cost of a program with `layers` layers, extrapolated from its costs with two
     smaller numbers of layers on a straight line: each further layer costs as much as each of those
-    between the two."""
+    between the two. Sources and transfers that only the shallower one has are left out; `memory`,
+    `largest` and `assumed` are those of the deeper one."""
     first, second = shallow.layers, deeper.layers
 
     def line(at_first: float, at_second: float) -> float:
@@ -220,7 +221,8 @@ def extrapolate(shallow: ProgramCost, deeper: ProgramCost, layers: int) -> Progr
 
 def describe(config: Config, topology: str, compiles: bool = True) -> Budget:
     """Returns the budget of a job before anything is compiled. Called in a process that may
-    compile."""
+    compile. `topology`: '' for the devices here; `compiles`: False for placeholders, which need no
+    compiler."""
     with planned_job(config, topology, compiles=compiles) as job:
         return job.budget()
 
@@ -276,7 +278,8 @@ def compilers(count: int, topology: str) -> Iterator[Answers]:
 
 
 def _answers_here(calls: Sequence[Call], done: Done | None = None) -> list[Any]:
-    """Makes the calls in this process, one after the other, and returns their results."""
+    """Makes the calls in this process, one after the other, and returns their results. `done`: like
+    in `compilers`."""
     answers = []
     for call in calls:
         function, *arguments = call
@@ -289,8 +292,8 @@ def _answers_here(calls: Sequence[Call], done: Done | None = None) -> list[Any]:
 
 def _answers(pool: ProcessPoolExecutor, calls: Sequence[Call], done: Done | None) -> list[Any]:
     """Makes the calls in the pool's processes, and returns their results in the order of the calls.
-    ShoalError if a process ends without an answer, which happens if the machine runs out of
-    memory."""
+    ShoalError if a process ends without an answer, which happens if the machine runs out of memory.
+    An error of a call is raised as it is."""
     futures: dict[Future[Any], Call] = {pool.submit(*call): call for call in calls}
     try:
         for future in as_completed(futures):

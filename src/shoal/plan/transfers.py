@@ -34,7 +34,7 @@ def transfer_rows(
     """Returns the transfers of a program: its collectives summed up by kind, mesh axes and source,
     the most bytes first. Each has the bytes of the whole arrays and the seconds that the links need
     for them. `accelerator`: the kind of devices, None if it is unknown; `mesh`: the mesh of the
-    program's role."""
+    program's role. The seconds are 0 if the kind of devices is unknown."""
     rows: dict[tuple[str, str, str], Transfers] = {}
     links: dict[tuple[str, bool], GroupLink] = {}
     for collective in collectives:
@@ -83,11 +83,14 @@ def _group_link(
     mesh: Any,
     in_parts: bool,
 ) -> GroupLink:
-    """Returns how the groups of devices of a collective exchange. `in_parts`: see `link_of`."""
-    groups = device_groups(collective.groups) or [[]]
+    """Returns how the groups of devices of a collective exchange. `in_parts`: see `link_of`. The
+    first group stands for all, except that of pairs the slowest counts. Groups of an unknown form,
+    or with numbers that the mesh does not have, get the axes `?` and no time."""
+    unknown: list[list[int]] = [[]]
+    groups = device_groups(collective.groups) or unknown
     highest = max((max(group) for group in groups if group), default=0)
     if highest >= mesh.size:
-        groups = [[]]
+        groups = unknown
     # Groups are alike, so one is enough; pairs are not, and the slowest one counts.
     measured = groups[:1]
     if collective.kind == "collective-permute":
@@ -205,20 +208,29 @@ def _mesh_groups(text: str) -> list[list[int]]:
 
 
 def group_size(text: str) -> int:
-    """Returns how many devices exchange with one another, from the text of their groups; for pairs
-    (sender, receiver) that form a ring, the number of devices in the ring."""
+    """Returns how many devices exchange with one another, from the text of their groups: the size
+    of the first group. If the text lists pairs (sender, receiver), it is the number of devices that
+    the first pair and those that follow from it connect. 1 for a text without groups.
+
+    >>> group_size("[4,2]<=[8]"), group_size("{{0,1},{1,2},{2,0}}"), group_size("{{0,1},{1,0}}")
+    (2, 3, 2)
+    """
     groups = device_groups(text)
     if not groups:
         return 1
-    are_pairs = all(len(group) == 2 for group in groups)  # each a sender and a receiver
-    if text.startswith("{{") and are_pairs:
-        devices: set[int] = set()
-        for pair in groups:
-            devices.update(pair)
-        are_a_ring = len(devices) < 2 * len(groups)
-        if are_a_ring:
-            return len(groups)
-    return len(groups[0])
+    are_pairs = text.startswith("{{") and all(len(group) == 2 for group in groups)
+    if not are_pairs:
+        return len(groups[0])
+    # Lists of groups of two pass through here too: no device is in two, so the first one counts.
+    receiver_of: dict[int, int] = {}
+    for sender, receiver in groups:
+        receiver_of[sender] = receiver
+    device = groups[0][0]
+    connected = {device}
+    while device in receiver_of and receiver_of[device] not in connected:
+        device = receiver_of[device]
+        connected.add(device)
+    return len(connected)
 
 
 # ---- links
@@ -226,13 +238,14 @@ def group_size(text: str) -> int:
 
 def axes_of(mesh: Any, group: Sequence[int]) -> str:
     """Returns the axes of a mesh along which a group of its devices lies, `fsdp` or `data+fsdp`;
-    `?` for an empty group."""
+    `?` for an empty group. "" for a single device. Axes are in the mesh's order."""
     if not group:
         return "?"
-    coordinates = np.array([np.unravel_index(number, mesh.devices.shape) for number in group])
+    # [devices of the group, axes of the mesh]
+    coordinates = np.array([np.unravel_index(device, mesh.devices.shape) for device in group])
     axes = []
-    for number, axis in enumerate(mesh.axis_names):
-        if len(set(coordinates[:, number])) > 1:
+    for column, axis in enumerate(mesh.axis_names):
+        if len(set(coordinates[:, column])) > 1:
             axes.append(axis)
     return "+".join(axes)
 
@@ -260,7 +273,7 @@ def link_of(
         sizes[axis] = len(set(coordinates[:, axis]))
     num_parts = len(slices)
     if topology and not accelerator.is_tpu:
-        num_parts = sizes[0]
+        num_parts = sizes[0]  # a described GPU's first coordinate is its machine
     within, latency = _within(topology, accelerator, sizes, len(group))
     if num_parts == 1:
         return within, latency
@@ -274,7 +287,8 @@ def _within(
     topology: Topology | None, accelerator: Accelerator, sizes: Mapping[int, int], count: int
 ) -> tuple[float, float]:
     """Returns what `link_of` returns, for a group of `count` devices within one machine or slice.
-    `sizes`: dimension of the torus -> how many devices of the group lie along it."""
+    `sizes`: dimension of the torus -> how many devices of the group lie along it. The dimensions
+    are of a TPU alone: a GPU's machine has one rate."""
     if not accelerator.is_tpu:
         return accelerator.link or accelerator.hbm / 2, MACHINE_SECONDS  # or devices in one memory
     shape = topology.shape if topology else ()
@@ -295,9 +309,11 @@ def _within(
 
 
 def _wraps(accelerator: Accelerator, shape: Sequence[int], axis: int) -> bool:
-    """True if the two ends of a torus's dimension are connected."""
+    """True if the two ends of a torus's dimension are connected: in two dimensions if it has all of
+    its 16 chips, in three if each dimension of the slice is a multiple of 4. `shape`: the slice, ()
+    if it is unknown."""
     if axis >= len(shape):
         return False
     if accelerator.torus == 2:
-        return shape[axis] == 16
+        return shape[axis] == 16  # v5e and v6e: a side of the whole pod
     return all(size % 4 == 0 for size in shape)

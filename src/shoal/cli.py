@@ -214,9 +214,9 @@ def _dry_run_lines(command: str, config: Any, resolved: Resolved) -> list[str]:
 
             lines += estimate(config)
         elif command == "compat":
-            from shoal.commands.compat import planned
+            from shoal.commands.compat import checked_scripts
 
-            lines += map(str, planned(config))
+            lines += map(str, checked_scripts(config))
     return lines
 
 

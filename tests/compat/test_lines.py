@@ -15,7 +15,7 @@ import stand_ins
 from lines import LINES, TOKEN, among, becomes, run, words_of
 
 import shoal
-from shoal.commands.compat import MARK, REQUIREMENTS, SHELL, SHIMS, planned, shim_argv
+from shoal.commands.compat import MARK, REQUIREMENTS, SHELL, SHIMS, checked_scripts, shim_argv
 from shoal.config.commands import CompatConfig
 from shoal.config.derived import for_devices, num_updates
 from shoal.config.merge import compose
@@ -185,7 +185,7 @@ def test_a_line_runs_in_a_shell_as_it_is_typed_and_opens_no_socket(name, world, 
 
 
 def test_the_scripts_are_short_and_come_from_one_table(world):
-    scripts = planned(CompatConfig(str(world / "here")))
+    scripts = checked_scripts(CompatConfig(str(world / "here")))
     assert len(scripts) == sum(len(door.paths) for door in SHIMS.values()) + len(SHELL) + len(
         REQUIREMENTS
     )

@@ -111,8 +111,8 @@ def unwritten(
 ) -> list[str]:
     """Returns the names of what a dialogue has and the chat template does not write: `tools`, keys
     of messages such as `reasoning_content`, `what role tool says`, and the text of messages with
-    tool calls. Each is found by rendering the dialogue without it: an equal text shows that the
-    template does not read it.
+    tool calls; [] if it writes everything. Each is found by rendering the dialogue without it: an
+    equal text shows that the template does not read it.
 
     >>> unwritten(tokenizer_of_plain_chatml, messages, tools)
     ['tools', 'tool_calls']
@@ -210,8 +210,8 @@ def text_stream(tokenizer: Tokenizer, prompt: str, completion: str) -> Stream:
 def _stream(tokenizer: Tokenizer, text: _Text) -> Stream:
     """Tokenizes a rendered dialogue and returns its stream. Of a span that the template marked, all
     tokens are learned; of any other span those up to its last end-of-sequence token, because the
-    model does not sample what the template writes after it (a newline). ShoalError if no token is
-    learned."""
+    model does not sample what the template writes after it (a newline). Without a chat template an
+    end-of-sequence token is appended, which is learned too. ShoalError if no token is learned."""
     ids, token_spans = tokenizer.encode_spans(text.text, text.spans)
     mask = np.zeros(len(ids), bool)
     for start, stop in token_spans:

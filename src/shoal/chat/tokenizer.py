@@ -348,8 +348,8 @@ class Tokenizer:
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Returns the token ids of a text. `special`: with the tokens that the tokenizer puts
-        around a text, such as bos. Without `special`, only those that the text itself spells
-        out."""
+        around a text, such as bos. Special tokens that the text spells out are found in either
+        case."""
         if len(text) > LONG_TEXT:
             # Unlike `encode`, a batch lets other threads of Python run meanwhile: a server's, and a
             # fleet's.
@@ -363,7 +363,8 @@ class Tokenizer:
         the span (from, to) of its tokens. `to` is not included; a token of which only a part lies
         in a span is."""
         encoding = self._backend.encode(text, add_special_tokens=False)
-        # A token that reaches over a span's start belongs to it, as in transformers. Offsets may
+        # A span has the tokens from the first that ends behind its start, which may reach over the
+        # start as in transformers, up to the first that begins at its end or behind it. Offsets may
         # lack leading spaces.
         starts, ends = [], []
         for start, end in encoding.offsets:
@@ -382,7 +383,8 @@ class Tokenizer:
 
     def token_text(self, id: int) -> str:
         """Returns one token as text, for tables: special tokens and leading spaces are shown, so
-        joining such texts does not give a text's exact characters."""
+        joining such texts does not give a text's exact characters. `<17>` for an id without a
+        token."""
         token = self._backend.id_to_token(int(id))
         if token is None:
             return f"<{int(id)}>"
@@ -447,6 +449,7 @@ class Tokenizer:
         plain = self.encode(text)
         if self.bos_id is not None and ids[:2] == [self.bos_id, self.bos_id]:
             ids = ids[1:]
+        # The text's own ids, and behind them one more.
         appended = bool(plain) and ids[-1 - len(plain) : -1] == plain
         if appended and ids[-1] in self.eos_ids:
             ids = ids[:-1]

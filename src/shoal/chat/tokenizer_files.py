@@ -132,12 +132,11 @@ def read_templates(
     folder: Path, config: Mapping[str, Any], requested: str = ""
 ) -> tuple[str, dict[str, str]]:
     """Returns (default chat template of a model, "" if it has none; its other templates by name).
-    ShoalError if the model has templates but none with the name `default`, or if a file is not
-    there.
 
     `config`: tokenizer_config.json. `requested`: the value of model.template: the text of a
-    template, a file with one, or the name of one of the model's. It is then the default and the
-    only template, like transformers' `chat_template=`."""
+    template, a file with one, or the name of one of the model's; '' for none. It is then the
+    default and the only template, like transformers' `chat_template=`. ShoalError if it is none of
+    these, or if without it no template of the model has the name `default`."""
     own = _own_templates(folder, config)
     if requested in own:
         return own[requested], {}

@@ -150,8 +150,8 @@ class TurnFormat:
     def read(self, ids: Sequence[int]) -> tuple[dict[str, Any], list[ToolCall]]:
         """Reads the sampled ids of a turn. Returns (the assistant's message, all tool calls in
         order, including those that could not be read and have an `error`). The message's content is
-        the turn's text with its thoughts and without the calls; its `tool_calls` are the calls
-        without an error."""
+        the turn's text with its thoughts and without the calls, or all of its text if no call could
+        be read; its `tool_calls` are the calls without an error, and missing if there are none."""
         calls: list[ToolCall] = []
         if self._reader:
             content, calls = self._reader.read(ids)
@@ -200,7 +200,8 @@ class TurnFormat:
     ) -> tuple[int, list[int]]:
         """Renders a turn that calls the tools `names`, and the messages that answer it. Returns
         (the id that ends the turn, the ids after it: the answers and the next generation prompt).
-        ShoalError if the template writes no calls, or no token ends the turn."""
+        ShoalError if the template writes no calls, or no token ends the turn. A name with
+        characters that are not usual in names is rendered as `unknown`."""
         # The model wrote the names: a text that is no name could contain the end of a turn.
         calls = []
         for number, name in enumerate(names):
@@ -326,7 +327,7 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
     description, is missing, or if JSON does not have the type.
 
     A description that ends with `(choices: ["a", "b"])` gives the argument these values. An
-    argument without a default is required. `self` and `cls` are left out."""
+    argument without a default is required. `self` and `cls` without a type are left out."""
     own_schema = getattr(function, "schema", None)
     if own_schema:
         return own_schema
@@ -379,6 +380,7 @@ def _split_docstring(text: str) -> tuple[str, dict[str, str], str]:
     """Splits a docstring in Google's style. Returns (what the tool does, argument -> description,
     what it returns); what is missing is empty. Lines that continue a description are joined to it
     with spaces."""
+    # [about, title of a section, its text, title, text, ...]
     parts = re.split(r"(?:^|\n)[ \t]*(Args|Returns|Raises):", text.strip())
     about = parts[0]
     sections = dict(zip(parts[1::2], parts[2::2], strict=True))

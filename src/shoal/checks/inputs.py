@@ -348,7 +348,7 @@ def check_template_writes(
 
 
 def set_sizes(task: Task) -> dict[str, int]:
-    """Returns evaluation set -> number of its questions. In the order of the task."""
+    """Returns evaluation set -> number of its questions, in the order of the task."""
     return {name: len(questions) for name, questions in task.evaluations.items()}
 
 
@@ -447,8 +447,9 @@ def streams(tokenizer: Tokenizer, example: Example) -> list[Stream]:
 
 def dialogue_of(example: Example) -> tuple[Messages, Any, int]:
     """Returns (the messages of a row to learn from, the schemas of its tools, the index of the
-    first message that may be learned). ShoalError if the row has no messages. The schemas are None
-    if the row has none; a column `tools` of JSON text is parsed."""
+    first message that may be learned). The schemas are None if the row has none; a column `tools`
+    of JSON text is parsed. The index is 0 for a column `messages`, else that of the answer behind
+    the prompt. ShoalError if the row has no messages."""
     tools = example.columns.get("tools")
     if isinstance(tools, str) and tools:
         tools = loads(tools)

@@ -202,7 +202,7 @@ def write_answer(example: Example, gold: str, answer: str, form: str = next(iter
 def wrong_answers(gold: str) -> list[str]:
     """Returns up to five answers that neither equal nor contain `gold`, the right answer: for a
     number the next larger numbers. If all of the next 99 numbers contain it, the first five of
-    these are returned all the same."""
+    these are returned all the same. For any other text five phrases that are the same for all."""
     number = parse_number(gold)
     if number is None:
         return ["none of these", "unknown", "something else", "no such thing", "who knows"]
@@ -213,7 +213,7 @@ def wrong_answers(gold: str) -> list[str]:
 
 def known_answers(example: Example) -> dict[tuple[str, str], str]:
     """Returns answers to an example of which one knows what they are worth: (form of FORMS, kind of
-    KINDS) -> text. {} if the data has no right answer."""
+    KINDS) -> text. {} if the data has no right answer. The text of an `empty` answer is ''."""
     gold = gold_of(example)
     if gold is None:
         return {}
@@ -446,10 +446,10 @@ def _faults_of_totals(probe: Probe) -> list[tuple[Level, str]]:
 
 def _figures_of_totals(probe: Probe) -> list[Figure]:
     """Returns figures that compare the weighted scores of the known answers, in the form that
-    `diagnose` judges. If all scores are equal, the only figure says so; if no kinds can be
-    compared, there is none. Else there is one for the empty answer, and with gold answers one for
-    right over wrong; only if right is better, also those for the repeated answer and for many at
-    once."""
+    `diagnose` judges. If all scores are equal, the only figure says so; if fewer than two kinds
+    have one, there is none. Else there is a figure for the empty answer, and with gold answers one
+    for right over wrong if right is not better, or else one for the repeated answer and one for
+    many at once."""
     totals = {}
     scored = {}  # without the kinds that got no score
     for kind in probe.rows:

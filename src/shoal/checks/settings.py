@@ -463,8 +463,9 @@ def stop_on_warnings(config: Config, findings: Findings) -> None:
 
 
 def check_run_folder(config: Config) -> str:
-    """Returns a note if a run of this name exists already, else ''. ShoalError if the run's folder
-    cannot be made, or if it exists and is no run. '' too with `resume=`. Makes no folder."""
+    """Returns a note if a run of this name exists already, else ''; '' too with `resume=`.
+    ShoalError if the run's folder cannot be made, or if it exists and is no run. Makes no
+    folder."""
     if config.resume:
         return ""
     check_base(config.base_output_directory)

@@ -125,7 +125,7 @@ def compat(config: CompatConfig, console: Console | None = None) -> dict[str, An
     afterwards."""
     require_given(config, "to")
     with console or Console() as console:
-        scripts = planned(config)  # raises ShoalError for a file that Shoal did not write
+        scripts = checked_scripts(config)
         for path, text in scripts.items():
             write_text(path, text, "to")
             if path.suffix != ".txt":  # a requirements file is only read
@@ -137,10 +137,10 @@ def compat(config: CompatConfig, console: Console | None = None) -> dict[str, An
     return {"to": config.to, "scripts": len(scripts)}
 
 
-def planned(config: CompatConfig) -> dict[Path, str]:
+def checked_scripts(config: CompatConfig) -> dict[Path, str]:
     """Returns path -> text of all scripts that `compat` writes, without writing them. Raises
     ShoalError if a path holds a file that Shoal did not write, as in a checkout of the other
-    system. It also raises if `to` cannot be written."""
+    system, or if the folder `to` cannot be written."""
     folder = check_local(config.to, "to")
     check_writable(folder, "to", within=True)
     scripts = {}

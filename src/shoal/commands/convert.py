@@ -129,7 +129,7 @@ def _to_maxtext(
     config: ConvertConfig, source: str, target: Path, console: Console
 ) -> dict[str, Any]:
     """Writes the model `source` as a checkpoint in MaxText's layout, and returns the numbers of
-    tensors and bytes. Warns of a tokenizer, which is not written, and of a type that rounds.
+    `tensors` and `bytes`. Warns of a tokenizer, which is not written, and of a type that rounds.
     ShoalError if the model is not the one that `model_name` names."""
     if config.tokenizer:  # no error, because MaxText's own command lines name a tokenizer
         console.warning(
@@ -221,7 +221,7 @@ def _to_hugging_face(
     config: ConvertConfig, tree: Path, target: Path, console: Console
 ) -> dict[str, Any]:
     """Writes the MaxText checkpoint at `tree` as a Hugging Face folder, and returns the numbers of
-    tensors and bytes. Makes the temporary file beside `target`; warns if no tokenizer was given."""
+    `tensors` and `bytes`. Warns if no tokenizer was given."""
     check_local(config.tokenizer, "tokenizer", COPIES)
     tokenizer = locate(config.tokenizer, weights=False) if config.tokenizer else None
     checkpoint = maxtext.open_checkpoint(

@@ -155,9 +155,9 @@ def describe_data(
 
 
 def answer_rows(subset: str, answers: Answers, task: Task) -> Iterator[dict[str, Any]]:
-    """Yields a row for each question of a set named `subset`: the question, its ground truth and
-    the scored greedy answer (`_scored_completion`); with `verdict` if the task makes one of an
-    answer, and `samples`, the scored samples, if there are any."""
+    """Yields a row for each question of a set named `subset`: `set`, `row` in the data, `question`,
+    `gold` (its ground truth), and the scored greedy answer (`_scored_completion`); with `verdict`
+    if the task makes one of an answer, and `samples`, the scored samples, if there are any."""
     for greedy, sampled in zip_longest(answers.greedy, answers.sampled):
         example = greedy.example
         row = {
@@ -175,9 +175,8 @@ def answer_rows(subset: str, answers: Answers, task: Task) -> Iterator[dict[str,
 
 
 def _scored_completion(group: Group, index: int) -> Mapping[str, Any]:
-    """Returns the text, correctness (None if the task does not judge it), rewards, length and stop
-    reason of one completion in a group. The keys: response, correct, reward, rewards (function ->
-    score), length, in tokens, and stop_reason."""
+    """Returns one completion in a group as a row: `response`, `correct` (None if the task does not
+    judge it), `reward`, `rewards` (function -> score), `length` in tokens, and `stop_reason`."""
     completion = group.completions[index]
     return {
         "response": group.texts[index],

@@ -88,7 +88,7 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
 
 def read_prompts(path: Path) -> list[Example]:
     """Reads an example from every row of a file: its `prompt` (text or messages) or its `messages`.
-    ShoalError for the first row that has neither. Also if the file has no row."""
+    ShoalError for the first row that has neither, and for a file without rows."""
     examples = []
     for number, (line, row) in enumerate(read_file(path)):
         examples.append(example_of(number, line, row))

@@ -94,7 +94,8 @@ def purpose(config_type: type) -> str:
 
 def command_help(command: str, topics: Sequence[str] = ()) -> str:
     """Returns the text of `shoal COMMAND --help`: every key by section with type, default and
-    meaning, and the short forms; with `topics` only these sections, keys or flags."""
+    meaning, and the short forms; with `topics` only these sections, keys or flags. ShoalError for a
+    topic that is none of these."""
     config_type = COMMANDS[command]
     if topics:
         return "\n\n".join(_topic_help(config_type, topic) for topic in topics)
@@ -145,9 +146,9 @@ def options_of(command: str) -> dict[str, str]:
 
 
 def _topic_help(config_type: type, topic: str) -> str:
-    """Returns the help of one topic of `shoal COMMAND --help TOPIC`: a section, a key, another
-    system's flag, or a part of dotted names such as `lora`. ShoalError if there is none of this
-    name. Searched in this order; the first that matches is shown."""
+    """Returns the help of one topic of `shoal COMMAND --help TOPIC`: of the first of these that has
+    this name: a section, a key, another system's flag, a part of dotted names such as `lora`.
+    ShoalError if there is none."""
     keys = keys_of(config_type).values()
     names = names_of(config_type)
     if topic in sections_of(config_type):

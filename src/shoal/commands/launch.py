@@ -149,8 +149,8 @@ class Workload:
     @property
     def name(self) -> str:
         """The job's name in a form that Kubernetes allows: at most 40 of a-z, 0-9 and -, beginning
-        with a letter and not ending with -. Taken from `name=`, else the run's name, else
-        `shoal`."""
+        with a letter and not ending with -. Taken from `name=`, else the run's name, else `shoal`.
+        `run-` is put before a name that begins with a digit."""
         name = self.config.name
         if not name and self.training:
             name = self.training.run_name
@@ -178,7 +178,7 @@ class Workload:
         """The job's command line. Keys are added to a training that has none of its own: run_name,
         so that it can resume; mesh.fsdp and mesh.dcn_data, so that it uses all devices;
         sampler.kind=ray in a Ray cluster. ShoalError if there is no job, or if it does not fit the
-        devices."""
+        devices. A command that is not one of Shoal's stays unchanged."""
         job = list(self.config.job)
         train = self.training
         topology = self.topology
@@ -241,7 +241,7 @@ class Workload:
 
 def configuration(words: Sequence[str]) -> Config:
     """Composes and returns the configuration of `shoal train` with these words; for a sweep that of
-    its first run."""
+    its first run. ShoalError for wrong keys."""
     switches = {switch_of(word) for word in words}
     keys = [word for word in words if not switch_of(word)]
     if "multirun" in switches:
@@ -305,8 +305,7 @@ def docker_script(work: Workload) -> str:
 
 
 def ray_script(work: Workload) -> str:
-    """Returns a script that submits the job to a Ray cluster. ShoalError if there is no job, like
-    in the other functions that write one."""
+    """Returns a script that submits the job to a Ray cluster. ShoalError if there is no job."""
     words = ["ray", "job", "submit", *work.config.options, "--"]
     for word in work.words:
         words.append(ray_word(word))
@@ -369,8 +368,8 @@ def slurm_script(work: Workload) -> str:
 
 
 def xpk_command(work: Workload) -> str:
-    """Returns the command of xpk that creates the job. ShoalError if the cluster or the topology is
-    missing."""
+    """Returns the command of xpk that creates the job. ShoalError if the job, the cluster or the
+    topology is missing."""
     config = work.config
     command = work.command  # raises ShoalError if there is no job
     topology = work.topology
@@ -419,7 +418,7 @@ DISRUPTED = {"type": "DisruptionTarget", "status": "True"}
 
 def manifest(work: Workload) -> str:
     """Returns a Kubernetes manifest as YAML: a Job for one host, a JobSet for several, a RayJob if
-    samplers are in a Ray cluster."""
+    samplers are in a Ray cluster. ShoalError if there is no job."""
     train = work.training
     if train and train.sampler.kind == "ray":
         resource = ray_job(work, train)
@@ -432,7 +431,9 @@ def manifest(work: Workload) -> str:
 
 
 def job(work: Workload) -> dict[str, Any]:
-    """Returns the manifest of a Job on one host."""
+    """Returns the manifest of a Job on one host. The job ends at once if its container exits with
+    code 2, a mistake of the user; after other codes it is tried again, up to `config.restarts`
+    times."""
     rules = [
         # A pod that the cluster takes away is no failed try: the next pod resumes the run.
         {"action": "Ignore", "onPodConditions": [dict(DISRUPTED)]},

@@ -63,8 +63,8 @@ class SweptRun:
 
     @property
     def state(self) -> str:
-        """Returns the run's state in words: not run, interrupted, done, or failed with the exit
-        code."""
+        """Returns the run's state in words: `not run`, `interrupted`, `done`, or `failed (1)` with
+        the exit code."""
         if self.exit_code is None:
             return "not run"
         if self.exit_code in INTERRUPTED:
@@ -232,9 +232,8 @@ def check_same_sweep(root: Path, runs: Sequence[SweptRun]) -> None:
 
 def cost_text(configs: Sequence[Config]) -> str:
     """Returns the size of a sweep in words: `6 runs, one after the other: 480 steps, 122,880
-    completions to train on, and their evaluations`. If a step grows with the number of devices, its
-    completions are those of one device, and are counted apart: `... 960 completions and 480
-    completions on each device ...`."""
+    completions to train on, and their evaluations`. Completions of runs whose step grows with the
+    number of devices are counted apart: `... 480 completions on each device (2 runs) ...`."""
     num_steps = sum(config.steps for config in configs)
     fixed: list[Config] = []  # configurations with a fixed number of prompts a step
     by_device: list[Config] = []  # configurations whose step grows with the number of devices

@@ -27,9 +27,8 @@ SHOWN_FIGURES = (
 
 def rescore(config: RescoreConfig, console: Console | None = None) -> dict[str, Any]:
     """Scores a run's stored groups with other reward functions, and prints and returns how the new
-    rewards compare with the stored ones: the means, how many advantages change their sign, and what
-    is suspicious about the new reward. Returns the record of `score_again`. Changes nothing in the
-    run's folder."""
+    rewards compare with the stored ones (the record of `score_again`): the means, how many
+    advantages change their sign, and what is suspicious about the new reward."""
     with console or Console() as console:
         run = StoredRun(find_run(config.run))
         algorithm = run.config.algorithm

@@ -45,9 +45,9 @@ ANSWER_SECONDS = 1e-5
 
 def analyse(job: PlannedJob, name: str) -> ProgramCost:
     """Compiles one program of a job, or reads the compiler's report from disk, and returns what one
-    run of the program costs on a device of its role. If the compiler refuses the program because
-    memory does not suffice, the cost has only an `error`, the bytes that the program needs besides
-    its arguments (`extra_bytes`), and its largest arrays."""
+    run of the program costs on a device of its role. `name`: a key of `job.programs()`. If the
+    compiler refuses the program because memory does not suffice, the cost has only an `error`, the
+    bytes that the program needs besides its arguments (`extra_bytes`), and its largest arrays."""
     planned = job.programs()[name]
     traced = planned.program.trace(*planned.args, **planned.kwargs)
     compiled = _compiled(job, planned, traced.lower())
@@ -219,9 +219,8 @@ def _read_compiled(file: Path) -> Compiled | None:
 
 def _exhausted(text: str) -> Compiled:
     """Parses the compiler's message about a program that needs more memory than the device has.
-    Returns a report with its first line as `error`, the bytes that the program needs, and its
-    largest arrays. 0 bytes if the message does not say them; at most MOST_SHOWN arrays, `[bytes,
-    shape, operator]`."""
+    Returns a report with its first line as `error`; the bytes that the program needs, 0 if the
+    message does not say them; and its largest arrays, at most MOST_SHOWN."""
     size = re.search(r"(?:Used|requires?d?[^(]*\() ?([\d.]+)([KMGT])", text)
     excess = 0
     if size:
@@ -306,7 +305,8 @@ def jaxpr_flops(jaxpr: Any, assumed_trips: Sequence[float] = (), of_kernels: boo
 
 
 def _product_flops(equation: Any) -> float:
-    """Returns the FLOPs of an equation `dot_general`."""
+    """Returns the FLOPs of an equation `dot_general`: two for each element of the result and each
+    index of the contracted dimensions."""
     (contracted, _), _ = equation.params["dimension_numbers"]
     shape = equation.invars[0].aval.shape
     size = math.prod(equation.outvars[0].aval.shape) * math.prod(shape[dim] for dim in contracted)
@@ -315,7 +315,7 @@ def _product_flops(equation: Any) -> float:
 
 def inner_jaxprs(params: dict[str, Any]) -> list[Any]:
     """Returns the jaxprs among an equation's parameters, such as the body of a loop or the branches
-    of a condition. In the order of the parameters; closed ones are opened."""
+    of a condition, in the order of the parameters; for a closed jaxpr the one inside."""
     jaxprs = []
     for value in params.values():
         candidates = value if isinstance(value, tuple | list) else (value,)

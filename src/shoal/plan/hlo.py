@@ -335,11 +335,11 @@ class Module:
             text = _line_of_package(line[1], line[2])
             return [text] if text else []
         lines: list[str] = []
-        number = int(frame[1])
+        frame_id = int(frame[1])
         seen = set()
-        while number in self._frames and number not in seen and len(lines) < 2:
-            seen.add(number)
-            location, number = self._frames[number]
+        while frame_id in self._frames and frame_id not in seen and len(lines) < 2:
+            seen.add(frame_id)
+            location, frame_id = self._frames[frame_id]
             text = self._locations.get(location, "")
             if text.startswith(_CALLERS):
                 break  # This frame and those around it say nothing about the model.
@@ -359,7 +359,7 @@ class Module:
 
     @cached_property
     def _locations(self) -> dict[int, str]:
-        """Location -> a text like `model/linear.py:29`."""
+        """Location -> a text like `model/linear.py:29`; "" for one outside of this package."""
         head = self.text.partition("\n%")[0]
         names_table = head.partition("FileNames")[2].partition("FunctionNames")[0]
         names = dict(re.findall(r'^(\d+) "([^"]*)"$', names_table, re.MULTILINE))
@@ -387,12 +387,12 @@ class Module:
         number = _constant(bound)
         if number is None:
             return None
-        return -(-number // self._step(loop, counter))
+        return -(-number // self._step(loop, counter))  # rounded up
 
     def _step(self, loop: Instruction, counter: Instruction | None) -> int:
         """Returns what a loop adds to its counter in a round: 1, or 2 if XLA has unrolled a product
-        together with the exchange of its parts. `counter`: the loop's counter in its condition. 1
-        too if the body does not show it."""
+        together with the exchange of its parts; 1 too if the body does not show it. `counter`: the
+        loop's counter in its condition."""
         if counter is None:
             return 1
         index = re.search(r"index=(\d+)", counter.attributes)
@@ -422,8 +422,8 @@ class Module:
 
     def moved_bytes(self, instruction: Instruction, shapes: Mapping[str, str]) -> int:
         """Returns the bytes that an operation reads and writes. Only what it needs of an operand
-        counts, such as the slice that it takes. `shapes`: operand -> text of its shape. Only the
-        new values count of an update in place, once read and once written."""
+        counts, such as the slice that it takes; of an update in place only the new values, once
+        read and once written. `shapes`: operand -> text of its shape."""
         op = instruction.op
         written = instruction.bytes
         # Bytes of each operand.
@@ -459,23 +459,23 @@ class Module:
                 continue
             if not parameter.operands[0].isdigit() or int(parameter.operands[0]) >= len(read):
                 continue
-            number = int(parameter.operands[0])
+            operand_index = int(parameter.operands[0])
             uses = _through(parameter.name, users)
             if uses and all(use.op in _UPDATES for use in uses):
                 updates = [self.by_name[use.operands[_UPDATES[use.op]]].bytes for use in uses]
                 # The result contains the whole operand, of which only the updates are written.
-                written = max(0, written - read[number]) + sum(updates)
-                read[number] = 0
+                written = max(0, written - read[operand_index]) + sum(updates)
+                read[operand_index] = 0
                 continue
             readers = _through(parameter.name, users, _ELEMENTWISE)
             if readers:
                 needed = sum(self._needed(reader, parameter) for reader in readers)
-                read[number] = min(read[number], needed)
+                read[operand_index] = min(read[operand_index], needed)
         return written, read
 
     def _needed(self, use: Instruction, operand: Instruction) -> int:
-        """Returns how many bytes of an operand the operation `use` in a fusion reads; `use` may be
-        a fusion itself. The slice if `use` takes one, else the whole operand."""
+        """Returns how many bytes of an operand the operation `use` in a fusion reads: those of the
+        slice if it takes one, else all. `use` may be a fusion itself."""
         if use.op == "fusion" and operand.name in use.operands:
             alone = [operand.bytes if name == operand.name else 0 for name in use.operands]
             _, read = self._fused_bytes(use, alone)
@@ -520,6 +520,7 @@ class _Visit:
             cycles_before = sum(costs.cycles.values())
             memory_before = costs.memory
             self.instruction(instruction, shapes, name, times, trips)
+            # Costs count all `times` runs of the computation, copies proceed in one.
             cycles = (sum(costs.cycles.values()) - cycles_before) / times
             copies.advance(cycles, (costs.memory - memory_before) / times)
             if instruction.op in _COPIES and self.memory_rate:
@@ -597,9 +598,9 @@ class _Visit:
         self, instruction: Instruction, around: Instruction, computation: str, times: float
     ) -> None:
         """Adds a transfer to `costs.collectives` if the instruction is a collective that was not
-        counted yet. `around`: the fusion that contains it, or the instruction itself. `times`: how
-        often it runs. The name of `computation` shows whether an all-reduce keeps only a part of
-        the sum."""
+        counted yet. `around`: the fusion that contains it, or the instruction itself.
+        `computation`: the name of the computation that it is in, which shows whether only a part of
+        a sum is kept. `times`: how often it runs."""
         kind = instruction.collective
         if not kind:
             return
@@ -696,9 +697,8 @@ def _aliased(instruction: Instruction) -> list[int]:
 
 
 def _whole_bytes(instruction: Instruction, kind: str, devices: int) -> int:
-    """Returns the bytes of the whole arrays of a collective: of the result of a gather, of the
-    operand of a reduce-scatter. `devices`: how many exchange. Of another kind, the bytes of its
-    results."""
+    """Returns the bytes of the whole arrays of a collective: of the operand of a reduce-scatter, of
+    the result of any other. `devices`: how many exchange."""
     if kind != "reduce-scatter":
         return sum(arrays_of(_results(instruction)))
     # The shape of its start contains the whole operands; otherwise the shape is only the part that
@@ -728,7 +728,7 @@ def _copied_bytes(instruction: Instruction) -> int:
     moved = sum(arrays_of(second))
     if instruction.op == "copy-start":
         moved = sum(arrays_of(first))
-    if "S(1)" in first + second:
+    if "S(1)" in first + second:  # the memory on the chip
         return moved
     return 2 * moved
 
@@ -759,8 +759,8 @@ def _through(
     name: str, users: Mapping[str, list[Instruction]], more: frozenset[str] = frozenset()
 ) -> list[Instruction]:
     """Returns the instructions that use a value. Bitcasts, copies and conversions, and operations
-    in `more`, do not count themselves: the instructions that use their results count instead.
-    `users`: value -> the instructions that use it. They do count if nothing uses their results."""
+    in `more`, do not count themselves: the instructions that use their results count instead, if
+    there are any. `users`: value -> the instructions that use it."""
     seen_through = _BITCASTS | more
     uses: list[Instruction] = []
     for use in users.get(name, []):
@@ -801,7 +801,11 @@ def _product_flops(instruction: Instruction, shapes: Mapping[str, str]) -> float
 
 
 def _instruction(line: str) -> Instruction | None:
-    """Parses a line of a computation; None if it is no instruction."""
+    """Parses a line of a computation; None if it is no instruction. The operands are names; of a
+    constant its value, of a parameter its number.
+
+        ROOT %add.3 = f32[8]{0} add(%x, %y), metadata={op_name="jit(f)/add"}
+    """
     head = re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)
     if head is None:
         return None
@@ -825,7 +829,8 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(text: str, start: int) -> int:
-    """Returns the position of the parenthesis that closes the one at `start`."""
+    """Returns the position of the parenthesis that closes the one at `start`. The text's length if
+    there is none."""
     depth = 0
     for position in range(start, len(text)):
         if text[position] == "(":

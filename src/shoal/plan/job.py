@@ -117,6 +117,8 @@ class PlannedJob:
     it."""
 
     def __init__(self, job: Job, topology: Topology | None, layers: int) -> None:
+        """`layers`: 0 for all of the model; a smaller number replaces the model that the job has
+        opened."""
         self.job = job
         self.topology = topology
         self.roles = job.roles
@@ -202,6 +204,7 @@ class PlannedJob:
         engine = self.engines["training"]
         scheduler = engine.scheduler
         prompt_tokens = config.sampling.max_prompt_tokens
+        # -(-a // b) rounds up.
         prompts = -(-config.batch.prompts_per_step // num_hosts(self.roles))
         rows = scheduler.batch_rows(prompt_bucket(prompt_tokens))
         rows_of_a_group = -(-config.batch.group_size // engine.siblings)
@@ -245,21 +248,22 @@ class PlannedJob:
 
     def _decode_trips(self, engine: Engine, chunk: float) -> tuple[float, float]:
         """Returns how often the two nested loops of decoding run: (over the tokens of a dispatch,
-        over blocks of keys). `chunk`: the tokens of a dispatch. If a kernel decodes, the second
-        number is instead the share of all keys that it reads, because the kernel declares the cost
-        of all."""
+        over blocks of keys). `chunk`: the tokens of a dispatch. The second number is the mean of
+        the loops over a prompt's and over a completion's keys, 0 if neither needs one; if a kernel
+        decodes, it is instead the share of all keys that it reads, because the kernel declares the
+        cost of all."""
         sampling = self.config.sampling
         if decodes_by_kernel(engine.model):  # the share of keys that lie in live blocks
             block = PAGE if by_pages(engine.model) else KEY_BLOCK
             all_keys = bytes_per_device(engine.state_shapes().caches)
             return chunk, self._live_keys(engine, block) / all_keys
         platform = self.roles.sampler.platform
-        prompt, completion = (
-            -(-tokens // engine.model.key_parts)
-            for tokens in (sampling.max_prompt_tokens, sampling.max_completion_tokens)
-        )
-        prompt_blocks = -(-prompt // keys_at_once(platform, prompt))
-        completion_blocks = -(-completion // keys_at_once(platform, completion))
+        # -(-a // b) rounds up. A device holds one part of the keys of each head.
+        parts = engine.model.key_parts
+        prompt_keys = -(-sampling.max_prompt_tokens // parts)
+        completion_keys = -(-sampling.max_completion_tokens // parts)
+        prompt_blocks = -(-prompt_keys // keys_at_once(platform, prompt_keys))
+        completion_blocks = -(-completion_keys // keys_at_once(platform, completion_keys))
         # Keys in a single block need no loop. A completion's own keys grow from one block to all.
         loops = []
         if prompt_blocks > 1:

@@ -278,8 +278,8 @@ def compilers(count: int, topology: str) -> Iterator[Answers]:
 
 
 def _answers_here(calls: Sequence[Call], done: Done | None = None) -> list[Any]:
-    """Makes the calls in this process, one after the other, and returns their results. `done`: like
-    in `compilers`."""
+    """Makes the calls in this process, one after the other, and returns their results. `done(call,
+    result)`, if given, is called after each."""
     answers = []
     for call in calls:
         function, *arguments = call
@@ -292,8 +292,9 @@ def _answers_here(calls: Sequence[Call], done: Done | None = None) -> list[Any]:
 
 def _answers(pool: ProcessPoolExecutor, calls: Sequence[Call], done: Done | None) -> list[Any]:
     """Makes the calls in the pool's processes, and returns their results in the order of the calls.
-    ShoalError if a process ends without an answer, which happens if the machine runs out of memory.
-    An error of a call is raised as it is."""
+    `done(call, result)`, if given, is called as soon as each result is there. ShoalError if a
+    process ends without an answer, which happens if the machine runs out of memory; an error of a
+    call is raised as it is."""
     futures: dict[Future[Any], Call] = {pool.submit(*call): call for call in calls}
     try:
         for future in as_completed(futures):

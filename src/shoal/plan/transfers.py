@@ -33,8 +33,8 @@ def transfer_rows(
 ) -> list[Transfers]:
     """Returns the transfers of a program: its collectives summed up by kind, mesh axes and source,
     the most bytes first. Each has the bytes of the whole arrays and the seconds that the links need
-    for them. `accelerator`: the kind of devices, None if it is unknown; `mesh`: the mesh of the
-    program's role. The seconds are 0 if the kind of devices is unknown."""
+    for them. `accelerator`: the kind of devices; None if it is unknown, for 0 seconds. `mesh`: the
+    mesh of the program's role."""
     rows: dict[tuple[str, str, str], Transfers] = {}
     links: dict[tuple[str, bool], GroupLink] = {}
     for collective in collectives:
@@ -202,6 +202,7 @@ def _mesh_groups(text: str) -> list[list[int]]:
         numbers = _order(ids_text)
     else:
         numbers = np.array(_numbers(ids_text))
+    # The devices of a group differ in the dimensions `inside`, which come last.
     grid = numbers.reshape(shape).transpose(outside + inside)
     size_of_group = math.prod(shape[dim] for dim in inside)
     return grid.reshape(-1, size_of_group).tolist()
@@ -237,8 +238,8 @@ def group_size(text: str) -> int:
 
 
 def axes_of(mesh: Any, group: Sequence[int]) -> str:
-    """Returns the axes of a mesh along which a group of its devices lies, `fsdp` or `data+fsdp`;
-    `?` for an empty group. "" for a single device. Axes are in the mesh's order."""
+    """Returns the axes of a mesh along which a group of its devices lies, in the mesh's order,
+    `fsdp` or `data+fsdp`; "" for a single device, `?` for an empty group."""
     if not group:
         return "?"
     # [devices of the group, axes of the mesh]
@@ -309,9 +310,9 @@ def _within(
 
 
 def _wraps(accelerator: Accelerator, shape: Sequence[int], axis: int) -> bool:
-    """True if the two ends of a torus's dimension are connected: in two dimensions if it has all of
-    its 16 chips, in three if each dimension of the slice is a multiple of 4. `shape`: the slice, ()
-    if it is unknown."""
+    """True if the two ends of a torus's dimension are connected: in a torus of two dimensions if
+    this one has all 16 chips, in one of three if each dimension of the slice is a multiple of 4.
+    `shape`: the slice's; () if it is unknown, for False."""
     if axis >= len(shape):
         return False
     if accelerator.torus == 2:

@@ -68,25 +68,25 @@ def streams_of(
     comes first, or if the template writes one in another place than where it asks a model for it.
     """
     texts: list[_Text] = []
-    for number, message in enumerate(messages):
-        if number < first or message["role"] != ASSISTANT:
+    for index, message in enumerate(messages):
+        if index < first or message["role"] != ASSISTANT:
             continue
-        if number == 0:
+        if index == 0:
             raise ShoalError(
-                f"message {number} is the assistant's, and there is none before it to answer"
+                f"message {index} is the assistant's, and there is none before it to answer"
             )
-        if messages[number - 1]["role"] == ASSISTANT:
+        if messages[index - 1]["role"] == ASSISTANT:
             raise ShoalError(
-                f"message {number} is the assistant's, and so is the one before it: join the two"
+                f"message {index} is the assistant's, and so is the one before it: join the two"
             )
-        prompt_text = tokenizer.render(messages[:number], tools=tools)
+        prompt_text = tokenizer.render(messages[:index], tools=tools)
         with_marks = tokenizer.render(
-            messages[: number + 1], finished=True, tools=tools, marked=True
+            messages[: index + 1], finished=True, tools=tools, marked=True
         )
         text, marked = _without_marks(with_marks)
         if not text.startswith(prompt_text):
             raise ShoalError(
-                f"the chat template does not write message {number} where it asks a model for it "
+                f"the chat template does not write message {index} where it asks a model for it "
                 f"(behind {prompt_text[-40:]!r}): give another with model.template",
                 "model.template",
             )

@@ -308,14 +308,15 @@ class Tokenizer:
             clean.append(
                 {key: plain_data(value) for key, value in message.items() if value is not None}
             )
-        last = clean[-1]
-        continued = not finished and last.get("role") == "assistant" and bool(last.get("content"))
+        last_message = clean[-1]
+        is_of_assistant = last_message.get("role") == "assistant"
+        continued = not finished and is_of_assistant and bool(last_message.get("content"))
         opens_answer = not (finished or continued)
         template = self._tool_template if tools else self._template
         if template is None:
             return _plain_text(clean, opens_answer)
         if continued:
-            last["content"] = f"{last['content']}{MARK}"
+            last_message["content"] = f"{last_message['content']}{MARK}"
 
         variables: dict[str, Any] = dict(self._special)
         variables |= {
@@ -329,9 +330,9 @@ class Tokenizer:
         try:
             text = render_template(template, **variables)
         except Exception as error:  # a template may raise anything
-            first = f"{messages[0]!r:.200}"
+            first_message = f"{messages[0]!r:.200}"
             raise ShoalError(
-                f"The chat template refused a prompt: {error}. Its first message: {first}",
+                f"The chat template refused a prompt: {error}. Its first message: {first_message}",
                 "model.template",
             ) from error
         if not continued:

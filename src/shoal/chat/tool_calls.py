@@ -129,8 +129,8 @@ class CallReader:
         self._token_of_char: dict[str, str] = {}
         self._char_of_id: dict[int, str] = {}
         self._decoded: dict[str, str] = {}  # character -> its text where special tokens are skipped
-        for number, (token, token_id, is_special) in enumerate(markers):
-            char = chr(0xF0000 + number)
+        for marker_index, (token, token_id, is_special) in enumerate(markers):
+            char = chr(0xF0000 + marker_index)
             self._char_of_token[token] = char
             self._token_of_char[char] = token
             self._char_of_id[token_id] = char
@@ -219,11 +219,11 @@ class CallReader:
         """Returns the text of ids, with markers as private characters."""
         parts = []
         start = 0
-        for number, token_id in enumerate(ids):
+        for position, token_id in enumerate(ids):
             if token_id in self._char_of_id:
-                parts.append(self._decode(ids[start:number]))
+                parts.append(self._decode(ids[start:position]))
                 parts.append(self._char_of_id[token_id])
-                start = number + 1
+                start = position + 1
         parts.append(self._decode(ids[start:]))
         return "".join(parts)
 
@@ -305,12 +305,12 @@ class CallReader:
         for begin, end in self._args.get("string_delims", ()):
             quotes += [re.escape(self._with_chars(begin)), re.escape(self._with_chars(end))]
         parts = re.split("|".join(quotes), text) if quotes else [text]
-        for number, part in enumerate(parts):
-            is_string = number % 2 == 1  # between two quotes
+        for part_index, part in enumerate(parts):
+            is_string = part_index % 2 == 1  # between two quotes
             if is_string:
-                parts[number] = json.dumps(part)
+                parts[part_index] = json.dumps(part)
             elif self._args.get("unquoted_keys"):
-                parts[number] = _BARE_KEY.sub(_quoted_key, part)
+                parts[part_index] = _BARE_KEY.sub(_quoted_key, part)
         return self._without_chars("".join(parts), self._token_of_char)
 
 

@@ -204,19 +204,19 @@ class TurnFormat:
         characters that are not usual in names is rendered as `unknown`."""
         # The model wrote the names: a text that is no name could contain the end of a turn.
         calls = []
-        for number, name in enumerate(names):
+        for call_index, name in enumerate(names):
             if not re.fullmatch(r"[\w.-]{1,64}", name):
                 name = "unknown"
-            calls.append({"id": f"call{number:05}", **_in_message(ToolCall(name, {}))})
+            calls.append({"id": f"call{call_index:05}", **_in_message(ToolCall(name, {}))})
         turn: dict[str, Any] = {"role": "assistant", "content": MARK}
         if calls:
             calls[-1]["function"]["arguments"] = {"text": MARK}
             turn["content"] = ""
             turn["tool_calls"] = calls
         conversation = [_QUESTION, turn]
-        for number, message in enumerate(messages):
+        for call_index, message in enumerate(messages):
             answer = self.split_special_tokens(message)
-            conversation.append({"tool_call_id": f"call{number:05}", **answer})
+            conversation.append({"tool_call_id": f"call{call_index:05}", **answer})
         try:
             text = self._render(conversation)
         except ShoalError:  # Llama 3.1 takes one call in a message
@@ -232,9 +232,9 @@ class TurnFormat:
             ids = self._tokenizer.encode(rest.encode(errors="replace").decode())
         else:
             ids = self._encode_pieces(rest)
-        for number, id in enumerate(ids):
+        for position, id in enumerate(ids):
             if id in self._tokenizer.eos_ids:
-                return id, ids[number + 1 :]
+                return id, ids[position + 1 :]
         raise ShoalError(
             "The model has no end-of-turn token: its chat template ends a turn with "
             f"{rest[:40]!r}, without a token of eos_token_id in generation_config.json. Add the "
@@ -250,8 +250,8 @@ class TurnFormat:
         }
         if "name" in answer:
             turn["tool_calls"] = [_in_message(ToolCall(answer["name"], {}))]
-        last = self._render([_QUESTION, turn], finished=True).rstrip()
-        if self._render([_QUESTION, turn, answer]).startswith(last):
+        turn_alone = self._render([_QUESTION, turn], finished=True).rstrip()
+        if self._render([_QUESTION, turn, answer]).startswith(turn_alone):
             return ""
         return (
             f"the chat template renders a turn in another way once a {answer['role']} message "

@@ -245,9 +245,9 @@ def check_template(
     check = findings.of("template", "model.template")
     before = len(findings.found)
     ids = [encode(example).tolist() for example in examples]
-    first = ids[0]
+    first_ids = ids[0]
     prompt = examples[0].prompt
-    text = tokenizer.decode(first, skip_special_tokens=False)
+    text = tokenizer.decode(first_ids, skip_special_tokens=False)
     question = prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
     if " ".join(question.split()) not in " ".join(text.split()):
         check.wrong(
@@ -255,7 +255,7 @@ def check_template(
             "template leaves it out; give another with model.template",
             "model.template",
         )
-    are_equal = len(ids) > 1 and all(other == first for other in ids)
+    are_equal = len(ids) > 1 and all(other == first_ids for other in ids)
     if are_equal and any(example.prompt != prompt for example in examples):
         check.wrong(
             "different questions become the same prompt: give another template with model.template"
@@ -277,18 +277,18 @@ def check_template(
             "give plain text in the data (task.path), or a bare model.template",
             "task.path",
         )
-    if first[-1:] and first[-1] in tokenizer.eos_ids:
+    if first_ids[-1:] and first_ids[-1] in tokenizer.eos_ids:
         check.warning(
-            f"the prompt ends with {tokenizer.token_text(first[-1])}, after which the model has "
-            "nothing to say: open the answer in the template (add_generation_prompt)"
+            f"the prompt ends with {tokenizer.token_text(first_ids[-1])}, after which the model "
+            "has nothing to say: open the answer in the template (add_generation_prompt)"
         )
-    if tokenizer.bos_id is not None and first[:2] == [tokenizer.bos_id] * 2:
+    if tokenizer.bos_id is not None and first_ids[:2] == [tokenizer.bos_id] * 2:
         check.warning(
-            f"the prompt begins with {tokenizer.token_text(first[0])} twice: remove it from the "
-            "template"
+            f"the prompt begins with {tokenizer.token_text(first_ids[0])} twice: remove it from "
+            "the template"
         )
     if len(findings.found) == before:
-        check.ok(f"the first prompt has {len(first)} tokens")
+        check.ok(f"the first prompt has {len(first_ids)} tokens")
 
 
 def check_template_writes(
@@ -327,12 +327,12 @@ def check_template_writes(
                 learned += 1
                 if not is_ended:
                     unended += 1
-    for name, number in left_out.items():
-        what = name if name.startswith("what ") else f"`{name}`"
+    for name, num_left_out in left_out.items():
+        noun = name if name.startswith("what ") else f"`{name}`"
         check.warning(
-            f"{number} of {count(checked, 'row')} checked hold {what}, which the chat template "
-            "does not write: the model never reads it; give another template with model.template, "
-            "or leave it out of the data",
+            f"{num_left_out} of {count(checked, 'row')} checked hold {noun}, which the chat "
+            "template does not write: the model never reads it; give another template with "
+            "model.template, or leave it out of the data",
             "model.template",
         )
     end = tokenizer.turn_end

@@ -94,9 +94,9 @@ def check_data(job: Job) -> str | None:
     data, check = job.questions, job.findings.of("data", "task.path")
     for note in data.notes:
         check.warning(note)
-    for reason, number in data.data.dropped.items():
+    for reason, num_rows in data.data.dropped.items():
         check.warning(
-            f"{number:,} of {sum(data.data.train_files.values()):,} training rows were dropped: "
+            f"{num_rows:,} of {sum(data.data.train_files.values()):,} training rows were dropped: "
             f"{reason}"
         )
     job.collect(through="sampling_settings")
@@ -104,7 +104,7 @@ def check_data(job: Job) -> str | None:
         return None
     if not job.findings.at("wrong"):
         used = job.requested.steps * job.prompts_per_step
-        sets = ", ".join(f"{number:,} {name}" for name, number in set_sizes(data).items())
+        sets = ", ".join(f"{num_rows:,} {name}" for name, num_rows in set_sizes(data).items())
         check.ok(
             f"{len(data.train):,} prompts of {job.prompt_lengths}, {used:,} are asked for; {sets}"
         )
@@ -238,7 +238,7 @@ def try_first_step(job: Job, parameters: Params) -> StepTrial | None:
     """Samples, scores and trains the first step of the run as a trial, without keeping its update.
     Returns what was measured; None if the reward fails. Takes the first step's prompts from
     `job.prompts`. The reward's error becomes a finding."""
-    first = job.prompts.next(job.config.batch.prompts_per_step)
+    first_prompts = job.prompts.next(job.config.batch.prompts_per_step)
     with job.findings.of("reward", "reward.functions").errors():
         return try_step(
             config=job.config,
@@ -248,7 +248,7 @@ def try_first_step(job: Job, parameters: Params) -> StepTrial | None:
             engine=job.engines["training"],
             learner=job.learner,
             parameters=parameters,
-            prompts=first,
+            prompts=first_prompts,
         )
     return None
 

@@ -90,8 +90,8 @@ def read_prompts(path: Path) -> list[Example]:
     """Reads an example from every row of a file: its `prompt` (text or messages) or its `messages`.
     ShoalError for the first row that has neither, and for a file without rows."""
     examples = []
-    for number, (line, row) in enumerate(read_file(path)):
-        examples.append(example_of(number, line, row))
+    for row_index, (line, row) in enumerate(read_file(path)):
+        examples.append(example_of(row_index, line, row))
     if not examples:
         raise ShoalError(f'{path} holds no prompt: write one JSON object a line, {{"prompt": ...}}')
     return examples

@@ -35,8 +35,8 @@ def groups(config: GroupsConfig, console: Console | None = None) -> dict[str, An
         else:
             stored = dict(enumerate(run.groups(step)))
         if not config.json:
-            for number, group in stored.items():
-                _show(f"step {step}, group {number}", group, console)
+            for group_index, group in stored.items():
+                _show(f"step {step}, group {group_index}", group, console)
     records = [group_record(group) for group in stored.values()]
     return {"run": str(run.path), "step": step, "groups": records}
 

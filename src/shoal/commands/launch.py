@@ -376,12 +376,12 @@ def xpk_command(work: Workload) -> str:
     if topology is None or not config.cluster:
         missing = "cluster" if topology else "topology"
         raise ShoalError(f"target=xpk needs {missing}=..., such as topology=v5p-256 cluster=NAME")
-    first = NAMES[topology.kind][1]
+    name_of_machine = NAMES[topology.kind][1]
     if topology.accelerator.is_tpu:
         cores = topology.num_chips // topology.slices * topology.accelerator.cores
-        devices = [f"--tpu-type={first}-{cores}", f"--num-slices={topology.slices}"]
+        devices = [f"--tpu-type={name_of_machine}-{cores}", f"--num-slices={topology.slices}"]
     else:
-        devices = [f"--device-type={first}-{work.chips}", f"--num-nodes={work.hosts}"]
+        devices = [f"--device-type={name_of_machine}-{work.chips}", f"--num-nodes={work.hosts}"]
     options = list(config.options)
     verb = "create"
     if work.pathways:

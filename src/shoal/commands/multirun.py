@@ -93,8 +93,8 @@ def multirun(
         )
     root = root_of(configs[0])
     runs = []
-    for number, (values, line) in enumerate(combinations):
-        runs.append(SweptRun(number, values, line, root / str(number)))
+    for run_number, (values, line) in enumerate(combinations):
+        runs.append(SweptRun(run_number, values, line, root / str(run_number)))
     if area_of(root):  # a bucket may hold this sweep already
         fetch_into(root / SUMMARY, may_be_empty=True)
     check_same_sweep(root, runs)
@@ -243,16 +243,16 @@ def cost_text(configs: Sequence[Config]) -> str:
         else:
             fixed.append(config)
     texts = []
-    for some, unit in ((fixed, ""), (by_device, " on each device")):
-        if not some:
+    for configs_of_unit, unit in ((fixed, ""), (by_device, " on each device")):
+        if not configs_of_unit:
             continue
         num_completions = 0
-        for config in some:
+        for config in configs_of_unit:
             completions_of_step, _ = step_sizes(config)
             num_completions += config.steps * completions_of_step
         text = f"{count(num_completions, 'completion')}{unit}"
-        if len(some) < len(configs):
-            text += f" ({count(len(some), 'run')})"
+        if len(configs_of_unit) < len(configs):
+            text += f" ({count(len(configs_of_unit), 'run')})"
         texts.append(text)
     return (
         f"{count(len(configs), 'run')}, one after the other: {count(num_steps, 'step')}, "

@@ -75,12 +75,12 @@ def _report(result: dict[str, Any], console: Console) -> None:
     console.table(("the new reward", ""), rows)
     for warning in lint["warnings"]:
         console.warning(warning)
-    number = result["advantages_not_stored"]
-    if number:
-        verb = "was" if number == 1 else "were"
+    num_without_advantages = result["advantages_not_stored"]
+    if num_without_advantages:
+        verb = "was" if num_without_advantages == 1 else "were"
         console.note(
-            f"{count(number, 'group')} {verb} stored without advantages: their old ones follow the "
-            "settings"
+            f"{count(num_without_advantages, 'group')} {verb} stored without advantages: their old "
+            "ones follow the settings"
         )
     for hack in result["hacks"]:
         console.text(

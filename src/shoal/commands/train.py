@@ -34,10 +34,11 @@ def train(
     with console or Console() as console:
         plan = resolve_run(config, console)
         summary = read_summary(plan.run) if plan.run else None
-        left = None if plan.run else unfinished(config)
-        if left:
+        unfinished_run = None if plan.run else unfinished(config)
+        if unfinished_run:
             console.note(
-                f"an unfinished run with these settings is in {left}: resume={left} continues it"
+                f"an unfinished run with these settings is in {unfinished_run}: "
+                f"resume={unfinished_run} continues it"
             )
         if plan.run and summary and summary.steps == plan.config.steps:
             console.note(

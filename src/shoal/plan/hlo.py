@@ -231,8 +231,8 @@ class _Copies:
         takes; 0 if the copy is done already."""
         waited = 0.0
         while name in self.left:
-            first = next(iter(self.left))
-            waited += self.left.pop(first) / self.rate
+            oldest = next(iter(self.left))
+            waited += self.left.pop(oldest) / self.rate
         return waited
 
 
@@ -315,13 +315,13 @@ class Module:
                 if "op_name=" in part.attributes:
                     return self.source(part)
             return instruction.op
-        last = instruction.op
+        operation_name = instruction.op
         if name:
-            last = name[1].rpartition("/")[2]
+            operation_name = name[1].rpartition("/")[2]
         lines = self._lines_of(instruction)
         if not lines:
-            return last
-        return f"{' < '.join(lines)} {last}"
+            return operation_name
+        return f"{' < '.join(lines)} {operation_name}"
 
     def _lines_of(self, instruction: Instruction) -> list[str]:
         """Returns the innermost two lines of this package that made an operation, such as
@@ -351,10 +351,10 @@ class Module:
     def _frames(self) -> dict[int, tuple[int, int]]:
         """Stack frame -> (its location, the frame that called it, 0 for none)."""
         frames = {}
-        for number, location, parent in re.findall(
+        for frame_id, location, parent in re.findall(
             r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))\}", self.text, re.MULTILINE
         ):
-            frames[int(number)] = (int(location), int(parent) - 1)  # XLA counts parents from 1
+            frames[int(frame_id)] = (int(location), int(parent) - 1)  # XLA counts parents from 1
         return frames
 
     @cached_property
@@ -364,10 +364,10 @@ class Module:
         names_table = head.partition("FileNames")[2].partition("FunctionNames")[0]
         names = dict(re.findall(r'^(\d+) "([^"]*)"$', names_table, re.MULTILINE))
         locations = {}
-        for number, name, line in re.findall(
+        for location_id, name, line in re.findall(
             r"^(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(\d+)", head, re.MULTILINE
         ):
-            locations[int(number)] = _line_of_package(names.get(name, ""), line)
+            locations[int(location_id)] = _line_of_package(names.get(name, ""), line)
         return locations
 
     # ---- loops
@@ -384,10 +384,10 @@ class Module:
         if root is None or root.op != "compare" or "direction=LT" not in root.attributes:
             return None
         counter, bound = (_named(condition, operand) for operand in root.operands)
-        number = _constant(bound)
-        if number is None:
+        bound_value = _constant(bound)
+        if bound_value is None:
             return None
-        return -(-number // self._step(loop, counter))  # rounded up
+        return -(-bound_value // self._step(loop, counter))  # rounded up
 
     def _step(self, loop: Instruction, counter: Instruction | None) -> int:
         """Returns what a loop adds to its counter in a round: 1, or 2 if XLA has unrolled a product
@@ -438,7 +438,7 @@ class Module:
         elif op == "copy-start":
             written = sum(read)
         elif op == "custom-call" and instruction.is_gpu_kernel:
-            written -= sum(read[number] for number in _aliased(instruction))
+            written -= sum(read[operand_index] for operand_index in _aliased(instruction))
         elif op.endswith("-start"):  # its shape also contains what it reads
             written = sum(arrays_of(_results(instruction)))
         return written + sum(read)

@@ -144,14 +144,14 @@ def _compile(
         elif all((name, each) in done for each in SHALLOW):
             first, second = SHALLOW
             costs[name] = extrapolate(done[name, first], done[name, second], layers)
-        left = []
+        titles_left = []
         for other, other_depth in calls:
             if (other, other_depth) not in done:
-                left.append(title(other, other_depth))
+                titles_left.append(title(other, other_depth))
         text = f"{len(done)} of {len(calls)} compiled: {title(name, depth)}, "
         text += seconds_text(answer.compiled_seconds)
-        if left:
-            text += f"; left: {', '.join(left)}"
+        if titles_left:
+            text += f"; left: {', '.join(titles_left)}"
         say(text)
 
     answers(list(calls.values()), take)
@@ -173,12 +173,12 @@ def extrapolate(shallow: ProgramCost, deeper: ProgramCost, layers: int) -> Progr
     smaller numbers of layers on a straight line: each further layer costs as much as each of those
     between the two. Sources and transfers that only the shallower one has are left out; `memory`,
     `largest` and `assumed` are those of the deeper one."""
-    first, second = shallow.layers, deeper.layers
+    shallow_layers, deeper_layers = shallow.layers, deeper.layers
 
     def line(at_first: float, at_second: float) -> float:
         """Returns the value at `layers` of the line through two values; at least 0."""
-        of_a_layer = (at_second - at_first) / (second - first)
-        return max(0.0, at_first + of_a_layer * (layers - first))
+        of_a_layer = (at_second - at_first) / (deeper_layers - shallow_layers)
+        return max(0.0, at_first + of_a_layer * (layers - shallow_layers))
 
     sources = {}
     for source, seconds in deeper.sources.items():
@@ -200,7 +200,7 @@ def extrapolate(shallow: ProgramCost, deeper: ProgramCost, layers: int) -> Progr
     return replace(
         deeper,
         layers=layers,
-        extrapolated=(first, second),
+        extrapolated=(shallow_layers, deeper_layers),
         compiled_seconds=shallow.compiled_seconds + deeper.compiled_seconds,
         error=shallow.error or deeper.error,
         flops=line(shallow.flops, deeper.flops),

@@ -134,9 +134,9 @@ class Tokenizer:
     ) -> Tokenizer:
         """Reads the tokenizer of a model folder. `template` replaces the folder's chat template: a
         template, a file with one, or the name of one of the folder's; '' keeps it. `date`: the date
-        that the template writes; None for the one that the folder keeps, if any. A missing chat
-        template or end-of-sequence token, and one that does not fit the other, becomes a note.
-        ShoalError if tokenizer.json is missing, or if a file or the template is not valid."""
+        that the template writes; None for the one that the folder keeps, if any. A chat template or
+        end-of-sequence token that is missing or looks wrong becomes a note. ShoalError if
+        tokenizer.json is missing, or if a file or the template is not valid."""
         folder = Path(folder)
         config = tokenizer_files.read_object(folder / "tokenizer_config.json")
         model_config = tokenizer_files.read_object(folder / "config.json")

@@ -117,7 +117,8 @@ def check_data(job: Job) -> str | None:
 def check_reward(job: Job) -> list[dict[str, Any]] | None:
     """Scores known answers (right, wrong, empty, ...) to the run's first prompt and to the first
     two rows of data. Prints the scores as a table and returns them as records; None if the reward
-    functions fail."""
+    functions fail. Faults of the reward become findings. Without a tokenizer each byte of an answer
+    counts as a token."""
     data = job.questions
     examples = [data.train[row] for row in range(min(2, len(data.train)))]
     if "prompts" in job.opened:

@@ -46,8 +46,9 @@ ANSWER_SECONDS = 1e-5
 def analyse(job: PlannedJob, name: str) -> ProgramCost:
     """Compiles one program of a job, or reads the compiler's report from disk, and returns what one
     run of the program costs on a device of its role. `name`: a key of `job.programs()`. If the
-    compiler refuses the program because memory does not suffice, the cost has only an `error`, the
-    bytes that the program needs besides its arguments (`extra_bytes`), and its largest arrays."""
+    compiler refuses the program because memory does not suffice, the cost has only the FLOPs and
+    seconds that are known without compiling, an `error`, the bytes that the program needs besides
+    its arguments (`extra_bytes`), and its largest arrays."""
     planned = job.programs()[name]
     traced = planned.program.trace(*planned.args, **planned.kwargs)
     compiled = _compiled(job, planned, traced.lower())

@@ -123,6 +123,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         filters: Mapping[str, Callable[..., Any]],
         functions: Mapping[str, Callable[..., Any]],
     ) -> None:
+        """Adds `extensions`, and `filters` and `functions` (name -> function), to Jinja's own. All
+        filters get a limit; Jinja's function `lipsum` is removed."""
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -211,6 +213,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             return None
 
         def limited(*args: Any, **kwargs: Any) -> str:
+            """Formats the text if none of its widths is beyond the limit."""
             values = list(args) + list(kwargs.values())
             if args and isinstance(args[0], Mapping):  # format_map
                 values += args[0].values()
@@ -272,6 +275,8 @@ def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
     @functools.wraps(function)
     def limited(*args: Any, **kwargs: Any) -> Any:
+        """Calls the filter if its result is within the limit. `args`: the value, perhaps behind
+        Jinja's context, then the filter's own arguments."""
         positional = list(args)
         value = positional[value_position]
         arguments = positional[value_position + 1 :]

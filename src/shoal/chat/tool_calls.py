@@ -85,6 +85,10 @@ class CallReader:
         start: Sequence[int] = (),
         schemas: Sequence[dict] = (),
     ):
+        """Prepares the patterns of a form of calls. `call_format`: a key of FORMATS, or `template`
+        for the tokenizer's own table. `start`: the ids that each turn begins with. `schemas`: of
+        the tools; arguments are converted to their types. ShoalError for a table that cannot be
+        used."""
         self._tokenizer = tokenizer
         self._schemas: dict[str, dict[str, Any]] = {}
         for tool in schemas:

@@ -58,6 +58,10 @@ class TurnFormat:
         call_format: str = "auto",
         special: bool = True,
     ):
+        """Renders short dialogues to find how the chat template writes turns. The arguments and the
+        errors are described at the class: `schemas` is empty without tools; `call_format` is `auto`
+        for the template's own form; with `special` False, texts of tools are encoded without added
+        tokens."""
         self._tokenizer = tokenizer
         self._schemas = list(schemas)
         self._reader: CallReader | None = None

@@ -504,6 +504,8 @@ class _Visit:
     `Module.costs`."""
 
     def __init__(self, module: Module, memory_rate: float) -> None:
+        """Begins with empty `costs`. `memory_rate`: bytes a cycle of a TPU's memory, with which
+        waits for copies are counted; 0: they are not."""
         self.module = module
         self.memory_rate = memory_rate
         self.costs = Costs()

@@ -117,7 +117,8 @@ class PlannedJob:
     it."""
 
     def __init__(self, job: Job, topology: Topology | None, layers: int) -> None:
-        """`layers`: 0 for all of the model; a smaller number replaces the model that the job has
+        """Makes the learner's programs of an open job. `topology`: None for the devices here.
+        `layers`: 0 for all of the model; a smaller number replaces the model that the job has
         opened."""
         self.job = job
         self.topology = topology

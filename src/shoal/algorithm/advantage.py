@@ -246,6 +246,7 @@ def _whitened(
     """Returns (x - mean) / (std + eps), with mean and std of the step's valid completions, each
     counted once; or `lengths` times if that is given. Exactly 0 if all x are the same."""
     counts = valid if lengths is None else np.where(valid, lengths, 0)
+    # All completions of the step as one group.
     if not nonzero_std(values.reshape(1, -1), (counts > 0).reshape(1, -1))[0]:
         return np.zeros(values.shape)
     centred = _centred_over(values, counts, axis=None)

@@ -72,7 +72,8 @@ def token_weights(
     completion that does not count, is not `valid`, or has no sampled token has weight 0; one that
     counts, is valid and has no sampled token is still one of the completions that the seq-means
     divide by. If nothing counts, all weights are 0. `constant` is the length that
-    seq-mean-token-sum-norm divides by, 1 or more.
+    seq-mean-token-sum-norm divides by, 1 or more. `mode` is one of the functions above, like
+    `token_mean`.
     """
     # A completion without sampled tokens still counts as one: leaving it out would raise the weight
     # of the group's others.

@@ -469,7 +469,9 @@ def kept_tokens(
     value = estimator(sampler_log_ratio(old_logprobs, sampler_logprobs, mask))
     if level == "seq_mean":
         value = segment_mean(value, segment, mask)
-    elif level != "token":  # k2 and k3 are 0 or more: a token outside the mask is no maximum
+    elif level != "token":
+        # Outside the mask the estimate is 0: it adds nothing to a sum, and is no maximum, because
+        # k2 and k3 are 0 or more.
         reduce = jax.ops.segment_max if level == "seq_max" else jax.ops.segment_sum
         value = segment_sum(value, segment, reduce)
     # A NaN is not rejected, so that it shows in the loss.
@@ -547,7 +549,8 @@ def sampler_gap(
 
 def metric_shapes(o: Objective) -> tuple[Any, Any]:
     """Returns names and shapes of the sums and maxima that `token_losses` returns, by tracing it,
-    because their names are written there alone."""
+    because their names are written there alone. Both map a name to two ShapeDtypeStructs, of its
+    value and its count."""
     real = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     _, sums, maxima = jax.eval_shape(
         partial(token_losses, o),

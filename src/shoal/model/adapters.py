@@ -28,7 +28,8 @@ def make_adapter(
     matches no product, or a product in some layers alone, or if the rank is too high.
 
     `targets` are names of products (q_proj, ...), ends of their paths (self_attn.q_proj), one
-    regular expression over whole paths (`.*_attn\\.(q|v)_proj`), or `all-linear`.
+    regular expression over whole paths (`.*_attn\\.(q|v)_proj`), or `all-linear`. The adapter's own
+    targets are names of products, in the model's order.
     """
     paths = _paths_by_layer(a)
     covered: list[set[str]] = []  # by layer: the products that have an adapter
@@ -82,6 +83,7 @@ def _paths_by_layer(a: Architecture) -> dict[str, list[list[str]]]:
     paths: dict[str, list[list[str]]] = {}
     for spec in kernel_specs(a):
         by_layer: list[list[str]] = [[] for _ in range(a.num_layers)]
+        # Of an index only the layer counts: a product may have several tensors in a layer.
         for (layer, *_), tensor_name in spec.names_by_index.items():
             by_layer[layer].append(tensor_name.removesuffix(".weight"))
         paths[_product_name(spec)] = by_layer
@@ -89,8 +91,8 @@ def _paths_by_layer(a: Architecture) -> dict[str, list[list[str]]]:
 
 
 def _products_of(target: str, paths: Mapping[str, list[list[str]]], layer: int) -> set[str]:
-    """Returns the names of a layer's products that a target means, with all of their tensors.
-    `paths` is what `_paths_by_layer` returned."""
+    """Returns the names of a layer's products that a target means (`_matches`). A product counts
+    only if the target matches each of its tensors. `paths` is what `_paths_by_layer` returned."""
     names = set()
     for name, by_layer in paths.items():
         if all(_matches(target, name, path) for path in by_layer[layer]):

@@ -35,7 +35,9 @@ def block(
 ) -> tuple[jax.Array, Any]:
     """Computes one layer with the weights `w`: x[R, T, D] -> (x[R, T, D], new cache). `rope` are
     the (cos, sin) of `rotary`; `cache` is passed to `attention`, and what that returns as the new
-    cache is returned. A layer with a cache is compiled as one that decodes (`habits_of`)."""
+    cache is returned. A layer with a cache is compiled as one that decodes (`habits_of`). If the
+    model has fewer key/value heads than `model.key_heads`, k and v are repeated before `attention`
+    gets them."""
     a = model.architecture
     habits = habits_of(model, is_decoding=cache is not None)
     kept = partial(checkpoint_name, name="attention")

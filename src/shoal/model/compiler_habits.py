@@ -121,7 +121,8 @@ TPU_PREFILL = replace(TPU, queries=computed_once)
 
 
 def habits_of(model: Model, is_decoding: bool) -> Habits:
-    """Returns the habits for a layer that decodes, or for one that computes whole rows."""
+    """Returns the habits for a layer that decodes, or for one that computes whole rows. They are
+    DECODING; or PLAIN, and on a TPU TPU_PREFILL for the sampler's role and TPU for any other."""
     if is_decoding:
         return DECODING
     if model.role.platform != "tpu":

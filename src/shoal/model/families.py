@@ -33,7 +33,9 @@ class Family:
     computed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def has(self, a: Architecture) -> bool:
-        """True if a model of this family may have the biases and norms of an architecture."""
+        """True if a model of this family may have the biases and norms of an architecture. An
+        attention bias that the family can switch is on q, k, v and the output together; norms on q
+        and k must be there if, and only if, the family has them."""
         possible = [(self.qkv_bias, False)]
         if "attention_bias" in self.biases:
             possible.append((True, True))
@@ -278,7 +280,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def config_of(a: Architecture) -> dict[str, Any]:
-    """Returns a config.json for an architecture; ShoalError if no family of transformers has it."""
+    """Returns a config.json for an architecture; ShoalError if no family of transformers has it.
+    `max_position_embeddings` is 32,768 if it is not known; the ids of special tokens are None."""
     name, family = _family_of(a)
     positions = a.max_positions or 32768
     if a.rope_scaling and a.rope_scaling.kind == "linear":  # the file has the number before scaling
@@ -370,8 +373,8 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def describes(folder: Path, a: Architecture) -> bool:
-    """True if the config.json in a folder describes this architecture; False also if there is
-    none."""
+    """True if the config.json in a folder describes this architecture; False also if there is none.
+    A model that is not supported counts as another architecture."""
     try:
         return architecture_of(folder) == a
     except ShoalError:  # no config.json, or a model that is not supported

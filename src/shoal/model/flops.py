@@ -64,7 +64,8 @@ def model_flops(
 ) -> float:
     """Returns the operations of a whole step: a forward pass over what was sampled; over what was
     trained on, a forward and a backward pass for each epoch and a forward pass for each scoring
-    (the reference's, and the one before the first of several updates)."""
+    (the reference's, and the one before the first of several updates). With an adapter, the frozen
+    weights get no gradient, so the backward pass counts less."""
     forward_of_sampled = 0.0
     for prompt, completions in sampled:
         forward_of_sampled += forward_flops(a, prompt, completions)
@@ -75,7 +76,7 @@ def model_flops(
         products_of_trained += _product_flops(a, prompt, completions)
     passes = 3 * num_epochs + num_scorings
     flops = forward_of_sampled + passes * forward_of_trained
-    if a.adapter:  # no gradients of frozen weights
+    if a.adapter:  # without the third pass, the gradients of frozen weights
         flops -= num_epochs * products_of_trained
     return flops
 

@@ -200,8 +200,8 @@ def quantise(kernel: jax.Array, dtype: Any) -> Quantised:
     limits = jnp.iinfo(dtype) if is_integer else jnp.finfo(dtype)
     largest_of_type = float(limits.max)
     scale = jnp.abs(wide).max(axis=-2) / largest_of_type  # [..., out]
-    # The scale is rounded up to the next bfloat16, which is the upper 16 bits of a float32: no
-    # value may pass the type's largest.
+    # The scale is rounded to bfloat16, the upper 16 bits of a float32, because a computation in
+    # bfloat16 would round it anyway; and up, because no value may pass the type's largest.
     bits = jax.lax.bitcast_convert_type(scale, jnp.uint32) + jnp.uint32(0xFFFF)
     bits = bits & jnp.uint32(0xFFFF0000)
     scale = jnp.where(scale > 0, jax.lax.bitcast_convert_type(bits, jnp.float32), 1.0)

@@ -482,6 +482,7 @@ def check_mesh(a: Architecture, role: Role) -> None:
             raise ShoalError(
                 f"{key}={tensor} does not divide the model's {name}={size}; {use}", "mesh.tensor"
             )
+    # Heads and feed-forward size are divided, so only the key/value heads can be the reason.
     if tensor not in tensor_sizes(a, tensor):
         raise ShoalError(
             f"{key}={tensor} neither divides the model's num_key_value_heads={a.num_kv_heads} nor "

@@ -43,7 +43,8 @@ class Model:
     sampler_type: str = ""  # 8-bit type of the sampler's matrices; "": as the trainer's
 
     def __post_init__(self) -> None:
-        """Raises ShoalError if the role's devices cannot compute this model."""
+        """Raises ShoalError if the role's devices cannot compute this model: float16 on a TPU, or a
+        mesh that does not divide the model's sizes (`check_mesh`)."""
         if self.dtype == jnp.float16 and self.role.platform == "tpu":
             raise ShoalError(
                 "model.dtype=float16: a TPU has no products of float16; use bfloat16", "model.dtype"

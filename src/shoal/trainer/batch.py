@@ -360,6 +360,7 @@ class OpenRows:
         # tokens than the prompt has.
         best_rank = (prompt, 1)
         shortest = min(members.values())
+        # From the rows with the most free tokens down.
         stop = len(self._by_free)
         while stop > 0:
             # The first row with so many free tokens; other rows with as many could take no more.
@@ -460,6 +461,7 @@ def split_into_micro_batches(
     chosen = _batches_of_shape(fill_rows(sizes, shapes[0].length), shapes)
     for number, shape in enumerate(shapes[1:], 1):
         allowed = (1 - LEAST_SAVED) * cost(chosen)
+        # Not tried if a completion would not fit, or rows even without padding save too little.
         if shape.length >= longest and least <= allowed:
             shorter = _batches_of_shape(fill_rows(sizes, shape.length), shapes[number:])
             if cost(shorter) <= allowed:

@@ -160,6 +160,7 @@ def score_greedy(groups: Sequence[Group], task: Task) -> dict[str, Any]:
     if task.well_formed is not None:
         well_formed = [task.well_formed(group.answers[0]) for group in groups]
         figures["well_formed"] = float(np.mean(well_formed))
+    # Set above already if there are no verdicts: it then takes the place of the accuracy.
     figures.setdefault("mean_reward", known_mean(rewards))
     for name in groups[0].reward_components:
         of_function = [group.reward_components[name][0] for group in groups]

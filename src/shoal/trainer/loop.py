@@ -181,7 +181,8 @@ class Run:
         """Returns the trainer's state and the first step to run: for a new run after evaluating
         version 0, for a resumed run as the checkpoint has them. Also publishes the weights, and
         requests a resumed run's pending groups and evaluations again. Afterwards `parameters` and
-        `restored` are None, so that the run keeps no other copy of the weights alive."""
+        `restored` are None, so that the run keeps no other copy of the weights alive. Evaluates the
+        resumed version if that is due and was not done."""
         if self.restored is None:
             # Version 0 is evaluated before anything is requested: its figures are those that
             # training starts from.
@@ -513,8 +514,8 @@ class Run:
         return self.recorder.step(record)
 
     def save_due(self, version: int) -> bool:
-        """True if a checkpoint of this version is due: on schedule, because it may be the best, or
-        at the end."""
+        """True if a checkpoint of this version is due: after each `checkpoint.every` steps, at the
+        end, or because it may be the best: it is evaluated, and `checkpoint.keep_best` is set."""
         c = self.config.checkpoint
         on_schedule = c.every > 0 and version % c.every == 0
         may_be_best = c.keep_best > 0 and self.evaluation_due(version)

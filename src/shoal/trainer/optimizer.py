@@ -54,8 +54,8 @@ def learning_rate(section: OptimizerSection, num_updates: int) -> Callable[[Any]
     """Returns a function from an update's number (from 0) to its learning rate: a linear warm-up,
     then constant or a decay towards 0 at `num_updates`, the number of updates of the run.
 
-    The first update already has 1/warmup_steps of the rate (torch's schedules start at 0), and the
-    update after the last would have 0.
+    The first update already has 1/warmup_steps of the rate (torch's schedules start at 0), and with
+    a decay the update after the last would have 0.
     """
     warmup = section.warmup_steps
     rest = max(1, num_updates - warmup)
@@ -159,7 +159,8 @@ def rounded(
         layer: Any = None,
         **more: Any,
     ) -> tuple[Any, Any]:
-        """Updates with moments widened to float32, and rounds the new moments at random."""
+        """Updates with moments widened to float32, and rounds the new moments at random. Returns
+        (the change of the parameters, the new state)."""
         change, state = optimizer.update(gradient, map_moments(widen, state), parameters, **more)
         key = jax.random.fold_in(jax.random.key(seed), number)
         if layer is not None:

@@ -120,7 +120,7 @@ class Lookahead:
         if not self.adapts:
             return
         self._count += 1
-        if self._count <= 0:
+        if self._count <= 0:  # this step's groups were requested before the last change
             return
         self._waited += waited
         self._seconds += seconds
@@ -182,4 +182,5 @@ def step_seconds(schedule: Schedule, sampling: float, training: float, own_devic
         published = trained[schedule.version(step)]
         sampled = max(sampled, oldest_allowed, published) + sampling
         trained.append(max(trained[-1], sampled) + training)
+    # The second half alone: the first steps do not wait as all later ones do.
     return (trained[-1] - trained[steady]) / steady

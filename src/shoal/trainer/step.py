@@ -447,6 +447,8 @@ def _apply(
         return new_parameters, new_moments
 
     if by_layer:
+        # The norm of the whole gradient, by which each layer is clipped; 0 like the gradient that
+        # takes the place of one that is not finite.
         change_layer = partial(change, norm=jnp.where(finite, norm, 0.0))
         new_trainable, new_moments = _change_by_layer(change_layer, gradient, moments, trainable)
     else:

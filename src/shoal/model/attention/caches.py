@@ -222,8 +222,8 @@ def out_of_pages(cache: LayerCache) -> LayerCache:
     without pages is returned as it is. Keys of completions become [N, W, K, C, A]."""
     if cache.own_v is not None:
         return cache
-    own = cache.own_k.swapaxes(-4, -3)
-    own = jax.lax.collapse(own, own.ndim - 3, own.ndim - 1)
+    own = cache.own_k.swapaxes(-4, -3)  # [N, W, K, C / PAGE, PAGE, 2 A]
+    own = jax.lax.collapse(own, own.ndim - 3, own.ndim - 1)  # [N, W, K, C, 2 A]
     prefix_k, prefix_v = jnp.split(cache.prefix_k, 2, -1)
     own_k, own_v = jnp.split(own, 2, -1)
     return LayerCache(prefix_k, prefix_v, own_k, own_v)

@@ -330,9 +330,10 @@ def _merge_parts(parts: int, groups: list[list[int]], running: RunningSoftmax) -
     packed = jnp.concatenate([running.top[..., None], running.total[..., None], running.out], -1)
     packed = packed[:, :, 0]  # [N, W, g, 2 + A]
     packed = jax.lax.all_to_all(packed, "tensor", 2, 2, axis_index_groups=groups, tiled=True)
+    # Of this device's queries, the sums of each part, one part after the other.
     rows, slots, _, width = packed.shape
     packed = packed.reshape(rows, slots, 1, parts, -1, width)
-    top = packed[..., 0]
+    top = packed[..., 0]  # [N, W, 1, parts, queries]
     largest = top.max(3, keepdims=True)
     share = jnp.exp(top - largest)  # 0 of a part that holds no key: its maximum is LOWEST
     total = (packed[..., 1:2] * share[..., None]).sum(3)

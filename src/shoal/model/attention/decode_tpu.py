@@ -286,6 +286,7 @@ def _page_kernel(
             pl.when(number + 1 == count)(then)
             move("wait", step, number, is_own)
             keys = buffer[jax.lax.rem(number, 2)].reshape(len(q), -1, buffer.shape[-1])
+            # One array if a head has half a register's lanes: queries have zeros for the values.
             k = v = keys
             if width != buffer.shape[-1]:
                 k = keys[..., :width]

@@ -190,6 +190,7 @@ class Queries(NamedTuple):
         heads, parts = _heads_per_program(q_ref, k_ref)
         block = q_ref.shape[1]
         key_head = jax.lax.div(part, parts)
+        # One head after the other, each with all places of the block.
         index = jnp.arange(heads * block, dtype=jnp.int32)
         head_of_key_head = jax.lax.rem(part, parts) * heads + jax.lax.div(index, block)
         within = jnp.minimum(head_of_key_head, share - 1)

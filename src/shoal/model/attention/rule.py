@@ -169,6 +169,7 @@ def full_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
         return jnp.where(numbers.min(-1) == numbers.max(-1), numbers[..., 0], 0)
 
     prompt_of_query = jnp.where(query.segment > 0, query.prompt, 0)
+    # [R, n, 1] of queries against [R, 1, m] of keys.
     segment = common(query.segment)[..., None]
     prompt = common(prompt_of_query)[..., None]
     key_segment = common(key.segment)[:, None]

@@ -321,7 +321,8 @@ def _on_each_device(role: Role, function: Callable, own: tuple[jax.Array, ...], 
     """Calls function(own, by_row) on each device with the device's part of both, and returns the
     results of all devices, split like `own`: the partitioner can neither split a kernel nor skip
     work by device. `own` are arrays [R, T], split by rows, or [R, T, heads, ...], split by heads
-    too; `by_row` is a tree of arrays with rows in front."""
+    too; `by_row` is a tree of arrays with rows in front. On a single device the function is called
+    as it is."""
     if role.mesh.size == 1:
         return function(own, by_row)
     row_axes = role.row_axes or None

@@ -118,6 +118,8 @@ def _pairs(needed: jax.Array, of_keys: bool = False) -> Pairs:
         """Returns numbers of blocks, with -1 after the last pair."""
         return jnp.pad(jnp.where(is_pair, numbers, -1), (0, 1), constant_values=-1)
 
+    # `order` numbers the entries of needed[R, n, m] row by row: entry (r, i, j) is the pair of the
+    # blocks r * n + i and r * m + j, numbered over all rows.
     own = ended(order // others)
     other = ended(order // (count * others) * others + order % others)
     if of_keys:
@@ -586,12 +588,13 @@ def _rotated(x: jax.Array, angles_ref: Any, back: bool = False) -> jax.Array:
     """Rotates x[b, A] by the angles of its tokens (like `rotary.rotate`), or back; the result is
     float32."""
     x = x.astype(jnp.float32)
-    angles = angles_ref[...]
+    angles = angles_ref[...]  # cos in the first half of the lanes, sin in the second
     half = x.shape[1] // 2
     exchanged = tpu.roll(angles, half, 1)
     is_first_half = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) < half
     cos = jnp.where(is_first_half, angles, exchanged)
     sin = jnp.where(is_first_half, exchanged, angles)
+    # [first * cos - second * sin, second * cos + first * sin]; back, sin has the other sign.
     return x * cos + tpu.roll(x, half, 1) * jnp.where(is_first_half == back, sin, -sin)
 
 

@@ -46,6 +46,7 @@ def slot_kernel_trial(
     the kernel computes and what the reference computes: (results, own keys, own values) each.
     `share` is the number of query heads, for one key head."""
     rng = np.random.default_rng(0)
+    # 2 rows of 2 slots; caches have room for 128 keys of a prompt and 64 of a slot.
     prefix_len = np.array([70, 1])
     position = np.array([[0, 63], [40, 5]])
     angles = jnp.asarray(rng.uniform(0, 6, (2, 2, head_dim // 2)), jnp.float32)
@@ -97,6 +98,7 @@ def page_kernel_trial(
 ) -> tuple[tuple, tuple]:
     """Runs decoding's kernel for TPUs for a few slots of random numbers on scattered pages, in two
     turns and two steps. Returns (result of the kernel,), (result of the reference,)."""
+    # 2 rows of 2 slots with 6 pages of 128 keys each, in a pool of 24 pages.
     pages = np.random.default_rng(1).permutation(24).reshape(2, 2, 6)
     prefix_len = np.array([70, 128])
     length = np.array([[1, 128], [700, 385]])
@@ -107,6 +109,7 @@ def page_kernel_trial(
 
     def by_reference(q: jax.Array, prompts: jax.Array, own: jax.Array) -> jax.Array:
         """Computes what the kernel does, with `reference.attend`, from pages gathered by slot."""
+        # [slots, key heads, keys of all pages, keys and values]
         by_slot = own[pages].swapaxes(2, 3).reshape(4, 2, -1, 2 * head_dim)
         keys = jnp.concatenate([jnp.repeat(prompts, 2, 0), by_slot], 2).swapaxes(1, 2)
         k, v = jnp.split(keys, 2, -1)

@@ -121,14 +121,14 @@ class Utilisation:
         count as sampled."""
         sampled: list[GroupLengths] = []
         trained: list[GroupLengths] = []
-        for number, group in enumerate(groups):
+        for group_index, group in enumerate(groups):
             for prompt, members in group.by_prompt():
                 sampled_lengths = []
                 trained_lengths = []
                 for index, tokens in members:
                     length = tokens.stop - tokens.start
                     sampled_lengths.append(length)
-                    if (number, index) in entered:
+                    if (group_index, index) in entered:
                         trained_lengths.append(length)
                 sampled.append((len(prompt), sampled_lengths))
                 if trained_lengths:  # without any, the prompt was not computed in training either

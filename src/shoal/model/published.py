@@ -208,24 +208,25 @@ def model_named(name: str) -> NamedModel:
     if there is none. ShoalError with a text of its own for `tiny`, and for families that Shoal does
     not compute."""
     by_lower = {known.lower(): model for known, model in MODELS.items()}
-    if name.lower() == "tiny":
+    lower = name.lower()
+    if lower in by_lower:
+        return by_lower[lower]
+    if lower == "tiny":
         raise ShoalError(
             "model.name=tiny: the packaged model is model.path=tiny, the default: leave model.name "
             "out",
             "model.name",
         )
-    if name.lower() not in by_lower and UNSUPPORTED.match(name.lower()):
+    if UNSUPPORTED.match(lower):
         raise ShoalError(
             f"model.name={name}: Gemma, mixtures of experts and other families are not supported; "
             f"Llama 2 and 3.x, Qwen2, Qwen2.5 and dense Qwen3 are. Names: {', '.join(MODELS)}",
             "model.name",
         )
-    if name.lower() not in by_lower:
-        raise ShoalError(
-            f"no model is called {name!r}, did you mean {nearest(name, MODELS)}? Names: "
-            f"{', '.join(MODELS)}; any other model goes by its folder or hub id, without a name"
-        )
-    return by_lower[name.lower()]
+    raise ShoalError(
+        f"no model is called {name!r}, did you mean {nearest(name, MODELS)}? Names: "
+        f"{', '.join(MODELS)}; any other model goes by its folder or hub id, without a name"
+    )
 
 
 def check_name(name: str, a: Architecture, where: object, key: str) -> None:

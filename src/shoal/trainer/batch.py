@@ -251,8 +251,8 @@ def pack(
     prompts: dict[tuple[int, int], np.ndarray] = {}
     sizes: dict[tuple[int, int], tuple[int, dict[Key, int]]] = {}
     tokens_of: dict[Key, slice] = {}  # within the completion
-    for number in include:
-        group = groups[number]
+    for group_index in include:
+        group = groups[group_index]
         for prompt_index, (prompt, followers) in enumerate(group.by_prompt()):
             lengths: dict[Key, int] = {}
             for completion_index, tokens in followers:
@@ -261,12 +261,12 @@ def pack(
                     continue
                 length = tokens.stop - tokens.start
                 if length > 0:
-                    key = (number, completion_index, tokens.start)
+                    key = (group_index, completion_index, tokens.start)
                     lengths[key] = length
                     tokens_of[key] = tokens
             if lengths:
-                prompts[number, prompt_index] = prompt
-                sizes[number, prompt_index] = (len(prompt), lengths)
+                prompts[group_index, prompt_index] = prompt
+                sizes[group_index, prompt_index] = (len(prompt), lengths)
     batches = []
     for shape, rows in split_into_micro_batches(sizes, shapes):
         batch = MicroBatch.empty(shape, temperature, max_support)
@@ -274,16 +274,17 @@ def pack(
             for prompt_key, keys in content.parts:
                 completions: dict[Key, np.ndarray] = {}
                 for key in keys:
-                    completion = groups[key[0]].completions[key[1]]
+                    group_index, completion_index, _ = key
+                    completion = groups[group_index].completions[completion_index]
                     completions[key] = completion.token_ids[tokens_of[key]]
                 batch.add(row, prompts[prompt_key], completions)
         batches.append(batch)
     for batch in batches:
         arrays = batch.arrays
         for key, slots in batch.positions.items():
-            number, completion_index, _ = key
-            completion_key = (number, completion_index)
-            completion = groups[number].completions[completion_index]
+            group_index, completion_index, _ = key
+            completion_key = (group_index, completion_index)
+            completion = groups[group_index].completions[completion_index]
             tokens = tokens_of[key]
             loss_mask = completion.loss_mask[tokens]
             arrays.loss_mask[slots] = loss_mask

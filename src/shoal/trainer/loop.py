@@ -347,7 +347,9 @@ class Run:
         )
 
     def group_requests(self, step: int, prompts: Sequence[TokenizedExample]) -> list[GroupRequest]:
-        """Returns the requests for a step's groups, one for each prompt; sends nothing."""
+        """Returns the requests for a step's groups, one for each prompt; sends nothing. Unless the
+        schedule takes the newest weights, they accept tokens of the step's version alone
+        (`exact`)."""
         group_size = self.config.batch.group_size
         params = self.config.sampling.params
         version = self.schedule.version(step)

@@ -306,20 +306,20 @@ class Updater:
         old_logprobs = np.zeros(shape, np.float32)
         ref_logprobs = np.zeros(shape, np.float32)
         loss_mask = np.zeros(shape, bool)
-        for (group, index), values in old.items():
-            position = (group, index, slice(0, len(values)))
-            old_logprobs[position] = values
-            ref_logprobs[position] = ref[group, index]
-            loss_mask[position] = groups[group].completions[index].loss_mask
+        for (group_index, index), values in old.items():
+            tokens = (group_index, index, slice(0, len(values)))
+            old_logprobs[tokens] = values
+            ref_logprobs[tokens] = ref[group_index, index]
+            loss_mask[tokens] = groups[group_index].completions[index].loss_mask
         estimator = KL_ESTIMATORS[a.kl].load()
         kl_by_group = []
         # One group at a time: one compiled shape whatever the number of groups, and little memory.
-        for group in range(len(groups)):
+        for group_index in range(len(groups)):
             group_kl = token_kl(
                 estimator,
-                jnp.asarray(old_logprobs[group]),
-                jnp.asarray(ref_logprobs[group]),
-                jnp.asarray(loss_mask[group]),
+                jnp.asarray(old_logprobs[group_index]),
+                jnp.asarray(ref_logprobs[group_index]),
+                jnp.asarray(loss_mask[group_index]),
                 clamp_input=a.kl_clamp_input,
                 clamp_value=a.kl_clamp_value,
             )
@@ -342,8 +342,8 @@ class Updater:
         if teacher is None or old is None:
             return None
         log_ratio = {key: teacher[key] - values for key, values in old.items()}
-        for (group, index), values in log_ratio.items():
-            loss_mask = groups[group].completions[index].loss_mask
+        for (group_index, index), values in log_ratio.items():
+            loss_mask = groups[group_index].completions[index].loss_mask
             metrics.add("teacher/kl", -values[loss_mask].sum(), loss_mask.sum())
         coef = np.float32(self.teacher_coef)
         return {key: coef * values for key, values in log_ratio.items()}

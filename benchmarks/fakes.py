@@ -187,7 +187,7 @@ class FakeTrainer:
         self.learner = SimpleNamespace(
             init=lambda parameters: SimpleNamespace(trainable=weights(0), frozen=None)
         )
-        self.watch = SimpleNamespace(in_a_row={})
+        self.watch = SimpleNamespace(streaks={})
 
     def update(self, state: Any, groups: Sequence[Any], step: int) -> tuple[Any, Any]:
         begin = time.perf_counter()

@@ -21,7 +21,9 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def diff(config: DiffConfig, console: Console | None = None) -> dict[str, Any]:
-    """Compares two runs, prints what differs and the likely cause, and returns the comparison."""
+    """Compares two runs, prints what differs and the likely cause, and returns the comparison
+    (`Comparison.to_dict`). ShoalError if a run is not found, or a file of it is damaged. `console`:
+    where to print, by default stdout; it is closed at the end."""
     with console or Console() as console:
         run = StoredRun(find_run(config.run))
         other = StoredRun(find_run(config.other))
@@ -81,7 +83,7 @@ def _report(comparison: Comparison, console: Console) -> None:
             "completion": difference.completion,
             "token": difference.token,
         }
-        where = ", ".join(f"{name} {at}" for name, at in places.items() if at is not None)
+        where = ", ".join(f"{name} {index}" for name, index in places.items() if index is not None)
         of_run, of_other = json_ready(difference.values)
         console.text(
             f"step {difference.step}, {where}: {difference.what} is {exact_figure(of_run)} in "
@@ -95,12 +97,12 @@ def _report(comparison: Comparison, console: Console) -> None:
 
 def exact_figure(value: Any) -> str:
     """Returns a figure as text with so many digits that two figures that differ look different: the
-    fewest that tell a float32 from all others, and 9 for a float64. An interval becomes "low to
-    high"; a text stays as it is."""
+    fewest that tell a float32 from all others, and 9 for a float64. An interval (a list or tuple)
+    becomes "low to high"; a text stays as it is."""
     if isinstance(value, (list, tuple)):  # an interval
         return " to ".join(map(exact_figure, value))
     if isinstance(value, float) and abs(value) < FLOAT32_MAX and float(np.float32(value)) == value:
-        value = float(str(np.float32(value)))
+        value = float(str(np.float32(value)))  # numpy writes the fewest digits: 0.1
     return figure(value, 9)
 
 

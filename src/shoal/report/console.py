@@ -46,6 +46,8 @@ class Console:
         clock: Callable[[], float] = time.monotonic,
         width: int | None = None,
     ) -> None:
+        """`stream`: where to print, by default stdout. `terminal`: False prints plain lines, True
+        colours and a bar. `width`: of the terminal in characters; None asks it."""
         self._stream, self._clock = stream or sys.stdout, clock
         if terminal is None:
             is_terminal = getattr(self._stream, "isatty", lambda: False)()
@@ -117,14 +119,14 @@ class Console:
 
     def wrong(self, text: str, key: str = "") -> None:
         """Prints one line about something that makes a run fail or learn nothing, once, and writes
-        an event. `key`: the configuration key that helps."""
+        an event. `key`: the configuration key that helps, or ""."""
         line = one_line(self.in_their_names(text))
         if self._write_once(line, "bold red"):
             self._event("wrong", line, key)
 
     def warning(self, text: str, key: str = "") -> None:
         """Prints one line that asks for attention, once, and writes an event. `key`: the
-        configuration key that helps."""
+        configuration key that helps, or ""."""
         line = one_line(self.in_their_names(text))
         if self._write_once(f"warning: {line}", "yellow"):
             self._event("warning", line, key)
@@ -147,6 +149,7 @@ class Console:
         rows = text.split("\n")
         head = "\n".join(rows[: lines // 2])[: characters // 2]
         tail = "\n".join(rows[-lines // 2 :])[-characters // 2 :]
+        # 0 or less if head and tail overlap or meet: the text is short enough.
         num_left_out = len(text) - len(head) - len(tail)
         if num_left_out > 0:
             rows = f"{head}\n... {num_left_out:,} more characters ...\n{tail}".split("\n")
@@ -303,22 +306,24 @@ class Pace:
     steps that compile a program, are left out, because they would make the estimate jump."""
 
     def __init__(self, start: float, window: int = 20) -> None:
-        self.start = self._last = start
+        """`start`: the time now, in seconds of the clock that `mark` gets; `window`: how many of
+        the last steps count."""
+        self.start = self._last = start  # `_last`: when `mark` was called last
         self._done = 0
         # (seconds, number of steps, whether one compiled a program)
         self._steps: deque[tuple[float, int, bool]] = deque(maxlen=window)
 
     def mark(self, now: float, done: int, compiled: bool = False) -> None:
-        """Notes that `done` steps have been made; `compiled`: the last of them compiled a
-        program."""
+        """Notes that at the time `now` `done` steps have been made in all; `compiled`: one of those
+        since the last call compiled a program."""
         if self._done:
             self._steps.append((now - self._last, done - self._done, compiled))
         self._last, self._done = now, done
 
     def seconds_left(self, number: int) -> float | None:
-        """Returns the estimated seconds for `number` more steps. None as long as every step after
-        the first has compiled something, except if there were more than five of them: then
-        compiling is part of the run's pace."""
+        """Returns the estimated seconds for `number` more steps. None as long as there is no step
+        after the first, or each of them has compiled something, except if there were more than five
+        of them: then compiling is part of the run's pace."""
         usual = [step for step in self._steps if not step[2]]
         if not usual and len(self._steps) > 5:
             usual = list(self._steps)
@@ -334,10 +339,10 @@ def printable(text: str, encoding: str = "utf-8") -> str:
     """Returns a text in which control characters (except line ends and tabs), and characters that
     `encoding` lacks, are escapes."""
 
-    def escaped(control: re.Match[str]) -> str:
+    def as_escape(control: re.Match[str]) -> str:
         return control[0].encode("unicode_escape").decode()
 
-    return _CONTROL.sub(escaped, text).encode(encoding, "backslashreplace").decode(encoding)
+    return _CONTROL.sub(as_escape, text).encode(encoding, "backslashreplace").decode(encoding)
 
 
 _CONTROL = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069]")
@@ -345,8 +350,8 @@ _CONTROL = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """Returns a prompt for people to read: a text unchanged, messages with their tool calls one
-    below the other."""
+    """Returns a prompt for people to read: a text unchanged, messages one below the other, each as
+    "role name (reward): content", and below it its tool calls, as "calls name(arguments)"."""
     if isinstance(prompt, str):
         return prompt
     lines = []

@@ -104,7 +104,7 @@ class Recorder:
 
     def begin_training(self, first: int) -> None:
         """Begins the events of step `first` + 1, and prints and records that training begins there,
-        after `first` steps; prints nothing if no step is left."""
+        after `first` steps; prints and records nothing if no step is left."""
         self.begin_step(first + 1)
         if self.steps > first:
             begin = f", from step {first + 1} on" if first else ""
@@ -174,7 +174,7 @@ class Recorder:
         metrics.add("time/reward_seconds", stats.reward_seconds)
         metrics.add("throughput/sample_tokens_per_second", stats.tokens, stats.busy_seconds)
         metrics.add("time/step_seconds", record.seconds)
-        if stats.sampler_idle is not None:
+        if stats.sampler_idle is not None:  # the samplers have devices of their own
             trainer_idle = (stats.sample_seconds + stats.reward_seconds) / record.seconds
             metrics.add("idle/trainer", min(1.0, trainer_idle))
             metrics.add("idle/sampler", stats.sampler_idle)
@@ -254,15 +254,16 @@ class Recorder:
                 self.console.warning(finding.text, finding.key)
 
     def spent(self, phase: str, seconds: float) -> None:
-        """Adds seconds to a phase of the run."""
+        """Adds seconds to a phase of the run, such as "record"; the summary shows the sum by
+        phase."""
         self.seconds[phase] += seconds
 
     # -- evaluations
 
     def begin_evaluation(self, version: int, num_completions: int) -> None:
-        """Prints and records that an evaluation begins, how many completions it samples, and about
-        how long it takes, if an earlier evaluation of this process tells. Does nothing if it
-        samples none."""
+        """Prints and records that the evaluation of a version begins, how many completions it
+        samples, and about how long it takes, if an earlier evaluation of this process tells. Does
+        nothing if it samples none."""
         if not num_completions:
             return
         rate = self._evaluation_rate
@@ -289,8 +290,10 @@ class Recorder:
         and to the sinks, queues `groups`, its greedy answers, to be written, and warns if it is
         worse than the evaluation before training.
 
-        `figures`: data set -> figure -> value. `num_completions` were sampled, in `seconds`."""
+        `figures`: data set -> figure -> value; the accuracy on the first data set is what is
+        compared. `num_completions` were sampled, in `seconds`."""
         self.spent("evaluate", seconds)
+        # A rate from an evaluation that compiled programs would be too slow.
         if num_completions and self.compilations() == self._compiled_before:
             self._evaluation_rate = seconds / num_completions
         stats = self.read_stats(Purpose.EVALUATE)
@@ -313,7 +316,8 @@ class Recorder:
     def scores(self) -> dict[int, float]:
         """Returns version -> its score, by which checkpoints are compared: the accuracy on the
         first data set, or its mean reward if there is no accuracy. Evaluations on fewer questions
-        than the largest one are left out, because their scores are less certain."""
+        than the largest one are left out, because their scores are less certain; so are those
+        without either figure."""
         main_sets = {}
         for version, figures in self.evaluations.items():
             main_sets[version] = next(iter(figures.values()), {})
@@ -331,7 +335,8 @@ class Recorder:
 
     def sync(self, pass_rates: Sequence[Mapping[str, Any]]) -> None:
         """Waits until everything recorded so far would survive a power cut, then writes the current
-        pass rates of the prompts. Called before a checkpoint is saved."""
+        pass rates of the prompts (a record for each prompt). Called before a checkpoint is saved.
+        Raises the error with which the writing of groups has failed."""
         self._groups.flush()
         self.folder.sync()
         self.folder.write_pass_rates(pass_rates)
@@ -360,7 +365,8 @@ class Recorder:
 
         Removed from the files are all later steps, the evaluation of `version` unless it was
         complete (`evaluated`), and the evaluations of the versions in `again`, which the run will
-        repeat. Warns if lines of earlier steps are missing."""
+        repeat. Warns if lines of earlier steps are missing. `state`: what `state` returned. The
+        sums are added to those of this recorder, which must be new."""
         self.prompts_dropped = state["dropped"]
         self.failures.update({(name, kind): number for name, kind, number in state["failures"]})
         self.seconds.update(state["seconds"])
@@ -382,7 +388,8 @@ class Recorder:
     # -- the end
 
     def data_exhausted(self, text: str) -> None:
-        """Says on the screen, once, that training ends because the data is exhausted."""
+        """Says on the screen, once, that training ends because the data is exhausted; `text` says
+        what is."""
         if not self._exhausted:
             self._exhausted = True
             self.console.note(f"{text}; training ends here")
@@ -511,7 +518,8 @@ def _add_group_metrics(
     """Adds the metrics on rewards, lengths and staleness of P groups of G completions. Without
     reward functions, as in supervised training, those on rewards are left out.
 
-    `advantages[P, G]`; `nonzero_std[P]`: 1 for a group whose rewards differ, else 0."""
+    `advantages[P, G]`; `nonzero_std[P]`: 1 for a group whose rewards differ, else 0. Lengths are of
+    sampled tokens alone, without those of tools."""
     if groups[0].reward_components:  # otherwise the data's own answers are learned, without rewards
         rewards = np.stack([group.rewards for group in groups])  # [P, G]
         valid = np.stack([group.valid for group in groups])  # [P, G]
@@ -626,6 +634,7 @@ def _add_age_metrics(metrics: MetricSet, groups: Sequence[Group], logprobs: Toke
     for age, parts in differences.items():
         difference = np.concatenate(parts).astype(np.float64)
         w = np.exp(difference)
+        # The effective sample size as a share: 1 if all weights are equal, near 0 if one has all.
         ess = w.sum() ** 2 / max(len(w) * (w**2).sum(), 1e-300)
         metrics.add(f"age/ess/{age}", ess, len(w) > 0)
         metrics.add(f"age/weight_max/{age}", w.max(initial=0.0))

@@ -46,6 +46,9 @@ class Background:
         most_pending: int = 1000,
         seconds_to_close: float = 60.0,
     ) -> None:
+        """Starts the thread. `name`: the sink's in texts. `warn`: called with the text of the
+        warning. `most_pending`: how many calls may wait in the queue; one more is a fault of the
+        sink."""
         self.name = name
         self._sink = sink
         self._warn = warn
@@ -53,18 +56,20 @@ class Background:
         self._pending: queue.Queue[tuple[Callable[..., None], int, Any] | None] = queue.Queue(
             most_pending
         )
-        self._fault: str | None = None
-        self._on = True
+        self._fault: str | None = None  # why the sink failed, as noted by either thread
+        self._on = True  # False once the sink is switched off, or closed
         self._thread = threading.Thread(target=self._work, name=f"metrics to {name}", daemon=True)
         self._thread.start()
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Queues figures for the sink, without waiting."""
+        """Queues a copy of the figures for the sink, without waiting; does nothing if the sink is
+        switched off."""
         self._put((self._sink.write, step, dict(metrics)))
         self._check()
 
     def write_completions(self, step: int, rows: Rows) -> None:
-        """Queues a table of completions for the sink, without waiting."""
+        """Queues a table of completions for the sink, without waiting; does nothing if the sink is
+        switched off."""
         self._put((self._sink.write_completions, step, rows))
         self._check()
 
@@ -115,11 +120,12 @@ class Background:
 
 def completion_rows(groups: Sequence[Group], advantages: np.ndarray) -> list[dict[str, Any]]:
     """Returns the rows of a table of completions: of each of the first GROUPS_SHOWN groups those of
-    least and of most reward, as a dictionary of prompt, completion, reward, the value of each
-    reward function, and advantage. `advantages[P, G]`."""
+    least and of most reward (one of NaN counts as the most), as a dictionary of prompt, completion,
+    reward, the value of each reward function, and advantage. `advantages[P, G]`."""
     rows = []
     for group, of_group in zip(groups[:GROUPS_SHOWN], advantages, strict=False):
         order = np.argsort(group.rewards)  # NaN last
+        # dict.fromkeys: a group of one completion has one row.
         for index in dict.fromkeys((int(order[0]), int(order[-1]))):
             row: dict[str, Any] = {
                 "prompt": prompt_text(group.example.prompt),
@@ -205,12 +211,15 @@ class GroupWriter:
         self._thread: threading.Thread | None = None
 
     def put(self, *arguments: Any) -> None:
-        """Queues one call; waits if MOST_PENDING calls are queued already."""
+        """Queues a call of `write` with these arguments; waits if MOST_PENDING calls are queued
+        already. Raises the error of an earlier call; ShoalError if the disk has not answered for
+        STUCK_SECONDS."""
         self._raise_failure()
         self._put(arguments)
 
     def flush(self) -> None:
-        """Waits until everything that was put is on disk; called before a checkpoint is saved."""
+        """Waits until everything that was put is on disk; called before a checkpoint is saved.
+        Errors like `put`."""
         if self._thread is not None:
             done = threading.Event()
             self._put(done)
@@ -219,8 +228,8 @@ class GroupWriter:
         self._raise_failure()
 
     def close(self) -> None:
-        """Writes what was put and ends the thread. A thread that is stuck is left alone; it ends
-        with the process."""
+        """Writes what was put and ends the thread; errors like `put`. A thread that is stuck is
+        left alone; it ends with the process."""
         if self._thread is not None and not self._stuck:
             self.flush()
             self._put(None)

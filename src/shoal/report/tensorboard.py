@@ -23,6 +23,9 @@ class TensorboardSink:
     discard what the killed run wrote beyond the version that is resumed."""
 
     def __init__(self, folder: Path, resumed_at: int | None = None) -> None:
+        """Makes the folder and a new file in it. `resumed_at`: the version that a resumed run
+        continues from; None for a new run. ShoalError if the package is missing, or the file cannot
+        be written."""
         events, summaries, text, writer = load()
         self._event = events.Event
         self._summary = summaries.Summary
@@ -35,17 +38,19 @@ class TensorboardSink:
             self._add(file_version="brain.Event:2")
             if resumed_at is not None:
                 start = events.SessionLog(status=events.SessionLog.START)
+                # TensorBoard discards this step and later ones; from version 0 on that is all.
                 self._add(step=resumed_at + 1 if resumed_at else 0, session_log=start)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Writes the numbers of a step."""
+        """Writes the numbers of a step; texts and lists are left out."""
         values = []
         for name, value in scalars(metrics).items():
             values.append(self._summary.Value(tag=name, simple_value=value))
         self._add(step=step, summary=self._summary(value=values))
 
     def write_completions(self, step: int, rows: Rows) -> None:
-        """Writes a table of completions as text."""
+        """Writes a table of completions as text; nothing without rows. All rows have the columns of
+        the first."""
         if not rows:
             return
         cells = [list(rows[0])]  # the names of the columns

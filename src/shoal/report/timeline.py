@@ -31,6 +31,8 @@ class Timeline:
     def __init__(
         self, path: Path | None = None, warn: Callable[[str], None] = lambda text: None
     ) -> None:
+        """Opens the file `path`, or none if it is None. `warn`: called with a text, once, if the
+        disk fails later. ShoalError if the file cannot be opened."""
         self._lock, self._warn = threading.Lock(), warn
         self._lanes: dict[str, int] = {}
         self._ended: dict[str, float] = {}  # lane -> end of the lane's last event
@@ -44,7 +46,8 @@ class Timeline:
 
     @contextlib.contextmanager
     def span(self, lane: str, name: str) -> Iterator[None]:
-        """Context manager that writes an event which begins and ends with the `with` block."""
+        """Context manager that writes an event which begins and ends with the `with` block, also if
+        the block raises. `lane`: the row of the viewer, such as "trainer"; `name`: the event's."""
         started = time.time()
         try:
             yield
@@ -52,8 +55,9 @@ class Timeline:
             self._write(lane, name, started, time.time())
 
     def add(self, lane: str, name: str, seconds: float) -> None:
-        """Writes an event of `seconds` that ends now. It begins no earlier than the end of the
-        lane's last event, since viewers do not show events that overlap."""
+        """Writes an event of `seconds` that ends now (`lane` and `name` as for `span`). It begins
+        no earlier than the end of the lane's last event, since viewers do not show events that
+        overlap."""
         ended = time.time()
         self._write(lane, name, max(self._ended.get(lane, 0.0), ended - seconds), ended)
 
@@ -70,10 +74,11 @@ class Timeline:
             events: list[dict[str, Any]] = []
             if lane not in self._lanes:
                 self._lanes[lane] = len(self._lanes)
+                # "M": names the lane, before its first event
                 events = [{"ph": "M", "name": "thread_name", "args": {"name": lane}}]
             events.append(
                 {
-                    "ph": "X",
+                    "ph": "X",  # an event with a duration
                     "name": name,
                     "ts": round(started * 1e6),
                     "dur": round((ended - started) * 1e6),
@@ -100,10 +105,13 @@ class Timeline:
 
 
 def timed(lane: str, name: str) -> Callable[[Method], Method]:
-    """Returns a decorator for methods: each call is written as an event to the `timeline` of the
-    method's object."""
+    """Returns a decorator for methods: each call is written as an event (`Timeline.span`, with this
+    lane and name) to the attribute `timeline` of the method's object. Arguments, result and errors
+    stay the same."""
 
-    def of_method(method: Method) -> Method:
+    def decorate(method: Method) -> Method:
+        """Returns the method, with each call written as an event."""
+
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             with self.timeline.span(lane, name):
@@ -111,4 +119,4 @@ def timed(lane: str, name: str) -> Callable[[Method], Method]:
 
         return cast(Method, call)
 
-    return of_method
+    return decorate

@@ -32,6 +32,9 @@ class WandbSink:
     def __init__(
         self, folder: Path, section: WandbSection, config: Mapping[str, Any], run_name: str
     ) -> None:
+        """Begins the service's run, or continues that of this folder. `config`: the settings, which
+        are sent along; `run_name`: the run's name there, by default the folder's. ShoalError if the
+        package or a login is missing, or if the service refuses."""
         wandb, mode = load(section)
         id_path = folder / "wandb" / "run_id"
         if not id_path.is_file():
@@ -68,8 +71,9 @@ class WandbSink:
         self.url: str | None = None if mode == "offline" else self._run.url
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Logs figures. Those of an evaluation (`evaluate/...`) get the axis `evaluate/step`; those
-        of a step are logged at that step, unless the service has it already."""
+        """Logs figures that are numbers. Those of an evaluation (all are `evaluate/...`) get the
+        axis `evaluate/step`, and are sent with the next step; those of a step are logged at that
+        step, unless the service has it already."""
         values = scalars(metrics)
         if all(name.startswith("evaluate/") for name in values):
             self._run.log({"evaluate/step": step} | values, commit=False)
@@ -77,7 +81,8 @@ class WandbSink:
             self._run.log(values, step=step, commit=True)
 
     def write_completions(self, step: int, rows: Rows) -> None:
-        """Logs a table of completions, which is sent with the step's metrics."""
+        """Logs a table of completions, which is sent with the step's metrics; nothing without rows,
+        or if the service has the step already. All rows have the columns of the first."""
         if rows and step >= self._run.step:
             steps_first: list[dict[str, Any]] = [{"step": step, **row} for row in rows]
             cells = [list(row.values()) for row in steps_first]
@@ -131,7 +136,8 @@ def _no_error_reports(section: WandbSection) -> Iterator[None]:
 
 
 def _refused(section: WandbSection, error: Exception) -> ShoalError:
-    """Returns the ShoalError for an error of Weights & Biases."""
+    """Returns the ShoalError for an error of Weights & Biases, with the first line of its
+    message."""
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return ShoalError(
         f"report.wandb.mode={section.mode}: Weights & Biases did not start: {reason}; set "

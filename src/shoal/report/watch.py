@@ -54,8 +54,8 @@ class Watch:
     """Reads each step's metrics and groups, and each evaluation, and returns new warnings, each
     once."""
 
-    # name of a row -> (number of successive steps in which it applied, the first of them)
-    in_a_row: dict[str, list[float]] = field(default_factory=dict)
+    # name of a row -> [number of successive steps in which its bound was passed, the first of them]
+    streaks: dict[str, list[float]] = field(default_factory=dict)
     given: set[str] = field(default_factory=set)  # names of warnings that were given already
     # name of a reward function -> [min, max, steps, completions, completions that are not 0]
     rewards: dict[str, list[float]] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Watch:
     def first_skipped_step(self) -> int | None:
         """The step in which the current series of skipped updates began; None if the update of the
         last step was applied, or only halved the loss scale."""
-        streak = self.in_a_row.get(SKIPPED_UPDATES)
+        streak = self.streaks.get(SKIPPED_UPDATES)
         if streak is None:
             return None
         _, first = streak
@@ -81,11 +81,11 @@ class Watch:
         for row in ROWS:
             figure = figures.get(row.figure)
             if figure is None or not row.passes_bound(figure.value):
-                self.in_a_row.pop(row.name, None)
+                self.streaks.pop(row.name, None)
                 continue
-            steps_before, first = self.in_a_row.get(row.name, [0, number])
+            steps_before, first = self.streaks.get(row.name, [0, number])
             steps = steps_before + figure.steps
-            self.in_a_row[row.name] = [steps, first]
+            self.streaks[row.name] = [steps, first]
             if steps >= row.steps:
                 findings += self._once(row, figure)
         functions = {name for group in groups for name in group.reward_components}
@@ -97,18 +97,18 @@ class Watch:
     def _reward(self, function: str, values: np.ndarray) -> list[Finding]:
         """Adds a step's values of a reward function (NaN: not scored) to what is known of it, and
         returns the new findings that all its values so far show."""
-        low, high, steps, count, others = self.rewards.get(function, [np.inf, -np.inf, 0, 0, 0])
+        low, high, steps, count, nonzero = self.rewards.get(function, [np.inf, -np.inf, 0, 0, 0])
         known = values[~np.isnan(values)]
         if known.size:
             low = min(low, float(known.min()))
             high = max(high, float(known.max()))
             steps += 1
             count += known.size
-            others += np.count_nonzero(known)
-        self.rewards[function] = [low, high, steps, count, int(others)]
+            nonzero += np.count_nonzero(known)
+        self.rewards[function] = [low, high, steps, count, int(nonzero)]
         if not count:
             return []
-        words = {"low": low, "zeros": count - others}
+        words = {"low": low, "zeros": count - nonzero}
         figures = [
             Figure(
                 name="function_range",
@@ -121,7 +121,7 @@ class Watch:
             )
         ]
         if low == 0:  # not for a penalty, which is below 0
-            share = others / count
+            share = nonzero / count
             figures.append(
                 Figure(
                     name="function_share_above_0",
@@ -136,8 +136,8 @@ class Watch:
         return self._findings(figures)
 
     def failures(self, failures: Sequence[Failure]) -> list[Finding]:
-        """Returns a warning, with the first example, for each new way in which a reward function or
-        an environment failed."""
+        """Returns a warning, with the first example, for each new way (function and kind) in which
+        a reward function or an environment failed; each is given once in a run."""
         findings = []
         for failure in failures:
             name = f"failed {failure.function}: {failure.kind}"
@@ -153,12 +153,13 @@ class Watch:
     def evaluation(
         self, version: int, first: Mapping[str, Any], now: Mapping[str, Any]
     ) -> list[Finding]:
-        """Returns a warning if accuracy on a data set has fallen below the 95% interval that it had
-        before training. If the evaluations have different questions, as with a quick evaluation,
-        only if the whole new interval is below."""
+        """Returns a list with a warning if accuracy on a data set has fallen below the 95% interval
+        that it had before training; else [], and [] if that was warned of before. If the
+        evaluations have different questions, like a quick evaluation, only if the whole new
+        interval is below. `first`, `now`: the figures of version 0 and of `version`."""
         low_before = (first.get("accuracy_interval") or [None])[0]
         accuracy = now.get("accuracy")
-        highest = accuracy
+        highest = accuracy  # what must be below `low_before`
         if first.get("num_questions") != now.get("num_questions"):
             highest = (now.get("accuracy_interval") or (None, None))[1]
         if low_before is None or accuracy is None or highest is None:
@@ -194,13 +195,13 @@ class Watch:
         """Returns what was seen and given so far, which a checkpoint stores for `restore`, as
         JSON."""
         return {
-            "in_a_row": dict(self.in_a_row),
+            "in_a_row": dict(self.streaks),
             "given": sorted(self.given),
             "rewards": dict(self.rewards),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Sets the state from a checkpoint."""
-        self.in_a_row = dict(state["in_a_row"])
+        """Sets the state from a checkpoint (`state`); what was seen before is dropped."""
+        self.streaks = dict(state["in_a_row"])
         self.given = set(state["given"])
         self.rewards = {name: list(values) for name, values in state["rewards"].items()}

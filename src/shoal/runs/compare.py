@@ -135,8 +135,9 @@ class Comparison:
 
 def compare(a: StoredRun, b: StoredRun) -> Comparison:
     """Compares two runs: their settings, and the steps, groups and evaluations that both have.
-    Groups are compared up to the first step whose metrics differ, and no further. ShoalError if a
-    file that is compared is damaged."""
+    Groups are compared up to the first step whose metrics differ, and no further. Evaluations count
+    as the divergence only if all steps are equal. ShoalError if a file that is compared is
+    damaged."""
     metrics_a = a.metrics()
     metrics_b = b.metrics()
     evaluations_a = a.evaluations().by_version()
@@ -255,7 +256,8 @@ def metric_difference(
     a: Mapping[int, Mapping[str, Any]], b: Mapping[int, Mapping[str, Any]]
 ) -> tuple[int, Values] | None:
     """Returns the first shared step with a metric that differs, and all metrics of that step that
-    differ; None if none does. Times and speeds do not count."""
+    differ, as name -> both values; None if none does. Times and speeds do not count; a metric that
+    only one run has does, with None as the other value."""
     for step in sorted(a.keys() & b.keys()):
         row_a = a[step]
         row_b = b[step]
@@ -303,8 +305,9 @@ def find_divergence(
     sentence; None if nothing differs. A difference in groups decides, if there is one, because it
     names its stage; else the names of the metrics that differ do.
 
-    `in_groups`, `in_metrics`: the first differences in groups and in metrics. `version`: the
-    version that sampled the group that differs. `same_groups`: the steps whose groups were
+    `in_groups`, `in_metrics`: the first differences in groups and in metrics; None if there is
+    none. `version`: the version that sampled the group that differs; None if it is unknown or does
+    not matter, because not the sampling differs. `same_groups`: the steps whose groups were
     compared; all before the difference are equal. `differing`: the settings that differ.
     `feeds_back`: True if rewards choose prompts (dynamic sampling, a curriculum)."""
     if in_groups:
@@ -316,8 +319,8 @@ def find_divergence(
         text = _SENTENCES[stage]
         if stage == "data" and feeds_back:
             stages = ("data", "rewards", "sampling", "update")
-        # If the same tokens end at another place, a limit or a stop string caused that, not the
-        # weights.
+        # Version 0 has the weights of before training, which no update has changed. If the same
+        # tokens end at another place, a limit or a stop string caused that, not the weights.
         if version and in_groups.what in ("token", "log-prob"):
             stages, text = _weights_or_sampling(version, same_groups, differing)
     elif in_metrics:
@@ -377,7 +380,7 @@ def without_idle_limits(
 ) -> list[SettingDifference]:
     """Returns the differing settings that may have changed a step. Those that act only on prompts
     that are too long are left out, if no prompt was dropped, and if another setting remains that
-    acts on steps.
+    acts on steps; else all are returned.
 
     `dropped`: the number of dropped prompts of each step of both runs, None if it is unknown."""
     has_dropped = any(number and number > 0 for number in dropped)
@@ -394,7 +397,8 @@ def without_idle_limits(
 
 def likely_keys(stages: Iterable[str], differing: Sequence[SettingDifference]) -> list[str]:
     """Returns the keys of the differing settings that act on these stages (`stages=` in a key's
-    declaration), stage by stage; within a stage, first the keys that act mainly on it."""
+    declaration), each once, stage by stage; within a stage, first the keys that act mainly on
+    it."""
     order = {name: number for number, name in enumerate(keys_of(Config))}
     likely: dict[str, None] = {}  # in order, each once
     for stage in stages:
@@ -468,8 +472,8 @@ def group_difference(
     a: StoredRun, b: StoredRun, last: int | None = None
 ) -> tuple[GroupDifference | None, list[int]]:
     """Compares the groups of the steps that both runs stored, in order, up to the first step that
-    differs and not beyond step `last`. Returns (first difference or None, the steps that were
-    compared)."""
+    differs and not beyond step `last` (None: to the end). Returns (first difference or None, the
+    steps that were compared, also the one that differs). ShoalError if a file is damaged."""
     files_a = a.group_files()
     files_b = b.group_files()
     compared = []
@@ -536,7 +540,8 @@ def _data(a: StoredGroup, b: StoredGroup) -> Differences:
 
 def _sampling(a: StoredGroup, b: StoredGroup) -> Differences:
     """Yields the differences of two groups in what was sampled and in what tools and environments
-    said: at most one per completion in its tokens, the first."""
+    said: at most one per completion in its tokens, the first. Then in the number of completions,
+    and in the version that sampled them."""
     for number, (x, y) in enumerate(zip(a.group.completions, b.group.completions, strict=False)):
         of_environments = first_difference(_environment_prompts(x), _environment_prompts(y))
         if of_environments:
@@ -637,10 +642,11 @@ def completion_difference(a: Completion, b: Completion) -> tuple[str, int] | Non
     """
     shared = min(len(a), len(b))
     ids = a.token_ids[:shared] != b.token_ids[:shared]
+    # Compared as bits: NaN equals itself, and 0.0 differs from -0.0.
     logprobs = a.logprobs[:shared].view(np.uint32) != b.logprobs[:shared].view(np.uint32)
     if (ids | logprobs).any():
-        at = int(np.argmax(ids | logprobs))
-        return "token" if ids[at] else "log-prob", at
+        token = int(np.argmax(ids | logprobs))  # the first True
+        return "token" if ids[token] else "log-prob", token
     if len(a) != len(b):
         return "length", shared
     if a.stop_reason != b.stop_reason:
@@ -657,16 +663,16 @@ def first_difference(a: np.ndarray, b: np.ndarray) -> tuple[int, tuple[Any, Any]
     if a.dtype.kind == "f":
         same |= np.isnan(a[:shared]) & np.isnan(b[:shared])
     if not same.all():
-        at = int(np.argmin(same))
+        index = int(np.argmin(same))  # the first False
     elif len(a) != len(b):
-        at = shared
+        index = shared
     else:
         return None
-    return at, _values(a, b, at)
+    return index, _values(a, b, index)
 
 
-def _values(a: np.ndarray, b: np.ndarray, at: int) -> tuple[Any, Any]:
-    """Returns both arrays' values at an index, None beyond an array's end."""
-    of_a = a[at].item() if at < len(a) else None
-    of_b = b[at].item() if at < len(b) else None
+def _values(a: np.ndarray, b: np.ndarray, index: int) -> tuple[Any, Any]:
+    """Returns both arrays' values at an index as Python's own types, None beyond an array's end."""
+    of_a = a[index].item() if index < len(a) else None
+    of_b = b[index].item() if index < len(b) else None
     return of_a, of_b

@@ -88,7 +88,7 @@ class Row:
 
     def has_evidence(self, figure: Figure) -> bool:
         """True if a figure rests on at least as many steps, groups and completions as the row asks
-        for."""
+        for. Its name is not compared."""
         return (
             figure.steps >= self.steps
             and figure.groups >= self.groups
@@ -453,8 +453,8 @@ ROWS = (
 
 def diagnose(figures: Iterable[Figure]) -> list[Diagnosis]:
     """Returns the rows that apply (`Row.holds`), each with the figure that shows it, in the order
-    of the table. A row is returned once for each of its figures that it holds for, such as one for
-    each reward function."""
+    of the table; [] if none does. A row is returned once for each of its figures that it holds for,
+    such as one for each reward function. Figures that no row is about are ignored."""
     by_name: dict[str, list[Figure]] = {}
     for figure in figures:
         by_name.setdefault(figure.name, []).append(figure)

@@ -36,6 +36,8 @@ class Database:
     its own cursor."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
+        """Opens an empty database. `folders`: the only folders whose files a query can read, with
+        all that is below them; this cannot be changed later. ShoalError if duckdb is missing."""
         try:
             import duckdb
         except ImportError as error:
@@ -87,17 +89,19 @@ class Database:
             time.sleep(0.004)
 
     def rows(self, query: str, *values: Any) -> list[dict[str, Any]]:
-        """Runs a query, and returns its rows as dicts. duckdb.Error if DuckDB refuses it."""
+        """Runs a query, and returns its rows as dicts: column -> value. `values` stand for the
+        query's `?`, in order. duckdb.Error (the attribute `error`) if DuckDB refuses it."""
         result = self.cursor.execute(query, values)
         names = [column[0] for column in result.description]
         return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
 
     def run(self, query: str, *values: Any) -> None:
-        """Runs a statement."""
+        """Runs a statement without a result; values and errors as for `rows`."""
         self.cursor.execute(query, values)
 
     def columns(self, files: Sequence[Path]) -> dict[str, str]:
-        """Returns name -> SQL type for each column that any of these parquet files has."""
+        """Returns name -> SQL type for each column that any of these parquet files has.
+        duckdb.Error if a file is missing or damaged."""
         paths = [str(file) for file in files]
         query = "DESCRIBE SELECT * FROM read_parquet(?, union_by_name = true)"
         rows = self.cursor.execute(query, [paths]).fetchall()
@@ -169,8 +173,9 @@ def condition(text: str, functions: Iterable[str]) -> tuple[str, list[Any]]:
     a filter without conditions. ShoalError if the text is not a filter.
 
     Conditions stand next to each other, or with `and` between, and all must hold.
-    `column=low..high` is a range; `none` stands for a missing value. `functions`: names of the
-    reward functions, whose means are columns too.
+    `column=low..high` is a range with both ends; `none` stands for a missing value; a name with
+    spaces stands in double quotes. What follows MAX_CHARS characters is ignored. `functions`: names
+    of the reward functions, whose means are columns too.
 
     >>> condition("reward>0.5 step=10..20", [])
     ('"reward" > CAST(? AS FLOAT) AND "step" BETWEEN ? AND ?', [0.5, 10.0, 20.0])
@@ -292,6 +297,8 @@ class GroupTable:
     may query."""
 
     def __init__(self, run: StoredRun, database: Database, number: int = 0) -> None:
+        """Creates the empty tables of the run's groups, prompts and sums in the database, and reads
+        no file. `number` is a part of their names: another one for each run of a database."""
         self.run = run
         self.database = database
         self.table = f"groups_{number}"
@@ -309,7 +316,7 @@ class GroupTable:
         self.functions: list[str] = []
         self.is_measured = False  # True if some completion is known to be right or wrong
         self.waiting = 0  # number of files that are not indexed yet
-        self.revision = 0
+        self.revision = 0  # rises each time that files were indexed
         self.lock = threading.Lock()
         self._failed: dict[str, Stamp] = {}
         self._listed: tuple[int, dict[str, tuple[Path, Stamp]]] = (-1, {})
@@ -396,13 +403,14 @@ class GroupTable:
         """Indexes files (stem, path, stamp) together. If DuckDB refuses, indexes each half by
         itself, down to single files, so that one damaged file costs no other. A damaged file
         becomes a problem of the run."""
-        number = max(self.by_number, default=-1) + 1
+        # `_insert` needs numbers in succession.
+        file_number = max(self.by_number, default=-1) + 1
         files = []
         for stem, path, stamp in batch:
             if stem in self.files:
                 self._remove(stem)
-            files.append(GroupFile(number, path, stem, stamp))
-            number += 1
+            files.append(GroupFile(file_number, path, stem, stamp))
+            file_number += 1
         try:
             self._insert(files)
         except (self.database.error, ShoalError) as error:
@@ -419,8 +427,9 @@ class GroupTable:
                 self.files[file.stem] = self.by_number[file.number] = file
 
     def _insert(self, files: Sequence[GroupFile]) -> None:
-        """Reads files into the tables, all or none of them. ShoalError if a needed column is
-        missing or of another type, database.error if a file is damaged."""
+        """Reads files, whose numbers follow one another, into the tables, all or none of them, and
+        adds a column for each new reward function. ShoalError if a needed column is missing or of
+        another type, database.error if a file is damaged."""
         database = self.database
         columns = database.columns([file.path for file in files])
         for column, kinds in NEEDED.items():
@@ -445,6 +454,7 @@ class GroupTable:
         turns = ", NULL AS turns, NULL AS calls"
         if "messages" in columns:
             turns = f", {_count_of_role('assistant')} AS turns, {_count_of_role('tool')} AS calls"
+        # DuckDB counts the files of a query from 0 (`file_index`); `first` makes that their number.
         source = _SOURCE.format(first=files[0].number, turns=turns, functions=function_columns)
         paths = [str(file.path) for file in files]
         database.run(f"CREATE OR REPLACE TEMP TABLE read_now AS {source}", paths)
@@ -504,12 +514,15 @@ class GroupTable:
         hits: str = "",
         by_prompt: bool = False,
     ) -> tuple[list[dict[str, Any]], int]:
-        """Returns (rows, total): `limit` rows of the table from `offset` on, each a group with the
-        beginning of its prompt, and the number of all rows that the filter (see `condition`)
-        leaves.
+        """Returns (rows, total): `limit` rows of the table from `offset` on, each a group, and the
+        number of all rows that the filter (see `condition`) leaves. A row has COLUMNS,
+        `mean/<function>`, the beginning of its `prompt` and its `file` (the name without ending);
+        the last two are "" if they are not known. Floats are rounded (`rounded`).
 
-        `hits`: name of a database table of (file, group), the result of a search; only these groups
-        count. `by_prompt`: a row for each prompt that was answered more than once, with its newest
+        `sort`: a column, or with `by_prompt` also `times` or `change`; rows without a value are the
+        last ones. `hits`: name of a database table of (file, group), the result of a search; only
+        these groups count. "": all do. `by_prompt`: a row for each prompt that was answered more
+        than once, with its newest
         group, the number of groups (`times`) and the change of its share of right answers, or of
         its mean reward, since the first (`change`).
 

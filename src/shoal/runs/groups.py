@@ -80,7 +80,8 @@ class StoredGroup:
 
 def groups_file(purpose: Purpose, subset: str, step: int) -> str:
     """Returns the name of the file of a step's groups: `step_000012.parquet`, or `evaluate_<data
-    set>_000012.parquet`."""
+    set>_000012.parquet`. `step`: as `stored_step` counts it; `subset`: the data set, in whose name
+    all but letters, digits, - and _ becomes _."""
     name = "step"
     if purpose is not Purpose.TRAIN:
         name = ""
@@ -106,8 +107,8 @@ def write_file(
     advantages: Advantages = None,
     logprobs: TokenLogprobs | None = None,
 ) -> None:
-    """Writes groups to a parquet file that appears whole or not at all. `advantages`, `logprobs`:
-    the trainer's, as their types say; absent for an evaluation.
+    """Writes groups to a parquet file that appears whole or not at all, and waits until it is on
+    the disk. `advantages`, `logprobs`: the trainer's, as their types say; absent for an evaluation.
 
     ShoalError if the file cannot be written, ValueError if the lengths of arrays do not match."""
     import pyarrow.parquet as pq
@@ -303,11 +304,12 @@ def _names(mappings: Iterable[Iterable[str]]) -> list[str]:
     return list(dict.fromkeys(itertools.chain.from_iterable(mappings)))
 
 
-def _lists(arrays: Sequence[np.ndarray | None], kind: Any) -> pa.ListArray:
-    """Returns a column with one list per row, null for None."""
+def _lists(arrays: Sequence[np.ndarray | None], dtype: Any) -> pa.ListArray:
+    """Returns a column with one list per row, null for None. `dtype`: numpy's type of the
+    entries."""
     import pyarrow as pa
 
-    return pa.array(arrays, pa.list_(pa.from_numpy_dtype(kind)))
+    return pa.array(arrays, pa.list_(pa.from_numpy_dtype(dtype)))
 
 
 def _nested_lists(arrays: Sequence[np.ndarray | None]) -> pa.ListArray:
@@ -372,7 +374,8 @@ def _add_free_columns(
 def free_column(values: Sequence[Any]) -> tuple[pa.Array, bool]:
     """Returns (column, is_json) for values of any type. If all of them, except None, are texts,
     integers of 64 bits, floats or booleans, the column has that type. Otherwise, also if integers
-    and floats are mixed, it holds each value as JSON text, and `is_json` is True."""
+    and floats are mixed, it holds each value as JSON text, and `is_json` is True. None, NaN and
+    infinity are null; without any other value the column is one of texts."""
     import pyarrow as pa
 
     arrow_types = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
@@ -451,6 +454,7 @@ def from_table(table: pa.Table) -> list[StoredGroup]:
         if name in as_json:
             values = [None if value is None else json.loads(value) for value in values]
         columns[name] = values
+    # Each group begins with the row of its completion 0.
     borders = np.flatnonzero(np.array(columns["completion"]) == 0).tolist()
     borders.append(table.num_rows)
     groups = []
@@ -462,7 +466,9 @@ def from_table(table: pa.Table) -> list[StoredGroup]:
 
 def _stored_group(number: int, rows: Mapping[str, list[Any]]) -> StoredGroup:
     """Makes a group from its rows of the table (`rows`: column -> the values of these rows).
-    `number`: of the group in its file, which becomes the `request_id` of its completions."""
+    `number`: of the group in its file, which becomes the `request_id` of its completions. What the
+    completions share is that of the first row. `correct` and `advantages` are None if a row has
+    none."""
     completions = []
     for index in range(len(rows["group"])):
         completions.append(_completion(number, _row(rows, index)))
@@ -480,7 +486,7 @@ def _stored_group(number: int, rows: Mapping[str, list[Any]]) -> StoredGroup:
         correct = np.array(rows["correct"], bool)
     group = Group(
         purpose=purpose,
-        step=first["step"] - stored_step(purpose, 0),
+        step=first["step"] - stored_step(purpose, 0),  # `Group.step` of training counts from 0
         version=first["version"],
         example=Example(first["row"], first["prompt"], _under(first, "column/")),
         prompt_ids=np.array(first["prompt_ids"], np.int32),
@@ -594,8 +600,9 @@ def _floats(values: Sequence[float | None]) -> np.ndarray:
 
 
 def group_record(stored: StoredGroup) -> dict[str, Any]:
-    """Returns a stored group as JSON, which `shoal groups` prints: the prompt once, then a record
-    for each completion. Leaves out what says nothing, such as a loss mask that is always true."""
+    """Returns a stored group in JSON's own types, which `shoal groups` prints: the prompt once,
+    then under `completions` a record for each completion (`_completion_record`). Leaves out what
+    says nothing, such as a loss mask that is always true. `step` is counted as by `stored_step`."""
     group = stored.group
     record: dict[str, Any] = {
         "purpose": group.purpose,
@@ -617,7 +624,9 @@ def group_record(stored: StoredGroup) -> dict[str, Any]:
 
 
 def _completion_record(stored: StoredGroup, index: int) -> dict[str, Any]:
-    """Returns the record of completion `index` of a stored group; its values are not JSON yet."""
+    """Returns the record of completion `index` of a stored group, whose values are not JSON yet.
+    It always has text, tokens, log-probs, stop reason, reward, components and `valid`; all else
+    only if the group has it and it differs from the usual."""
     group = stored.group
     completion = group.completions[index]
     record: dict[str, Any] = {

@@ -20,8 +20,11 @@ def make_run_folder(
 ) -> Path:
     """Makes a run's folder and returns its path: `base/run_name`, which may exist and hold a run,
     or without a name a new one, `base/YYYY-MM-DD/HH-MM-SS` (with -1, -2, ... if that exists).
+    `now`: the time for that name, by default the present. If `base` is in a bucket, the folder is
+    the local one that the run works in.
 
-    ShoalError if the folder cannot be made, or if a named one holds files but no run."""
+    ShoalError if the folder cannot be made, if its path has a "[", or if a named one holds files
+    but no run."""
     base = check_local(os.fspath(base), "base_output_directory", RUNS)
     if "[" in str((base / run_name).absolute()):
         raise ShoalError(
@@ -34,16 +37,19 @@ def make_run_folder(
             path.mkdir(parents=True, exist_ok=True)
             refuse_foreign(path)
         return path
-    time, number = now or datetime.now(), 0
+    time = now or datetime.now()
     path = base / time.strftime("%Y-%m-%d") / time.strftime("%H-%M-%S")
     with explain_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+    suffix = 0  # number behind the time; 0: none
     while True:
-        made = path.with_name(f"{path.name}-{number}") if number else path
+        free = path.with_name(f"{path.name}-{suffix}") if suffix else path
+        # If the folder exists, also because another process has just made it, the next name is
+        # tried.
         with explain_write_errors(path), contextlib.suppress(FileExistsError):
-            made.mkdir()
-            return made
-        number += 1
+            free.mkdir()
+            return free
+        suffix += 1
 
 
 def refuse_foreign(path: Path) -> None:
@@ -62,7 +68,9 @@ def refuse_foreign(path: Path) -> None:
 
 
 def named_folder(base: str | os.PathLike[str], run_name: str) -> Path:
-    """Returns the folder of a run with this name. ShoalError if the name leads out of `base`."""
+    """Returns the path of the folder of a run with this name, which need not exist; if `base` is
+    in a bucket, that of the local folder in which the run works. ShoalError if the name is empty or
+    leads out of `base`."""
     name = Path(run_name)
     if name.is_absolute() or ".." in name.parts or not name.parts or "\0" in run_name:
         raise ShoalError(
@@ -157,8 +165,9 @@ run."""
 
 def find_run(name: str, base: str | os.PathLike[str] = "outputs", groups: bool = True) -> Path:
     """Returns the folder of a run. `name`: its path, or the word `last` for the run that was
-    started last under `base`. A run in a bucket is copied to this machine, with its groups if
-    `groups`, and the copy is returned. ShoalError if there is no such run."""
+    started last under `base` (unless there is a folder `last` here). A run in a bucket is copied to
+    this machine, with its groups if `groups`, and the copy is returned. ShoalError if there is no
+    such run."""
     if name == LAST and not Path(name).is_dir():
         if is_bucket(base):
             pointed = (
@@ -207,7 +216,10 @@ def process_start(pid: int) -> str:
     "" if the process has ended, or the system does not say. It distinguishes two processes that had
     the same id one after the other."""
     try:
+        # The name of the program, in parentheses, may have spaces; the fields are those after it.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "" if fields[0] in "ZX" else fields[19]
+        state, start = fields[0], fields[19]
+        has_ended = state in "ZX"  # a zombie, or dead
+        return "" if has_ended else start
     except (OSError, IndexError):
         return ""

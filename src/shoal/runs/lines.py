@@ -26,8 +26,9 @@ _LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\
 
 
 def json_ready(value: Any) -> Any:
-    """Returns a value in JSON's own types: arrays as lists, NaN and infinity as None, anything that
-    JSON lacks as text.
+    """Returns a value in JSON's own types: tuples, sets and arrays as lists, NaN and infinity as
+    None, an enum as its value, the keys of a mapping as texts, anything else that JSON lacks as
+    text.
 
     A float narrower than 64 bits becomes the shortest decimal that gives it back: float32(0.1)
     becomes 0.1."""
@@ -240,8 +241,9 @@ _JSON_TYPES: Mapping[str, type | tuple[type, ...]] = {
 
 def _has_type(value: Any, annotation: str) -> bool:
     """True if a JSON value has the type of a field's annotation, such as "float | None". Of a
-    `Mapping[...]` only the outermost type is checked, not its keys and values."""
-    if isinstance(value, bool):
+    `Mapping[...]` only the outermost type is checked, not its keys and values. An integer is a
+    float, too; true and false have no type of a field."""
+    if isinstance(value, bool):  # which Python counts among the integers
         return False
     for name in annotation.split(" | "):
         outermost = name.partition("[")[0]
@@ -283,8 +285,8 @@ def write_atomically(path: Path, lines: Iterable[str]) -> None:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Returns the JSON objects of a file, one a line; [] if there is no file. Empty lines are left
-    out, and so is a last line that a killed process left incomplete. ShoalError if any other line
-    is not JSON."""
+    out, and so is a last line without its end that is not JSON, because a killed process left it
+    incomplete. ShoalError if any other line is not JSON."""
     if not path.is_file():
         return []
     records = []
@@ -295,7 +297,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         try:
             records.append(json.loads(line))
         except ValueError as error:
-            if number < len(lines):
+            if number < len(lines):  # the line has its end, so it was written whole
                 raise ShoalError(
                     f"{path}, line {number}: this is no JSON; remove the line"
                 ) from error
@@ -313,7 +315,7 @@ class JsonlSink:
             self._file = open_text(self.path, "a")
 
     def write(self, line: StepLine | EvaluationLine | EventLine) -> None:
-        """Appends one line."""
+        """Appends one line and flushes it. ShoalError if it cannot be written."""
         text = json_line(line.record())
         with self._lock, explain_write_errors(self.path):
             self._file.write(text + "\n")
@@ -322,7 +324,8 @@ class JsonlSink:
     def keep(self, is_kept: Callable[[dict[str, Any]], bool], of_first: int | None = None) -> None:
         """Rewrites the file without the lines (as JSON records) for which `is_kept` returns False,
         and without an incomplete last line. With `of_first`, only that many lines at the beginning
-        are checked; all later ones stay."""
+        are checked; all later ones stay. ShoalError if a line is damaged, or the file cannot be
+        written."""
         self.close()
         lines = []
         for number, line in enumerate(read_lines(self.path)):
@@ -333,7 +336,8 @@ class JsonlSink:
         self._file = open_text(self.path, "a")
 
     def sync(self) -> None:
-        """Waits until everything written would survive a power cut."""
+        """Waits until everything written would survive a power cut. ShoalError if the disk reports
+        an error."""
         with explain_write_errors(self.path):
             os.fsync(self._file.fileno())
 
@@ -377,11 +381,12 @@ def flat_yaml(text: str) -> dict[str, Any]:
 
 def bounded_yaml(text: str) -> Mapping[str, Any]:
     """Parses YAML that another program may have written, and returns its nested mappings.
-    ValueError if the text is anything else, exceeds the bounds on depth or number of values, or has
-    aliases, with which a small file can stand for billions of values."""
+    ValueError if the text is anything else (also an empty one), exceeds the bounds on depth or
+    number of values, or has aliases, with which a small file can stand for billions of values."""
     depth = 0
     num_values = 0
     try:
+        # A first pass over the text makes no values, so that the second makes none beyond bounds.
         for event in yaml.parse(text, _BoundedLoader):
             if isinstance(event, yaml.CollectionStartEvent):
                 depth += 1
@@ -415,17 +420,17 @@ def bounded_json(text: str | bytes) -> Any:
         value = json.loads(text, parse_int=_bounded_int)
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
-    level = [value]
+    items = [value]  # all items at one depth
     for _ in range(MAX_NESTING):
-        next_level: list[Any] = []
-        for item in level:
+        one_deeper: list[Any] = []
+        for item in items:
             if isinstance(item, dict):
-                next_level += item.values()
+                one_deeper += item.values()
             elif isinstance(item, list):
-                next_level += item
-        if not next_level:
+                one_deeper += item
+        if not one_deeper:
             return value
-        level = next_level
+        items = one_deeper
     raise ValueError(f"it is nested more than {MAX_NESTING} deep")
 
 
@@ -437,7 +442,8 @@ def _bounded_int(text: str) -> int:
 
 
 def leaves(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) of nested mappings; an empty mapping counts as a value.
+    """Yields (dotted key, value) of nested mappings, in order; an empty mapping counts as a value.
+    `prefix` stands before each key, with its dot: "optimizer.".
 
     >>> list(leaves({"optimizer": {"lr": 1e-5}, "extra": {}}))
     [('optimizer.lr', 1e-05), ('extra', {})]

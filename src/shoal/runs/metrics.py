@@ -206,7 +206,8 @@ def is_clock(name: str) -> bool:
 
 def logged_name(name: object) -> str:
     """Returns the name of the metric for a name that a reward function gave to `log_metric`. Each
-    character that is not an ASCII letter or digit, or one of `_ . - / @`, becomes `_`.
+    character that is not an ASCII letter or digit, or one of `_ . - / @`, becomes `_`; slashes at
+    both ends are removed; all after 200 characters is cut off; an empty name becomes `unnamed`.
 
     >>> logged_name("length (tokens)")
     'rewards/logged/length__tokens_'
@@ -293,7 +294,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     n samples, c of them right.
 
     Computed as a product, which does not overflow (Chen et al. 2021, arXiv:2107.03374, eq. 1).
-    ShoalError if k > n.
+    ShoalError if k > n or k < 1, ValueError if c is not 0 to n.
 
     >>> pass_at_k(4, 1, 2)
     0.5
@@ -315,7 +316,9 @@ def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool]) -> boo
     """True if the most frequent answer among a question's completions is right.
 
     Among answers that are equally frequent the one sampled first counts. A completion without an
-    answer (None) does not vote; a question without any vote is not solved.
+    answer (None) does not vote; a question without any vote is not solved. `answers` and `correct`
+    have one entry a completion, in the order sampled; of equal answers the first entry says whether
+    they are right.
 
     >>> majority_at_k(["5", "6", None, "6"], [True, False, False, False])
     False
@@ -349,7 +352,8 @@ def known_mean(values: Iterable[float]) -> float | None:
 
 
 def wilson_interval(correct: float, total: int) -> tuple[float, float]:
-    """Returns the 95% interval of a proportion `correct / total`, within [0, 1] (Wilson 1927).
+    """Returns (low, high), the 95% interval of a proportion `correct / total`, within [0, 1]
+    (Wilson 1927). ValueError if `total` is 0, or if `correct` is not 0 to `total`.
 
     >>> wilson_interval(50, 100)
     (0.4038..., 0.5961...)
@@ -359,7 +363,7 @@ def wilson_interval(correct: float, total: int) -> tuple[float, float]:
             f"an interval needs 0 <= correct <= total and a total of 1 or more: got {correct} of "
             f"{total}"
         )
-    z = 1.959963984540054
+    z = 1.959963984540054  # of a normal distribution, for 95%
     share = correct / total
     middle = share + z * z / (2 * total)
     half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))

@@ -88,8 +88,9 @@ class Lease:
     says whose it is, so a process recognizes its own after a lost answer."""
 
     def __init__(self, url: str) -> None:
-        """Takes the lease and removes older ones. ShoalError, with the holder's name and the time
-        at which its lease ends, if another process holds it."""
+        """Takes the lease of the run at `url`, an address in a bucket, and removes older ones.
+        ShoalError, with the holder's name and the time at which its lease ends, if another process
+        holds it, or if the bucket does not answer."""
         (self.fs, root), self.url = buckets.connect(url), url
         self.folder, self.id, self.number = f"{root}/{LOCKS}", secrets.token_hex(8), 0
         self.before = ""  # id of the lease before this one
@@ -118,6 +119,7 @@ class Lease:
                     self.fs.pipe_file, self._path(newest + 1), self._record(), mode="create"
                 )
                 with_retries(write, url)
+                # A higher number: another process took a lease meanwhile, and this one lost.
                 if with_retries(self.numbers, url)[-1] == newest + 1:
                     self.number = newest + 1
         for number in numbers:
@@ -132,7 +134,8 @@ class Lease:
 
     def _ages(self) -> dict[int, float]:
         """Returns number -> age of each lease in the bucket, in seconds since it was renewed, by
-        the bucket's own clock."""
+        the bucket's own clock, which is read by writing an object and removing it. Also removes
+        such objects that were left behind. ShoalError if this kind of storage has no such times."""
         clock = f"{CLOCK}{secrets.token_hex(8)}"
         path = f"{self.folder}/{clock}"
         self.fs.pipe_file(path, b"-")
@@ -169,8 +172,8 @@ class Lease:
             )
 
     def renew(self, lives: bool = True) -> None:
-        """Renews the lease, or with `lives=False` gives it back. Raises `Fenced` if another process
-        has taken over."""
+        """Renews the lease, or with `lives=False` gives it back, by writing its object anew. Raises
+        `Fenced` if another process has taken over."""
         self.check()
         self.fs.pipe_file(self._path(self.number), self._record(lives))
 
@@ -196,8 +199,9 @@ class Lease:
         return holder
 
     def _record(self, lives: bool = True) -> bytes:
-        """Returns what this process writes into its lease, as JSON. `lives=False`: the lease is
-        given back."""
+        """Returns what this process writes into its lease, as JSON: its name for messages, the
+        lease's id, machine, process id and start, by which others see whether it has ended, and
+        `lives`, False if the lease is given back."""
         pid = os.getpid()
         return json.dumps(
             {
@@ -214,7 +218,7 @@ class Lease:
 def _seconds_left(holder: dict[str, Any], age: float) -> float:
     """Returns for how many seconds a lease that was renewed `age` seconds ago still lasts; 0 or
     less if it has ended. It ends at once if it was given back, or if its process ran on this
-    machine and has ended."""
+    machine and has ended. `holder`: the record in the lease (`Lease._record`)."""
     pid = holder.get("pid")
     has_ended = False
     if isinstance(pid, int) and holder.get("machine") == _machine():
@@ -239,6 +243,10 @@ class Mirror:
     """
 
     def __init__(self, folder: Path, most_unsaved: int, console: Printer) -> None:
+        """Takes the lease, fetches what the bucket has (`_begin`), and starts the threads.
+        `folder`: the run's folder in the cache of buckets, whose path says which bucket is meant.
+        `most_unsaved`: how many checkpoints may be in the folder alone. `console` prints warnings.
+        ShoalError if another process holds the lease, or if the bucket does not answer."""
         self.folder, self.url, self.checkpoints = (
             folder,
             buckets.address(folder),
@@ -252,6 +260,7 @@ class Mirror:
         self.whole: set[int] = set()
         self.pending: list[int] = []  # versions of the checkpoints that were saved here
         self.fault: ShoalError | None = None  # the error that ends the run, once there is one
+        # why the bucket does not answer, and since when (time.monotonic; 0: it answers)
         self._cause, self._silent_since = "", 0.0
         self._warned = ""  # what the last warning said about a bucket that does not answer
         self._asked = self._done = 0  # number of flushes asked for, and done
@@ -297,21 +306,24 @@ class Mirror:
                 if int(matched["version"]) not in self.whole:
                     with_retries(partial(buckets.remove, self.fs, stored.path), self.url)
                 continue
-            is_gone_here = name[0] != "." and not name.startswith("checkpoints_damaged/")
-            if name in known or (wrote_last and is_gone_here):
+            # A file that is here is known as sent if it is the same, else it is uploaded again. One
+            # that is not here is known as sent, too, so that `_remove` removes its object; but only
+            # if this folder is the newer side.
+            may_be_removed = name[0] != "." and not name.startswith("checkpoints_damaged/")
+            if name in known or (wrote_last and may_be_removed):
                 is_same = buckets.is_same(stored, self.folder / name)
-                self.sent[name] = known[name] if is_same else (-1, 0)
+                self.sent[name] = known[name] if is_same else (-1, 0)  # (-1, 0): no file has that
 
     # ---- called by the run
 
     def check(self) -> None:
         """Prints that the bucket does not answer, or that it answers again, once each; raises the
-        error that ends the run, if a thread has met one."""
+        ShoalError that ends the run, if a thread has met one. Never waits."""
         self._check(f"training continues, and what it writes is kept in {self.folder}")
 
     def _check(self, without_answer: str) -> None:
-        """Does what `check` does. `without_answer`: what the run does while the bucket does not
-        answer, the end of the warning."""
+        """Does what `check` does. `without_answer`: the end of the warning, which says what the run
+        does while the bucket does not answer; a warning with another end is printed again."""
         if self.fault:
             raise self.fault
         if not self._silent_since:
@@ -324,7 +336,8 @@ class Mirror:
 
     def saved(self, version: int) -> None:
         """Notes that a checkpoint was saved to the local folder. If more than `most_unsaved`
-        checkpoints are newer than the newest one in the bucket, waits until enough are uploaded."""
+        checkpoints are newer than the newest one in the bucket, waits until enough are uploaded.
+        ShoalError if the bucket does not answer for UNSAVED_SECONDS."""
         self.pending.append(version)
 
         def are_few_unsaved() -> bool:
@@ -339,7 +352,8 @@ class Mirror:
         )
 
     def flush(self) -> None:
-        """Waits until the bucket has everything that the folder holds now."""
+        """Waits until the bucket has everything that the folder holds now. ShoalError if it does
+        not answer for UNSAVED_SECONDS."""
         self._asked = asked = self._asked + 1
         self._wait_until(
             lambda: self._done >= asked, f"its newest files are in {self.folder} alone"
@@ -370,7 +384,7 @@ class Mirror:
 
     def close(self) -> None:
         """Uploads what is left and gives the lease back, unless the bucket has failed; ends the
-        threads and removes the staging folder in any case."""
+        threads and removes the staging folder in any case. ShoalError if the upload fails."""
         try:
             if not self.fault:
                 self.flush()
@@ -425,6 +439,7 @@ class Mirror:
             asked = self._asked
             versions = self._versions()
             files = self._plain_files()
+            # The summary says that the run has finished, so it follows the last checkpoint.
             files.pop("summary.json", None)
             self._upload_plain(files)
             for version in sorted(versions - self.whole, reverse=True):
@@ -456,7 +471,7 @@ class Mirror:
         raise _Closed
 
     def _versions(self) -> set[int]:
-        """Returns the versions of the checkpoints that are here."""
+        """Returns the versions of the checkpoints in the local folder."""
         entries = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
         return {int(entry.name) for entry in entries if entry.name.isdecimal()}
 
@@ -482,7 +497,8 @@ class Mirror:
         return {name: sizes_and_times[name] for name in sorted(sizes_and_times, key=_upload_order)}
 
     def _upload_plain(self, files: dict[str, tuple[int, int]]) -> None:
-        """Uploads those of the files (`_plain_files`) that have changed since their last upload."""
+        """Uploads those of the files (`_plain_files`) that have changed since their last upload, in
+        their order; a file that was removed meanwhile is passed over."""
         # Upload a copy: a file that grows meanwhile would not have the size that was announced.
         copy = self.staging / "copy"
         for name, version in files.items():
@@ -493,8 +509,9 @@ class Mirror:
                     self.sent[name] = version
 
     def _upload_checkpoint(self, version: int) -> None:
-        """Uploads a checkpoint's files and then its manifest, which makes it complete. Does nothing
-        if the run removes the checkpoint at this moment."""
+        """Uploads a checkpoint's files and then its manifest, which makes it complete, and adds it
+        to `whole`. Does nothing if the run removes the checkpoint at this moment. `Fenced` if
+        another process has taken over."""
         name, stage = f"checkpoints/{version}", self.staging / str(version)
         try:  # hard links keep the files if the run removes the checkpoint meanwhile
             shutil.copytree(self.folder / name, stage, copy_function=os.link)
@@ -517,11 +534,12 @@ class Mirror:
         shutil.rmtree(stage)
 
     def _upload_file(self, file: Path, name: str) -> None:
-        """Uploads a file."""
+        """Uploads a file to the object `name` of the run, repeated until it succeeds."""
         self._repeat(lambda: buckets.put(self.fs, file, f"{self.root}/{name}"))
 
     def _remove(self) -> None:
-        """Removes from the bucket the files and checkpoints that the local folder no longer has."""
+        """Removes from the bucket the files and checkpoints that the local folder no longer has, of
+        a checkpoint the manifest first."""
         for name in self.sent.keys() - self._plain_files().keys():
             self._remove_object(name)
             del self.sent[name]

@@ -119,7 +119,8 @@ class StoredRun:
     def add_problem(self, about: str, text: str) -> None:
         """Adds to `problems` that a file cannot be read; with strict reading raises ShoalError
         instead. `about`: the file's name within the run; `text`: what is wrong, as a predicate:
-        "is damaged"."""
+        "is damaged". A file has one problem, the newest; those of more than MAX_PROBLEMS files are
+        not kept."""
         if not self.lenient:
             raise ShoalError(f"{self.where}/{about} {text}: remove it, or restore it from a backup")
         with self.lock:
@@ -158,27 +159,31 @@ class StoredRun:
     @cached_property
     def config(self) -> Config:
         """The settings that the run works with, including what it decided itself. If the run was
-        resumed with other settings, those of the newest segment."""
+        resumed with other settings, those of the newest segment. ShoalError if they cannot be read,
+        also with lenient reading."""
         return read_config(self.path)
 
     @cached_property
     def segments(self) -> dict[int, Config]:
         """The settings of each segment, by the version that the segment started at. A run that was
-        never resumed with other settings has one segment: 0 -> the settings of config.yaml."""
+        never resumed with other settings has one segment: 0 -> the settings of config.yaml. Errors
+        like `config`."""
         segments = {0: self.config}
         for number, file in sorted(parts_of(self.path).items()):
             segments[number] = read_config(self.path, file.name)
         return segments
 
     def config_at(self, version: int) -> Config:
-        """Returns the settings of the step that starts from `version`."""
+        """Returns the settings of the step that starts from `version`, those of the last segment
+        that began at this version or before it; a negative version counts as 0."""
         return self.segments[max(start for start in self.segments if start <= max(version, 0))]
 
     def settings(self, file: str = CONFIG) -> dict[str, Any]:
         """Returns the settings that the run works with, as dotted key -> value: the requested ones
         of `file` (config.yaml, or config_40.yaml of a segment), with the run's own decisions in
         place of what they leave open. They are plain data, which is not checked; presets or files
-        that they name are not read. {} if the file is missing or (lenient) damaged."""
+        that they name are not read. If the file is missing or damaged: {} and a problem of the run;
+        with strict reading ShoalError."""
         values = self.requested(file)
         if values:
             for key, decision in self.decisions(file).items():
@@ -186,8 +191,8 @@ class StoredRun:
         return values
 
     def requested(self, file: str = CONFIG) -> dict[str, Any]:
-        """Returns the settings of a file as they were requested, as dotted key -> value; {} if the
-        file is missing or (lenient) damaged."""
+        """Returns the settings of a file as they were requested, as dotted key -> value. If the
+        file is missing or damaged: {} and a problem of the run; with strict reading ShoalError."""
         text = self.text(file, MAX_CONFIG_BYTES)
         try:
             return flat_yaml(text)
@@ -197,7 +202,8 @@ class StoredRun:
 
     def decisions(self, file: str = CONFIG) -> dict[str, Decision]:
         """Returns dotted key -> the decision of the run, for the settings that `file` left open;
-        {} if decided.yaml (of a segment: decided_40.yaml) is missing or (lenient) damaged."""
+        {} if decided.yaml (of a segment: decided_40.yaml) is missing. If it is damaged: {} and a
+        problem of the run; with strict reading ShoalError."""
         name = decided_file(self.path / file).name
         if self.file(name) is None:
             return {}
@@ -233,8 +239,8 @@ class StoredRun:
         return (self.path / SUMMARY).is_file()
 
     def summary(self) -> Summary | None:
-        """Returns the content of summary.json; None until the run has finished, or if the file is
-        damaged, which is a problem of the run."""
+        """Returns the content of summary.json; None until the run has finished. If the file is
+        damaged: None and a problem of the run; with strict reading ShoalError."""
         text = self.text(SUMMARY, MAX_SUMMARY_BYTES)
         if not text:
             return None
@@ -260,15 +266,17 @@ class StoredRun:
             return True
         except (PermissionError, OverflowError):
             pass
-        # A process with this id exists. It may be a later one, which started at another time.
-        start = process_start(int(pid))
-        if not start or not start_of_holder:
+        # A process with this id exists. If it started at another time, it is a later process that
+        # got the id of the one that has ended.
+        start_of_existing = process_start(int(pid))
+        if not start_of_existing or not start_of_holder:
             return False
-        return start != start_of_holder
+        return start_of_existing != start_of_holder
 
     @property
     def reward_since(self) -> int:
-        """The version at which a resume last changed the reward settings; 0 if none did."""
+        """The version at which a resume last changed the reward settings, as `reward_changed_at`
+        tells from the first MAX_PARTS segments; 0 if none did."""
         parts = sorted(parts_of(self.root).items())[:MAX_PARTS]
         return reward_changed_at({number: self.requested(path.name) for number, path in parts})
 
@@ -279,7 +287,8 @@ class StoredRun:
         return LineReader(self, StepLine).read_all()
 
     def metrics(self) -> dict[int, Mapping[str, Any]]:
-        """Returns the metrics of every step, by step; errors like `steps`."""
+        """Returns the metrics of every step, by step (from 1); of two lines of one step the last
+        counts. Errors like `steps`."""
         return {line.step: line.metrics for line in self.steps()}
 
     def evaluations(self) -> Evaluations:
@@ -295,7 +304,8 @@ class StoredRun:
     ) -> list[tuple[str, str, str, str]]:
         """Returns the rows (figure, before training, after it, change) of the table that a run
         prints at its end. Without a summary, the rows compare the first evaluation so far with the
-        newest."""
+        newest. If a resume changed the reward before the newest evaluation, a mean reward has no
+        change, ""."""
         since = self.reward_since
         newest = max((line.step for line in evaluations.lines), default=0)
         before, after = evaluations.before_after(summary)
@@ -328,8 +338,9 @@ class StoredRun:
         raise ShoalError(f"{self.where}/groups holds no file {name}_*{cause}")
 
     def groups(self, step: int, name: str = "step") -> list[StoredGroup]:
-        """Returns the groups of one step, bit for bit as they were written, with advantages and the
-        trainer's log-probs.
+        """Returns the groups of one step (from 1), bit for bit as they were written, with
+        advantages and the trainer's log-probs. `name`: as in `group_files`; of an evaluation
+        `step` is the version.
 
         ShoalError if the step has no groups (it lists the steps that have), or if the file is
         damaged."""
@@ -343,7 +354,8 @@ class StoredRun:
         return read_file(files[step])
 
     def group(self, step: int, number: int, name: str = "step") -> StoredGroup:
-        """Returns group `number` (from 0) of a step. ShoalError if the step has fewer groups."""
+        """Returns group `number` (from 0) of a step. ShoalError if the step has fewer groups, and
+        if `groups`, which has the same `step` and `name`, raises it."""
         groups = self.groups(step, name)
         if number >= len(groups):
             raise ShoalError(
@@ -355,7 +367,8 @@ class StoredRun:
     # ---- checkpoints
 
     def checkpoints(self) -> list[int]:
-        """Returns the versions that are saved as checkpoints, in order."""
+        """Returns the versions that are saved as checkpoints, in order: the folders of
+        checkpoints/ whose names are numbers. [] if there is no such folder."""
         try:
             names = os.listdir(self.root / "checkpoints")
         except OSError:
@@ -365,7 +378,7 @@ class StoredRun:
     def checkpoint_records(self) -> dict[int, dict[str, Any]]:
         """Returns version -> the JSON record that a checkpoint stores in addition to its arrays:
         facts of the process, state of the recorder, pending requests. A checkpoint whose record
-        cannot be read is left out."""
+        cannot be read, or has no `facts`, is left out."""
         records = {}
         for version in self.checkpoints():
             path = self.root / "checkpoints" / str(version) / "extra" / "metadata"
@@ -390,8 +403,8 @@ class Evaluations:
         self.lines = list(lines)
 
     def read(self, reader: LineReader[EvaluationLine], seconds: float) -> None:
-        """Adds the new lines of a file that a run may still be writing, reading for at most
-        `seconds`. Starts over if the file was replaced."""
+        """Adds the new lines of a file that a run may still be writing, reading for about
+        `seconds`. Starts over if the file was replaced. Keeps only the first MAX_ROWS lines."""
         restarted, lines = reader.read_new(seconds)
         if restarted:
             self.lines = []
@@ -399,7 +412,8 @@ class Evaluations:
         del self.lines[MAX_ROWS:]
 
     def by_version(self) -> dict[tuple[int, str], Mapping[str, Any]]:
-        """Returns (version, data set) -> figures."""
+        """Returns (version, data set) -> figures; of two lines of the same version and data set
+        the last counts."""
         return {(line.step, line.name): line.figures for line in self.lines}
 
     def before_after(
@@ -472,6 +486,7 @@ def _interval(
     which is NaN if unknown."""
     stored = figures.get("accuracy_interval")
     if name.endswith("/accuracy") and isinstance(stored, list):
+        # The file may be of another program: a list of any length, with values of any type.
         ends: list[Any] = [None, None]
         for position, end in enumerate(stored[:2]):
             if isinstance(end, int | float):
@@ -479,8 +494,12 @@ def _interval(
         return ends[0], ends[1]
     if math.isnan(standard_error):
         return None, None
-    half = 1.96 * standard_error
-    return value - half, value + half
+    half_width = NORMAL_95 * standard_error
+    return value - half_width, value + half_width
+
+
+NORMAL_95 = 1.96
+"""A normal distribution has 95% of its values within this many standard errors of its mean."""
 
 
 def _rounded_float(number: Any) -> Any:
@@ -506,6 +525,9 @@ class LineReader(Generic[Line]):
     def __init__(
         self, run: StoredRun, line_type: type[Line], most_bytes: int = MAX_FILE_BYTES
     ) -> None:
+        """Opens nothing yet. `line_type`: the class of the lines, which names the file and parses
+        its lines. Lines after the first `most_bytes` of the file are not read, which is a problem
+        of the run."""
         self._run, self._type, self._most_bytes = run, line_type, most_bytes
         self._name = line_type.FILE
         self._inode = -1  # inode of the file that was read last; -1: there was no file
@@ -527,8 +549,12 @@ class LineReader(Generic[Line]):
     def read_new(self, seconds: float) -> tuple[bool, Iterator[Line]]:
         """Returns (replaced, lines). `replaced`: True if the lines start at the beginning of the
         file, because this is the first call or the file was replaced or removed since the last one;
-        what was read before is then void. `lines`: an iterator over the lines that were added. It
-        stops after about `seconds`; `complete` then says whether it reached the end."""
+        what was read before is then void. Without a file, `lines` is empty, and `replaced` is True
+        only if there was one at the last call.
+
+        `lines`: an iterator over the lines that were added. It reads the file while it is used, so
+        use it up before the next call. It stops after about `seconds`, which count from this call;
+        `complete` then says whether it reached the end."""
         path = self._run.file(self._name)
         if path is None:
             restarted = self._inode >= 0
@@ -605,7 +631,8 @@ def open_runs(
     words: Sequence[str], base: str = "outputs", known: Sequence[StoredRun] = ()
 ) -> list[StoredRun]:
     """Opens the runs that `words` name, for lenient reading, and gives each a name that no other
-    has. Runs in `known` are left out; their names stay taken.
+    has. Runs in `known` are left out; their names stay taken. A run that is named twice is opened
+    once.
 
     A word is a run's folder, `last` (the newest run below `base`), or a folder with runs below it
     (perhaps none yet), which are named by their paths from there. Without words, opens the newest
@@ -629,12 +656,13 @@ def open_runs(
                 names[run.resolve()] = _encodable(name)
     known_roots = [run.root for run in known]
     new = {root: path for root, path in paths.items() if root not in known_roots}
-    uses = Counter(run.name for run in known)
-    uses.update(names[root] for root in new if root in names)
+    num_uses = Counter(run.name for run in known)
+    num_uses.update(names[root] for root in new if root in names)
     runs = []
     for root, path in new.items():
         name = names.get(root, "")
-        if uses[name] != 1:
+        # A run without a name, or with one that another run has, is named by the end of its path.
+        if num_uses[name] != 1:
             roots = list(known_roots) + list(new)
             name = short_name(root, roots)
         runs.append(StoredRun(path, name, lenient=True))
@@ -647,7 +675,8 @@ _NO_NAME = re.compile(r"\d+|\d\d-\d\d-\d\d(-\d+)?")
 
 def short_name(run: Path, others: Sequence[Path]) -> str:
     """Returns the shortest end of a run's path that no other run's path ends with, and that does
-    not begin with a bare number (of a sweep's run) or a time of day.
+    not begin with a bare number (of a sweep's run) or a time of day; the whole path if there is no
+    such end. `others` may contain the run itself.
 
     >>> short_name(Path("outputs/sweep/0"), [Path("outputs/sweep/0"), Path("outputs/sweep/1")])
     'sweep/0'
@@ -687,8 +716,9 @@ def _newest(base: str) -> str:
 
 
 def _runs_below(folder: Path) -> Iterator[Path]:
-    """Yields the run folders within a folder, by name, down to MAX_DEPTH. Links are not followed,
-    and folders within a run are not searched."""
+    """Yields the run folders within a folder (also the folder itself), by name, down to MAX_DEPTH.
+    Links are not followed, and folders within a run are not searched. After MAX_FOLDERS folders no
+    further subfolders are."""
     for num_seen, (walked, names, files) in enumerate(os.walk(folder)):
         path = Path(walked)
         # os.walk then visits those of the subfolders that are left in `names`.
@@ -715,6 +745,7 @@ def reward_changed_at(parts: Mapping[int, Mapping[str, Any]]) -> int:
     for number, settings in sorted(parts.items()):
         reward = {name: settings.get(name, default) for name, default in defaults.items()}
         reward = json_ready(reward)  # a list in a file is a tuple in the schema
+        # The first segment has nothing before it from which it could differ.
         if before is not None and reward != before:
             since = number
         before = reward
@@ -757,8 +788,8 @@ def _decisions_in(text: str) -> dict[str, Decision]:
 
 
 def read_config(run: Path, file: str = CONFIG) -> Config:
-    """Returns the settings that a run works with: as requested, together with what it decided;
-    `file`: that of a segment."""
+    """Returns the settings that a run works with: as requested, together with what it decided.
+    `file`: config.yaml, or that of a segment. ShoalError if a file cannot be read."""
     return resolved(read_requested(run, file), read_decisions(run, file))
 
 

@@ -31,6 +31,8 @@ class Table:
     """
 
     def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Copies the rows (column -> value). The columns are those of all rows, in the order of
+        their first appearance."""
         self.rows: list[dict[str, Any]] = [dict(row) for row in rows]
         names: dict[str, None] = {}  # names in order of appearance, each once
         for row in self.rows:
@@ -69,6 +71,8 @@ class Table:
         return pandas.DataFrame(self.columns)
 
     def __repr__(self) -> str:
+        """Returns a text table of the usual columns, or of the first 8 if it has none of them, and
+        of the first and last _SHOWN_ROWS rows; and a line that names all columns."""
         names = [name for name in _SHOWN if name in self.columns]
         if not names:
             names = list(self.columns)[:8]
@@ -111,6 +115,8 @@ class Result(Mapping[str, Any]):
     """
 
     def __init__(self, folder: Path, summary: Summary | None = None) -> None:
+        """Reads metrics and evaluations of a run's folder. `summary`: its summary; None reads that
+        from the folder, too. ShoalError if a file is damaged."""
         self.folder = Path(folder)
         self.config_path = self.folder / "config.yaml"
         self.metrics_path = self.folder / "metrics.jsonl"
@@ -159,6 +165,8 @@ class Result(Mapping[str, Any]):
     # ---- the summary
 
     def __getitem__(self, key: str) -> Any:
+        """Returns a value of the summary. ShoalError if the run has not finished, KeyError if the
+        summary has no such key."""
         if not self.finished:
             raise ShoalError(
                 f"{self.folder} has no summary: the run has not finished (.metrics and "
@@ -178,6 +186,7 @@ class Result(Mapping[str, Any]):
     # ---- for reading
 
     def __repr__(self) -> str:
+        """Returns the run's folder, how far it is, and the table before and after training."""
         rows = self._run.before_after(self._evaluations, self._summary)
         steps = count(len(self.metrics), "step")
         if self._summary is not None:
@@ -194,7 +203,8 @@ class Result(Mapping[str, Any]):
         `.save(path)` writes it to a file.
 
         The page contains the curves so far and some groups: the newest step's, or `groups`, such as
-        `["12", "40:0-7"]`. ShoalError if the extra `view` is not installed, or if the run has no
+        `["12", "40:0-7"]` (all of step 12, and groups 0 to 7 of step 40). `height`: of the frame in
+        a notebook, in pixels. ShoalError if the extra `view` is not installed, or if the run has no
         such groups."""
         return Page(make_page(self.folder, groups), self.folder, height)
 
@@ -257,7 +267,8 @@ def _draw(axis: Any, rows: Sequence[Mapping[str, Any]], column: str, label: str)
 
 
 def _draw_interval(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draws the 95% intervals of the accuracy."""
+    """Draws the 95% intervals of the accuracy as a band over the steps; nothing if no row (of an
+    evaluation) has one."""
     known = [row for row in rows if row.get("accuracy_interval")]
     if not known:
         return
@@ -279,7 +290,8 @@ class Page:
     height: int = 800
 
     def save(self, path: str | Path) -> Path:
-        """Writes the page to a file, which any browser opens."""
+        """Writes the page to a file, which any browser opens, and returns its path; replaces an
+        existing file. ShoalError if it cannot be written."""
         path = Path(path)
         with explain_write_errors(path):
             path.write_text(self.html, encoding="utf-8")

@@ -43,7 +43,8 @@ _SHOWN_ABOVE_ZERO = ("tools/failure_frequency", "completions/ended_by_failed")
 
 def step_texts(metrics: Mapping[str, float], compiled: int = 0) -> list[str]:
     """Returns the texts on a step's line: its metrics in the order of STEP_FIGURES, then the number
-    of skipped updates, if any.
+    of skipped updates, if any. The loss is left out if there is a reward, and failures if they are
+    0.
 
     `compiled`: the number of programs compiled during the step. If it is not 0, the number is shown
     in place of speeds, because most of the time went into compiling.
@@ -94,9 +95,10 @@ _ABOUT = (
 
 
 def evaluation_text(figures: Mapping[str, Any]) -> str:
-    """Returns an evaluation's figures in one line. After the first figure stand, in parentheses,
-    how all were measured: protocol, number of questions, interval; after the first figure of
-    sampled answers the protocol of these.
+    """Returns an evaluation's figures (name -> value) in one line; "" if there are none. After the
+    first figure stand, in parentheses, how all were measured: protocol, number of questions,
+    interval; after the first figure of sampled answers the protocol of these; after a figure with a
+    standard error that.
 
     >>> evaluation_text({"accuracy": 0.5, "protocol": "greedy", "num_questions": 4})
     'accuracy 50.0% (greedy, 4 questions)'
@@ -146,7 +148,7 @@ def _about_evaluation(figures: Mapping[str, Any], names: Sequence[str]) -> list[
 
 def _sampled_questions(figures: Mapping[str, Any]) -> list[str]:
     """Returns a list with a text such as "20 questions": the number of questions that got sampled
-    answers. Returns [] if all questions did."""
+    answers. Returns [] if all questions did, or if the number is unknown."""
     number = figures.get("sampled_num_questions")
     if number is None or number == figures.get("num_questions"):
         return []
@@ -157,7 +159,10 @@ def _shown(figures: Mapping[str, Any]) -> list[str]:
     """Returns the names of the figures that have a text of their own, in order. Left out are those
     that qualify another figure (_ABOUT, standard errors), pass@1 if it repeats the sampled
     accuracy, and every pass@k but the one of the largest k."""
-    pass_ks = [int(name[5:]) for name in figures if re.fullmatch(r"pass@\d+", name)]
+    pass_ks = []  # k of each pass@k
+    for name in figures:
+        if re.fullmatch(r"pass@\d+", name):
+            pass_ks.append(int(name.removeprefix("pass@")))
     largest_pass = f"pass@{max(pass_ks, default=0)}"
     shown = []
     for name in figures:
@@ -186,8 +191,9 @@ def summary_rows(
     "held_out accuracy (greedy, 500 questions)".
 
     `before`, `after`: data set -> figures. A figure that one of them lacks is "-" there. Lengths,
-    truncation and each function's mean reward are left out. `reward_since`: the version at which
-    the reward was changed, or 0; a mean reward then has no change, ""."""
+    truncation, each function's mean reward and values that are no numbers are left out.
+    `reward_since`: the version at which the reward was changed, or 0; a mean reward then has no
+    change, ""."""
     rows = []
     for subset in dict.fromkeys([*before, *after]):
         old, new = before.get(subset, {}), after.get(subset, {})
@@ -270,7 +276,7 @@ def curve_text(evaluations: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> st
     note = ""
     if asked_between is not None and asked_between != asked_last:
         note = f" ({count(asked_between, 'question')}, {asked_last} at both ends)"
-    stride = -(-len(points) // 12)
+    stride = math.ceil(len(points) / 12)
     kept = points[:-1:stride]
     kept.append(points[-1])
     values = [f"{version}: {figure_text(name, figures.get(name))}" for version, _, figures in kept]
@@ -302,7 +308,8 @@ _ENDS_OF_TOKENS = {
 
 
 def account_text(tokens: Mapping[str, int]) -> str:
-    """Returns a line that says what became of all sampled tokens; "" if nothing is known.
+    """Returns a line that says what became of all sampled tokens (`tokens`: the result of
+    `token_account`); ends that are 0 are left out, and "" if all are.
 
     >>> account_text({"sampled": 5000, "trained": 4000, "evaluated": 1000, "lost": 0})
     '5,000 tokens sampled: 4,000 trained on, 1,000 in evaluations'

@@ -69,6 +69,9 @@ class RunWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str], mirror: Mirror | None = None) -> None:
+        """Opens a run's folder, which must exist, and takes its lock. `mirror`: keeps the run's
+        bucket equal to the folder; None if the run is in no bucket. ShoalError if another process
+        works in the folder, or if it cannot be written."""
         self.path, self.mirror = Path(path), mirror
         self.config_path = self.path / CONFIG
         self.decided_path = self.path / DECIDED
@@ -171,7 +174,7 @@ class RunWriter:
             self.write_event("note", "the run has no checkpoint: it starts from its beginning")
 
     def missing_steps(self, version: int) -> list[int]:
-        """Returns the steps up to `version` that have no line in metrics.jsonl."""
+        """Returns the steps from 1 to `version` that have no line in metrics.jsonl, in order."""
         written = StoredRun(self.path).metrics()
         return [step for step in range(1, version + 1) if step not in written]
 
@@ -188,15 +191,15 @@ class RunWriter:
         of each part are kept too: config_0.yaml and decided_0.yaml of the first part,
         config_40.yaml and decided_40.yaml of the part that began at version 40."""
         parts = parts_of(self.path)
-        # Not config.yaml, because it may hold the settings of a part that was lost together with
-        # its checkpoint.
-        held = parts[max(parts)] if parts else self.config_path
-        if held.is_file():
-            config_before = held.read_text(encoding="utf-8")
-            held_decided = decided_file(held)
+        # Not config.yaml if there are parts, because it may hold the settings of a part that was
+        # lost together with its checkpoint.
+        newest_config = parts[max(parts)] if parts else self.config_path
+        if newest_config.is_file():
+            config_before = newest_config.read_text(encoding="utf-8")
+            newest_decided = decided_file(newest_config)
             decided_before = ""
-            if held_decided.is_file():
-                decided_before = held_decided.read_text(encoding="utf-8")
+            if newest_decided.is_file():
+                decided_before = newest_decided.read_text(encoding="utf-8")
             if (config_before, decided_before) != (config, decided):
                 if not parts:
                     self._write_part(0, config_before, decided_before)
@@ -214,8 +217,9 @@ class RunWriter:
         write_atomically(path, [config.rstrip("\n")])
 
     def write_hydra(self, config: str, overrides: Sequence[str]) -> None:
-        """Writes the files that Hydra writes, for people who look for them there; nothing in Shoal
-        reads them."""
+        """Writes the files that Hydra writes, to .hydra/, for people who look for them there;
+        nothing in Shoal reads them. `config`: the settings as YAML text; `overrides`: the arguments
+        of the command line, such as "steps=3"."""
         job = {
             "hydra": {
                 "job": {"name": self.path.name},
@@ -230,7 +234,8 @@ class RunWriter:
         write_atomically(folder / "hydra.yaml", [json.dumps(job, indent=2)])
 
     def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Appends a step's metrics. Raises if the run's bucket has failed."""
+        """Appends a step's metrics (`step` from 1) to metrics.jsonl. If the run is in a bucket that
+        does not answer, prints that; ShoalError if the bucket has failed for good."""
         self.metrics.write(StepLine(step, metrics))
         if self.mirror:
             self.mirror.check()
@@ -257,8 +262,9 @@ class RunWriter:
             self.begin(*before)
 
     def write_event(self, level: EventLevel, text: str, key: str = "") -> None:
-        """Appends a line to events.jsonl, for the current step. Ignores errors: a full disk shows
-        when something is written that the run needs."""
+        """Appends a line to events.jsonl, with the time and the current phase and step (`begin`).
+        `text` becomes one line; `key`: the configuration key that helps, or "". Ignores errors: a
+        full disk shows when something is written that the run needs."""
         event = EventLine(
             time=time.time(),
             step=self.step,
@@ -278,8 +284,10 @@ class RunWriter:
         trainer_logprobs: TokenLogprobs | None = None,
     ) -> Path:
         """Writes a step's groups atomically to `groups/step_000012.parquet`, or those of an
-        evaluation to `groups/evaluate_<data set>_000012.parquet`, and returns the path. `step`:
-        from 1, of an evaluation the version. `advantages`: by group and completion, [P, G]."""
+        evaluation to `groups/evaluate_<data set>_000012.parquet`, and returns the path. The first
+        group says which of the two it is; without groups it is a training step. `step`: from 1, of
+        an evaluation the version. `advantages`: by group and completion, [P, G]; `trainer_logprobs`
+        as in `write_file`; both None for an evaluation."""
         purpose, subset = (groups[0].purpose, groups[0].subset) if groups else (Purpose.TRAIN, "")
         path = self.groups_path / groups_file(purpose, subset, step)
         write_file(path, groups, advantages, trainer_logprobs)
@@ -287,8 +295,9 @@ class RunWriter:
 
     def solved_question(self, subset: str, last: int) -> tuple[Group, Group] | None:
         """Returns (group before training, group after step `last`) of the first question of a data
-        set whose greedy answer was wrong and became right; None if there is none, or if the groups
-        of an evaluation are missing."""
+        set (`subset`) whose greedy answer was wrong and became right; None if there is none, if the
+        task says of no answer whether it is right, or if the groups of an evaluation are missing or
+        damaged."""
         try:
             before = read_file(self.groups_path / groups_file(Purpose.EVALUATE, subset, 0))
             after = read_file(self.groups_path / groups_file(Purpose.EVALUATE, subset, last))
@@ -325,7 +334,7 @@ class RunWriter:
             self.mirror.flush()
 
     def close(self) -> None:
-        """Closes the files and releases the lock."""
+        """Closes the files and releases the lock; the mirror stays open."""
         self.metrics.close()
         self.evaluations.close()
         self.events.close()
@@ -349,6 +358,7 @@ class NullRunWriter(RunWriter):
     writes nothing."""
 
     last_evaluation = sys.maxsize
+    """The last version whose evaluation process 0 keeps; set by `rewind`."""
 
     def _open(self) -> None:
         pass

@@ -30,8 +30,11 @@ NICENESS = 5
 
 
 def view(config: ViewConfig, console: Console | None = None) -> dict[str, Any]:
-    """Serves the page until Ctrl-C and returns the paths of its runs; with `to` writes the page to
-    that file instead and returns at once."""
+    """Serves the page until Ctrl-C and returns the paths of its runs (`runs`); with `to` writes the
+    page to that file instead and returns at once, with the file's path (`to`) too. Serving prints
+    the page's address, lowers the priority of this process, and with `config.open` opens a browser.
+    ShoalError if a package is missing, a run is not found, the port is taken, or `groups` is set
+    without `to`."""
     with console or Console() as console:
         if config.to:
             return _write(config, console)
@@ -73,7 +76,8 @@ def view(config: ViewConfig, console: Console | None = None) -> dict[str, Any]:
 
 
 def _write(config: ViewConfig, console: Console) -> dict[str, Any]:
-    """Writes the page to one file and returns the paths of its runs and of the file."""
+    """Writes the page to the new file `config.to` and returns the paths of its runs (`runs`) and of
+    the file (`to`)."""
     from shoal.commands.view.one_file import write_page
 
     to = check_new_file(config.to, "to")

@@ -62,7 +62,9 @@ class Curves:
 
     def _add(self, line: StepLine) -> None:
         """Adds the metrics of one step: a row of the columns, if the step is one of those that are
-        kept (`stride`), and its part of the sums over all steps."""
+        kept (`stride`), and its part of the sums over all steps. Values that are no numbers, or
+        beyond 1e300, are left out, and so are new metrics after MAX_NAMES, which is a problem of
+        the run."""
         step = float(line.step)
         values = {}
         for name, value in line.metrics.items():
@@ -100,7 +102,8 @@ class Curves:
     def thinned(self, first: float = -math.inf, last: float = math.inf) -> dict[str, Any]:
         """Returns the curves between the steps `first` and `last` with at most MAX_POINTS points,
         as lists of equal length: `x`, the steps; `time` and `tokens`, seconds and sampled tokens up
-        to each step; `y`, metric -> its values.
+        to each step (each left out if the run has no such metric); `y`, metric -> its values, None
+        where it is missing.
 
         If there are more steps, they are divided into stretches, each with two points: its first
         and last step, with the smallest and the largest value of each metric in it, so that a spike
@@ -142,7 +145,8 @@ class Curves:
     @property
     def compiled(self) -> np.ndarray:
         """Returns bool[steps]: True for a step that compiled a program, because the count of
-        compilations changed (it restarts at 0 in a new process)."""
+        compilations changed (it restarts at 0 in a new process). All False if no step has the
+        count."""
         numbers = self.columns.get("compilations", np.zeros(len(self.steps)))
         return np.diff(numbers, prepend=0) != 0
 
@@ -182,7 +186,8 @@ shown."""
 def by_topic(names: Sequence[str]) -> list[dict[str, Any]]:
     """Sorts names of metrics into topics, and returns a record for each that has any, with its
     `title` and its `metrics`, in the order of TOPICS. A last one, `Others`, has the names that
-    belong to no topic."""
+    belong to no topic. Within a topic metrics have the order of the topic's beginnings, and of
+    `names`; each metric belongs to the first topic that fits."""
     rest = list(names)
     topics = []
     for title, beginnings in TOPICS:
@@ -218,7 +223,8 @@ def about(names: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def _unit_and_meaning(name: str) -> tuple[str, str]:
-    """Returns unit and meaning of a metric; both '' if the metric is unknown."""
+    """Returns (unit, meaning) of a metric, or of a figure of an evaluation in _EVALUATED; both ''
+    if it is unknown."""
     try:
         row = metric(name)
     except ValueError:
@@ -289,16 +295,19 @@ def _first_row(event: Sequence[Move]) -> int:
 
 
 def _moves(curves: Curves, name: str) -> list[Move]:
-    """Returns the jumps of one metric: values further than SPIKE_DEVIATIONS median deviations from
-    the median of the SPIKE_BEFORE values before. None if the metric is missing at some steps. A
-    step time that is long because of a compilation is no jump."""
+    """Returns the jumps of one metric within the last MOST_STEPS rows: values further than
+    SPIKE_DEVIATIONS median deviations from the median of the SPIKE_BEFORE values before. Returns []
+    if the metric is missing at some steps, or if there are too few. A step time that is long
+    because of a compilation is no jump."""
     all_values = np.array(curves.columns.get(name, ())[-MOST_STEPS:])
     if len(all_values) <= SPIKE_BEFORE or np.isnan(all_values).any():
         return []
+    # Row i of `before` [n, SPIKE_BEFORE] has the values before values[i].
     before = np.lib.stride_tricks.sliding_window_view(all_values[:-1], SPIKE_BEFORE)
     middle = np.median(before, axis=1)
     values = all_values[SPIKE_BEFORE:]
     deviation = np.median(np.abs(before - middle[:, None]), axis=1)
+    # A metric that hardly moves must change by a part of its value, not only of its noise.
     least_deviation = np.maximum(0.03 * abs(middle), 1e-9)
     deviations = np.abs(values - middle) / np.maximum(deviation, least_deviation)
     first_row = len(curves.steps) - len(values)
@@ -320,9 +329,10 @@ def _moves(curves: Curves, name: str) -> list[Move]:
 
 
 def _spike(moves: Sequence[Move], steps: Sequence[float]) -> dict[str, Any]:
-    """Makes the record of one event from its jumps, which are sorted by step: first and last step,
-    metrics, text. Its level is `collapse` if reward or entropy fell and the event lasts at least
-    COLLAPSE_STEPS rows, else `spike`. `steps`: the step of each row."""
+    """Makes the record of one event from its jumps, which are sorted by step: `step` and
+    `last_step`, `metrics` in the order in which they jumped, `text`, and `level`, which is
+    `collapse` if reward or entropy fell and the event lasts at least COLLAPSE_STEPS rows, else
+    `spike`. `steps`: the step of each row."""
     first = moves[0].row
     last = moves[-1].row
     text = "; ".join(move.text for move in moves if move.row == first)

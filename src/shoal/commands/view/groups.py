@@ -41,6 +41,8 @@ class Search:
     search and shows what was found so far."""
 
     def __init__(self, index: GroupTable, text: str, number: int) -> None:
+        """Creates the table of (file, group, hits), and searches nothing yet. Upper and lower case
+        of `text` are the same. `number`: another one for each search of a database."""
         self.table = f"hits_{number}"
         self._index = index
         self._text = text.lower()
@@ -62,6 +64,7 @@ class Search:
             waiting = [file for file in files if file.number not in self._seen]
             waiting.sort(key=lambda file: file.number)
             while waiting and self._hits < MAX_HITS and time.monotonic() < until:
+                # The newest, because files are numbered in the order in which they were indexed.
                 file = waiting.pop()
                 self._seen.add(file.number)
                 # If a file was replaced or is damaged, GroupTable reports it.
@@ -111,7 +114,7 @@ class Searches:
             if key not in self._kept:
                 self._number += 1
                 self._kept[key] = Search(index, text, self._number)
-            self._kept[key] = self._kept.pop(key)
+            self._kept[key] = self._kept.pop(key)  # the last of the dict is the one used last
             for old in list(self._kept)[:-MOST_KEPT]:
                 self._kept.pop(old).drop()
             return self._kept[key]
@@ -141,8 +144,9 @@ _LISTS = (
 
 def group_detail(index: GroupTable, stem: str, number: int) -> dict[str, Any]:
     """Returns the record of one group for the page: its prompt, its completions with their rewards,
-    and the groups and files next to it, but nothing that is stored by token (`token_detail`).
-    ShoalError if there is no such group, or the file is damaged.
+    and the groups and files next to it, but nothing that is stored by token (`token_detail`). Texts
+    are cut off after MAX_TEXT_CHARS, and completions after MAX_SIBLINGS. ShoalError if there is no
+    such group, or the file is damaged.
 
     `stem`: the name of the groups file without ending; `number`: the number of the group in the
     file."""
@@ -198,8 +202,9 @@ _OF_COMPLETION = (
 
 
 def _completion(row: Mapping[str, Any], as_json: frozenset[str]) -> dict[str, Any]:
-    """Returns the record of one completion from its row of the groups file. `as_json`: the names of
-    the columns that hold JSON text, which is parsed."""
+    """Returns the record of one completion from its row of the groups file: _OF_COMPLETION,
+    `components` (reward function -> value), `messages` (None if there are none) and `extra`.
+    `as_json`: the names of the columns that hold JSON text, which is parsed."""
     extra = {}
     for name, value in _under(row, "extra/").items():
         extra[name] = _value(value, f"extra/{name}" in as_json)
@@ -281,9 +286,9 @@ def _columns(index: GroupTable, file: GroupFile) -> tuple[dict[str, str], frozen
 def _read(
     index: GroupTable, file: GroupFile, columns: str, number: int, completion: int | None = None
 ) -> list[dict]:
-    """Returns the rows of a group in a file, at most MAX_SIBLINGS, or only the row of one
-    `completion`. `columns`: what to select, as SQL. ShoalError if there is no such row, or the file
-    is damaged."""
+    """Returns the rows of group `number` in a file as dicts, in the order of the completions, at
+    most MAX_SIBLINGS; or, if `completion` is not None, only the row of that one. `columns`: what to
+    select, as SQL. ShoalError if there is no such row, or the file is damaged."""
     where = '"group" = ?'
     values = [number]
     asked = f"group {number}"
@@ -351,15 +356,18 @@ class Pieces:
     def _pieces(self, ids: list[int]) -> list[str]:
         """Returns the text that each token adds to the decoded text; "" for a token that is the
         beginning of a character, whose last token has all of it."""
+        # A token is decoded together with the character before it, and its text is what it adds:
+        # decoded alone, many tokens lose the space at their beginning.
         pieces = []
-        start = 0  # tokens are decoded together from here on, so that spaces between them are kept
+        start = 0  # index of the first token that is decoded with the next one
         read = 0  # number of tokens whose text is in `pieces`
         for position in range(len(ids)):
             before = self._decode(ids[start:read])
             whole = self._decode(ids[start : position + 1])
             is_last = position + 1 == len(ids)
+            # U+FFFD at the end: the token is a part of a character, and the rest is to follow.
             if whole.endswith("\ufffd") and position - read < MAX_PENDING and not is_last:
-                pieces.append("")  # the token is a part of a character
+                pieces.append("")
                 continue
             if whole.startswith(before):
                 pieces.append(whole[len(before) :])
@@ -397,8 +405,11 @@ def token_detail(
     clipping.
 
     Of the record, `ratio` is the probability of a token under the trainer before the update,
-    divided by that under the sampler; `gap` its logarithm; `clipped` tells whether it is beyond the
-    bound that the sign of the advantage selects."""
+    divided by that under the sampler; `gap` its logarithm; `weighted` the ratio times the
+    advantage; `clipped` tells whether the ratio is beyond the bound that the sign of the advantage
+    selects (False if the ratio is unknown, or the advantage is 0); `mask` whether the loss counts
+    the token; `support` the number of tokens that it was sampled from (None: all). At most
+    MAX_TOKENS tokens."""
     file = _file(index, stem)
     columns, _ = _columns(index, file)
     prompt = "prompt_ids"
@@ -456,8 +467,8 @@ def _replayed(
 ) -> tuple[list | None, list | None]:
     """Returns (entropies, likeliest tokens) from a file of `shoal replay likeliest=`: for each
     token of a completion its entropy, and pairs of text and log-prob. Returns (None, None) if there
-    is no such file, if it is damaged, or if it is of other tokens than `ids`. `name`: of the
-    file."""
+    is no such file, if it is damaged (which is a problem of the run), or if it is of other tokens
+    than `ids`. `name`: of the file within the run; `completion`: the number of the completion."""
     text = run.text(name, MAX_REPLAY_BYTES)
     if not text:
         return None, None
@@ -510,12 +521,15 @@ def first_difference(
     """Returns the record of the first step at which two runs differ in a metric that is not a time,
     and of the first completion of that step that differs (`_first_completion`).
 
-    In the record, `step` is None if nothing differs; `num_shared` is the number of steps that both
+    The record has `step`, `num_shared`, `causes` and, if a step differs, `stage`; if its groups can
+    be compared, too, `file`, `group` and `completion`, which name the completion. In it, `step` is
+    None if nothing differs; `num_shared` is the number of steps that both
     runs have; `stage` is None if the groups of the step cannot be compared; `causes` are the keys,
     among the settings in which the runs differ (`differing`), that act on the stage. Steps are
     those that the curves keep, which may be every second or fourth one of a long run."""
+    # rows_a[i] and rows_b[i] are the rows of both curves that hold the i-th shared step.
     steps, rows_a, rows_b = np.intersect1d(a.steps, b.steps, return_indices=True)
-    first = len(steps)
+    first = len(steps)  # index of the first shared step that differs; len(steps): none
     for metric in a.columns.keys() & b.columns.keys():
         if is_clock(metric):
             continue
@@ -558,8 +572,9 @@ def _first_completion(
 ) -> GroupDifference | None:
     """Returns the first completion of a step that has another data row in the two runs; if there is
     none, the first with another text; if there is none, the first with another reward. If all of
-    these are equal, returns the step's first completion, with stage "update". Returns None if the
-    groups cannot be compared, because a run lacks them or a file is damaged."""
+    these are equal, returns the step's first completion, with stage "update". Only completions that
+    both runs have count. Returns None if the groups cannot be compared, because a run lacks them or
+    a file is damaged."""
     files = [str(run.file("groups", f"{_stem(step)}.parquet")) for run in runs]
     try:
         rows = database.rows(

@@ -37,9 +37,9 @@ def finding(
     sort: str = "",
     examples: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Returns the record of one finding. `level`: "warning", "note" or "ok". `filter` and `sort` (a
-    column) are the parameters of a link to the groups that show the finding; no link if both are
-    ""."""
+    """Returns the record of one finding, a dict with the arguments under their names. `kind`: one
+    of _KINDS. `level`: "warning", "note" or "ok". `filter` and `sort` (a column) are the parameters
+    of a link to the groups that show the finding; no link if both are ""."""
     return {
         "kind": kind,
         "level": level,
@@ -107,8 +107,11 @@ def _sentence(text: str) -> str:
 
 
 def _examples(index: GroupTable, filter: str, sort: str) -> list[dict[str, Any]]:
-    """Returns the records of EXAMPLES / 2 example groups of a finding: the first ones that its
-    link, with this filter and order, leads to."""
+    """Returns the records of at most EXAMPLES / 2 example groups of a finding: the first ones that
+    its link, with this filter and order, leads to (by step if `sort` is ""), the largest values
+    first; the smallest if the filter asks for a negative effect of length. Each has `file`,
+    `group`, `completion` (None: all), the mean `reward`, and the prompt as `text`. Groups whose
+    file is gone are left out."""
     is_descending = "length_effect<" not in filter
     rows, _ = index.rows(filter, sort or "step", is_descending, limit=EXAMPLES // 2)
     examples = []
@@ -129,7 +132,9 @@ def _examples(index: GroupTable, filter: str, sort: str) -> list[dict[str, Any]]
 
 def _totals(index: GroupTable) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Returns (figures over all training groups, for each reward function a row of figures), both
-    computed by the database: the columns of _TOTALS and of _FUNCTIONS."""
+    computed by the database: the columns of _TOTALS and of _FUNCTIONS. To the first belongs also
+    `rise/<function>`: by how much the function's mean has risen from the first fifth of the groups
+    to the last."""
     rises = ""
     for function in index.functions:
         mean = column_sql(f"mean/{function}")
@@ -246,9 +251,9 @@ def _drift_figures(totals: Mapping[str, Any], index: GroupTable) -> list[Figure]
     solved_after = totals["pass_late"]
     if None in (before, after, solved_before, solved_after):
         return []
-    noise = max(0.02, 2.6 * (totals["reward_error"] or 0))
+    noise = max(LEAST_NOISE, NOISE_ERRORS * (totals["reward_error"] or 0))
     rise = after - (before + noise)
-    if solved_after >= solved_before + 0.01:
+    if solved_after >= solved_before + SOLVED_RISE:
         rise = min(rise, 0.0)
     driver = _driver(totals, index)
     change = (
@@ -264,9 +269,14 @@ def _drift_figures(totals: Mapping[str, Any], index: GroupTable) -> list[Figure]
     return [Figure("reward_rise_without_answers", rise, words=words)]
 
 
+LEAST_NOISE, NOISE_ERRORS, SOLVED_RISE = 0.02, 2.6, 0.01
+"""A reward counts as risen if it has risen by more than LEAST_NOISE and by more than NOISE_ERRORS
+standard errors; the share of right answers if it has risen by SOLVED_RISE."""
+
+
 def _driver(totals: Mapping[str, Any], index: GroupTable) -> str:
-    """Returns the name of the reward function whose rise, times its weight, adds most to the
-    reward; "" if none rises."""
+    """Returns the name of the reward function whose rise, times its weight (1 if it is unknown),
+    adds most to the reward; "" if none rises."""
     driver = ""
     most = 0.0
     for function in index.functions:
@@ -306,16 +316,17 @@ TEXT_CHECKS: Mapping[str, tuple[str, str]] = {
         "They have more than one <answer>: one of them may be right.",
     ),
 }
-"""Kind of a finding -> (what such completions do, how they were recognised)."""
+"""Name of a check, which is also the kind of its finding -> (what the completions do that fail it,
+how they were recognised)."""
 
 
 @dataclass
 class Flagged:
-    """What one check found so far: how many completions, the sum of their rewards, and the examples
-    with the highest rewards."""
+    """What one check found so far: how many completions, the sum of their rewards (a missing one
+    counts as 0), and the examples with the highest rewards."""
 
     number: int = 0
-    reward: float = 0.0
+    reward_sum: float = 0.0
     examples: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -324,21 +335,21 @@ class TextLint:
     counts those that look wrong. `findings` may be called at any time."""
 
     def __init__(self, index: GroupTable, has_tag: bool = True) -> None:
-        """Chooses the files to read. `has_tag`: True if the task's answers stand in <answer> tags;
-        if False, that is assumed only once a prompt mentions the tag."""
+        """Chooses the files to read, among the training files that `index` has now. `has_tag`: True
+        if the task's answers stand in <answer> tags; if False, that is assumed only once a prompt
+        mentions the tag."""
         self._index = index
         self.has_tag = has_tag
-        self.completions = 0
-        self.reward = 0.0
-        self.with_answer = 0
-        self.flags: dict[str, Flagged] = defaultdict(Flagged)
+        self.completions = 0  # number of completions that were read
+        self.reward_sum = 0.0  # over these; a missing reward counts as 0
+        self.with_answer = 0  # number of these from which an answer can be read
+        self.flags: dict[str, Flagged] = defaultdict(Flagged)  # by check
         files = []
         for stem in sorted(index.files):
             if stem.startswith("step_"):
                 files.append(index.files[stem])
         chosen = [files[position] for position in _spread(len(files))]
-        # The most completions that are read from one file.
-        self._most = max(16, TEXT_COMPLETIONS // max(1, len(chosen)))
+        self._most_per_file = max(16, TEXT_COMPLETIONS // max(1, len(chosen)))
         self.num_files = len(chosen)
         self._left = chosen[::-1]
         self._lock = threading.Lock()
@@ -349,7 +360,8 @@ class TextLint:
         return self.num_files - len(self._left)
 
     def read_on(self) -> None:
-        """Reads those of the chosen files that were not read yet, for LINT_SECONDS."""
+        """Reads those of the chosen files that were not read yet, for about LINT_SECONDS, at least
+        one. A file that is damaged or gone counts as read."""
         until = time.monotonic() + LINT_SECONDS
         with self._lock:
             while self._left and time.monotonic() < until:
@@ -359,9 +371,9 @@ class TextLint:
                 self._left.pop()
 
     def _add(self, file: GroupFile) -> None:
-        """Reads the completions of one file, counts them, and counts for each check those that fail
-        it."""
-        rows = self._index.database.rows(_TEXTS, str(file.path), self._most)
+        """Reads the completions of one file (its first `_most_per_file`), counts them, and counts
+        for each check those that fail it. Sets `has_tag` if a prompt mentions the tag."""
+        rows = self._index.database.rows(_TEXTS, str(file.path), self._most_per_file)
         by_group: dict[int, list[dict[str, Any]]] = defaultdict(list)
         for row in rows:
             by_group[row["group"]].append(row)
@@ -372,17 +384,18 @@ class TextLint:
             best_right = max((row["reward"] for row in scored if row["correct"]), default=None)
             for row in siblings:
                 self.completions += 1
-                self.reward += row["reward"] or 0
+                self.reward_sum += row["reward"] or 0
                 self.with_answer += extract_answer(row["text"]) is not None
-                for kind in _failed_checks(row, best, best_right):
-                    self._flag(kind, file, group, row)
+                for check in _failed_checks(row, best, best_right):
+                    self._flag(check, file, group, row)
 
-    def _flag(self, kind: str, file: GroupFile, group: int, row: Mapping[str, Any]) -> None:
-        """Counts a completion (`row`) that fails the check `kind`, and keeps it as an example if
-        its reward is among the EXAMPLES highest."""
-        flag = self.flags[kind]
+    def _flag(self, check: str, file: GroupFile, group: int, row: Mapping[str, Any]) -> None:
+        """Counts a completion (`row`) that fails a check, adds its reward to the sum of such
+        rewards (a missing one counts as 0), and keeps it as an example if its reward is among the
+        EXAMPLES highest. `group`: the number of its group in the file."""
+        flag = self.flags[check]
         flag.number += 1
-        flag.reward += row["reward"] or 0
+        flag.reward_sum += row["reward"] or 0
         flag.examples.append(
             {
                 "file": file.stem,
@@ -404,35 +417,35 @@ class TextLint:
             return []
         over = f"{count(self.completions, 'completion')} of {count(self.num_read, 'step')}"
         findings = []
-        for kind, (title, text) in TEXT_CHECKS.items():
-            if not self._applies(kind):
+        for check, (title, text) in TEXT_CHECKS.items():
+            if not self._applies(check):
                 continue
-            flag = self.flags.get(kind)
+            flag = self.flags.get(check)
             if flag is None or not flag.number:
-                findings.append(finding(kind, "ok", f"No completions {title}.", f"Of {over}."))
+                findings.append(finding(check, "ok", f"No completions {title}.", f"Of {over}."))
                 continue
             share = flag.number / self.completions
             if share >= 0.001:
-                number = f"{share:.1%} of completions {title} ({flag.number:,})"
+                counted = f"{share:.1%} of completions {title} ({flag.number:,})"
             else:
-                number = f"{flag.number:,} of {count(self.completions, 'completion')} {title}"
+                counted = f"{flag.number:,} of {count(self.completions, 'completion')} {title}"
             others = self.completions - flag.number
             rest = ""
             if others:
-                rest = f", the others {(self.reward - flag.reward) / others:.3g}"
-            mean = f"Their mean reward is {flag.reward / flag.number:.3g}{rest}."
+                rest = f", the others {(self.reward_sum - flag.reward_sum) / others:.3g}"
+            mean = f"Their mean reward is {flag.reward_sum / flag.number:.3g}{rest}."
             level = "warning" if share > MANY_FLAGGED else "note"
             shown = f"Of {over}. {text} {mean}"
-            findings.append(finding(kind, level, number, shown, examples=flag.examples))
+            findings.append(finding(check, level, counted, shown, examples=flag.examples))
         return findings
 
-    def _applies(self, kind: str) -> bool:
+    def _applies(self, check: str) -> bool:
         """True if a check says something about this run. `no_answer` does only if answers stand in
         tags and most completions have an answer that can be read, `wrong_best` only if the task
         says which completions are right, all others always."""
-        if kind == "no_answer":
+        if check == "no_answer":
             return self.has_tag and self.with_answer >= self.completions / 2
-        if kind == "wrong_best":
+        if check == "wrong_best":
             return self._index.is_measured
         return True
 
@@ -462,30 +475,38 @@ def _spread(num_files: int) -> list[int]:
 def _failed_checks(
     row: Mapping[str, Any], best: float | None, best_right: float | None
 ) -> list[str]:
-    """Returns the kinds of the checks of TEXT_CHECKS that a completion fails. `best`: the highest
+    """Returns the names of the checks of TEXT_CHECKS that a completion fails. `best`: the highest
     reward in its group; `best_right`: the highest among the right completions of the group. Both
-    are None if there is none."""
+    are None if there is none.
+
+    no_answer: no answer can be read, and the reward is the highest and above 0
+    empty: fewer than 3 characters that are no spaces
+    wrong_best: it is wrong, and its reward is at least `best_right`
+    repeated: see `repeats`; not for a text of fewer than REPEATED_CHARS characters
+    many_answers: more than one <answer> with its end, or more than one \\boxed
+    """
     text = row["text"]
     reward = row["reward"]
-    kinds = []
+    failed = []
     is_best = reward is not None and reward == best and reward > 0
     if is_best and extract_answer(text) is None:
-        kinds.append("no_answer")
+        failed.append("no_answer")
     if len(text.strip()) < 3:
-        kinds.append("empty")
+        failed.append("empty")
     if row["correct"] is False and best_right is not None and reward is not None:
         if reward >= best_right:
-            kinds.append("wrong_best")
+            failed.append("wrong_best")
     if len(text) >= REPEATED_CHARS and repeats(text):
-        kinds.append("repeated")
+        failed.append("repeated")
     has_many_tags = text.count("<answer>") > 1 and text.count("</answer>") > 1
     if has_many_tags or text.count("\\boxed{") > 1:
-        kinds.append("many_answers")
-    return kinds
+        failed.append("many_answers")
+    return failed
 
 
 def repeats(text: str) -> bool:
-    """True if a text repeats itself: compression makes it much smaller."""
+    """True if a text repeats itself: compression makes it smaller than REPEATED_RATIO of its
+    size."""
     data = text.encode("utf-8", "replace")
     compressed = zlib.compress(data, 1, -15)  # -15: without zlib's header
     return len(compressed) < REPEATED_RATIO * len(data)
@@ -512,10 +533,12 @@ something else than right answers."""
 
 
 def lint(index: GroupTable, numbers: Sequence[dict[str, Any]], texts: TextLint) -> dict[str, Any]:
-    """Returns the record of the Lint view: all findings, sorted by level and then by _KINDS, and
-    how far the reading of texts has come. `numbers`: the result of `number_findings`."""
+    """Returns the record of the Lint view: all `findings`, sorted by level and then by _KINDS, and
+    how far the reading of texts has come: `read` of `files`, and `done`, True if all files were
+    read and no groups wait to be indexed. `numbers`: the result of `number_findings`."""
 
     def rank(found: Mapping[str, Any]) -> tuple[int, int]:
+        """Returns the sort key of a finding; one of an unknown kind is the last of its level."""
         kind = found["kind"]
         position = _KINDS.index(kind) if kind in _KINDS else len(_KINDS)
         return _LEVELS.index(found["level"]), position

@@ -48,8 +48,9 @@ _SPEC = re.compile(r"(\d{1,9})(?::(\d{1,9})(?:-(\d{1,9}))?)?")
 
 def write_page(config: ViewConfig, to: Path) -> tuple[list[StoredRun], int]:
     """Writes the page with all its data to one HTML file, which replaces `to` only when it is
-    whole. Returns (the runs that it shows, its size in bytes). ShoalError if no run is found, or if
-    a run lacks groups that `config.groups` names."""
+    whole. Returns (the runs that it shows, its size in bytes). Of groups it has those that
+    `config.groups` names, or some (`_chosen`). ShoalError if no run is found, or if a run lacks
+    groups that are named."""
     viewer = Viewer(config.runs)
     try:
         if not viewer.runs:
@@ -68,8 +69,8 @@ def write_page(config: ViewConfig, to: Path) -> tuple[list[StoredRun], int]:
 
 
 def page_text(content: Mapping[str, Any]) -> str:
-    """Returns the HTML of the page with script, style and data inside. `content`: the records by
-    key, and a note."""
+    """Returns the HTML of the page with script, style and data inside. `content`: `records`, by
+    their keys (`record_key`), and a `note`, which says when the page was written."""
     files = {name: data.decode() for name, data in page_files().items()}
     script = script_of(files)
     style = files["page.css"]
@@ -122,8 +123,9 @@ _EXPORT = r"^export (?=async function|function|const|let|class)"
 
 
 def record_key(view: str, parameters: Mapping[str, Any]) -> str:
-    """Returns the key of a record: the view and its parameters. It must equal that of `recordKey`
-    in data.js."""
+    """Returns the key of a record: the view and its parameters, sorted by name, without those that
+    are "" or None, such as "group&file=step_000012&group=0&run=first". It must equal that of
+    `recordKey` in data.js."""
     pairs = [view]
     for name, value in sorted(parameters.items()):
         if value not in ("", None):
@@ -132,7 +134,9 @@ def record_key(view: str, parameters: Mapping[str, Any]) -> str:
 
 
 def _records(viewer: Viewer, specs: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yields (key, record) for each view that the page can show."""
+    """Yields (key, record) for each view that the page can show, of each run and of the groups
+    that `_chosen` chooses; `specs` as there. Runs are compared in pairs only among the first
+    MAX_PAIRED."""
 
     def record(view: str, **parameters: Any) -> tuple[str, Any]:
         """Returns the key and the record of a view."""
@@ -170,7 +174,8 @@ def _records(viewer: Viewer, specs: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _whole_lint(viewer: Viewer, name: str) -> dict[str, Any]:
-    """Returns the Lint record of a run after all texts were read, or LINT_SECONDS have passed."""
+    """Returns the Lint record of a run after all texts were read, or LINT_SECONDS have passed;
+    `done` is True in either case, so that the page does not wait for more."""
     until = time.monotonic() + LINT_SECONDS
     lint = viewer.answer("lint", {"run": name})
     while not lint["done"] and time.monotonic() < until:
@@ -181,9 +186,10 @@ def _whole_lint(viewer: Viewer, name: str) -> dict[str, Any]:
 def _chosen(
     opened: OpenRun, specs: Sequence[str], lint: Mapping[str, Any], also: Iterable[str]
 ) -> list[dict[str, Any]]:
-    """Returns rows of the Groups view for the groups that `specs` name; without any, for the newest
-    step's groups and the examples of lint. `also`: filters of further groups. Raises ShoalError if
-    a spec matches nothing, or the groups are too many."""
+    """Returns rows of the Groups view, by step and group, for the groups that `specs` name
+    ("12:0-7", see `_filter`); without any, for the newest step's groups and the examples of `lint`
+    (the record of the Lint view), at most DEFAULT_GROUPS for each filter. `also`: filters of
+    further groups. Raises ShoalError if a spec matches nothing, or the groups are too many."""
     if specs:
         filters = [_filter(spec) for spec in specs]
         limit = MAX_GROUPS
@@ -205,8 +211,8 @@ def _chosen(
 
 
 def _default_filters(opened: OpenRun, lint: Mapping[str, Any]) -> list[str]:
-    """Returns filters of the Groups view for the groups of the newest step, and for the first
-    examples of each finding."""
+    """Returns filters of the Groups view for the groups of the newest training step, if there is
+    one, and for the first three examples of each finding."""
     filters = []
     steps = []
     for stem in opened.index.files:
@@ -222,7 +228,8 @@ def _default_filters(opened: OpenRun, lint: Mapping[str, Any]) -> list[str]:
 
 
 def _filter(spec: str) -> str:
-    """Converts a spec like `12:0-7` (step, groups) to a filter of the Groups view."""
+    """Converts a spec like `12:0-7` (step, groups, the last included) to a filter of the Groups
+    view: "set=train step=12 group=0..7". ShoalError if the text is no spec."""
     matched = _SPEC.fullmatch(spec.strip())
     if not matched:
         raise ShoalError(

@@ -40,7 +40,8 @@ def overview(
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Returns the whole record of the Run view except the progress: name, verdict, table, topics of
-    metrics, events, settings, reward functions, problems, evaluations, checkpoints. `weights`: the
+    metrics, events (the first MAX_EVENTS by step), settings, reward functions (`drivers`),
+    problems, evaluations, checkpoints. `main` lists the curves that are shown first. `weights`: the
     weight of each reward function; `settings`: the run's values by dotted key. Rewards are compared
     only over the steps since the reward function last changed (`run.reward_since`)."""
     since = run.reward_since
@@ -92,8 +93,9 @@ def _verdict(
     shown_events: Sequence[Mapping[str, Any]],
     settings: Mapping[str, Any],
 ) -> dict[str, str]:
-    """Computes the verdict on a run. `functions`: the result of `drivers`; `since`: rewards are
-    compared only over the steps after this version."""
+    """Returns the verdict on a run (`verdict`). `main_curve`: of the evaluations; `functions`: the
+    result of `drivers`; `since`: rewards are compared only over the steps after this version;
+    `shown_events`: records of events, by step."""
     columns = _columns_since(curves, since)
     made = int(curves.last.get("step", 0))
     return verdict(main_curve, columns, functions, shown_events, made, _steps_of(settings))
@@ -155,8 +157,9 @@ def home_row(
 
 
 def _reward_curve(curves: Curves) -> dict[str, list[Any]]:
-    """Returns the mean reward of at most MAX_SPARK equally long stretches of steps as points `x`,
-    `y`."""
+    """Returns the mean reward of at most MAX_SPARK equally long stretches of steps (the last may be
+    shorter) as points: `x`, the number of the stretch from 0, and `y`. Steps without a reward are
+    left out."""
     rewards = [value for value in curves.columns.get("reward/mean", ()) if not math.isnan(value)]
     size = math.ceil(len(rewards) / MAX_SPARK) or 1
     means = []
@@ -180,8 +183,10 @@ def failure(events: Sequence[EventLine]) -> str:
 def progress(
     run: StoredRun, curves: Curves, settings: Mapping[str, Any], is_finished: bool, cause: str
 ) -> dict[str, Any]:
-    """Returns a record on how far a run is, with the command that continues it (`resume`, "" if it
-    is finished or running) and its `state`:
+    """Returns a record on how far a run is: the `step` made last of `steps` (None: unknown), the
+    `seconds` of all steps, `step_seconds` of one and `seconds_left` (None: unknown, or it is not
+    running), the newest checkpoint (`saved`, 0 if none), the `cause` of a failure, the command that
+    continues it (`resume`, "" if it is finished or running) and its `state`:
 
     finished: it has written its summary
     failed: an error ended it (`cause`)
@@ -238,6 +243,7 @@ def before_after(run: StoredRun, evaluations: Evaluations) -> list[list[Any]]:
     rows: list[list[Any]] = []
     try:
         for row in run.before_after(evaluations, run.summary()):
+            # row[0] is a title such as "held_out mean reward (greedy, 500 questions)"
             data_set, figure, *_ = row[0].replace("mean reward", "mean_reward").split()
             change = accuracy_change(curves.get(f"evaluate/{data_set}/{figure}", {}))
             cells: list[Any] = list(row)
@@ -333,13 +339,14 @@ def distinguishing_settings(
     differing: Sequence[SettingDifference], num_runs: int
 ) -> list[list[tuple[str, Any]]]:
     """Returns for each run the (key, value) pairs among the settings in which the runs differ,
-    without values that are the key's default, or that the run does not have."""
+    without values that are the key's default, or that the run does not have. `differing`: the
+    differences of these runs, with values in their order."""
     keys = keys_of(Config)
     by_run = []
-    for number in range(num_runs):
+    for run_index in range(num_runs):
         own = []
         for difference in differing:
-            value = json_ready(difference.values[number])
+            value = json_ready(difference.values[run_index])
             default = None
             if difference.key in keys:
                 default = json_ready(keys[difference.key].default)

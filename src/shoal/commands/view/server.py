@@ -62,7 +62,7 @@ def page_files() -> dict[str, bytes]:
 
 def make_app(viewer: Viewer, token: str = "") -> ASGIApp:
     """Returns the ASGI application that serves the page and answers `/api/VIEW` with records of the
-    viewer. If `token` is not empty, requests for records must carry it."""
+    viewer, behind a `Guard`. If `token` is not empty, requests for records must carry it."""
     files = page_files()
 
     async def page(request: Request) -> Response:
@@ -111,7 +111,8 @@ def _file(files: Mapping[str, bytes], name: str) -> Response:
 
 
 def _json(record: Any, status: int = 200) -> Response:
-    """Returns a response with a record as JSON."""
+    """Returns a response with a record as JSON; NaN and infinities are null, and other values that
+    JSON lacks texts (`json_ready`)."""
     try:
         text = json.dumps(record, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError):
@@ -151,7 +152,10 @@ class Guard:
             await self._app(scope, receive, send_with_headers)
 
     def _refusal(self, request: Request) -> tuple[int, str] | None:
-        """Returns (status, reason) if a request must be refused, else None."""
+        """Returns (HTTP status, reason) if a request must be refused, else None. Refused are all
+        methods but GET and HEAD, addresses that are too long, requests of other sites and machines
+        (`cross_site_refusal`), and, if there is a token, requests for records without it in the
+        header x-shoal-token."""
         if request.method not in ("GET", "HEAD"):
             return 405, "this page only reads: GET is the one method"
         if len(request.scope.get("raw_path") or b"") + len(request.scope["query_string"]) > MAX_URL:

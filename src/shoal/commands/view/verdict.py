@@ -66,8 +66,8 @@ class Change:
 
 
 def ends(size: int) -> int:
-    """Returns how many steps at each end of `size` steps are compared: a tenth, but at least
-    PART_STEPS, and at most half."""
+    """Returns how many steps at each end of `size` steps are compared: a tenth (rounded down), but
+    at least PART_STEPS, and at most half; never fewer than 1."""
     return max(1, min(size // 2, max(PART_STEPS, size // 10)))
 
 
@@ -75,8 +75,8 @@ def accuracy_change(
     curve: Mapping[str, Sequence[Any]], first: int = 0, last: int = -1
 ) -> Change | None:
     """Returns the change between two evaluations with its 95% interval; None if there are not two,
-    or if they have no intervals. `curve`: lists x, y, low and high; `first`, `last`: positions in
-    them, by default of the first and the newest evaluation.
+    or if one has no interval. `curve`: lists x, y, low and high (`Evaluations.curves`); `first`,
+    `last`: positions in them, by default of the first and the newest evaluation.
 
     The interval of the difference of two shares follows from the intervals of both: Newcombe
     (1998), method 10."""
@@ -84,6 +84,7 @@ def accuracy_change(
         return None
     if curve["low"][first] is None or curve["low"][last] is None:
         return None
+    # In the paper's letters: p is the share before, q the one after.
     p, p_low, p_high = (curve[key][first] for key in ("y", "low", "high"))
     q, q_low, q_high = (curve[key][last] for key in ("y", "low", "high"))
     difference = q - p
@@ -93,8 +94,9 @@ def accuracy_change(
 
 
 def reward_change(values: Sequence[float]) -> Change | None:
-    """Returns the change between the means of the first and the last steps, with Welch's 99%
-    interval; None if there are too few steps for PART_STEPS at each end."""
+    """Returns the change between the means of the first and the last steps (as many as `ends`
+    says), with Welch's 99% interval; None if there are too few steps for PART_STEPS at each end.
+    NaN are left out before."""
     known = np.array(values)
     known = known[~np.isnan(known)]
     part = ends(len(known))
@@ -140,9 +142,10 @@ def drivers(
 def _driver(
     function: str, values: Sequence[float], weight: float | None, part: int
 ) -> dict[str, Any]:
-    """Returns the row of one reward function: its means over the `first` and the `last` steps (of
-    each end `part` steps), the `sign` of the change (0 within noise), and `adds`, the change times
-    the weight. A mean or `adds` that is unknown is None."""
+    """Returns the row of one reward function (`function`, its name): its means over the `first` and
+    the `last` steps (of each end `part` steps, `over` in the row), its `weight`, the `sign` of the
+    change (0 within noise), and `adds`, the change times the weight. A mean, weight or `adds` that
+    is unknown is None."""
     first = _rounded_mean(values[:part])
     last = _rounded_mean(values[-part:])
     change = None
@@ -183,11 +186,12 @@ def verdict(
     total: int | None,
 ) -> dict[str, str]:
     """Returns the verdict on a run: `level` (good, note, warning, bad or none), `text` (the
-    sentence), and `detail` (the intervals).
+    sentence), and `detail` (the intervals as text, "" if none is known).
 
     `curve`: the main curve of the evaluations; `columns`: metrics by step; `drivers`: the result of
     `drivers`; `events`: records of spikes, warnings and the like; `steps`: the number made so far,
     of `total` (None if unknown)."""
+    # Each is None if there is too little to tell.
     accuracy = accuracy_change(curve)
     reward = reward_change(columns.get("reward/mean", ()))
     # If accuracy was measured before training, the next evaluation says more than rewards do.
@@ -229,14 +233,16 @@ def _sentence(
     is_early: bool,
 ) -> tuple[str, str]:
     """Returns (level, text) of the verdict from the changes of accuracy and reward (None: unknown).
-    `lost`: the result of `_lost`. `made`: the number of steps so far, as text. `is_early`: True if
-    too few steps were made to say that a run does not learn."""
+    The accuracy decides if it has changed beyond noise, else the reward does, else
+    `_without_a_change`. `lost`: the result of `_lost`. `made`: the number of steps so far, as text.
+    `is_early`: True if too few steps were made to say that a run does not learn."""
     name = _strongest_driver(drivers)
     driven = f", driven by {name}" if name else ""
     rise = f"reward {reward.after - reward.before:+.2f}" if reward else ""
     if accuracy and accuracy.sign > 0:
         measured = count(curve["x"][-1], "step")
         best = max(range(len(curve["x"])), key=lambda position: curve["low"][position] or 0)
+        # An earlier evaluation was better than the newest beyond the noise of both.
         if (curve["low"][best] or 0) > curve["high"][-1]:
             return "warning", (
                 f"learned and lost again: accuracy {accuracy.shares} in {measured}, but "
@@ -291,7 +297,8 @@ def _without_a_change(
 
 def _strongest_driver(drivers: Sequence[Mapping[str, Any]]) -> str:
     """Returns the name, in backquotes, of the reward function that adds most to the change of the
-    reward; '' if none adds to it."""
+    reward; '' if none adds to it. `drivers`: the result of `drivers`, whose first row is the reward
+    itself."""
     name = ""
     most = 0.0
     for row in drivers[1:]:
@@ -311,8 +318,8 @@ def _collapse(events: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _few_mixed_groups(columns: Mapping[str, Sequence[float]]) -> str:
-    """Returns the end of a sentence with the share of groups whose rewards differ, if they are so
-    few that there is little to learn from; else ''."""
+    """Returns the end of a sentence with the share of groups whose rewards differ, over all steps,
+    if they are so few that there is little to learn from (the row "constant groups"); else ''."""
     shares = [share for share in columns.get("groups/nonzero_std", ()) if not math.isnan(share)]
     if not shares:
         return ""
@@ -324,8 +331,8 @@ def _few_mixed_groups(columns: Mapping[str, Sequence[float]]) -> str:
 
 
 def _lost(columns: Mapping[str, Sequence[float]], drivers: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the name of a reward function that has nearly vanished, with its means before and
-    after, as text; '' if there is none. Counts only in a run that is stuck, because nearly all
+    """Returns the name of the first reward function that has nearly vanished, with its means before
+    and after, as text; '' if there is none. Counts only in a run that is stuck, because nearly all
     completions are cut off or nearly all groups have equal rewards: in others, one function may
     rightly give way to another."""
     size = ends(len(columns.get("reward/mean", ())))
@@ -345,9 +352,9 @@ def _lost(columns: Mapping[str, Sequence[float]], drivers: Sequence[Mapping[str,
 def _unrewarded(
     columns: Mapping[str, Sequence[float]], drivers: Sequence[Mapping[str, Any]]
 ) -> str:
-    """Returns a sentence on a reward function that no completion earns, though no other one has
-    more weight: its mean over the run is near 0. Returns '' if there is none, or only one
-    function."""
+    """Returns a sentence on the first reward function that no completion earns, though no other one
+    has more weight: its mean over the run is near 0 (the row "unrewarded"). A function with values
+    below 0 does not count. Returns '' if there is none, or only one function."""
     functions = drivers[1:]
     if len(functions) < 2:
         return ""

@@ -48,13 +48,17 @@ LOOK_SECONDS, START_SECONDS = 1.0, 1.0
 """Seconds between two looks for new runs; and seconds of reading before the first answer."""
 GROUP_SECONDS = 2.0
 """How many seconds a request for a group waits until its file is read."""
-MAX_NUMBER, MOST_COMPARED, MAX_RUNS = 2**31 - 1, 3, 64
+MAX_NUMBER, MAX_NUMBER_CHARS, MOST_COMPARED, MAX_RUNS = 2**31 - 1, 40, 3, 64
+"""The largest number in a request, and the most characters of one; the most runs that a page shows
+without the list of runs (`Viewer.has_home`); and the most runs of a page."""
 
 
 class OpenRun:
     """A run together with everything that was read of it."""
 
     def __init__(self, run: StoredRun, database: Database, number: int) -> None:
+        """Prepares the reading, and reads nothing yet. `number`: the run's own among those of the
+        database, for the names of its tables."""
         self.run = run
         self.index = GroupTable(run, database, number)
         self.curves = Curves(run)
@@ -78,22 +82,23 @@ class OpenRun:
         return not self.curves.complete
 
     def open(self) -> None:
-        """Marks the run as opened by somebody: from now on `Viewer.refresh` reads its groups,
-        too."""
+        """Marks the run as opened by somebody: from now on `Viewer.refresh` reads its groups, too,
+        and until then all of its groups files count as waiting."""
         if not self.is_opened:
             self.is_opened = True
             self.index.waiting = len(self.run.group_files())
 
     def kept(self, name: str, revision: Any, make: Callable[[], Any]) -> Any:
-        """Returns the result of `make`, from the cache if it was made under the same name and
-        revision before."""
+        """Returns the result of `make()`, from the cache if the last result under this name was
+        made at the same `revision` (any value that changes with what `make` reads). The cache
+        holds one result a name, which callers share and must not change."""
         if name not in self._kept or self._kept[name][0] != revision:
             self._kept[name] = (revision, make())
         return self._kept[name][1]
 
     def _stored(self, file: str, read: Callable[[], Any]) -> Any:
-        """Returns the result of `read`, which reads this file, from the cache if the file was not
-        written since."""
+        """Returns the result of `read()`, which reads this file of the run, from the cache if the
+        file was not written since."""
         return self.kept(file, self._written(file), read)
 
     def _written(self, file: str) -> int | None:
@@ -144,8 +149,9 @@ class Viewer:
     `close`."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        """Opens the runs that `words` name: runs, or folders in which runs are and may begin.
-        Raises ShoalError if a name is wrong."""
+        """Opens the runs that `words` name (`open_runs`): runs, or folders in which runs are and
+        may begin; without words the newest run. Reads none of their figures yet. Raises ShoalError
+        if a name is wrong."""
         runs = open_runs(words)
         self._folders: list[Path] = []  # the named folders in which runs may begin
         for word in words:
@@ -177,7 +183,7 @@ class Viewer:
 
     def _open(self, runs: Sequence[StoredRun]) -> None:
         """Adds runs to those that the page shows; if there are more than MAX_RUNS, only the newest
-        stay. Sets `notice` to why some or all runs are not shown."""
+        stay. Sets `notice` to why some or all runs are not shown, "" if all are."""
         shown = [opened.run for opened in self.runs.values()]
         shown += runs
         self.notice = ""
@@ -230,7 +236,7 @@ class Viewer:
         return more
 
     def read_all(self) -> None:
-        """Reads all runs with all their groups to the end."""
+        """Reads all runs with all their groups to the end, however long that takes."""
         for opened in self.runs.values():
             opened.open()
         more = True
@@ -270,8 +276,9 @@ class Viewer:
     # ---- answering
 
     def answer(self, view: str, parameters: Mapping[str, str]) -> dict[str, Any]:
-        """Answers a request of the page: returns the record of a view. ShoalError for an unknown
-        view or run, or a bad parameter.
+        """Answers a request of the page: returns the record of a view (a name in VIEWS). All but
+        the first three views need the parameter `run`. May wait for groups (`_await_groups`), if
+        `start` was called. ShoalError for an unknown view or run, or a bad parameter.
 
         >>> viewer.answer("curves", {"run": "first", "last": "100"})
         """
@@ -280,7 +287,7 @@ class Viewer:
         query = Query(parameters)
         self._asked_last = time.monotonic()
         name = query.text("run")
-        if name in self.runs and self._thread:
+        if name in self.runs and self._thread:  # without a thread nothing reads groups meanwhile
             self._await_groups(self.runs[name], view)
         with self.database.user_query():
             if view in ("runs", "home", "compare"):
@@ -311,8 +318,9 @@ class Viewer:
             if texts is not None and texts.num_read == texts.num_files:
                 is_outdated = opened.lint_revision != opened.index.revision
             if texts is None or is_outdated:
-                is_own_task = opened.settings.get("task.name") not in ("custom", ROWS)
-                texts = opened.lint = TextLint(opened.index, is_own_task)
+                # Of a user's own task a prompt has to mention the tag first.
+                has_tag = opened.settings.get("task.name") not in ("custom", ROWS)
+                texts = opened.lint = TextLint(opened.index, has_tag)
                 opened.lint_revision = opened.index.revision
         texts.read_on()
         return texts
@@ -332,9 +340,9 @@ class Query:
     def number(
         self, name: str, default: int | None = None, least: int = 0, most: int = MAX_NUMBER
     ) -> int:
-        """Returns a parameter as an integer, the default if it is missing; ShoalError if it is out
-        of range, or missing without a default."""
-        text = self.text(name, 40)
+        """Returns a parameter as an integer from `least` to `most`, the default if it is missing or
+        empty; ShoalError if it is out of range, or missing without a default."""
+        text = self.text(name, MAX_NUMBER_CHARS)
         if not text and default is not None:
             return default
         try:
@@ -346,9 +354,10 @@ class Query:
         return value
 
     def real(self, name: str, default: float) -> float:
-        """Returns a parameter as a float, the default if it is missing or NaN."""
+        """Returns a parameter as a float, the default if it is missing, empty or NaN; ShoalError if
+        it is no number."""
         try:
-            value = float(self.text(name, 40) or default)
+            value = float(self.text(name, MAX_NUMBER_CHARS) or default)
         except ValueError:
             raise ShoalError(f"{name}: expected a number") from None
         return default if math.isnan(value) else value
@@ -400,8 +409,9 @@ def _home(viewer: Viewer, query: Query) -> dict[str, Any]:
 
 
 def _compare(viewer: Viewer, query: Query) -> dict[str, Any]:
-    """Returns the record that compares the runs that the query names (`comparison`). For two runs
-    it has also their `first` difference; unknown names are left out."""
+    """Returns the record that compares the runs whose names the query's `runs` lists, with commas
+    between (`comparison`). For two runs it has also their `first` difference
+    (`groups.first_difference`); unknown names are left out."""
     names = [name for name in query.text("runs").split(",") if name in viewer.runs]
     runs = [viewer.runs[name] for name in names]
     settings = [opened.settings for opened in runs]
@@ -415,7 +425,8 @@ def _compare(viewer: Viewer, query: Query) -> dict[str, Any]:
 
 
 def _overview(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
-    """Returns the record of the Run view."""
+    """Returns the record of the Run view: `overview`, with `progress` and the number of groups
+    files that are `waiting` to be read."""
     progress = opened.progress
     events = opened.events
     revision = (
@@ -441,7 +452,8 @@ def _overview(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
 
 
 def _curves(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
-    """Returns the curves of a run between two steps, thinned."""
+    """Returns the curves of a run between the steps `first` and `last` of the query (by default
+    all), thinned (`Curves.thinned`)."""
     first = query.real("first", -math.inf)
     last = query.real("last", math.inf)
 
@@ -481,7 +493,8 @@ def _groups(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
 
 
 def _group(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
-    """Returns the record of one group."""
+    """Returns the record of one group (`group_detail`), which the query names by `file` and
+    `group`, with the `path` of its run."""
     detail = groups.group_detail(opened.index, query.text("file"), query.number("group"))
     return detail | {"path": str(opened.run.path)}
 
@@ -499,7 +512,8 @@ def _tokens(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
 
 
 def _lint(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
-    """Returns the record of the Lint view. Each request reads further texts, until `done`."""
+    """Returns the record of the Lint view (`lint`), with the number of groups files that are
+    `waiting`. Each request reads further texts, until `done`."""
 
     def make() -> list[dict[str, Any]]:
         return number_findings(opened.index)

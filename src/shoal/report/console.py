@@ -71,7 +71,9 @@ class Console:
         self._unkept: deque[str] = deque(maxlen=_MOST_UNKEPT)
         self._write_event: WriteEvent | None = None
         self._unwritten: deque[tuple[EventLevel, str, str]] = deque(maxlen=_MOST_UNKEPT)
+        # Of steps: their pace, the number of programs compiled, when a line was printed last.
         self._pace, self._programs, self._printed_at = Pace(clock()), 0.0, -math.inf
+        # Of an evaluation's answers: their pace, and when the next line may be printed.
         self._answers, self._due = Pace(clock()), 0.0
         # rewrites a warning with the flags of another system, if these set the keys
         self.in_their_names: Callable[[str], str] = str

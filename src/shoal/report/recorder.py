@@ -143,26 +143,7 @@ class Recorder:
         metrics.add("prompts/retired", record.prompts_retired)
         self.prompts_dropped = record.prompts_dropped
         self._add_rewards(metrics, stats)
-        taken = 0  # number of tokens sampled for the groups of this step
-        for group in record.groups:
-            taken += sum(completion.num_sampled for completion in group.completions)
-        trained = 0
-        without_advantage = 0
-        for group_index, completion_index in record.logprobs:
-            completion = record.groups[group_index].completions[completion_index]
-            trained += completion.num_sampled
-            if not record.advantages[group_index].any():
-                without_advantage += completion.num_sampled
-        if stats.tokens:
-            self._add_tokens(
-                stats,
-                trained=trained - without_advantage,
-                other_terms=without_advantage,
-                no_gradient=taken - trained,
-                discarded=stats.tokens - taken,
-            )
-        else:  # nothing was sampled, because the tokens come from the data
-            self._add_tokens(stats)
+        self._account_for_step(record, stats)
         if self.mfu:
             metrics.add("mfu", self.mfu(record.groups, record.logprobs, record.seconds))
         metrics.add("version/unchanged", stats.unchanged)
@@ -206,7 +187,8 @@ class Recorder:
 
     def _add_counters(self, metrics: MetricSet, stats: RolloutStats) -> None:
         """Adds the counters of the samplers' engines as metrics `sampler/{counter}`, none for a
-        counter that is 0, and the share of slots that sampled as `sampler/places_drawing`."""
+        counter that is 0, and the share of slots that sampled as `sampler/places_drawing`. Leaves
+        `stats` as it is."""
         counters = stats.counters.copy()
         del counters["tokens"]  # `_add_tokens` counts them
         active_slots = counters.pop("active_slots", 0)
@@ -214,6 +196,30 @@ class Recorder:
         for name, value in counters.items():
             if value:
                 metrics.add(f"sampler/{name}", value)
+
+    def _account_for_step(self, record: StepRecord, stats: RolloutStats) -> None:
+        """Adds to the run's token account (`token_account`) the tokens sampled since the last step,
+        by what became of them in this step."""
+        if not stats.tokens:  # nothing was sampled, because the tokens come from the data
+            self._add_tokens(stats)
+            return
+        of_groups = 0  # number of tokens sampled for the groups of this step
+        for group in record.groups:
+            of_groups += sum(completion.num_sampled for completion in group.completions)
+        in_update = 0  # number of these in completions that were trained on
+        without_advantage = 0  # number of these in groups whose advantages are all 0
+        for group_index, completion_index in record.logprobs:
+            completion = record.groups[group_index].completions[completion_index]
+            in_update += completion.num_sampled
+            if not record.advantages[group_index].any():
+                without_advantage += completion.num_sampled
+        self._add_tokens(
+            stats,
+            trained=in_update - without_advantage,
+            other_terms=without_advantage,
+            no_gradient=of_groups - in_update,
+            discarded=stats.tokens - of_groups,
+        )
 
     def _add_tokens(self, stats: RolloutStats, **used: int) -> None:
         """Adds to the run's token account (`token_account`) the tokens that hosts sampled and lost,

@@ -201,6 +201,8 @@ class GroupWriter:
     disk does not answer."""
 
     def __init__(self, write: Callable[..., Any], folder: object = "the run folder") -> None:
+        """Starts no thread yet; the first `put` does. `write` is called with the arguments of
+        `put`."""
         self._write, self._folder = write, folder
         # An event is set once everything before it is written; None ends the thread.
         self._pending: queue.Queue[tuple[Any, ...] | threading.Event | None] = queue.Queue(

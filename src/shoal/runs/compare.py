@@ -93,7 +93,9 @@ class Comparison:
     likely_keys: list[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the comparison in JSON's own types, as `shoal.diff` returns it."""
+        """Returns the comparison in JSON's own types, as `shoal.diff` returns it: the fields under
+        their names, but `settings` as `config` (key -> both values), and of the divergence only the
+        likeliest stage, as `stage`."""
         first_metrics = None
         if self.first_metrics:
             step, metrics = self.first_metrics
@@ -402,7 +404,7 @@ def likely_keys(stages: Iterable[str], differing: Sequence[SettingDifference]) -
     order = {name: number for number, name in enumerate(keys_of(Config))}
     likely: dict[str, None] = {}  # in order, each once
     for stage in stages:
-
+        # `stage` is a default, because the loop gives the variable another value.
         def rank(difference: SettingDifference, stage: str = stage) -> tuple[int, int]:
             """Returns the sort key of a setting: the position of the stage among its stages, then
             the position of its key in the schema."""
@@ -493,7 +495,8 @@ def step_difference(
     """Returns the first difference between the groups of one step in two runs (`a`, `b`); None if
     they are equal. The data of all groups is compared first, then what was sampled in all groups,
     then rewards, then what the update computed: an earlier stage may be the cause of a later
-    difference in another group."""
+    difference in another group. If one run has more groups, that is a difference of the data, after
+    those within groups."""
     for stage, compare in _STAGES.items():
         for number, (x, y) in enumerate(zip(a, b, strict=False)):
             for what, completion, token, values in compare(x, y):
@@ -591,8 +594,8 @@ def _first_messages(a: Completion, b: Completion) -> tuple[str, str]:
 
 
 def _rewards(a: StoredGroup, b: StoredGroup) -> Differences:
-    """Yields the first difference of two groups in each array of rewards: the total, each function,
-    and which completions are valid."""
+    """Yields the first difference of two groups in each array of rewards: the total ("reward"),
+    each function ("rewards/format"), and which completions are valid ("valid")."""
     x = a.group
     y = b.group
     compared = [("reward", x.rewards, y.rewards)]

@@ -166,6 +166,7 @@ is the correlation of reward and length within the group."""
 
 MAX_TERMS, MAX_CHARS = 20, 2000
 _TERM = re.compile(r"([\w/@.-]+?)\s*(<=|>=|!=|==|=|<|>)\s*(\"[^\"]*\"|\S+)")
+"""One condition of a filter: column, operator, value."""
 
 
 def condition(text: str, functions: Iterable[str]) -> tuple[str, list[Any]]:
@@ -195,6 +196,7 @@ def condition(text: str, functions: Iterable[str]) -> tuple[str, list[Any]]:
         )
         parts.append(sql)
         values += own_values
+    # What is left must be nothing but `and`.
     words = [word for word in rest.replace(",", " ").split() if word.lower() != "and"]
     if words:
         rest = " ".join(words)
@@ -325,8 +327,8 @@ class GroupTable:
 
     def refresh(self) -> bool:
         """Indexes up to FILES_AT_ONCE new or changed files, and drops those that were deleted from
-        disk. A file that could not be read is tried again only when it changes. Returns True if
-        more files wait to be indexed."""
+        disk. A file that could not be read is a problem of the run, and is tried again only when it
+        changes. Returns True if more files wait to be indexed, `waiting` in number."""
         on_disk = self._files_on_disk()
         for gone in self.files.keys() - on_disk.keys():
             self._remove(gone)
@@ -522,9 +524,8 @@ class GroupTable:
         `sort`: a column, or with `by_prompt` also `times` or `change`; rows without a value are the
         last ones. `hits`: name of a database table of (file, group), the result of a search; only
         these groups count. "": all do. `by_prompt`: a row for each prompt that was answered more
-        than once, with its newest
-        group, the number of groups (`times`) and the change of its share of right answers, or of
-        its mean reward, since the first (`change`).
+        than once, with its newest group, the number of groups (`times`) and the change of its share
+        of right answers, or of its mean reward, since the first (`change`).
 
         ShoalError if the filter or the column to sort by is wrong."""
         where, values = condition(filter, self.functions)

@@ -309,6 +309,8 @@ class JsonlSink:
     Threads may share it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Opens the file, which need not exist; what it holds stays. ShoalError if it cannot be
+        opened."""
         self.path = Path(path)
         self._lock = threading.Lock()
         with explain_write_errors(self.path):

@@ -222,7 +222,8 @@ class StoredRun:
     @property
     def began(self) -> float:
         """The time when the run began, in seconds since the epoch: from the folder's name, which a
-        copy keeps, else the time when its settings were written; 0 if there are none."""
+        copy keeps (a local time), else the time when its settings were written; 0 if there are
+        none."""
         named = _DATE_AND_TIME.search(self.path.absolute().as_posix())
         if named:
             with contextlib.suppress(ValueError, OverflowError):
@@ -571,7 +572,8 @@ class LineReader(Generic[Line]):
 
     def _lines(self, path: Path, until: float) -> Iterator[Line]:
         """Yields the lines from the current position on, until the end of the file, the limit of
-        its size (`most_bytes`), or the time `until` (of time.monotonic)."""
+        its size (`most_bytes`), or the time `until` (of time.monotonic), which is looked at after
+        each piece of PIECE_BYTES. Sets `complete`: False only if the time was what ended it."""
         try:
             with path.open("rb") as file:
                 file.seek(self._offset)

@@ -115,8 +115,8 @@ class RunWriter:
         return self._lock.missing
 
     def remember(self, base: str | os.PathLike[str]) -> None:
-        """Writes this run to the file `last` under `base`, so that the word `last` means it; not if
-        the run is elsewhere."""
+        """Writes this run to the file `last` under `base` (and to the bucket, if `base` is in one),
+        so that the word `last` means it. Does nothing if the run is not below `base`."""
         base = check_local(os.fspath(base), "base_output_directory", RUNS)
         if self.path.resolve().is_relative_to(base.resolve()):
             write_atomically(base / LAST, [os.path.relpath(self.path, base)])

@@ -438,6 +438,7 @@ def _overview(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
     )
 
     def make() -> dict[str, Any]:
+        """Returns the record from what was read so far."""
         return overview(
             opened.run,
             opened.curves,

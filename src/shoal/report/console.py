@@ -79,7 +79,8 @@ class Console:
         self.in_their_names: Callable[[str], str] = str
 
     def keep_log(self, path: Path) -> None:
-        """Appends all lines to a file, too: those printed so far and all further ones."""
+        """Appends all lines to a file, too: those printed so far (the last _MOST_UNKEPT) and all
+        further ones. Errors of the disk are ignored."""
         self._log = path
         while self._unkept:
             self.keep(self._unkept.popleft())
@@ -95,8 +96,9 @@ class Console:
             file.write(printable(text) + "\n")
 
     def keep_events(self, write: WriteEvent | None) -> None:
-        """Passes all warnings and errors also to `write`: those so far and all further ones. With
-        None, further ones are remembered, and passed to the `write` of the next call."""
+        """Passes all warnings and errors also to `write`: those so far (the last _MOST_UNKEPT) and
+        all further ones. With None, further ones are remembered, and passed to the `write` of the
+        next call."""
         self._write_event = write
         while write and self._unwritten:
             level, text, key = self._unwritten.popleft()
@@ -141,7 +143,8 @@ class Console:
         self._event("error", line)
 
     def text(self, text: str, style: str = "") -> None:
-        """Prints a paragraph unchanged, and ends the progress bar."""
+        """Prints a paragraph, which may have several lines, and ends the progress bar. `style`: in
+        rich's words, like "bold cyan"; only a terminal shows it."""
         self.close()
         self._write(text, style)
 
@@ -338,8 +341,8 @@ class Pace:
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:
-    """Returns a text in which control characters (except line ends and tabs), and characters that
-    `encoding` lacks, are escapes."""
+    """Returns a text in which control characters (except line ends and tabs), characters that
+    change the direction of text, and characters that `encoding` lacks are escapes."""
 
     def as_escape(control: re.Match[str]) -> str:
         return control[0].encode("unicode_escape").decode()

@@ -123,9 +123,10 @@ class Recorder:
         self.folder.write_event("phase", text)
 
     def step(self, record: StepRecord) -> dict[str, float]:
-        """Records a step: completes its metrics, writes them to metrics.jsonl and to the sinks,
-        queues its groups for the thread that writes them, and prints the step's line. Returns the
-        metrics by name.
+        """Records a step: completes its metrics (adding to `record.metrics`), writes them to
+        metrics.jsonl and to the sinks, queues its groups for the thread that writes them, and
+        prints the step's line. Returns the metrics by name. Takes the source's figures since the
+        last call of `read_stats`, so call it once a step, in order.
 
         Files, screen and warnings number steps from 1: step 0 of the record is step 1 there.
         Findings of `Watch` are printed as warnings and kept in `warned`, on which the loop acts;
@@ -408,8 +409,9 @@ class Recorder:
 
     def finish(self, last: int) -> Summary:
         """Ends a run after step `last` (from 1): waits until its groups are written, prints the
-        table before and after training, facts and failures, writes summary.json, and returns its
-        content. Does not close the files (`close`)."""
+        table before and after training, facts and failures, writes summary.json, waits until the
+        bucket (if any) has everything, prints how to go on, and returns the summary. Does not close
+        the files (`close`)."""
         self.folder.begin("end", last)
         self._groups.flush()
         self._add_tokens(self.read_stats(Purpose.TRAIN))  # tokens sampled since the last step
@@ -450,7 +452,8 @@ class Recorder:
             )
 
     def _summary(self, last: int) -> Summary:
-        """Returns the content of summary.json for a run that ended after step `last`."""
+        """Returns the content of summary.json for a run that ended after step `last`. The figures
+        after training are those of the evaluation of `last`; without one they are empty."""
         before = self.evaluations.get(0, {})
         after = self.evaluations.get(last, {})
         main = next(iter(after), "")
@@ -619,9 +622,9 @@ def _add_call_metrics(
 
 
 def _add_age_metrics(metrics: MetricSet, groups: Sequence[Group], logprobs: TokenLogprobs) -> None:
-    """Adds the metrics `age/*`, which show how far samplers and trainer differ by age: how many
-    versions before this step's the oldest token of a completion was sampled. Adds none if all
-    completions are of age 0.
+    """Adds the metrics `age/ess/<age>`, `age/weight_max/<age>` and `age/logprob_mean/<age>`, which
+    show how far samplers and trainer differ by age: how many versions before this step's the oldest
+    token of a completion was sampled. Adds none if all completions are of age 0.
 
     They are computed from w = exp(trainer's log-prob - sampler's log-prob) of each sampled token.
     `logprobs`: the trainer's, by (index of the group, index of the completion), of the completions

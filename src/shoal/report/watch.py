@@ -20,8 +20,8 @@ from shoal.runs.metrics import ENVIRONMENT
 
 
 def step_figures(metrics: Mapping[str, float]) -> dict[str, Figure]:
-    """Returns name -> figure for one step: each of its metrics, and the figures that ROWS judge but
-    that are no metrics.
+    """Returns name -> figure for one step: each of its metrics that is not None, and the figures
+    that ROWS judge but that are no metrics. Those that are of some steps only are absent in others.
 
     skipped_not_finite: number of skipped updates, without those that only halve the loss scale
     skipped_without_an_update: the same, in a step of which no update was applied
@@ -182,7 +182,8 @@ class Watch:
 
     def _once(self, row: Row, figure: Figure) -> list[Finding]:
         """Returns a list with the finding of a row on a figure, and notes that it was given; [] if
-        it was given before. A finding of level "wrong" is always returned."""
+        it was given before. A finding of level "wrong" is always returned, and not noted; any other
+        has the level "warning"."""
         name = f"{row.name} {figure.subject}".strip()
         if name in self.given:
             return []

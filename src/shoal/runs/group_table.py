@@ -224,8 +224,8 @@ def _condition(sql: str, column: str, operator: str, value: str) -> tuple[str, l
 
 
 def _number(column: str, text: str) -> float:
-    """Returns the number that a filter compares a column with. ShoalError if the text is not a
-    number below 2**31."""
+    """Returns the number that a filter compares a column with. ShoalError, with the column's name,
+    if the text is no number, or one whose absolute value is 2**31 or more."""
     try:
         value = float(text)
     except ValueError:
@@ -482,8 +482,8 @@ class GroupTable:
     @property
     def weights(self) -> dict[str, float]:
         """The weight of each reward function, from the groups of the newest step, or of an
-        evaluation if there is no step; {} if there are none. Reads the file each time, because the
-        table may not have indexed it yet."""
+        evaluation if there is no step; {} if there are none, or if the file is damaged. Reads the
+        file each time, because the table may not have indexed it yet."""
         on_disk = self._files_on_disk()
         if not on_disk:
             return {}

@@ -265,14 +265,15 @@ def _step_of(record: Mapping[str, Any]) -> int:
 
 
 def open_text(path: Path, mode: str) -> Any:
-    """Opens a text file as UTF-8 with "\\n" as line end."""
+    """Opens a text file as UTF-8 with "\\n" as line end; lone surrogates are written as escapes.
+    `mode`: of `open`, like "a"."""
     # A lone surrogate, which UTF-8 cannot hold, is written as \udcxx, JSON's own escape for it.
     return path.open(mode, encoding="utf-8", errors="backslashreplace", newline="\n")
 
 
 def write_atomically(path: Path, lines: Iterable[str]) -> None:
-    """Writes lines to a file such that the file appears whole or not at all. ShoalError if it
-    cannot be written."""
+    """Writes lines (without their line ends) to a file such that the file appears whole or not at
+    all, and waits until it is on the disk. ShoalError if it cannot be written."""
     with (
         atomic_write(path) as temporary,
         explain_write_errors(path),
@@ -469,8 +470,8 @@ def reason(error: BaseException) -> str:
 
 
 def rounded(value: float) -> float | None:
-    """Returns a number rounded to six digits, which is more than a screen shows; None if it is not
-    finite."""
+    """Returns a number rounded to six significant digits, which is more than a screen shows; None
+    if it is not finite."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 

@@ -162,7 +162,7 @@ class Lease:
         return ages
 
     def check(self) -> None:
-        """Raises `Fenced` if another process has taken over."""
+        """Raises `Fenced` if another process has taken over; an error of the storage as it is."""
         newest = max(self.numbers(), default=0)
         if newest > self.number:
             name = self._holder(newest).get("name", "another process")

@@ -92,8 +92,8 @@ class Curves:
             self._halve()
 
     def _halve(self) -> None:
-        """Drops every second row, and doubles `stride`, so that half as many of the next steps are
-        kept."""
+        """Drops every second row (the 2nd, 4th, ...), and doubles `stride`, so that half as many of
+        the next steps are kept."""
         self.stride *= 2
         self.steps = self.steps[::2]
         self.columns = {name: column[::2] for name, column in self.columns.items()}
@@ -134,7 +134,7 @@ class Curves:
     @property
     def step_seconds(self) -> float | None:
         """Returns the seconds that a step lately took: the median of those of the last 20 steps
-        that compiled nothing. None if all of them compiled."""
+        that compiled nothing. None if all of them compiled, or if there is no step yet."""
         seconds = self.columns.get("time/step_seconds", ())[-20:]
         known = []
         for value, has_compiled in zip(seconds, self.compiled[-20:], strict=False):

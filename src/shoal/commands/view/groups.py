@@ -77,7 +77,9 @@ class Search:
             }
 
     def _read(self, file: GroupFile) -> None:
-        """Searches one file and adds the groups found to the table."""
+        """Searches one file, and adds the groups found, each with its number of completions that
+        match, to the table; a match in the prompt counts for all. database.error if the file is
+        damaged."""
         database = self._index.database
         groups = database.rows(
             'SELECT TRY_CAST("group" AS INTEGER) AS number, count(*) AS hits FROM read_parquet(?) '
@@ -238,8 +240,9 @@ def _value(value: Any, is_json: bool) -> Any:
 
 def _neighbours(index: GroupTable, file: GroupFile, number: int) -> dict[str, Any]:
     """Returns what the page's links to the neighbours need: the numbers of the groups before and
-    after this one in its file, and the names of the files before and after its file, among those of
-    training or of the same evaluation; None at an end."""
+    after this one in its file (`previous_group`, `next_group`), and the names of the files before
+    and after its file (`previous_file`, `next_file`), among those of training or of the same
+    evaluation; None at an end."""
     rows = index.database.rows(
         f'SELECT "group" AS number FROM {index.table} WHERE file = ? ORDER BY number', file.number
     )
@@ -507,7 +510,7 @@ def _listed(values: np.ndarray) -> list[float | None]:
 
 
 def _number(settings: Mapping[str, Any], key: str, default: float) -> float:
-    """Returns a setting as a float; the default if it is missing or no number."""
+    """Returns the setting `key` as a float; the default if it is missing or no number."""
     value = settings.get(key, default)
     return float(value) if isinstance(value, int | float) else default
 

@@ -266,8 +266,8 @@ def happened(
     run: StoredRun, events: Sequence[EventLine], curves: Curves, evaluations: Evaluations
 ) -> Iterator[dict[str, Any]]:
     """Yields the events that the page shows, in no particular order: warnings, errors and notes,
-    spikes of metrics, resumptions with other settings, and evaluations. Each has a step, a level
-    and a text."""
+    spikes of metrics (`spikes`), the first 50 resumptions with other settings, and evaluations.
+    Each is a record with `step`, `level` and `text`; of an evaluation the step is the version."""
     for event in events:
         if event.level in _SHOWN_LEVELS:
             level = _SHOWN_LEVELS[event.level]
@@ -290,7 +290,8 @@ def settings_rows(
     settings: Mapping[str, Any], decided: Collection[str] = ()
 ) -> list[dict[str, Any]]:
     """Returns a row for each setting of a run: key, value, default, help text, and `differs`, which
-    is True if somebody chose another value than the default.
+    is True if somebody chose another value than the default. None counts as the default if that is
+    empty.
 
     `settings`: dotted key -> value; a key that this version does not know has no default, and
     differs. `decided`: the keys whose values the run decided itself."""

@@ -51,7 +51,8 @@ MAX_URL = 16_384
 
 
 def page_files() -> dict[str, bytes]:
-    """Returns the contents of the page's own files by name."""
+    """Returns the contents of the page's own files by name, like "main.js"; those with an ending
+    in KINDS."""
     folder = resources.files("shoal.commands.view") / "page"
     return {
         entry.name: entry.read_bytes()

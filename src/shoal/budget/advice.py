@@ -499,18 +499,18 @@ def _other_placements(budget: Budget) -> list[Change]:
     trainer = budget.roles["trainer"].devices
     sampler = budget.roles["sampler"].devices
     reference = budget.roles["reference"].devices
-    count = len({*trainer, *sampler})
+    num_devices = len({*trainer, *sampler})
     cost = "each waits for the other"
-    if oldest_samples(config):
+    if oldest_samples(config):  # samples of an older version: both work at the same time
         cost = ""
-    sampler_sizes = [count // 2]
+    sampler_sizes = [num_devices // 2]
     if set(trainer) != set(sampler):
         sampler_sizes = [2 * len(sampler), len(sampler) // 2]
     changes = []
     for size in sampler_sizes:
-        if 0 < size < count:
+        if 0 < size < num_devices:
             values = {
-                "mesh.trainer": str(count - size),
+                "mesh.trainer": str(num_devices - size),
                 "mesh.sampler": str(size),
                 "mesh.fsdp": -1,
             }

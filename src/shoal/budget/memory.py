@@ -259,7 +259,7 @@ def activation_bytes(a: Architecture, tokens: float, dtype: Any, remat: str = "d
         # The outputs of all products of a layer, and attention's output, which is counted as wide
         # as the hidden states.
         elements_of_a_token = a.hidden_size
-        for kernel in kernel_specs(a):  # [layers, ..., in, out]
+        for kernel in kernel_specs(a):  # [layers, ..., in, out]: `out` values of a token
             elements_of_a_token += math.prod(kernel.shape) // (a.num_layers * kernel.shape[-2])
     else:
         # `attention` and `offload`: queries, keys and values, attention's output, and the hidden

@@ -143,7 +143,7 @@ def plan_slots(
         siblings = group_size
     else:
         siblings = _fewest_siblings(group_size, prompt, own)
-        if not room.slots(slots, siblings):
+        if not room.slots(slots, siblings):  # no memory for one row of so many
             siblings = 1
     if turns == "environments" or (turns and not all_at_once):
         siblings = 1  # so a completion that waits for a tool can give up its row

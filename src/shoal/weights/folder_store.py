@@ -102,10 +102,10 @@ class FolderStore(FileStore):
             self._save(folder, adapters.merge(a, whole, self.model.role))
         self.num_bytes = sum(file.stat().st_size for file in folder.iterdir())
         return FolderVersion(
-            version,
-            folder,
-            self.score(whole),
-            checksum(params),
+            version=version,
+            folder=folder,
+            probe=self.score(whole),
+            checksum=checksum(params),
             adapter=params if a.adapter else None,
             base=self.base if self.adapters else None,
         )

@@ -195,6 +195,7 @@ class ParamLayout:
         windows_of_tensor = math.ceil(tensor_bytes / window_bytes)
         steps = [_even_step(part_rows, math.ceil(part_rows / windows_of_tensor))]
         most_tensors = max(1, window_bytes // tensor_bytes)
+        # From the last dimension on: only a window with all of one takes more of the one before.
         for size in reversed(index_sizes):
             steps.insert(0, _even_step(size, min(size, most_tensors)))
             most_tensors = max(1, most_tensors // size)
@@ -308,12 +309,14 @@ def _put_rows(stored: StoredParameter, layout: ParamLayout, window: tuple[slice,
         wanted = []
         for dim, cut in enumerate(window):
             start, stop, _ = index[dim].indices(all_sizes[dim])
-            # The index counts within the window of all parts, filled up; a part's own window begins
-            # at `origin` in the files.
-            part, first = divmod(start, padded_sizes[dim])
-            last = first + stop - start
-            origin = part * layout.window_space[dim] + cut.start
-            wanted.append(slice(origin + min(first, sizes[dim]), origin + min(last, sizes[dim])))
+            # The index counts within the windows of all parts, filled up, one after the other. In
+            # the files this part's window begins at `window_start`, and nothing is filled up.
+            part, first_in_window = divmod(start, padded_sizes[dim])
+            end_in_window = first_in_window + stop - start
+            window_start = part * layout.window_space[dim] + cut.start
+            first = window_start + min(first_in_window, sizes[dim])
+            end = window_start + min(end_in_window, sizes[dim])
+            wanted.append(slice(first, end))
         # The values are never used again, because JAX on CPU may keep this memory as the array.
         values = stored.read(wanted).view(moved_dtype)
         start, stop, _ = index[row_dim].indices(all_sizes[row_dim])
@@ -352,8 +355,9 @@ def _move(
             x = lax.all_gather(x, layout.copy_axes, axis=row_dim, tiled=True)
         # From the last dimension, because its axes split the runs last.
         for dim, axes in reversed(layout.split_columns):
-            # The parts get a separate dimension: splitting within one dimension takes three times
-            # as long on CPU.
+            # [rows of a run, columns] -> [rows of the runs of all `axes`, columns / parts]. The
+            # parts get a separate dimension: splitting within one dimension takes three times as
+            # long on CPU.
             x = _split_dimension(x, dim, layout.parts(axes))
             x = lax.all_to_all(x, axes, split_axis=dim, concat_axis=row_dim, tiled=True)
             x = _join_dimensions(x, dim)
@@ -532,6 +536,7 @@ def collect(
         run_rows = padded_height // runs_of_part
         for shard in window.addressable_shards:
             starts = [cut.start or 0 for cut in shard.index[: row_dim + 1]]
+            # Skipped: copies of a run, and runs of other tensors (one for each part).
             if shard.replica_id or starts[:-1] != wanted_parts:
                 continue
             # which part of the rows the run is in, and where its rows begin in the part's window
@@ -564,7 +569,8 @@ def _take(
         part = lax.dynamic_slice(array, layout.starts(first), layout.sizes(height, array.shape))
         x = layout.declared.transpose(part).astype(dtype)
         if layout.column_axes:
-            # The exchange of `_move` backwards: rows are split, columns are joined.
+            # The exchange of `_move` backwards: [rows of all runs, columns / parts] -> [rows of a
+            # run, columns].
             x = lax.bitcast_convert_type(x, transfer_dtype(dtype, layout.mesh))
             padding = [(0, 0)] * x.ndim
             padding[row_dim] = (0, -height % layout.parts(layout.column_axes))

@@ -164,7 +164,7 @@ class MaxTextArray:
             layers = cuts.pop(STACKED_AXIS)
         elif self.layer is not None:
             layers = slice(self.layer, self.layer + 1)
-        if self.head_axis is not None:
+        if self.head_axis is not None:  # heads 2 and 3 of width 64 -> elements 128 to 255
             heads = cuts[self.head_axis]
             width = cuts.pop(self.head_axis + 1).stop
             cuts[self.head_axis] = slice(heads.start * width, heads.stop * width)
@@ -176,7 +176,7 @@ class MaxTextArray:
         """Converts a part of Shoal's parameter, with its dimension of layers if it has one, to
         MaxText's form: heads in two dimensions, rotary pairs, scaled queries, layers on axis 1.
         Scaled values are float32, others keep their type and may be a view."""
-        if self.head_axis is not None:
+        if self.head_axis is not None:  # [..., heads * width, ...] -> [..., heads, width, ...]
             axis = self.head_axis + int(self.spec.stacked)
             shape = list(values.shape)
             shape[axis : axis + 1] = [-1, self.head_dim]
@@ -196,7 +196,7 @@ class MaxTextArray:
         """Converts a part of MaxText's array to Shoal's form: the inverse of `from_shoal`."""
         if self.scanned:
             values = np.moveaxis(values, STACKED_AXIS, 0)
-        elif self.spec.stacked:
+        elif self.spec.stacked:  # one layer: a dimension of layers in front
             values = values[None]
         if self.in_pairs:  # x0 y0 x1 y1 ... -> x0 x1 ... y0 y1 ...
             by_pair = values.reshape(*values.shape[:-1], values.shape[-1] // 2, 2)
@@ -237,11 +237,11 @@ def arrays_of(a: Architecture, scan_layers: bool, pairs: bool) -> list[MaxTextAr
         for layer in layers:
             layers_name = "layers" if layer is None else f"layers_{layer}"
             array = MaxTextArray(
-                _NAMES[end_of_name].format(layers=layers_name),
-                spec,
-                layer,
-                a.head_dim,
-                head_axis,
+                name=_NAMES[end_of_name].format(layers=layers_name),
+                spec=spec,
+                layer=layer,
+                head_dim=a.head_dim,
+                head_axis=head_axis,
                 in_pairs=pairs and end_of_name.startswith(("q_proj", "k_proj")),
                 factor=query_factor if end_of_name == "q_proj.weight" else 1.0,
             )
@@ -436,13 +436,13 @@ def open_checkpoint(
         raise NotHere(tree_folder)
     complete(tree_folder)
     if model_name and "/" not in model_name:
-        name = model_name
-        model = model_name
-        a = model_named(name).architecture
+        published_name = model_name
+        fitted_to = model_name
+        a = model_named(model_name).architecture
     else:
-        name = ""
+        published_name = ""
         folder = locate(model_name or tokenizer or "", weights=False)
-        model = f"{folder}/config.json"
+        fitted_to = f"{folder}/config.json"
         a = families.architecture_of(folder)
     with reading(tree_folder), load_orbax().PyTreeCheckpointer() as reader:
         metadata = reader.metadata(tree_folder.absolute()).item_metadata
@@ -459,11 +459,11 @@ def open_checkpoint(
         has_head = any(root + _NAMES["lm_head.weight"] in shapes for root in ROOTS)
         if has_head:  # the files have a head, as in `huggingface.stored_architecture`
             a = replace(a, tie_embeddings=False)
-    root = _check_arrays(shapes, a, scan_layers, tree_folder, model)
+    root = _check_arrays(shapes, a, scan_layers, tree_folder, fitted_to)
     # an entry that `shoal convert` writes
     pairs = (metadata.custom_metadata or {}).get("rope_in_pairs")
     if pairs is None:
-        pairs = rope_is_in_pairs(name, a)
+        pairs = rope_is_in_pairs(published_name, a)
     return MaxTextCheckpoint(
         folder=tree_folder,
         architecture=a,

@@ -343,9 +343,9 @@ def _checkpoint_model(folder: Path, run: Path, version: int) -> ModelSource:
     """Returns the model of a run's folder, with the weights of one of its checkpoints."""
     a = families.architecture_of(folder)
     return ModelSource(
-        folder,
-        a,
-        functools.partial(load_parameters, run, version, a),
+        folder=folder,
+        architecture=a,
+        read=functools.partial(load_parameters, run, version, a),
         # `base` is the checkpoint, not its run, which may train further: an adapter belongs to
         # these weights.
         base=address(run / CHECKPOINTS / str(version)),
@@ -365,9 +365,9 @@ def _folder_model(
 
     is_folder = local.is_dir() and path not in PACKAGED
     source = ModelSource(
-        folder,
-        a,
-        functools.partial(huggingface.load, folder, a),
+        folder=folder,
+        architecture=a,
+        read=functools.partial(huggingface.load, folder, a),
         base=address(local.resolve()) if is_folder else path,
         check=functools.partial(_check_tensors, path, folder, a),
         digests=digests,
@@ -472,10 +472,10 @@ def _adapter_model(
         run, version = checkpoint
         facts = read_extra(run, version, "facts")
     return ModelSource(
-        tokenizer_folder,
-        a,
-        read_base,
-        config,
+        folder=tokenizer_folder,
+        architecture=a,
+        read=read_base,
+        config=config,
         digests=digests,
         read_adapter=read_adapter,
         base=base_name,

@@ -197,7 +197,13 @@ def with_scales(
         if scales.shape != num_blocks:
             continue
         scaled[name] = BlockScaledTensor(
-            tensor.file, name, "F32", tensor.shape, tensor.offset, scales, block
+            file=tensor.file,
+            name=name,
+            dtype="F32",
+            shape=tensor.shape,
+            offset=tensor.offset,
+            scales=scales,
+            block=block,
         )
         del scaled[scales.name]
     return scaled

@@ -334,10 +334,10 @@ def sample_bytes(file: Path, start: int = 0, size: int | None = None) -> bytes:
             total = os.fstat(stream.fileno()).st_size - start
         if total <= SAMPLES * SAMPLE_BYTES:
             return os.pread(stream.fileno(), total, start)
-        last = total - SAMPLE_BYTES
+        last_piece = total - SAMPLE_BYTES  # where the last piece begins
         samples = b""
         for number in range(SAMPLES):
-            position = start + last * number // (SAMPLES - 1)
+            position = start + last_piece * number // (SAMPLES - 1)
             samples += os.pread(stream.fileno(), SAMPLE_BYTES, position)
         return samples
 

@@ -184,6 +184,7 @@ def suggest_fit(budget: Budget, describe: Describe, available: float) -> Advice:
     chain: dict[str, Trial] = {}
     now = budget
     for _ in range(MOST_CHANGES):
+        # At least one change is made: a job that the compiler refused may seem to fit.
         if chain and _is_enough(now, share):
             break
         trials = saving_trials(now, describe, memory_saving_changes(now))

@@ -486,7 +486,7 @@ def load_parameters(
         as_saved = parameters
         if dtype != jnp.float32:
             # The files are read again, by pieces: in memory there would not be room for all
-            # parameters both in `dtype` and as they were saved.
+            # parameters both in `dtype` and as they were saved, in float32.
             whole = {"trainable": param_shapes(specs, role, jnp.float32)}
             as_saved = jax.tree_util.tree_map_with_path(partial(_lazily, path), whole)
         if checksum(as_saved) != saved_sum:

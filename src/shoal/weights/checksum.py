@@ -23,8 +23,8 @@ FOLD = 8
 def checksum(parameters: Any) -> int:
     """Returns a checksum of 32 bits over the bits of every array of a tree; the same however the
     arrays are split over devices. It depends on the arrays' order in the tree, not on their names;
-    None counts nothing. NumPy arrays and `LazyArray`s are copied to a device in pieces, and arrays
-    in the host's memory of a device one by one."""
+    None counts nothing. NumPy arrays are copied to a device in pieces; `LazyArray`s are read one by
+    one, and then likewise; arrays in the host's memory of a device are copied to it one by one."""
     # Computed from the list of leaves: a tree with names that change, such as numbers of versions,
     # would be traced and compiled again.
     leaves = jax.tree.leaves(parameters)
@@ -67,9 +67,9 @@ def types_text(parameters: Any) -> str:
 
 
 def host_checksum(array: np.ndarray, number: int) -> int:
-    """Returns the `array_checksum` of a NumPy array or `LazyArray` with this number in its tree,
-    computed piece by piece, because a single device might not have room for an array that is
-    usually split over devices."""
+    """Returns the `array_checksum` of a NumPy array with this number in its tree, computed piece by
+    piece, because a single device might not have room for an array that is usually split over
+    devices."""
     most_elements = PIECE_BYTES // array.dtype.itemsize
     # The last axes are whole, the first that does not fit is cut, and those before it have step 1.
     steps = []

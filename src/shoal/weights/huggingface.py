@@ -122,7 +122,7 @@ def _has_other_head(folder: Path) -> bool:
         return True
     if head.dtype not in DTYPES or embedding.dtype not in DTYPES:
         return False
-    step = max(1, COMPARED_BYTES // (4 * head.shape[1]))
+    step = max(1, COMPARED_BYTES // (4 * head.shape[1]))  # 4: bytes of a float32
     for start in range(0, head.shape[0], step):
         rows = slice(start, min(start + step, head.shape[0]))
         head_rows = StoredParameter([head]).read([rows])

@@ -289,6 +289,7 @@ def publication_program(
     on_source = NamedSharding(role.mesh, target.spec)
 
     def convert(array: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns (the array as the sampler has it, the checksum of its values)."""
         cast = array.astype(dtype)
         return reshard(cast, source, on_source), array_checksum(cast, number)
 

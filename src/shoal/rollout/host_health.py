@@ -121,18 +121,18 @@ class HostHealth:
         if not is_shared:
             return num_free > 0
         num_training = self.num_completions(Purpose.TRAIN)
-        num_own = num_training
+        num_of_purpose = num_training
         if not is_training:
-            num_own = self.num_completions() - num_training
-        if not num_own and len(self.assigned) <= 1:
-            # Accept at least one group of each purpose: where one group fills the host, the other
+            num_of_purpose = self.num_completions() - num_training
+        if not num_of_purpose and len(self.assigned) <= 1:
+            # Accept at least one group of each purpose: if one group fills the host, the other
             # purpose would wait for as long as more groups come.
             return True
         evaluation_limit = max(1, int(EVALUATION_SHARE * capacity))
         limit = evaluation_limit
         if is_training:
             limit = capacity - evaluation_limit
-        return min(limit - num_own, num_free) >= min(size, limit)
+        return min(limit - num_of_purpose, num_free) >= min(size, limit)
 
     def step_seconds(self) -> float:
         """Returns the median time of the host's compiled steps, in seconds; 0 if too few were

@@ -429,9 +429,9 @@ class TurnDriver:
         `Submit` that begins a new branch (after an `End` of the current one). Returns [], and
         changes nothing, if they do not fit."""
         assert rollout.completion is not None and rollout.prompt_ids is not None
-        num_held = self._num_tokens_in_slot(rollout, ids)
-        if num_held:
-            return self._extend_with_context(rollout, ids[num_held:].tolist())
+        num_in_slot = self._num_tokens_in_slot(rollout, ids)
+        if num_in_slot:
+            return self._extend_with_context(rollout, ids[num_in_slot:].tolist())
         used = rollout.num_tokens
         if not 0 < len(ids) <= self.max_prompt_tokens:
             return []
@@ -600,6 +600,7 @@ class TurnDriver:
             messages = self._continue_with_prompt(rollout, ids)
             if messages:
                 return messages
+            # It does not fit.
             if what == "call" and not self._num_tokens_in_slot(rollout, ids):
                 # The agent's other prompts, such as a sub-agent's, may be shorter, so the rollout
                 # is not over.

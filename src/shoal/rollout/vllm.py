@@ -318,11 +318,11 @@ class VllmEngine(HttpEngine):
         self._loaded_facts = (checksums, probe_logprobs)
         # vLLM on CPU frees the matrices that it packs, and its checksum lacks these: the weights
         # count as unchanged only if both facts are.
-        stands_still = facts_before == self._loaded_facts
-        if stands_still and self.parameters and self._must_differ(self.parameters, weights):
-            what = "reload_weights" if weights.base is None else "load_lora_adapter"
+        is_unchanged = facts_before == self._loaded_facts
+        if is_unchanged and self.parameters and self._must_differ(self.parameters, weights):
+            call_name = "reload_weights" if weights.base is None else "load_lora_adapter"
             raise HostRefused(
-                f"it answered {what} with 200 and still has the weights of version "
+                f"it answered {call_name} with 200 and still has the weights of version "
                 f"{self.version}, not {weights.version}: it takes no weights over HTTP"
             )
         if probe_logprobs:

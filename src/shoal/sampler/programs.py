@@ -932,10 +932,11 @@ def _decode(
         """Returns the numbers of rows and of slots that have ended, int32[2]."""
         return jnp.stack([done.all(-1).sum(dtype=jnp.int32), done.sum(dtype=jnp.int32)])
 
-    most = num_ended(start.done) + enough[0]
+    # numbers of ended rows and slots at which this decode stops
+    stop_at = num_ended(start.done) + enough[0]
 
     def unfinished(step: jax.Array, done: jax.Array) -> jax.Array:
-        return (step < CHUNK) & ~done.all() & (num_ended(done) < most).all()
+        return (step < CHUNK) & ~done.all() & (num_ended(done) < stop_at).all()
 
     def one_token(carry: tuple[jax.Array, jax.Array, DecodeState, SampledTokens]) -> tuple:
         """Samples one token in every live slot. `carry`: (whether to go on; how many tokens this

@@ -213,18 +213,16 @@ def sampling_support(masses: jax.Array, params: SamplingArrays) -> jax.Array:
 
     # The order of transformers' samplers: top-k, then top-p (arXiv 1904.09751), then min-p (arXiv
     # 2407.01082).
-    smallest = _largest(has_top_k, by_count)
-    total = mass_from(smallest)
+    least_of_top_k = _largest(has_top_k, by_count)  # float32[N], the least mass that is kept
+    total = mass_from(least_of_top_k)
 
     def has_top_p(bound: jax.Array) -> jax.Array:
         """bool[N]: True if those of the top_k with this mass or more have top_p of their mass."""
-        return mass_from(jnp.maximum(bound, smallest)) >= params.top_p * total
+        return mass_from(jnp.maximum(bound, least_of_top_k)) >= params.top_p * total
 
-    nucleus = _largest(has_top_p, by_mass)
-    return (
-        masses
-        >= jnp.maximum(jnp.maximum(smallest, nucleus), params.min_p * masses.max(-1))[:, None]
-    )
+    least_of_top_p = _largest(has_top_p, by_mass)
+    least_of_both = jnp.maximum(least_of_top_k, least_of_top_p)
+    return masses >= jnp.maximum(least_of_both, params.min_p * masses.max(-1))[:, None]
 
 
 def _largest(holds: Callable[[jax.Array], jax.Array], wanted: jax.Array) -> jax.Array:
@@ -241,6 +239,7 @@ def _largest(holds: Callable[[jax.Array], jax.Array], wanted: jax.Array) -> jax.
         return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
     def narrow(turn: jax.Array, bits: jax.Array) -> jax.Array:
+        """Sets the next lower bit (29 at first) in each row for which `holds` is still true then."""
         more = bits | (jnp.uint32(2**29) >> turn.astype(jnp.uint32))
         return jnp.where(holds(value(more)), more, bits)
 

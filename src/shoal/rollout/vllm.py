@@ -410,7 +410,8 @@ class VllmEngine(HttpEngine):
 
 
 def _distribution(params: SamplingParams) -> dict[str, Any]:
-    """Returns the fields of a request that set the distribution from which tokens are sampled."""
+    """Returns the fields of a request that set the distribution from which tokens are sampled:
+    temperature, top_k, top_p and min_p."""
     return {
         "temperature": params.temperature,
         "top_k": params.top_k,
@@ -420,8 +421,8 @@ def _distribution(params: SamplingParams) -> dict[str, Any]:
 
 
 def read_counters(text: Any) -> float:
-    """Returns the sum of a server's counters of tokens; 0 if the answer has none, for example a
-    proxy's page or JSON."""
+    """Returns the sum of a server's counters of tokens. `text`: the answer of /metrics; 0 if it has
+    none, for example a proxy's page or JSON."""
     if not isinstance(text, str):
         return 0.0
     try:
@@ -432,8 +433,8 @@ def read_counters(text: Any) -> float:
 
 def read_tokens(choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:
     """Returns (token ids, log-probs) of a choice, in any of vLLM's forms: log-probs as a list
-    `token_logprobs`, or as `content` with an object for each token, which may name the token by its
-    id ("token_id": 7, or "token": "token_id:7"). ValueError if ids and log-probs do not match, or a
+    `token_logprobs`, or as `content` with an object for each token, which names the token by its id
+    ("token_id": 7, or "token": "token_id:7"). ValueError if ids and log-probs do not match, or a
     number is out of range; KeyError if one is missing."""
     ids = [int(id) for id in choice["token_ids"]]
     stored = choice.get("logprobs") or {"content": []}
@@ -481,7 +482,8 @@ def read_reason(
 ) -> StopReason | None:
     """Returns why a completion ended; None if the server returned it unfinished (`finish_reason`
     "abort"). `ids`: its tokens in this answer. ValueError if it ended at a token that is not an end
-    token, or has tokens after one; KeyError for an unknown `finish_reason`."""
+    token, or has tokens after one; LookupError for an unknown `finish_reason`, or an end without a
+    token."""
     for position, id in enumerate(ids[:-1]):
         if id in eos_ids:
             raise ValueError(

@@ -81,7 +81,8 @@ class WorkerFingerprint:
 
     @classmethod
     def read(cls, file: Path) -> WorkerFingerprint:
-        """Reads a fingerprint from a file that `write` made. ShoalError if the file is damaged."""
+        """Reads a fingerprint from a file that `write` made. ShoalError if the file is damaged or
+        cannot be read."""
         try:
             stored = json.loads(file.read_text(encoding="utf-8"))
             tokens = np.array(stored["tokens"], np.int32)

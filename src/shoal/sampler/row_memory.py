@@ -149,6 +149,7 @@ class ParkedRows:
             return keys[:, :num_prompt]  # [K, Tp, A]: K heads, Tp positions
 
         def used_own(keys: np.ndarray) -> np.ndarray:
+            """Returns the completions' keys up to the longest one's last."""
             if keys.ndim == 5:  # by pages: [W, T, K, PAGE, 2 A], T pages a slot
                 num_pages = -(-num_own // keys.shape[-2])
                 return keys[:, :num_pages]

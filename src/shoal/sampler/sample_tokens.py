@@ -77,8 +77,9 @@ def sample_tokens(
     log-prob float32[N], support ids int32[N, K] or None).
 
     The log-prob is under the distribution that was sampled from, including temperature and
-    truncation; that of a greedy token is at temperature 1, untruncated. `truncated` is static:
-    without it no bounds are searched. `max_support` is K: truncation then keeps at most K tokens,
+    truncation; that of a greedy token (temperature 0: the most likely, whatever `uniforms`) is at
+    temperature 1, untruncated. `truncated` is static: without it no bounds are searched, so
+    top_k, top_p and min_p must be off. `max_support` is K: truncation then keeps at most K tokens,
     and the support ids say which (-1 fills up; all -1 means that every token was kept); 0: the
     number is not limited, and the support ids are None. `uniforms`: random numbers in (0, 1); the
     same one gives the same token. For `role` and `width`, which split the vocabulary, see
@@ -239,7 +240,7 @@ def _largest(holds: Callable[[jax.Array], jax.Array], wanted: jax.Array) -> jax.
         return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
     def narrow(turn: jax.Array, bits: jax.Array) -> jax.Array:
-        """Sets the next lower bit (29 at first) in each row for which `holds` is still true then."""
+        """Sets the next lower bit (29 at first) in each row for which `holds` then is true."""
         more = bits | (jnp.uint32(2**29) >> turn.astype(jnp.uint32))
         return jnp.where(holds(value(more)), more, bits)
 

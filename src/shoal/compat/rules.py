@@ -124,8 +124,8 @@ AXES = ("data", "fsdp", "context", "tensor")
 def sampler_tensor(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts the number of devices that share a sampler (MaxText, TRL, verl) to
     mesh.sampler_tensor, with sampler.kind=vllm to sampler.devices_per_worker; -1 and 1 leave it
-    open (0). Scripts often set it for a machine with eight devices, so it is dropped if the
-    sampler's number of devices is known and no multiple of it."""
+    open (mesh.sampler_tensor=0). Scripts often set it for a machine with eight devices, so nothing
+    is set if the sampler's number of devices is known and no multiple of it."""
     name, text = last_of(given)
     # -1 and 1 are defaults that scripts write out. Left open, a replica gets more devices if it
     # does not fit on one.
@@ -304,8 +304,8 @@ def verl_micro_batch(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Senten
 def verl_mini_batches(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts verl's ppo_mini_batch_size, the prompts of an update, to algorithm.num_minibatches;
     if a step has fewer prompts, it is one update. In fully_async_policy a step has require_batches
-    updates, which also gives batch.prompts_per_step. ShoalError if a step is no whole number of
-    updates, or if the size of one of them is missing."""
+    updates, which also gives batch.prompts_per_step. ShoalError if ppo_mini_batch_size does not
+    divide the prompts of a step or is missing, or if the prompts are 0 without require_batches."""
     named = last_part(given)
     if "ppo_mini_batch_size" not in named:
         raise ShoalError(

@@ -46,10 +46,10 @@ _AGGREGATIONS = (
 
 
 def read_lora(given: FlagTexts) -> KeyValues:
-    """Converts the flags of an adapter to model.lora. With lora_adapter_path only the folder is
-    set, because its adapter has its own rank, alpha and targets, and algorithm.reference=base.
-    Without a rank (or 0) and a folder there is no adapter, and nothing is set. By default alpha is
-    16 and the targets are all matrices."""
+    """Converts the flags of an adapter to model.lora. With lora_adapter_path model.lora.path and
+    algorithm.reference=base are set, and nothing else, because the adapter in the folder has its
+    own rank, alpha and targets. Without a rank (or 0) and a folder there is no adapter, and nothing
+    is set. By default alpha is 16 and the targets are all matrices."""
     named = last_part(given)
     path = named.get("lora_adapter_path")
     if path:
@@ -64,10 +64,11 @@ def read_lora(given: FlagTexts) -> KeyValues:
 
 
 def read_loss(given: FlagTexts) -> KeyValues:
-    """Converts loss_mode to algorithm.loss (with the clips of that loss) and loss_agg_mode to
-    algorithm.aggregation; what is not given is not set. geo_mean and sapo average over completions
-    whatever loss_agg_mode says; verl's gspo has a gradient for each token, so it is gspo-token
-    here. Only vanilla has a dual clip (rules.verl_dual_clip). ShoalError for an unknown value."""
+    """Converts loss_mode to algorithm.loss, with what that loss fixes in verl (no dual clip, both
+    bounds for cispo), and loss_agg_mode to algorithm.aggregation; what is not given is not set.
+    geo_mean and sapo average over completions whatever loss_agg_mode says; verl's gspo has a
+    gradient for each token, so it is gspo-token here. Only vanilla has a dual clip
+    (rules.verl_dual_clip). ShoalError for an unknown value."""
     named = last_part(given)
     mode = named.get("loss_mode", "")
     values = {}

@@ -57,8 +57,9 @@ class EvalConfig:
     mesh: MeshSection = field(default_factory=MeshSection)
 
     def __post_init__(self) -> None:
-        """Checks the values: raises ShoalError, which names the key, if `pass_k` is negative or
-        `batch` has no room for the completions of a question."""
+        """Checks the values: raises ShoalError, which names the key, if `pass_k` is negative, or
+        `batch` is below 1 or, times `mesh.tensor`, below `pass_k`: the completions of a question
+        need room."""
         at_least(self, "", 0, "pass_k", note="off")
         least = max(1, -(-self.pass_k // self.mesh.tensor))
         require(
@@ -89,7 +90,7 @@ class GenerateConfig:
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if `num_generations` is below
-        1 or `batch` has no room for the completions of a prompt."""
+        1, or `batch` times `mesh.tensor` is below it: the completions of a prompt need room."""
         at_least(self, "", 1, "num_generations")
         least = -(-self.num_generations // self.mesh.tensor)
         require(

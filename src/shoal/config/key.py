@@ -238,8 +238,9 @@ def text_of(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Returns a configuration's value as a user types it. Floats are written in the shortest form
-    that reads back as the same number, so the text may be typed again."""
+    """Returns a configuration's value as a user types it: `[a,b]` for a tuple, a float in the
+    shortest form that reads back as the same number, so the text may be typed again; other values
+    as `text_of` writes them."""
     if isinstance(value, tuple):
         return "[" + ",".join(map(shown, value)) + "]"
     if isinstance(value, float):
@@ -381,7 +382,8 @@ def _convert_scalar(key: Key, value_type: Any, value: Any) -> Any:
 
 
 def _wrong_type(key: Key, value: Any, wanted: str) -> ShoalError:
-    """Returns (does not raise) the error for a value that is not of its key's type."""
+    """Returns (does not raise) the error for a value that is not of its key's type, `KEY=VALUE:
+    expected WANTED`. `wanted`: the accepted values, in words."""
     if value is None or isinstance(value, bool):
         typed = text_of(value)
     else:

@@ -268,7 +268,8 @@ class Merged:
 
     def _add_settings(self) -> None:
         """Fills `settings` with the settings of all layers, each with the key that its name stands
-        for. Leaves out unknown names, and adds an error for them to `errors`."""
+        for. Leaves out names that are no key, and adds to `errors` one message for all unknown
+        names and one for each other name, like a section's."""
         unknown = []
         for layer_index, layer in enumerate(self.layers):
             for setting in layer.settings:
@@ -632,8 +633,6 @@ def _notes(config: Any, merged: Merged, file: Path | None, has_preset: bool) -> 
     the file that a preset replaces, and the values from presets that are in effect and differ from
     Shoal's defaults. `file`: the file or preset that was loaded, None if none was; `has_preset`:
     True if `--preset` was given."""
-    config_type = type(config)
-    keys = keys_of(config_type)
     skipped = [name for layer in merged.layers for name in layer.skipped]
     if file and skipped:
         more = ", ..." if len(skipped) > 3 else ""
@@ -641,10 +640,20 @@ def _notes(config: Any, merged: Merged, file: Path | None, has_preset: bool) -> 
             f"{file} holds {count(len(skipped), 'key')} that only training reads, passed over: "
             f"{', '.join(skipped[:3])}{more}"
         )
+    if file and not is_packaged(file) and not has_preset:
+        yield from _preset_not_loaded(config, merged, file)
+    yield from _replaced_in_files(merged)
+    yield from _values_of_presets(config, merged)
+
+
+def _preset_not_loaded(config: Any, merged: Merged, file: Path) -> Iterator[str]:
+    """Yields a line if the task has a preset that was not loaded because the user's file was, and
+    the preset sets keys that are set nowhere."""
+    config_type = type(config)
     preset = None
-    if file and not is_packaged(file) and not has_preset and "task.name" in merged.in_effect:
+    if "task.name" in merged.in_effect:
         preset = preset_of_task(command_of(config_type), config.task.name)
-    if file and preset:
+    if preset:
         of_preset = merge_typed(config_type, file_layers(config_type, preset, ""))
         keys_given = set(merged.in_effect)
         for _, setting in merged.settings:
@@ -657,7 +666,12 @@ def _notes(config: Any, merged: Merged, file: Path | None, has_preset: bool) -> 
                 f"and {len(not_given) - 1} more keep their defaults): `defaults: [{preset.stem}, "
                 "_self_]` in the file loads it"
             )
-    yield from _replaced_in_files(merged)
+
+
+def _values_of_presets(config: Any, merged: Merged) -> Iterator[str]:
+    """Yields a line for each preset of a task, recipe or algorithm with the values from it that are
+    in effect and differ from Shoal's defaults; of more than MANY values only the first FEW."""
+    keys = keys_of(type(config))
     changed: dict[str, list[str]] = {}  # label of a preset's layer -> its values, as texts
     for key in merged.in_effect:
         layer = merged.layers[merged.layer_index(key)]

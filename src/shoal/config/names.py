@@ -144,6 +144,19 @@ def find_key(config_type: type, name: str) -> Key:
             f"{name}: shoal {command_of(config_type)} has no use for it, shoal train does"
             f"{did_you_mean(name, names) or ': leave it out here'}"
         )
+    reason = f"there is no such key{_suggestion(config_type, name)}"
+    # `dataset` looks like a misspelled mesh.data, but nobody who writes it means that.
+    if name == "dataset" or not did_you_mean(name, names):
+        reason = _why_unsupported(name) or reason
+    raise UnknownKey(f"{name}: {reason}")
+
+
+def _suggestion(config_type: type, name: str) -> str:
+    """Returns the end of a message about an unknown name, `, did you mean lr (optimizer.lr)?`, for
+    the nearest key, short form or flag of another system that the command accepts; '' if none is
+    near. A flag is suggested only if it is nearer than Shoal's own names by more than
+    OURS_FIRST."""
+    names = names_of(config_type)
     # Names to suggest: a key, a short form or another system's flag -> its key, or several keys
     # with commas.
     keys_by_name = {}
@@ -160,11 +173,7 @@ def find_key(config_type: type, name: str) -> Key:
         shown_as[known] = known
         if known != key:
             shown_as[known] = f"{known} ({key})"
-    reason = f"there is no such key{did_you_mean(name, [meant], shown_as)}"
-    # `dataset` looks like a misspelled mesh.data, but nobody who writes it means that.
-    if name == "dataset" or not did_you_mean(name, names):
-        reason = _why_unsupported(name) or reason
-    raise UnknownKey(f"{name}: {reason}")
+    return did_you_mean(name, [meant], shown_as)
 
 
 def _why_unsupported(name: str) -> str:

@@ -230,9 +230,9 @@ class Config:
 
     @property
     def turns(self) -> Turns:
-        """Returns what makes this run's rollouts have several turns, also if the task itself brings
-        tools or environments: `environments` (environments, a rollout function or an agent), else
-        `tools`; '' if they have one turn."""
+        """Returns what makes this run's rollouts have several turns: `environments` (environments,
+        a rollout function or an agent), else `tools`; '' if they have one turn. The task `guess`
+        brings environments, and `calculator` tools."""
         if (
             self.environment.factory
             or self.environment.rollout

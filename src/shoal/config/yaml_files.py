@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,7 @@ def _leaves(file: Path, is_key: Callable[[str], bool]) -> list[tuple[str, Any, i
 
 def _walk(
     loader: Any, node: Any, head: str, is_key: Callable[[str], bool], lines: dict[str, int]
-) -> Any:
+) -> Iterator[tuple[str, Any, int]]:
     """Yields (dotted name, value, line) for every value below a YAML node; the value of a key may
     be a mapping. `loader`: makes values from nodes; `head`: what to put before each name, '' or
     `section.`; `is_key`: as in `_leaves`. `lines`: name -> line so far, which is added to;

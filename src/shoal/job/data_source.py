@@ -25,9 +25,10 @@ from shoal.tasks.task import Task
 
 
 def for_training(task: Task, config: Config) -> Task:
-    """Returns the task as a training run uses it: without evaluation sets if none are evaluated; if
-    the data's answers are learned, with prompts that end before the assistant's first turn.
-    ShoalError if rows then have nothing to learn."""
+    """Returns the task as a training run uses it: without evaluation sets if `evaluate_every` is
+    negative; if the data's answers are learned, with prompts that end before the assistant's first
+    turn. In that case a note is added if rows have empty answers, and ShoalError is raised if rows
+    have nothing to learn."""
 
     def example_of(row: int) -> Example:
         """Returns training row `row` whose prompt ends before the assistant's first turn; the row
@@ -86,7 +87,7 @@ def _notes_of_answers(task: Task) -> list[str]:
 
 def _is_empty(answer: Any) -> bool:
     """True if an answer is a text of only white space, or turns among which at least one has
-    nothing besides its role."""
+    nothing besides its role. `answer`: a text, or a list of messages."""
     if isinstance(answer, str):
         return not answer.strip()
     for turn in answer:

@@ -136,8 +136,9 @@ def _depends_on_devices(config: Config) -> bool:
 
 
 def _has_processes(config: Config, findings: Findings) -> bool:
-    """True, with a warning, if the run has several processes: a dry run starts none, so it does not
-    know all devices."""
+    """True if the run has several processes, with a warning among `findings`: a dry run starts
+    none, so it does not know all devices. ShoalError if the keys of `mesh` about processes are
+    wrong."""
     mesh = config.mesh
     if not (mesh.coordinator or mesh.processes or mesh.process >= 0):
         return False

@@ -148,7 +148,8 @@ class StepTrial:
 
     @property
     def nonzero_std(self) -> float:
-        """Share of groups whose rewards differ; only these have a signal to learn from."""
+        """Share of groups in which the rewards of valid completions differ; only these have a
+        signal to learn from."""
         differs = []
         for group in self.groups:
             differs.append(nonzero_std(group.rewards[None], group.valid[None])[0])
@@ -276,8 +277,9 @@ def _sample(
 
 def _update(trial: StepTrial, config: Config, learner: Learner, parameters: Params) -> None:
     """Computes the gradients of up to NUM_MICRO_BATCHES micro-batches of the trial's groups (of
-    all, also those whose rewards do not differ), applies them, and writes into `trial` the times
-    and how the trainer's log-probs differ from the sampler's."""
+    all, also those whose rewards do not differ), applies them, and writes into `trial` the times,
+    how the trainer's log-probs differ from the sampler's, the entropy, and whether the update was
+    skipped."""
     table = StepTable.of(trial.groups, config.algorithm)
     # Completions whose reward is invalid are included, because their log-probs can be compared too.
     groups = [replace(group, valid=np.ones(group.size, bool)) for group in trial.groups]

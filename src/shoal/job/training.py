@@ -201,8 +201,9 @@ def checked_facts(job: Job, models: LoadedModels) -> dict[str, Any]:
 def open_folder(job: Job) -> RunWriter:
     """Returns the writer of the run's folder, which stays locked until the job is closed: a new
     folder, or that of the run that is resumed. ShoalError if another process has just started the
-    same run. With several processes the first one locks and writes the folder; the others get a
-    writer that knows its path and writes nothing."""
+    same run. With several processes the first one locks and writes the folder; the others wait for
+    its name, and get a writer that knows the path and writes nothing. Prints where the folder is,
+    and a warning if its file system grants no locks."""
     config, console, stack = job.config, job.console, job.stack
     if not job.world.is_main:
         folder_names = job.world.exchange_json("the run folder's name", "")

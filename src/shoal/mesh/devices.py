@@ -377,7 +377,8 @@ def uses_pathways(section: MeshSection) -> bool:
 
 
 def check_pathways() -> None:
-    """Raises ShoalError if the proxy's address or Pathways' client is missing."""
+    """Raises ShoalError if the proxy's address (JAX_BACKEND_TARGET) or Pathways' client (the
+    package pathwaysutils) is missing."""
     target = jax.config.values["jax_backend_target"]
     if not target:
         raise ShoalError(
@@ -487,7 +488,8 @@ def as_mesh(grid: np.ndarray, axes: Sequence[str]) -> Mesh:
 
 def arrange(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
     """Returns the devices of one slice as an array of `shape`; on a TPU neighbours in the array are
-    neighbours in the torus if possible."""
+    neighbours in the torus if possible, otherwise the devices keep their order. `shape`: its
+    product is the number of devices."""
     if devices[0].platform == "tpu":
         try:
             return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)

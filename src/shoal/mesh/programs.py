@@ -159,8 +159,8 @@ class Program:
             _wait(oldest)  # without holding the locks, so that other threads can dispatch meanwhile
 
     def _dispatch(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Calls the compiled function, and appends one of its outputs to the queue of unfinished
-        programs of its devices."""
+        """Calls the compiled function and returns its outputs. If the program is queued, appends
+        one of them to the queue of unfinished programs of its devices."""
         result = self._known_options(lambda: self._jitted(*args, **kwargs))
         last = result[-1] if isinstance(result, tuple) else result
         # The smallest array stands for all: a program's outputs are ready at once, and a queue must

@@ -190,7 +190,8 @@ def _steps(before: Layout, after: Layout) -> Iterator[Step]:
 
 def _move(now: Layout, wrong: Sequence[int], next_axes: Mapping[str, int]) -> Step | None:
     """Returns the step that moves the innermost axis of a wrongly split dimension to the dimension
-    that needs this axis next; None if there is none."""
+    that needs this axis next; None if there is none. `now`: the present layout; `wrong`: the
+    wrongly split dimensions; `next_axes`: axis -> the dimension that needs it next."""
     for dim in wrong:
         axis = now[dim][-1]
         if axis in next_axes:
@@ -200,7 +201,8 @@ def _move(now: Layout, wrong: Sequence[int], next_axes: Mapping[str, int]) -> St
 
 def _slice(now: Layout, next_axes: Mapping[str, int]) -> Step | None:
     """Returns the step by which an axis that splits nothing yet splits the dimension that needs it
-    next; None if there is none."""
+    next; None if there is none. `now`: the present layout; `next_axes`: axis -> the dimension that
+    needs it next."""
     for axis, dim in next_axes.items():
         if not any(axis in axes for axes in now):
             return Step("slice", axis, dim)
@@ -210,7 +212,8 @@ def _slice(now: Layout, next_axes: Mapping[str, int]) -> Step | None:
 def _gather(now: Layout, wrong: Sequence[int], after: Layout) -> Step:
     """Returns the step that gathers a wrongly split dimension over its innermost axis. It prefers a
     dimension that is split in the target too, because that one is split again before more is
-    gathered."""
+    gathered. `now`: the present layout; `wrong`: the wrongly split dimensions, at least one;
+    `after`: the layout that is wanted."""
     dim = wrong[0]
     for candidate in wrong:
         if after[candidate]:

@@ -169,8 +169,9 @@ class Role:
         return self.constrain(x, "rows", *inner_axes)
 
     def join_rows(self, x: jax.Array) -> jax.Array:
-        """Undoes `split_rows`, inside a compiled function: returns whole rows, each copied to all
-        of the `context` devices that held its parts."""
+        """Undoes `split_rows`, inside a compiled function: [R * context, T / context, ...] -> [R,
+        T, ...]. Returns whole rows, each copied to all of the `context` devices that held its
+        parts; x itself if `context` is 1."""
         if self.context == 1:
             return x
         num_rows = x.shape[0] // self.context

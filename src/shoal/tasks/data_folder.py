@@ -340,6 +340,7 @@ def fetch_folder(task: TaskSection, published: Published) -> DataFolder:
         )
     declared = open_folder(_download(path, published, ["README.md"]), published).declared
     splits: Mapping[str, Sequence[str]] = {}
+    # `task.split` may name a subset (`_subset_in_split`); "" is the default one.
     for name in (task.subset, task.split, published.subset, ""):
         if name in declared:
             splits = declared[name].splits

@@ -426,9 +426,11 @@ def read_score(reply: str, highest: float) -> float | None:
     labels = list(_LABEL.finditer(text))
     for label in reversed(labels):
         match = _LABELLED_NUMBER.match(text, label.end())
+        # `Score: 10 = perfect` explains the scale: an earlier label has the score.
         if match is not None and match["scale"] is None and _OF_THE_SCALE.match(text, match.end()):
             continue
         is_below = match is not None and "\n" in text[label.end() : match.start("number")]
+        # `Score:`, then a line `1. The answer is wrong`: a list, and no score.
         if match is not None and is_below and _ITEM_OF_LIST.match(text, match.end()):
             return None
         return _score_on_scale(match, highest)

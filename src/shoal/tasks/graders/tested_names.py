@@ -45,7 +45,7 @@ def tested_names(case: Mapping[str, Any]) -> TestedNames:
     reference = _Code.read([case.get("reference", "")])
     entry_point = case.get("entry_point", "")
 
-    own = tests.bound | given.bound
+    own = tests.bound | given.bound  # what needs nothing from the candidate
     wanted = {name for name in tests.used - own if not name.startswith("__")}
     # What the solution defines is what is tested, even if it has the name of a builtin or a module.
     names = wanted & reference.defined
@@ -57,6 +57,7 @@ def tested_names(case: Mapping[str, Any]) -> TestedNames:
         if bound & (wanted | {"*"}):  # `from module import *` may bind any of them
             imports.append(statement)
     wanted -= reference.imported
+    # What is left, the reference neither defines nor imports: a module, or a spare name.
     # A name whose attributes are read, and that is not called, is a module.
     modules = (wanted & sys.stdlib_module_names & tests.opened) - tests.called
     for name in sorted(modules):

@@ -25,6 +25,7 @@ from shoal.config.merge import compose
 from shoal.config.sections.reward import RewardSection
 from shoal.protocols import Host, RolloutStats, SampleRequest
 from shoal.records import Completion, Example, Group, Purpose, RewardFunction, StopReason
+from shoal.report.watch import Watch
 from shoal.rewards.pool import RewardPool
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.host import EngineHost, ThreadHost
@@ -187,7 +188,7 @@ class FakeTrainer:
         self.learner = SimpleNamespace(
             init=lambda parameters: SimpleNamespace(trainable=weights(0), frozen=None)
         )
-        self.watch = SimpleNamespace(streaks={})
+        self.watch = Watch()
 
     def update(self, state: Any, groups: Sequence[Any], step: int) -> tuple[Any, Any]:
         begin = time.perf_counter()

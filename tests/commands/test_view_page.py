@@ -417,6 +417,8 @@ def test_findings_stand_beside_the_verdict(page, tmp_path):
     with viewed(write_run(tmp_path / "hacked", 40, hacked)) as address:
         page.goto(address)
         settle(page, "Findings, the worst first")
+        # While groups are still read, there may be one finding alone.
+        page.wait_for_function("() => document.querySelectorAll('.findings li').length > 1")
         assert (
             page.locator(".findings li")
             .first.inner_text()
@@ -672,7 +674,11 @@ def test_a_run_that_trains_is_followed(page, workshop):
             page.wait_for_function(
                 "() => document.querySelector('.status .badge.finished')", timeout=90_000
             )
-            assert seen and "step 5 of 5" in page.locator(".status").inner_text()
+            # The summary may be read before the last lines of metrics.
+            page.wait_for_function(
+                "() => document.querySelector('.status').innerText.includes('step 5 of 5')"
+            )
+            assert seen
             assert page.locator("canvas").count() > 3
             page.goto(address + "#/groups?run=live&filter=step%3D5+set%3Dtrain")
             settle(page, "2 groups")

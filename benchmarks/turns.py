@@ -36,7 +36,7 @@ from shoal.records import Example, Purpose, RewardFunction, SamplingParams
 from shoal.rewards.pool import RewardPool
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.host import EngineHost, ThreadHost
-from shoal.rollout.ledger import GroupRewards
+from shoal.rollout.ledger import GroupRewards, RolloutState
 from shoal.rollout.turn_driver import TurnDriver
 from shoal.sampler.engine import Engine
 from shoal.tasks.task import Task
@@ -174,13 +174,14 @@ def main() -> None:
         while host.progress().dispatches < 3:  # compiled
             time.sleep(0.1)
         first, began = host.progress(), time.monotonic()
-        while (
-            player.num_acting(range(10**6)) + a.places < a.groups * GROUP
-            and len(player.rollouts) > a.places
-        ):
+        last, ended = first, began
+        # Measured while there is more to sample than places.
+        while _num_acting(player) + a.places < a.groups * GROUP and len(player.rollouts) > a.places:
             last, ended = host.progress(), time.monotonic()
             time.sleep(0.05)
         groups = fleet.take(Purpose.TRAIN, 0)
+    if ended == began:
+        raise SystemExit("all rollouts fitted the places at once: give more --groups")
     drawn = last.counters["active_slots"] - first.counters["active_slots"]
     places = last.counters["total_slots"] - first.counters["total_slots"]
     busy = (last.busy_seconds - first.busy_seconds) / (ended - began)
@@ -194,6 +195,12 @@ def main() -> None:
         f"sample then "
         f"{drawn / places:.0%}); twice {len(prompts) - a.groups}"
     )
+
+
+def _num_acting(player: TurnDriver) -> int:
+    """Returns the number of rollouts whose tools or environments are at work."""
+    states = [rollout.state for rollout in list(player.rollouts.values())]
+    return states.count(RolloutState.ACTING)
 
 
 def _counting(program: Any, rows: int, prompts: list[int]) -> Any:

@@ -458,7 +458,7 @@ def download(fs: Any, wanted: Mapping[Path, Object], key: str = "") -> list[Path
 
 # ---- reading
 
-_fetched: dict[tuple[str, bool, bool, str], float] = {}
+_fetched: dict[tuple[str, bool, bool, bool, str], float] = {}
 """(address, weights, groups, the cache's folder) -> when `fetch` last fetched it, by
 time.monotonic()."""
 
@@ -476,7 +476,7 @@ def fetch(
     exist. ShoalError if there is nothing at the address, or if it cannot be read or is not
     complete. `key`: the setting whose value the address is, for messages; "": none.
     """
-    seen = (url, weights, groups, str(cache_folder("buckets")))
+    seen = (url, weights, groups, may_be_empty, str(cache_folder("buckets")))
     if time.monotonic() - _fetched.get(seen, -FRESH_SECONDS) > FRESH_SECONDS:
         root = url
         fs, path = connect(url, key)

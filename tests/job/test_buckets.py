@@ -192,6 +192,15 @@ def test_a_copy_is_fetched_once_and_follows_its_bucket(memory):
     assert fetch("memory://b/model one/config.json").read_bytes() == b"[]"
 
 
+def test_an_address_that_may_be_empty_once_is_an_error_for_others(memory, monkeypatch):
+    """A fetch that allows an empty address must not answer a later one that needs files."""
+    monkeypatch.setattr(buckets, "FRESH_SECONDS", 60.0)
+    url = "memory://b/nothing"
+    assert not fetch(url, may_be_empty=True).exists()
+    with pytest.raises(ShoalError, match="nothing"):
+        fetch(url)
+
+
 def test_what_changes_while_it_is_fetched_is_noticed(memory, monkeypatch):
     memory.pipe({"/b/m/config.json": b"{}", "/b/m/w": b"old"})
     original = memory.get_file

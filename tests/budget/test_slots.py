@@ -251,7 +251,7 @@ def test_slots_have_room_for_the_longest_prompt_of_own_data(tmp_path):
     """They had it for 1,024 tokens whatever the data held: 4.5 GiB of keys for prompts of 64
     tokens."""
     with job_of(tmp_path, "train.pass_k=0") as job:
-        task = job.questions
+        task = job.loaded_task
         longest = max(
             len(job.encode(example)) for example in (*task.train, *task.evaluations["held_out"])
         )

@@ -127,8 +127,8 @@ def job(rows: Any = ROWS, **keys: Any) -> Job:
 
 def test_tools_and_an_environment_come_from_files(file: Path) -> None:
     with job(tools=f"{file}:add,times", environment=f"{file}:Game") as made:
-        assert [tool.__name__ for tool in made.questions.tools] == ["add", "times"]
-        assert list(made.questions.environments) == ["Game"]
+        assert [tool.__name__ for tool in made.loaded_task.tools] == ["add", "times"]
+        assert list(made.loaded_task.environments) == ["Game"]
         assert made.sessions is not None
         assert list(made.sessions.functions(ROWS[0].columns)) == ["add", "times", "guess"]
         assert [one.name for one in made.reward_functions] == ["nothing", "Game"]
@@ -142,7 +142,7 @@ def test_a_mapping_of_environments_is_chosen_from_by_a_column(file: Path) -> Non
     rows = [Example(0, ROWS[0].prompt, {"answer": "5", "environment": "game"})]
     with job(rows, environment=f"{file}:GAMES") as made:
         assert made.sessions is not None
-        assert list(made.questions.environments) == ["game", "narrow"]
+        assert list(made.loaded_task.environments) == ["game", "narrow"]
         assert [one.name for one in made.reward_functions] == ["nothing", "Game", "Narrow"]
     with (
         job(environment=f"{file}:GAMES") as made,
@@ -509,7 +509,7 @@ def game(reward: float | None = 0.25, **state: Any) -> EndedEnvironment:
 
 def test_an_environments_reward_is_a_component_of_weight_1(file: Path) -> None:
     with job(environment=f"{file}:Game") as made:
-        own = environment_rewards({"game": made.questions.environments["Game"]}, taken=["Game"])
+        own = environment_rewards({"game": made.loaded_task.environments["Game"]}, taken=["Game"])
     scores = scored(
         *name_functions([nothing]),
         *own,

@@ -213,10 +213,10 @@ def test_a_warning_of_the_head_ends_the_run_where_that_was_asked(workshop):
 def test_a_further_set_whose_prompts_are_all_too_long_is_left_out(workshop):
     out = io.StringIO()
     with Job(compose("train", workshop.words("head")[1:])[0], Console(out)) as job:
-        known = job.questions.evaluations
+        known = job.loaded_task.evaluations
         [(main, examples)] = known.items()
         long = [replace(examples[0], prompt=[{"role": "user", "content": "9" * 100}])]
-        job.opened["questions"] = replace(job.questions, evaluations={**known, "long": long})
+        job.opened["loaded_task"] = replace(job.loaded_task, evaluations={**known, "long": long})
         job.check()
         print_head(job)
         assert list(job.evaluation_sets) == [main]
@@ -226,7 +226,7 @@ def test_a_further_set_whose_prompts_are_all_too_long_is_left_out(workshop):
     )
     assert f"evaluation: {len(examples)} {main}\n" in out.getvalue()
     with Job(compose("train", workshop.words("head")[1:])[0], Console(io.StringIO())) as job:
-        job.opened["questions"] = replace(job.questions, evaluations={"long": long})
+        job.opened["loaded_task"] = replace(job.loaded_task, evaluations={"long": long})
         with pytest.raises(ShoalError, match="no prompt of long has at most 64 tokens: raise"):
             _ = job.evaluation_sets
 

@@ -172,7 +172,7 @@ def test_a_job_of_a_given_model_reads_no_data(workshop: Workshop):
     config, _ = compose("train", workshop.words("stages")[1:])
     with Job(config, Console(io.StringIO()), model_source=spec) as job:
         assert job.command == "estimate" and job.learner
-        assert not {"questions", "reward_pool", "world", "sampling_settings"} & job.opened.keys()
+        assert not {"loaded_task", "reward_pool", "world", "sampling_settings"} & job.opened.keys()
 
 
 def test_a_configuration_is_the_same_whenever_it_is_read(workshop: Workshop):

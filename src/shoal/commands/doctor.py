@@ -60,7 +60,7 @@ def doctor(
         job.collect(through="tokenizer")
         first_prompt = check_data(job)
         rewards = None
-        if job.is_open("questions", "reward_pool"):
+        if job.is_open("loaded_task", "reward_pool"):
             rewards = check_reward(job)
         step = StepRecords()
         if job.is_open("check_longest_sequence", "model", "teacher_source"):
@@ -89,9 +89,9 @@ def check_data(job: Job) -> str | None:
     """Checks the data, adds findings to the job's, prints the run's first prompt, and returns its
     text. None if there is no such prompt, because the data, the tokenizer or a stage that needs
     them is wrong."""
-    if not job.is_open("questions", "tokenizer"):
+    if not job.is_open("loaded_task", "tokenizer"):
         return None
-    data, check = job.questions, job.findings.of("data", "task.path")
+    data, check = job.loaded_task, job.findings.of("data", "task.path")
     for note in data.notes:
         check.warning(note)
     for reason, num_rows in data.data.dropped.items():
@@ -119,7 +119,7 @@ def check_reward(job: Job) -> list[dict[str, Any]] | None:
     two rows of data. Prints the scores as a table and returns them as records; None if the reward
     functions fail. Faults of the reward become findings. Without a tokenizer each byte of an answer
     counts as a token."""
-    data = job.questions
+    data = job.loaded_task
     examples = [data.train[row] for row in range(min(2, len(data.train)))]
     if "prompts" in job.opened:
         examples.insert(0, job.first_prompt.example)
@@ -194,7 +194,7 @@ def check_step(job: Job, tries: bool) -> StepRecords:
         job.config,
         trial,
         job.engines["training"].num_groups,
-        evaluation_completions(job.config, set_sizes(job.questions)),
+        evaluation_completions(job.config, set_sizes(job.loaded_task)),
         job.roles.disaggregated,
     )
     measured = trial_budget(budget, trial, job.engines)

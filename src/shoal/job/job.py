@@ -198,7 +198,7 @@ class Job(StagedJob):
         self.console = console
         self.resumed = resumed
         self.functions = functions
-        self._task = task
+        self._given_task = task
         if devices:
             self.opened["devices"] = devices
         if model_source is not None:
@@ -240,7 +240,7 @@ class Job(StagedJob):
     def check_named_files(self) -> None:
         """Raises ShoalError if files or names that the configuration gives are wrong, as far as
         this machine can tell."""
-        from_python = bool(self.functions) or self._task is not None
+        from_python = bool(self.functions) or self._given_task is not None
         check_before_weights(self.requested, from_python, self.resumed is not None)
 
     @stage(fix_key="base_output_directory", commands=TRAIN_OR_DOCTOR)
@@ -255,14 +255,14 @@ class Job(StagedJob):
     # ---- data and rewards, in processes that are forked before this one has threads
 
     @stage("data", "task.path", commands=WITH_TASK)
-    def questions(self) -> Task:
+    def loaded_task(self) -> Task:
         """Loads the task and returns it: its questions, its own reward functions, and the tools and
         environments of the section `environment`. The task is the one passed from Python or else
         the one that `task.name` names. For training it is changed by `for_training`; other commands
         read data for an evaluation alone. Prints the task's notes."""
         c = self.requested
         with nullcontext() if self.trains else evaluating():
-            task = with_environment(self._task or load_questions(c.task, c.reward), c)
+            task = with_environment(self._given_task or load_questions(c.task, c.reward), c)
         if self.trains:
             task = for_training(task, c)
         for note in task.notes:
@@ -270,13 +270,13 @@ class Job(StagedJob):
         return task
 
     @stage(
-        "environment", "environment.factory", needs=("questions",), commands=WITH_TASK, forks=True
+        "environment", "environment.factory", needs=("loaded_task",), commands=WITH_TASK, forks=True
     )
     def sessions(self) -> Sessions | None:
         """Starts the processes that run tools and environments, and returns their sessions; None if
         rollouts use neither. The processes are forked, so JAX must not have threads yet. They end
         when the job is closed."""
-        sessions = open_sessions(self.questions, self.requested)
+        sessions = open_sessions(self.loaded_task, self.requested)
         if sessions:
             self.stack.enter_context(closing(sessions))
         return sessions
@@ -299,7 +299,7 @@ class Job(StagedJob):
                 )
         return datetime.now().replace(microsecond=0)
 
-    @stage("reward", "reward.functions", needs=("template_date",), after=("questions",))
+    @stage("reward", "reward.functions", needs=("template_date",), after=("loaded_task",))
     def reward_functions(self) -> tuple[RewardFunction, ...]:
         """Returns the functions that score answers: those of `reward.functions` and those passed
         from Python, or, if there are none, the task's own; then those of its environments, and the
@@ -308,19 +308,19 @@ class Job(StagedJob):
         own functions need the data. Side effect: sets the model settings and devices with which
         reward models compute."""
         c = self.requested
-        needed = not self.trains or c.algorithm.uses_rewards
-        environments = {} if "questions" in self.failed else self.questions.environments
+        needs_rewards = not self.trains or c.algorithm.uses_rewards
+        environments = {} if "loaded_task" in self.failed else self.loaded_task.environments
         of_environments = environment_rewards(environments)
-        if self._task:
-            of_task = self._task.rewards
+        if self._given_task:
+            of_task = self._given_task.rewards
         else:
             of_task = given_rewards(c.reward, self.functions)
             if not of_task:
-                required = needed and not of_environments
-                of_task = own_rewards(self.questions, c.task, c.reward, required)
+                required = needs_rewards and not of_environments
+                of_task = own_rewards(self.loaded_task, c.task, c.reward, required)
         rewards = tuple(of_task) + tuple(of_environments)
 
-        # A function, because the devices are not known yet.
+        # Called when the weights of reward models are read: only then are the devices known.
         def reference_role() -> Role:
             return self.roles.reference
 
@@ -328,20 +328,20 @@ class Job(StagedJob):
             model.prepare(c.model, c.sampling, reference_role)
             if self.trains:
                 model.date = self.template_date
-        if not rewards and not needed:
+        if not rewards and not needs_rewards:
             rewards = UNREWARDED
         return with_overlong(rewards, c.reward, c.sampling.max_completion_tokens)
 
     @property
     def task(self) -> Task:
         """The task with the reward functions that this job uses."""
-        return replace(self.questions, rewards=self.reward_functions)
+        return replace(self.loaded_task, rewards=self.reward_functions)
 
     @stage(
         "reward",
         "reward.functions",
         needs=("reward_functions",),
-        after=("questions",),
+        after=("loaded_task",),
         commands=WITH_TASK,
         forks=True,
     )
@@ -349,8 +349,8 @@ class Job(StagedJob):
         """Starts the processes that score answers, and returns their pool (decision 0006).
         ShoalError if the data lacks the answers that the functions compare with. The processes end
         when the job is closed."""
-        if "questions" not in self.failed:
-            check_truths(self.questions, self.reward_functions)
+        if "loaded_task" not in self.failed:
+            check_truths(self.loaded_task, self.reward_functions)
         steps = (self.requested.steps,) if self.trains else ()
         pool = RewardPool(self.reward_functions, self.requested.reward, *steps)
         return self.stack.enter_context(closing(pool))
@@ -606,7 +606,7 @@ class Job(StagedJob):
         return self.tokenizer.encode_prompt(example.prompt)
 
     @stage(
-        "data", "task.path", needs=("questions", "tokenizer", "turn_formats"), commands=WITH_TASK
+        "data", "task.path", needs=("loaded_task", "tokenizer", "turn_formats"), commands=WITH_TASK
     )
     def evaluation_sets(self) -> Mapping[str, Sequence[TokenizedExample]]:
         """Returns the tokenized questions of each evaluation set, by name. A set whose prompts are
@@ -614,7 +614,7 @@ class Job(StagedJob):
         Any other fault of a set is raised too."""
         warn = self.findings.of("data").warning if self.trains else self.console.warning
         sets = {}
-        for name, examples in self.questions.evaluations.items():
+        for name, examples in self.loaded_task.evaluations.items():
             try:
                 sets[name] = encode_all(name, examples, self.encode, self.requested.sampling, warn)
             except ShoalError as error:
@@ -636,13 +636,13 @@ class Job(StagedJob):
     @stage(
         "data",
         "task.path",
-        needs=("questions", "tokenizer", "turn_formats"),
+        needs=("loaded_task", "tokenizer", "turn_formats"),
         after=("config_for_devices",),
         commands=TRAIN_OR_DOCTOR,
     )
     def prompts(self) -> PromptStream:
         """Returns the stream of training prompts, in the order of the run, from its beginning."""
-        return open_prompts(self.requested, self.prompts_per_step, self.questions, self.encode)
+        return open_prompts(self.requested, self.prompts_per_step, self.loaded_task, self.encode)
 
     @property
     def first_prompt(self) -> TokenizedExample:
@@ -652,7 +652,7 @@ class Job(StagedJob):
     @stage(
         "template",
         "model.template",
-        needs=("questions", "tokenizer", "turn_formats"),
+        needs=("loaded_task", "tokenizer", "turn_formats"),
         after=("config_for_devices", "evaluation_sets"),
         commands=TRAIN_OR_DOCTOR,
     )
@@ -664,7 +664,7 @@ class Job(StagedJob):
         return check_prompts(
             config=self.requested,
             prompts_per_step=self.prompts_per_step,
-            task=self.questions,
+            task=self.loaded_task,
             tokenizer=self.tokenizer,
             encode=self.encode,
             findings=self.findings,
@@ -677,7 +677,7 @@ class Job(StagedJob):
         "memory",
         "sampling.prompt_slot_tokens",
         needs=(
-            "questions",
+            "loaded_task",
             "sessions",
             "reward_functions",
             "config_for_devices",
@@ -721,7 +721,7 @@ class Job(StagedJob):
 
     @stage(
         needs=(
-            "questions",
+            "loaded_task",
             "reward_functions",
             "reward_pool",
             "roles",
@@ -739,7 +739,7 @@ class Job(StagedJob):
         resumed run, because it was tried when it began; in a dry run with a reward model, because
         weights are not read; and with environments, because their right answers are not known.
         ShoalError if the functions cannot work at all."""
-        if self.resumed or self.questions.environments:
+        if self.resumed or self.loaded_task.environments:
             return []
         if is_offline() and reward_models(self.reward_functions):
             return []
@@ -748,7 +748,7 @@ class Job(StagedJob):
             self.tokenizer,
             self.first_prompt,
             self.reward_pool,
-            has_calls=bool(self.questions.tools),
+            has_calls=bool(self.loaded_task.tools),
         )
         self.findings.extend(findings)
         return findings
@@ -756,7 +756,7 @@ class Job(StagedJob):
     @stage(
         "reward",
         "reward.functions",
-        needs=("questions", "reward_functions", "reward_pool", "tokenizer", "evaluation_sets"),
+        needs=("loaded_task", "reward_functions", "reward_pool", "tokenizer", "evaluation_sets"),
         commands=("eval",),
     )
     def check_lost_answers(self) -> None:
@@ -767,7 +767,7 @@ class Job(StagedJob):
         first = next(
             (questions[0] for questions in self.evaluation_sets.values() if questions), None
         )
-        if first is None or self.questions.environments or reward_models(self.reward_functions):
+        if first is None or self.loaded_task.environments or reward_models(self.reward_functions):
             return
 
         def prompt_ids_of(_: Example) -> np.ndarray:
@@ -837,7 +837,7 @@ class Job(StagedJob):
         `pass@k`. Several names may have the same engine. Nothing is compiled yet."""
         return dict(run_engines(self.config, self.model, self.roles, self.tokenizer))
 
-    @stage(needs=("questions", "reward_functions", "reward_pool", "tokenizer"))
+    @stage(needs=("loaded_task", "reward_functions", "reward_pool", "tokenizer"))
     def group_rewards(self) -> GroupRewards:
         """Makes the object that scores sampled completions in the `reward_pool` and joins each
         prompt's completions and scores to a `Group`."""
@@ -1019,7 +1019,7 @@ class Job(StagedJob):
             )
         # A run that learns from the data's answers samples no completions in training.
         is_sampled = self.trains and not self.requested.algorithm.learns_from_data
-        examples = self.questions.train if is_sampled else ()
+        examples = self.loaded_task.train if is_sampled else ()
         longest = longest_prompt(examples, self.evaluation_sets, self.encode, sampling)
         if requested and longest > requested:
             raise ShoalError(

@@ -601,6 +601,7 @@ class Fleet:
                         continue
                     seconds = step_seconds[name] or fastest
                     expected_seconds[name] = (num_running[name] + size) * seconds
+                # In order: a later group must not overtake this one.
                 if not expected_seconds:
                     break
                 name = min(expected_seconds, key=expected_seconds.__getitem__)

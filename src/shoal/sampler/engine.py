@@ -13,8 +13,9 @@
                       answer)
 
 A request is sampled by subgroups: those of its completions that share a row (see the scheduler).
-The host decides what runs next and when a completion ends. It never waits for a step that it has
-just started, but gathers the tokens of one step while the next runs."""
+The host decides what runs next and when a completion ends. It gathers the tokens of one step while
+the next runs, and so does not wait for a step that it has just started; only a restore waits, for
+the saves before it."""
 
 from __future__ import annotations
 
@@ -522,7 +523,7 @@ class Engine:
         """Starts the step that copies saved subgroups back to rows of the device, gives the rows
         pages, and marks the slots that have something to sample. First waits for steps in flight
         that save rows, because their rows may be among these."""
-        self.parked.bring_in(self.requests, wait=True)
+        self.parked.copy_to_host(self.requests, wait=True)
         swap_rows = self.scheduler.swap_rows
         # a row past the end, for which nothing is written
         rows = np.full(swap_rows, OUT_OF_RANGE_ROW, np.int32)
@@ -715,7 +716,7 @@ class Engine:
         if not any(owner.active.request.is_read_first for owner in step.owners):
             self._start_all()
         on_host = jax.device_get(step.sampled)
-        self.parked.bring_in(self.requests)
+        self.parked.copy_to_host(self.requests)
         if step.live is not None:
             self._count_slots(on_host.count)
         for owner in step.owners:
@@ -759,8 +760,12 @@ class Engine:
 
     def _note_ended(self, owner: RowOwner, ended: np.ndarray) -> None:
         """Notes that a subgroup's slots with ended[W] have nothing to sample any more, and frees
-        its row once all have. If the subgroup was saved to the host's memory since, it is kept from
-        returning once all its completions have ended."""
+        its row once all have.
+
+        Called twice for a step of requests with a single turn: with what the device says, which
+        frees the row, and once the tokens were gathered, which finishes the request. The subgroup
+        then has no row: the first call has freed it, or it was saved to the host's memory. If it
+        was saved and all its completions have ended, it is kept from returning."""
         _, row, subgroup, active = owner
         if active.is_forgotten:
             return
@@ -770,7 +775,7 @@ class Engine:
             self._release_if_over(row)
             return
         if all(partial.reason is not None for partial in self._partials(subgroup, active)):
-            # The subgroup was saved to the host's memory, but has ended: it need not return.
+            # Nothing to remove if the first call has freed the row.
             self.scheduler.returning.pop((request_id, subgroup), None)
         if active.is_done:
             self._finish(active)

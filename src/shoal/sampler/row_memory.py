@@ -119,10 +119,10 @@ class ParkedRows:
 
     def add(self, positions: dict[SubgroupKey, int], saved: DecodeState) -> None:
         """Notes which subgroups a step saves, and at which positions of the arrays in `saved`, the
-        step's result on the device; `bring_in` copies them once the step has ended."""
+        step's result on the device; `copy_to_host` copies them once the step has ended."""
         self._arriving.append((positions, saved))
 
-    def bring_in(self, ids: Collection[int], wait: bool = False) -> None:
+    def copy_to_host(self, ids: Collection[int], wait: bool = False) -> None:
         """Copies the rows of those saving steps that have ended to the host's memory; with `wait`,
         waits until all have. `ids`: the requests in progress; rows of others, which were cancelled
         meanwhile, are dropped."""

@@ -450,7 +450,7 @@ def test_an_evaluation_that_is_asked_for_again_is_recorded_once(tmp_path):
     with RunWriter.create(tmp_path, "run") as folder:
         for step in (0, 5, 10):
             folder.write_evaluation(step, "held_out", {"accuracy": 0.5})
-        folder.rewind(6, again=[5])
+        folder.rewind(6, evaluated_again=[5])
         assert list(folder.read_evaluations()) == [0]
 
 
@@ -478,7 +478,7 @@ def test_events_of_kept_steps_are_there_once_after_each_resumption(tmp_path):
         with RunWriter(path) as folder:
             folder.begin("start", 3)
             folder.write_event("warning", "short data", "task.path")
-            folder.rewind(3, evaluated=False, again=[2])
+            folder.rewind(3, evaluated=False, evaluated_again=[2])
     assert events_of(path) == [
         (0, "start", "short data"),
         (0, "evaluation", "evaluation before training"),

@@ -704,7 +704,7 @@ def test_weights_that_cannot_be_published_are_saved_with_their_step():
 def test_a_resumed_run_samples_from_what_its_checkpoint_holds():
     """Whatever schedule it had before: of the versions that its steps would name, the checkpoint
     has 4 and 5."""
-    schedule = Schedule(lag=3, held=(4, 5))
+    schedule = Schedule(lag=3, restored_versions=(4, 5))
     assert [schedule.version(step) for step in range(5, 11)] == [4, 4, 4, 5, 6, 7]
     assert schedule.older_versions(6) == [4, 5] and schedule.keep_from(6) == 4
     for step in range(5, 20):

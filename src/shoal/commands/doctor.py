@@ -301,14 +301,14 @@ def report_agreement(job: Job, trial: StepTrial) -> dict[str, Any]:
         f"of {len(trial.groups)} groups with variance, mean reward {trial.mean_reward:.3g}"
     )
     # Only one step was made, so values are compared with bounds without asking for more evidence.
-    is_truncated = row_named("truncated").passes_bound(trial.truncated)
+    is_truncated = row_named("truncated").is_beyond_bound(trial.truncated)
     if is_truncated:
         samples.warning(
             f"{100 * trial.truncated:.0f}% of completions are truncated at "
             f"sampling.max_completion_tokens={limit}: raise it",
             "sampling.max_completion_tokens",
         )
-    if row_named("no variance").passes_bound(trial.nonzero_std):
+    if row_named("no variance").is_beyond_bound(trial.nonzero_std):
         scores = set()
         for group in trial.groups:
             for reward in group.rewards[group.valid]:

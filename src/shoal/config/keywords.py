@@ -148,15 +148,15 @@ class GivenObjects:
         a number (`name-2`) if another object of this call has it. The same object keeps its name.
         If an earlier call used the name for another object, this one takes its place and the name
         becomes ambiguous."""
-        free, number = name, 1
-        while free in self._of_this_call and not _is_same_object(self._objects[free], value):
+        chosen, number = name, 1
+        while chosen in self._of_this_call and not _is_same_object(self._objects[chosen], value):
             number += 1
-            free = f"{name}-{number}"
-        if free in self._objects and not _is_same_object(self._objects[free], value):
-            self._ambiguous.add(free)
-        self._objects[free] = value
-        self._of_this_call.add(free)
-        return free
+            chosen = f"{name}-{number}"
+        if chosen in self._objects and not _is_same_object(self._objects[chosen], value):
+            self._ambiguous.add(chosen)
+        self._objects[chosen] = value
+        self._of_this_call.add(chosen)
+        return chosen
 
     def __contains__(self, name: str) -> bool:
         """True if a name stands for an object and it is known which."""

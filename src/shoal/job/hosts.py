@@ -449,15 +449,15 @@ def vllm_fleet(
     )
     sleeps = config.shares_gpu and model.role.platform != "cpu"
     settings = http_engine.Settings(
-        ids,
-        config.vllm.tolerance,
-        spec.tokenizer.eos_ids,
-        longest,
-        training_slots(config, roles, model.architecture).slots,
-        max_support(config),
-        sleeps,
-        beginnings,
-        config.sampling.params,
+        probe=ids,
+        tolerance=config.vllm.tolerance,
+        eos_ids=spec.tokenizer.eos_ids,
+        longest=longest,
+        capacity=training_slots(config, roles, model.architecture).slots,
+        max_support=max_support(config),
+        sleeps=sleeps,
+        beginnings=beginnings,
+        params=config.sampling.params,
     )
 
     def open_server(name: str, version: FolderVersion) -> http_engine.Server:

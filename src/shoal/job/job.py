@@ -438,7 +438,7 @@ class Job(StagedJob):
         architecture = self.model_source.architecture
         roles = run_roles(replace(self.requested, mesh=mesh), architecture, self.devices)
         requested_tensor = mesh.sampler_tensor or mesh.tensor
-        config = self.with_sampler_tensor(roles)
+        config = self.decide_sampler_tensor(roles)
         if not config.sampler.is_remote and config.mesh.sampler_tensor != roles.sampler.tensor:
             # A resumed run keeps its replicas, although this version would decide otherwise.
             mesh = replace(mesh, sampler_tensor=config.mesh.sampler_tensor)
@@ -979,7 +979,7 @@ class Job(StagedJob):
                 f"decides itself: {reason}"
             )
 
-    def with_sampler_tensor(self, roles: Roles) -> Config:
+    def decide_sampler_tensor(self, roles: Roles) -> Config:
         """Returns the requested configuration with `mesh.sampler_tensor` decided: the devices of a
         replica in `roles`, or, with `sampler.kind=ray`, all devices of a worker. A value that the
         user set stays. Of vLLM it stays open, because its servers split a model themselves."""

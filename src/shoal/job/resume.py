@@ -153,7 +153,9 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
             f"start a new run, from these weights with model={address(run)}"
         )
     if not config.resume:
-        refused = [setting for setting in changed if not _is_move(stored, config, setting.key)]
+        refused = [
+            setting for setting in changed if not _only_moves_devices(stored, config, setting.key)
+        ]
         if refused:
             before = ", ".join(f"{setting.key}={shown(setting.values[0])}" for setting in refused)
             now = ", ".join(f"{setting.key}={shown(setting.values[1])}" for setting in refused)
@@ -166,7 +168,7 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
         before, now = setting.values
         before = shown(before) or "''"
         now = shown(now) or "''"
-        if _is_move(stored, config, setting.key):
+        if _only_moves_devices(stored, config, setting.key):
             effect = "numbers may differ in their last bits"
         else:
             effect = "the run differs from the one that was started"
@@ -218,7 +220,7 @@ def _check_steps(run: Path, stored: Config, config: Config, report: Console | Fi
         )
 
 
-def _is_move(stored: Config, config: Config, key: str) -> bool:
+def _only_moves_devices(stored: Config, config: Config, key: str) -> bool:
     """True if the changed key only moves a run to other devices, so that numbers differ in their
     last bits at most. A change of `sampler.kind` between this process and Ray's workers counts as
     one, because both run the same programs; vLLM runs others. `stored`, `config`: the run's

@@ -80,7 +80,7 @@ class Watch:
         figures = step_figures(metrics)
         for row in ROWS:
             figure = figures.get(row.figure)
-            if figure is None or not row.passes_bound(figure.value):
+            if figure is None or not row.is_beyond_bound(figure.value):
                 self.streaks.pop(row.name, None)
                 continue
             steps_before, first = self.streaks.get(row.name, [0, number])

@@ -31,7 +31,7 @@ import numpy as np
 
 from shoal.records import Example, Prompt, RewardFunction, ShoalError, ground_truth, truth_fault
 from shoal.text import count, describe_error, did_you_mean, shorten
-from shoal.workers.process import Header, end_copies_of_loop, ends_copies, pickled
+from shoal.workers.process import Header, end_copies_of_loop, exit_forked_copies, pickled
 from shoal.workers.rollout_function import ROLLOUT
 
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
@@ -241,7 +241,7 @@ def call(reward: RewardFunction, batch: Batch, wait: Callable[[Awaitable[Any]], 
     copies of this process end after the call."""
     call_log = _CallLog(len(batch))
     try:
-        with ends_copies():
+        with exit_forked_copies():
             result = reward.function(**_arguments(reward, batch, call_log))
             result = wait(result) if inspect.isawaitable(result) else result
         return _result_of_return(reward, result, batch, call_log)
@@ -569,7 +569,7 @@ class EventLoopThread:
         async def wait() -> tuple[Any, BaseException | None]:
             """Returns (the value, None), or (None, an error that must not be raised in a task)."""
             try:
-                with ends_copies():
+                with exit_forked_copies():
                     return await wanted, None
             # Raised in a task, these two would end the loop, and the wait for the task would not
             # end. Raised by the caller, a KeyboardInterrupt would look like Ctrl-C.

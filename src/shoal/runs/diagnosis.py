@@ -75,7 +75,7 @@ class Row:
     completions: int = 0
     card: Card | None = None
 
-    def passes_bound(self, value: float) -> bool:
+    def is_beyond_bound(self, value: float) -> bool:
         """True if `value comparison bound` holds, such as `value > 0.5`: then the finding applies,
         given enough evidence. False for NaN."""
         if self.comparison == ">":
@@ -98,7 +98,7 @@ class Row:
     def holds(self, figure: Figure) -> bool:
         """True if the finding applies: the figure's value passes the bound, and rests on enough
         evidence."""
-        return self.passes_bound(figure.value) and self.has_evidence(figure)
+        return self.is_beyond_bound(figure.value) and self.has_evidence(figure)
 
     def fill(self, template: str, figure: Figure) -> str:
         """Returns a text of the row with its placeholders filled: `{value}`, `{subject}`,

@@ -124,11 +124,14 @@ class RunWriter:
 
     # -- resuming
 
-    def rewind(self, version: int, evaluated: bool = True, again: Collection[int] = ()) -> None:
+    def rewind(
+        self, version: int, evaluated: bool = True, evaluated_again: Collection[int] = ()
+    ) -> None:
         """Brings the folder to the state of a checkpoint, from which the run is resumed. Removes
         the metrics, groups, events and settings of all steps after `version`, the evaluation of
-        `version` unless it was complete (`evaluated`), the evaluations of the versions in `again`,
-        incomplete lines, and the summary. Writes an event that says that the run was resumed.
+        `version` unless it was complete (`evaluated`), the evaluations of the versions in
+        `evaluated_again`, incomplete lines, and the summary. Steps are numbered like in the lines:
+        step n made version n. Writes an event that says that the run was resumed.
 
         `version` -1: the run has no checkpoint and starts from its beginning. Events that this
         process has written already are kept."""
@@ -136,7 +139,7 @@ class RunWriter:
         last_evaluation = version if evaluated else version - 1
 
         def is_kept_evaluation(number: int) -> bool:
-            return number not in again and number <= last_evaluation
+            return number not in evaluated_again and number <= last_evaluation
 
         def is_kept_event(line: Mapping[str, Any]) -> bool:
             """True if an event of an earlier process is kept."""
@@ -363,7 +366,9 @@ class NullRunWriter(RunWriter):
     def _open(self) -> None:
         pass
 
-    def rewind(self, version: int, evaluated: bool = True, again: Collection[int] = ()) -> None:
+    def rewind(
+        self, version: int, evaluated: bool = True, evaluated_again: Collection[int] = ()
+    ) -> None:
         self.last_evaluation = version if evaluated else version - 1
 
     def missing_steps(self, version: int) -> list[int]:

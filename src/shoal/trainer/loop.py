@@ -199,9 +199,9 @@ class Run:
         self.prompts.restore(extra["prompts"])
         self.useful_share = extra.get("useful_share", 1.0)
         # The checkpoint may hold versions that the present schedule would not ask for.
-        held_versions = sorted(self.restored.published)
-        held_versions.append(version)
-        self.schedule = replace(self.schedule, held=tuple(held_versions))
+        restored_versions = sorted(self.restored.published)
+        restored_versions.append(version)
+        self.schedule = replace(self.schedule, restored_versions=tuple(restored_versions))
         self.pending.update(extra["pending"])
         # In order: the same addresses give the same tokens.
         for step, rows in self.pending.items():

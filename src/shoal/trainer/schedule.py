@@ -40,7 +40,7 @@ class Schedule:
     lag: int = 0
     weight_sync_interval: int = 1
     takes_newest: bool = False
-    held: tuple[int, ...] = ()
+    restored_versions: tuple[int, ...] = ()
     """Versions that a resumed run began with, in order; the last is the checkpoint's own."""
 
     @property
@@ -71,7 +71,7 @@ class Schedule:
         which a group of the step may start."""
         interval = self.weight_sync_interval
         wanted = interval * (max(0, step - self.lag) // interval)
-        for version in self.held:
+        for version in self.restored_versions:
             if version >= wanted:
                 return version
         return wanted

@@ -16,7 +16,7 @@ from typing import Any
 
 from shoal.records import ShoalError
 from shoal.text import describe_error, shorten
-from shoal.workers.process import Blocked, Header, children, end_copies_of_loop, ends_copies
+from shoal.workers.process import Blocked, Header, children, end_copies_of_loop, exit_forked_copies
 from shoal.workers.rollout_function import RolloutCall
 
 NOT_TOOLS = ("reset", "respond", "get_reward", "close")
@@ -90,7 +90,7 @@ def _type_made_by(factory: Callable[[], Any]) -> type:
     if inspect.isclass(factory) and factory is not object:
         return factory
     try:
-        with ends_copies():
+        with exit_forked_copies():
             environment: Any = factory()
             if hasattr(environment, "close"):
                 environment.close()

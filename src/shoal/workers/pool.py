@@ -5,7 +5,7 @@ that supervises them.
 
 Each call has a number, which its reply repeats: a worker that answers another call than it was sent
 is ended. A process that user code forks never answers: it ends once the call that it runs is over
-(`ends_copies`).
+(`exit_forked_copies`).
 
 The supervisor is forked once from the process that trains, and runs one event loop without further
 threads. It never runs the handler that workers call. So a worker that was killed is replaced by a
@@ -44,7 +44,7 @@ from shoal.workers.process import (
     Handler,
     Header,
     children,
-    ends_copies,
+    exit_forked_copies,
     fork,
     frame,
     limit_memory,
@@ -686,7 +686,7 @@ class Supervisor:
             return
         while True:
             for header, body in channel.receive():
-                with ends_copies():
+                with exit_forked_copies():
                     reply = self.handle(header["asked"], body)
                 sys.stdout.flush()
                 channel.send({"call": header["call"], "reply": reply})

@@ -180,7 +180,7 @@ def run_child(body: Callable[[], Any]) -> NoReturn:
 
 
 @contextlib.contextmanager
-def ends_copies() -> Iterator[None]:
+def exit_forked_copies() -> Iterator[None]:
     """A context for user code that may fork: a process that was forked in the context exits at the
     end of it. Otherwise such a copy would continue as this process does, and answer its calls."""
     owner = os.getpid()
@@ -242,7 +242,7 @@ async def run_shared_worker(channel: Channel, handle: AsyncHandler, alarm: float
 
     async def work(header: Header, body: bytes) -> None:
         """Runs the handler for one call and sends its reply."""
-        with ends_copies():
+        with exit_forked_copies():
             reply = await handle(header["asked"], body)
         # Not in `running` any more: no alarm can interrupt the writing of the frame.
         running.discard(asyncio.current_task(loop))  # pyright: ignore[reportArgumentType]

@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from typing import Any, SupportsIndex
 
 from shoal.records import Prompt
-from shoal.workers.process import ends_copies
+from shoal.workers.process import exit_forked_copies
 
 ROLLOUT = "rollout"
 """The name of a rollout function among environments."""
@@ -191,7 +191,7 @@ class RolloutCall:
 
         sampler = RolloutSampler(ask)
         try:
-            with ends_copies():
+            with exit_forked_copies():
                 returned = self._function([prompt], sampler)
             fields = _fields(returned, sampler.sampled)
             for name in fields:

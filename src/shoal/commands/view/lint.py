@@ -75,7 +75,7 @@ def number_findings(index: GroupTable) -> list[dict[str, Any]]:
             shown = (card.kind, figure.subject)
             if figure.name != row.figure or shown in shown_kinds or not row.has_evidence(figure):
                 continue
-            if row.passes_bound(figure.value):
+            if row.is_beyond_bound(figure.value):
                 findings.append(_card_of(row, card, figure))
                 shown_kinds.add(shown)
             elif card.fine:

@@ -328,6 +328,14 @@ def test_attention_that_no_model_has_on_these_devices_is_refused_before_the_mode
     )
 
 
+def test_a_reward_function_is_checked_although_the_data_is_not_here(workshop: Workshop, capsys):
+    reward = workshop.runs.parent / "bad_reward.py"
+    reward.write_text("def f(completions, **kwargs:\n    return [0.0]\n")
+    words = ["train", "task=custom", "task.path=nobody/rows", f"reward={reward}:f", "--dry-run"]
+    message = error_of(capsys, words)
+    assert "bad_reward.py" in message and "line 1" in message
+
+
 def test_what_is_not_on_this_machine_is_said(capsys):
     assert (
         cli.main(

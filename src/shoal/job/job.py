@@ -309,7 +309,8 @@ class Job(StagedJob):
         reward models compute."""
         c = self.requested
         needs_rewards = not self.trains or c.algorithm.uses_rewards
-        environments = {} if "loaded_task" in self.failed else self.loaded_task.environments
+        # Not open if loading failed, or if a dry run lacks the data.
+        environments = self.loaded_task.environments if self.is_open("loaded_task") else {}
         of_environments = environment_rewards(environments)
         if self._given_task:
             of_task = self._given_task.rewards
@@ -349,7 +350,7 @@ class Job(StagedJob):
         """Starts the processes that score answers, and returns their pool (decision 0006).
         ShoalError if the data lacks the answers that the functions compare with. The processes end
         when the job is closed."""
-        if "loaded_task" not in self.failed:
+        if self.is_open("loaded_task"):
             check_truths(self.loaded_task, self.reward_functions)
         steps = (self.requested.steps,) if self.trains else ()
         pool = RewardPool(self.reward_functions, self.requested.reward, *steps)
@@ -657,10 +658,10 @@ class Job(StagedJob):
         commands=TRAIN_OR_DOCTOR,
     )
     def prompt_lengths(self) -> str:
-        """Checks the prompts of the first step and of the evaluation sets, adds findings, and
-        returns a text with their lengths, like `36 to 55 tokens (held_out 37 to 55)`. ShoalError if
-        the template refuses all of these prompts."""
-        sets = {} if "evaluation_sets" in self.failed else self.evaluation_sets
+        """Checks training prompts that are spread over the data, and those of the evaluation sets,
+        adds findings, and returns a text with their lengths, like `36 to 55 tokens (held_out 37 to
+        55)`. ShoalError if the template refuses all of these prompts."""
+        sets = self.evaluation_sets if self.is_open("evaluation_sets") else {}
         return check_prompts(
             config=self.requested,
             prompts_per_step=self.prompts_per_step,

@@ -93,10 +93,12 @@ def stage(
     opened before this one too, but whose failure is ignored. While a stage opens it may read only
     stages of `needs` and `after`.
 
-    `commands`: the commands that have this stage. They open it before weights are read, to learn
-    whether the job is refused. A job of another command skips it in checks and where other stages
-    need it, and may not read it, unless the job only estimates. Empty: all commands have it, and
-    open it only when something reads it.
+    `commands` decides two things: who has the stage, and that `check` opens it.
+
+    * With commands, a job of one of these opens the stage before weights are read, to learn whether
+      the job is refused. A job of another command skips it in checks and where other stages need
+      it, and may not read it, unless the job only estimates.
+    * Empty, all commands have the stage, and it opens when something reads it.
 
     `forks`: this stage forks processes, which is safe only while this process has no threads of
     JAX. `starts_threads`: this process has threads of JAX once this stage has been opened.
@@ -186,7 +188,9 @@ class StagedJob:
             self._opening.pop()
 
     def _try_open(self, name: str) -> None:
-        """Opens a stage, and ignores it if that fails or needs a download in a dry run."""
+        """Opens a stage, and ignores it if that fails or needs a download in a dry run. After a
+        download that was needed (`NotHere`) the stage is neither open nor failed: `is_open` tells
+        whether its result is there."""
         # `open` keeps the error, and raises it again for every stage that needs this one.
         with contextlib.suppress(ShoalError, NotHere):
             self.open(name)

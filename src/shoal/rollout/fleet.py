@@ -131,11 +131,14 @@ class Fleet:
         # (step, data row) of a group of the newest step -> the host that sampled it, and how often
         # that host had been lost by then
         self._sampled_by: dict[tuple[int, int], tuple[str, int]] = {}
+        # Doubled at each notice and never lowered: a run whose steps are all long would otherwise
+        # print one at each step.
         self._patience = max(LONG_WAIT_SECONDS, 2 * self.stall_seconds)
         self._taking: tuple[Purpose, int] | None = None
         self._failure: BaseException | None = None
         self._closed = False
-        # guards the ledger; notified after each round of work, and when the thread fails
+        # Guards the ledger; notified after each round of work, and when the thread fails.
+        # Reentrant, because `take` holds it during `_run_round` if the fleet has no thread.
         self._ledger_lock = threading.Condition()
         self._thread: threading.Thread | None = None
         if self.in_background:

@@ -695,9 +695,11 @@ class Engine:
         minutes. `prompt_size`: to how many tokens prompts are padded, because prefill is compiled
         for each; 0 for other programs."""
         self.starting = (program, prompt_size) not in self._started
-        yield
-        self._started.add((program, prompt_size))
-        self.starting = False
+        try:
+            yield
+            self._started.add((program, prompt_size))
+        finally:
+            self.starting = False
 
     # -- gathering
 

@@ -76,7 +76,7 @@ class Run:
     after_save: Callable[[int], None] = lambda version: None
     # Stores the settings of a resumed run for later resumes; None for a new run.
     store_settings: Callable[[], None] | None = None
-    requested: int = 0  # steps whose groups have been requested
+    requested: int = 0  # the first step whose groups have not been requested yet
     # Step -> rows of the data that were requested for the step and not trained on yet.
     pending: dict[int, list[int]] = field(default_factory=dict)
     # Version -> time at which its evaluation was requested.
@@ -121,7 +121,9 @@ class Run:
         self.recorder.begin_training(first)
         last = self.config.steps
         for step in range(first, self.config.steps):
-            version = step + 1  # of the weights that this step makes
+            # Weights of version `step` are trained into `version`: `state` has version `step` until
+            # the update, and `version` after it.
+            version = step + 1
             started = time.perf_counter()
             self.recorder.begin_step(version)
             with self.saved_if_given_up(step, state):
@@ -171,6 +173,7 @@ class Run:
             # Saved before it is published, as the run ends here and its weights must not be lost.
             self.save(last, state)
             self.publish(last, state.trainable)
+        # The last version is saved already: a kill from here on loses this evaluation alone.
         self.evaluate(last, state, complete=True)
         self.store_resume_settings()
         self.checkpoints.finish()
@@ -297,6 +300,7 @@ class Run:
         first_skipped = self.recorder.watch.first_skipped_step
         if first_skipped is None:
             return None
+        # Skipped steps count from 1: this one began with version `first_skipped - 1`.
         first_bad = first_skipped - 1
         good = [number for number in self.checkpoints.versions() if number < first_bad]
         return max(good, default=None)

@@ -59,7 +59,7 @@ def grpo(
     **unread: object,
 ) -> Rewards:
     """Returns (r - mean) / (std + std_eps) within each group; with `std_eps_mode="max"` (r - mean)
-    / max(std, std_eps).
+    / max(std, std_eps). "add" and "max" are its only values.
 
     The variance divides by the number of valid completions less `std_ddof`. DeepSeekMath, arXiv
     2402.03300, section 4.1.2 (outcome supervision). A completion that is not valid gets 0, and no
@@ -83,6 +83,7 @@ def rloo(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
     # r minus the others' mean is (r - mean) n / (n - 1): computed by scaling, a group of equal
     # rewards stays exactly 0.
     number = valid.sum(axis=1, keepdims=True)
+    # With one valid completion the difference is 0, whatever it is multiplied by.
     return _centred(rewards, valid) * (number / np.maximum(number - 1, 1))
 
 
@@ -220,15 +221,16 @@ def _centred_over(values: np.ndarray, counts: np.ndarray, axis: int | None) -> n
 
 def _std(centred: np.ndarray, counts: np.ndarray, ddof: int, axis: int | None) -> np.ndarray:
     """Returns the standard deviation of centred values that each count `counts` times: of each
-    group with axis 1, of all groups together with None."""
+    group with axis 1, of all groups together with None. The variance divides by their number less
+    `ddof`, by 1 at least."""
     number = counts.sum(axis=axis, keepdims=True)
     total = (counts * centred**2).sum(axis=axis, keepdims=True)
     return np.sqrt(total / np.maximum(number - ddof, 1))
 
 
 def _divisor(std: np.ndarray, eps: float, eps_mode: str) -> np.ndarray:
-    """Returns what to divide by: std + eps, or max(std, eps) with `eps_mode="max"`; 1 where that is
-    0, since then every numerator is 0 too."""
+    """Returns what to divide by: std + eps, or max(std, eps) with `eps_mode="max"` (its other value
+    is "add"); 1 where that is 0, since then every numerator is 0 too."""
     # TRL, verl and Tunix add (1e-4, 1e-6, 1e-6); TorchRL takes the maximum. With G=2 and rewards 0
     # and 1 the ddof matters more: 0.707 with ddof 1, 1.0 with ddof 0 (MaxText).
     size = np.maximum(std, eps) if eps_mode == "max" else std + eps

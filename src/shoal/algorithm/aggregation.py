@@ -20,29 +20,30 @@ Weights = Float[np.ndarray, "P G"]
 
 
 def token_mean(lengths: Lengths, counted: Counted, constant: int) -> Weights:
-    """Returns 1 / (tokens of all completions): every token weighs the same. DAPO, arXiv 2503.14476,
-    eq. 8."""
+    """Returns 1 / (tokens of all completions): every token weighs the same. The tokens are those of
+    the completions that are `counted`; `constant` is not read. DAPO, arXiv 2503.14476, eq. 8."""
     return np.full(lengths.shape, 1.0 / max(lengths[counted].sum(), 1))
 
 
 def seq_mean_token_mean(lengths: Lengths, counted: Counted, constant: int) -> Weights:
-    """Returns 1 / (completions x tokens of this completion): every completion weighs the same.
-    GRPO: DeepSeekMath, arXiv 2402.03300, eq. 3."""
+    """Returns 1 / (completions x tokens of this completion): every completion weighs the same. The
+    number of completions is that of the `counted` ones; `constant` is not read. GRPO: DeepSeekMath,
+    arXiv 2402.03300, eq. 3."""
     # A token of a long wrong answer then weighs less than a token of a short one: the length bias
     # that Dr. GRPO removes.
     return 1.0 / (max(counted.sum(), 1) * np.maximum(lengths, 1.0))
 
 
 def seq_mean_token_sum(lengths: Lengths, counted: Counted, constant: int) -> Weights:
-    """Returns 1 / completions: a completion's loss is the sum over its tokens, with no length in
-    the denominator, as in the policy gradient theorem. With GSPO's loss it is LUSPO (each
-    completion's loss times its length), arXiv 2602.05261."""
+    """Returns 1 / (number of `counted` completions): a completion's loss is the sum over its
+    tokens, with no length in the denominator, as in the policy gradient theorem. With GSPO's loss
+    it is LUSPO (each completion's loss times its length), arXiv 2602.05261."""
     return np.full(lengths.shape, 1.0 / max(counted.sum(), 1))
 
 
 def seq_mean_token_sum_norm(lengths: Lengths, counted: Counted, constant: int) -> Weights:
-    """Returns 1 / (completions x `constant`), where the constant is the longest possible length.
-    Dr. GRPO, arXiv 2503.20783, section 3.2 and its listing 1."""
+    """Returns 1 / (number of `counted` completions x `constant`); the constant is the longest
+    possible length. Dr. GRPO, arXiv 2503.20783, section 3.2 and its listing 1."""
     return seq_mean_token_sum(lengths, counted, constant) / constant
 
 

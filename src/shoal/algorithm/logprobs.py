@@ -118,6 +118,7 @@ def _picked_forward(scores: jax.Array, ids: jax.Array) -> tuple[jax.Array, tuple
 
 
 def _picked_backward(kept: tuple, gradient: jax.Array) -> tuple:
+    # Of the scores only the shape is read.
     scores, ids = kept
     token = jax.lax.broadcasted_iota(ids.dtype, scores.shape, scores.ndim - 1)
     return jnp.where(token == ids[..., None], gradient[..., None], 0.0), None
@@ -136,8 +137,9 @@ def sliced_logprobs(
     support_ids: Int[Array, "R T K"] | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
-    """Computes `token_logprobs` for all tokens at once, a slice of the vocabulary at a time:
-    neither the head nor its gradient is ever whole on a device.
+    """Returns what `token_logprobs` does, (log-probs, entropies), but computes all tokens at once,
+    a slice of the vocabulary at a time: neither the head nor its gradient is ever whole on a
+    device.
 
     `project(slice, hidden)` returns the float32 logits of a slice's v tokens; those from number
     `vocabulary` on are padding. All other parameters are those of `token_logprobs`.
@@ -171,6 +173,7 @@ def sliced_logprobs(
         return (new_peak, total, weighted, picked), None
 
     zeros = jnp.zeros(targets.shape, jnp.float32)
+    # Scores not found yet are -inf, and stay so for an id of -1, which is in no slice.
     begin = (zeros - jnp.inf, zeros, zeros, jnp.full(ids.shape, -jnp.inf, jnp.float32))
     starts = jnp.arange(len(slices)) * width
     (peak, total, weighted, picked), _ = jax.lax.scan(add_slice, begin, (slices, starts))
@@ -215,6 +218,7 @@ def _entropy(logs: jax.Array, gradient: bool, guarded: bool = True) -> jax.Array
 def chunk_size(rows: int, size: int, vocabulary: int, budget: int) -> int:
     """Returns how many tokens of each of `rows` rows to compute at once, of `size` tokens each, so
     that their logits stay within `budget` elements. A budget of fewer than 8 tokens counts as one
-    of 8. All chunks are equal, because the last could otherwise be mostly padding."""
+    of 8. The fewest chunks within the budget are made equal, because the last could otherwise be
+    mostly padding."""
     count = -(-size // max(8, budget // (rows * vocabulary)))
     return -(-size // count)

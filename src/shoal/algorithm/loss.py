@@ -54,6 +54,7 @@ class Objective:
     loss: Callable[..., Any]  # the policy loss, for example `clipped`
     kl: Callable[..., Any]  # the KL estimator, for example `k3`
     settings: tuple[tuple[str, Any], ...] = ()  # settings of the loss, by name
+    # "token", "sequence" or "sequence-token"
     ratio: str = "token"  # level of the loss's ratio, see `policy_log_ratio`
     kl_metric: bool = False  # True: KL is only a metric, and the batch has ref_logprobs
     # coefficient of the KL in the loss; a KL that is subtracted from the reward is not included
@@ -66,13 +67,16 @@ class Objective:
     use_old: bool = False
     # limits of the estimator's input and of its value; 0: no limit
     kl_clamps: tuple[float, float] = (0.0, 0.0)
+    # True: the loss has each token's KL times the policy's ratio; the metric has it without
     kl_weighted: bool = False
     entropy_coef: float = 0.0
     correction: Callable[..., Any] | None = None
+    # "token", "sequence" or "geometric", see `correction_weights`
     correction_level: str = "token"
     correction_bounds: tuple[float, float] = (1.0, 0.0)  # (cap, floor)
     # for example `k1`; None: nothing is rejected
     rejection: Callable[..., Any] | None = None
+    # "token", "seq_sum", "seq_mean" or "seq_max", see `kept_tokens`
     rejection_level: str = "token"
     # bounds of the estimate within which tokens are kept
     rejection_bounds: tuple[float, float] = (-float("inf"), float("inf"))
@@ -105,6 +109,7 @@ def token_losses(
     # The mask is needed besides the weight 0, because a NaN of a masked token would survive the
     # product with 0.
     sampled = loss_mask & (weight > 0)
+    # without a rejection the same tokens
     mask = sampled
     # With one update a batch `old` equals lp to the bit: a separate forward pass would compute
     # nothing new.
@@ -143,6 +148,7 @@ def token_losses(
             cap,
             floor,
         )
+        # rejected tokens have no weight either
         w = jnp.where(mask, w, 0)
         # The correction multiplies the policy term alone, because KL and entropy are of the
         # trainer's own distribution.
@@ -181,8 +187,8 @@ def token_losses(
 def policy_log_ratio(
     level: str, lp: Tokens, old_logprobs: Tokens, mask: Mask, segment: Segments
 ) -> Tokens:
-    """Returns the logarithm of the ratio of policy and old policy; at the level of tokens it is 0
-    outside the mask.
+    """Returns the logarithm of the ratio of policy and old policy; with the level `token` it is 0
+    outside the mask, with the others it is not.
 
     `token`: lp - old. `sequence`: the mean of that over the completion's sampled tokens, GSPO,
     arXiv 2507.18071, eqs. 5 to 7. `sequence-token`: the same value, but with the gradient of the
@@ -508,7 +514,8 @@ def segment_sum(
     reduce: Callable[..., Array] = jax.ops.segment_sum,
 ) -> Float[Array, "*rows T"]:
     """Returns at each token the sum of `x` over the token's segment, in x's type; with
-    `reduce=jax.ops.segment_max` the maximum. Segment numbers are at most T."""
+    `reduce=jax.ops.segment_max` the maximum. Segment numbers are from 0 to T. Tokens of number 0,
+    padding, get the sum of all padding."""
 
     def in_row(x: jax.Array, segment: jax.Array) -> jax.Array:
         # Number 0, padding, has its own bucket, whose sum nobody reads.

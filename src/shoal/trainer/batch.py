@@ -119,9 +119,10 @@ class MicroBatch:
         return cls(arrays, [0] * shape.rows)
 
     def add(self, row: int, prompt: np.ndarray, completions: Mapping[Key, np.ndarray]) -> None:
-        """Adds a prompt and completions of it, each as token ids, to a row. Notes in `positions`
-        where the tokens of each completion are. Of the arrays, only tokens, position, before,
-        segment and prompt are set."""
+        """Adds a prompt and completions of it, each as token ids, to a row. The row must have room
+        for all of them. Notes in `positions` where the tokens of each completion are, and counts
+        the row's tokens in `used`. Of the arrays, only tokens, position, before, segment and prompt
+        are set."""
         first_token = self.used[row]
         last_token = first_token + len(prompt) - 1
         segment, _ = self._add(row, prompt, 0, first_token)
@@ -133,8 +134,9 @@ class MicroBatch:
     def _add(
         self, row: int, ids: np.ndarray, position: int, before: int
     ) -> tuple[int, tuple[int, slice]]:
-        """Adds a segment to a row, and returns its number in the row and where its tokens are.
-        `position` and `before` are those of the segment's first token."""
+        """Adds a segment to a row, and returns (its number in the row, counted from 1; where its
+        tokens are, as (row, slice)). `position` and `before` are those of the segment's first
+        token; each further token follows the one before it."""
         start = self.used[row]
         stop = start + len(ids)
         tokens = (row, slice(start, stop))
@@ -157,9 +159,9 @@ class MicroBatch:
 
 def unpack(batches: Iterable[MicroBatch], values: Iterable[np.ndarray]) -> TokenValues:
     """Returns the values of each completion's tokens, cut out of `values`, which has an array [R,
-    T] for each micro-batch. The inverse of what `pack` does with values by token. A completion that
-    follows several prompts (its history was rewritten) was packed in parts, which are joined
-    again."""
+    T] for each micro-batch, in the same order. The inverse of what `pack` does with values by
+    token. A completion that follows several prompts (its history was rewritten) was packed in
+    parts, which are joined again."""
     by_key: dict[Key, np.ndarray] = {}
     for batch, array in zip(batches, values, strict=True):
         for key, tokens in batch.positions.items():
@@ -187,6 +189,7 @@ def row_unit(tokens: int) -> int:
     """Returns the number that the length of a row must be a multiple of, for rows of about `tokens`
     tokens: attention works in blocks, and the length must consist of whole blocks. It is a power of
     2 from 16 to 256, about an eighth of the row."""
+    # The largest power of 2 that is at most an eighth of `tokens`, within 16 and 256.
     return min(256, 2 ** max(4, (tokens // 8).bit_length() - 1))
 
 
@@ -207,6 +210,7 @@ def row_shapes(
     `micro_tokens` is smaller. `most` is the number of tokens of the largest update, if each prompt
     is computed once; one micro-batch holds them if `micro_tokens` allows.
     """
+    # -(-a // b) is a / b rounded up, here and below.
     tokens_per_device = max(1, min(micro_tokens, -(-most // row_shards)))
     unit = row_unit(tokens_per_device)
     # In units: enough for the update's tokens, but not above `micro_tokens`, except that `longest`
@@ -326,8 +330,9 @@ class OpenRows:
 
     def add(self, number: int | None, group: Any, members: Iterable[Any], tokens: int) -> None:
         """Puts some completions of a group, and the group's prompt before them, into the row of
-        this number (None: into a new row). `tokens` is the sum of the prompt's and the completions'
-        tokens."""
+        this number, counted from 0 (None: into a new row). The row must have as many free tokens;
+        this is not checked. `group` is the key of the prompt. `tokens` is the sum of the prompt's
+        and the completions' tokens."""
         if number is None:
             number = len(self.rows)
             self.rows.append(Row(self.length))
@@ -340,7 +345,7 @@ class OpenRows:
 
     def tightest_row(self, tokens: int) -> int | None:
         """Returns the number of the row with the least free tokens that still has `tokens` of them;
-        None if no row has."""
+        None if no row has. Of equal rows it is the first."""
         first = bisect_left(self._by_free, (tokens, 0))
         if first == len(self._by_free):
             return None
@@ -352,9 +357,9 @@ class OpenRows:
     ) -> tuple[int | None, dict[Any, int]]:
         """Returns (number of the row that can take the most tokens of a group's completions, the
         completions that it can take with their lengths). `members` maps each completion of the
-        group to its length; `prompt` is the number of the prompt's tokens, which every row of a
-        divided group computes once more. Returns (None, {}) if no row can take more completion
-        tokens than the prompt has. Of equal rows the first is chosen."""
+        group, of which there is at least one, to its length; `prompt` is the number of the prompt's
+        tokens, which every row of a divided group computes once more. Returns (None, {}) if no row
+        can take more completion tokens than the prompt has. Of equal rows the first is chosen."""
         best_row: int | None = None
         best_taken: dict[Any, int] = {}
         # (tokens taken, minus the row's number). The 1 is above every row's: a row must take more
@@ -383,7 +388,8 @@ class OpenRows:
 
 def fill_rows(sizes: Mapping[Any, tuple[int, Mapping[Any, int]]], length: int) -> list[Row]:
     """Returns rows of at most `length` tokens that hold all groups. `sizes` maps a group's number,
-    or any other key that can be sorted, to (tokens of its prompt, tokens of each completion).
+    or any other key that can be sorted, to (tokens of its prompt, completion -> its tokens); a
+    group without completions is left out.
 
     Large groups come first, each whole into the row that it leaves the least free tokens in (best
     fit decreasing). A group that fits nowhere is divided if a row has free tokens for more of it
@@ -405,6 +411,8 @@ def fill_rows(sizes: Mapping[Any, tuple[int, Mapping[Any, int]]], length: int) -
         rest = dict(sorted(members.items(), key=longest_first))
         while rest:
             taken = rest
+            # First choice: the rest goes whole into the row that it fills best. Second: a part of
+            # it into an open row. Third: as much as fits into a new row (`row` None).
             row = rows.tightest_row(prompt + sum(rest.values()))
             if row is None:
                 row, taken = rows.row_for_most_of(prompt, rest)
@@ -422,7 +430,7 @@ def fill_rows(sizes: Mapping[Any, tuple[int, Mapping[Any, int]]], length: int) -
 
 def _completions_that_fit(members: Mapping[Any, int], room: int) -> dict[Any, int]:
     """Returns the completions that fit into `room` tokens together, taken in their order; one that
-    is too long is skipped."""
+    is longer than what is left is skipped. {} if none fits."""
     taken: dict[Any, int] = {}
     for index, size in members.items():
         if size <= room:
@@ -447,7 +455,8 @@ def split_into_micro_batches(
     """Returns the micro-batches that hold all groups, each as (shape, its rows). Without groups it
     is one micro-batch without content. Tries rows of each of `shapes`, and keeps to the largest
     unless a smaller one saves at least LEAST_SAVED of the tokens to compute. `sizes` is that of
-    `fill_rows`."""
+    `fill_rows`, but each group must have a completion. ValueError if a prompt with its shortest
+    completion does not fit a row of the first shape."""
     longest = 0  # tokens of a prompt with its longest completion
     least = 0  # tokens, if each prompt is computed once
     for prompt, members in sizes.values():
@@ -483,6 +492,7 @@ def _batches_of_shape(rows: list[Row], shapes: Sequence[Shape]) -> Batches:
         batches.append((largest, rows[start : start + largest.rows]))
     _, last_rows = batches[-1]
     used = max((largest.length - row.free for row in last_rows), default=0)
+    # Shapes come largest first, so the reverse meets the smallest that fits first.
     shortest = next(shape for shape in reversed(shapes) if shape.length >= used)
     saved = largest.tokens - shortest.tokens
     if saved >= LEAST_SAVED * len(batches) * largest.tokens:

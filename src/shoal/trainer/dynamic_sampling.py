@@ -20,7 +20,8 @@ MOST_AHEAD = 3
 def num_extra(wanted: int, useful_share: float) -> int:
     """Returns how many groups to request beyond `wanted`, if a step's groups are requested before
     its turn: as many as are likely to be needed if the newest share of useful groups holds. Later a
-    further round would have to be waited for. At most (MOST_AHEAD - 1) * `wanted`."""
+    further round would have to be waited for. At most (MOST_AHEAD - 1) * `wanted`; 0 if all groups
+    were useful."""
     expected = -int(-wanted // max(useful_share, 1e-9))  # rounded up
     return min(MOST_AHEAD * wanted, expected) - wanted
 
@@ -80,6 +81,7 @@ def has_signal(group: Group, a: AlgorithmSection, penalty: str = "") -> bool:
             weights.append(group.reward_weights.get(name, 1.0))
             rows.append(component)
     values = np.array(rows).reshape(len(rows), len(group.rewards))  # also of no function
+    # Without the penalty the reward is added up again from the other functions.
     reward = weighted_sum(weights, values) if left_out else group.rewards
     compared = [reward]
     if ADVANTAGES[a.advantage].by_function:

@@ -108,15 +108,16 @@ class Evaluator:
     def answers(
         self, source: RolloutSource, step: int, version: int, full: bool
     ) -> dict[str, Answers]:
-        """Requests the answers of one version, waits for them, and returns them by data set. The
-        parameters are those of `request_answers`."""
+        """Requests the answers of one version, waits for them, and returns them by data set. `step`
+        is a number that no other pending request has; with `full` all questions are asked, and the
+        main set is sampled too."""
         self.request_answers(source, step, version, full)
         return self.collect(source, step, full)
 
     def figures(self, answers: Answers) -> dict[str, Any]:
-        """Returns the figures of one data set's answers, by name. Those of its greedy answers
-        (`score_greedy`) come first, then those of its sampled ones (`score_sampled`), if there are
-        any."""
+        """Returns the figures of one data set's answers, by name. Those of its greedy answers, such
+        as `accuracy` and `mean_length`, come first; then those of its sampled ones, such as
+        `pass@8`, if there are any."""
         return score_greedy(answers.greedy, self.task) | score_sampled(
             answers.sampled, self.params, self.task
         )
@@ -174,11 +175,11 @@ def score_greedy(groups: Sequence[Group], task: Task) -> dict[str, Any]:
 def score_sampled(groups: Sequence[Group], params: SamplingParams, task: Task) -> dict[str, Any]:
     """Returns figures of sampled answers by name: if the answers have verdicts, pass@k for k
     samples, for 1 and for the powers of 2 between, `sampled_accuracy` (the same as pass@1), and
-    maj@k if the task extracts answers; the samples' mean reward, the number of questions, and a
-    text that says how they were sampled. {} if there are no groups.
+    maj@k if the task extracts answers; `sampled_mean_reward`, `sampled_num_questions`, and
+    `sampled_protocol`, a text that says how they were sampled. {} if there are no groups.
 
-    A figure's `_error` is the standard error of its mean over questions, which are independent;
-    samples of one question are not.
+    The figures of verdicts have an `_error` each: the standard error of its mean over questions,
+    which are independent; samples of one question are not.
     """
     if not groups:
         return {}
@@ -236,6 +237,6 @@ def sampled_protocol(k: int, params: SamplingParams) -> str:
 
 def _solved(groups: Sequence[Group]) -> np.ndarray | None:
     """Returns bool[Q, G]: which completions are right; None if the groups have no verdicts, because
-    the task defines no `correct`."""
+    the task defines no `correct`. If only some have verdicts, the others have no row."""
     known = [group.correct for group in groups if group.correct is not None]
     return np.stack(known) if known else None

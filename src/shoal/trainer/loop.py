@@ -93,7 +93,8 @@ class Run:
         """Runs all steps that remain, and returns the run's summary. Raises KeyboardInterrupt,
         whose text says how to resume, if somebody asked the run to stop. Any other interrupt or
         error passes through unchanged. At an interrupt a resumed run's new settings are stored;
-        after a requested stop or an error the next steps are printed."""
+        after a requested stop or an error it is printed where the run is and how to go on with
+        it."""
         try:
             return self.run_steps()
         except KeyboardInterrupt as stop:
@@ -119,6 +120,7 @@ class Run:
         # of the run.
         state, first = self.begin()
         self.recorder.begin_training(first)
+        # the version that the run ends with; an earlier one if the data is exhausted
         last = self.config.steps
         for step in range(first, self.config.steps):
             # Weights of version `step` are trained into `version`: `state` has version `step` until
@@ -159,6 +161,7 @@ class Run:
                 seconds = time.perf_counter() - started
                 metrics = self.record(step, groups, discarded, outcome, seconds)
                 with self.saved_if_given_up(version, state):
+                    # Called for its error alone, after the update: its checkpoint is saved first.
                     self.source.check_logprobs(groups, outcome.logprobs, version=step)
             self.store_resume_settings()
             if self.evaluation_due(version) and not self.ends_at(version):
@@ -215,6 +218,7 @@ class Run:
         # Before publication, which drops the weights that nobody has requested.
         for older_version in extra.get("evaluating", ()):
             if older_version in self.restored.published:
+                # the clock of an unfinished evaluation starts again
                 self.evaluating[older_version] = time.perf_counter()
         for older_version in self.evaluating:
             self.evaluator.request_answers(
@@ -306,8 +310,9 @@ class Run:
         return max(good, default=None)
 
     def stopped_text(self) -> str:
-        """Returns the sentence that tells the user what was saved, and the command that resumes or
-        restarts."""
+        """Returns the sentence that tells the user what was saved: nothing (then with the command
+        that starts again), version 0 with its evaluation, or the newest saved step. The last two
+        come with the command that resumes."""
         if self.saved < 0:
             return f"stopped: {NOTHING_KEPT}; start again: {self.resume_command}"
         if self.saved == 0:
@@ -323,8 +328,8 @@ class Run:
     def request_published(self, version: int) -> None:
         """Requests the groups of the steps up to `lookahead.steps` after step `version`, as far as
         the versions that they sample from are no newer than `version`, the newest that is
-        published. Requests nothing more once the data is exhausted, which the recorder reports.
-        Puts the rows of each requested step into `pending`, and counts the step in `requested`."""
+        published. Requests nothing more once the data is exhausted, and tells the recorder so. Puts
+        the rows of each requested step into `pending`, and counts the step in `requested`."""
         prompts_per_step = self.config.batch.prompts_per_step
         end = min(self.config.steps, version + self.lookahead.steps + 1)
         while self.requested < end and self.schedule.version(self.requested) <= version:
@@ -345,7 +350,8 @@ class Run:
 
     def ends_at(self, version: int) -> bool:
         """True if the data is exhausted and no step follows `version`, so that the final evaluation
-        is of this version."""
+        is of this version. Always False if the curriculum is off (`train.retire_above` 1), because
+        the data is never exhausted then."""
         return version not in self.pending and self.prompts.is_exhausted(
             self.config.batch.prompts_per_step
         )
@@ -376,9 +382,10 @@ class Run:
     @timed("trainer", "wait for groups")
     def take(self, step: int) -> tuple[list[Group], list[Group]]:
         """Waits for the step's groups and returns (groups to train on, groups that were discarded).
-        With dynamic sampling, groups without variance are replaced, in at most
-        `max_sampling_rounds` rounds: more prompts are requested at the same version, in the order
-        of the prompts. If there are still too few useful groups then, others fill up."""
+        Without dynamic sampling no group is discarded. With it, groups without variance are
+        replaced, in at most `max_sampling_rounds` rounds: more prompts are requested at the same
+        version, in the order of the prompts. Rounds also end if no prompt is left. If there are
+        still too few useful groups then, others fill up."""
         self.stop.announce_wait(f"the completions of step {step + 1}")
         a = self.config.algorithm
         prompts_per_step = self.config.batch.prompts_per_step
@@ -398,8 +405,9 @@ class Run:
         return dynamic_sampling.select(groups, prompts_per_step, self.is_useful)
 
     def is_useful(self, group: Group) -> bool:
-        """True if dynamic sampling keeps the group, because its completions differ
-        (`has_signal`)."""
+        """True if dynamic sampling keeps the group, because its completions differ in what
+        `algorithm.dynamic_sampling_by` names: the verdict of right or wrong, or the reward."""
+        # "" leaves no reward function out
         penalty = PENALTY if self.config.reward.overlong_buffer_tokens else ""
         return dynamic_sampling.has_signal(group, self.config.algorithm, penalty)
 
@@ -418,8 +426,9 @@ class Run:
             self.source.publish_frozen(state.frozen)
 
     def check_frozen(self, state: TrainState) -> None:
-        """Raises RuntimeError if the bits of the frozen weights have changed since the start. Does
-        nothing if all weights are trained."""
+        """Raises RuntimeError if the bits of the frozen weights have changed since the run's start:
+        their checksum is compared with the one in `fingerprint`. Does nothing if all weights are
+        trained."""
         if state.frozen is None:
             return
         at_start = self.fingerprint["base"]
@@ -433,9 +442,9 @@ class Run:
 
     @timed("publication", "publish")
     def publish(self, version: int, params: Params, step: int | None = None) -> None:
-        """Publishes weights as `version`, before `step` begins (None: the step that starts from
-        this version). The version that this step samples from is kept, since the step may ask for
-        more groups, or be given up and start again."""
+        """Publishes trained weights as `version`, before `step` begins (None: the step that starts
+        from this version). The version that this step samples from is kept, since the step may ask
+        for more groups, or be given up and start again."""
         if step is None:
             step = version
         self.source.publish(version, params, keep_from=self.schedule.keep_from(step))
@@ -476,11 +485,14 @@ class Run:
         self, current_version: int, state: TrainState, complete: bool = False
     ) -> None:
         """Records the evaluations whose answers are there; with `complete` all that were requested,
-        waiting for their answers. `current_version` is that of `state`. A recorded evaluation is
-        removed from `evaluating`."""
+        waiting for their answers. `current_version` is the version of `state`, which is saved if a
+        reward raises or a stop is requested meanwhile. A recorded evaluation is removed from
+        `evaluating`."""
         for version, started in list(self.evaluating.items()):
             if not complete and self.source.is_busy_with(Purpose.EVALUATE, version):
                 continue
+            # An older evaluation that is still pending was requested during training, so it is a
+            # quick one.
             full = complete and version == current_version
             with self.saved_if_given_up(current_version, state):
                 collected = self.evaluator.collect(self.source, version, full)
@@ -552,8 +564,10 @@ class Run:
             "config": to_dict(self.config),
             "facts": dict(self.fingerprint),
         }
+        # never deleted, however old it gets; None protects nothing
         self.checkpoints.protected = self.last_good()
         older: dict[int, Params] = {}
+        # The same version may be in both lists: as a key of `older` it is stored once.
         for number in self.schedule.older_versions(version) + list(self.evaluating):
             if number in published and number != version:
                 older[number] = published[number]

@@ -38,6 +38,7 @@ def make_objective(a: AlgorithmSection) -> Objective:
         settings=tuple(loss.settings(a).items()),
         ratio=loss.ratio,
         kl=KL_ESTIMATORS[a.kl].load(),
+        # a KL with a coefficient is recorded anyway
         kl_metric=a.kl_metric and not a.kl_coef,
         kl_coef=a.kl_coef if a.kl_placement == "loss" else 0.0,
         kl_sampler_coef=a.kl_sampler_coef,
@@ -83,7 +84,8 @@ def batch_logprobs(
 
     A token's log-prob comes from the hidden state of the token before it; for a completion's first
     token that is its prompt's last. `chunk_elements` bounds the logits that exist at once (0: the
-    platform's default). With `entropy_gradient` entropies have a gradient.
+    platform's default). Entropies have a gradient only with `entropy_gradient`. If the batch has
+    `support_ids`, the distributions are over these tokens alone.
     """
     role = model.role
     hidden, tokens = hidden_states(model, parameters, batch)
@@ -106,6 +108,8 @@ def batch_logprobs(
             """Returns the logits of a slice of the vocabulary."""
             return head_projection(model, head_slice)(hidden)
 
+        # Each slice has as many tokens of the vocabulary as the budget allows, but whole registers
+        # of 128.
         slices = head_slices(head, max(128, budget // (rows_per_device * length)))
         logprobs, entropies = sliced_logprobs(
             hidden=states,
@@ -140,7 +144,7 @@ def next_token_logits(
     model: Model, parameters: Params, batch: LearnerBatch, positions: jax.Array
 ) -> jax.Array:
     """Returns the logits float32[K, V] of what follows the tokens at positions[K] in the batch's
-    first row."""
+    first row. They are not divided by the temperature."""
     hidden, _ = hidden_states(model, parameters, batch)
     states = model.role.join_rows(hidden)[0, positions]  # [K, D]
     return logits(model, parameters, states)

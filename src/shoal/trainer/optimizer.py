@@ -52,7 +52,8 @@ class LossScale:
 
 def learning_rate(section: OptimizerSection, num_updates: int) -> Callable[[Any], Any]:
     """Returns a function from an update's number (from 0) to its learning rate: a linear warm-up,
-    then constant or a decay towards 0 at `num_updates`, the number of updates of the run.
+    then constant or a linear or cosine decay towards 0 at `num_updates`, the number of updates of
+    the run.
 
     The first update already has 1/warmup_steps of the rate (torch's schedules start at 0), and with
     a decay the update after the last would have 0.
@@ -148,6 +149,7 @@ def rounded(
         return moment.astype(jnp.float32)
 
     def init(parameters: Any) -> Any:
+        # Moments get the type of the parameters that they are made for.
         return optimizer.init(jax.tree.map(narrow, parameters))
 
     def update(

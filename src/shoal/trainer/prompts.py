@@ -76,7 +76,8 @@ class PassRates:
         return self.bound < 1
 
     def retired(self) -> np.ndarray:
-        """Returns the rows that are left out of this epoch."""
+        """Returns the rows that are left out of this epoch, because their rate at its beginning was
+        above `bound`: int64, in no order."""
         return np.array([row for row, rate in self.at_epoch.items() if rate > self.bound], np.int64)
 
     def times(self, uniforms: np.ndarray) -> np.ndarray:
@@ -167,7 +168,8 @@ class PromptStream:
 
     def more(self, count: int, taken: Collection[int]) -> list[TokenizedExample]:
         """Returns up to `count` more prompts for a step that already has the rows `taken`,
-        searching at most once through the data.
+        searching at most once through the data: fewer, or [], if no more are found. No row comes
+        twice, and none of `taken`.
 
         If there are none, the cursor stays where it was.
         """
@@ -180,8 +182,10 @@ class PromptStream:
 
     def next(self, count: int) -> list[TokenizedExample]:
         """Returns the next `count` prompts, with no row twice, and moves the cursor. Raises
-        `DataExhausted` once too few are left, and at every later call. ShoalError if the data has
-        fewer than `count` prompts, or fewer that `long_prompts=drop` leaves."""
+        `DataExhausted` if some prompts are retired and fewer than `count` others are left; then
+        also at every later call with this `count`, unless the bound of the rates has changed.
+        ShoalError if the data has fewer than `count` prompts, if too long or refused prompts leave
+        fewer, or, with `long_prompts=error`, at the first such prompt."""
         if len(self.examples) < count:
             raise ShoalError(
                 f"the data has {counted(len(self.examples), 'prompt')}, fewer than "
@@ -193,6 +197,7 @@ class PromptStream:
         has_ended = self.ended == (self.rates.bound, count)
         prompts: list[TokenizedExample] = []
         if not has_ended:
+            # The search ends after about four epochs, however few prompts there are.
             prompts = self._read(count, 4 * len(self.examples) + count)
         if len(prompts) == count:
             self.ended = None
@@ -244,7 +249,7 @@ class PromptStream:
 
     def is_exhausted(self, count: int) -> bool:
         """True if `next` will raise `DataExhausted`; the cursor does not move. Always False without
-        the curriculum."""
+        the curriculum. A ShoalError of `next` that is no `DataExhausted` passes through."""
         if not self.rates.active:
             return False
         try:
@@ -265,14 +270,16 @@ class PromptStream:
             self.ended = ended
 
     def check(self, count: int) -> None:
-        """Raises ShoalError if a prompt among the next `count` is too long or refused, with
-        `long_prompts=error`. Each row is read at most once, even if `count` is several epochs."""
+        """With `long_prompts=error`, raises ShoalError if a prompt among the first `count` of the
+        present epoch, whatever was read of it, is too long or refused. Else such a prompt only adds
+        1 to `dropped`. Each row is read at most once, even if `count` is several epochs."""
         for row in self._order_of(self.epoch)[:count]:
             self._prepare(int(row))
 
     def of_row(self, row: int) -> TokenizedExample:
         """Returns the example of one row with its token ids, without moving the cursor. ShoalError
-        if the row does not exist, or its prompt is too long or refused."""
+        if the row does not exist, or its prompt is too long or refused, whatever `long_prompts`
+        is."""
         if not 0 <= row < len(self.examples):
             raise ShoalError(
                 f"row {row} is not in the data, which has {counted(len(self.examples), 'row')}"
@@ -324,11 +331,12 @@ class PromptStream:
         self.dropped = position.dropped
         self.postponed = list(position.postponed)
         self.rates.at_epoch = position.at_epoch
+        # -1 is no epoch: the order is made anew when it is next read, with the rates of `at_epoch`.
         self._order = (-1, np.empty(0, np.int64))
 
     def _next_row(self) -> int | None:
-        """Moves the cursor, and returns the next row; None if all prompts are retired. Begins a new
-        epoch at the end of one."""
+        """Moves the cursor, and returns the next row; None if all prompts are retired, in which
+        case the cursor moves all the same. Begins a new epoch at the end of one."""
         if self.cursor >= len(self._order_of(self.epoch)):
             self.epoch += 1
             self.cursor = 0
@@ -357,9 +365,10 @@ class PromptStream:
         return self._order[1]
 
     def _prepare(self, row: int) -> TokenizedExample | None:
-        """Returns the example of a row with its token ids; None if it is dropped, which is counted.
-        The reason of a refusal by the chat template is put into `refusal`. ShoalError with
-        `long_prompts=error`."""
+        """Returns the example of a row with its token ids; None if it is dropped, because the
+        prompt is too long or refused, which is counted in `dropped`. The reason of a refusal by the
+        chat template is put into `refusal`. With `long_prompts=error` such a prompt raises
+        ShoalError instead."""
 
         def refuse(reason: str) -> None:
             self.refusal = reason

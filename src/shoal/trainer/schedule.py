@@ -50,8 +50,8 @@ class Schedule:
 
     def check(self, groups: Sequence[Group]) -> None:
         """Raises RuntimeError if a step's groups have tokens that are older than the bound, or from
-        later weights than the step's own, whatever was requested and answered. Completions without
-        a sampled token are skipped."""
+        later weights than the step's own, whatever was requested and answered. A version's age is
+        counted from the group's own step. Completions without a sampled token are skipped."""
         for group in groups:
             for completion in group.completions:
                 if not completion.num_sampled:
@@ -71,13 +71,16 @@ class Schedule:
         which a group of the step may start."""
         interval = self.weight_sync_interval
         wanted = interval * (max(0, step - self.lag) // interval)
+        # Rising order: the first that is new enough is the oldest such. A new run has none.
         for version in self.restored_versions:
             if version >= wanted:
                 return version
         return wanted
 
     def keep_from(self, step: int) -> int:
-        """Returns the oldest version that may be sampled from once a step begins."""
+        """Returns the oldest version that may be sampled from once a step begins: with
+        `takes_newest` the version of the step's own number, else the one that the step samples
+        from."""
         return step if self.takes_newest else self.version(step)
 
     def older_versions(self, version: int) -> list[int]:
@@ -93,7 +96,7 @@ class Schedule:
 
     def _sampled_after(self, version: int) -> set[int]:
         """Returns all versions up to `version` that the steps after `version` updates sample from,
-        and some later ones."""
+        and some later ones: those of as many steps as samples may be old."""
         return {self.version(step) for step in range(version, version + self.max_staleness + 1)}
 
 
@@ -154,6 +157,7 @@ def schedule_of(t: TrainSection) -> Schedule:
     """Returns the schedule of the settings, for which `max_staleness = lag + weight_sync_interval -
     1`."""
     # The n - 1 steps between two publications are stale anyway; only what exceeds n - 1 is a lag.
+    # -1 stands for weight_sync_interval - 1, the least that is possible.
     lag = 0 if t.max_staleness == -1 else t.max_staleness - (t.weight_sync_interval - 1)
     return Schedule(lag, t.weight_sync_interval, t.versions == "newest")
 

@@ -21,9 +21,9 @@ from shoal.weights.source import ModelSource, check_positions, make_model, open_
 
 
 def find_teacher(config: Config, student: ModelSource, console: Printer | None) -> ModelSource:
-    """Returns the teacher that `teacher.path` names, without its weights. Prints notes about it to
-    `console`. ShoalError if its vocabulary is not the student's, or its files or positions do not
-    fit."""
+    """Returns the source of the teacher that `teacher.path` names; its weights are not read yet.
+    Prints notes about it to `console`. ShoalError if its vocabulary is not the student's, or its
+    files or positions do not fit."""
     teacher = open_model(section_of(config.model, config.teacher.path), console)
     # Vocabularies are compared, not families, because log-probs are compared id by id.
     if teacher.tokenizer.vocabulary() != student.tokenizer.vocabulary():
@@ -33,12 +33,14 @@ def find_teacher(config: Config, student: ModelSource, console: Printer | None) 
             "family"
         )
     check_positions(teacher.architecture, config.sampling, f"teacher.path={config.teacher.path}")
+    # Called for its error alone.
     teacher.check()
     return teacher
 
 
 def load_scorer(section: ModelSection, source: ModelSource, role: Role) -> ModelScorer:
-    """Loads a model that only scores, with its weights, in the type of the computation."""
+    """Loads the weights of a model that only scores onto the devices of `role`, in the type of the
+    computation, and returns its scorer. `section` are its settings, `source` its files."""
     model = make_model(section, source.architecture, role)
     return ModelScorer(model, source.load(role, model.dtype))
 
@@ -85,5 +87,6 @@ class ModelScorer:
             widths[0] = (0, num_padding)
             return np.pad(array, widths)
 
+        # the temperature has no rows to pad
         padded = jax.tree.map(pad, replace(batch, temperature=None))
         return put_batch(self.model, replace(padded, temperature=batch.temperature))

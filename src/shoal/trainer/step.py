@@ -201,7 +201,8 @@ class Learner:
         self, total: GradientSum | None, state: TrainState, batch: LearnerBatch
     ) -> tuple[GradientSum, Any]:
         """Adds a micro-batch's gradient and metrics to `total` (None for the first one), which is
-        donated. Returns (the new sum, the log-probs of the micro-batch's tokens, float32[R, T])."""
+        donated. `state` is only read. Returns (the new sum, the log-probs of the micro-batch's
+        tokens, float32[R, T])."""
         # The first micro-batch adds to zeros: a separate program for it doubled the longest
         # compilation (5 s), and this buffer is the only one, as layers add their gradients to it in
         # place.
@@ -229,7 +230,7 @@ class Learner:
 
     def score(self, parameters: Params, batch: LearnerBatch) -> jax.Array:
         """Returns the log-probs float32[R, T] of the batch's tokens under any parameters of this
-        architecture."""
+        architecture; 0 at prompts' tokens and at padding."""
         return self.programs["score"](parameters, put_batch(self.model, batch))
 
 
@@ -335,7 +336,8 @@ def _gradient_programs(model: Model, objective: Objective) -> tuple[Callable, Ca
 
 @lru_cache(PROGRAMS_KEPT)
 def score_program(model: Model, chunk_elements: int) -> Program:
-    """Returns the program that computes log-probs alone: (parameters, batch) -> float32[R, T]."""
+    """Returns the program that computes log-probs alone, without entropies or a gradient:
+    (parameters, batch) -> float32[R, T]."""
     return model.role.jit(
         partial(_score, model, chunk_elements), out_shardings=model.role.host_layout
     )
@@ -357,7 +359,7 @@ def _gradient_shapes(a: Architecture) -> Params:
 
 def _zero(shapes: Params, objective: Objective) -> GradientSum:
     """Returns a `GradientSum` of zeros. `shapes` are those of the gradient; the objective decides
-    which metrics there are."""
+    which metrics there are, and each has (0, 0)."""
     sums, maxima = metric_shapes(objective)
     total = GradientSum(shapes, jax.ShapeDtypeStruct((), jnp.float32), sums, maxima)
     return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), total)
@@ -389,6 +391,7 @@ def _accumulate(
     # The gradient is linear in this seed: scaled here, it is scaled through the whole backward
     # pass, while loss and metrics are not.
     seed = jnp.ones_like(value) if scale is None else scale.value
+    # `rest` are the gradients outside of layers; those of layers have gone into `layers`.
     (rest,) = backward.with_refs(replace(total.gradient, blocks=layers))(seed)
     sum_outside = replace(total.gradient, blocks=None)
     gradient = jax.tree.map(jnp.add, sum_outside, replace(rest, blocks=None))
@@ -453,6 +456,7 @@ def _apply(
         new_trainable, new_moments = _change_by_layer(change_layer, gradient, moments, trainable)
     else:
         new_trainable, new_moments = change(gradient, moments, trainable)
+    # a skipped update is not counted
     new_updates = updates + finite
     new_scale = None if scale is None else scale.after(finite)
     state = TrainState(new_trainable, new_moments, new_updates, new_scale)
@@ -509,6 +513,7 @@ def _change_by_layer(
         replace(parameters, blocks=None),
     )
     buffers = (gradient.blocks, [part.blocks for part in _parts(moments)])
+    # All leaves have the layers in front, so their first dimensions are the same number.
     num_layers = 0  # if no parameter of the layers is trained
     leaves = jax.tree.leaves(buffers)
     if leaves:
@@ -533,7 +538,7 @@ def _parts(moments: Any) -> list[Parameters]:
 
 def _replace_parts(moments: Any, parts: Iterable[Parameters]) -> Any:
     """Returns the optimizer's state with `parts` in place of its own parts, in the order of
-    `_parts`."""
+    `_parts`. There must be at least as many; all that is no part, like a counter, stays."""
     new_parts = iter(parts)
 
     def new_node(node: Any) -> Any:
@@ -548,13 +553,14 @@ def _layers_only(blocks: Block) -> Parameters:
 
 
 def _moved(moments: Any, space: Any) -> Any:
-    """Returns the optimizer's state with its moments moved to another memory; its counters stay on
-    the devices."""
+    """Returns the optimizer's state with its moments moved to the memory `space` (a device's or the
+    host's); its counters stay on the devices."""
     moved = [jax.device_put(part, space) for part in _parts(moments)]
     return _replace_parts(moments, moved)
 
 
 def _score(model: Model, chunk_elements: int, parameters: Params, batch: LearnerBatch) -> jax.Array:
-    """Returns log-probs alone. Compiled as the program of `Learner.score`."""
+    """Returns the log-probs float32[R, T] of a batch's tokens, without entropies; 0 at prompts'
+    tokens and at padding. Compiled as the program of `Learner.score`."""
     logprobs, _ = batch_logprobs(model, parameters, batch, chunk_elements)
     return logprobs

@@ -68,8 +68,8 @@ def step_advantages(
     numbers of sampled tokens.
 
     `components` are each group's rewards by function and `weights` the functions' weights, for the
-    estimator that normalises the functions separately. Without either, that estimator gets None for
-    both.
+    estimator that normalises the functions separately (`gdpo`). If one of the two is empty, the
+    estimator gets None for both; other estimators ignore them.
     """
     stacked = None  # [functions, P, G]
     function_weights = None

@@ -44,7 +44,7 @@ def needs_all_groups(a: AlgorithmSection, has_teacher: bool) -> bool:
 
 def needs_old_logprobs(a: AlgorithmSection, has_teacher: bool) -> bool:
     """True if the trainer's log-probs are needed before the first update: because a step has
-    several updates, the reward includes a KL, or there is a teacher."""
+    several updates, because the reward includes a KL, or because there is a teacher."""
     several_updates = make_objective(a).use_old
     kl_in_reward = a.kl_placement == "reward" and a.kl_coef > 0
     return several_updates or kl_in_reward or has_teacher
@@ -67,7 +67,8 @@ def update_shapes(
     """Returns the shapes of an update's micro-batches, the largest first (`row_shapes`).
 
     `longest` is the number of tokens of the longest prompt with the longest completion; that
-    completion has `max_tokens`. `row_shards` and `context` are those of `row_shapes`.
+    completion has `max_tokens`. An update has `prompts_per_step / num_minibatches` groups, rounded
+    up. `row_shards` and `context` are those of `row_shapes`.
     """
     group_tokens = longest + (batch.group_size - 1) * max_tokens
     most_groups = -(-batch.prompts_per_step // num_minibatches)
@@ -175,7 +176,7 @@ class Updater:
 
     def shapes(self, groups: Sequence[Group]) -> tuple[Shape, ...]:
         """Returns the shapes of micro-batches for a step with these groups: the same in every step,
-        unless a group is longer than `longest`."""
+        unless a prompt with its longest completion is longer than `longest`."""
         longest = self.longest
         for group in groups:
             longest_completion = max(map(len, group.completions), default=0)
@@ -191,9 +192,9 @@ class Updater:
         )
 
     def _minibatches(self, count: int, step: int, epoch: int) -> list[np.ndarray]:
-        """Returns the numbers of the groups, from 0 to `count` - 1, in each update of an epoch.
-        With several updates the order is shuffled by (seed, step, epoch), so a resumed run repeats
-        it."""
+        """Returns the numbers of the groups, from 0 to `count` - 1, in each update of an epoch, one
+        array an update; their lengths differ by 1 at most. With several updates the order is
+        shuffled by (seed, step, epoch), so a resumed run repeats it."""
         num_minibatches = self.algorithm.num_minibatches
         order = np.arange(count)
         if num_minibatches > 1:
@@ -219,6 +220,7 @@ class Updater:
         """
         a = self.algorithm
         included = self._included(table, members)
+        # bool[P, G]: which completions count in the denominator
         counts = np.ones_like(table.valid)
         if a.zero_std_groups == "exclude":
             counts &= np.isin(np.arange(len(groups)), included)[:, None]
@@ -249,8 +251,8 @@ class Updater:
         )
 
     def _included(self, table: StepTable, members: np.ndarray) -> list[int]:
-        """Returns the numbers of the groups to compute. A group whose advantages are all 0 is left
-        out, unless another term gives it a gradient."""
+        """Returns the numbers, out of `members`, of the groups to compute. A group whose advantages
+        are all 0 is left out, unless another term gives it a gradient."""
         if needs_all_groups(self.algorithm, self.teacher is not None):
             return [int(n) for n in members]
         return [int(n) for n in members if (table.advantages[n] != 0).any()]
@@ -259,7 +261,8 @@ class Updater:
         self, state: TrainState, groups: Sequence[Group], table: StepTable
     ) -> PrecomputedLogprobs:
         """Computes the log-probs that need a forward pass before the first update: of the policy,
-        the reference and the teacher, if they are needed. Those that are not needed are None."""
+        the reference and the teacher, if they are needed. Those that are not needed are None. A
+        group that `_included` leaves out has no entry."""
         policy: Scorer | None = None
         if needs_old_logprobs(self.algorithm, self.teacher is not None):
             policy = ParameterScorer(self.learner, state.parameters)
@@ -370,6 +373,7 @@ class Updater:
         patience_seconds: float,
     ) -> TrainState:
         """Makes one update of the weights from its micro-batches, and adds its metrics to `result`.
+        There is at least one micro-batch.
 
         With `keep` the log-probs of the micro-batches, which are from before this update, are
         stored in `result`. A requested stop waits up to `patience_seconds` before it interrupts.
@@ -388,20 +392,24 @@ class Updater:
         kept_logprobs = logprobs if keep else []
         # One transfer for all: each separate `float(x)` would wait for the device.
         sums, maxima, applied, values = jax.device_get((sums, maxima, applied, kept_logprobs))
+        # These two are no metrics of their own: `update` computes sampler_gap/ess of the whole step
+        # from their sums.
         w, count = sums.pop("sampler_gap/w")
         squares, _ = sums.pop("sampler_gap/w2")
         result.correction += [float(w), float(count), float(squares)]
+        # The sum alone: the count is no divisor of it.
         result.metrics.add("objective", sums.pop("objective")[0])
         _record_update(result.metrics, sums | maxima, applied)
         if keep:
+            # `values` are `kept_logprobs` on the host
             result.logprobs |= unpack(batches, values)
         return state
 
 
 def _record_packing(metrics: MetricSet, batches: Sequence[MicroBatch]) -> None:
-    """Adds two metrics: the share of computed tokens that are padding, and the share of prompt
-    tokens that sharing saved, of those computed if each completion had its own copy of the prompt.
-    """
+    """Adds two metrics: `tokens/padding`, the share of computed tokens that are padding, and
+    `tokens/prompt_saved`, the share of prompt tokens that sharing saved, of those computed if each
+    completion had its own copy of the prompt."""
     for batch in batches:
         computed = batch.arrays.tokens.size
         metrics.add("tokens/padding", computed - batch.num_tokens, computed)
@@ -412,7 +420,8 @@ def _record_packing(metrics: MetricSet, batches: Sequence[MicroBatch]) -> None:
 
 def _record_update(metrics: MetricSet, values: dict, applied: UpdateMetrics) -> None:
     """Adds the metrics of one update: `values` maps a metric's name to (value, count). A skipped
-    update counts in `update/skipped` and not in `update/count`."""
+    update counts in `update/skipped` and not in `update/count`. `loss_scale` and `update/overflows`
+    are added only if there is a loss scale."""
     for name, (value, count) in values.items():
         metrics.add(name, value, count)
     metrics.add("loss", float(applied.loss))

@@ -188,7 +188,7 @@ def policy_log_ratio(
     level: str, lp: Tokens, old_logprobs: Tokens, mask: Mask, segment: Segments
 ) -> Tokens:
     """Returns the logarithm of the ratio of policy and old policy; with the level `token` it is 0
-    outside the mask, with the others it is not.
+    outside the mask, with the others it need not be.
 
     `token`: lp - old. `sequence`: the mean of that over the completion's sampled tokens, GSPO,
     arXiv 2507.18071, eqs. 5 to 7. `sequence-token`: the same value, but with the gradient of the

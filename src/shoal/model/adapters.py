@@ -27,9 +27,9 @@ def make_adapter(
     """Returns the adapter that these settings mean for an architecture. ShoalError if a target
     matches no product, or a product in some layers alone, or if the rank is too high.
 
-    `targets` are names of products (q_proj, ...), ends of their paths (self_attn.q_proj), one
-    regular expression over whole paths (`.*_attn\\.(q|v)_proj`), or `all-linear`. The adapter's own
-    targets are names of products, in the model's order.
+    `targets`, of which there is at least one, are names of products (q_proj, ...), ends of their
+    paths (self_attn.q_proj), one regular expression over whole paths (`.*_attn\\.(q|v)_proj`), or
+    `all-linear`. The adapter's own targets are names of products, in the model's order.
     """
     paths = _paths_by_layer(a)
     covered: list[set[str]] = []  # by layer: the products that have an adapter
@@ -58,6 +58,7 @@ def make_adapter(
                 f"model.lora.targets={target} is a product in some layers alone: give one of all "
                 "layers"
             )
+    # in the model's order, which is that of `paths`
     chosen = tuple(name for name in paths if name in named_by)
     most_ranks = {}
     for spec in kernel_specs(a):
@@ -91,8 +92,9 @@ def _paths_by_layer(a: Architecture) -> dict[str, list[list[str]]]:
 
 
 def _products_of(target: str, paths: Mapping[str, list[list[str]]], layer: int) -> set[str]:
-    """Returns the names of a layer's products that a target means (`_matches`). A product counts
-    only if the target matches each of its tensors. `paths` is what `_paths_by_layer` returned."""
+    """Returns the names of a layer's products that a target means: by their name, the end of their
+    path, a regular expression, or `all-linear`. A product counts only if the target matches each of
+    its tensors. `paths` is what `_paths_by_layer` returned."""
     names = set()
     for name, by_layer in paths.items():
         if all(_matches(target, name, path) for path in by_layer[layer]):
@@ -115,7 +117,7 @@ def _matches(target: str, name: str, path: str) -> bool:
 def merge(a: Architecture, parameters: Parameters, role: Role) -> Parameters:
     """Returns the parameters of the base model with the adapter's change added to each kernel, in
     float32; `parameters` itself if there is no adapter. Kernels without an adapter, and all other
-    parameters, keep their type."""
+    parameters, keep their type. The arrays that were passed stay as they are."""
     if a.adapter is None:
         return parameters
 

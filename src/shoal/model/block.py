@@ -53,6 +53,7 @@ def block(
         cos, sin = rope
         q = habits.rotate(q, cos, sin)
         k = habits.rotate(k, cos, sin)
+    # above 1 if `tensor` has more devices than the model has key/value heads
     repeats = model.key_heads // a.num_kv_heads
     if repeats > 1:
         k = model.role.constrain(jnp.repeat(k, repeats, axis=-2), "rows", None, "heads", None)
@@ -68,7 +69,8 @@ def block(
 def _heads(
     model: Model, w: Block, h: jax.Array, habits: Habits
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes q[R, T, H, A], k[R, T, K, A] and v[R, T, K, A] from h[R, T, D]."""
+    """Computes q[R, T, H, A], k[R, T, K, A] and v[R, T, K, A] from h[R, T, D], without rotary
+    positions and norms of q and k."""
     if w.k is None:  # the three weights are joined in one (`products_joined`)
         return split_product(model, linear(w.q, h))
 
@@ -84,7 +86,8 @@ def _heads(
 
 
 def _feed_forward(model: Model, w: Block, h: jax.Array, habits: Habits) -> jax.Array:
-    """Computes the gated feed-forward part, [R, T, D] -> [R, T, D]."""
+    """Computes the gated feed-forward part, [R, T, D] -> [R, T, D]: down of silu(gate h) * (up h),
+    without its norm and without the sum with x."""
     if not isinstance(w.down, tuple):
         return habits.gated_product(model, linear(w.gate, h), linear(w.up, h), w.down)
     # The matrices are split into chunks, each of which gives a term of the sum.

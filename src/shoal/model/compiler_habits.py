@@ -57,7 +57,7 @@ def gated(model: Model, gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def plain_gated_product(model: Model, gate: jax.Array, up: jax.Array, down: Weight) -> jax.Array:
-    """Computes `down` of silu(gate) * up, the end of the feed-forward part."""
+    """Computes `down` of silu(gate) * up, the end of the feed-forward part, without barriers."""
     return linear(down, gated(model, gate, up))
 
 
@@ -122,7 +122,8 @@ TPU_PREFILL = replace(TPU, queries=computed_once)
 
 def habits_of(model: Model, is_decoding: bool) -> Habits:
     """Returns the habits for a layer that decodes, or for one that computes whole rows. They are
-    DECODING; or PLAIN, and on a TPU TPU_PREFILL for the sampler's role and TPU for any other."""
+    DECODING for a layer that decodes. Else they are PLAIN on a CPU or GPU; on a TPU TPU_PREFILL for
+    the sampler's role, and TPU for any other role."""
     if is_decoding:
         return DECODING
     if model.role.platform != "tpu":

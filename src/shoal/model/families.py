@@ -78,8 +78,8 @@ class _Entries:
         return bool(self.config.get(key))
 
     def check_type(self, key: str, expected: type, words: str) -> None:
-        """Raises ShoalError if an entry is set (`is_set`), but not of this type; `words` name the
-        type in the message."""
+        """Raises ShoalError if an entry is present and not empty, 0 or false, but not of this type;
+        `words` name the type in the message."""
         value = self.config.get(key)
         if value and not isinstance(value, expected):
             raise ShoalError(
@@ -87,7 +87,8 @@ class _Entries:
             )
 
     def check_value(self, key: str, supported: Sequence[Any]) -> None:
-        """Raises ShoalError if an entry is set (`is_set`), but to none of these values."""
+        """Raises ShoalError if an entry is present and not empty, 0 or false, but none of these
+        values."""
         value = self.config.get(key)
         if value and value not in supported:
             raise ShoalError(
@@ -123,8 +124,9 @@ class _Entries:
 
 def architecture_of(folder: str | Path) -> Architecture:
     """Reads config.json, as transformers 4 or 5 writes it, and returns the architecture. ShoalError
-    if the model is not supported. An entry that may be missing gets the default of transformers.
-    `max_positions` is 0 if the file does not say it."""
+    if there is no such file, if an entry that must be there is missing, if an entry has a wrong
+    type or size, or if the model is not supported. An entry that may be missing gets the default of
+    transformers. `max_positions` is 0 if the file does not say it."""
     folder = Path(folder)
     config = read_config(folder)
     family = FAMILIES.get(str(config.get("model_type")))
@@ -143,6 +145,7 @@ def architecture_of(folder: str | Path) -> Architecture:
     # for rope_type.
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
+    # the older name first: an entry rope_type overwrites it below
     config["rope_type"] = rope.get("type")
     for key, value in rope.items():
         if value is not None:
@@ -153,6 +156,7 @@ def architecture_of(folder: str | Path) -> Architecture:
     layers = entries.size("num_hidden_layers", MOST_LAYERS)
     heads = entries.size("num_attention_heads", MOST_HEADS)
     _refuse_windows(config, layers, folder)
+    # Called for its error alone: weights quantised in an unknown way.
     weight_block(folder)
     key_heads = heads
     if entries.is_set("num_key_value_heads"):
@@ -191,8 +195,9 @@ def architecture_of(folder: str | Path) -> Architecture:
 
 
 def _rope_scaling(entries: _Entries) -> RopeScaling | None:
-    """Returns the scaling of rotary frequencies; None if there is none. ShoalError if a number that
-    it needs is missing. Reads the entries as `architecture_of` has merged them."""
+    """Returns the scaling of rotary frequencies; None if there is none, which is so for every kind
+    but `linear` and `llama3`; unknown kinds were refused before. ShoalError if a number that it
+    needs is missing. Reads the entries as `architecture_of` has merged them."""
     kind = entries.config["rope_type"]
     if kind == "linear":
         return RopeScaling("linear", float(entries.number("factor")))
@@ -254,8 +259,8 @@ def weight_block(folder: Path) -> tuple[int, int] | None:
 
 def _refuse_windows(config: Mapping[str, Any], layers: int, folder: Path) -> None:
     """Raises ShoalError if any layer has a sliding window, or anything else but full attention.
-    Newer files name each layer's kind in `layer_types`; older ones have the switch
-    `use_sliding_window`, and windows from layer max_window_layers on."""
+    `layers` is the number of layers. Newer files name each layer's kind in `layer_types`; older
+    ones have the switch `use_sliding_window`, and windows from layer max_window_layers on."""
     layer_types = config.get("layer_types")
     if not layer_types and config.get("use_sliding_window") and config.get("sliding_window"):
         first_with_window = config.get("max_window_layers", 28)  # 28 is the default of transformers
@@ -338,8 +343,10 @@ def config_to_save(
     a: Architecture, source: Path | None, config: dict[str, Any] | None, dtype: np.dtype
 ) -> dict[str, Any]:
     """Returns the content of the config.json to write with parameters of `dtype`: `config`, or else
-    that of the folder `source`, or else one made from the architecture. Its type is `dtype`, and it
-    says nothing of quantised weights. ShoalError if the source's is of another architecture."""
+    that of the folder `source`, or else one made from the architecture. A new dict is returned,
+    whose `dtype` (or `torch_dtype`, if it has no entry `dtype`) is `dtype`, and which says nothing
+    of quantised weights. ShoalError if `config` is None and the source's is of another
+    architecture."""
     if config is None and source is not None and (source / "config.json").is_file():
         if architecture_of(source) != a:
             raise ShoalError(
@@ -359,7 +366,8 @@ def make_config(
 ) -> dict[str, Any]:
     """Returns the content of a config.json: `config`, or else one made from the architecture. A new
     dict is returned. The ids of the special tokens in it are replaced by those that config.json,
-    and then generation_config.json, have in the folder `tokenizer`."""
+    and then generation_config.json, have in the folder `tokenizer`. If both have an id, the second
+    file's counts; without the folder or files they stay."""
     made = dict(config or config_of(a))
     for name in ("config.json", "generation_config.json"):
         if tokenizer and (tokenizer / name).is_file():
@@ -374,7 +382,8 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 def describes(folder: Path, a: Architecture) -> bool:
     """True if the config.json in a folder describes this architecture; False also if there is none.
-    A model that is not supported counts as another architecture."""
+    A model that is not supported counts as another architecture. `max_positions` is not
+    compared."""
     try:
         return architecture_of(folder) == a
     except ShoalError:  # no config.json, or a model that is not supported

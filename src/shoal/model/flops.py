@@ -42,8 +42,8 @@ def forward_flops(a: Architecture, prompt: int, completions: Sequence[int]) -> f
 
 
 def _product_flops(a: Architecture, prompt: int, completions: Sequence[int]) -> float:
-    """Returns the operations of the products with weights in one forward pass, without those of an
-    adapter, which are some hundredths of them."""
+    """Returns the operations of the products with weights in one forward pass, the head's for
+    completions' tokens only. Those of an adapter, some hundredths of them, are left out."""
     tokens = sum(completions)
     head = a.hidden_size * a.vocab_size
     return 2.0 * (_block_weights(a) * (prompt + tokens) + head * tokens)
@@ -65,7 +65,8 @@ def model_flops(
     """Returns the operations of a whole step: a forward pass over what was sampled; over what was
     trained on, a forward and a backward pass for each epoch and a forward pass for each scoring
     (the reference's, and the one before the first of several updates). With an adapter, the frozen
-    weights get no gradient, so the backward pass counts less."""
+    weights get no gradient, so the backward pass counts as one forward pass over the products, not
+    two."""
     forward_of_sampled = 0.0
     for prompt, completions in sampled:
         forward_of_sampled += forward_flops(a, prompt, completions)
@@ -117,8 +118,9 @@ class Utilisation:
         self, groups: Sequence[Group], entered: Container[tuple[int, int]], seconds: float
     ) -> float:
         """Returns the MFU of a step that took so many seconds; `entered` has the (group,
-        completion) pairs that entered the update. Only these count as trained; all of `groups`
-        count as sampled."""
+        completion) pairs that entered the update. Both are numbers from 0, of a group in `groups`
+        and of a completion in it. Only these count as trained; all of `groups` count as sampled.
+        `seconds` is above 0."""
         sampled: list[GroupLengths] = []
         trained: list[GroupLengths] = []
         for group_index, group in enumerate(groups):

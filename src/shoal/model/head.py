@@ -38,7 +38,8 @@ def _project(head: Weight, hidden: jax.Array) -> jax.Array:
 
 def head_slices(head: jax.Array, size: int) -> jax.Array:
     """Splits a head[D, V] into n slices of consecutive columns, [n, D, v]. v is a multiple of a
-    register's 128, and at most `size` rounded up to one; zeros fill up the last slices."""
+    register's 128, and at most `size` rounded up to one; zeros fill up the last slices. The width
+    is chosen so that the slices are about equally full."""
     vocab_size = head.shape[1]
     count = -(-vocab_size // size)
     width = -(-vocab_size // (128 * count)) * 128
@@ -63,6 +64,8 @@ def head_projection(model: Model, head: jax.Array) -> Callable[[jax.Array], jax.
     def project(hidden: jax.Array) -> jax.Array:
         """Returns logits of a chunk, with each part of the rows times its own copy of the head."""
         flat = role.constrain(hidden.reshape(shards, -1, hidden.shape[-1]), "rows", None, None)
+        # Both types are float32: that of the logits, and that in which a copy's own gradient is
+        # computed. `_copies` sums these gradients.
         product: jax.Array = cast_product(flat, kernel, master, jnp.float32, jnp.float32)
         rows, size, _ = hidden.shape
         scores = product.reshape(rows, size, -1)

@@ -43,6 +43,7 @@ def ffn_chunks(a: Architecture, role: Role, dtype: Any) -> int:
     stacked on TPUs: on one mesh the sampler reads the trainer's array.
     """
     if role.device_kind not in CHUNKED_OPTIONS:
+        # 1 on a GPU, 0 on a CPU or an unknown TPU
         return int(role.platform == "gpu")
     if a.quantised and not a.adapter:
         # Quantised arrays are made for the sampler alone. A part of a matrix of 8 bits is not
@@ -54,10 +55,12 @@ def ffn_chunks(a: Architecture, role: Role, dtype: Any) -> int:
     if not is_one_matrix or a.adapter or a.quantised or a.mlp_bias or itemsize != 2:
         return 0
     _, width, hidden_size = down.shape
+    # each device's part of the inner features
     width //= role.tensor
     num_chunks = 1
     while hidden_size * width * itemsize > num_chunks * FFN_CHUNK_BYTES:
         num_chunks *= 2
+    # Two chunks or fewer are not worth a split, see FFN_CHUNK_BYTES.
     if num_chunks > 2 and width % num_chunks == 0:
         return num_chunks
     return 0
@@ -76,7 +79,8 @@ def published_specs(model: Model) -> Parameters:
 
 def _unstacked_spec(spec: ParamSpec, num_chunks: int) -> ParamSpec | tuple[ParamSpec, ...]:
     """Returns the spec of one layer of a stacked parameter. If `num_chunks` is above 1, a
-    feed-forward matrix (one with the axis `mlp`) gets a tuple of so many specs, one a chunk."""
+    feed-forward matrix (one with the axis `mlp`) gets a tuple of so many specs, one a chunk.
+    `num_chunks` is 1 or more."""
     shape = list(spec.shape[1:])
     axes = spec.axes[1:]
     layer = replace(spec, shape=tuple(shape), axes=axes, indices=spec.indices[1:])
@@ -106,6 +110,7 @@ def split_layers(
     by_chunk = stacked.reshape(*before, tensor, num_chunks, -1, *after)
     chunks = []  # of each chunk: a tuple of L arrays
     for number in range(num_chunks):
+        # Devices are at `mlp_axis`, chunks at the next one.
         chunk = jax.lax.index_in_dim(by_chunk, number, mlp_axis + 1, keepdims=False)
         chunks.append(tuple(chunk.reshape(*before, -1, *after)))
     # From tuples by chunk to tuples by layer.
@@ -125,12 +130,14 @@ def unstack_layers(parameters: Parameters, num_layers: int) -> Parameters:
 
 
 def by_layer(model: Model, blocks: Any) -> tuple[Block, ...]:
-    """Returns the layers one by one, whether `blocks` is stacked or a tuple of layers already."""
+    """Returns the L layers as a tuple of blocks, whether `blocks` is stacked or a tuple of layers
+    already."""
     if isinstance(blocks, Block):
         return unstacked(blocks, model.architecture.num_layers)
     return blocks
 
 
 def unstacked(tree: Any, num_layers: int) -> tuple[Any, ...]:
-    """Returns the L layers of a tree whose leaves have L in front."""
+    """Returns the L layers of a tree whose leaves have L in front, as a tuple of L trees of the
+    same form."""
     return tuple(jax.tree.map(itemgetter(number), tree) for number in range(num_layers))

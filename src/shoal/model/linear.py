@@ -139,7 +139,8 @@ cast_product.defvjp(_cast_product_forward, _cast_product_backward)
 def _adapted(
     scale: float, out_dtype: Any, x: jax.Array, kernel: Weight, pair: tuple[Weight, Weight]
 ) -> jax.Array:
-    """Computes the product of a kernel with an adapter, without a rule for its gradient."""
+    """Computes the product of a kernel with an adapter, without a rule of its own for the gradient:
+    x kernel + (x a) b * scale, with `pair` = (a, b)."""
     # The adapter is never merged into the kernel, whose type would round an update's change away.
     a, b = pair
     product = linear(kernel, x, out_dtype)
@@ -169,7 +170,7 @@ def _adapted_product_backward(
     scale: float, out_dtype: Any, kept: Any, gradient: jax.Array
 ) -> tuple:
     """Returns the gradients of (x, kernel, the pair of the adapter's matrices); the kernel is
-    frozen, and its gradient is None."""
+    frozen, and its gradient is None. `kept` are the arguments of the product."""
     x, kernel, pair = kept
 
     def of_trained(x: jax.Array, pair: tuple[Weight, Weight]) -> jax.Array:
@@ -193,7 +194,7 @@ adapted_product.defvjp(_adapted_product_forward, _adapted_product_backward)
 def quantise(kernel: jax.Array, dtype: Any) -> Quantised:
     """Quantises kernel[..., in, out] to `dtype`, int8 or a float of 8 bits: the nearest values,
     with one scale for each output channel, by which its largest value becomes at most the type's
-    largest. The input's first dimensions stay; a channel of zeros gets scale 1."""
+    largest. The first dimensions, such as layers, stay; a channel of zeros gets scale 1."""
     wide = kernel.astype(jnp.float32)
     dtype = jnp.dtype(dtype)
     is_integer = dtype.kind == "i"
@@ -213,7 +214,8 @@ def quantise(kernel: jax.Array, dtype: Any) -> Quantised:
 
 def broadcast(vector: jax.Array, like: jax.Array) -> jax.Array:
     """Returns a vector (a norm's weight or a bias) in the type of `like`, and in its shape if the
-    vector is float32; its gradient is then summed in float32."""
+    vector is float32; its gradient is then summed in float32. A vector of another type keeps its
+    shape."""
     if vector.dtype != jnp.float32:
         return vector.astype(like.dtype)
     return _broadcast(vector, like.shape, like.dtype)

@@ -57,7 +57,8 @@ class Parameters:
 @dataclass(frozen=True)
 class ParamSpec:
     """One parameter: its shape, the logical axes of its dimensions, its initialisation, and how
-    Hugging Face's files hold it. A leaf of JAX's trees."""
+    Hugging Face's files hold it. A leaf of JAX's trees. The logical axes are "layers", "embed",
+    "vocab", "heads" and "mlp"; None stands for a dimension that is never split."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
@@ -132,7 +133,7 @@ class ParamSpec:
         """Returns the logical axes that a role splits the parameter along, None for a dimension
         that is not split. Heads are split as whole heads only: if `tensor` does not divide them, or
         the vocabulary (a resized embedding may have any size), each device of `tensor` has all of
-        that dimension."""
+        that dimension, and its axis is None."""
         axes: list[str | None] = []
         for axis, size in zip(self.axes, self.shape, strict=True):
             is_whole = (axis == "heads" and self.heads % role.tensor) or (
@@ -321,8 +322,8 @@ def kernel_specs(a: Architecture) -> list[ParamSpec]:
 
 
 def classifier_specs(a: Architecture) -> Parameters:
-    """Returns the `param_specs` of a sequence classifier with one label, whose head takes the place
-    of the head for logits."""
+    """Returns the `param_specs` of a sequence classifier with one label, whose head [D, 1] takes
+    the place of the head for logits, as `lm_head`, even if the embedding is tied."""
     head = ParamSpec((a.hidden_size, 1), ("embed", None), transposed=True, name="score.weight")
     return replace(param_specs(a), lm_head=head)
 
@@ -360,7 +361,8 @@ def _is_none(leaf: Any) -> bool:
 
 def select(present: Any, tree: Any) -> Any:
     """Returns `tree`, which has an entry for each parameter, with None wherever `present` (for
-    example `trained_specs` or `frozen_specs`) has None. None if `present` is None."""
+    example `trained_specs` or `frozen_specs`) has None. None if `present` is None. The leaves are
+    not copied."""
     if present is None:
         return None
 
@@ -372,7 +374,8 @@ def select(present: Any, tree: Any) -> Any:
 
 def joined(part: Any, other: Any) -> Any:
     """Joins two trees of `select` to one: each leaf is that of `part`, or that of `other` where
-    `part` has None. `other` may be None as a whole: the result is then `part`."""
+    `part` has None. `other` may be None as a whole: the result is then `part`. The leaves are not
+    copied."""
     if other is None:
         return part
 
@@ -414,7 +417,8 @@ def shardings_of(specs: Any, role: Role) -> Any:
 
 def param_shapes(specs: Any, role: Role, dtype: Any) -> Any:
     """Returns shape, type and sharding of each parameter in a tree of `ParamSpec`, as
-    ShapeDtypeStructs; nothing is allocated. `dtype` is for the specs that name no type."""
+    ShapeDtypeStructs; nothing is allocated. `dtype` is for the specs that name no type
+    themselves."""
 
     def shape(spec: ParamSpec) -> jax.ShapeDtypeStruct:
         held = jnp.dtype(spec.dtype or dtype)
@@ -448,7 +452,8 @@ def quantised_specs(a: Architecture) -> dict[str, Quantised]:
 
 def quantiser(a: Architecture, role: Role) -> Keep:
     """Returns a `Keep` for reading weights of an architecture with quantised kernels: it replaces
-    each of these by its `Quantised`, and returns any other array as it was read."""
+    each of these by its `Quantised`, and returns any other array as it was read. If no kernel of
+    the architecture is quantised, it returns every array as it was read."""
     by_name = quantised_specs(a)
 
     def keep(spec: ParamSpec, array: jax.Array) -> Any:
@@ -464,7 +469,7 @@ def quantiser(a: Architecture, role: Role) -> Keep:
 
 def check_mesh(a: Architecture, role: Role) -> None:
     """Raises ShoalError unless the mesh divides the model's heads, feed-forward size and hidden
-    size.
+    size. The first two are divided by `tensor`, the hidden size by `fsdp` times `context`.
 
     Key/value heads may be fewer than `tensor` if `tensor` is a multiple of their number: they are
     then repeated in groups. A vocabulary that `tensor` does not divide is whole on each device (a
@@ -490,6 +495,7 @@ def check_mesh(a: Architecture, role: Role) -> None:
             "mesh.tensor",
         )
     if a.hidden_size % (fsdp * context):
+        # "" without `context`
         both = f" x mesh.context={context}" * (context > 1)
         raise ShoalError(
             f"{on}fsdp={fsdp}{both} does not divide the model's hidden_size={a.hidden_size}; use "
@@ -533,12 +539,13 @@ def initialise_specs(specs: Any, seed: int, role: Role) -> Any:
 
 def _initial(spec: ParamSpec, key: jax.Array) -> jax.Array:
     """Returns the initial values of one parameter, float32: ones, zeros, or random values with the
-    spec's standard deviation, normal or uniform."""
+    spec's standard deviation, normal or uniform around 0."""
     if spec.init == "ones":
         return jnp.ones(spec.shape)
     if spec.init == "zeros":
         return jnp.zeros(spec.shape)
     if spec.init == "normal":
         return jax.random.normal(key, spec.shape) * spec.stddev
+    # Uniform numbers from -b to b have the standard deviation b / sqrt(3).
     bound = 3**0.5 * spec.stddev
     return jax.random.uniform(key, spec.shape, minval=-bound, maxval=bound)

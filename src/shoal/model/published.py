@@ -39,7 +39,8 @@ def _llama(
     scaling: RopeScaling | None = None,
 ) -> Architecture:
     """Returns the architecture of a Llama 2 to 3.3 of these sizes, but Llama 3.2. `theta` is the
-    base of rotary positions, `scaling` their scaling; heads have 128 dimensions."""
+    base of rotary positions, `scaling` their scaling; heads have 128 dimensions, and the head is
+    not tied to the embedding."""
     return Architecture(
         vocab_size=vocabulary,
         hidden_size=hidden_size,
@@ -230,8 +231,9 @@ def model_named(name: str) -> NamedModel:
 
 
 def check_name(name: str, a: Architecture, where: object, key: str) -> None:
-    """Raises ShoalError unless `a`, the model at `where`, is the one that `name` means; `key` is
-    the setting that has `name` as its value."""
+    """Raises ShoalError unless `a`, the model at `where`, has the architecture that `name` means
+    (`max_positions` is not compared), or if no model has the name; `key` is the setting that has
+    `name` as its value."""
     if model_named(name).architecture != a:
         raise ShoalError(
             f"{key}={name} is not the model at {where}, whose config.json has other sizes: leave "

@@ -10,7 +10,8 @@ from shoal.model.architecture import Architecture
 
 
 def frequencies(a: Architecture) -> jax.Array:
-    """Returns the rotary frequencies, float32[A/2], scaled by the architecture's rule.
+    """Returns the rotary frequencies, float32[A/2], scaled by the architecture's rule: none,
+    `linear`, which divides all by `factor`, or `llama3`.
 
     Llama 3's rule divides the frequencies of long wavelengths by `factor`, keeps those of short
     ones and interpolates between. https://github.com/meta-llama/llama-models, `apply_scaling`.
@@ -37,7 +38,7 @@ def rotary(a: Architecture, positions: jax.Array) -> tuple[jax.Array, jax.Array]
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotates the pairs (i, i + A/2) of x[R, T, heads, A] by the angles: the layout of Hugging Face
-    checkpoints."""
+    checkpoints. cos and sin are those of `rotary`; the result has x's type."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x.dtype)
@@ -48,6 +49,7 @@ def rotate_by_product(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array
     """Computes `rotate`, but exchanges the halves of a head by a product with a permutation matrix,
     which is exact in any type: XLA for TPU would copy halves of a register's 128 lanes."""
     half = x.shape[-1] // 2
+    # x times this matrix is [second half, first half].
     exchange = jnp.roll(jnp.eye(2 * half, dtype=x.dtype), half, axis=1)
     cos = jnp.concatenate([cos, cos], -1)
     sin = jnp.concatenate([-sin, sin], -1)

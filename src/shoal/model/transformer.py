@@ -169,9 +169,9 @@ def through_layers(
 def _scanned(
     model: Model, blocks: Block, x: jax.Array, layer: Callable[..., tuple[jax.Array, Any]]
 ) -> tuple[jax.Array, tuple]:
-    """Passes x through stacked layers by a scan, and returns what `through_layers` does: one layer
-    is compiled, and its backward pass computes again what `model.remat` says. The result's tuple
-    has each layer's part of the stacked aux."""
+    """Passes x through stacked layers by a scan, and returns (x, a tuple of the aux of each layer):
+    one layer is compiled, and its backward pass computes again what `model.remat` says. The
+    result's tuple has each layer's part of the stacked aux."""
     specs = param_specs(model.architecture).blocks
 
     def cast(weight: jax.Array, spec: Any) -> Any:
@@ -179,6 +179,7 @@ def _scanned(
         if spec.is_vector:
             return weight
         axes = spec.axes_on(model.role)[1:]  # without the layers'
+        # A weight with a type of its own is quantised or its scale: it is read as it is stored.
         return cast_weight(model, weight, axes, spec.trained and not spec.dtype)
 
     @REMAT[model.remat]
@@ -195,8 +196,9 @@ def _unrolled(
     layer: Callable[..., tuple[jax.Array, Any]],
     caches: Any,
 ) -> tuple[jax.Array, tuple]:
-    """Passes x through layers one after the other, each compiled separately, and returns what
-    `through_layers` does. `caches` may be None: then each layer gets None."""
+    """Passes x through layers one after the other, each compiled separately, and returns (x, a
+    tuple of the aux of each layer). `caches` has one entry a layer, or is None: then each layer
+    gets None. `layer` is (weights, x, cache) -> (x, aux)."""
     aux = ()
     caches = caches or (None,) * len(layers)
     for weights, cache in zip(layers, caches, strict=True):

@@ -455,8 +455,8 @@ def split_into_micro_batches(
     """Returns the micro-batches that hold all groups, each as (shape, its rows). Without groups it
     is one micro-batch without content. Tries rows of each of `shapes`, and keeps to the largest
     unless a smaller one saves at least LEAST_SAVED of the tokens to compute. `sizes` is that of
-    `fill_rows`, but each group must have a completion. ValueError if a prompt with its shortest
-    completion does not fit a row of the first shape."""
+    `fill_rows`, but each group must have a completion. ValueError if a prompt with one of its
+    completions does not fit a row of the first shape."""
     longest = 0  # tokens of a prompt with its longest completion
     least = 0  # tokens, if each prompt is computed once
     for prompt, members in sizes.values():

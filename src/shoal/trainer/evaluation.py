@@ -109,8 +109,9 @@ class Evaluator:
         self, source: RolloutSource, step: int, version: int, full: bool
     ) -> dict[str, Answers]:
         """Requests the answers of one version, waits for them, and returns them by data set. `step`
-        is a number that no other pending request has; with `full` all questions are asked, and the
-        main set is sampled too."""
+        is the number under which they are requested and collected. With `full` all questions are
+        asked, and the main set may be sampled too; else the first `quick_questions` of each set are
+        asked."""
         self.request_answers(source, step, version, full)
         return self.collect(source, step, full)
 
@@ -178,8 +179,8 @@ def score_sampled(groups: Sequence[Group], params: SamplingParams, task: Task) -
     maj@k if the task extracts answers; `sampled_mean_reward`, `sampled_num_questions`, and
     `sampled_protocol`, a text that says how they were sampled. {} if there are no groups.
 
-    The figures of verdicts have an `_error` each: the standard error of its mean over questions,
-    which are independent; samples of one question are not.
+    Each figure of verdicts has a second one, `<name>_error`: the standard error of the mean over
+    questions, which are independent; samples of one question are not.
     """
     if not groups:
         return {}

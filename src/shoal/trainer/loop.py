@@ -93,8 +93,8 @@ class Run:
         """Runs all steps that remain, and returns the run's summary. Raises KeyboardInterrupt,
         whose text says how to resume, if somebody asked the run to stop. Any other interrupt or
         error passes through unchanged. At an interrupt a resumed run's new settings are stored;
-        after a requested stop or an error it is printed where the run is and how to go on with
-        it."""
+        after a requested stop or an error it is printed where the run is, how to look at it and, if
+        it has a checkpoint after a step, how to export its weights."""
         try:
             return self.run_steps()
         except KeyboardInterrupt as stop:
@@ -161,7 +161,7 @@ class Run:
                 seconds = time.perf_counter() - started
                 metrics = self.record(step, groups, discarded, outcome, seconds)
                 with self.saved_if_given_up(version, state):
-                    # Called for its error alone, after the update: its checkpoint is saved first.
+                    # Called for its error alone; the update is saved before the run ends with it.
                     self.source.check_logprobs(groups, outcome.logprobs, version=step)
             self.store_resume_settings()
             if self.evaluation_due(version) and not self.ends_at(version):
@@ -406,7 +406,9 @@ class Run:
 
     def is_useful(self, group: Group) -> bool:
         """True if dynamic sampling keeps the group, because its completions differ in what
-        `algorithm.dynamic_sampling_by` names: the verdict of right or wrong, or the reward."""
+        `algorithm.dynamic_sampling_by` names: the verdict of right or wrong, or the reward. If the
+        advantage normalises each reward function by itself, a difference in one function is
+        enough."""
         # "" leaves no reward function out
         penalty = PENALTY if self.config.reward.overlong_buffer_tokens else ""
         return dynamic_sampling.has_signal(group, self.config.algorithm, penalty)

@@ -77,7 +77,7 @@ class PassRates:
 
     def retired(self) -> np.ndarray:
         """Returns the rows that are left out of this epoch, because their rate at its beginning was
-        above `bound`: int64, in no order."""
+        above `bound`: int64, not sorted."""
         return np.array([row for row, rate in self.at_epoch.items() if rate > self.bound], np.int64)
 
     def times(self, uniforms: np.ndarray) -> np.ndarray:
@@ -271,8 +271,9 @@ class PromptStream:
 
     def check(self, count: int) -> None:
         """With `long_prompts=error`, raises ShoalError if a prompt among the first `count` of the
-        present epoch, whatever was read of it, is too long or refused. Else such a prompt only adds
-        1 to `dropped`. Each row is read at most once, even if `count` is several epochs."""
+        present epoch, whatever was read of it, is too long or refused. With `drop` such a prompt
+        only adds 1 to `dropped`. Each row is read at most once, even if `count` is several
+        epochs."""
         for row in self._order_of(self.epoch)[:count]:
             self._prepare(int(row))
 

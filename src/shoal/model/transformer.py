@@ -179,7 +179,7 @@ def _scanned(
         if spec.is_vector:
             return weight
         axes = spec.axes_on(model.role)[1:]  # without the layers'
-        # A weight with a type of its own is quantised or its scale: it is read as it is stored.
+        # A matrix with a type of its own is quantised: it is read in the bytes that are stored.
         return cast_weight(model, weight, axes, spec.trained and not spec.dtype)
 
     @REMAT[model.remat]

@@ -50,8 +50,9 @@ def attend_by_blocks(
     rows S is T. `blocks` are the lists of `blocks_of`, by blocks of queries.
 
     A query reads the keys at or before it in its own segment and in its prompt's. A query of
-    segment 0, padding, reads none: its result and its gradient are 0. Scores and sums are float32.
-    `at_once` blocks of queries are computed together (0: all).
+    segment 0, padding, reads none: its result and its gradient are 0. Scores are scaled by
+    1/sqrt(A); they and all sums are float32. Up to `at_once` blocks of queries are computed
+    together, the largest divisor of their number (0: all).
     """
     key_heads, head_dim = k.shape[-2:]
     count, block = blocks.own.segment.shape
@@ -75,6 +76,8 @@ def _forward(
     log-sum-exp of each query. `at_once` divides the number of blocks of queries: so many are
     computed together."""
 
+    # Letters: n blocks, c queries and t keys of a block, k key heads, g query heads of each, a
+    # dimensions.
     def attend_some(inputs: tuple[jax.Array, KeyLists]) -> tuple[jax.Array, jax.Array]:
         """Returns output and log-sum-exp of some blocks of queries, computed together."""
         q, key_lists = inputs  # n blocks of queries: [n, c, K, g, A]
@@ -168,7 +171,7 @@ def _keys_of_turn(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns, for the lists of n blocks of c queries, (the numbers [n] of the blocks of keys with
     index `turn`, a mask [n, 1, 1, c, t] which queries read which of these blocks' t keys). The mask
-    is False for a list that has ended."""
+    is False for a list that has ended. Its two dimensions of size 1 are those of heads."""
     number = key_lists.lists[:, turn]
     read = jax.vmap(keys.at)(number)
     mask = reads(key_lists.own.tokens.to_meet(2), read.to_meet(1))

@@ -57,8 +57,10 @@ def cache_size(tokens: int, platform: str, parts: int = 1) -> int:
     """
     if platform == "tpu" and parts == 1:
         return PAGE * -(-tokens // PAGE)
+    # -(-a // b) is a / b rounded up, here and below.
     tokens_of_part = -(-tokens // parts)
     blocks = -(-tokens_of_part // keys_at_once(platform, tokens_of_part))
+    # The tokens are divided equally over the blocks, in multiples of KEY_BLOCK.
     block = KEY_BLOCK * -(-tokens_of_part // (blocks * KEY_BLOCK))
     return parts * blocks * block
 
@@ -93,6 +95,7 @@ def empty(
     all parts of a head. If decoding reads by pages (`by_pages`), all slots share a pool of `pages`
     pages; with `pages` 0 each slot has pages of its own, as saved rows have."""
     if by_pages(model):
+        # The dimensions in front of a page: of one pool, or of each slot's own pages.
         pool = (pages,) if pages else (rows, siblings, own // PAGE)
         make_layer = partial(_empty_of_pages, model, rows, prefix, pool)
     else:
@@ -136,7 +139,7 @@ def write_prefixes(
     rows: jax.Array,
 ) -> tuple[LayerCache, ...]:
     """Writes prompts' keys and values, (k, v) a layer [R, T, K, A], to rows[R] of the caches, and
-    returns these. A row number past the end is dropped.
+    returns the new caches. A row number past the end is dropped.
 
     T may be padded beyond the size of the caches; what is beyond is padding and not written. Keys
     beyond T keep their old values.
@@ -184,7 +187,7 @@ def copy_prefixes(
     caches: tuple[LayerCache, ...], sources: jax.Array, rows: jax.Array
 ) -> tuple[LayerCache, ...]:
     """Copies prompts' keys and values from rows sources[M] to rows[M], and returns the caches. A
-    row number past the end is dropped. The slots' own keys are not copied."""
+    row number past the end in `rows` is dropped. The slots' own keys are not copied."""
 
     def copy(cache: jax.Array) -> jax.Array:
         return cache.at[rows].set(cache[sources], mode="drop")
@@ -198,7 +201,7 @@ def copy_prefixes(
 
 def read_pages(pool: jax.Array, pages: jax.Array) -> jax.Array:
     """Reads the pages with the numbers pages[..] from a pool [P, K, PAGE, 2 A]; returns [.., K,
-    PAGE, 2 A]. A number past the end reads the last page."""
+    PAGE, 2 A]. A number past the end, like NO_PAGE, reads the last page."""
 
     def read_page(page: jax.Array) -> jax.Array:
         return jax.lax.dynamic_index_in_dim(pool, page, keepdims=False)

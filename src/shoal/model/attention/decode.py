@@ -62,14 +62,16 @@ def online_softmax(
     blocks; keys beyond them must be masked. A wholly masked block changes no bit of a row that
     already has a key, so neither the padding of a row nor the other rows of the batch affect its
     result. `blocks` are the most keys of a block of the prompt's and of the own keys: the block is
-    the largest divisor of the number of keys up to that. There is no gradient. `merge` is called
-    with the sums before the division; None if each device has whole heads.
+    the largest divisor of the number of keys up to that. Scores are scaled by 1/sqrt(A). There is
+    no gradient. `merge` is called with the sums before the division; None if each device has whole
+    heads.
     """
     prefix_block, own_block = blocks
     q = by_key_head(q, own.k.shape[-3])[:, :, 0]  # [R, S, K, g, A]
     rows, slots, key_heads, share, head_dim = q.shape
     # The slots of a row are the queries of one product with the prompt's keys and values.
     of_row = jax.lax.collapse(q.swapaxes(1, 2), 2, 4)  # [R, K, S * g, A]
+    # LOWEST, not NO_KEY: each slot has a key, its own token.
     running = softmax.start(of_row.shape[:-1], of_row.shape, LOWEST)
     prefix_mask = prefix.mask
     if prefix_mask.shape[1] > 1:  # slots read different keys: each row of the mask is for g queries
@@ -236,8 +238,9 @@ def decode_attention(
 
     The token's key and value are written at position[N, W] of its slot; it then attends to its
     row's prompt and to its slot. `num_prefix` and `num_own` are upper bounds of the number of keys
-    that any slot has. Results of slots that are not live[N, W] mean nothing, and the kernel for
-    TPUs neither reads nor writes their keys. `pages` is that kernel's table of pages.
+    that any slot has. prefix_len[N] are the lengths of the rows' prompts. Results of slots that are
+    not live[N, W] mean nothing, and the kernel for TPUs neither reads nor writes their keys.
+    `pages` is that kernel's table of pages; without that kernel it is not read, and may be None.
     """
     if by_pages(model):
         slots = live, prefix_len, position, pages
@@ -309,11 +312,13 @@ def _attend_part(
     slots: tuple[jax.Array, ...],
     part: jax.Array,
 ) -> tuple[jax.Array, LayerCache]:
-    """Computes what `_attend_caches` does if a key head's positions are split over several devices:
-    this device computes all queries of the head against its part of the keys, exchanges the sums
-    with the others, and returns the output of its own queries."""
+    """Writes each slot's key and value and attends, if a key head's positions are split over
+    several devices. Returns (out, new cache): this device computes all queries of the head against
+    its part of the keys, exchanges the sums with the others, and returns the output of its own
+    queries."""
     key_heads = model.key_heads
     parts = model.key_parts
+    # devices next to each other share a head
     groups = [list(range(first, first + parts)) for first in range(0, key_heads, parts)]
     q = jax.lax.all_gather(q, "tensor", axis=2, axis_index_groups=groups, tiled=True)
     prefix_len, position, num_prefix, num_own = slots
@@ -327,7 +332,9 @@ def _merge_parts(parts: int, groups: list[list[int]], running: RunningSoftmax) -
     computed all of the head's queries against its part of the keys. Returns the sums of this
     device's own queries over all parts. `groups` are the numbers of the devices that share a head,
     `parts` is how many they are."""
+    # One exchange for all: top, total and out side by side.
     packed = jnp.concatenate([running.top[..., None], running.total[..., None], running.out], -1)
+    # a device has a part of one key head
     packed = packed[:, :, 0]  # [N, W, g, 2 + A]
     packed = jax.lax.all_to_all(packed, "tensor", 2, 2, axis_index_groups=groups, tiled=True)
     # Of this device's queries, the sums of each part, one part after the other.

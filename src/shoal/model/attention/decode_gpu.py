@@ -36,7 +36,8 @@ shared memory."""
 
 
 def block_keys(head_dim: int, dtype: Any) -> int:
-    """Returns the keys of a block; sizes of caches are multiples of it."""
+    """Returns the keys of a block; sizes of caches are multiples of it. float32 has half as many as
+    a type of 16 bits."""
     keys = 64 if head_dim <= 128 else 32
     return keys // 2 if dtype == jnp.float32 else keys
 
@@ -75,8 +76,9 @@ def attend_slots(
     float32[N, W, A/2]. `keys` are (prefix_k, prefix_v, own_k, own_v) of a cache: of the prompts,
     [N, K, Tp, A], the first prefix_len[N] are read; of the slots' own, [N, W, K, C, A], those
     before position[N, W], where the new key and value are written, in place. A is a power of two
-    from 32 on; Tp and C are multiples of 64. Scores and sums are float32. `interpret` runs the
-    kernel as plain JAX, on any device, for tests. `programs` is that of `slots_at_once`.
+    from 32 on; Tp and C are multiples of 64. Queries and new keys are rotated here, and scores
+    scaled by 1/sqrt(A); scores and sums are float32. `interpret` runs the kernel as plain JAX, on
+    any device, for tests. `programs` is that of `slots_at_once`.
     """
     prefix_k, prefix_v, own_k, own_v = keys
     rows, siblings, key_heads, size, width = own_k.shape
@@ -96,6 +98,7 @@ def attend_slots(
         grid=(rows, siblings // slots, key_heads),
         interpret=interpret,
         name="decode_kernel",
+        # number of an input: number of the result that takes its memory
         input_output_aliases={5: 1, 6: 2},  # own keys and values are updated in place
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
         cost_estimate=pl.CostEstimate(
@@ -123,7 +126,8 @@ def _kernel(
 ) -> None:
     """Computes the output of one key head of some slots of a row, and writes their new key and
     value. Writes to `out_ref`, `new_k` and `new_v`, which are the memory of `own_k` and `own_v`.
-    `slots` is how many slots a program takes, `block` the keys of a block."""
+    The references are to the whole arrays of `attend_slots`, by their names there. `slots` is how
+    many slots a program takes, `block` the keys of a block."""
     row = pl.program_id(0)
     part = pl.program_id(1)
     head = pl.program_id(2)

@@ -92,7 +92,8 @@ def attend_pages(
     first prefix_len[N] are read. `own`[P, K, B, 2 A] is a pool of pages of B keys, with their
     values; pages[N, W, T] are the numbers of each slot's pages, of which the first length[N, W]
     keys are read. If both lengths are 0, a result means nothing. A is a multiple of 64, B of 128,
-    and Tp of B. Scores and sums are float32. `interpret` runs the kernel as plain JAX, on any
+    and Tp of B. q is rotated already; scores are scaled by 1/sqrt(A) here. They and all sums are
+    float32. Nothing is written into the pages. `interpret` runs the kernel as plain JAX, on any
     device, for tests.
     """
     rows, slots, num_heads, head_dim = q.shape
@@ -160,6 +161,7 @@ def attend_pages(
         interpret=interpret,
         name="decode_kernel",
     )(
+        # Each step copies and waits at least once, so that copies and waits match.
         jnp.maximum(turns, 1),
         lengths.reshape(-1),
         pages.reshape(-1),
@@ -168,12 +170,13 @@ def attend_pages(
         prompts,
         own,
     )
+    # If keys and values were read as one array, the values' result is its second half.
     return out[..., :share, num_zeros:].swapaxes(1, 2).reshape(rows, slots, num_heads, head_dim)
 
 
 def _digits(number: Any, *sizes: int) -> tuple[Any, ...]:
     """Splits the number of an element of an array [.., *sizes], counted row by row, into its index
-    in each dimension: of 7 with sizes (3,) -> (2, 1)."""
+    in each dimension: of 7 with sizes (3,) -> (2, 1). The first dimension's size is not needed."""
     digits: list[Any] = []
     for size in reversed(sizes):
         digits.insert(0, jax.lax.rem(number, jnp.int32(size)))
@@ -183,8 +186,8 @@ def _digits(number: Any, *sizes: int) -> tuple[Any, ...]:
 
 
 def _products(a: jax.Array, b: jax.Array, contracted: int = 1) -> jax.Array:
-    """Multiplies U matrices a[U, M, X] with U others in float32; `contracted` is the dimension of b
-    that is X, 1 or 2."""
+    """Multiplies U matrices a[U, M, X] with U others, each with its own, to float32 matrices;
+    `contracted` is the dimension of b that is X, 1 or 2."""
     precision = None if b.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     # Mosaic has no other precision of 16 bits.
     return jax.lax.dot_general(a, b, (((2,), (contracted,)), ((0,), (0,))), precision, jnp.float32)
@@ -247,6 +250,7 @@ def _page_kernel(
                 length = lengths[row * (1 + slots)]
             target = buffer.at[half, row_of_step, :, slot, pl.ds(page_of_turn * page, page)]
             is_read = page_number * page < length
+            # One semaphore for each buffer and half. `act` is the name of a method of the copy.
             copy = tpu.make_async_copy(source, target, semaphores.at[int(is_own), half])
             pl.when(is_read)(getattr(copy, act))
             if act == "start":  # a masked key has weight 0, but its value must be a number
@@ -283,6 +287,7 @@ def _page_kernel(
             def _() -> None:
                 move("start", step, number + 1, is_own)
 
+            # Before the last turn is waited for: what comes next is copied meanwhile.
             pl.when(number + 1 == count)(then)
             move("wait", step, number, is_own)
             keys = buffer[jax.lax.rem(number, 2)].reshape(len(q), -1, buffer.shape[-1])
@@ -310,6 +315,7 @@ def _page_kernel(
         def _() -> None:
             move("start", step + 1, first, False)
 
+    # number of the first turn
     first = jnp.int32(0)
 
     @pl.when(number == 0)

@@ -67,8 +67,9 @@ def attend_rows(
     q: jax.Array, k: jax.Array, v: jax.Array, lists: BlockLists, interpret: bool = False
 ) -> jax.Array:
     """Computes softmax attention of q[R, T, H, A] to k, v[R, S, K, A] -> [R, T, H, A]; for whole
-    rows S is T. `lists` are those of `block_lists`. Padding gives 0. Scores and sums are float32.
-    `interpret` runs the kernel as plain JAX, on any device, for tests."""
+    rows S is T. `lists` are those of `block_lists`. Padding gives 0. Scores are scaled by
+    1/sqrt(A), here and not in the kernels; they and all sums are float32. `interpret` runs the
+    kernel as plain JAX, on any device, for tests."""
     rows, size, _, head_dim = q.shape
     block = lists.queries.own.segment.shape[1]
     # Triton's arrays have sizes of powers of two, and its products at least 16.
@@ -98,6 +99,7 @@ def _forward(
     """Returns the output, and what the backward pass reads: inputs, output, and the log-sum-exp of
     each query."""
     lse = jax.ShapeDtypeStruct((len(q), q.shape[2], q.shape[1]), jnp.float32)  # [N, H, b]
+    # 2 products of a pair of blocks: scores, and weights times values
     out, lse = _call(_forward_kernel, interpret, (q, lse), 2, (q, k, v), lists.queries)
     out = checkpoint_name(out, "kernel")  # see REMAT
     lse = checkpoint_name(lse, "kernel")
@@ -110,6 +112,7 @@ def _backward(interpret: bool, residuals: Any, d_out: jax.Array) -> tuple:
     q, k, v, lists, out, lse = residuals
     delta = jnp.einsum("nbha,nbha->nhb", out, d_out, preferred_element_type=jnp.float32)
     inputs = q, k, v, d_out, lse, delta
+    # 3 products: scores again, dp, and the sum of d_q; for keys 4, since they have two sums
     (d_q,) = _call(_query_kernel, interpret, (q,), 3, inputs, lists.queries)
     d_k, d_v = _call(_key_kernel, interpret, (k, v), 4, inputs, lists.keys)
     return d_q, d_k, d_v, None
@@ -121,9 +124,9 @@ _attend.defvjp(_forward, _backward)
 def _call(
     kernel: Any, interpret: bool, results: tuple, products: int, inputs: tuple, blocks: Blocks
 ) -> Any:
-    """Calls a kernel, and returns its results: arrays in the shapes and types of `results`. If the
-    first result has the shape of q, there is one program for each block of queries and some query
-    heads of a key head; else one for each block of keys and key head.
+    """Calls a kernel over all rows, and returns its results: arrays in the shapes and types of
+    `results`. If the first result has the shape of q, there is one program for each block of
+    queries and some query heads of a key head; else one for each block of keys and key head.
 
     `inputs` begin with q and k; `blocks` are the lists by blocks of queries, or of keys. `products`
     is the number of matrix products that a pair of blocks takes, for the cost estimate.
@@ -152,7 +155,8 @@ def _call(
 
 def _heads_per_program(q: Any, k: Any) -> tuple[int, int]:
     """Returns (how many query heads of a key head one program of the kernels for queries takes, how
-    many programs a key head has). The last program of a key head may repeat its last query head."""
+    many programs a key head has). The last program of a key head may repeat its last query head.
+    float32 has one head a program."""
     share = q.shape[2] // k.shape[2]
     _tokens, most_heads = _tiles(q.shape[3])
     heads = 1 if q.dtype == jnp.float32 else min(most_heads, share)
@@ -182,8 +186,8 @@ class Queries(NamedTuple):
 
     @classmethod
     def of_program(cls, q_ref: Any, k_ref: Any, blocks: Any) -> Queries:
-        """Returns the queries of the program that is running, from its place in the kernel's
-        grid."""
+        """Returns the queries of the program that is running, from its place in the kernel's grid:
+        (block of queries, key head and part of its query heads)."""
         number = pl.program_id(0)
         part = pl.program_id(1)
         share = q_ref.shape[2] // k_ref.shape[2]
@@ -212,8 +216,9 @@ def _for_each_key_block(
 ) -> Any:
     """Calls `carry = add(mask_scores, other, carry)` for each block of keys that the block of
     queries `number` reads, and returns the last carry. `other` is the number of the block of keys;
-    `mask_scores(scores)` masks the scores of keys that a query does not read. Blocks read in
-    full come first, in a loop of their own: for these `mask_scores` changes nothing."""
+    `mask_scores(scores)` masks the scores of keys that a query does not read. `query` are the
+    tokens of the block of queries. Blocks read in full come first, in a loop of their own: for
+    these `mask_scores` changes nothing."""
 
     def add_full(turn: jax.Array, carry: Any) -> Any:
         """Adds a block that is read in full, without a mask. `turn` is its index in the list."""

@@ -14,9 +14,11 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
     """Computes softmax attention of q[R, C, H, A] to those k, v[R, T, K, A] for which mask[R, C, T]
     is True -> [R, C, H, A].
 
-    H is a multiple of K; each key/value head serves H // K consecutive query heads. Scores and sums
-    are float32. A query without any key gives 0, and no gradient.
+    H is a multiple of K; each key/value head serves H // K consecutive query heads. Scores are
+    scaled by 1/sqrt(A); they and all sums are float32. A query without any key gives 0, and no
+    gradient.
     """
+    # Letters: r rows, c queries, t keys, k key heads, g query heads of each, a dimensions.
     q = by_key_head(q, k.shape[-2])  # [R, C, K, g, A]
     scores = masked(einsum32("rckga,rtka->rkgct", q, k), mask[:, None, None])
     # The maximum cancels in the quotient, so it needs no gradient.
@@ -36,5 +38,6 @@ def attend_at_once(
     q: jax.Array, k: jax.Array, v: jax.Array, query: Tokens, key: Tokens
 ) -> jax.Array:
     """Computes `attend` for rows of several sequences, or for queries that are a part of each row,
-    with the mask of `reads`: the reference of blocks and kernels."""
+    with the mask of `reads`: q[R, C, H, A] of the tokens `query`, k and v[R, T, K, A] of the tokens
+    `key` -> [R, C, H, A]. It is the reference of blocks and kernels."""
     return attend(q, k, v, reads(query.to_meet(2), key.to_meet(1)))

@@ -40,9 +40,9 @@ class Tokens(NamedTuple):
 
 
 def reads(query: tuple[jax.Array, ...], key: tuple[jax.Array, ...]) -> jax.Array:
-    """Returns a mask which queries read which keys, each given as (segment, prompt, position) in
-    shapes that broadcast. A query reads the keys at or before it in its own segment and in its
-    prompt's. Padding, segment 0, reads nothing."""
+    """Returns a mask of bools which queries read which keys, each given as (segment, prompt,
+    position) in shapes that broadcast. A query reads the keys at or before it in its own segment
+    and in its prompt's. Padding, segment 0, reads nothing."""
     own, prompt, position = query
     segment, _, key_position = key
     return ((segment == own) | (segment == prompt)) & (own > 0) & (key_position <= position)
@@ -104,7 +104,8 @@ def blocks_of(
     a part of each row; `key` are whole rows.
 
     With `full_first`, blocks of keys that are read in full come first in a list, and `num_full` of
-    the result says how many they are; it cannot be combined with `of_keys`.
+    the result says how many they are; it cannot be combined with `of_keys`, which is not checked.
+    `block` is the tokens of a block, of queries and of keys.
     """
     is_needed = needed_blocks(query, key, block)
     if of_keys:
@@ -115,9 +116,11 @@ def blocks_of(
     num_full = None
     if full_first:
         is_full = full_blocks(query, key, block)
+        # -1 (full) comes before 0 (needed) and 1 (not needed)
         rank = jnp.where(is_full, -1, rank)
         num_full = is_full.sum(-1).reshape(-1)
     order_in_row = jnp.argsort(rank, axis=-1, stable=True).astype(jnp.int32)
+    # Numbers of other blocks over all rows: each row has `others` of them.
     order = order_in_row + others * jnp.arange(rows)[:, None, None]
     own, other = (key, query) if of_keys else (query, key)
     return Blocks(
@@ -131,9 +134,9 @@ def blocks_of(
 
 def needed_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
     """Returns bool[R, n, m]: False if no query of block n reads any key of block m, so that the
-    pair need not be computed. Decided by positions and by segments, whose numbers rise along a row:
-    a block has all segments from its first to its last. It may be True for a pair without a key to
-    read."""
+    pair need not be computed. n counts the blocks of queries of a row and m those of keys, from 0.
+    Decided by positions and by segments, whose numbers rise along a row: a block has all segments
+    from its first to its last. It may be True for a pair without a key to read."""
 
     def span(numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the lowest and the highest segment number in each block; 0, padding, does not
@@ -155,13 +158,15 @@ def needed_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
 
     # Among the prompts of a block's tokens, only the first token's can begin before the block.
     has_keys = overlaps(first, last) | (overlaps(prompt, prompt) & (prompt > 0)[..., None])
+    # Some key of the block comes no later than the last query: the first key of the block does.
     return has_keys & (key_position[:, None] < position[..., None] + block)
 
 
 def full_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
     """Returns bool[R, n, m]: True if every query of block n reads every key of block m, and so
-    needs no mask. Found by segments: True only if all keys of the block are of one segment, which
-    is the queries' own or their prompt."""
+    needs no mask. It may be False for such a pair, which then gets a mask in vain. Found by
+    segments: True only if all keys of the block are of one segment, which is the queries' own or
+    their prompt."""
 
     def common(numbers: jax.Array) -> jax.Array:
         """Returns the number that all tokens of a block have; 0, as for padding, if they differ."""
@@ -174,6 +179,7 @@ def full_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
     prompt = common(prompt_of_query)[..., None]
     key_segment = common(key.segment)[:, None]
     is_read = (key_segment > 0) & ((key_segment == segment) | (key_segment == prompt))
+    # The whole block of keys comes before the block of queries.
     return is_read & (key.position[:, None, ::block] + block <= query.position[:, ::block, None])
 
 
@@ -198,6 +204,7 @@ def cache_masks(
     def positions(size: int) -> jax.Array:
         """Returns the position in prompt or completion of each key in a cache."""
         index = jnp.arange(size)
+        # part p of n parts holds the positions p, n + p, 2 n + p, ...
         return index if part is None else model.key_parts * index + part
 
     # Only lengths and positions count: what an earlier prompt or completion left in a cache lies
@@ -209,7 +216,8 @@ def cache_masks(
 
 
 def _filled(x: jax.Array, block: int) -> jax.Array:
-    """Fills [R, T, ...] up with zeros, so that T is a multiple of `block`."""
+    """Fills [R, T, ...] up with zeros, so that T is a multiple of `block`; unchanged if it is
+    one."""
     padding = [(0, 0)] * x.ndim
     padding[1] = (0, -x.shape[1] % block)
     return jnp.pad(x, padding)

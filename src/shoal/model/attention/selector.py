@@ -51,8 +51,8 @@ scalar core's memory."""
 def attention_kind(model: Model, rows: int, size: int) -> str:
     """Returns "reference", "blocked" or "pallas": how attention is computed for `rows` rows of
     `size` tokens. It is `model.attention`; for `auto` it depends on device and shape. ShoalError if
-    that is `pallas`, and its kernels cannot compute these rows. `size` is that of whole rows, also
-    if `mesh.context` splits them."""
+    `model.attention` is `pallas` and its kernels cannot compute these rows; the other values are
+    returned unchecked. `size` is that of whole rows, also if `mesh.context` splits them."""
     if model.attention == "auto":
         return _fitting_kind(model, rows, size)
     if model.attention == "pallas":
@@ -76,15 +76,18 @@ def _fitting_kind(model: Model, rows: int, size: int) -> str:
         return "pallas"
     a = model.architecture
     layers = a.num_layers if model.remat == "none" else 1
+    # of one device: its part of rows and heads
     scores = rows * size**2 * a.num_heads * layers // (role.row_shards * role.tensor)
+    # float32
     score_bytes = 4 * scores
     return "reference" if score_bytes <= SCORE_BYTES else "blocked"
 
 
 def kernel_fault(model: Model) -> str:
     """Returns why the kernels that `model.attention=auto` would use do not work on this device; ""
-    if they work, or are not used. Runs them once in each process to find out: some GPUs have too
-    little shared memory, or are too old for Triton.
+    if they work, if they are not used, or if none of the model's devices is in this process. Runs
+    them once in each process to find out: some GPUs have too little shared memory, or are too old
+    for Triton.
 
     Never call this inside of a compiled function. If there is a fault, a model is made with
     `blocked`.
@@ -165,7 +168,7 @@ def _reference_form() -> RowForm:
 
 def _blocked_form(model: Model, size: int) -> RowForm:
     """Returns the form that computes by blocks, without a kernel. On CPU a pass computes as many
-    blocks of queries together as keep their scores within SCORES_AT_ONCE; elsewhere all."""
+    blocks of queries together as keep their scores within SCORES_AT_ONCE; elsewhere all (0)."""
     role = model.role
     block = block_size(size, role.platform)
     at_once = 0
@@ -207,8 +210,9 @@ class RowAttention:
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, _: None, rope: Any = None
     ) -> tuple[jax.Array, Any]:
-        """Returns (out, (keys, values) in a prefill, else None). With a form that rotates, `rope`
-        is the (cos, sin) of `rotary`, and q and k are not rotated yet."""
+        """Returns (out, (keys, values) in a prefill, else None). The keys in the new cache are
+        rotated. With a form that rotates, `rope` is the (cos, sin) of `rotary`, and q and k are not
+        rotated yet."""
         if self.rotates:
             out, k = self._rotate_and_attend(q, k, v, rope)
         else:
@@ -258,7 +262,8 @@ class RowAttention:
 
 def segment_attention(model: Model, segment: jax.Array, prompt: jax.Array) -> AttentionFn:
     """Returns the `AttentionFn` of training and scoring, for rows of several sequences given by
-    segment[R, T] and prompt[R, T]."""
+    segment[R, T] (0 at padding) and prompt[R, T], which are those of a `LearnerBatch`. It returns
+    None as the new cache."""
     rows, size = segment.shape
     form = _row_form(model, rows, size)
     return RowAttention(model.role, form, _find_reads(model, form, segment, prompt))
@@ -313,7 +318,8 @@ def _find_reads(model: Model, form: RowForm, segment: jax.Array, prompt: jax.Arr
 
 
 def _whole(role: Role, x: jax.Array) -> jax.Array:
-    """Returns whole rows, gathered from the parts that the devices of `context` have."""
+    """Returns whole rows, gathered from the parts [R, T / context, ...] that the devices of
+    `context` have; x itself if rows are not split."""
     return x if role.context == 1 else jax.lax.all_gather(x, "context", axis=1, tiled=True)
 
 
@@ -328,6 +334,7 @@ def _on_each_device(role: Role, function: Callable, own: tuple[jax.Array, ...], 
     row_axes = role.row_axes or None
     rows = PartitionSpec(row_axes)
     rows_and_heads = PartitionSpec(row_axes, None, "tensor")
+    # Arrays of tokens have two dimensions, and no heads to split.
     spec = rows_and_heads if own[0].ndim > 2 else rows
     return jax.shard_map(
         function,
@@ -364,8 +371,8 @@ def decode_kernel_refusal(model: Model) -> str:
 
 def decodes_by_kernel(model: Model) -> bool:
     """True if decoding uses its kernel: with `model.attention` `auto` or `pallas`, and a kernel
-    that can compute this model. ShoalError if it is `pallas` on a GPU or TPU whose kernel cannot
-    compute the model."""
+    that can compute this model. False on a CPU, also with `pallas`. ShoalError if it is `pallas` on
+    a GPU or TPU whose kernel cannot compute the model."""
     reason = decode_kernel_refusal(model)
     if reason and model.attention == "pallas" and model.role.platform != "cpu":
         raise ShoalError(
@@ -377,5 +384,6 @@ def decodes_by_kernel(model: Model) -> bool:
 
 
 def by_pages(model: Model) -> bool:
-    """True if decoding reads a slot's own keys by pages, as the kernel for TPUs does."""
+    """True if decoding reads a slot's own keys by pages, as the kernel for TPUs does: on a TPU, if
+    `decodes_by_kernel`. ShoalError if that raises it."""
     return model.role.platform == "tpu" and decodes_by_kernel(model)

@@ -77,6 +77,7 @@ def add_block(
 def raise_top(top: jax.Array, scores: jax.Array, keys_axis: int = -1) -> jax.Array:
     """Returns the largest score of each query, a block's scores included: the first half of
     `add_block`."""
+    # A kernel's sums keep the keys' dimension, with size 1.
     keeps_dimension = top.ndim == scores.ndim
     return jnp.maximum(top, scores.max(keys_axis, keepdims=keeps_dimension))
 
@@ -100,7 +101,8 @@ def accumulate(
 
 
 def attention_of(running: RunningSoftmax) -> jax.Array:
-    """Returns the weighted mean of values after the last block. Each query must have had a key."""
+    """Returns the weighted mean of values after the last block. Each query must have had a key, or
+    its result means nothing."""
     return running.out / _against(running.out, running.total)
 
 
@@ -108,7 +110,8 @@ def finish(
     running: RunningSoftmax, log: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (weighted mean of values, log-sum-exp) after the last block; `log` must have the base
-    of the powers. A query without any key gets 0, and a log-sum-exp that leads to no NaN."""
+    of the powers. A query without any key gets 0, and the first `top` as its log-sum-exp, which
+    leads to no NaN."""
     total = jnp.where(running.total == 0.0, 1.0, running.total)
     return running.out / _against(running.out, total), running.top + log(total)
 
@@ -126,14 +129,15 @@ def masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
 
 def by_key_head(q: jax.Array, num_kv_heads: int) -> jax.Array:
     """Scales queries by 1/sqrt(A) and groups their heads by key head: [..., H, A] -> [..., K, H //
-    K, A]."""
+    K, A]. H // K consecutive query heads belong to one key head."""
     head_dim = q.shape[-1]
     q = q * jnp.asarray(head_dim**-0.5, q.dtype)
     return q.reshape((*q.shape[:-2], num_kv_heads, -1, head_dim))
 
 
 def einsum32(form: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Computes `jnp.einsum` with a float32 result, whatever the type of the arrays."""
+    """Computes `jnp.einsum` with a float32 result, whatever the type of the arrays. Both are read
+    in their own type."""
     return jnp.einsum(form, a, b, preferred_element_type=jnp.float32)
 
 

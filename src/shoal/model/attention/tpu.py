@@ -136,9 +136,10 @@ def attend_rows(
     interpret: bool = False,
 ) -> jax.Array:
     """Computes softmax attention of q[R, T, H * A] to k, v[R, S, K * A] -> [R, T, H * A]; padding
-    gives 0. Scores and sums are float32. q and k are first rotated by `angles`, float32[R, T, A]
-    and float32[R, S, A] (`side_by_side`). `pairs` are those of `block_pairs`. `interpret` runs the
-    kernel as plain JAX, on any device, for tests."""
+    gives 0. Scores are scaled by 1/sqrt(A), within the kernels; they and all sums are float32. q
+    and k are first rotated by `angles`, float32[R, T, A] and float32[R, S, A] (`side_by_side`).
+    `pairs` are those of `block_pairs`. `interpret` runs the kernel as plain JAX, on any device, for
+    tests."""
     rows, size, _ = q.shape
     q_angles, k_angles = angles
     block = block_size(k.shape[1])
@@ -248,6 +249,7 @@ def _forward(
         (q_angles, "query angles"),
         (k_angles, "key angles"),
     ]
+    # 2 products of a pair of blocks: scores, and weights times values
     out, lse = _call(
         _forward_kernel, 2, static, pairs, shared, [(q, "queries"), (lse, "sums of queries")]
     )
@@ -272,6 +274,7 @@ def _backward(static: Static, residuals: Any, d_out: jax.Array) -> tuple:
     inputs_of_queries = inputs.copy()
     inputs_of_queries.append((out, "queries"))
     results = [(q, "queries"), (lse, "sums of queries")]
+    # 3 products: scores again, dp, and the sum of d_q; for keys 4, since they have two sums
     d_q, delta = _call(_query_kernel, 3, static, pairs, inputs_of_queries, results)
     inputs_of_keys = inputs.copy()
     inputs_of_keys.append((delta, "sums of queries"))
@@ -297,6 +300,8 @@ def _call(
     of_queries = kernel is not _key_kernel
     order = pairs.by_query if of_queries else pairs.by_key
 
+    # Each function maps a step, its group of heads and its pair, to the place of the step's block
+    # in an array, counted in blocks. `query` and `key` are the numbers of all pairs' blocks.
     def heads_of_queries(head: Any, pair: Any, query: Any, key: Any) -> tuple:
         return query[pair], head
 
@@ -344,6 +349,7 @@ def _call(
         partial(kernel, static),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _ in results],
         grid_spec=tpu.PrefetchScalarGridSpec(
+            # the first two arguments, the numbers of pairs' blocks, are known before a step
             num_scalar_prefetch=2,
             grid=(static.heads // key_heads, order.size[0]),
             out_specs=[block_specs[name] for _, name in results],
@@ -403,8 +409,10 @@ def _forward_kernel(
     # directly.
     scores = []
     for head in heads:
+        # 1: both have their dimensions last
         products = _product(keys[head // static.share], rotated_q[:, static.lanes(head)], 1)
         scores.append(jnp.where(mask, products * LOG2E, LOWEST))
+    # Scores are [keys, queries]: 0 is the keys' dimension, here and below.
     tops = [softmax.raise_top(top[head], scores[head], 0) for head in heads]
     weights = [jnp.exp2(scores[head] - tops[head]) for head in heads]
     weighted_values = []
@@ -450,9 +458,9 @@ def _query_kernel(
     rotated_q: Any,
     sums: Any,
 ) -> None:
-    """Computes the gradient of q, and delta, the sum of out * d_out over a head's dimensions. The
-    gradient of softmax's scores is p * (dp - delta). `delta` is written at a block's first pair,
-    `d_q` at its last; in between its sum is kept in `sums`."""
+    """Computes, for one pair of blocks a step, the gradient of q, and delta, the sum of out * d_out
+    over a head's dimensions. The gradient of softmax's scores is p * (dp - delta). `delta` is
+    written at a block's first pair, `d_q` at its last; in between its sum is kept in `sums`."""
     is_first, is_last = _is_first_and_last(query)
     heads = range(static.heads_at_once)
 
@@ -518,8 +526,8 @@ def _key_kernel(
     sum_v: Any,
 ) -> None:
     """Computes the gradients of keys and values of some key heads, summed over the query heads of
-    each. Sums are kept in `sum_k` and `sum_v` from a block's first pair to its last, which writes
-    `d_k` and `d_v`."""
+    each, for one pair of blocks a step. Sums are kept in `sum_k` and `sum_v` from a block's first
+    pair to its last, which writes `d_k` and `d_v`."""
     is_first, is_last = _is_first_and_last(key)
     heads = range(static.heads_at_once)
     key_heads = range(static.key_heads_at_once)
@@ -570,8 +578,8 @@ def _is_first_and_last(order: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _rotated_queries(static: Static, q: Any, angles: Any) -> list[jax.Array]:
-    """Returns the queries of each head, rotated and scaled. They are rounded in between, as in the
-    other forms (`by_key_head`)."""
+    """Returns the queries of each head of the step, rotated and scaled by 1/sqrt(A), in the type of
+    `q`. They are rounded in between, as in the other forms (`by_key_head`)."""
     queries = []
     for head in range(static.heads_at_once):
         rotated = _rotated(q[:, static.lanes(head)], angles).astype(q.dtype).astype(jnp.float32)
@@ -580,7 +588,8 @@ def _rotated_queries(static: Static, q: Any, angles: Any) -> list[jax.Array]:
 
 
 def _scale(static: Static, like: Any) -> jax.Array:
-    """Returns 1/sqrt(A), rounded to the type of `like`, as float32."""
+    """Returns 1/sqrt(A), rounded to the type of `like`, as float32. A is the dimension before it is
+    filled up."""
     return jnp.asarray(static.head_dim**-0.5, like.dtype).astype(jnp.float32)
 
 
@@ -608,7 +617,8 @@ def _mask(q_tokens: Any, k_tokens: Any) -> jax.Array:
 def _weights(
     keys: jax.Array, queries: jax.Array, mask: jax.Array, lse: Any, head: int
 ) -> jax.Array:
-    """Returns softmax's weights [keys, queries], computed again from the log-sum-exp."""
+    """Returns softmax's weights [keys, queries], computed again from the log-sum-exp `lse`, which
+    is in base 2; 0 where the mask is False. `head` is the number of a query head in the step."""
     scores = _product(keys, queries, 1) * LOG2E
     return jnp.exp2(jnp.where(mask, scores - lse[0, pl.ds(head, 1)], LOWEST))
 
@@ -618,7 +628,8 @@ def _transposed(x: jax.Array) -> jax.Array:
 
 
 def _product(a: jax.Array, b: jax.Array, contracted: int = 0) -> jax.Array:
-    """Multiplies a[M, X] with b in float32; `contracted` is the dimension of b that is X."""
+    """Multiplies a[M, X] with b to a float32 matrix; `contracted` is the dimension of b that is
+    X."""
     precision = None if b.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     # Mosaic has no other precision of 16 bits.
     return jax.lax.dot_general(a, b, (((1,), (contracted,)), ((), ())), precision, jnp.float32)

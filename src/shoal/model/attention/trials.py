@@ -69,6 +69,7 @@ def slot_kernel_trial(
         own_k = own_k.at[row, slot, 0, position].set(k[:, :, 0])
         own_v = own_v.at[row, slot, 0, position].set(v[:, :, 0])
 
+        # Here 4 are the slots: 2 rows of 2.
         def by_slot(prefix: jax.Array, own: jax.Array) -> jax.Array:
             """Returns the keys (or values) of the prompt and of the slot, [slots, T, 1, A]."""
             own = own.reshape(4, 1, 64, head_dim)
@@ -107,6 +108,7 @@ def page_kernel_trial(
     prompts = draw(2, 2, 128, 2 * head_dim)
     own = draw(24, 2, 128, 2 * head_dim)
 
+    # Here 4 are the slots: 2 rows of 2, each with 2 key heads.
     def by_reference(q: jax.Array, prompts: jax.Array, own: jax.Array) -> jax.Array:
         """Computes what the kernel does, with `reference.attend`, from pages gathered by slot."""
         # [slots, key heads, keys of all pages, keys and values]
@@ -151,8 +153,8 @@ def _first_line(error: Exception) -> str:
 
 @lru_cache
 def _fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: bool) -> str:
-    """Returns what `fault_on` does, once for the same arguments. Raises JaxRuntimeError if the
-    device's memory runs out, which is not cached."""
+    """Returns what is wrong with the kernels on a device; "" if nothing is. Computed once for the
+    same arguments. Raises JaxRuntimeError if the device's memory runs out, which is not cached."""
     on_tpu = device.platform == "tpu"
     try:
         # The precision is the model's; for float32 it is the highest, so that no rounding in the
@@ -217,8 +219,9 @@ class _RowInputs:
         self._weight = self.rng.standard_normal((1, self.size, share, head_dim))
 
     def results(self, attention: Callable[..., jax.Array]) -> tuple[np.ndarray, ...]:
-        """Returns the values of an attention function of q, k and v, and the gradients of their
-        weighted sum. The results are (values, dq, dk, dv)."""
+        """Returns (values, dq, dk, dv): the values of an attention function of q, k and v, float32,
+        and the gradients of their weighted sum. The weights are random, and the same in each
+        call."""
 
         def weighted_sum(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
             out = attention(q, k, v).astype(jnp.float32)

@@ -223,8 +223,8 @@ def _with_environments_named(config: Any, task: Task | None) -> Any:
 
 
 def _console(resolved: Any, console: Any = None) -> Any:
-    """Prints the notes about a configuration to a console, and returns it; to a new one if none is
-    given. `resolved`: a Resolved, whose `start_lines` are the notes."""
+    """Prints the notes about a configuration to `console` (None: to a new one), and returns that
+    console. `resolved`: a Resolved, whose `start_lines` are the notes."""
     from shoal.report.console import Console
 
     console = console or Console()

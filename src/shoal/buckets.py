@@ -296,6 +296,7 @@ def with_retries(do: Callable[[], T], url: str, key: str = "") -> T:
                     f"{_named(key, url)} has not answered for {WAIT_SECONDS:.0f} s "
                     f"({cause(error)}): is the address right, and this machine online?"
                 ) from error
+            # only after the first attempt
             if pause == FIRST_PAUSE:
                 text = f"waiting for {url}, at most {WAIT_SECONDS:.0f} s ({cause(error)}) ..."
                 print(text, file=sys.stderr, flush=True)
@@ -392,7 +393,8 @@ def checksum(file: Path, kind: str = "blake2b") -> str:
 
 def is_same(remote: Object, file: Path) -> bool:
     """True if a local file is a copy of the object: if size and modification time are equal, or
-    else size and content. In the second case the file's time is set to the object's, so that the
+    else size and content (by md5; False if the bucket does not say the object's md5). False if
+    there is no such file. In the second case the file's time is set to the object's, so that the
     next check need not read the content."""
     if not file.is_file() or file.stat().st_size != remote.size:
         return False
@@ -405,7 +407,8 @@ def is_same(remote: Object, file: Path) -> bool:
 
 
 def put(fs: Any, file: Path, path: str) -> None:
-    """Uploads a file to a path of the bucket; an object that is there is replaced."""
+    """Uploads a file to a path of the bucket; an object that is there is replaced. Does not repeat
+    a request that fails, and raises the client library's error."""
     if "s3" in fs.protocol:
         fs.put_file(str(file), path, chunksize=PART_BYTES)
     else:
@@ -509,8 +512,12 @@ def fetch_into(
     to: Path, key: str = "", weights: bool = True, groups: bool = True, may_be_empty: bool = False
 ) -> None:
     """Makes a file or folder of the cache equal to the bucket's: downloads what differs, and
-    removes what the bucket does not have. `to`: the path in the cache, which says the address. The
-    other parameters and the errors are those of `fetch`."""
+    removes what the bucket does not have. `to`: the path in the cache, which says the address.
+    Without `weights` the arrays of models are left out, without `groups` the completions of runs;
+    the arrays of a run's checkpoint always are. With `may_be_empty` it is no error if there is
+    nothing at the address. `key`: a setting's name for messages, or "". ShoalError if the bucket
+    holds nothing there, cannot be read, or has an output that is not complete, or if a file changed
+    meanwhile."""
     url = address(to)
     fs, path = connect(url, key)
     in_bucket = with_retries(partial(objects, fs, path), url, key)
@@ -518,6 +525,7 @@ def fetch_into(
         raise ShoalError(f"{_named(key, url)}: the bucket holds nothing of that name")
     if INCOMPLETE in in_bucket:
         raise ShoalError(f"{_named(key, url)} was not written to its end: write it again")
+    # the name of a file that is at the address itself
     if "" in in_bucket:
         download(fs, {to: in_bucket[""]}, key)
         return
@@ -574,8 +582,9 @@ def is_partial(name: str, in_bucket: Iterable[str]) -> bool:
 
 
 def _is_array(name: str, trees: Iterable[str]) -> bool:
-    """True for weights: a safetensors file, or a file inside of a tree that Orbax wrote, except the
-    tree's description. `trees`: the folders of such trees, named like `name`."""
+    """True for weights: a safetensors file, or a file in a folder below a tree that Orbax wrote
+    (files directly in the tree describe it). `trees`: the folders of such trees, named like
+    `name`."""
     if name.endswith(".safetensors"):
         return True
     # Files directly in a tree describe it; the arrays are in folders below.
@@ -585,7 +594,8 @@ def _is_array(name: str, trees: Iterable[str]) -> bool:
 
 def _remove_others(folder: Path, kept: Mapping[str, Object]) -> None:
     """Removes the files of a folder whose paths in it `kept` does not name, and then empty folders,
-    also the folder itself. Files that are being downloaded (`.part`) stay."""
+    also the folder itself. Does nothing if there is no such folder. Files that are being downloaded
+    (`.part`) stay."""
     for parent, _, files in os.walk(folder, topdown=False):
         for file in files:
             path = Path(parent, file)
@@ -628,6 +638,7 @@ def complete(path: Path) -> None:
                 )
 
     with ThreadPoolExecutor(FILES_AT_ONCE) as threads:
+        # `list` waits for all, and raises the error of any
         list(threads.map(bring, entries))
 
 
@@ -677,7 +688,8 @@ def check_writable(url: str, key: str) -> None:
 
 
 def send(file: Path) -> None:
-    """Uploads a file of the cache to its address; does nothing for any other file."""
+    """Uploads a file of the cache to its address; does nothing for a file outside of the cache. The
+    file stays here."""
     if area_of(file):
         url = address(file)
         fs, path = connect(url)
@@ -707,8 +719,10 @@ def deliver(path: Path) -> None:
     for file in path.rglob("*"):
         if file.is_file():
             files[file.relative_to(path).as_posix()] = file
+    # False before True: config.json is last
     for name in sorted(files, key=lambda name: (name == "config.json", name)):
         with_retries(partial(put, fs, files[name], f"{root}/{name}"), f"{url}/{name}")
+    # the marker is removed at the very end
     for name in old.keys() - files.keys() - {INCOMPLETE}:
         with_retries(partial(remove, fs, f"{root}/{name}"), f"{url}/{name}")
     with_retries(partial(remove, fs, marker), url)

@@ -76,7 +76,8 @@ def from_hub(name: str, **options: Any) -> Path:
     machine has it, and returns its folder in that cache. `options` are those of
     `huggingface_hub.snapshot_download`, and so are its errors. No request waits longer than
     HUB_SECONDS, and a wait of more than SILENT_SECONDS is reported on stderr. Raises NotHere inside
-    of `offline()`, where nothing is downloaded."""
+    of `offline()`, where nothing is downloaded, unless HF_HUB_OFFLINE says that the cache is to be
+    used alone."""
     if waits_for_hub():
         raise NotHere(name)
     from huggingface_hub import get_session, snapshot_download
@@ -87,6 +88,7 @@ def from_hub(name: str, **options: Any) -> Path:
         hooks.append(_limit_wait)
     limit = f"{HUB_SECONDS:.0f} s"
     text = f"waiting for {name} of the Hugging Face hub (it may take {limit} to answer) ..."
+    # printed only if the download is still going on by then
     note = threading.Timer(SILENT_SECONDS, print, (text,), {"file": sys.stderr, "flush": True})
     note.start()
     try:
@@ -127,10 +129,12 @@ def explain_write_errors(path: str | Path, key: str = "") -> Iterator[None]:
 @contextlib.contextmanager
 def atomic_write(path: Path, key: str = "") -> Iterator[Path]:
     """Yields a temporary path next to `path` for the `with` block to write to. After the block that
-    file replaces `path` in one operation; after an error it is removed, and `path` stays as it was.
-    If `path` is the cache's copy of a file in a bucket, it is uploaded too. Creates the folders
-    above `path`. ShoalError if the folders or `path` cannot be written (`key` as in
-    `explain_write_errors`); errors of the block pass unchanged.
+    file replaces `path` in one operation; after an error of the block or of replacing it is
+    removed, and `path` stays as it was. If `path` is in the cache's area OUTPUTS, the file is then
+    uploaded to its bucket and removed here (ShoalError if that fails: `path` has the new content).
+    Creates the folders above `path`. ShoalError if the folders or `path` cannot be written, with
+    `key`, the setting whose value `path` is ("": none), in its text; errors of the block pass
+    unchanged.
 
     If `path` is a device or a pipe, `path` itself is yielded, because replacing would make
     /dev/null a file.
@@ -169,6 +173,7 @@ def scratch_folder(target: Path) -> Iterator[Path]:
         yield folder
     except BaseException:
         # Threads of the failed block may still write files here.
+        # `rmtree` misses files that are written after it has listed the folder
         for _ in range(LATE_WRITES):
             shutil.rmtree(folder, ignore_errors=True)
             if not folder.exists():
@@ -182,7 +187,7 @@ def scratch_folder(target: Path) -> Iterator[Path]:
 def move_folder(folder: Path, target: Path) -> None:
     """Moves a folder to `target`, which is missing or empty (else OSError) and on the same disk,
     and creates the folders above it; if `target` is the cache's copy of a folder in a bucket,
-    uploads it too."""
+    uploads it then, and removes it here."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.is_dir():
         target.rmdir()
@@ -204,9 +209,10 @@ _ONE_SLASH = re.compile(r"(gs|gcs|s3|s3a|az|abfss?|hdfs|memory):/(?!/)(.*)", re.
 
 def check_local(path: str | Path, key: str, area: str = "") -> Path:
     """Returns the local path for the value of the setting `key`, which is a path or an address of a
-    bucket. In a path `~` is expanded; an address gives its path in `area` of the cache. Raises
-    ShoalError for an address if `area` is "" (this setting allows no bucket) or if its scheme is
-    unknown, and for `gs:/` with one slash, which would become a folder of that name."""
+    bucket; it need not exist, and nothing is read. In a path `~` is expanded; an address gives its
+    path in `area` of the cache. Raises ShoalError for an address if `area` is "" (this setting
+    allows no bucket) or if its scheme is unknown, and for `gs:/` with one slash, which would become
+    a folder of that name."""
     one_slash = _ONE_SLASH.fullmatch(str(path))
     if one_slash:
         scheme, rest = one_slash.groups()
@@ -228,7 +234,7 @@ def find_input(path: str | Path, key: str, weights: bool = False, groups: bool =
     """Returns the local path of an input, the value of the setting `key`, whether it exists or not.
     What is in a bucket is fetched first; without `weights` the arrays of models, and without
     `groups` the completions of runs, are left out of that. ShoalError if the bucket holds nothing
-    there."""
+    there; a local path is not checked."""
     local = check_local(path, key, COPIES)
     if is_bucket(path):
         return buckets.fetch(str(path), key, weights, groups)
@@ -291,7 +297,8 @@ def check_new_folder(path: str | Path, key: str) -> Path:
 
 def check_base(path: str | Path, key: str = "base_output_directory") -> Path:
     """Returns the local path of a folder for runs, the value of `key` (for an address the path in
-    the cache); the folder need not exist; ShoalError if nothing can be written there."""
+    the cache, after an object was written to the bucket and removed there); the folder need not
+    exist, and is not created; ShoalError if nothing can be written there."""
     local = check_local(path, key, RUNS)
     if is_bucket(path):
         buckets.check_writable(str(path), key)
@@ -303,6 +310,7 @@ def check_writable(path: Path, key: str, within: bool = False) -> None:
     """Raises ShoalError, naming `key` and its value, unless a file can be created in the nearest
     existing folder above `path`; with `within`, in `path` itself if it exists. Creates a temporary
     file there to find out."""
+    # `nearest_folder` never returns its argument, so for `path` itself a name below it is passed
     above = nearest_folder(path / "any" if within else path)
     if not above.is_dir():
         raise ShoalError(

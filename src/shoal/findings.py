@@ -75,8 +75,8 @@ class Findings:
         self.extend([Finding(self.check, "warning", one_line(text), key or self.key)])
 
     def wrong(self, fault: str | ShoalError, key: str = "") -> None:
-        """Adds an error: a text, or a ShoalError with its key. The key is `key`, else the error's,
-        else the view's."""
+        """Adds a finding of the level `wrong` and prints it: a text, or the text of a ShoalError.
+        Raises nothing. The key is `key`, else the error's, else the view's."""
         key = key or getattr(fault, "key", "") or self.key
         self.extend([Finding(self.check, "wrong", one_line(fault), key)])
 
@@ -95,5 +95,5 @@ class Findings:
         return [finding for finding in self.found if finding.level in levels]
 
     def records(self) -> list[dict[str, Any]]:
-        """Returns all findings as dicts."""
+        """Returns all findings as dicts with the keys check, level, text and key."""
         return [asdict(finding) for finding in self.found]

@@ -10,13 +10,13 @@ from shoal.records import ShoalError
 
 
 def path_within(folder: Path, name: Any, named_by: str) -> Path:
-    """Returns the path in `folder` for a name that comes from outside; `named_by` says where the
-    name was read, for the message.
+    """Returns the path in `folder` for a name that comes from outside, with slashes between its
+    parts; it need not exist. `named_by` says where the name was read, for the message.
 
-    ShoalError for a name that is not a plain relative path: otherwise a bucket or a model that
-    somebody else made could write, or have read, any file of this machine. A `.`, a `//` and a
-    backslash are refused as well, because two names could then be one file, or a name could be a
-    path on another system.
+    ShoalError for a name that is not a text, or not a plain relative path: otherwise a bucket or a
+    model that somebody else made could write, or have read, any file of this machine. A `.`, a `//`
+    and a backslash are refused as well, because two names could then be one file, or a name could
+    be a path on another system.
 
     >>> path_within(Path("/cache/run"), "checkpoints/2/array", "s3://bucket/run")
     PosixPath('/cache/run/checkpoints/2/array')

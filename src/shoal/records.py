@@ -149,6 +149,7 @@ class NoiseKey:
         """Returns the random key of one completion, two uint32 words: a hash of this address and
         the completion's number. The uniform number that samples a token follows from the key and
         the token's position."""
+        # four signed 64-bit integers, then the purpose; the order is part of the address
         text = (
             struct.pack("<qqqq", self.seed, self.step, self.row, completion) + self.purpose.encode()
         )
@@ -357,6 +358,7 @@ class Group:
         prompts: dict[bytes, tuple[np.ndarray, list[tuple[int, slice]]]] = {}
         for number in range(self.size):
             for ids, tokens in self.branches_of(number):
+                # keyed by the tokens' bytes, because arrays cannot be keys
                 _, uses = prompts.setdefault(ids.tobytes(), (ids, []))
                 uses.append((number, tokens))
         return list(prompts.values())

@@ -44,7 +44,8 @@ class StopSignal:
             os.write(2, f"stopping: waits for {what}\n".encode())
 
     def check(self, patience_seconds: float = 0.0) -> None:
-        """Raises StopRequested if a stop was requested at least `patience_seconds` ago."""
+        """Raises StopRequested if a stop was requested at least `patience_seconds` ago; else does
+        nothing, and does not wait."""
         if self.requested_at is None:
             return
         if time.monotonic() - self.requested_at >= patience_seconds:
@@ -53,7 +54,8 @@ class StopSignal:
     @contextlib.contextmanager
     def raising_at_once(self) -> Iterator[None]:
         """Returns a context for a wait, or a call of a user's code, that may hang: a stop that is
-        requested inside, or was before, raises StopRequested at once."""
+        requested inside, or was before, raises StopRequested at once. Such blocks must not be
+        nested: the end of the inner one ends this for the outer one too."""
         # This comes before the check: otherwise a request between the two would only be recorded.
         self.raises_at_once = True
         try:

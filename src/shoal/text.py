@@ -31,6 +31,7 @@ def nearest(key: str, names: Iterable[str]) -> str:
     best, most = "", -1.0
     for name in names:
         # A quick bound first: of 350 names only a few have enough letters in common.
+        # an upper bound of the score
         if nearness(key, name, _at_most) <= most:
             continue
         score = nearness(key, name)
@@ -41,9 +42,9 @@ def nearest(key: str, names: Iterable[str]) -> str:
 
 def nearness(key: str, name: str, like: Callable[[str, str], float] = likeness) -> float:
     """Returns how similar a name is to `key`, from 0 to 1: the larger of the similarity of the
-    whole names and that of their last dotted parts (`lr` in `optimizer.lr`). A name whose last part
-    begins with that of `key` (more than 3 letters) counts there as BEGINNING. `like` is the
-    function that compares two texts."""
+    whole names, and that of their last dotted parts (`lr` in `optimizer.lr`), of which nine tenths
+    count and one tenth of the former. A name whose last part begins with that of `key` (more than 3
+    letters) counts there as BEGINNING. `like` is the function that compares two texts."""
     key_part = key.rpartition(".")[2]
     name_part = name.rpartition(".")[2]
     is_beginning = len(key_part) > 3 and name_part.startswith(key_part) and name_part != key_part
@@ -87,6 +88,7 @@ def did_you_mean(
     >>> did_you_mean("gold", ["answer", "question"], lists_all=True)
     '; there are: answer, question'
     """
+    # read twice below: an iterator could be read only once
     names = list(names)
     if not names:
         return ""
@@ -116,8 +118,8 @@ def count(number: int, one: str, many: str = "") -> str:
 
 
 def shorten(text: str, limit: int = 80) -> str:
-    """Returns a text as one line of at most `limit` characters, with the middle left out if it is
-    longer."""
+    """Returns a text as one line of at most `limit` characters, with ` ... ` in place of its middle
+    if it is longer. Every run of white space becomes one space."""
     line = one_line(text)
     if len(line) <= limit:
         return line
@@ -173,6 +175,7 @@ def number_text(value: float, digits: int = 3) -> str:
         return "0"
     if not 1e-5 <= abs(value) < 1e12:
         return f"{value:.{digits}g}"
+    # the power of ten of the first digit decides how many decimals are left
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
     text = f"{value:,.{decimals}f}"
     if "." not in text:
@@ -181,8 +184,8 @@ def number_text(value: float, digits: int = 3) -> str:
 
 
 def figure(value: Any, digits: int = 4) -> str:
-    """Returns a value as a cell of a table shows it: a number with `digits` significant digits, any
-    other value as text, `-` for None."""
+    """Returns a value as a cell of a table shows it: a float with `digits` significant digits, any
+    other value (also an int) as text, `-` for None."""
     if value is None:
         return "-"
     if isinstance(value, float):

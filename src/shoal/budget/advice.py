@@ -77,8 +77,8 @@ def _assigned(values: Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    """Returns a value as a user types it: `true` and `false` for a bool. A long list of devices is
-    shortened to its first and last: `[0,1,...,63]` becomes `[0,...,63]`."""
+    """Returns a value as a user types it: `true` and `false` for a bool. A list of devices of more
+    than 30 characters is shortened to its first and last: `[0,1,...,63]` becomes `[0,...,63]`."""
     text = str(value)
     if isinstance(value, bool):
         text = text.lower()
@@ -133,7 +133,8 @@ def advise(budget: Budget, describe: Describe, available: float = 0) -> list[Adv
     """Returns pieces of advice, the best first: if the job does not fit, a single one that makes it
     fit; else those that shorten a step and still fit, in the order of `faster_changes`; [] if there
     are none. `describe` computes the budget of a changed job. `available`: bytes of a device that
-    may be used; 0: the share FULL of its memory."""
+    may be used; 0: the share FULL of its memory. Nothing is compiled, and the budget stays as it
+    is."""
     available = available or FULL * budget.memory
     if not budget.fits() or budget.peak() > available:
         return [suggest_fit(budget, describe, available)]
@@ -146,8 +147,8 @@ def advise(budget: Budget, describe: Describe, available: float = 0) -> list[Adv
 
 def try_changes(budget: Budget, describe: Describe, changes: Iterable[Change]) -> list[Trial]:
     """Computes the budget of the job with each change alone. Returns a trial for each change, in
-    order, but none for changes that change nothing or that are impossible, for example because
-    sizes do not divide."""
+    order, but none for a change whose `values` are those of now (`kept` does not count), and none
+    for an impossible one, for example because sizes do not divide."""
     values = {name: get_value(budget.config, name) for name in keys_of(Config)}
     trials = []
     for change in changes:
@@ -158,6 +159,7 @@ def try_changes(budget: Budget, describe: Describe, changes: Iterable[Change]) -
             described = describe(config)
         except (ShoalError, ValueError):  # sizes that do not divide, or too few devices
             continue
+        # the compiled costs of now, scaled to the changed job, which is not compiled
         after = budget.with_scaled_costs(replace(described, config=config))
         trials.append(Trial(change, budget, after))
     return trials
@@ -180,6 +182,7 @@ def suggest_fit(budget: Budget, describe: Describe, available: float) -> Advice:
     devices that would be. If no change saves memory, the text has that alone, `key` is "model.path"
     and `values` are empty.
     """
+    # a share, because on a CPU a change of the devices changes the memory of each
     share = available / budget.memory
     chain: dict[str, Trial] = {}
     now = budget
@@ -219,8 +222,8 @@ def _is_enough(budget: Budget, share: float) -> bool:
 
 
 def _first_enough(trials: Sequence[Trial], share: float) -> Trial | None:
-    """Returns the first trial after which a device needs at most `share` of its memory; None if
-    there is none."""
+    """Returns the first trial, in their order, after whose change a device needs at most `share` of
+    its memory; None if there is none."""
     for trial in trials:
         if _is_enough(trial.after, share):
             return trial
@@ -259,8 +262,9 @@ def _tried_in_turn(budget: Budget, describe: Describe, changes: Iterable[Change]
 
 
 def memory_saving_changes(budget: Budget) -> list[Change]:
-    """Returns candidate changes that may save memory and alter no result, the cheapest first. They
-    need not be possible: `try_changes` drops those that change nothing or that cannot be made."""
+    """Returns candidate changes that may save memory and alter no result, the cheapest first. The
+    value -1 of `mesh.fsdp` means all devices that remain. The changes need not be possible:
+    `try_changes` drops those that change nothing or that cannot be made."""
     batch = budget.config.batch
     mesh = budget.config.mesh
     changes = []
@@ -316,11 +320,14 @@ def faster_changes(budget: Budget) -> list[Change]:
     config = budget.config
     fewer_tokens, same_tokens = _longer_rows(budget)
     changes = _idle_devices(budget) + fewer_tokens
+    # `model.remat` of now -> values with which more is stored and less is computed again
     computing_less = {"full": ("dots", "attention"), "attention": ("dots",)}
     for remat in computing_less.get(budget.model.remat, ()):
         changes.append(Change({"model.remat": remat}, "the backward pass computes less again"))
     if budget.slots < budget.prompts_per_step * config.batch.group_size:
+        # 0: open, so as many as the step has completions and memory has room for
         changes.append(Change({"sampling.slots_per_device": 0}))
+        # 0 for a limit of one token, which cannot be halved
         half = config.sampling.max_completion_tokens // 2
         if half and not config.sampling.mean_completion_tokens:
             changes.append(
@@ -419,11 +426,12 @@ def plain_changes(config: Any) -> list[Change]:
 
 
 def _fewer_slots(budget: Budget) -> list[Change]:
-    """Returns changes to half as many slots on each device, and to as few as a group needs; without
-    those that are no fewer, or too few for a group."""
+    """Returns changes of `sampling.slots_per_device` to half as many slots as now, and to as few as
+    a group (or pass@k) needs; without those that are no fewer than now, or too few for a group."""
     now = -(-budget.slots // len(budget.roles["sampler"].devices))
     least = max(budget.config.batch.group_size, budget.config.pass_k)
     changes = []
+    # a dict, so that two equal sizes give one change
     for fewer in dict.fromkeys((now // 2, least)):
         if least <= fewer < now:
             changes.append(Change({"sampling.slots_per_device": fewer}))
@@ -437,6 +445,7 @@ def _longer_rows(budget: Budget) -> tuple[list[Change], list[Change]]:
     store for the backward pass stays the same."""
     config = budget.config
     shards = budget.batch.rows * config.mesh.context
+    # of one update, rounded up
     prompts = -(-budget.prompts_per_step // config.algorithm.num_minibatches)
     now = config.batch.micro_tokens
     longer = [size for size in group_rows(config, shards) if size > now][:2]
@@ -493,9 +502,10 @@ def _idle_devices(budget: Budget) -> list[Change]:
 
 
 def _other_placements(budget: Budget) -> list[Change]:
-    """Returns changes that divide the devices differently between trainer and sampler (half each if
-    they share all; else twice or half as many for the sampler); and, if a reference or teacher
-    scores, changes that move it to the sampler's or to the trainer's devices."""
+    """Returns candidate changes that divide the devices differently between trainer and sampler
+    (half each if they share all; else twice or half as many for the sampler, if the trainer keeps
+    some); and, if a reference or teacher scores, changes that move it to the sampler's or to the
+    trainer's devices."""
     config = budget.config
     trainer = budget.roles["trainer"].devices
     sampler = budget.roles["sampler"].devices

@@ -69,7 +69,8 @@ def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
     """Returns the meshes of a run's roles for a model of architecture `a`, with
     `mesh.sampler_tensor` decided if it is open: `mesh.tensor` if the sampler's weights fit that
     way, else the fewest devices that they fit on. If the devices' memory is not known, like that of
-    a CPU, it is `mesh.tensor`. ShoalError if the meshes do not divide a model."""
+    a CPU, it is `mesh.tensor`. ShoalError if the meshes do not divide a model. With a remote
+    sampler the trainer's devices stand for its own."""
     if config.sampler.is_remote:
         # The workers' devices are unknown, so the trainer's stand for them.
         config = replace(config, mesh=replace(config.mesh, sampler_tensor=config.mesh.tensor))
@@ -80,6 +81,8 @@ def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
     if teacher:
         scored.append(teacher)
     scored.extend(reward_architectures(config.reward).values())
+    # the largest number that divides the hidden sizes of all models: the reference's devices split
+    # that dimension of each
     hidden_size = a.hidden_size
     for model in scored:
         hidden_size = math.gcd(hidden_size, model.hidden_size)
@@ -104,10 +107,12 @@ def replica_size(config: Config, a: Architecture, roles: Roles, available: float
     held = open_budget(config, roles, a).held("sampler", "sampling")
     held.pop("the sampler's copy", 0)  # counted below, because it depends on the size
     free = available - sum(held.values())
+    # the most versions that are in memory at the same time
     versions = max(num_held for num_held, _ in held_versions(config))
     needed = 0
     for spec in jax.tree.leaves(param_specs(sampled_architecture(config, a))):
         size = math.prod(spec.shape) * jnp.dtype(spec.dtype or dtype).itemsize
+        # frozen weights are held once, whatever the versions
         needed += size * versions if spec.trained else size
     possible = tensor_sizes(a, roles.sampler.local.mesh.size)
     tensor = roles.sampler.tensor
@@ -118,8 +123,8 @@ def replica_size(config: Config, a: Architecture, roles: Roles, available: float
 
 
 def open_budget(config: Config, roles: Roles, a: Architecture) -> Budget:
-    """Returns the budget of a job's weights alone, by which open settings are decided before the
-    model is made."""
+    """Returns the budget of a job's weights alone, without programs, caches and activations, by
+    which open settings are decided before the model is made."""
     dtype = compute_dtype(config.model.dtype, roles.trainer.platform)
     return weight_budget(config, a, roles, dtype, teacher_architecture(config))
 
@@ -152,7 +157,7 @@ def free_cache_tokens(config: Config, roles: Roles, a: Architecture) -> int:
 
 
 def teacher_architecture(config: Config) -> Architecture | None:
-    """Returns the teacher's sizes; None without a teacher, or if they would have to be
+    """Returns the teacher's architecture; None without a teacher, or if its sizes would have to be
     downloaded."""
     if not config.teacher.path:
         return None
@@ -257,6 +262,7 @@ def decided_remat(config: Config, roles: Roles, a: Architecture) -> str:
         return "full"
     if known.is_tpu and a.hidden_size * known.hbm / known.peaks["bfloat16"] < LEAST_READS:
         return "full"
+    # a row is never shorter than the longest sequence, which `context` devices share
     tokens = max(tokens, -(-longest_sequence(config) // role.context))
     weights = open_budget(config, roles, a)
     for remat in ("dots", "attention"):

@@ -267,7 +267,8 @@ class Budget:
         """Returns part -> bytes that a device needs while a program runs: what roles hold in its
         phase, what the program itself takes (`activations` of accumulate, `temporaries` of others;
         0 without a cost), and compiled code. If a step was tried on a CPU (`process_bytes`), also
-        each device's share of the memory that the process takes besides arrays."""
+        each device's share of the memory that the process takes besides arrays. KeyError if the job
+        has no such program."""
         role = self.programs[program].role
         parts = self.held(role, held_phase(program))
         cost = self.costs.get(program, ProgramCost())
@@ -297,6 +298,7 @@ class Budget:
         roles = self.colocated_roles(role)
         total = 0
         for name, program in self.programs.items():
+            # a program without a cost is not compiled yet
             if program.role in roles and name in self.costs:
                 total += self.costs[name].code_bytes
         return total
@@ -312,7 +314,8 @@ class Budget:
 
     def peak(self, phase: str = "") -> int:
         """Returns the most bytes that a device ever needs; with a `phase`, `sampling` or `update`,
-        the most in that phase (ValueError if no program runs in it)."""
+        the most in that phase. ValueError if the budget has no program, or none that runs in the
+        phase."""
         if not phase:
             return self.needed_bytes(self.fullest)
         return max(
@@ -326,13 +329,15 @@ class Budget:
 
     @property
     def is_compiled(self) -> bool:
-        """True if programs have been compiled, and the compiler refused none."""
+        """True if programs have costs, and the compiler refused none. True also for a budget of
+        `estimated`, which has the cost of one program without compiling."""
         return bool(self.costs) and not any(cost.error for cost in self.costs.values())
 
     def estimated(self) -> Budget:
         """Returns the budget as it is before anything is compiled: what roles hold, and the
         estimated activations of an update as the only cost, that of `accumulate`. It has no times
-        and no advice."""
+        (the peak rate of its devices is None) and no advice. `fits` and `peak` then count these
+        estimates."""
         step = self.step
         if step is not None and step.rates is not None:
             step = replace(step, rates=replace(step.rates, peak_flops=None))
@@ -356,6 +361,7 @@ class Budget:
         """Returns what the memory of a program is taken to be proportional to: of `accumulate` the
         estimated activations, of a sampling program the bytes of the caches, of others 1."""
         if program == "accumulate":
+            # at least 1, because the result is a divisor
             return max(1, self.activations)
         if PROGRAM_PHASES[program] == "sampling":
             return max(1, sum(item.bytes for item in self.items_of("sampler", "sampling")))
@@ -456,7 +462,8 @@ class Budget:
 
     def mfu(self, seconds: float) -> float:
         """Returns the model FLOPs utilisation of a step that takes `seconds`, a share from 0 to 1.
-        Only for a budget whose `peak_flops` is known."""
+        AssertionError if the budget has no `peak_flops`, so only for a budget of a plan on known
+        devices."""
         assert self.step is not None and self.peak_flops is not None
         return self.step.model_flops / (self.peak_flops * self.num_used_devices * seconds)
 
@@ -522,6 +529,7 @@ def verdict(budget: Budget) -> str:
     if not budget.costs:
         text += f", before anything is compiled ({parts_text(budget)})"
     if budget.is_timed:
+        # the two bounds that can occur: all transfers hidden, or none
         _, low, high = budget.step_seconds
         seconds = seconds_text(low)
         if seconds_text(high) != seconds:

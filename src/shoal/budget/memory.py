@@ -76,8 +76,10 @@ def trainer_items(config: Config, a: Architecture, roles: Roles, dtype: Any) -> 
     masters = param_shapes(trained_specs(a), roles.trainer, jnp.float32)
     frozen = param_shapes(frozen_specs(a), roles.trainer, dtype)
     size = bytes_per_device(masters)
+    # mean and variance of each gradient, in float32
     moments = 2 * size
     if config.optimizer.moments == "bfloat16":
+        # two of 2 bytes
         moments = size
     # On a CPU the host's memory is the device's own, so nothing is moved.
     offloads = config.optimizer.offload and roles.trainer.platform != "cpu"
@@ -92,8 +94,8 @@ def trainer_items(config: Config, a: Architecture, roles: Roles, dtype: Any) -> 
 
 
 def sampler_items(config: Config, a: Architecture, roles: Roles, dtype: Any) -> list[Item]:
-    """Returns one item with the sampler's weights that are not the trainer's own arrays, for all
-    versions that are held at the same time; empty if the sampler reads the trainer's arrays.
+    """Returns a list with one item, the sampler's weights that are not the trainer's own arrays,
+    for all versions that are held at the same time; [] if the sampler reads the trainer's arrays.
     `dtype`: the type of the computation."""
     sampled = sampled_architecture(config, a)
     masters = param_shapes(trained_specs(a), roles.trainer, jnp.float32)
@@ -131,14 +133,15 @@ def reference_items(
         size = weight_bytes(teacher, roles.reference, dtype)
         items.append(Item("teacher", "reference", "always", size))
     for path, judge in reward_architectures(config.reward).items():
+        # counted without the head over the vocabulary, which a reward model does not have
         size = weight_bytes(replace(judge, tie_embeddings=True), roles.reference, dtype)
         items.append(Item(f"reward model {path}", "reference", "always", size))
     return items
 
 
 def cache_items(states: Iterable[tuple[str, Any]]) -> list[Item]:
-    """Returns one item with the KV caches of the engine whose caches are largest, because the
-    sampler's engines take turns; empty if nothing is sampled. `states`: (engine's name, shapes of
+    """Returns a list with one item, the KV caches of the engine whose caches are largest, because
+    the sampler's engines take turns; [] if nothing is sampled. `states`: (engine's name, shapes of
     its state) of each engine."""
     by_size = sorted((bytes_per_device(state), name) for name, state in states)
     if not by_size:
@@ -244,6 +247,7 @@ def copied_shapes(
 def key_bytes(a: Architecture, role: Role, dtype: Any) -> int:
     """Returns the bytes of one token's keys and values on each device of a replica of the sampler.
     This is a mean if devices share a head, because each of them then holds other tokens."""
+    # 2: keys and values
     return 2 * a.num_layers * a.num_kv_heads * a.head_dim * jnp.dtype(dtype).itemsize // role.tensor
 
 
@@ -283,6 +287,7 @@ def update_bytes(a: Architecture, role: Role, dtype: Any, tokens: int) -> int:
     itemsize = jnp.dtype(dtype).itemsize
     # The weights in the computation's type, and one layer, gathered whole, with its gradient.
     weights = bytes_per_device(param_shapes(trained_specs(a), role, dtype))
+    # two layers less one: embedding, head and last norm cancel out
     of_layer = parameter_count(replace(a, num_layers=2)) - parameter_count(replace(a, num_layers=1))
     trained_of_layer = sum(
         math.prod(spec.shape[1:]) for spec in jax.tree.leaves(trained_specs(a)) if spec.stacked
@@ -343,6 +348,7 @@ def available_memory(devices: Iterable[Any]) -> AvailableMemory:
         if "bytes_limit" in stats:
             limit = stats["bytes_limit"]
             limits.append((limit, limit - stats.get("bytes_in_use", 0)))
+    # by the limit first, and of equal limits by what is free
     total, free = min(limits, default=(0, 0))
     return AvailableMemory(total, free, local[0].device_kind)
 

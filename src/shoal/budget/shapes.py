@@ -34,10 +34,11 @@ def group_rows(config: Config, row_shards: int) -> list[int]:
     """Returns candidates for `batch.micro_tokens`, the tokens of a row on each device: rows with
     room for 1, 2, ... groups whose prompts and completions all have the longest length. Only
     numbers of groups that divide the groups which a device gets in an update; in ascending order.
-    `row_shards`: as in `micro_batch_shapes`."""
+    `row_shards`: the number of devices of the trainer that rows are split over."""
     batch = config.batch
     sampling = config.sampling
     context = config.mesh.context
+    # of one update, rounded up
     prompts = -(-batch.prompts_per_step // config.algorithm.num_minibatches)
     group_tokens = sampling.max_prompt_tokens + batch.group_size * sampling.max_completion_tokens
     groups_of_a_device = max(1, prompts * context // row_shards)
@@ -82,13 +83,17 @@ def packed_tokens(config: Config, shapes: Sequence[Shape], prompts: int) -> int:
     if not prompts:
         return 0
     sampling = config.sampling
+    # number of a completion -> its tokens
     completions = dict.fromkeys(range(config.batch.group_size), sampling.max_completion_tokens)
+    # number of a group -> (tokens of its prompt, its completions)
     groups = dict.fromkeys(range(prompts), (sampling.max_prompt_tokens, completions))
     return sum(shape.tokens for shape, _ in split_into_micro_batches(groups, shapes))
 
 
 def computed_tokens(config: Config, row_shards: int, prompts: int, micro_tokens: int) -> int:
-    """Returns `packed_tokens`, the tokens of an update of `prompts` prompts, for this run with
-    `micro_tokens` as its `batch.micro_tokens`. `row_shards`: as in `micro_batch_shapes`."""
+    """Returns the tokens, padding included, of an update of `prompts` prompts, if the run had
+    `micro_tokens` as its `batch.micro_tokens` and all prompts and completions had the longest
+    length; 0 for no prompts. `row_shards`: the number of devices of the trainer that rows are split
+    over. `config` stays as it is."""
     changed = replace(config, batch=replace(config.batch, micro_tokens=micro_tokens))
     return packed_tokens(changed, micro_batch_shapes(changed, row_shards), prompts)

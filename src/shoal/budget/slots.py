@@ -47,7 +47,7 @@ class KVCacheBudget(NamedTuple):
     def slots(self, most: int, siblings: int) -> int:
         """Returns the number of completions that the caches of all replicas have memory for at the
         same time, at most `most`, if a row has `siblings` of them; 0 if there is no memory for one
-        row of the longest completions."""
+        row of the longest completions; `most` if memory has no limit (`tokens` is 0)."""
         if not self.tokens:
             return most
         tokens = self.tokens // self.replicas
@@ -66,6 +66,7 @@ class KVCacheBudget(NamedTuple):
         rows = num_rows(slots, siblings, self.replicas) // self.replicas
         keys = rows * siblings * self.own
         if self.tokens:
+            # prompts are not in pages: they take their part of the memory first
             keys = self.tokens // self.replicas - rows * self.prompt
         most = rows * siblings * self.longest
         return max(siblings * self.longest, min(keys, most)) // PAGE
@@ -90,6 +91,7 @@ class SlotPlan(NamedTuple):
         """
         siblings = self.siblings
         if size != group_size:
+            # so that rows of the group are all full
             siblings = math.gcd(self.siblings, size)
         slots = self.room.slots(self.slots, siblings)
         is_engine_of_training = is_shared and siblings == self.siblings
@@ -166,7 +168,9 @@ def training_slots(config: Config, roles: Roles, a: Architecture) -> SlotPlan:
     """Returns the slot plan of each host of a training run's sampler."""
     role = roles.hosts[0]
     group_size = config.batch.group_size
+    # of one host, with prompts rounded up
     completions = -(-config.batch.prompts_per_step // num_hosts(roles)) * group_size
+    # 0 slots on a device: open, so one for each completion, as far as there is memory
     slots = config.sampling.slots_per_device * role.mesh.size or completions
     plan = plan_slots(
         sampling=config.sampling,
@@ -182,7 +186,7 @@ def training_slots(config: Config, roles: Roles, a: Architecture) -> SlotPlan:
 
 def all_slots(config: Config, roles: Roles, a: Architecture) -> int:
     """Returns how many completions are sampled at once by all hosts of this process, or, if the
-    sampler is remote, by all its workers."""
+    sampler is remote, by all its workers: the slots of one host times their number."""
     hosts = len(roles.hosts)
     if config.sampler.is_remote:
         hosts = config.num_workers

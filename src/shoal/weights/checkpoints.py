@@ -78,7 +78,8 @@ class Restored:
 
 class Checkpoints:
     """Writes the checkpoints of one run, and keeps the newest `keep_last` and the `keep_best` with
-    the highest scores."""
+    the highest scores. Its owner calls `close` at the end, which waits for a save that still goes
+    on."""
 
     def __init__(
         self,
@@ -89,14 +90,14 @@ class Checkpoints:
         largest_array: int = 0,
     ):
         """Opens the folder, creates it if need be, and removes what an interrupted save left in it.
-        `keep_last`, `keep_best`: how many checkpoints are kept of the newest, and of those with the
-        highest scores. ShoalError if the folder cannot be written.
+        `keep_last`, `keep_best`: how many checkpoints are kept of the newest (0: all), and of those
+        with the highest scores (0: none for its score). ShoalError if the folder cannot be written.
 
         `in_background` writes while training goes on; None does so where it is safe. On CPU it is
         not safe: the next step reuses the memory that is being written. `largest_array` is the
         number of bytes of the largest array that `save` will get; with it, a checkpoint on CPU is
-        written with little memory besides the arrays.
-        """
+        written with little memory besides the arrays; 0: it is not known, and Orbax copies all
+        arrays at once."""
         ocp = load_orbax()
         self.folder = folder.absolute()
         self.keep_last = keep_last
@@ -125,8 +126,8 @@ class Checkpoints:
 
     def explain_write_errors(self, name: str = "") -> AbstractContextManager[None]:
         """Returns a context for code that writes the checkpoint `name` ("" for the folder of all):
-        whatever is raised in it becomes a ShoalError that says from which checkpoint the run can be
-        resumed."""
+        any Exception in it becomes a ShoalError that says from which checkpoint the run can be
+        resumed: the newest when this method was called."""
         saved = versions(self.folder.parent)
         if saved:
             then = f"resume the run, which goes on from the checkpoint of step {saved[-1]}"
@@ -147,11 +148,10 @@ class Checkpoints:
         the save before it, and then for this one too, unless `in_background`.
 
         To `extra` the entries `checksums`, `layouts` and `published` are added, in place of any
-        that it has. `scores`: version -> score of the evaluated ones, the higher the better; from
-        this save on they decide which checkpoints `keep_best` keeps; none is deleted before a newer
-        one is complete. ShoalError if the checkpoint cannot be written: the older ones are then
-        kept.
-        """
+        that it has. `scores`: version -> score of the evaluated ones, the higher the better; None:
+        no version has a score; from this save on they decide which checkpoints `keep_best` keeps;
+        none is deleted before a newer one is complete. ShoalError if the checkpoint cannot be
+        written: the older ones are then kept."""
         self.finish()
         items = {"state": state.to_trees()}
         published_versions = sorted(published or {})
@@ -164,6 +164,7 @@ class Checkpoints:
         layouts: dict[str, str] = {}
         for name, tree in items.items():
             saves[name] = self._args.PyTreeSave(tree, save_args=jax.tree.map(save_args, tree))
+            # compared before the arrays are read: tells another model from a damaged file
             layouts[name] = layout_digest(tree)
         extra = {
             **extra,
@@ -245,8 +246,9 @@ def versions(run: Path) -> list[int]:
 
 def find_checkpoint(folder: Path) -> tuple[Path, int] | None:
     """Returns (run folder, version) if `folder` is a run's folder or its `checkpoints` (the newest
-    version), or one of the numbered folders in that. None if `folder` belongs to no run; ShoalError
-    if the run has no checkpoint."""
+    version), or one of the numbered folders in that. A folder in which there is a folder
+    `checkpoints` counts as a run's. None if `folder` belongs to no run; ShoalError if the run has
+    no checkpoint. Nothing is read from a checkpoint."""
     folder = folder.resolve()  # the names of `.` and `..` say nothing
     if folder.name.isdigit() and folder.parent.name == FOLDER and folder.is_dir():
         return folder.parent.parent, int(folder.name)
@@ -343,8 +345,9 @@ def _lazily(folder: Path, keys: Any, wanted: jax.ShapeDtypeStruct) -> LazyArray:
 
 
 def _reader(handler: Any) -> Any:
-    """Returns a reader of Orbax that waits for no other process: by default it meets all processes
-    after each part, and one that has met a damaged file would never come."""
+    """Returns a reader of Orbax that waits for no other process (close it: use it in `with`). By
+    default it meets all processes after each part, and one that has met a damaged file would never
+    come."""
     ocp = load_orbax()
     alone = ocp.options.MultiprocessingOptions(active_processes={jax.process_index()})
     return ocp.Checkpointer(handler, multiprocessing_options=alone)
@@ -381,7 +384,8 @@ def _read_everywhere(path: Path, part: str, read: Callable[[], Any], world: Worl
 
 def _is_machine_fault(error: Exception) -> bool:
     """True for an error of memory, permissions or a network disk, which says nothing about the
-    checkpoint's files."""
+    checkpoint's files: MemoryError, a bucket that did not answer, any OSError but
+    FileNotFoundError, or an error whose text has one of _MACHINE_FAULTS."""
     if isinstance(error, MemoryError | Unreachable):
         return True
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
@@ -399,11 +403,14 @@ def restore_newest(
 ) -> Restored | None:
     """Reads the newest checkpoint that is not damaged, and returns it. Damaged newer ones are then
     moved to DAMAGED_FOLDER, each with a warning: `warn` is called with its text, by the first
-    process. `shapes`, `sampler` and `world` as in `restore`.
+    process. `shapes`: those of the trainer's state, with the shardings in which it is read.
+    `sampler`: shapes of one version's published weights; without shardings each weight becomes a
+    `LazyArray`. `world`: the run's processes, all of which must call this function.
 
-    None if the run has no checkpoint; ShoalError, with nothing moved, if all are damaged. If there
-    are several processes, all read the checkpoints that the first one sees.
-    """
+    None if the run has no checkpoint. ShoalError, with nothing moved, if all are damaged, or if one
+    cannot be read for another reason (it was saved with another model, or a machine is at fault):
+    older ones are then not tried. If there are several processes, all read the checkpoints that the
+    first one sees."""
     damaged: dict[int, str] = {}
     for version in reversed(world.exchange_json("checkpoints", versions(run))[0]):
         try:
@@ -457,10 +464,11 @@ def load_parameters(
     dtype: Any = jnp.float32,
     keep: Keep = keep_as_read,
 ) -> Params:
-    """Reads the trained parameters of one checkpoint, on a role's devices and in `dtype`; no
-    optimizer state. Then `keep` is called with each spec and array, and returns what takes the
-    array's place. Downloads the files first if they are a bucket's. ShoalError if the files cannot
-    be read, DamagedCheckpoint if they differ from what was saved."""
+    """Reads the trained parameters of one checkpoint, on a role's devices and in `dtype`, with None
+    in place of frozen ones; no optimizer state. Then `keep` is called with each spec and array, and
+    returns what takes the array's place. Downloads the files first if they are a bucket's.
+    ShoalError if the files cannot be read, DamagedCheckpoint if they differ from what was saved
+    (not checked if the checkpoint has no checksum of them)."""
     ocp = load_orbax()
     specs = trained_specs(architecture)
     wanted = {"trainable": param_shapes(specs, role, dtype)}
@@ -476,7 +484,8 @@ def load_parameters(
     try:
         with _reader(ocp.PyTreeCheckpointHandler()) as reader:
             restored = reader.restore(path, args=restore_args)
-    except Exception as error:  # as in `restore`
+    # for a bad file Orbax raises anything, bare Exception included
+    except Exception as error:
         raise ShoalError(
             f"checkpoint {path.parent} cannot be read ({cause(error)}): choose another of {run}"
         ) from error

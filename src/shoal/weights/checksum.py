@@ -67,9 +67,9 @@ def types_text(parameters: Any) -> str:
 
 
 def host_checksum(array: np.ndarray, number: int) -> int:
-    """Returns the `array_checksum` of a NumPy array with this number in its tree, computed piece by
-    piece, because a single device might not have room for an array that is usually split over
-    devices."""
+    """Returns what a NumPy array adds to the checksum of a tree (`array_checksum`), in which it has
+    this `number` (from 0), computed piece by piece, because a single device might not have room for
+    an array that is usually split over devices."""
     most_elements = PIECE_BYTES // array.dtype.itemsize
     # The last axes are whole, the first that does not fit is cut, and those before it have step 1.
     steps = []
@@ -102,7 +102,8 @@ def array_checksum(
 ) -> jax.Array:
     """Returns what an array adds to the checksum of a tree, in which it has this number (uint32,
     from 0). If `array` is a piece, `whole` is the shape of the whole array and `start` the piece's
-    first index in it (uint32, by axis); the result is then what the piece adds.
+    first index in it (uint32, by axis); the result is then what the piece adds. KeyError unless an
+    element has 1, 2 or 4 bytes.
 
     Each element's bits are first mixed with its position (one to one), so that any change of one
     element, and any exchange of two, changes the sum. Sums of integers have no rounding, hence do
@@ -117,6 +118,7 @@ def array_checksum(
     shape = whole or array.shape
     bits_dtype = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[array.dtype.itemsize]
     bits = jax.lax.bitcast_convert_type(array, bits_dtype)
+    # + 1, because `mixed` keeps 0: array 0 would mix no number into its positions
     number = mixed(number + jnp.uint32(1))
     position = jnp.zeros(array.shape, jnp.uint32)
     # positions begin again at 0, so the index of the first axis is mixed in

@@ -91,7 +91,7 @@ class FolderStore(FileStore):
     def write(self, version: int, params: Params) -> Version:
         """Writes a version's folder, scores the probe with its weights, and returns the version.
         `params`: the trained parameters, None in place of the others. Sets `num_bytes` to the
-        folder's size."""
+        folder's size. ShoalError if the folder cannot be written."""
         folder = self.new_path(f"{version:06d}")
         a = self.model.architecture
         whole = joined(params, self._base_params)
@@ -111,12 +111,14 @@ class FolderStore(FileStore):
         )
 
     def _save(self, folder: Path, weights: Params) -> None:
-        """Writes the weights of a base model as a folder in Hugging Face's format. On a CPU a tied
-        head is written as a tensor of its own too, and the config does not call it tied. ShoalError
-        if it cannot be written."""
+        """Writes the weights of a base model (no adapter) as a new folder in Hugging Face's format,
+        with the tokenizer of `source` and a config.json. On a CPU a tied head is written as a
+        tensor of its own too, and the config does not call it tied. ShoalError if it cannot be
+        written."""
         a = self.model.architecture
         tensors = list(huggingface.output_tensors(weights, param_specs(a.base)))
         config = self.config or read_json(self.source / "config.json")
+        # else a tied head is not in the files: the engine takes the embedding
         if a.tie_embeddings and self.model.role.platform == "cpu":
             # vLLM 0.32 on a CPU packs the head once, and again only if the files have the head.
             for tensor in tensors:

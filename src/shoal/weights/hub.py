@@ -62,7 +62,8 @@ def locate(path: str | Path, token: str | None = None, weights: bool = True) -> 
 def cached_folder(path: str) -> Path | None:
     """Returns the folder of a model if it is on this machine: that of a packaged model, a local
     folder, or, for a hub id, the snapshot of `main` in the hub's cache. Downloads nothing. None if
-    there is no such folder, or if the snapshot has no config.json. Weights may be missing."""
+    there is no such folder, if the snapshot has no config.json, or if `path` is an address in a
+    bucket. Weights may be missing."""
     if path in PACKAGED or Path(path).expanduser().is_dir():
         return locate(path)
     if not HUB_ID.fullmatch(path):

@@ -111,8 +111,8 @@ def stored_architecture(folder: Path) -> Architecture:
 
 
 def _has_other_head(folder: Path) -> bool:
-    """True if a model's files hold a head that is not its embedding; compares their values. False
-    also if one of the two is not in the files, or has a type that is not read."""
+    """True if a model's files hold a head that is not its embedding: its shape differs, or any
+    value does. False also if one of the two is not in the files, or has a type that is not read."""
     stored = _read_headers(folder)
     head = stored.get("lm_head.weight")
     embedding = stored.get("model.embed_tokens.weight")
@@ -135,8 +135,9 @@ def _has_other_head(folder: Path) -> bool:
 
 
 def _read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """Returns the tensors of a folder's files by name, without reading values. Rotary frequencies
-    are left out. Tensors of 8 bits with scales become one `BlockScaledTensor` each."""
+    """Returns the tensors of a folder's safetensors files by name, without reading values.
+    ShoalError if the folder has none, or one is missing or damaged. Rotary frequencies are left
+    out. Tensors of 8 bits with scales become one `BlockScaledTensor` each."""
     stored: dict[str, StoredTensor] = {}
     for file in _weight_files(folder):
         stored |= read_header(file)
@@ -169,7 +170,8 @@ def check_tensors(
     stored: Mapping[str, StoredTensor], specs: Any, where: str
 ) -> dict[str, StoredParameter]:
     """Returns stored tensors as parameters, by the names of a tree of `ParamSpec`. ShoalError
-    unless names, shapes and types are exactly those; `where` names the files in the message."""
+    unless names and shapes are exactly those, and each type is one of DTYPES. `where`: what the
+    message says after "The tensors in", like "FOLDER do not fit its config.json"."""
     specs = jax.tree.leaves(specs)
     shapes: dict[str, tuple[int, ...]] = {}
     for spec in specs:
@@ -231,6 +233,7 @@ def _weight_files(folder: Path) -> list[Path]:
                 f"{index} has no weight_map, which names the file of each tensor. Download it "
                 "again."
             )
+        # values: the file of each tensor, so most files occur many times
         files = sorted({path_within(folder, name, str(index)) for name in weight_map.values()})
         absent = [file.name for file in files if not file.is_file()]
         if absent:
@@ -274,8 +277,8 @@ def save(
     written in their order. `dtype` is the type of the weights, a name or a NumPy type.
     `source_folder` None: no tokenizer. `shard_bytes` is the largest size of a file, unless one
     tensor is larger. Everything is written to a temporary folder, which is renamed at the end.
-    ShoalError if the folder is not empty, or if `dtype` is none of float32, bfloat16 and float16.
-    """
+    OSError if it cannot be written. ShoalError if the folder is not empty, or if `dtype` is none of
+    float32, bfloat16 and float16."""
     folder = Path(folder).expanduser()
     source = None if source_folder is None else Path(source_folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -298,7 +301,8 @@ def save(
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
     """Copies the files of a tokenizer (TOKENIZER_FILES, those that exist), and its folder of chat
-    templates, into a folder that has no such folder yet."""
+    templates, into `folder`. Files of the same names are replaced; FileExistsError if `folder` has
+    a folder of chat templates already."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
@@ -331,6 +335,7 @@ def _write_shards(
     sizes = [0]
     for tensor in tensors:
         size = dtype.itemsize * int(np.prod(tensor.shape))
+        # a shard that is empty takes any tensor
         if shards[-1] and sizes[-1] + size > shard_bytes:
             shards.append([])
             sizes.append(0)
@@ -340,6 +345,7 @@ def _write_shards(
         write_file(folder / "model.safetensors", shards[0], dtype)
         return
     weight_map = {}
+    # numbers in the files' names begin at 1
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         write_file(folder / name, shard, dtype)

@@ -70,6 +70,7 @@ class ParamLayout:
         if not isinstance(sharding, NamedSharding):  # one device
             devices = np.asarray(list(array.devices()))
             sharding = NamedSharding(Mesh(devices, ("data",)), PartitionSpec())
+        # an array has a mesh of devices, not an abstract one
         assert isinstance(sharding.mesh, Mesh)
         num_dims = len(declared.shape)
         entries = list(sharding.spec)
@@ -163,8 +164,9 @@ class ParamLayout:
         return tuple(sizes)
 
     def starts(self, first: Sequence[Any]) -> list[Any]:
-        """Returns the position in a device's part of the array at which a window begins. `first`
-        is the first index of the window in each dimension of `window_space`."""
+        """Returns the position in a device's part of the array at which a window begins, in the
+        order of the array's dimensions. `first` is the first index of the window in each dimension
+        of `window_space`."""
         in_file_order = [0] * len(self.spec)
         in_file_order[: self.row_dim + 1] = first
         return list(self.declared.in_file_order(in_file_order))
@@ -296,6 +298,7 @@ def _put_rows(stored: StoredParameter, layout: ParamLayout, window: tuple[slice,
     num_parts = [layout.parts(axes) for axes in layout.file_axes[: row_dim + 1]]
     sizes = [cut.stop - cut.start for cut in window]
     height = sizes[-1]
+    # the devices that share a part's rows: each reads one run of them
     runs_of_part = layout.mesh.size // math.prod(num_parts)
     padded_height = -(-height // runs_of_part) * runs_of_part
     moved_dtype = transfer_dtype(stored.dtype, layout.mesh)
@@ -362,6 +365,7 @@ def _move(
             x = lax.all_to_all(x, axes, split_axis=dim, concat_axis=row_dim, tiled=True)
             x = _join_dimensions(x, dim)
         x = layout.declared.transpose(lax.slice_in_dim(x, 0, height, axis=row_dim))
+        # the bits moved as integers become values again, are cast, and become integers again
         x = lax.bitcast_convert_type(x, stored).astype(dtype)
         return lax.bitcast_convert_type(x, transfer_dtype(dtype, layout.mesh))
 
@@ -420,9 +424,9 @@ def assemble(
     parts: Iterable[Part], sharding: NamedSharding, shape: tuple[int, ...], dtype: Any
 ) -> jax.Array:
     """Returns the array that consists of `parts`, which have the array's own dimensions and
-    together cover the array; their values are cast to `dtype`. A process reads only the parts that
-    its devices need, each once; if the array is small (SMALL_BYTES), every process reads all of
-    them."""
+    together cover the array; their values are cast to `dtype`. That the parts cover the array is
+    not checked. A process reads only the parts that its devices need, each once; if the array is
+    small (SMALL_BYTES), every process reads all of them."""
     dtype = np.dtype(dtype)
     if math.prod(shape) * dtype.itemsize <= SMALL_BYTES:
         whole = np.empty(shape, dtype)
@@ -523,6 +527,7 @@ def collect(
     runs_of_part = layout.parts(layout.column_axes)
     part_rows = layout.window_space[row_dim]
     dtype = np.dtype(dtype)
+    # the wider of both types, because a window is cast from one to the other
     for cuts in layout.windows(max(array.dtype.itemsize, dtype.itemsize)):
         tensor_cuts = cuts[:row_dim]
         rows = cuts[row_dim]
@@ -544,6 +549,7 @@ def collect(
             last_row = min(first_row + run_rows, height)
             if first_row < last_row:
                 row = part * part_rows + rows.start + first_row
+                # the run holds one tensor, so its index there is 0 in each dimension
                 only_tensor = (0,) * row_dim
                 yield row, np.asarray(shard.data)[only_tensor][: last_row - first_row]
 

@@ -166,6 +166,7 @@ class MaxTextArray:
             layers = slice(self.layer, self.layer + 1)
         if self.head_axis is not None:  # heads 2 and 3 of width 64 -> elements 128 to 255
             heads = cuts[self.head_axis]
+            # the axis of the width is whole, so its stop is the width
             width = cuts.pop(self.head_axis + 1).stop
             cuts[self.head_axis] = slice(heads.start * width, heads.stop * width)
         if layers is not None:
@@ -189,6 +190,7 @@ class MaxTextArray:
         if self.scanned:
             return np.moveaxis(values, 0, STACKED_AXIS)
         if self.spec.stacked:
+            # one layer: the dimension of layers goes
             return values[0]
         return values
 
@@ -230,6 +232,7 @@ def arrays_of(a: Architecture, scan_layers: bool, pairs: bool) -> list[MaxTextAr
         end_of_name = ".".join(spec.name.split(".")[-2:])
         head_axis = None
         if "heads" in spec.axes:
+            # counted in one layer, without the axis of layers
             head_axis = spec.axes.index("heads") - int(spec.stacked)
         layers: Iterable[int | None] = [None]
         if spec.stacked and not scan_layers:
@@ -297,7 +300,7 @@ class MaxTextCheckpoint:
     architecture: Architecture
     scan_layers: bool
     pairs: bool  # True: rotary dimensions are in pairs
-    root: str
+    root: str  # prefix of the arrays' names, one of ROOTS
     dtypes: Mapping[str, Any]  # types of the arrays, by name
 
     def describe(self) -> str:
@@ -409,6 +412,7 @@ def transpose(values: np.ndarray) -> np.ndarray:
     """Returns a copy of the matrix `values.T`. It is made from blocks of rows, which is three times
     as fast as one copy."""
     copy = np.empty(values.shape[::-1], values.dtype)
+    # 64 rows a block
     for start in range(0, len(values), 64):
         copy[:, start : start + 64] = values[start : start + 64].T
     return copy
@@ -425,8 +429,8 @@ def open_checkpoint(
     and shapes of its arrays against a model: the published one called `model_name`, or that of the
     config.json of `model_name` (a hub id) or of the `tokenizer` folder. `model_name` "" or
     `tokenizer` None: not given. `keys`: the settings that hold the two, for messages.
-    `scan_layers`: whether all layers are in one array. NotHere in a dry run if the checkpoint is in
-    a bucket; ShoalError if it does not fit, or if no model is given."""
+    `scan_layers`: True if all layers of a parameter are in one array. NotHere in a dry run if the
+    checkpoint is in a bucket; ShoalError if it does not fit, or if no model is given."""
     if not (model_name or tokenizer):
         raise ShoalError(
             f"{tree_folder} is a MaxText checkpoint, which does not say what model it is: give "
@@ -508,6 +512,7 @@ def _check_arrays(
             f"{where} has its layers {how}, which is not what "
             f"scan_layers={str(scan_layers).lower()} says: give scan_layers={str(stacked).lower()}"
         )
+    # False: no name or shape depends on the order of rotary dimensions
     fault = _first_misfit(stored, arrays_of(a, scan_layers, False))
     if fault:
         raise ShoalError(
@@ -534,8 +539,8 @@ def _first_misfit(stored: Mapping[str, tuple[int, ...]], arrays: Sequence[MaxTex
 
 
 def _first_of(names: Collection[str]) -> str:
-    """Names the first of some names by the alphabet, and how many more there are: `a and 2
-    more`."""
+    """Returns the first of some names by the alphabet, and how many more there are: `a and 2 more`;
+    the name alone if it is the only one."""
     if len(names) == 1:
         return min(names)
     return f"{min(names)} and {len(names) - 1} more"

@@ -174,6 +174,7 @@ def cause(error: BaseException) -> str:
     line = lines[0] if lines else type(error).__name__
     line = re.sub(r" \[(source locations|tensorstore_spec).*", "", line)
     if len(line) > LONGEST_CAUSE:
+        # libraries put the innermost reason last
         _, _, line = line.rpartition(": ")
     if len(line) > LONGEST_CAUSE or "{" in line:
         return "a part of it is damaged or missing"
@@ -181,8 +182,9 @@ def cause(error: BaseException) -> str:
 
 
 def check_room(folder: Path, tree: Any) -> None:
-    """Raises OSError (no space) if the disk has less free space than a tree's arrays take. Does
-    nothing if there are several processes, because each writes only a part. `folder` must exist."""
+    """Raises OSError (no space) if the disk of `folder` has less free space than the arrays of
+    `tree` (anything with `nbytes`) take. Does nothing if there are several processes, because each
+    writes only a part. `folder` must exist."""
     needed = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
     free = shutil.disk_usage(folder).free
     if jax.process_count() == 1 and free < needed:

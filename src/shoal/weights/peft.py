@@ -197,7 +197,8 @@ def save(
     """Writes a folder that `peft.PeftModel.from_pretrained` loads onto the base model, with the
     tokenizer's files. It appears whole at the end; `folder` must be missing or empty. `parameters`
     has the adapter's parameters, and None in place of the base's; `base` is the folder or hub id of
-    the base, `tokenizer` a folder with its files."""
+    the base, `tokenizer` a folder with its files, `dtype` the type of the written weights. OSError
+    if the folder cannot be written; AssertionError if `a` has no adapter."""
     assert a.adapter
     tensors = list(huggingface.output_tensors(parameters, trained_specs(a)))
     with scratch_folder(folder) as scratch:

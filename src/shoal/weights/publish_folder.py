@@ -40,8 +40,8 @@ PROGRAM = "shoal: published weights"
 
 
 def file_system(folder: Path, mounts: Path = MOUNTS) -> str:
-    """Returns the type of the file system that a folder is in, for example "tmpfs" or "ext4"; "" if
-    that is unknown. `mounts`: Linux's list of mounted file systems."""
+    """Returns the type of the file system that a folder or file is in, for example "tmpfs" or
+    "ext4"; "" if that is unknown. `mounts`: Linux's list of mounted file systems."""
     try:
         lines = mounts.read_text().splitlines()
         resolved = folder.resolve()
@@ -51,6 +51,7 @@ def file_system(folder: Path, mounts: Path = MOUNTS) -> str:
     deepest_kind = ""
     for line in lines:
         mount, kind = line.split()[1:3]  # a line: device, mount, type, options, ...
+        # of the mounts above the folder the one with the longest path holds the folder
         if resolved.is_relative_to(mount) and len(mount) > len(deepest_mount):
             deepest_mount = mount
             deepest_kind = kind
@@ -62,6 +63,7 @@ def default_folder(num_bytes: int) -> Path:
     and has room for COPIES_IN_MEMORY of them, else the system's folder for temporary files."""
     with contextlib.suppress(OSError):
         if shutil.disk_usage(MEMORY_FOLDER).free >= COPIES_IN_MEMORY * num_bytes:
+            # created only to find out whether the folder can be written
             with tempfile.TemporaryFile(dir=MEMORY_FOLDER):
                 return MEMORY_FOLDER
     return Path(tempfile.gettempdir())
@@ -94,6 +96,8 @@ def remove_abandoned(parent: Path, mounts: Path = MOUNTS) -> None:
         # removed.
         with contextlib.suppress(OSError, ValueError), open(folder / OWNER, "r+b") as file:
             owner = json.loads(file.read(4096))
+            # The file must name this program, this path and this machine: a copy of a marked
+            # folder, or one that another machine has made, does not.
             if isinstance(owner, dict) and _owner_of(folder).items() <= owner.items():
                 # Raises BlockingIOError, an OSError, if the process still lives.
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -36,13 +36,14 @@ class RayStore(WeightStore):
         return replace(self._put_objects(version, params), frozen=self._frozen)
 
     def _put_objects(self, version: int, params: Params) -> RayVersion:
-        """Puts the parameters that are not None into Ray's object store, one object a tensor, and
-        returns them as a version. ShoalError if the store is full."""
+        """Puts the parameters that are not None into Ray's object store, one object a tensor, which
+        holds the tensor's bytes, and returns them as a version without `frozen`. ShoalError if the
+        store is full."""
         refs: dict[str, Any] = {}
         checksums: dict[str, int] = {}
         try:
             for name, values, array_sum in to_host(self.model, named_leaves(self.model, params)):
-                refs[name] = ray.put(values.reshape(-1).view(np.uint8))
+                refs[name] = ray.put(values.reshape(-1).view(np.uint8))  # bytes
                 checksums[name] = int(array_sum)
         except ObjectStoreFullError as error:
             raise ShoalError(
@@ -105,6 +106,7 @@ def _first_bytes(
     one name."""
     first: list[str] = []
     size = 0
+    # a single tensor that is larger than `most` is taken too
     for name in names:
         size += math.prod(specs[name].shape) * published_dtype(model, specs[name]).itemsize
         if first and size > most:

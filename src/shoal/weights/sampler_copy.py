@@ -44,10 +44,12 @@ PROGRAMS_KEPT = 64
 
 def publish_to(model: Model, params: Params, delete_source: bool = False) -> Params:
     """Returns the sampler's parameters for `model`, made from the trainer's: quantised if the
-    sampler is, placed like `place_parameters`, and split into layers if the sampler reads each
-    layer from its own arrays (else stacked). Parameters that are split into layers already are
-    returned as they are. `delete_source` deletes each array of `params` as soon as its copy is
-    made, so that there are never two copies of all weights."""
+    sampler is, in the sampler's type, layout and devices, and split into layers if the sampler
+    reads each layer from its own arrays (`model.ffn_chunks` is not 0; else stacked). Parameters
+    that are split into layers already are returned as they are. None stays None. RuntimeError if a
+    copy's checksum differs. With `delete_source`, and only if they are split into layers, each
+    array is deleted as soon as its copy is made, so that there are never two copies of all weights;
+    arrays that were quantised before stay."""
     if isinstance(params.blocks, tuple):  # published before, and read from a checkpoint
         return params
     params = quantised(model, params)
@@ -59,8 +61,8 @@ def publish_to(model: Model, params: Params, delete_source: bool = False) -> Par
 
 def quantised(model: Model, params: Params) -> Params:
     """Returns the parameters with their kernels quantised to 8 bits, on the trainer's devices.
-    Returns `params` itself if the sampler is not quantised; weights that are quantised already
-    stay."""
+    Returns `params` itself if the sampler is not quantised; weights that are quantised already stay
+    as they are. None stays None, but in place of a kernel it becomes Quantised(None, None)."""
     if not model.architecture.quantised:
         return params
     # `Quantised` is a node of two leaves, values and scale; here it counts as one leaf, because the
@@ -115,6 +117,7 @@ def _placed(model: Model, params: Params, into_layers: bool, delete_source: bool
         placed.append(array)
         if delete_source and array is not leaf:
             leaf.delete()
+    # compared at the end, because `device_get` waits until all sums are computed
     for expected, copied in jax.device_get(sums):
         if expected != copied:
             raise RuntimeError(
@@ -129,7 +132,8 @@ def _placed(model: Model, params: Params, into_layers: bool, delete_source: bool
 
 def shards_of(params: Params) -> list[dict[Any, jax.Array]]:
     """Returns for each parameter that is not None, in the tree's order, a mapping from each device
-    of this process to the part of the parameter there."""
+    of this process to the part of the parameter there, as an array of that device. Nothing is
+    copied."""
     shards = []
     for leaf in jax.tree.leaves(params):
         shards.append({shard.device: shard.data for shard in leaf.addressable_shards})
@@ -144,6 +148,7 @@ def arrays_on(model: Model, shards: Sequence[Mapping[Any, jax.Array]]) -> Params
     arrays = []
     for wanted, by_device in zip(shapes, shards, strict=True):
         devices = wanted.sharding.addressable_devices_indices_map(wanted.shape)
+        # the keys are the devices of `model`, in the order in which JAX expects the parts
         parts = [by_device[device] for device in devices]
         array = jax.make_array_from_single_device_arrays(wanted.shape, wanted.sharding, parts)
         arrays.append(array)
@@ -222,8 +227,8 @@ def from_host(
 
     `read` returns a tensor by name, `checksums` has what each must have by name, `location` says in
     messages where it comes from. `frozen` holds by name the frozen parameters that an earlier call
-    has read; those are not read again. No program runs, so a sampler may sample meanwhile.
-    """
+    has read; those are not read again, and the returned function adds to it those that it lacks. No
+    program runs, so a sampler may sample meanwhile."""
     arrays: dict[str, jax.Array] = {}
     for name, spec in named_specs(model).items():
         if name not in frozen:
@@ -277,9 +282,10 @@ def _verified(
 def publication_program(
     model: Model, source: NamedSharding, target: NamedSharding, dtype: Any
 ) -> Program:
-    """Returns the compiled program (array, its number) -> (array, checksum), which casts one of the
-    trainer's arrays to `dtype` and lays it out as the sampler has it, still on the trainer's
-    devices.
+    """Returns the compiled program (array, its number in the tree of parameters) -> (array,
+    checksum), which casts one of the trainer's arrays to `dtype` and lays it out as the sampler has
+    it, still on the trainer's devices. `source`: the sharding of the array; `target`: the
+    sampler's.
 
     If the sampler has other devices, each of the trainer's gets the part that a replica on as many
     devices would have there; if it has the same ones, `source` must have them in the sampler's
@@ -315,10 +321,10 @@ def _checksum(model: Model) -> Program:
 
 @lru_cache(PROGRAMS_KEPT)
 def _layers(model: Model, spec: ParamSpec, num_chunks: int) -> Program:
-    """Returns the compiled program that splits a stacked array into a tuple of its layers, each of
-    `num_chunks` chunks if that is more than 1 (see `ffn_chunks`). `spec`: that of the stacked
-    array."""
-    layer_axes = spec.sharding(model.role).spec[1:]
+    """Returns the compiled program that splits a stacked array into a tuple of its layers. If
+    `num_chunks` is more than 1, each layer of a feed-forward matrix is again a tuple, of that many
+    parts of the matrix. `spec`: that of the stacked array."""
+    layer_axes = spec.sharding(model.role).spec[1:]  # without the axis of layers
     apart = NamedSharding(model.role.mesh, PartitionSpec(*layer_axes))
     split = partial(split_layers, spec=spec, num_chunks=num_chunks, tensor=model.role.tensor)
     return model.role.jit(split, out_shardings=apart)
@@ -335,12 +341,14 @@ def _publish(
         one_device = as_mesh(np.asarray(list(leaf.devices())), ("data",))
         source = NamedSharding(one_device, PartitionSpec())
     ordered = in_order_of(source, target)
+    # the same devices in another order
     if ordered != source:
         parts = _exchange(model, source, ordered)(leaf).addressable_shards
         leaf = jax.make_array_from_single_device_arrays(
             leaf.shape, ordered, [part.data for part in parts]
         )
     laid_out, expected = publication_program(model, ordered, target, dtype)(leaf, number)
+    # the sampler has the trainer's devices: nothing is left to copy
     if set(target.device_set) == set(laid_out.sharding.device_set):
         return laid_out, expected
     return _copied(laid_out, target), expected
@@ -371,6 +379,7 @@ def _copied(array: jax.Array, target: NamedSharding) -> jax.Array:
         if outer != wanted:
             cuts = []
             for (low, _), (first, last) in zip(outer, wanted, strict=True):
+                # `last` is one past the end, like the stop of a slice
                 cuts.append(slice(first - low, last - low))
             data = data[tuple(cuts)]
         parts.append(jax.device_put(data, device))

@@ -123,9 +123,10 @@ def open_model(
     section: ModelSection, console: Printer | None, as_stored: bool = False
 ) -> ModelSource:
     """Finds the model that the settings name, checks it against its tokenizer, and returns it
-    without its weights. Prints notes about both to `console`; None: prints nothing. ShoalError if
-    there is no such model. With `as_stored` the model is as its files have it, without the adapter
-    and the type of weights of the settings."""
+    without its weights. Prints notes about both to `console`; None: prints nothing. A model on the
+    hub is downloaded. ShoalError if there is no such model. With `as_stored` the model is as its
+    files have it: without the adapter of `model.lora.*` and the type of weights of `model.quantise`
+    (an adapter in the files stays)."""
     source = _resolve(with_run(section)) if as_stored else resolve_model(section)
     return _checked(source, console)
 
@@ -154,6 +155,7 @@ def open_run_model(section: ModelSection, run: Path | None, console: Printer | N
         return open_model(section, console)
     # The run's own files, because what `model.path` names may have changed since, or be gone.
     own_section = section_of(section, str(run / MODEL_FOLDER))
+    # `section_of` leaves out the type of weights; that of the settings counts
     stored = resolve_model(replace(own_section, quantise=section.quantise))
     open_first = functools.cache(functools.partial(open_model, section, console))
 
@@ -185,7 +187,7 @@ def section_of(section: ModelSection, path: str) -> ModelSection:
 def with_run(section: ModelSection) -> ModelSection:
     """Returns the section with `scan_layers` and `quantise` of the run that `model.path` names; a
     value of the section that is not the default stays. Returns the section itself if it names no
-    run, or one whose settings cannot be read."""
+    run, or one whose settings cannot be read. A run in a bucket is fetched first."""
     local = find_input(section.path, "model.path")
     checkpoint = find_checkpoint(local) if local.is_dir() else None
     if checkpoint is None:
@@ -258,8 +260,9 @@ def _with_lora(lora: LoraSection, source: ModelSource) -> ModelSource:
 
 
 def adapted(lora: LoraSection, a: Architecture) -> Architecture:
-    """Returns the architecture with the adapter that the settings describe; the same architecture
-    if they describe none."""
+    """Returns the architecture with the adapter that the settings describe: the one whose config is
+    in `lora.path` (from the hub it is downloaded), else a new one of `lora.rank`; the same
+    architecture if both are unset. ShoalError if the adapter does not fit."""
     if lora.path:
         folder, _ = _find_files(lora.path, find_input(lora.path, "model.lora.path"))
         return replace(a, adapter=peft.read_adapter(folder, a))
@@ -305,8 +308,9 @@ def _find_files(path: str, local: Path) -> tuple[Path, tuple[Path, int] | None]:
 def _resolve(section: ModelSection, base: ModelSource | None = None) -> ModelSource:
     """Finds the model of `model.path` (or `model.name`) as its files have it, without the settings'
     adapter and type of weights. If the path is an adapter's, `base` is used as its base model;
-    None: the one that its files name. ShoalError if there is no such model, or if `model.name`
-    names one of other sizes."""
+    None: the one that its files name. With `model.tokenizer` the source's `folder` is that of the
+    tokenizer, and its `config` is made for both. ShoalError if there is no such model, or if
+    `model.name` names one of other sizes."""
     path = model_path(section)
     local = find_input(path, "model.path")
     # MaxText comes first, because another system's folder may hold a config.json too.
@@ -325,6 +329,7 @@ def _resolve(section: ModelSection, base: ModelSource | None = None) -> ModelSou
         a = huggingface.stored_architecture(folder)
         is_untied = not a.tie_embeddings and families.architecture_of(folder).tie_embeddings
         source = _folder_model(path, local, folder, a, is_untied)
+    # the name did not give the path, so it is compared with what was found there
     if path == section.path and section.name and "/" not in section.name:
         named = source.architecture.base
         if is_untied:
@@ -520,6 +525,7 @@ def _maxtext_model(section: ModelSection, tree: Path) -> ModelSource:
                 "model.tokenizer",
             ) from error
     checkpoint = maxtext.open_checkpoint(tree, name, tokenizer, section.scan_layers)
+    # without a name and a tokenizer `open_checkpoint` has raised ShoalError
     assert tokenizer is not None
     a = checkpoint.architecture
     config = None
@@ -568,8 +574,9 @@ def _with_settings(section: ModelSection, a: Architecture) -> Architecture:
 
 
 def planned_architecture(section: ModelSection) -> Architecture:
-    """Returns `known_architecture`, or else the architecture of the model's config.json, which may
-    be downloaded (no weights). ShoalError if there is none."""
+    """Returns the architecture of a model with the adapter and the type of weights of the settings:
+    `known_architecture` if it is known without a download, else that of the model's config.json,
+    which is downloaded if need be (no weights). ShoalError if there is none."""
     known = known_architecture(section)
     if known is not None:
         return known
@@ -601,8 +608,9 @@ def compute_dtype(name: str, platform: str) -> Any:
 
 
 def multiply_exactly(dtype: Any, stack: ExitStack) -> None:
-    """Makes JAX multiply float32 with all bits in the whole process until `stack` closes, if
-    `dtype` is float32 (else does nothing). By default accelerators keep fewer bits."""
+    """Makes JAX multiply float32 with all bits in the whole process until `stack` closes, which
+    sets the earlier precision again; if `dtype` is not float32, does nothing. By default
+    accelerators keep fewer bits."""
     if dtype != jnp.float32:
         return
     # The global setting covers all threads, some of which sample; `jax.default_matmul_precision`
@@ -625,8 +633,9 @@ def make_model(section: ModelSection, a: Architecture, role: Role) -> Model:
 
 def copy_model_files(model: ModelSource, target: Path) -> None:
     """Copies tokenizer, chat template with its date, adapter config and config.json (no weights) to
-    `target`, a run's model folder, so that its checkpoints need nothing else. config.json comes
-    last, because it marks the folder as complete."""
+    `target`, a run's model folder, so that its checkpoints need nothing else. Creates the folder;
+    files of the same names are replaced. config.json comes last, because it marks the folder as
+    complete."""
     target.mkdir(parents=True, exist_ok=True)
     # The template may be the user's own, and an exported model must be asked as it was trained.
     model.tokenizer.write_templates(target)
@@ -635,6 +644,7 @@ def copy_model_files(model: ModelSource, target: Path) -> None:
     if model.architecture.adapter:
         peft.write_config(target, model.architecture.adapter, model.base)
     names = [name for name in huggingface.TOKENIZER_FILES if name != "chat_template.jinja"]
+    # config.json is copied last, or written below if the source has a config of its own
     if not model.config:
         names.append("config.json")
     for name in names:
@@ -651,7 +661,7 @@ PREFIX = "model:"
 
 def reward_architectures(section: RewardSection) -> dict[str, Architecture]:
     """Returns path -> architecture of the reward models in `reward.functions` (`model:PATH`); those
-    whose files are not on this machine are left out."""
+    whose files are not on this machine are left out; nothing is downloaded."""
     architectures: dict[str, Architecture] = {}
     for spec in section.functions:
         if not spec.startswith(PREFIX):

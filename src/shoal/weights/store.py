@@ -110,8 +110,9 @@ class WeightStore(abc.ABC):
         return written
 
     def drop(self, versions: Iterable[int]) -> None:
-        """Removes these versions from the store; KeyError if it lacks one. A host that samples from
-        one of them still has its arrays."""
+        """Removes these versions from the store. KeyError if the store lacks one of them: the
+        others are then out of `versions`, but files of some may stay. A host that samples from one
+        of them still has its arrays."""
         previous = self.versions
         dropped = set(versions)
         self.versions = {
@@ -121,8 +122,9 @@ class WeightStore(abc.ABC):
             previous[number].remove()
 
     def published_shapes(self) -> Params:
-        """Returns shapes and types of a version's trained parameters; with shardings only if the
-        store keeps versions on devices."""
+        """Returns shapes and types of a version's trained parameters, with None in place of the
+        frozen ones. They have shardings only if the store keeps versions on devices; here they have
+        none."""
 
         def shape_of(spec: ParamSpec) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(spec.shape, published_dtype(self.model, spec))
@@ -142,13 +144,13 @@ class MemoryStore(WeightStore):
     other devices, types or layouts (a copy is compared by checksum).
 
     `in_parts`: there are several hosts, each with some of the sampler's devices, which hold whole
-    replicas. `delete_source`: nothing trains, so the arrays of `params` are deleted once they are
-    copied (see `publish_to`).
-    """
+    replicas. `delete_source`: nothing trains, so `write` deletes arrays of `params` once they are
+    copied, if the sampler has separate arrays for layers (see `publish_to`)."""
 
     def __init__(self, model: Model, in_parts: bool = False, delete_source: bool = False) -> None:
         """`in_parts`: several hosts each have some of the sampler's devices. `delete_source`:
-        `write` deletes the arrays that it has copied, because nothing trains on them."""
+        `write` passes this to `publish_to`, which then deletes arrays that it has copied, because
+        nothing trains on them."""
         super().__init__(model)
         self.in_parts = in_parts
         self.delete_source = delete_source
@@ -213,7 +215,9 @@ class MemoryVersion:
 
     def _arrays_of(self, model: Model) -> Params:
         """Returns all parameters of the version, as arrays on the devices of `model`: all of the
-        sampler's, or some of them. LookupError if the version was removed."""
+        sampler's, or some of them. Nothing is copied. If `held.shards` is None, `model` is not
+        used: the arrays are on all of the sampler's devices. LookupError if the version was
+        removed."""
         held = self.held  # read once: another thread may remove the version meanwhile
         if held is None:
             raise LookupError(f"version {self.version} is not published any more")
@@ -270,7 +274,7 @@ class StoredVersion(abc.ABC):
     def read_now(self, model: Model, frozen: MutableMapping[str, Any]) -> Callable[[], Params]:
         """Reads the weights to the devices of `model`, waits for them, and returns a function that
         verifies their checksums and returns all parameters. That function can be called once; it
-        raises ShoalError if a checksum differs.
+        raises ShoalError if a checksum differs. LookupError if the version was removed.
 
         `frozen`: the caller's frozen parameters by name. If it is empty, they are read too, and
         that function adds them to it; else they are taken from it.
@@ -304,13 +308,15 @@ class StoredVersion(abc.ABC):
         return reading
 
     def parameters(self, model: Model) -> Params:
-        """Returns the trained parameters as `LazyArray`s, which read their tensors when they are
-        used, with None in place of the frozen ones. LookupError if the version was removed."""
+        """Returns the trained parameters in the sampler's type as `LazyArray`s, which read their
+        tensors when they are used, with None in place of the frozen ones. LookupError if the
+        version was removed."""
         # Lazily: arrays on devices would make each of the trainer's devices hold a replica's
         # weights besides the trainer's.
         reader = self.open(model)
 
         def read_part(name: str, part: tuple[slice, ...]) -> np.ndarray:
+            # the whole tensor is read, and the part is cut from it
             return reader(name)[part]
 
         arrays: list[LazyArray | None] = []
@@ -371,12 +377,14 @@ class FileStore(WeightStore):
         values = to_host(self.model, leaves)
         checksums: dict[str, int] = {}
 
+        # `_`: the type that `write_file` asks for, which the values have already
         def runs(name: str, _: np.dtype) -> Iterator[tuple[int, np.ndarray]]:
             """Yields all of a tensor as one run, and stores its checksum in `checksums`. Tensors
             must be asked for in their order."""
             tensor_name, array, array_sum = next(values)
             assert tensor_name == name
             yield 0, array
+            # after the write, because `int` waits for the device to compute the sum
             checksums[name] = int(array_sum)
 
         tensors = [
@@ -388,7 +396,8 @@ class FileStore(WeightStore):
         return FileVersion(version, path, checksums)
 
     def close(self) -> None:
-        """Drops all versions, and deletes the store's folder."""
+        """Drops all versions, deletes the store's folder, and gives up the lock on its
+        `owner.json`."""
         super().close()
         shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._owner_file)

@@ -25,8 +25,9 @@ from shoal.records import ShoalError
 
 @dataclass(frozen=True)
 class LazyArray:
-    """An array whose values are read anew each time that they are used. A large one is written in
-    parts along `axes`."""
+    """An array whose values are read anew each time that they are used. `read(index)` returns the
+    values of a part; `index` has a slice with numbers as bounds for each axis. The array is written
+    in parts along `axes`; (): as a whole."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -143,7 +144,7 @@ class StoredTensor:
 
     def sample(self) -> bytes:
         """Returns the tensor's type and shape, and bytes from all over the tensor: enough to tell
-        it from another model's."""
+        it from another model's. OSError if the file cannot be read."""
         size = OWN_DTYPES[self.dtype].itemsize * math.prod(self.shape)
         return f"{self.dtype} {self.shape} ".encode() + sample_bytes(self.file, self.offset, size)
 
@@ -164,7 +165,7 @@ class BlockScaledTensor(StoredTensor):
         stored = np.empty(values.shape, OWN_DTYPES["F8_E4M3"])
         super().read(start, stored)
         first_block = start // block_rows
-        last_block = -(-(start + num_rows) // block_rows)
+        last_block = -(-(start + num_rows) // block_rows)  # one past the last block
         scales_shape = (last_block - first_block, self.scales.shape[1])
         scales = np.empty(scales_shape, DTYPES[self.scales.dtype])
         self.scales.read(first_block, scales)
@@ -185,7 +186,7 @@ def with_scales(
 ) -> dict[str, StoredTensor]:
     """Returns the tensors by name, each 8-bit matrix NAME that has scales NAME_scale_inv as a
     `BlockScaledTensor`, and without these scales. `block` is (rows, columns) of a block with one
-    scale. Scales of another shape or type are left as tensors."""
+    scale. If scales have another shape or type, they and their matrix stay as they are."""
     scaled = dict(stored)
     for name, tensor in stored.items():
         scales = stored.get(f"{name}_scale_inv")
@@ -285,6 +286,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             f"{file} is no file but a pipe, a device or a folder. Put the weights there."
         )
     try:
+        # opened only for the checks that the library makes
         with safe_open(file, "np"):
             pass
     except SafetensorError as error:
@@ -320,7 +322,8 @@ class OutputTensor:
 def write_file(file: Path, tensors: Sequence[OutputTensor], dtype: np.dtype) -> None:
     """Writes tensors to a safetensors file, in their order; an existing file is overwritten. The
     values of each run of rows are asked for only when they are written, and several threads write
-    them. `dtype` is for tensors without a type of their own; all types are among OWN_DTYPES."""
+    them. OSError if the file cannot be written; a part of it may then stay. `dtype` is for tensors
+    without a type of their own; all types are among OWN_DTYPES."""
     dtype_names = {value: name for name, value in OWN_DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts = []

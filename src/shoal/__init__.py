@@ -149,7 +149,8 @@ def diff(run: Any, other: Any) -> dict[str, Any]:
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the names in _LAZY when they are first used."""
+    """Imports the names in _LAZY when they are first used, and returns their values; AttributeError
+    for any other name."""
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'shoal' has no attribute {name!r}")
@@ -175,9 +176,10 @@ def _named(task: Any, held_out: Any, correct: Any, overrides: Mapping[str, Any])
 def _task_of_data(
     task: Any, held_out: Any, correct: Any, config: Any, functions: Sequence[Callable]
 ) -> Task | None:
-    """Returns the Task for data given from Python (`task`, `held_out`, `correct`: as in `train`);
-    None if `task` is a name or settings. `functions`: the reward functions given from Python.
-    Raises ShoalError if the data cannot be used."""
+    """Returns the Task for data given from Python; None if `task` is a name, settings or None.
+    `task`: the rows; `held_out`: rows to evaluate on, "train" or None; `correct`: (text, example)
+    -> bool, or None. `functions`: the reward functions given from Python. Raises ShoalError if the
+    data cannot be used."""
     from shoal.job.task import task_of_data
     from shoal.tasks.custom import is_data
 

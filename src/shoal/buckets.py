@@ -516,8 +516,8 @@ def fetch_into(
     Without `weights` the arrays of models are left out, without `groups` the completions of runs;
     the arrays of a run's checkpoint always are. With `may_be_empty` it is no error if there is
     nothing at the address. `key`: a setting's name for messages, or "". ShoalError if the bucket
-    holds nothing there, cannot be read, or has an output that is not complete, or if a file changed
-    meanwhile."""
+    holds nothing there, cannot be read, has an output that is not complete, or if a file changed
+    meanwhile (not checked if a run may write there)."""
     url = address(to)
     fs, path = connect(url, key)
     in_bucket = with_retries(partial(objects, fs, path), url, key)

@@ -340,6 +340,7 @@ def sample_bytes(file: Path, start: int = 0, size: int | None = None) -> bytes:
         total = size
         if total is None:
             total = os.fstat(stream.fileno()).st_size - start
+        # a part that is no longer than all pieces together
         if total <= SAMPLES * SAMPLE_BYTES:
             return os.pread(stream.fileno(), total, start)
         last_piece = total - SAMPLE_BYTES  # where the last piece begins

@@ -30,8 +30,8 @@ def nearest(key: str, names: Iterable[str]) -> str:
     first if several are equally like it; "" if there are no names."""
     best, most = "", -1.0
     for name in names:
-        # A quick bound first: of 350 names only a few have enough letters in common.
-        # an upper bound of the score
+        # A quick upper bound of the score first: of 350 names only a few have enough letters in
+        # common.
         if nearness(key, name, _at_most) <= most:
             continue
         score = nearness(key, name)
@@ -41,10 +41,11 @@ def nearest(key: str, names: Iterable[str]) -> str:
 
 
 def nearness(key: str, name: str, like: Callable[[str, str], float] = likeness) -> float:
-    """Returns how similar a name is to `key`, from 0 to 1: the larger of the similarity of the
-    whole names, and that of their last dotted parts (`lr` in `optimizer.lr`), of which nine tenths
-    count and one tenth of the former. A name whose last part begins with that of `key` (more than 3
-    letters) counts there as BEGINNING. `like` is the function that compares two texts."""
+    """Returns how similar a name is to `key`, from 0 to 1: the similarity of the whole names; or,
+    if it is larger, nine tenths of the similarity of their last dotted parts (`lr` in
+    `optimizer.lr`) plus one tenth of that of the whole names. A name whose last part begins with
+    that of `key` (more than 3 letters) counts there as BEGINNING. `like` is the function that
+    compares two texts."""
     key_part = key.rpartition(".")[2]
     name_part = name.rpartition(".")[2]
     is_beginning = len(key_part) > 3 and name_part.startswith(key_part) and name_part != key_part

@@ -483,7 +483,7 @@ def _same_batch(budget: Budget) -> dict[str, Any]:
 
 
 def _idle_devices(budget: Budget) -> list[Change]:
-    """Returns a change that gives all devices a role; empty if all have one."""
+    """Returns a list with one change, which gives all devices a role; [] if all have one."""
     mesh = budget.config.mesh
     used = budget.num_used_devices
     if used >= budget.num_devices:

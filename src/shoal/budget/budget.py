@@ -364,6 +364,7 @@ class Budget:
             # at least 1, because the result is a divisor
             return max(1, self.activations)
         if PROGRAM_PHASES[program] == "sampling":
+            # the only items that the sampler holds just while it samples are its caches
             return max(1, sum(item.bytes for item in self.items_of("sampler", "sampling")))
         return 1
 

@@ -213,8 +213,9 @@ def held_versions(config: Config) -> Iterator[tuple[int, int]]:
 def copied_shapes(
     parameters: Any, specs: Any, role: Role, dtype: Any, sampled: Architecture | None = None
 ) -> list[tuple[Any, Any]]:
-    """Returns (trainer's shapes, role's shapes) of each array that a role cannot share with the
-    trainer, because its type, sharding or layout differs.
+    """Returns (trainer's shape, role's shape) of each array that a role cannot share with the
+    trainer, because its type, sharding or layout differs; the role's is a `Quantised` of two shapes
+    for a kernel in 8 bits. Arrays that can be shared are left out.
 
     `parameters`, `specs`: trees of the trainer's shapes and of their `ParamSpec`. `dtype`: the
     role's type of weights, for parameters without a type of their own. `sampled`: the architecture

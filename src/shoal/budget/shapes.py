@@ -66,7 +66,8 @@ def _divisors(number: int) -> list[int]:
 
 def _row_on_a_device(tokens: int, context: int) -> int:
     """Returns the tokens that each of the `context` devices which share a row has of it, if
-    `tokens` tokens must fit into the row; rounded up to the unit of rows."""
+    `tokens` tokens must fit into the row; rounded up to a multiple of `row_unit`, because attention
+    works in whole blocks."""
     from shoal.trainer.batch import row_unit
 
     on_a_device = -(-tokens // context)

@@ -214,9 +214,9 @@ class Checkpoints:
 
 
 def layout_digest(tree: Any) -> str:
-    """Returns a digest of the names, shapes and types of a tree of arrays, or of their shapes.
-    Another digest than a checkpoint's means that it was saved with another model or optimizer, not
-    that it is damaged."""
+    """Returns a digest (16 hexadecimal digits) of the names, shapes and types in a tree of arrays,
+    or in a tree of shapes; values do not count. Another digest than a checkpoint's means that it
+    was saved with another model or optimizer, not that it is damaged."""
     lines = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         lines.append(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}")
@@ -385,7 +385,8 @@ def _read_everywhere(path: Path, part: str, read: Callable[[], Any], world: Worl
 def _is_machine_fault(error: Exception) -> bool:
     """True for an error of memory, permissions or a network disk, which says nothing about the
     checkpoint's files: MemoryError, a bucket that did not answer, any OSError but
-    FileNotFoundError, or an error whose text has one of _MACHINE_FAULTS."""
+    FileNotFoundError, or an error of XLA or TensorStore whose text says that memory ran out, a
+    permission is missing or a service is unavailable."""
     if isinstance(error, MemoryError | Unreachable):
         return True
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):

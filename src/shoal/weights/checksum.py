@@ -45,6 +45,7 @@ def checksum(parameters: Any) -> int:
                 continue
             if _is_offloaded(leaf):
                 sharding: Any = leaf.sharding
+                # one at a time: all of them might not fit on the devices
                 leaf = jax.device_put(leaf, sharding.with_memory_kind("device"))
             total += int(_array_sum(leaf, np.uint32(number)))
         return total % 2**32

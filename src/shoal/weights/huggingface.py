@@ -91,7 +91,7 @@ def read_tensors(
     """Reads the parameters in a tree of `ParamSpec`, and returns them in the same tree, as arrays
     of `dtype` on the role's devices. `stored`: the parameters by `ParamSpec.name`. `keep` is called
     with each spec and array as soon as the array is read, and returns what takes its place (for
-    example the quantised weight)."""
+    example the quantised weight). KeyError if `stored` lacks a parameter."""
 
     def read(spec: ParamSpec) -> Any:
         array = load_sharded(stored[spec.name], ParamLayout.of(spec, role), dtype)
@@ -162,6 +162,7 @@ def open_tensors(
     stored = _read_headers(folder)
     # A tied head is the embedding: stored a second time, which is dropped, or under this name only.
     if a.tie_embeddings and "lm_head.weight" in stored:
+        # `pop` always removes the head; `setdefault` keeps an embedding that is there
         stored.setdefault("model.embed_tokens.weight", stored.pop("lm_head.weight"))
     return check_tensors(stored, specs or param_specs(a), f"{folder} do not fit its config.json")
 

@@ -80,6 +80,7 @@ def read_adapter(folder: Path, a: Architecture) -> Adapter:
     model."""
     config = read_json(folder / CONFIG)
     unsupported = [name for name in REFUSED if config.get(name)]
+    # other values change the base's weights when the adapter begins
     if config.get("init_lora_weights") not in BEGINNINGS:
         unsupported.append(f"init_lora_weights {config.get('init_lora_weights')}")
     if config.get("peft_type") != "LORA":

@@ -92,6 +92,7 @@ class RayVersion(StoredVersion):
             if name not in fetched:
                 batch = _first_bytes(model, specs, names[names.index(name) :], FETCH_BYTES)
                 values = ray.get([refs[name] for name in batch])
+                # in place of what was fetched before, so that the bytes in memory stay bounded
                 fetched = dict(zip(batch, values, strict=True))
             spec = specs[name]
             return fetched[name].view(published_dtype(model, spec)).reshape(spec.shape)

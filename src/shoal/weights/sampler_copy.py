@@ -75,6 +75,7 @@ def quantised(model: Model, params: Params) -> Params:
         if not isinstance(spec, Quantised) or isinstance(weight, Quantised):
             converted.append(weight)
         elif weight is None:
+            # in the result each kernel has two leaves
             converted.append(Quantised(None, None))
         else:
             converted.append(_quantise(weight, spec.values.dtype))

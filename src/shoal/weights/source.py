@@ -545,7 +545,8 @@ def _maxtext_model(section: ModelSection, tree: Path) -> ModelSource:
 
 def model_path(section: ModelSection) -> str:
     """Returns `model.path`; if that is the default or empty and `model.name` is set, the hub id of
-    `model.name`: a published model's, or itself if it has a slash."""
+    `model.name`: a published model's, or itself if it has a slash. ShoalError if no published model
+    has that name."""
     if not section.name or section.path not in ("", ModelSection.path):
         return section.path
     return section.name if "/" in section.name else model_named(section.name).hub_id

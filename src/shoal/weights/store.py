@@ -341,8 +341,9 @@ class FileStore(WeightStore):
     """
 
     def __init__(self, parent: Path, model: Model) -> None:
-        """Creates the folder. ShoalError if `parent` cannot be written; `parent` itself is created
-        if only it is missing."""
+        """Creates the folder, locks its `owner.json`, and removes such folders in `parent` of
+        processes of this machine that were killed. ShoalError if `parent` cannot be written;
+        `parent` itself is created if only it is missing."""
         super().__init__(model)
         self.parent = parent
         self.num_written = 0

@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE_EXIT_CODE
     except KeyboardInterrupt as interrupt:
-        print(f"{interrupt}" or "interrupted", file=sys.stderr)
+        print(f"{interrupt}" or "interrupted", file=sys.stderr)  # '' without a message
         return INTERRUPTED_EXIT_CODE
 
 
@@ -137,7 +137,10 @@ def _run(words: list[str]) -> int:
 
 def _known(word: str) -> str:
     """Returns `word`, the first argument, if it is a command. Otherwise raises ShoalError with the
-    command line that was probably meant, and all commands."""
+    command line that was probably meant, and all commands.
+
+    The command line in the error is a hint: `shoal train` with an argument, or the nearest command;
+    there is none if nothing is near."""
     if word in COMMANDS:
         return word
     if "=" in word or word.startswith("-"):
@@ -273,9 +276,9 @@ def _compose(command: str, words: list[str]) -> tuple[Any, Resolved]:
 
 def _call(command: str, config: Any, resolved: Resolved) -> Any:
     """Prints the notes about the configuration, then calls the command's function and returns its
-    result. The function has the name of its module in `commands`, except for `eval` and `sft`;
-    `eval` with `responses` calls `score_responses`. From here on Ctrl-C raises
-    KeyboardInterrupt."""
+    result. The function has the name of its module in `commands`, which is the command's with `_`
+    for `-`; but `eval` calls `evaluate`, `sft` calls `train`, and `eval` with `responses` calls
+    `score_responses`. From here on Ctrl-C raises KeyboardInterrupt."""
     if command in ("train", "sft"):
         from shoal.job.process import open_console
 
@@ -301,9 +304,10 @@ def _call(command: str, config: Any, resolved: Resolved) -> Any:
 @contextlib.contextmanager
 def _stdout_is_stderr() -> Iterator[None]:
     """Sends stdout, of this process and of the processes that it starts, to stderr during the
-    `with` block, because stdout is reserved for the result."""
+    `with` block, because stdout is reserved for the result. After the block stdout is what it
+    was."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    kept = os.dup(1)  # 1 is stdout, 2 stderr, also for processes that this one starts
     os.dup2(2, 1)
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -315,8 +319,8 @@ def _stdout_is_stderr() -> Iterator[None]:
 
 def use_huge_pages(pages: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled")) -> None:
     """Restarts this process with glibc's allocator on huge pages, if Linux grants them on request.
-    Does nothing if it is not Linux or GLIBC_TUNABLES is set, as after the restart. `pages`: the
-    file in which Linux says how it grants them.
+    Does not return if it restarts the process. Does nothing if it is not Linux or GLIBC_TUNABLES is
+    set, as after the restart. `pages`: the file in which Linux says how it grants them.
 
     On CPU every compiled step allocates and frees its buffers; with small pages the kernel takes a
     third of an update to map them (docs/decisions/0003). The allocator reads the setting only when

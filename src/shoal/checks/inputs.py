@@ -45,8 +45,9 @@ ACCELERATORS = {"/dev/nvidia0": "cuda", "/dev/accel0": "tpu", "/dev/vfio/0": "tp
 
 
 def check_devices(config: Config, roles: Roles, findings: Findings) -> None:
-    """Adds findings about the devices: a text that says what each role uses, and warnings if
-    devices are idle, or if JAX runs on the CPU of a machine that has an accelerator."""
+    """Adds findings about the devices: an `ok` with a text that says what each role uses
+    (`devices_text`), and warnings if devices are idle, if mesh.pathways has no proxy, or if JAX
+    runs on the CPU of a machine that has an accelerator and JAX_PLATFORMS is not set."""
     check = findings.of("devices")
     check.ok(devices_text(config, roles))
     check_idle(config.mesh, roles, jax.device_count(), findings)
@@ -183,6 +184,8 @@ def check_prompts(
         refuses; the reasons of these are added to `refused`."""
         examples = []
         for row in rows:
+            # No prompt is too long here: lengths are compared below. With "drop" a refusal is a
+            # reason in `refused` and no error.
             example = prepare(task.train[row], encode, sys.maxsize, "drop", refused.append)
             if example is not None:
                 examples.append(example)
@@ -239,9 +242,12 @@ def check_prompts(
 def check_template(
     tokenizer: Tokenizer, encode: Encode, examples: Sequence[Example], findings: Findings
 ) -> None:
-    """Adds findings about faults of the chat template that the prompts of these examples show.
-    ShoalError if the template refuses one. If there are none, an `ok` finding says how many tokens
-    the first prompt has. `examples`: one or more; most faults are looked for in the first alone."""
+    """Adds findings about faults of the chat template that the prompts of these examples show: the
+    question is missing; different questions become one prompt; plain text bypasses the template, or
+    the question has special tokens itself; the prompt ends with an end-of-sequence token, or begins
+    with the beginning-of-sequence token twice. ShoalError if the template refuses one. If there are
+    none, an `ok` finding says how many tokens the first prompt has. `examples`: one or more; most
+    faults are looked for in the first alone."""
     check = findings.of("template", "model.template")
     before = len(findings.found)
     ids = [encode(example).tolist() for example in examples]
@@ -263,6 +269,7 @@ def check_template(
     inside = tokenizer.encode_prompt(question).tolist()
     if inside[:1] == [tokenizer.bos_id]:
         inside = inside[1:]
+    # If leaving out special tokens changes the text, the question has some.
     has_special = tokenizer.decode(inside) != tokenizer.decode(inside, skip_special_tokens=False)
     # A text that contains special tokens has been rendered already, so it is not warned of.
     if isinstance(prompt, str) and tokenizer.has_template and not has_special:
@@ -328,6 +335,7 @@ def check_template_writes(
                 if not is_ended:
                     unended += 1
     for name, num_left_out in left_out.items():
+        # `what role tool says` is a phrase; other names are those of fields.
         noun = name if name.startswith("what ") else f"`{name}`"
         check.warning(
             f"{num_left_out} of {count(checked, 'row')} checked hold {noun}, which the chat "
@@ -383,6 +391,7 @@ def _check_answers(config: Config, task: Task, tokenizer: Tokenizer, check: Find
     for stop in config.sampling.stop:
         num_cut = 0
         for text in known:
+            # Something of the answer follows the stop string.
             if stop in text and text.index(stop) + len(stop) < len(text.rstrip()):
                 num_cut += 1
         if 2 * num_cut > len(known):
@@ -407,7 +416,7 @@ def open_prompts(config: Config, prompts_per_step: int, task: Task, encode: Enco
         long_prompts=long_prompts,
         rates=PassRates(config.train.retire_above),
     )
-    prompts.peek(prompts_per_step)
+    prompts.peek(prompts_per_step)  # only for its errors
     if long_prompts == "error":
         prompts.check(prompts_per_step * config.steps)
     return prompts
@@ -421,7 +430,8 @@ EXPECTED_COLUMNS = (
 
 def dialogue_messages(example: Example) -> Any:
     """Returns the messages of the column `messages`, from which a row is learned. [] if the row has
-    none, or has a column `completion`, which is learned instead."""
+    none, or has a column `completion`, which is learned instead. ShoalError if they are no list of
+    messages with role and content."""
     messages = example.columns.get("messages")
     if not messages or "completion" in example.columns:
         return []
@@ -432,7 +442,7 @@ def streams(tokenizer: Tokenizer, example: Example) -> list[Stream]:
     """Returns the streams of tokens, with their loss masks, that a row is learned from: its
     `messages`, its `completion` (text or messages), or its worked solution, written as a
     completion. The schemas of its `tools` are written too. ShoalError, with the row's position in
-    the data, if it has none of these."""
+    the data, if it has none of these or one that cannot be read."""
     try:
         prompt = example.prompt
         answer = answer_to_learn(example)
@@ -442,6 +452,7 @@ def streams(tokenizer: Tokenizer, example: Example) -> list[Stream]:
         return streams_of(tokenizer, messages, tools, first)
     except (ShoalError, ValueError) as error:
         row = example.place or f"data row {example.row}"
+        # A ValueError, that of JSON text, has no key.
         raise ShoalError(f"{row}: {error}", getattr(error, "key", "")) from error
 
 
@@ -449,7 +460,8 @@ def dialogue_of(example: Example) -> tuple[Messages, Any, int]:
     """Returns (the messages of a row to learn from, the schemas of its tools, the index of the
     first message that may be learned). The schemas are None if the row has none; a column `tools`
     of JSON text is parsed. The index is 0 for a column `messages`, else that of the answer behind
-    the prompt. ShoalError if the row has no messages."""
+    the prompt. ShoalError if the row has no messages; ValueError if `tools` is a text that is no
+    JSON."""
     tools = example.columns.get("tools")
     if isinstance(tools, str) and tools:
         tools = loads(tools)

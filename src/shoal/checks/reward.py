@@ -179,8 +179,9 @@ def gold_of(example: Example) -> str | None:
 
 def write_answer(example: Example, gold: str, answer: str, form: str = next(iter(FORMS))) -> str:
     """Returns a made-up completion: the example's worked solution (`Step by step.` if it has none),
-    then `answer`, in one of FORMS. In the solution `gold`, the right answer, is replaced by
-    `answer`, so that a wrong answer does not mention the right one."""
+    then `answer`, in one of FORMS (`form`: a key of it, by default the first). In the solution
+    `gold`, the right answer, is replaced by `answer`, so that a wrong answer does not mention the
+    right one."""
     text = str(example.columns.get("solution") or example.columns.get("answer") or "")
     reasoning = re.search(r"<reasoning>(.*?)</reasoning>", text, re.DOTALL)
     if reasoning:
@@ -200,9 +201,10 @@ def write_answer(example: Example, gold: str, answer: str, form: str = next(iter
 
 
 def wrong_answers(gold: str) -> list[str]:
-    """Returns up to five answers that neither equal nor contain `gold`, the right answer: for a
-    number the next larger numbers. If all of the next 99 numbers contain it, the first five of
-    these are returned all the same. For any other text five phrases that are the same for all."""
+    """Returns up to five answers, as texts, that neither equal nor contain `gold`, the right
+    answer: for a number the next larger numbers. If all of the next 99 numbers contain it, the
+    first five of these are returned all the same. For any other text five phrases that are the same
+    for all."""
     number = parse_number(gold)
     if number is None:
         return ["none of these", "unknown", "something else", "no such thing", "who knows"]
@@ -233,7 +235,8 @@ def known_answers(example: Example) -> dict[tuple[str, str], str]:
 
 def answer_name(form: str, kind: str) -> str:
     """Returns what a known answer is called in messages, like `right answer written as ####`.
-    `form`: '' if the answer has no form; `kind`: one of KINDS, or `some text`."""
+    `form`: '' if the answer has no form; `kind`: one of KINDS, or `some text`, which stays as it
+    is."""
     what = {"many at once": "many answers at once", "some text": kind}.get(kind, f"{kind} answer")
     if form and kind != "empty":
         return f"{what} written as {form}"
@@ -350,10 +353,11 @@ def lost_in_decoding(
         return ""
     names = [answer_name(form, "right") for form in FORMS] * 2
     scores = score(pool, examples, texts, ids, "skip", trial=names)
+    # The mean over the examples, [2 x forms]; a text without a score is worth least.
     totals = np.nan_to_num(scores.rewards.mean(axis=0), nan=-np.inf)
     as_text, as_completion = totals.reshape(2, len(FORMS))  # a score for each form
     best = int(as_text.argmax())
-    if not as_text[best] > as_completion.max() + 1e-9:
+    if not as_text[best] > as_completion.max() + 1e-9:  # 1e-9: rounding is no loss
         return ""
     form = list(FORMS)[best]
     loss = (
@@ -388,10 +392,12 @@ def score(
     trial: Sequence[str] = (),
 ) -> Scores:
     """Submits texts[P][G], G answers to each of P examples, to the pool and waits for their scores.
-    The pool must have no other request. `trial`: names of the G answers for messages.
-    `completion_ids`: the ids of each text; `on_error`: None for `reward.on_error`."""
-    pool.submit("tried", examples, texts, completion_ids, 0, on_error, trial)
-    ((_, scores),) = pool.collect(wait=True)
+    The pool must have no other request. Returns Scores, whose arrays are [P, G]. ShoalError if a
+    function breaks the convention, or if one fails and the policy is `error`. `trial`: names of the
+    G answers for messages. `completion_ids`: the ids of each text; `on_error`: None for
+    `reward.on_error`."""
+    pool.submit("tried", examples, texts, completion_ids, 0, on_error, trial)  # 0: no step is done
+    ((_, scores),) = pool.collect(wait=True)  # the one ticket, `tried`
     return scores
 
 
@@ -436,7 +442,8 @@ def reward_findings(probe: Probe, has_calls: bool = False) -> list[Finding]:
 
 
 def _faults_of_totals(probe: Probe) -> list[tuple[Level, str]]:
-    """Returns (level, text) of what is wrong with the weighted scores of the known answers."""
+    """Returns (level, text) of each fault of the weighted scores of the known answers; [] without
+    faults. A level of `diagnose` other than `wrong` becomes `warning`."""
     faults: list[tuple[Level, str]] = []
     for diagnosis in diagnose(_figures_of_totals(probe)):
         level: Level = "wrong" if diagnosis.row.level == "wrong" else "warning"
@@ -495,9 +502,10 @@ def check_first_prompt(
     """Tries the reward on known answers to the first prompt, before each run. Returns an `ok`
     finding with their scores, and warnings; nothing if the algorithm uses no rewards.
 
-    A reward that fails for some answers is a warning. ShoalError if it cannot work: it breaks the
-    convention, or fails for all right answers while `reward.on_error` is `error`. Nothing else may
-    be under way in the pool.
+    A reward that fails for some answers is a warning. If a function exceeds its time limit, this
+    warning is the only finding. ShoalError if it cannot work: it breaks the convention, or fails
+    for all right answers while `reward.on_error` is `error`. Nothing else may be under way in the
+    pool.
     """
     if not config.algorithm.uses_rewards:
         return []

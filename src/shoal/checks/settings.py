@@ -115,7 +115,9 @@ def check_before_weights(config: Any, functions_given: bool = False, resumed: bo
 
 
 def check_trainable(config: Config) -> None:
-    """Raises ShoalError if a run with these settings could not train or would learn nothing."""
+    """Raises ShoalError for the first reason why a run with these settings could not train or would
+    learn nothing: Ray is missing; temperature 0; nothing to learn from; a KL penalty in rewards
+    that are ignored or that cancel it; dynamic sampling by rewards that are ignored."""
     a = config.algorithm
     advantage = f"algorithm.advantage={a.advantage}"
     kl_in_reward = a.kl_placement == "reward" and a.kl_coef
@@ -213,7 +215,7 @@ def check_model(section: ModelSection, key: str = "model.path") -> None:
 
 def check_task(section: TaskSection) -> None:
     """Raises ShoalError if the task is unknown, or is `custom` without data. The name may be one of
-    TASKS, or that of rows from Python."""
+    TASKS, or that of rows from Python. Nothing is read of a task that is known."""
     if section.name not in TASKS and section.name != ROWS:
         load_by_name(section, RewardSection())  # raises, with the nearest name
     if section.name == "custom" and not (section.path or section.files):
@@ -353,8 +355,9 @@ def unread_algorithm_keys(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def adapter_warnings(lora: LoraSection) -> Iterator[tuple[str, str]]:
-    """Yields (key, warning) for settings of an adapter that have no effect, because there is no
-    adapter or because the adapter's folder has its own."""
+    """Yields at most one (key, warning), for all settings of an adapter that have no effect,
+    because there is no adapter or because the adapter's folder has its own. The key is that of the
+    first such setting."""
     if lora.rank and not lora.path:
         return
     values = {name: value for name, value in vars(lora).items() if name not in ("rank", "path")}
@@ -376,7 +379,8 @@ def adapter_warnings(lora: LoraSection) -> Iterator[tuple[str, str]]:
 
 def check_settings(config: Config, findings: Findings) -> None:
     """Adds findings about settings that are probably mistakes. ShoalError if the run would refuse
-    the settings. If there is nothing to say, an `ok` finding gives the size of a step."""
+    the settings (`check_trainable`); the findings are added before that. If there is nothing to
+    say, an `ok` finding gives the size of a step."""
     check = findings.of("configuration")
     before = len(findings.found)
     s = config.sampling
@@ -463,9 +467,9 @@ def stop_on_warnings(config: Config, findings: Findings) -> None:
 
 
 def check_run_folder(config: Config) -> str:
-    """Returns a note if a run of this name exists already, else ''; '' too with `resume=`.
-    ShoalError if the run's folder cannot be made, or if it exists and is no run. Makes no
-    folder."""
+    """Returns a note if a run of this name exists already, which a run would resume; else '', also
+    without run_name or with `resume=`. ShoalError if the run's folder cannot be made, or if it
+    exists with files and is no run. Makes no folder."""
     if config.resume:
         return ""
     check_base(config.base_output_directory)

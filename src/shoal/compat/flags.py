@@ -54,23 +54,23 @@ def renames(**names: str) -> list[Flag]:
 
 
 def reads(name: str, keys: str, read: Reader, meaning: str, **more: Any) -> Flag:
-    """Returns a row for a flag whose value is read alone, by `read`. `keys`: the keys that it sets,
-    separated by spaces; `meaning`: in words, what the flag becomes; `more`: further fields of
-    Flag."""
+    """Returns a row for a flag whose value is read alone, by `read`, which is called with the
+    flag's name and text. `keys`: the keys that it sets, separated by spaces; `meaning`: in words,
+    what the flag becomes; `more`: further fields of Flag."""
     return Flag(name, tuple(keys.split()), meaning=meaning, read=read, **more)
 
 
 def grouped(group: Group, keys: str, meaning: str, *names: str, **more: Any) -> list[Flag]:
-    """Returns rows, one for each of the flags `names`, that `group` reads together. `keys`: the
-    keys that they set, separated by spaces; `meaning`: in words, what they become; `more`: further
-    fields of Flag."""
+    """Returns rows, one for each of the flags `names`, that `group` reads together: it is called
+    with name -> text of those that were given. `keys`: the keys that they set, separated by spaces;
+    `meaning`: in words, what they become; `more`: further fields of Flag."""
     return [Flag(name, tuple(keys.split()), meaning=meaning, group=group, **more) for name in names]
 
 
 def derived(rule: Rule, keys: str, meaning: str, *names: str, **more: Any) -> list[Flag]:
     """Returns rows, one for each of the flags `names`, whose values depend on other keys, by a rule
-    of `rules.py`. `keys`: the keys that they set, separated by spaces; `meaning`: in words, what
-    they become; `more`: further fields of Flag."""
+    of `rules.py`. `keys`: the keys that they set, separated by spaces, '' for flags that the rule
+    only reads; `meaning`: in words, what they become; `more`: further fields of Flag."""
     return [Flag(name, tuple(keys.split()), meaning=meaning, rule=rule, **more) for name in names]
 
 
@@ -99,7 +99,8 @@ def refused(meaning: str, *names: str, accepts: tuple[str, ...] = ()) -> list[Fl
 def only(meaning: str, *texts: str, names: str) -> list[Flag]:
     """Returns rows for flags (`names`, separated by spaces) that are errors unless they are left
     empty (NOTHING) or have one of `texts`, which ask for what happens here anyway. `meaning`: what
-    the error says after the texts. `--name` without a value means true."""
+    the error says after the texts. `--name` without a value means true. So `false` is an error too,
+    unless it is one of `texts`."""
     return [
         Flag(
             name,
@@ -150,8 +151,8 @@ def least_zero(key: str) -> Reader:
 
 
 def if_true(values: KeyValues, other: KeyValues) -> Reader:
-    """Returns a reader of a switch: `values` if it is true, `other` if it is off; it raises
-    ShoalError for a text that is neither."""
+    """Returns a reader of a switch: `values` if it is true, `other` if it is off (one of OFF, also
+    empty); it raises ShoalError for a text that is neither."""
 
     def read(name: str, text: str) -> KeyValues:
         if to_bool(name, text):
@@ -183,7 +184,7 @@ def one_of(options: Mapping[str, KeyValues]) -> Reader:
 
 def value_of_option(name: str, text: str, options: Mapping[str, Chosen]) -> Chosen:
     """Returns what a text stands for in `options`; ShoalError, with all options, if it is not one
-    of them. `name`: the flag's, for the error."""
+    of them. Upper and lower case differ. `name`: the flag's, for the error."""
     if text not in options:
         raise ShoalError(f"{name}={text}: expected one of {', '.join(options)}")
     return options[text]
@@ -237,10 +238,11 @@ KNOWN_TASKS = {
 
 
 def read_data_set(name: str, text: str) -> KeyValues:
-    """Reads a flag that names a data set: returns the task of Shoal that it is (KNOWN_TASKS), else
-    task=custom with the name as its path. Data in the flag `hf_path`, that of MaxText's demo, has
-    rows like GSM8K's, so it gets the task gsm8k unless another flag names one. Also resets the
-    split, files and subset that a preset sets for other data."""
+    """Reads a flag that names a data set: returns the task of Shoal that it is (KNOWN_TASKS, in any
+    case), and '' as its path; else task=custom with the name as its path. Data in the flag
+    `hf_path`, that of MaxText's demo, has rows like GSM8K's, so it gets the task gsm8k unless
+    another flag names one. Also resets the split, files and subset that a preset sets for other
+    data, unless the same layer sets them."""
     task: str | Yielding | None = KNOWN_TASKS.get(text.lower())
     path = ""
     if not task:

@@ -79,8 +79,8 @@ def find_flag(
     """Returns the flag of another system that a name stands for, None if there is none that the
     command accepts. For a name that Shoal has too, `value` decides whose name it is; without a
     value (None) it is Shoal's. `among`: the names in the layer, on a command line also
-    `recipe=verl` and the like; they choose between systems. With enough names of one system its
-    patterns count, too, but only for a name with a dot."""
+    `recipe=verl` and the like; they choose between systems. With enough names of one system (ENOUGH
+    of them, or its recipe) its patterns count, too, but only for a name with a dot."""
     likely, is_sure = likely_system(among)
     # Patterns are not tried for a name without a dot: it may be a misspelled key.
     return find_row(config_type, name, value, likely, patterns=is_sure and "." in name)
@@ -113,8 +113,9 @@ def find_row(
 def _rows_above(order: Sequence[str], name: str) -> list[Flag]:
     """Returns rows for a dotted name whose parent is in the tables as a flag without effect or as a
     refused one: `accelerator_config.split_batches` is without effect because `accelerator_config`
-    is. Below a refused mapping only empty values are accepted. `order`: the systems, the preferred
-    one first. Rows of the nearest parent come first; [] if there are none."""
+    is. Each row is the parent's, so its `name` is the parent's too. Below a refused mapping only
+    empty values are accepted. `order`: the systems, the preferred one first. Rows of the nearest
+    parent come first; [] if there are none."""
     rows = []
     head = name.rpartition(".")[0]
     while head:
@@ -138,9 +139,10 @@ def flags_of(config_type: type) -> Mapping[str, Sequence[Flag]]:
 
 
 def likely_system(names: Iterable[str]) -> tuple[str, bool]:
-    """Returns (system, is_sure): the system that has most of these names, '' if none has one, and
-    whether the names suffice for its patterns to count, which is ENOUGH names. If they do not, an
-    argument like `recipe=verl` among them decides, of several the last of SYSTEMS, and is sure."""
+    """Returns (system, is_sure): the system that has most of these names (of several the first of
+    SYSTEMS), '' if none has one, and whether the names suffice for its patterns to count, which is
+    ENOUGH names. If they do not, an argument like `recipe=verl` among them decides, of several the
+    last of SYSTEMS, and is sure."""
     names = list(names)
     votes: Counter[str] = Counter()
     for system, rows in _EXACT.items():
@@ -378,8 +380,9 @@ class Draft:
 
     def add_effect(self, uses: Sequence[FlagUse], meaning: str, has_line: bool = False) -> Effect:
         """Adds to `effects` and returns a new effect of these flags, without settings. The line
-        about it is sorted by the layer and index of the last flag. `meaning`, `has_line`: see
-        `Effect`."""
+        about it is sorted by the layer and index of the last flag. `meaning`: what the line says
+        that the flags mean, '' for nothing; `has_line`: True if the line is also shown at the start
+        of a run."""
         last = max((use.layer, use.index) for use in uses)
         effect = Effect({use.name: use.text for use in uses}, last, meaning, has_line)
         self.effects.append(effect)
@@ -393,12 +396,15 @@ class Draft:
         if flag.refused:
             if text.lower() not in flag.accepts:
                 expected = f"expected {flag.expected}; " if flag.expected else ""
+                # A meaning that is no sentence gets one before it: `NAME=VALUE is not supported:
+                # MEANING`.
                 is_sentence = expected or "not supported" in flag.meaning
                 colon = ":" if is_sentence else " is not supported:"
                 raise ShoalError(f"{name}={text}{colon} {expected}{flag.meaning}")
             self.add_effect([use], flag.meaning)
             return
         if flag.idle:
+            # `where` is '' on a command line.
             is_off_in_file = bool(use.where) and (flag.is_quiet or text.lower() in OFF)
             effect = self.add_effect([use], flag.meaning, has_line=not is_off_in_file)
             effect.flags = {name: "..." if name == HUB_TOKEN_KEY else text}  # a token is not shown
@@ -473,7 +479,7 @@ class Draft:
 
     def _layers_that_set(self, use: FlagUse) -> set[int]:
         """Returns the indices of the layers that set the first key of a flag by the key's own name,
-        or by another flag that is read alone."""
+        or by another flag that is read alone. The flag must set a key."""
         names = names_of(self.config_type)
         first_key = use.flag.keys[0]
         layer_indices = set()
@@ -593,7 +599,7 @@ def _became(draft: Draft, merged: Merged, values: Mapping[str, Any]) -> list[tup
         for placed in effect.settings:
             setting = placed.setting
             position = positions[id(setting)]
-            highest = merged.in_effect.get(setting.key, -1)
+            highest = merged.in_effect.get(setting.key, -1)  # -1: no setting has a value
             is_set = setting.value is not NO_VALUE
             # A lower setting counts only for PROMPT_KEYS, or if this one has no value.
             if highest > position or (is_set and highest != position):
@@ -641,14 +647,15 @@ def _is_mentioned(position: int, merged: Merged, final_values: Mapping[str, Any]
 
 def _recipe_notes(config_type: type, layers: Sequence[Layer], uses: Sequence[FlagUse]) -> list[str]:
     """Returns at most one line of advice about recipes, as a list: if two or more flags that only
-    one system has are given without its recipe or a preset, or if the user's file is another
-    system's than the recipe in use. `layers`: as typed; `uses`: the flags in them."""
+    one system has are given without its recipe or a preset, or if the user's file has ENOUGH names
+    of another system than that of the recipe in use. `layers`: as typed; `uses`: the flags in
+    them."""
     recipe = ""
     has_preset = False
     for layer in layers:
         for setting in layer.settings:
             has_preset = has_preset or setting.origin.startswith("preset ")
-            if setting.name == "recipe" and setting.value and not recipe:
+            if setting.name == "recipe" and setting.value and not recipe:  # the lowest layer's
                 recipe = str(setting.value)
     if recipe in [system.lower() for system in SYSTEMS]:
         for layer in layers:

@@ -42,6 +42,7 @@ _AFTER_HASHES = re.compile(r"#### (-?[0-9.,]+)")
 def has_reasoning_and_answer(text: str) -> bool:
     """True if a text has `<reasoning>...</reasoning>`, which may be empty, and later an
     `<answer>...</answer>` that is not empty. The first tags of each kind count."""
+    # From position 0 on; the last 0: nothing need stand between the tags.
     _, end_of_reasoning = _ends_of_tags(text, 0, "<reasoning>", "</reasoning>", 0)
     if end_of_reasoning < 0:
         return False
@@ -76,6 +77,7 @@ def same_value(answer: str | None, gold: str) -> bool:
     if expression is not None:
         return expression.value == Fraction(wanted)
     content = content.removeprefix("+").rstrip(" ,")
+    # Bare: one number, perhaps with units.
     return is_bare(content) and number_in(content) == Fraction(wanted)
 
 
@@ -167,7 +169,8 @@ def answer_points(text: str, gold: str) -> float:
 
 def number_points(text: str, gold: str) -> float:
     """Returns 1.5 if the first digits (and periods) after the first `<answer>` are the gold number,
-    else 0. Signs and commas of the answer are not read; the gold number has its commas removed."""
+    else 0. The digits may stand anywhere after the tag. Signs and commas of the answer are not
+    read, so a negative gold number is never matched; the gold number has its commas removed."""
     tag = text.find("<answer>")
     if tag < 0:
         return 0.0
@@ -214,8 +217,9 @@ def same_bare(answer: str | None, gold: str) -> bool:
 
 
 def hash_answer(text: str) -> str | None:
-    """Returns the number after the last `####` and one space within the last 300 characters, as its
-    text without commas; None if there is none."""
+    """Returns the number (digits, periods and commas, perhaps with a minus) after the last `####`
+    and one space within the last 300 characters, as its text without commas; None if there is none.
+    It may be no valid number: `1.2.`."""
     numbers = _AFTER_HASHES.findall(text[-_TAIL_CHARS:])
     if not numbers:
         return None

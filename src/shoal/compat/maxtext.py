@@ -28,7 +28,8 @@ read_clip = flags.read_bounds("grpo_epsilon", "", "epsilon_high")
 
 
 def read_profiler(name: str, text: str) -> KeyValues:
-    """Reads the switch of the profiler: three steps are profiled if it is on."""
+    """Reads the switch of the profiler: with `xplane` the steps 2, 3 and 4 are profiled, with ''
+    none; ShoalError for other texts."""
     if text not in ("xplane", ""):
         raise ShoalError(f"{name}={text}: expected xplane, or nothing for off")
     return {"report.profile": ["2", "3", "4"] if text else []}
@@ -68,8 +69,9 @@ _PRODUCTS: dict[str, tuple[str, ...]] = {
 
 
 def read_lora(given: FlagTexts) -> KeyValues:
-    """Converts MaxText's flags of an adapter (name -> text) to model.lora, as `read_adapter` does;
-    without enable_lora nothing is set."""
+    """Converts MaxText's flags of an adapter (name -> text) to model.lora.rank, alpha and targets
+    (all matrices without lora_module_path). With enable_lora both lora_rank and lora_alpha must be
+    given, else it is a ShoalError; without it nothing is set."""
     is_on = flags.to_bool("enable_lora", flags.last_part(given).get("enable_lora", "false"))
     if not is_on:
         return {}
@@ -100,6 +102,7 @@ def read_adapter(given: FlagTexts) -> KeyValues:
         )
     if pattern == ".*":
         return flags.lora_values(named["rank"], named["alpha"], "all-linear")
+    # `dict.fromkeys` keeps each target once, in order.
     return flags.lora_values(named["rank"], named["alpha"], ",".join(dict.fromkeys(targets)))
 
 

@@ -62,9 +62,9 @@ def maxtext_devices(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentenc
     and the sampler the last. If both shares are 1.0, both use the same devices; ShoalError if they
     sum up to more otherwise.
 
-    inference_devices_per_replica (4) becomes mesh.sampler_tensor. Unless the sampler has a share,
-    that number times inference_replicas (1) becomes mesh.sampler, and, if mesh.fsdp is a number,
-    mesh.trainer is computed from the mesh unless it has a share."""
+    inference_devices_per_replica (by default 4) becomes mesh.sampler_tensor. Unless the sampler has
+    a share, that number times inference_replicas (by default 1) becomes mesh.sampler, and, if
+    mesh.fsdp is a number, mesh.trainer is computed from the mesh unless it has a share."""
     shares = {}
     for name, text in given.items():
         if name.lower().endswith("fraction"):
@@ -146,10 +146,12 @@ def sampler_tensor(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence
 
 
 def sampler_memory(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
-    """Converts the share of a GPU that vLLM takes (TRL, verl, MaxText), as `torchrl_memory` does.
-    It becomes the share of Shoal's own sampler only if that has devices of its own: on devices
-    shared with the trainer, Shoal's share counts the trainer's weights and optimizer too, vLLM's
-    does not. Otherwise nothing is set."""
+    """Converts the share of a GPU that vLLM takes (TRL, verl, MaxText) to vllm.memory with
+    sampler.kind=vllm, else to sampling.memory_share. Sets nothing if the share is None, or if the
+    servers of vLLM run already (no vllm.python). ShoalError unless it is above 0 and at most 1. It
+    becomes the share of Shoal's own sampler only if that has devices of its own: on devices shared
+    with the trainer, Shoal's share counts the trainer's weights and optimizer too, vLLM's does not.
+    On shared devices nothing is set."""
     if not get("mesh.sampler") and get("sampler.kind") != "vllm":
         return {}, MEMORY
     return torchrl_memory(given, get)
@@ -236,7 +238,7 @@ def _slots_per_device(at_once: int, step: int, group: int, get: GetValue) -> tup
         return 0, "all at once"
     devices = _sampler_devices(get)
     samples = samples_for_pass_k(get("train.pass_k"), get("task.name"))
-    slots = max(-(-at_once // (devices or 1)), group, samples)
+    slots = max(-(-at_once // (devices or 1)), group, samples)  # the share rounded up
     if not devices:
         return slots, f"{slots} at once on each device"
     return slots, f"{slots * devices} at once, {slots} on each device"
@@ -297,7 +299,8 @@ def torchrl_micro_batch(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sen
 
 def verl_micro_batch(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts the number of completions that a device computes at once in verl to
-    batch.micro_tokens; of several flags the largest counts."""
+    batch.micro_tokens: the tokens of so many of the longest completions with their prompts; of
+    several flags the largest counts."""
     return _micro_tokens(max(to_int(name, text) for name, text in given.items()), get)
 
 
@@ -335,9 +338,9 @@ def verl_mini_batches(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sente
 def verl_staleness(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts flags of verl's fully_async_policy. staleness_threshold, the share of the steps
     between two weight updates that is sampled before the first of the two, becomes
-    train.max_staleness (rounded up to whole steps). partial_rollout, whether completions continue
-    through a weight update, becomes train.versions: newest if it is on and something is sampled
-    ahead, else fixed."""
+    train.max_staleness: rounded up to whole steps, plus train.weight_sync_interval - 1.
+    partial_rollout, whether completions continue through a weight update, becomes train.versions:
+    newest if it is on and something is sampled ahead, else fixed."""
     name = "async_training.staleness_threshold"
     partial = "async_training.partial_rollout"
     interval = get("train.weight_sync_interval")
@@ -401,10 +404,11 @@ def _without_nothing(given: FlagTexts) -> FlagTexts:
 def trl_batch(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts TRL's batch sizes to algorithm.num_minibatches, batch.micro_tokens and
     batch.prompts_per_device, or with generation_batch_size batch.prompts_per_step. In TRL a step
-    samples per_device_train_batch_size (8) x steps_per_generation completions on each device, and
-    makes steps_per_generation / gradient_accumulation_steps updates of them. generation_batch_size
-    is the number of completions on all devices, in place of steps_per_generation. ShoalError if a
-    step is no whole number of groups and updates."""
+    samples per_device_train_batch_size (by default 8) x steps_per_generation completions on each
+    device, and makes steps_per_generation / gradient_accumulation_steps updates of them.
+    generation_batch_size is the number of completions on all devices, in place of
+    steps_per_generation. By default gradient_accumulation_steps is 1, and steps_per_generation
+    equals it. ShoalError if a step is no whole number of groups and updates."""
     given = _without_nothing(given)
     size = to_int("per_device_train_batch_size", given.get("per_device_train_batch_size", "8"))
     parts = to_int("gradient_accumulation_steps", given.get("gradient_accumulation_steps", "1"))
@@ -515,10 +519,10 @@ def _counted_in_updates(get: GetValue) -> str:
 def trl_staleness(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts the age of samples in TRL's AsyncGRPOConfig to train.max_staleness and
     train.weight_sync_interval, in steps. There it is counted in weight updates of the sampler, one
-    after each weight_sync_steps updates of the trainer. Without max_staleness only the interval is
-    set."""
+    after each weight_sync_steps updates of the trainer. weight_sync_steps must be given. Without
+    max_staleness only the interval is set."""
     each = _updates_of_a_step(get)
-    steps = -(-to_int("weight_sync_steps", given["weight_sync_steps"]) // each)
+    steps = -(-to_int("weight_sync_steps", given["weight_sync_steps"]) // each)  # rounded up
     values = {"train.weight_sync_interval": str(steps)}
     reasons = []
     if each > 1:
@@ -616,7 +620,8 @@ TRL_SCHEDULES = {
 def trl_schedule(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts TRL's schedule and warm-up to optimizer.schedule and optimizer.warmup_steps. Warm-up
     is a number of updates, or if below 1 (always for warmup_ratio) a share of all updates, rounded
-    up; `constant` has none. What is not given is not set."""
+    up; warmup_ratio counts before warmup_steps, and `constant` has none. What is not given is not
+    set."""
     given = _without_nothing(given)
     values = {}
     kind = given.get("lr_scheduler_type", "")
@@ -682,8 +687,9 @@ def maxtext_schedule_length(given: FlagTexts, get: GetValue) -> tuple[KeyValues,
 
 def maxtext_train_rl(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts flags of MaxText's train_rl. num_batches x train_fraction, rounded down, x num_epoch
-    becomes steps, and eval_interval train.evaluate_every, -1 as 0. With train_fraction=1 no rows
-    are left to evaluate on between steps, so that is then 0."""
+    becomes steps, and eval_interval train.evaluate_every, -1 as 0. With a given train_fraction of 1
+    no rows are left to evaluate on between steps, so that is then 0. train_fraction is 1.0 by
+    default, and num_epoch 1."""
     share = to_float("train_fraction", given.get("train_fraction", "1.0"))
     values = {}
     reasons = []
@@ -704,9 +710,9 @@ def maxtext_train_rl(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Senten
 
 
 def maxtext_test_batches(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
-    """Converts the size of an evaluation in MaxText's train_rl, num_test_batches of eval_batch_size
-    questions, to task.num_eval_questions. Without eval_batch_size (or -1) a batch has the prompts
-    of a step; if the number of devices is open, those of one device."""
+    """Converts the size of an evaluation in MaxText's train_rl, num_test_batches, which must be
+    given, of eval_batch_size questions, to task.num_eval_questions. Without eval_batch_size (or -1)
+    a batch has the prompts of a step; if the number of devices is open, those of one device."""
     own = given.get("eval_batch_size", "-1")
     if own == "-1" or own in NOTHING:
         size = get("batch.prompts_per_device") * (_trainer_devices(get) or 1)

@@ -39,8 +39,8 @@ def read_divergence(given: FlagTexts) -> KeyValues:
 
 
 def read_lora(given: FlagTexts) -> KeyValues:
-    """Converts the flags of the recipe's adapter, which is on all matrices, to model.lora: `r` (8)
-    to the rank, `alpha` (16). Without `enabled` nothing is set."""
+    """Converts the flags of the recipe's adapter, which is on all matrices, to model.lora: `r` (by
+    default 8) to the rank, `alpha` (by default 16) to alpha. Without `enabled` nothing is set."""
     named = flags.last_part(given)
     if not flags.to_bool("train_model.lora.enabled", named.get("enabled", "false")):
         return {}

@@ -45,8 +45,8 @@ def read_loss(given: FlagTexts) -> KeyValues:
     """Converts loss_type (how token losses become one number, and for some also which loss) and
     importance_sampling_level (whether a token's or a completion's ratio is clipped) to
     algorithm.loss, algorithm.aggregation and, for cispo, algorithm.cispo_bound. What neither says
-    is not set. ShoalError for an unknown value, or if the level is not `token` and the loss has a
-    ratio of its own."""
+    is not set; the type `nll` says nothing. ShoalError for an unknown value, or if the level is not
+    `token` and the loss has a ratio of its own."""
     loss_type, level = given.get("loss_type", ""), given.get("importance_sampling_level", "token")
     loss, aggregation = "", ""
     if loss_type:
@@ -120,6 +120,7 @@ def read_correction(given: FlagTexts) -> KeyValues:
             f"{_HEAD}mode={mode}: expected token_truncate, token_mask, sequence_truncate or "
             "sequence_mask"
         )
+    # `clip_max` counts before `cap`, another name of it.
     cap = given.get(_HEAD + "clip_max", given.get(_HEAD + "cap", "3.0")).lower()
     floor = given.get(_HEAD + "clip_min", "none").lower()
     if kind == "truncate" and cap in flags.NOTHING and floor in flags.NOTHING:
@@ -192,9 +193,9 @@ _NOT_PLAIN = {
 
 
 def read_lora(given: FlagTexts) -> KeyValues:
-    """Converts the flags of an adapter to model.lora, with PEFT's defaults for what is not given,
-    which yield to other settings; without use_peft nothing is set. ShoalError for forms of adapters
-    that Shoal does not have."""
+    """Converts the flags of an adapter to model.lora. What is not given has PEFT's default (rank
+    16, alpha 32, targets q_proj and v_proj), which yields to other settings of the same layer;
+    without use_peft nothing is set. ShoalError for forms of adapters that Shoal does not have."""
     if not to_bool("use_peft", given.get("use_peft", "false")):
         return {}
     for name, reason in _NOT_PLAIN.items():
@@ -217,10 +218,11 @@ def read_lora(given: FlagTexts) -> KeyValues:
 
 def read_trackers(name: str, text: str) -> KeyValues:
     """Converts report_to, a list of trackers, to report.wandb.mode and report.tensorboard: each is
-    on if it or `all` is in the list, else off. If the list has only other trackers, like mlflow,
-    nothing is set: the run's folder has the metrics in any case."""
+    on if it or `all` is in the list, else off. If the list is empty or has `none` alone, both are
+    off. If the list has only other trackers, like mlflow, nothing is set: the run's folder has the
+    metrics in any case."""
     named = {item.lower() for item in flags.items_of(text)}
-    if not named & {"wandb", "tensorboard", "all", "none"} and named:
+    if not named & {"wandb", "tensorboard", "all", "none"} and named:  # other trackers alone
         return {}
     return {
         "report.wandb.mode": "auto" if named & {"wandb", "all"} else "off",
@@ -230,8 +232,9 @@ def read_trackers(name: str, text: str) -> KeyValues:
 
 def read_resume(name: str, text: str) -> KeyValues:
     """Converts resume_from_checkpoint to `resume`: `true` is the run that was started last in the
-    output folder, a path is a run or a checkpoint of one; if it is off, nothing is set. ShoalError
-    if the checkpoint is not the run's newest. A path that is in no run is passed on."""
+    output folder, and yields to another setting of `resume` in the same layer; a path is a run or a
+    checkpoint of one; if it is off, nothing is set. ShoalError if the checkpoint is not the run's
+    newest. A path that is in no run is passed on."""
     if text.lower() in flags.OFF:
         return {}
     if text.lower() == "true":
@@ -247,7 +250,7 @@ def read_resume(name: str, text: str) -> KeyValues:
         from shoal.weights.checkpoints import versions
 
         saved = versions(run)  # steps, the newest last
-        if int(step[0]) not in saved[-1:]:
+        if int(step[0]) not in saved[-1:]:  # [] if none is saved
             checkpoint = step[0] if int(step[0]) in saved else "STEP"
             own = f"{run}/checkpoints/{checkpoint}"
             raise ShoalError(

@@ -48,8 +48,8 @@ _AGGREGATIONS = (
 def read_lora(given: FlagTexts) -> KeyValues:
     """Converts the flags of an adapter to model.lora. With lora_adapter_path model.lora.path and
     algorithm.reference=base are set, and nothing else, because the adapter in the folder has its
-    own rank, alpha and targets. Without a rank (or 0) and a folder there is no adapter, and nothing
-    is set. By default alpha is 16 and the targets are all matrices."""
+    own rank, alpha and targets. Without a rank (or with 0) and without a folder there is no
+    adapter, and nothing is set. By default alpha is 16 and the targets are all matrices."""
     named = last_part(given)
     path = named.get("lora_adapter_path")
     if path:
@@ -282,14 +282,16 @@ def _gpus(section: str, given: FlagTexts) -> str:
 
 
 def read_gpus(given: FlagTexts) -> KeyValues:
-    """Converts the number of GPUs to mesh.trainer, all of which share the parameters. The sampler
-    uses the same unless it has its own."""
+    """Converts the number of GPUs, nnodes (by default 1) times n_gpus_per_node (by default 8), to
+    mesh.trainer, and sets mesh.fsdp=-1, so that all of them share the parameters. The sampler uses
+    the same unless it has its own."""
     return {"mesh.trainer": _gpus("trainer", given), "mesh.fsdp": "-1"}
 
 
 def read_sampler_gpus(given: FlagTexts) -> KeyValues:
     """Converts the number of GPUs that fully_async_policy and one_step_off_policy reserve for the
-    sampler to mesh.sampler."""
+    sampler, rollout.nnodes (by default 1) times rollout.n_gpus_per_node (by default 8), to
+    mesh.sampler."""
     return {"mesh.sampler": _gpus("rollout", given)}
 
 
@@ -318,7 +320,7 @@ def read_reward_file(given: FlagTexts) -> KeyValues:
 
 def read_betas(name: str, text: str) -> KeyValues:
     """Converts AdamW's betas, `[0.9,0.999]`, to optimizer.beta1 and beta2; ShoalError unless they
-    are two. `name`: the flag's, for the error."""
+    are two texts, which are not checked. `name`: the flag's, for the error."""
     numbers = flags.items_of(text)
     if len(numbers) != 2:
         raise ShoalError(f"{name}={text}: expected two numbers")
@@ -328,7 +330,8 @@ def read_betas(name: str, text: str) -> KeyValues:
 def read_train_files(name: str, text: str) -> KeyValues:
     """Converts data.train_files, Parquet files: one file becomes task.path; for several, task.path
     is the folder above them all, and task.files has their paths in it. The task is `custom` unless
-    something else names one. ShoalError if no file is named."""
+    something else names one. ShoalError if no file is named. ValueError if some paths are absolute
+    and others are not."""
     files = flags.items_of(text)
     if not files or text == "null":
         raise ShoalError(f"{name}={text}: expected a file, or a list of files")

@@ -31,11 +31,13 @@ SWITCHES = ("dryrun", "plan", "multirun")
 def switch_of(argument: str) -> str:
     """Returns the switch that an argument is: `dryrun` for `--dry-run` in any spelling (`--dryrun`,
     `--dry_run`), `plan` for `--plan`, `multirun` for `--multirun` and `-m`; '' for any other
-    argument. `=true` may follow a name with `--`; with another value it is no switch."""
+    argument. `=true` may follow a name with `--`; with another value it is no switch, and the
+    result is ''."""
     if argument == "-m":
         return "multirun"
     if not argument.startswith("--"):
         return ""
+    # This removes the two dashes at the start, too.
     name = re.sub("[-_]", "", argument.removesuffix("=true"))
     if name not in SWITCHES:
         return ""
@@ -127,8 +129,8 @@ class Arguments:
 
 def make_setting(name: str, value: Any, origin: str) -> Setting:
     """Returns a setting with these fields. If `name` is HUB_TOKEN_KEY, the token of the Hugging
-    Face hub, the setting's value is '' and the token goes into the environment (HF_TOKEN), so that
-    no record of the settings has it."""
+    Face hub, the setting's value is '' and a token that is not empty goes into the environment
+    (HF_TOKEN), so that no record of the settings has it."""
     if name == HUB_TOKEN_KEY:
         take_token(text_of(value))
         value = ""
@@ -140,12 +142,16 @@ def make_setting(name: str, value: Any, origin: str) -> Setting:
 
 def read_arguments(command: str | type, argv: Sequence[str]) -> Arguments:
     """Parses the arguments that follow a command's name; `command` is the name, or the command's
-    configuration class. Positional arguments become settings of their keys. The value of a setting
-    is a text, or for a list's key a list of texts. An argument that is a flag of another system
-    becomes a setting with the flag's name, and with the flag as its origin (`--learning_rate`).
+    configuration class. Positional arguments become settings of their keys. The name of a setting
+    is the dotted key, also if a short form was typed. The value of a setting is a text, or for a
+    list's key a list of texts. An argument that is a flag of another system becomes a setting with
+    the flag's name, and with the flag as its origin (`--learning_rate`).
 
     Raises one ShoalError for all unknown names, and for another mistake a ShoalError at the
-    first."""
+    first.
+
+    `config_name` and `preset` of the result are as typed: whether there are such files is not
+    checked, except for a file in a folder of `--config-path`."""
     config_type = dataclass_of(command)
     config_name, preset, arguments = _take_options(join_values(config_type, argv))
     arguments = _name_positionals(config_type, arguments)
@@ -184,7 +190,12 @@ def join_values(config_type: type, arguments: Sequence[str]) -> list[str]:
 
     An option without a value after it stays `--name`. For a command in POSITIONALS a switch takes
     only `true` or `false` as its value, and a list takes only one value, because what follows may
-    be a positional argument."""
+    be a positional argument.
+
+    A value is an argument that neither begins with `--` nor is `key=value`; so `-1` is one. An
+    option whose key is a text or a list of texts also takes one argument with `=`, if what is
+    before `=` names no key. If the key is no list, only the first value is joined, and the
+    arguments after it stay."""
     rest = list(arguments)
     joined = []
     has_positionals = command_of(config_type) in POSITIONALS
@@ -212,7 +223,7 @@ def join_values(config_type: type, arguments: Sequence[str]) -> list[str]:
                 items = []
                 for value in values:
                     items += split_list(key, value)
-                if items:
+                if items:  # none if all values are empty texts
                     text = _list_text(items)
             argument = f"{argument}={text}"
         joined.append(argument)
@@ -230,8 +241,8 @@ def _is_switch(key: Key | None, flag: Flag | None) -> bool:
 
 def _is_value(argument: str) -> bool:
     """True if an argument can be the value of the option before it: it is not a flag and not
-    key=value. A call `f(key=value)` and a text like `Solve x=1: {q}` are values too, because names
-    have no spaces."""
+    key=value. An argument with one dash, like `-1`, is a value; so is a call `f(key=value)`, and a
+    text like `Solve x=1: {q}`, because names have no spaces."""
     if argument.startswith("--"):
         return False
     name, equals, _ = argument.partition("=")
@@ -241,7 +252,9 @@ def _is_value(argument: str) -> bool:
 def _is_text_with_equals(config_type: type, argument: str) -> bool:
     """True if an argument with `=`, like `x={q}` or `a.b={q}`, is the text value of the option
     before it, and not `key=value`: the part before `=` is no key and no flag, and, if it has a dot,
-    neither in a section of keys nor similar to a key."""
+    neither in a section of keys nor similar to a key. False if it begins with `--`. An argument
+    without `=` is taken as a name; callers ask only about arguments that are no values for
+    `_is_value`."""
     if argument.startswith("--"):
         return False
     name = _option_name(argument.partition("=")[0]).lstrip("+").rstrip()
@@ -280,8 +293,8 @@ def _option_name(name: str) -> str:
 
 
 def is_file_argument(argument: str) -> bool:
-    """True if an argument is the name of a YAML file. If it contains `=`, which a path may, the
-    file must exist."""
+    """True if an argument is the name of a YAML file: it ends with `.yml` or `.yaml`. Without `=`
+    in it the file need not exist. If it contains `=`, which a path may, the file must exist."""
     if not argument.endswith((".yml", ".yaml")):
         return False
     return "=" not in argument or Path(argument).is_file()
@@ -290,9 +303,11 @@ def is_file_argument(argument: str) -> bool:
 def _take_options(arguments: Sequence[str]) -> tuple[str, str, list[str]]:
     """Splits off the options that name presets, files and folders, and YAML files without an
     option. Returns (name or path of the preset or file, name of the preset beneath it, the other
-    arguments); the first two are '' if not given. The option for a folder becomes a part of the
-    path. Of several `--preset` the last counts. ShoalError if two other presets or files are named,
-    or if an option has no value."""
+    arguments); the first two are '' if not given. `arguments`: options are joined to their values
+    by `=` (`join_values`). The option for a folder becomes a part of the path. Of several
+    `--preset`, and of several folders, the last counts. ShoalError if two files or presets are
+    named in other ways than by `--preset`, if an option has no value, or if `_in_folder` refuses
+    the folder."""
     files = []
     preset = ""
     folder_option, folder = "", ""
@@ -326,11 +341,12 @@ def _take_options(arguments: Sequence[str]) -> tuple[str, str, list[str]]:
 
 def _in_folder(option: str, folder: str, name: str) -> str:
     """Returns the path of a preset's file in a folder. `option`, `folder`: the option as typed,
-    like `--config-path`, and its value. `name`: the value of --config-name, with or without ending.
+    like `--config-path`, and its value. `name`: the value of --config-name, with or without ending;
+    without one it is NAME.yaml.
 
-    Returns `name` unchanged if there is no folder, or if the file is not in the folder of
-    --config-dir, because other folders are searched then. ShoalError if the file is missing in that
-    of --config-path, or if `name` is ''."""
+    Returns `name` unchanged if `folder` is '', or if the file is not in the folder of --config-dir
+    (or -cd), because other folders are searched then. With --config-path (or -cp) it is a
+    ShoalError if the file is missing in the folder, or if `name` is ''."""
     if not folder:
         return name
     file_name = name if name.endswith((".yml", ".yaml")) else f"{name}.yaml"
@@ -338,7 +354,7 @@ def _in_folder(option: str, folder: str, name: str) -> str:
     may_be_missing = _option_name(option) in ("config_dir", "cd")
     if may_be_missing and not file.is_file():
         return name
-    missing: Path | str = ""
+    missing: Path | str = ""  # what the error says is missing; '' for no error
     if not name:
         missing = "NAME"
     elif not file.is_file():
@@ -409,10 +425,11 @@ def positionals_text(command: str) -> str:
 def read_argument(config_type: type, argument: str, among: Sequence[str] = ()) -> tuple[str, str]:
     """Splits one argument into its name and the text of its value. The name is Shoal's dotted key,
     also for a short form (`lr=1` -> ("optimizer.lr", "1")), or another system's flag; a switch
-    without a value gets `true`. Dashes or Hydra's `+` before the name are left out. Raises
-    UnknownKey (a ShoalError) if the name is unknown, ShoalError if the value is missing or the
-    argument is no `key=value`. `among`: all names on the line, which help to tell whose flag the
-    name is."""
+    without a value gets `true`. Dashes or Hydra's `+` before the name are left out; in a name with
+    dashes before it, other dashes become `_`. Raises UnknownKey (a ShoalError) if the name is
+    unknown; another ShoalError if it is a section's or of use to `shoal train` alone, if the value
+    is missing, or if the argument is no `key=value`. `among`: all names on the line, which help to
+    tell whose flag the name is."""
     name, equals, value = argument.partition("=")
     if name.startswith("-"):
         name = _option_name(name)
@@ -421,6 +438,8 @@ def read_argument(config_type: type, argument: str, among: Sequence[str] = ()) -
     is_option = bool(equals or flag or argument.startswith("-") or name in names_of(config_type))
     if not name or not is_option:
         meant = suggest_argument(command_of(config_type), argument)
+        # Another word that begins with a letter may be a misspelled key: `find_key` below suggests
+        # one.
         if meant or not re.match(r"[^\W\d]", name):
             hint = f"; did you mean {meant}?" if meant else ""
             raise ShoalError(f"{argument!r}: expected key=value, without spaces{hint}")
@@ -441,7 +460,8 @@ def read_argument(config_type: type, argument: str, among: Sequence[str] = ()) -
 def suggest_argument(command: str, typed: str) -> str:
     """Returns the argument that a user probably meant by a word without `key=`, for hints in
     errors; '' if no guess is likely. `typed`: the word; a preset, a data file, a YAML file, or a
-    model's folder or `owner/name` is recognised.
+    model's folder or `owner/name` is recognised. A preset of Shoal's own is taken for a task's; one
+    of another system becomes `--config-name`.
 
     >>> suggest_argument("train", "gsm8k")
     'task=gsm8k'
@@ -478,8 +498,10 @@ _ITEM = re.compile(
 def split_list(key: Key, text: str) -> list[str]:
     """Splits the text of a list into its items: `[a,b]`, with or without quotes around items. A
     text without brackets is one item, or several for a key in COMMA_LISTS; an empty text or `[]` is
-    no item. In quotes a backslash makes the next character plain. ShoalError if a quote is not
-    closed or stands inside an item."""
+    no item. White space around items is removed; it is kept in quotes, and in a text without
+    brackets that is one item because its key is not in COMMA_LISTS. In quotes a backslash makes the
+    next character plain. `key`: decides about commas, and gives the name for the error. ShoalError
+    if a quote is not closed or stands inside an item."""
     is_list = text.startswith("[") and text.endswith("]") and len(text) > 1
     inside = text
     if is_list:

@@ -96,7 +96,7 @@ class Rejection(Part):
         if not self.function.endswith(":k1"):
             return -math.inf, cap
         floor = 1 / cap if floor == -1 else floor
-        return -math.log(cap), -math.log(floor) if floor else math.inf
+        return -math.log(cap), -math.log(floor) if floor else math.inf  # floor 0: no bound
 
 
 _DEVIATION = ("std_ddof", "std_eps", "std_eps_mode")

@@ -59,7 +59,7 @@ class EvalConfig:
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if `pass_k` is negative, or
         `batch` is below 1 or, times `mesh.tensor`, below `pass_k`: the completions of a question
-        need room."""
+        need room. The first fault found is raised."""
         at_least(self, "", 0, "pass_k", note="off")
         least = max(1, -(-self.pass_k // self.mesh.tensor))
         require(
@@ -127,7 +127,8 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if `port`, `batch` or
-        `timeout_seconds` is out of its range."""
+        `timeout_seconds` is out of its range. The first fault found is raised. `port` is 0 to
+        65535, `batch` 1 or more, `timeout_seconds` above 0."""
         at_least(self, "", 0, "port")
         at_least(self, "", 1, "batch")
         require(self.port < 65_536, "port", self.port, "at most 65535")
@@ -278,7 +279,8 @@ class GroupsConfig:
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if `step`, `group` or `limit`
-        is out of its range."""
+        is out of its range. The first fault found is raised. `step` is 0 or more, `group` -1 or
+        more, `limit` 1 to 10,000."""
         at_least(self, "", 0, "step", note="all")
         at_least(self, "", -1, "group", note="all")
         at_least(self, "", 1, "limit")
@@ -365,7 +367,10 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if a number is too small, or a
-        text has characters that its place in the job's files or commands does not allow."""
+        text has characters that its place in the job's files or commands does not allow. The first
+        fault found is raised. `restarts` is 0 or more, `grace_seconds` 1 or more. image, push,
+        cluster and storage have no spaces and no '-' at their start; they and `options` have no
+        line breaks; `job` can be written as UTF-8."""
         at_least(self, "", 0, "restarts")
         at_least(self, "", 1, "grace_seconds")
         for name in ("image", "push", "cluster", "storage"):
@@ -379,6 +384,7 @@ class LaunchConfig:
         for option in self.options:
             require(option.isprintable(), "options", option, "words without line breaks")
         for word in self.job:
+            # Python reads bytes of the command line that are no UTF-8 as these characters.
             is_text = not any("\ud800" <= letter <= "\udfff" for letter in word)
             require(is_text, "--", word, "a job in UTF-8")
 

@@ -81,9 +81,10 @@ def correction_of(config: Config) -> str:
 
 
 def decided_by_settings(config: Config) -> dict[str, Any]:
-    """Returns dotted key -> value for the keys that, if they are left open, are decided by other
-    keys alone; for a key that is set the value is the one that it has. A key comes after the keys
-    that its value follows from."""
+    """Returns dotted key -> value for seven keys about the age and correction of samples, the
+    loss's tokens, and evaluation, which other keys alone decide if they are left open. For a key
+    that is set the value is the one that it has, but algorithm.aggregation_tokens always gets
+    sampling.max_completion_tokens. A key comes after the keys that its value follows from."""
     correction = correction_of(config)
     floor = CORRECTIONS[correction].lower_bound(config.algorithm.correction_floor)
     return {
@@ -98,8 +99,8 @@ def decided_by_settings(config: Config) -> dict[str, Any]:
 
 
 def vllm_tolerance(dtype: str) -> float:
-    """Returns the value of `vllm.tolerance` if it is left open. `dtype`: the name of the data type
-    that the trainer computes in."""
+    """Returns the value of `vllm.tolerance` if it is left open: 1e-3 for float32, else 0.1.
+    `dtype`: the name of the data type that the trainer computes in."""
     if dtype == "float32":
         return 1e-3
     return 0.1
@@ -158,8 +159,9 @@ def longest_sequence(config: Config) -> int:
 
 
 def max_support(config: Config) -> int:
-    """Returns how many token ids are stored at each position for `match_sampling_support`. 0 if it
-    is off, if sampling cuts no tokens off (top_k, top_p, min_p), or if the run learns from data."""
+    """Returns how many token ids are stored at each position for `match_sampling_support`:
+    sampling.max_support, or sampling.top_k if that is set and smaller. 0 if it is off, if sampling
+    cuts no tokens off (top_k, top_p, min_p), or if the run learns from data."""
     sampling = config.sampling
     matches_support = sampling.params.truncated and config.algorithm.match_sampling_support
     if config.algorithm.learns_from_data or not matches_support:
@@ -241,12 +243,15 @@ def step_sizes(config: Config) -> tuple[int, int]:
 def evaluation_completions(config: Config, sets: Mapping[str, int]) -> int:
     """Returns how many completions all evaluations of a run sample together: two whole ones, before
     and after it, and the quick ones between. `sets`: name -> number of questions, the main set
-    first. The whole ones also sample for pass@k, but only the quick questions of the main set."""
+    first. The whole ones also sample for pass@k, but only the quick questions of the main set. With
+    train.evaluate_every of 0 or -1 there are no quick ones, but the two whole ones are counted in
+    any case; without questions (`sets` is empty) the result is 0."""
     # The questions of each set in a quick evaluation; quick_questions=0 means all.
     quick = [min(size, config.quick_questions or size) for size in sets.values()]
     every = config.evaluate_every
     between = 0  # evaluations between the first and the last
     if every > 0:
+        # After `every` steps, 2 * `every` and so on, without the one at the last step or behind it.
         between = max(0, -(-config.steps // every) - 1)
     for_pass_k = sum(quick[:1]) * config.pass_k  # of the main set alone
     return 2 * (sum(sets.values()) + for_pass_k) + between * sum(quick)

@@ -154,8 +154,9 @@ class FrontEnd(Protocol):
         ...
 
     def translate(self, config_type: type, layers: Sequence[Layer]) -> Translation:
-        """Replaces the flags of other systems in layers (lowest first) by settings of Shoal's
-        keys."""
+        """Replaces the flags of other systems in layers (lowest first) by settings of Shoal's keys.
+        Does not raise for mistakes of the user: they are in `errors` of the result. The layers that
+        were passed stay unchanged."""
         ...
 
 
@@ -163,13 +164,14 @@ _registered: list[str] = []
 
 
 def register(module: str) -> None:
-    """Sets the module that is the front end, by its name; it is imported when it is first
-    needed."""
+    """Sets the module that is the front end, by its name; it is imported when it is first needed.
+    Without effect after the first call of `front_end`, which keeps what it returned."""
     _registered[:] = [module]
 
 
 @functools.cache
 def front_end() -> FrontEnd:
-    """Returns the registered front end; imports it at the first call."""
+    """Returns the registered front end; imports it at the first call. IndexError if none is
+    registered."""
     module: Any = importlib.import_module(_registered[0])
     return module

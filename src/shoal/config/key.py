@@ -249,8 +249,8 @@ def shown(value: Any) -> str:
 
 
 def get_value(config: Any, key: str) -> Any:
-    """Returns the value of a dotted key of a configuration; AttributeError if it has no such
-    key."""
+    """Returns the value of a dotted key of a configuration, or the section of that name;
+    AttributeError if it has neither."""
     value = config
     for name in key.split("."):
         value = getattr(value, name)
@@ -316,8 +316,8 @@ def leaves_of(
 ) -> Iterator[tuple[str, Any]]:
     """Yields (dotted name, value) for every value in nested dicts: `{"a": {"b": 1}}` -> ("a.b", 1).
     Names that the configuration class does not have are yielded too. A dict under the name of a key
-    is a value; so is an empty dict whose name is no section's. None under the name of a section is
-    skipped.
+    is a value; so is an empty dict whose name is no section's, and an empty dict under a section's
+    name yields nothing. None under the name of a section is skipped.
 
     `prefix`: put before each name; '' or the name of a section with its final dot, like `model.`.
     What is a key or a section is decided by the name with its prefix."""
@@ -351,7 +351,7 @@ def build(config_type: type, values: Mapping[str, Any]) -> Any:
 def convert_value(key: Key, value: Any) -> Any:
     """Converts a text or a plain value to the type of its key. For a list's key the result is a
     tuple: of one for a single value, () for an empty list. Raises ShoalError if the value does not
-    fit."""
+    fit. A text is not split: `a,b` is one item."""
     if not key.is_list:
         return _convert_scalar(key, key.type, value)
     items = value if isinstance(value, list | tuple) else [value]
@@ -366,13 +366,14 @@ def _convert_scalar(key: Key, value_type: Any, value: Any) -> Any:
     if choices:
         if isinstance(value, str) and value in choices:
             return value
+        # A choice that is '' is not listed.
         raise _wrong_type(key, value, f"one of {', '.join(filter(None, choices))}")
     try:
         converted = _CONVERTERS[value_type](value)
         if value_type is float and not math.isfinite(converted):
             is_no_bound = key.may_be_infinite and converted > 0
             if not is_no_bound:
-                raise ValueError
+                raise ValueError  # caught below, like a text that is no number
     except (ValueError, OverflowError):
         wanted = _WANTED[value_type]
         if "," in str(value):
@@ -392,6 +393,7 @@ def _wrong_type(key: Key, value: Any, wanted: str) -> ShoalError:
 
 
 def _to_text(value: Any) -> str:
+    """Returns a text unchanged; ValueError for any other value."""
     if not isinstance(value, str):
         raise ValueError
     return value
@@ -465,9 +467,9 @@ def require(condition: bool, key: str, value: object, wanted: str) -> None:
 
 def at_least(section: object, head: str, least: float, *names: str, note: str = "") -> None:
     """Raises ShoalError for the first of the fields `names` of a section whose value is below
-    `least`. `section`: the object that has the fields; `head`: the part of the dotted key before
-    the field's name, like `batch.`, or '' at the top level; `note`: what the value `least` means,
-    for the message."""
+    `least`, or nan. `section`: the object that has the fields; `head`: the part of the dotted key
+    before the field's name, like `batch.`, or '' at the top level; `note`: what the value `least`
+    means, for the message."""
     bound = f"{least} ({note})" if note else f"{least}"
     for name in names:
         value = getattr(section, name)

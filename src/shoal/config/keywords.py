@@ -23,7 +23,8 @@ def read_keywords(
     Values become texts or lists of texts, and None stays None; dotted names, names joined by `__`
     and nested dicts mean the same. `config_name` becomes a field of Arguments. Tools, environments
     and rollout functions are registered in PYTHON_OBJECTS, for which a new call begins. Raises
-    ShoalError for a value that is none of these."""
+    ShoalError for a value that `python_leaves` refuses, or if `reward` has both functions and
+    names."""
     overrides = dict(overrides)
     config_name = str(overrides.pop("config_name", None) or "")
     settings: list[Setting] = []
@@ -57,8 +58,9 @@ def read_keywords(
 
 
 def text_given(value: Any) -> str:
-    """Returns a value from Python as text. For a subclass of str, like an Enum's or NumPy's, it is
-    the plain text that the value holds, because YAML has no other form of it."""
+    """Returns a value from Python as text, as `str` writes it. For a subclass of str, like an
+    Enum's or NumPy's, it is the plain text that the value holds, because YAML has no other form of
+    it."""
     if isinstance(value, str):
         return str.__str__(value)
     return str(value)
@@ -67,9 +69,11 @@ def text_given(value: Any) -> str:
 def python_leaves(config_type: type, overrides: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yields (dotted name, value) for every keyword from Python, with nested dicts flattened and
     the values unchanged. Leaves out keys of Shoal whose value is None, which functions often have
-    as default; a flag of another system that is None is kept, like `null` in a file. Raises
-    ShoalError for values that are neither a value, a list nor an object, like a set, an array,
-    bytes or None in a list."""
+    as default; a flag of another system that is None is kept, like `null` in a file.
+
+    Raises ShoalError in three cases. A value can be iterated over but is no text, list, tuple or
+    dict: a set, an array or a generator, unless it can be called or its key takes objects. A value
+    or an item of a list is bytes. An item of a list is None."""
     for name, value in leaves_of(config_type, nested_names(overrides)):
         is_list = isinstance(value, list | tuple)
         key = key_of(config_type, name)
@@ -145,9 +149,9 @@ class GivenObjects:
 
     def add(self, value: Any, name: str) -> str:
         """Registers an object and returns the name that stands for it from now on: `name`, or with
-        a number (`name-2`) if another object of this call has it. The same object keeps its name.
-        If an earlier call used the name for another object, this one takes its place and the name
-        becomes ambiguous."""
+        a number (`name-2`) if another object of this call has it. An object that this call has
+        added before under the same `name` gets the same result. If an earlier call used the name
+        for another object, this one takes its place and the name becomes ambiguous."""
         chosen, number = name, 1
         while chosen in self._of_this_call and not _is_same_object(self._objects[chosen], value):
             number += 1
@@ -181,8 +185,8 @@ PYTHON_OBJECTS = GivenObjects()
 
 def register_object(value: Any, name: str = "") -> Any:
     """Registers an object from Python in PYTHON_OBJECTS and returns the name that stands for it,
-    like `python:search`; returns a text unchanged. `name`: by default the object's own, or that of
-    its class."""
+    like `python:search`; returns a text unchanged. `name`: by default the object's own `__name__`,
+    or if it has none, that of its class."""
     if isinstance(value, str):
         return value
     if not name:

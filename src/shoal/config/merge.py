@@ -73,8 +73,9 @@ def layers_of(
     """Returns all layers of a command, lowest first, as typed (flags of other systems are not
     replaced yet), and the path of the preset or file that was loaded (None if none was). Beneath
     each layer of the user are the presets that it names; a task's preset is loaded only if no
-    preset or file is named. ShoalError if there is no such preset or file. `stored`, `beneath`: as
-    in `load`."""
+    preset or file is named. ShoalError if there is no such preset or file. `stored`: the file of a
+    run's configuration, read in place of presets and files (recipes and algorithms that it names
+    are still read); `beneath`: a layer beneath everything that the user gave."""
     layers, file = users_layers(config_type, arguments, stored, beneath)
     line = len(layers) - 1  # index of the command line's layer
     presets: dict[int, list[Layer]] = {}  # index of a layer -> the presets directly beneath it
@@ -133,9 +134,9 @@ def users_layers(
     sft` of `shoal train`. Other presets that these layers name are not included; `layers_of` adds
     them.
 
-    `stored`: as in `load`; with it, `--preset` and the file that the arguments name are not read.
-    `--preset` is ignored also if the file itself is a packaged preset. ShoalError if there is no
-    such preset or file."""
+    `stored`: the file of a run's configuration; with it, `--preset` and the file that the arguments
+    name are not read. `--preset` is ignored also if the file itself is a packaged preset.
+    ShoalError if there is no such preset or file."""
     command = command_of(config_type)
     layers = []
     if beneath:
@@ -212,8 +213,9 @@ def file_layers(config_type: type, file: Path, label: str) -> list[Layer]:
 
 def _names_for_training(config_type: type, setting: Setting) -> list[str]:
     """Returns the keys in a setting that training knows and this command does not: its name, or the
-    dotted keys inside of its value if that is a mapping. Empty if this command knows the name too,
-    or if training does not know it, or if this command is a form of training."""
+    dotted keys inside of its value if that is a mapping and training knows all of them. Empty if
+    this command knows the name too, or if training does not know it, or if this command is a form
+    of training."""
     if issubclass(config_type, Config):
         return []
 
@@ -323,6 +325,7 @@ class Merged:
         setting = self.setting_of(key)
         layer = self.layers[self.layer_index(key)]
         value = setting.value
+        # The texts of flags had their references replaced when the file was read (`file_layers`).
         if layer.file and is_interpolated(value) and not setting.flags:
             names = names_of(self.config_type)
             typed = {other.name: other.value for other in layer.typed}
@@ -330,7 +333,7 @@ class Merged:
             def value_of_name(name: str) -> Any:
                 if name in names:
                     return self.get(names[name])
-                return typed[name]
+                return typed[name]  # `interpolate` makes a ShoalError of a KeyError
 
             value = interpolate(setting.name, value, value_of_name)
         return convert_value(keys_of(self.config_type)[key], value)
@@ -357,7 +360,8 @@ class Merged:
 
 def merge_typed(config_type: type, layers: Sequence[Layer]) -> Merged:
     """Merges layers as they were typed (lowest first; the last counts as the command line):
-    replaces flags of other systems, then makes a Merged. Errors about the flags are dropped."""
+    replaces flags of other systems, then makes a Merged. Errors about the flags are dropped; those
+    about unknown names are in `errors` of the result."""
     return Merged(config_type, front_end().translate(config_type, layers).layers)
 
 
@@ -400,8 +404,9 @@ def check_names(merged: Merged) -> tuple[list[str], list[str]]:
     """Looks for two names in one layer that give one key different values, like `lr=1` and
     `optimizer.lr=2`. Returns (notes, errors): a note for two names on the command line, where the
     later one counts; an error for two names in a file, which has no order, unless a higher layer
-    sets the key. It is an error also on the command line if one of the two is `steps` and the other
-    a flag that counts batches.
+    sets the key (or, of two keys, one of them). Settings that yield are not compared. It is an
+    error also on the command line if one of the two is `steps` and the other a flag that counts
+    batches.
 
     PROMPT_KEYS count as one key. A file that sets more than half of all keys is a stored run's
     configuration and may have both, because the run then computed `batch.prompts_per_step` from the
@@ -415,6 +420,7 @@ def check_names(merged: Merged) -> tuple[list[str], list[str]]:
             if layer_of_setting != layer_index or setting.yields:
                 continue
             key = setting.key
+            # A typed 0 leaves its own key open, so it does not contradict the other of PROMPT_KEYS.
             is_unset = not setting.of_rule and text_of(setting.value) == "0"
             if key in PROMPT_KEYS and not is_stored_run and not is_unset:
                 key = PROMPT_KEYS[0]  # so that the two are compared
@@ -424,7 +430,7 @@ def check_names(merged: Merged) -> tuple[list[str], list[str]]:
                 continue
             what = setting.key if before.key == setting.key else "how many prompts a step has"
             counts_batches = setting.key == "steps" and (before.of_rule or setting.of_rule)
-            if layer.file is None and not counts_batches:
+            if layer.file is None and not counts_batches:  # the command line
                 notes.append(
                     f"{before.name} and {setting.name} both set {what}: the later one stands, "
                     f"{setting.name}"
@@ -483,6 +489,7 @@ def with_origins(message: str, origins: Mapping[str, str]) -> str:
     for key, origin in origins.items():
         if origin in (COMMAND_LINE, PYTHON, STORED):
             continue
+        # The whole dotted name, not a part of a longer one; a full stop may follow it.
         if re.search(rf"(?<![\w.-]){re.escape(key)}(?![\w-]|\.\w)", message):
             mentioned.append(f"{key}: {origin_text(origin)}")
     if not mentioned:
@@ -553,7 +560,8 @@ def from_overrides(
     ... )
 
     Keys may be nested dicts, names joined by `__` or by dots, or short forms; `config_name` names a
-    preset or a file. `stored`: as in `load`; it replaces `config_name`."""
+    preset or a file. `stored`: the file of a run's configuration, used in place of presets and
+    files; it replaces `config_name`."""
     arguments, functions = read_keywords(config_type, overrides)
     if stored:
         arguments = replace(arguments, config_name="")
@@ -568,9 +576,9 @@ def load(
     beneath: Layer | None = None,
 ) -> tuple[Any, Resolved]:
     """Composes the configuration of parsed arguments; returns (configuration, Resolved). Raises one
-    ShoalError with all mistakes in names and values; ranges are checked only if there are none.
-    `stored`: the file of a run's configuration, used in place of presets and files; `beneath`: a
-    layer beneath everything that the user gave.
+    ShoalError with all mistakes in names and values; ranges are checked only if there are none, and
+    of values out of range the first is named. `stored`: the file of a run's configuration, used in
+    place of presets and files; `beneath`: a layer beneath everything that the user gave.
 
     >>> config, resolved = load(Config, resolved.arguments, run / "config.yaml")
     """
@@ -605,8 +613,9 @@ def load(
 
 def given_values(config_type: type, arguments: Arguments, *names: str) -> dict[str, Any]:
     """Returns the values, by key, that the user's own file and command line give to the keys
-    `names` (dotted names), without those of presets; keys that are not given are missing. Raises
-    ShoalError if one of the values is invalid."""
+    `names` (dotted names), without those of presets; keys that are not given are missing. Flags of
+    other systems count under their keys; the two settings that make `shoal sft` of `shoal train`
+    count as given. Raises ShoalError if one of the values is invalid."""
     layers, _ = users_layers(config_type, arguments)
     merged = merge_typed(config_type, [layer for layer in layers if layer.is_users])
     return {name: merged.get(name) for name in names if name in merged.in_effect}
@@ -614,7 +623,9 @@ def given_values(config_type: type, arguments: Arguments, *names: str) -> dict[s
 
 def packaged_values(config: Any) -> dict[str, Any]:
     """Returns the values, by dotted key, that the presets of a configuration's recipe and algorithm
-    set; those of the algorithm count before those of the recipe. {} if it names neither."""
+    set; those of the algorithm win over those of the recipe. {} if it names neither. `config`: of a
+    command that has both keys, like `shoal train`. Values that are invalid are left out; ShoalError
+    if a name has no preset."""
     layers = []
     for key in PACKAGED:
         name = get_value(config, key)
@@ -647,8 +658,8 @@ def _notes(config: Any, merged: Merged, file: Path | None, has_preset: bool) -> 
 
 
 def _preset_not_loaded(config: Any, merged: Merged, file: Path) -> Iterator[str]:
-    """Yields a line if the task has a preset that was not loaded because the user's file was, and
-    the preset sets keys that are set nowhere."""
+    """Yields one line if the task has a preset that was not loaded because the user's file was, and
+    the preset sets keys that are set nowhere; else nothing."""
     config_type = type(config)
     preset = None
     if "task.name" in merged.in_effect:

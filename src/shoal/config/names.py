@@ -93,7 +93,8 @@ message. The first match counts."""
 @functools.cache
 def aliases_of(config_type: type) -> dict[str, Alias]:
     """Returns the short forms that a command accepts, by name: those of ALIASES whose key the
-    command has and whose `commands` are empty or contain it."""
+    command has and whose `commands` are empty or contain it. All calls for a class return the same
+    dict, so it must not be changed."""
     keys = keys_of(config_type)
     command = command_of(config_type)
     aliases = {}
@@ -107,7 +108,8 @@ def aliases_of(config_type: type) -> dict[str, Alias]:
 @functools.cache
 def names_of(config_type: type) -> dict[str, str]:
     """Returns a mapping from every name of Shoal's that a command accepts (full names first, then
-    short forms) to its dotted key. Other systems' flags are not included."""
+    short forms) to its dotted key. Other systems' flags are not included. All calls for a class
+    return the same dict, so it must not be changed."""
     names = {name: name for name in keys_of(config_type)}
     for name, alias in aliases_of(config_type).items():
         names[name] = alias.key
@@ -133,6 +135,7 @@ def find_key(config_type: type, name: str) -> Key:
     if name in names:
         return keys_of(config_type)[names[name]]
     for section in sections_of(config_type):
+        # `lora` means the section `model.lora` too.
         if name in (section, section.rpartition(".")[2]):
             inside = next(key for key in names if key.startswith(f"{section}."))
             raise ShoalError(
@@ -154,14 +157,14 @@ def find_key(config_type: type, name: str) -> Key:
 def _suggestion(config_type: type, name: str) -> str:
     """Returns the end of a message about an unknown name, `, did you mean lr (optimizer.lr)?`, for
     the nearest key, short form or flag of another system that the command accepts; '' if none is
-    near. A flag is suggested only if it is nearer than Shoal's own names by more than
-    OURS_FIRST."""
+    near. A flag is suggested only if it is nearer than Shoal's own names by more than OURS_FIRST. A
+    flag that sets no key is never suggested."""
     names = names_of(config_type)
     # Names to suggest: a key, a short form or another system's flag -> its key, or several keys
     # with commas.
     keys_by_name = {}
     for flag_name, rows in front_end().flags_of(config_type).items():
-        if rows[0].keys:
+        if rows[0].keys:  # the row of the first system that has the flag
             keys_by_name[flag_name] = ", ".join(rows[0].keys)
     keys_by_name.update(names)
     meant = nearest(name, keys_by_name)
@@ -187,7 +190,8 @@ def _why_unsupported(name: str) -> str:
 
 def key_of(config_type: type, name: str) -> Key | None:
     """Returns the key that a name stands for: a key of Shoal, a short form, or another system's
-    flag that is only a renamed key. None if there is none, also for other flags."""
+    flag that is only a renamed key. None if there is none, or if the command does not have the key,
+    also for other flags."""
     key = names_of(config_type).get(name, "")
     flag = front_end().find_flag(config_type, name)
     if not key and flag and flag.is_rename:

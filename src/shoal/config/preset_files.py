@@ -23,7 +23,7 @@ COMMAND_OF_PRESETS: Mapping[str, str] = {"doctor": "train", "plan": "train"}
 
 def preset_folders(folder: str) -> tuple[Path, Path]:
     """Returns the two folders, Shoal's and the other systems', with the presets of a command, or of
-    `recipe` or `algorithm`."""
+    `recipe` or `algorithm`. A folder may be missing."""
     folder = COMMAND_OF_PRESETS.get(folder, folder)
     return PRESETS / folder, PRESETS_OF_SYSTEMS / folder
 
@@ -40,9 +40,9 @@ def presets_of(folder: str) -> list[str]:
 
 
 def packaged(folder: str, name: str) -> Path | None:
-    """Returns the file of a packaged preset; None if there is none of this name. `folder`: a
-    command, `recipe` or `algorithm`; `name`: without ending. A preset of Shoal's own counts before
-    another system's."""
+    """Returns the file of a packaged preset; None if there is none of this name, if a text is
+    empty, or if `name` has a `/`. `folder`: a command, `recipe` or `algorithm`; `name`: without
+    ending. A preset of Shoal's own counts before another system's."""
     if not folder or not name or "/" in name:
         return None
     for path in preset_folders(folder):

@@ -88,7 +88,8 @@ def texts_of(requested: Any, decisions: Mapping[str, Decision] | None = None) ->
 def config_of(values: Mapping[str, Any]) -> Config:
     """Creates a training configuration from the values, by dotted key, of a stored config.yaml (as
     `texts_of` wrote it); keys that are missing have their defaults. Reads no preset, recipe or flag
-    of another system. Raises ShoalError for an unknown key or a value that does not fit."""
+    of another system. Raises ShoalError for an unknown key, or a value that does not fit its type
+    or range."""
     known = keys_of(Config)
     converted = {}
     for name, value in values.items():
@@ -118,8 +119,9 @@ def decisions_of(stored: Mapping[str, Any]) -> dict[str, Decision]:
 
 def resolved(requested: Config, decisions: Mapping[str, Decision]) -> Config:
     """Returns the configuration that a run uses: the requested one, with the values that the run
-    decided in place of open ones. A decision for a key that is not open is passed over: somebody
-    has given the key since, for example in config.yaml."""
+    decided in place of open ones. An open key without a decision stays open. A decision for a key
+    that is not open is passed over: somebody has given the key since, for example in
+    config.yaml."""
     values = {}
     for name in open_keys(requested):
         if name in decisions:
@@ -156,7 +158,8 @@ def escape(text: str) -> str:
 
 def require_given(config: Any, *keys: str) -> None:
     """Raises ShoalError, with the key's help text, for the first of these dotted keys whose value
-    is empty (or 0 or false). The message has the key's short form, if there is one."""
+    is empty (or 0 or false). The message has the key's short form, if there is one. Does nothing if
+    all have values."""
     short_forms = {alias.key: name for name, alias in aliases_of(type(config)).items()}
     for key in keys:
         if not get_value(config, key):
@@ -168,6 +171,6 @@ def require_given(config: Any, *keys: str) -> None:
 
 def meaning_of(config_type: type, key: str) -> str:
     """Returns a key's help text in a form that can end a sentence: first letter lower case, no full
-    stop."""
+    stop. KeyError if the class has no such key."""
     text = keys_of(config_type)[key].help.rstrip(".")
     return text[:1].lower() + text[1:]

@@ -81,7 +81,7 @@ class Config:
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if values of several sections
         contradict each other, or if `steps` is negative. The sections have checked the ranges of
-        their own values."""
+        their own values. The first fault found is raised."""
         at_least(self, "", 0, "steps")
         require(
             self.optimizer.reduce_dtype == "float32" or self.model.dtype in ("auto", "bfloat16"),
@@ -117,6 +117,7 @@ class Config:
             f"at most batch.prompts_per_step ({self.batch.prompts_per_step})",
         )
         require(
+            # A staleness of 1 is allowed with one step, too.
             self.steps == 0 or self.train.max_staleness < max(2, self.steps),
             "train.max_staleness",
             self.train.max_staleness,

@@ -23,7 +23,7 @@ def read_files(
     itself, lowest first. `_self_` in `defaults` is the place of the file itself, by default the
     last; entries `override ...` and mappings are skipped. An entry is a file in the same folder,
     with or without its ending, or else a preset of the command. The origin of each setting is
-    `FILE:LINE`.
+    `FILE:LINE`. A file that two `defaults` lead to is listed twice.
 
     `is_key`: True for the name of a key, whose value may be a mapping; `above`: the files whose
     `defaults` led here, to find circles. Raises ShoalError if a file is missing or cannot be read,
@@ -63,8 +63,8 @@ def read_files(
 
 
 def _file_beside(file: Path, name: str) -> Path | None:
-    """Returns the file of this name, with or without its ending, in the folder of another file;
-    None if there is none."""
+    """Returns the file of this name in the folder of another file: with the name as it is, else
+    with .yaml, else with .yml; None if there is none."""
     for ending in ("", ".yaml", ".yml"):
         path = file.parent / f"{name}{ending}"
         if path.is_file():
@@ -126,7 +126,7 @@ def _walk(
     """Yields (dotted name, value, line) for every value below a YAML node; the value of a key may
     be a mapping. `loader`: makes values from nodes; `head`: what to put before each name, '' or
     `section.`; `is_key`: as in `_leaves`. `lines`: name -> line so far, which is added to;
-    ValueError if a name is set twice."""
+    ValueError if a name is set twice. Names that are no texts, like numbers, become texts."""
     import yaml
 
     loader.flatten_mapping(node)  # puts in place what a YAML merge key, `<<: *anchor`, refers to
@@ -181,8 +181,10 @@ def interpolate(name: str, value: Any, get: Callable[[str], Any]) -> Any:
 
 def _referred(name: str, reference: str, get: Callable[[str], Any]) -> Any:
     """Returns the value that a reference in the value of `name` stands for; ShoalError if there is
-    none, or if it is None. `reference`: the text between `${` and `}`; `get`: as in `interpolate`.
-    Only `oc.env` and `oc.select` may have a default, a text after a comma."""
+    none, or if it is None, even with a default. `reference`: the text between `${` and `}`; `get`:
+    as in `interpolate`. Only `oc.env` and `oc.select` may have a default, a text after a comma;
+    after another reference the comma and what follows are not read. Another word before `:` is not
+    read either: `${x:name}` is `${name}`."""
     resolver, colon, arguments = reference.partition(":")
     if not colon:  # `${other.name}`
         resolver, arguments = "", reference

@@ -155,7 +155,8 @@ class AlgorithmSection:
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if a value is out of its
-        range, or if a lower bound is above its upper bound."""
+        range, or if a lower bound is above its upper bound. The first fault found is raised. Of the
+        lower bounds, -1 stands for their default."""
         require(self.std_ddof in (0, 1), "algorithm.std_ddof", self.std_ddof, "0 or 1")
         require(
             0 <= self.clip_low <= 1 or POLICY_LOSSES[self.loss].in_logarithms,

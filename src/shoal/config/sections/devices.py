@@ -102,7 +102,9 @@ class MeshSection:
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if an axis or a number of
-        processes is out of its range, or a compiler option is not NAME=VALUE."""
+        processes is out of its range, or a compiler option is not NAME=VALUE. The first fault found
+        is raised. The axes are 1 or more, but fsdp may be -1; sampler_tensor and processes are 0 or
+        more, process -1 or more."""
         for option in self.compiler_options:
             require("=" in option, "mesh.compiler_options", option, "NAME=VALUE")
         at_least(self, "mesh.", 0, "sampler_tensor", note="auto")
@@ -173,7 +175,9 @@ class SamplerSection:
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if a number is out of its
-        range, or an entry of `resources` is not NAME=VALUE with a number."""
+        range, or an entry of `resources` is not NAME=VALUE with a number. The first fault found is
+        raised. workers and devices_per_worker are 1 or more, restarts and stall_seconds 0 or
+        more."""
         at_least(self, "sampler.", 1, "workers", "devices_per_worker")
         at_least(self, "sampler.", 0, "restarts")
         at_least(self, "sampler.", 0, "stall_seconds", note="auto")
@@ -279,7 +283,8 @@ class VllmSection:
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if `memory` or `tolerance` is
-        out of its range, or an address is not HTTP."""
+        out of its range, or an address is not HTTP. The first fault found is raised. `memory` is 0
+        to 1, `tolerance` 0 or more; an address begins with http:// or https://."""
         require(
             0 <= self.memory <= 1,
             "vllm.memory",

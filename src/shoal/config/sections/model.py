@@ -31,7 +31,8 @@ class LoraSection:
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if the rank or alpha is out of
-        its range, or no targets are named."""
+        its range, or no targets are named. The first fault found is raised. The rank is 0 or more,
+        alpha above 0."""
         at_least(self, "model.lora.", 0, "rank", note="all weights are trained")
         require(self.alpha > 0, "model.lora.alpha", self.alpha, "a number above 0")
         require(

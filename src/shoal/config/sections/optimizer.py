@@ -42,7 +42,8 @@ class OptimizerSection:
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if a number is out of its
-        range."""
+        range. The first fault found is raised. beta1 and beta2 are from 0 to below 1; the other
+        numbers are 0 or more."""
         at_least(self, "optimizer.", 0, "lr", "eps", "warmup_steps", "weight_decay")
         at_least(self, "optimizer.", 0, "clip_grad_norm", note="off")
         require(0 <= self.beta1 < 1, "optimizer.beta1", self.beta1, "a number in [0, 1)")
@@ -86,6 +87,8 @@ class BatchSection:
     memory and speed, never the result."""
 
     def __post_init__(self) -> None:
+        """Checks the values: raises ShoalError, which names the key, if prompts_per_device or
+        micro_tokens is below 0, or prompts_per_step or group_size is below 1."""
         at_least(self, "batch.", 0, "prompts_per_device", note="off")
         at_least(self, "batch.", 0, "micro_tokens", note="auto")
         at_least(self, "batch.", 1, "prompts_per_step", "group_size")

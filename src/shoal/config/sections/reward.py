@@ -42,7 +42,8 @@ class JudgeSection:
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if the range of scores is not
-        two ascending numbers, a number is out of its range, or `cache` is a URL."""
+        two ascending numbers, a number is out of its range, or `cache` is a URL. The first fault
+        found is raised. max_tokens and concurrency are 1 or more, retries 0 or more."""
         low_high = self.score_range
         require(
             len(low_high) == 2 and low_high[0] < low_high[1],
@@ -96,7 +97,9 @@ class RewardSection:
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if a number is out of its
-        range, or `weights` and `functions` differ in number."""
+        range, or `weights` and `functions` are both given and differ in number. The first fault
+        found is raised. timeout_seconds is above 0, max_failed_share 0 to 1, overlong_buffer_tokens
+        -1 or more; memory_gib, workers and overlong_penalty are 0 or more."""
         require(
             self.timeout_seconds > 0,
             "reward.timeout_seconds",

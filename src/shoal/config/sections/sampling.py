@@ -74,7 +74,9 @@ class SamplingSection:
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if a number is out of its
-        range."""
+        range. The first fault found is raised. max_support and the most tokens of prompt and
+        completion are 1 or more; mean_completion_tokens is at most max_completion_tokens; top_p and
+        memory_share are above 0, up to 1, min_p below 1; the other numbers are 0 or more."""
         at_least(self, "sampling.", 0, "temperature", note="greedy")
         at_least(self, "sampling.", 0, "top_k", note="off")
         require(0 < self.top_p <= 1, "sampling.top_p", self.top_p, "a number in (0, 1]")

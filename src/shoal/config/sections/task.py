@@ -103,7 +103,9 @@ class EnvironmentSection:
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if a number is out of its
-        range, or `rollout` or `agent` is given beside another kind of tools or environment."""
+        range, or `rollout` or `agent` is given beside another kind of tools or environment. The
+        first fault found is raised. max_turns, result_bytes and workers are 1 or more, memory_gib
+        and rollouts 0 or more, timeout_seconds and episode_seconds above 0."""
         at_least(self, "environment.", 1, "max_turns", "result_bytes", "workers")
         at_least(self, "environment.", 0, "memory_gib", "rollouts")
         for name in ("rollout", "agent"):
@@ -179,8 +181,11 @@ class TaskSection:
     """countdown: how many numbers may be combined to reach the target."""
 
     def __post_init__(self) -> None:
-        """Checks the values: raises ShoalError, which names the key, if `name` is no name of a
-        task, a number is out of its range, or an entry of `columns` is not wanted=theirs."""
+        """Checks the values: raises ShoalError, which names the key, if `name` is a path, a file of
+        data, or what DOORS says is given in another way, a number is out of its range, or an entry
+        of `columns` is not wanted=theirs. The first fault found is raised. Whether there is a task
+        of this name is not checked here. num_steps is 1 to 8, num_numbers 2 to 6, max_value 20 or
+        more."""
         door = DOORS.get(self.name.partition(":")[0])
         require(door is None, "task.name", self.name, door or "")
         require(

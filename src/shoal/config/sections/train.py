@@ -49,8 +49,9 @@ class TrainSection:
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if a number is out of its
-        range, or `max_staleness` does not allow the interval and versions of the sampler's
-        weights."""
+        range, or `max_staleness` does not allow the interval and versions of the sampler's weights.
+        The first fault found is raised. retire_above is 0 to 1, evaluate_every -2 or more,
+        quick_questions and pass_k -1 or more, weight_sync_interval 1 or more."""
         require(
             0 <= self.retire_above <= 1,
             "train.retire_above",
@@ -93,7 +94,7 @@ class CheckpointSection:
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if a number is out of its
-        range."""
+        range. The first fault found is raised. keep_last is 1 or more; the others are 0 or more."""
         at_least(self, "checkpoint.", 0, "every", note="only the last step")
         at_least(self, "checkpoint.", 1, "keep_last")
         at_least(self, "checkpoint.", 0, "keep_best", note="off")
@@ -136,7 +137,8 @@ class ReportSection:
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if `completions_every` or a
-        step of `profile` is out of its range."""
+        step of `profile` is out of its range. The first fault found is raised. completions_every is
+        0 or more; steps count from 1."""
         require(
             self.completions_every >= 0,
             "report.completions_every",

@@ -28,7 +28,8 @@ def for_training(task: Task, config: Config) -> Task:
     """Returns the task as a training run uses it: without evaluation sets if `evaluate_every` is
     negative; if the data's answers are learned, with prompts that end before the assistant's first
     turn. In that case a note is added if rows have empty answers, and ShoalError is raised if rows
-    have nothing to learn."""
+    have nothing to learn. If there are no evaluation sets then, the task's own notes and the
+    held-out files of its report are dropped."""
 
     def example_of(row: int) -> Example:
         """Returns training row `row` whose prompt ends before the assistant's first turn; the row
@@ -65,6 +66,7 @@ def _notes_of_answers(task: Task) -> list[str]:
             messages = dialogue_messages(example)
             answer = [message for message in messages if message["role"] == ASSISTANT]
             if not answer:
+                # no turn of the assistant: the answer is a column, text or messages
                 answer = answer_to_learn(example)
             if answer is None:
                 lacking.append(place)
@@ -124,8 +126,8 @@ class DataSource:
         self.check_logprobs = sampler.check_logprobs
 
     def request(self, requests: Sequence[GroupRequest]) -> None:
-        """Keeps requests for training groups until `take`, because they need no sampling; passes
-        all others, of evaluations, to `sampler`."""
+        """Keeps requests for training groups, by their step, until `take`, because they need no
+        sampling; passes all others, of evaluations, to `sampler`."""
         for request in requests:
             if request.purpose is Purpose.TRAIN:
                 self.requested.setdefault(request.step, []).append(request)
@@ -138,7 +140,10 @@ class DataSource:
 
     def take(self, purpose: Purpose, step: int) -> list[Group]:
         """Returns the groups of a step, whose requests are then forgotten; those of training are
-        made of the data's answers, without waiting, and a row may give several (`streams`)."""
+        made of the data's answers, without waiting, in the order of the requests, and a row may
+        give several groups, one for each stream of tokens. KeyError if no training group of this
+        step was requested; ShoalError if a row has nothing to learn. Groups of other purposes are
+        those that the sampler returns."""
         if purpose is not Purpose.TRAIN:
             return self.sampler.take(purpose, step)
         groups = []
@@ -150,7 +155,8 @@ class DataSource:
     def _group(self, request: GroupRequest, stream: Stream) -> Group:
         """Makes a group whose single completion is the answer of the data that `stream` holds, cut
         at `sampling.max_completion_tokens` as sampling would cut it. Log-probs and the reward are
-        0."""
+        0, and each token has the requested version. The stop reason is LENGTH if the answer was
+        cut, else EOS if the last token ends a sequence, else DATA."""
         most = self.config.sampling.max_completion_tokens
         ids = stream.token_ids[:most]
         mask = stream.loss_mask[:most]

@@ -36,9 +36,10 @@ devices."""
 
 def check_dry_run(config: Any) -> list[Finding]:
     """Checks a command's configuration as its job would before it reads weights (`Job.check`),
-    without the stages that need a download. Returns the findings that are wrong or warnings, and
-    those that say what is not checked because it is not on this machine. ShoalError if the command
-    would refuse the configuration."""
+    without the stages that need a download. Of commands like compat and view, and of eval with
+    `responses`, only settings, names and files are checked. Returns the findings that are wrong or
+    warnings, and those that say what is not checked because it is not on this machine. ShoalError
+    if the command would refuse the configuration."""
     findings = Findings()
     command = command_of(type(config))
     check_before_weights(config)
@@ -115,7 +116,7 @@ def _check_source(source: str) -> None:
 def _check_roles(job: Job, roles: Roles) -> None:
     """Checks `roles` against the settings, if the job's own stages cannot, because its model is not
     here. ShoalError if the platform lacks the requested kernel of attention, or if the prompts of a
-    step do not fit the number of devices; a finding about idle devices."""
+    step do not fit the number of devices; adds a finding about idle devices to the job's."""
     from shoal.checks.inputs import check_idle
     from shoal.model.attention.selector import platform_fault
 
@@ -124,12 +125,14 @@ def _check_roles(job: Job, roles: Roles) -> None:
     if fault:
         raise ShoalError(f"model.attention={attention}: {fault}; leave it out", "model.attention")
     check_idle(job.requested.mesh, roles, len(job.devices), job.findings)
+    # called for its error alone
     for_devices(job.requested, roles.trainer.mesh.size, roles.trainer.platform)
 
 
 def _depends_on_devices(config: Config) -> bool:
-    """True if a step has so many tokens, or so few prompts on a device, that it depends on the
-    devices whether it is possible."""
+    """True if it depends on the devices whether a step is possible: if it may have more than
+    LARGE_STEP tokens, or if `batch.prompts_per_device` is set and below
+    `algorithm.num_minibatches`."""
     if _tokens(config) > LARGE_STEP:
         return True
     return 0 < config.batch.prompts_per_device < config.algorithm.num_minibatches
@@ -155,9 +158,10 @@ def _has_processes(config: Config, findings: Findings) -> bool:
 
 def check_placement(config: PlanConfig, findings: Findings) -> None:
     """Checks a plan's meshes on the devices of its topology; if it plans for this machine's devices
-    and the model is here too, also whether its memory fits. ShoalError if a mesh is impossible or
-    memory does not fit. Side effect: for a topology JAX's platform becomes `cpu` in this
-    process."""
+    and the model is here too, also whether its memory fits. ShoalError if a mesh is impossible,
+    memory does not fit, or, if the model's sizes are known here, a prompt with its completion may
+    be longer than the model's positions. Side effect: for a topology JAX's platform becomes `cpu`
+    in this process."""
     import jax
 
     from shoal.mesh.topology import parse_topology, placeholder_devices
@@ -182,8 +186,8 @@ def check_placement(config: PlanConfig, findings: Findings) -> None:
 
 
 def _quiet_job(config: Any, findings: Findings, **parts: Any) -> Job:
-    """Makes a job that prints nothing; what it finds goes into `findings`. `parts`: further
-    arguments of `Job`."""
+    """Makes a job that prints nothing; what it finds goes into `findings`. No stage is open yet;
+    the caller closes the job (`with`). `parts`: further arguments of `Job`."""
     from shoal.job.job import Job
     from shoal.report.console import Console
 

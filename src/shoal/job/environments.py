@@ -49,8 +49,9 @@ def with_environment(task: Task, given: Any) -> Task:
     """Returns the task with the tools and environments of the section `environment` of the
     configuration `given` in place of its own: `tools`, `factory` (also an environment of OpenEnv),
     or, as an environment by which a program of the user drives the whole rollout, `rollout` or
-    `agent`. Without these keys returns the task as it is. ShoalError if a file lacks what is
-    named."""
+    `agent`. `rollout` and `agent` also remove the task's tools. Without these keys returns the task
+    as it is. A given configuration without the section counts as one without the keys. ShoalError
+    if a file lacks what is named."""
     section = section_of(given)
     if section.tools:
         specs = []
@@ -103,8 +104,9 @@ class TurnFormats:
 
     def of(self, columns: Mapping[str, Any]) -> TurnFormat:
         """Returns the format of rollouts on a row with these columns; one is made for each kind of
-        environment when it is first needed. ShoalError if `sampling.max_completion_tokens` is too
-        small for even one answer of a tool."""
+        environment when it is first needed, and kept. Rows without an environment share one.
+        ShoalError if `sampling.max_completion_tokens` is too small for even one answer of a
+        tool."""
         kind = self.sessions.kind_of(columns)
         if kind in self._made:
             return self._made[kind]
@@ -139,7 +141,8 @@ class TurnFormats:
 
     def encode(self, example: Example) -> np.ndarray:
         """Returns the token ids of an example's prompt, int32[T], including the description of its
-        tools; without it if a program of the user drives the rollout."""
+        tools; without it if a program of the user drives the rollout. ShoalError if
+        `sampling.max_completion_tokens` is too small for one answer of a tool."""
         kind = self.sessions.kind_of(example.columns)
         if (
             kind and kind.is_rollout_function
@@ -164,8 +167,9 @@ def written_call_format(tokenizer: Tokenizer, sessions: Sessions) -> str:
 
 
 def make_turn_driver(turns: TurnFormats, num_slots: int, sampling: SamplingSection) -> TurnDriver:
-    """Makes the driver of rollouts with several turns. As many rollouts run at once as
-    `environment.rollouts` says, by default one for each of the sampler's `num_slots` slots."""
+    """Makes the driver, which answers the turns of rollouts by tools and environments. The sessions
+    stay the caller's to close. As many rollouts run at once as `environment.rollouts` says, by
+    default one for each of the sampler's `num_slots` slots."""
     num_rollouts = turns.section.rollouts or num_slots
     return TurnDriver(
         sessions=turns.sessions,
@@ -201,7 +205,8 @@ def open_sessions(task: Task, given: Any) -> Sessions | None:
 
 def _try(sessions: Sessions, example: Example) -> None:
     """Tries the tools and the environment of a row: reads the tools' schemas, begins a session and
-    ends it, and waits until both are done. ShoalError if one of these fails."""
+    ends it, and waits until both are done. ShoalError if one of these fails, for the first
+    failure."""
     for function in sessions.functions(example.columns).values():
         schema(function)
     sessions.open("tried", {**example.columns, "prompt": example.prompt})
@@ -216,8 +221,9 @@ def _try(sessions: Sessions, example: Example) -> None:
 
 def _fault_of(reply: Reply, kind: EnvironmentKind | None, example: Example) -> ShoalError:
     """Returns the error that names the function of the user that failed on a row: the agent, the
-    rollout function, or the method of an environment, with what it must return. `kind`: the row's
-    kind of environment, if any; `reply`: the one that says what failed."""
+    rollout function, or the method of an environment (`get_reward` if the session failed at its
+    end, else `reset`), with what it must return. `kind`: the row's kind of environment, if any;
+    `reply`: the one that says what failed."""
     row = example.place or f"data row {example.row}"
     if kind and kind.is_rollout_function and kind.type is Agent:
         return ShoalError(f"the agent failed for {row}: {reply.error}", "environment.agent")
@@ -271,6 +277,7 @@ def enter_sandbox(task: Task, section: EnvironmentSection) -> Callable[[socket.s
     words = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--die-with-parent"]
     words += ["--cap-drop", "ALL", "--clearenv"]
     words += ["--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev"]
+    # after the mount of /, because these mounts lie in it
     words += _without_sockets([os.getcwd(), sys.prefix, sys.base_prefix, *paths], files)
     words += ["--chdir", os.getcwd()]
     words += ["--setenv", "HOME", "/dev/shm", "--setenv", "TMPDIR", "/dev/shm"]
@@ -299,7 +306,8 @@ def _without_sockets(folders: Iterable[str], files: Iterable[str]) -> list[str]:
     """Returns arguments of bwrap, in their order, that hide the machine's sockets. SOCKET_FOLDERS
     become empty folders, read-only, in which only the `folders` and the folders of the `files` are
     visible (of a folder that is one of SOCKET_FOLDERS itself, its Python files); a socket anywhere
-    else is replaced by /dev/null."""
+    else is replaced by /dev/null. `folders` and `files` that do not lie in SOCKET_FOLDERS are
+    visible anyway."""
     hidden = {os.path.realpath(path) for path in SOCKET_FOLDERS if os.path.isdir(path)}
     words: list[str] = []
     for path in sorted(hidden):
@@ -314,11 +322,13 @@ def _without_sockets(folders: Iterable[str], files: Iterable[str]) -> list[str]:
             shown += [str(path) for path in Path(real).glob("*.py")]
         elif _is_below(real, hidden) and os.path.exists(real):
             shown.append(real)
+    # Outer folders come first: a later mount of an outer folder would hide an inner one.
     for path in sorted(set(shown), key=len):
         words += ["--ro-bind", path, path]
     for path in sorted(set(_sockets())):
         if not _is_below(path, hidden) or _is_below(path, shown):
             words += ["--ro-bind", "/dev/null", path]
+    # Last, because bwrap has to make the mount points above in these folders.
     for path in sorted(hidden):
         words += ["--remount-ro", path]
     return words
@@ -358,13 +368,14 @@ def _sockets() -> Iterator[str]:
 def _lines_of_sockets() -> Iterator[str]:
     """Yields the lines of /proc/net/unix of each network namespace that a process of this machine
     is in, because a socket in a file can be reached from all of them. Namespaces of other users'
-    processes are left out."""
+    processes are left out. A namespace is read once."""
     tables = {os.readlink("/proc/self/ns/net"): Path("/proc/net/unix")}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             tables.setdefault(os.readlink(process / "ns" / "net"), process / "net" / "unix")
     for table in tables.values():
         with contextlib.suppress(OSError):
+            # The first line has the columns' names.
             yield from os.fsdecode(table.read_bytes()).split("\n")[1:]
 
 
@@ -390,7 +401,9 @@ def _spec(function: Callable[..., Any]) -> str:
 
 def serve() -> None:
     """Runs the supervisor of tools and environments in the sandbox, until the trainer is gone. It
-    is the program that `enter_sandbox` starts; its arguments are in `sys.argv`."""
+    is the program that `enter_sandbox` starts; `sys.argv` has the number of the socket's file
+    descriptor and a JSON text [tools, environments, section], in which each tool and environment is
+    `FILE:NAME`. Does not return."""
     tool_specs, environment_specs, section = json.loads(sys.argv[2])
     # Loaded in one call, so that what comes from one file shares one module.
     specs = list(tool_specs) + list(environment_specs.values())

@@ -39,8 +39,9 @@ def fingerprint(
     """Returns what a run's numbers depend on besides its configuration, as a dict that JSON can
     hold: the machine, a digest of the data, digests of the reward functions, tools and
     environments, and checksums of the weights that training does not change (`reference`,
-    `teacher`; `base`: the weights under an adapter, with `base_types`). Checksums of models that
-    are not given are left out."""
+    `teacher`; `base`: the weights under an adapter, with `base_types`). The keys are `machine`,
+    `data`, `rewards` (function -> digest) and, for models that are given, `base`, `base_types`,
+    `reference` and `teacher`. Checksums of models that are not given are left out."""
     from shoal.weights.checksum import types_text, weights_text
 
     # Functions that score answers, and tools and environments, which answer the model.
@@ -106,8 +107,8 @@ def package_version(package: str) -> str:
 
 def data_digest(task: Task, seed: int) -> str:
     """Returns a text with the number of training rows and a hash of these and of the evaluation
-    sets. If there are more than MOST_ROWS rows, the hash covers a sample that the seed chooses.
-    `seed`: the run's."""
+    sets. If there are more than MOST_ROWS rows, the hash covers a sample that the seed chooses, and
+    the evaluation sets whole. `seed`: the run's."""
     count = len(task.train)
     rows = list(range(count))
     if count > MOST_ROWS:
@@ -132,8 +133,9 @@ def data_digest(task: Task, seed: int) -> str:
 
 def _source_digest(reward: RewardFunction) -> str:
     """Returns a hash of the source of a function's module and, unless it is part of an installed
-    package, of the modules in its folder that it imports. '' if the source is not available. A
-    reward model or a judge gives its own digest."""
+    package, of the modules in its folder that it imports. '' if the source is not available. For a
+    reward model or a judge it is what its own method `digest` returns. A `functools.partial` counts
+    as its function, without its arguments."""
     function: Any = reward.function
     digest = getattr(function, "digest", None)
     if digest:  # the function is a reward model or a judge
@@ -164,6 +166,8 @@ def _local_imports(file: Path) -> list[Path]:
     # Searches only these folders, so that installed packages are left out.
     finder = modulefinder.ModuleFinder([str(file.parent), str(root)])
     try:
+        # called with the module's dotted name, for the modules that `finder` collects; it executes
+        # none of them
         finder.import_hook(".".join(file.relative_to(root).with_suffix("").parts))
     except (ImportError, SyntaxError, ValueError):
         return []
@@ -176,10 +180,10 @@ def _local_imports(file: Path) -> list[Path]:
 
 
 def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Console) -> None:
-    """Compares the fingerprint of a checkpoint with that of this process. Raises ShoalError if the
-    data, the frozen weights, the reference or the teacher differ; warns if the machine or the files
-    of reward functions, tools or environments do. Models and functions that only one of the two has
-    are not compared."""
+    """Compares the fingerprint of a checkpoint, `saved`, with that of this process, `now`. Raises
+    ShoalError if the data, the frozen weights, the reference or the teacher differ; warns if the
+    machine or the files of reward functions, tools or environments do. Models and functions that
+    only one of the two has are not compared."""
     if saved["data"] != now["data"]:
         raise ShoalError(
             f"the training data is not what this run was started with (it had {saved['data']}, now "

@@ -95,9 +95,9 @@ def reference_note(config: Config, model: Model) -> str:
 
 
 def data_lines(task: Task) -> dict[str, str]:
-    """Returns a dict (title -> text) for the head of a run. For data from files: the files that
-    were read with their rows, and how many training rows are kept and why others are not. For
-    generated data: one line with the number of training prompts."""
+    """Returns a dict (title -> text) for the head of a run. For data from files `data`, the files
+    that were read with their rows, and `training prompts`, how many training rows are kept and why
+    others are not. For generated data `data` alone, with the number of training prompts."""
     report = task.data
     count = len(task.train)
     if not (report.train_files or report.held_out_files):
@@ -118,7 +118,8 @@ def data_lines(task: Task) -> dict[str, str]:
 
 
 def files_text(files: Mapping[str, int]) -> str:
-    """Returns a text like `data/train-0.parquet and 3 more files (7,473 rows)`; '' for no files."""
+    """Returns a text like `data/train-0.parquet and 3 more files (7,473 rows)`; '' for no files.
+    `files`: file -> number of rows; the first one is named."""
     if not files:
         return ""
     text = next(iter(files))

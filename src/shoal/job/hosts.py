@@ -113,10 +113,11 @@ def caller_fleet(
     turn_driver: TurnDriver | None = None,
 ) -> Fleet:
     """Returns a fleet with a single host, which samples in the thread that calls the fleet, with
-    the engines that `make_engine(purpose, group size)` returns. `on_progress`: called during an
-    evaluation with (name of its part, questions answered, questions of that part). `stop`: ends
-    waits of the fleet once it is requested; None: never. `turn_driver`: answers the turns of tools
-    and environments; None: a completion is one answer."""
+    the engines that `make_engine(purpose, group size)` returns. The caller closes the fleet;
+    `rewards` and `turn_driver` stay open then. `on_progress`: called during an evaluation with
+    (name of its part, questions answered, questions of that part). `stop`: ends waits of the fleet
+    once it is requested; None: never. `turn_driver`: answers the turns of tools and environments;
+    None: a completion is one answer."""
     return Fleet(
         store,
         {HERE: EngineHost(make_engine)},
@@ -141,9 +142,9 @@ def training_fleet(
 ) -> Fleet:
     """Returns the fleet that samples for a training run: a `vllm_fleet` or `ray_fleet` if
     `sampler.kind` says so; else a `thread_fleet` if the sampler has devices of its own, and a
-    `caller_fleet` if it shares the trainer's. `spec`: the model's files and tokenizer. `cluster`:
-    the Ray cluster; None if none was joined. `turns`: how turns are written as tokens; None if
-    rollouts are single answers."""
+    `caller_fleet` if it shares the trainer's. The caller closes the fleet. `spec`: the model's
+    files and tokenizer. `cluster`: the Ray cluster; None if none was joined. `turns`: how turns are
+    written as tokens; None if rollouts are single answers."""
     tokenizer = spec.tokenizer
     turn_driver = None
     if turns:
@@ -210,8 +211,9 @@ def thread_fleet(
     turn_driver: TurnDriver | None,
 ) -> Fleet:
     """Returns the fleet of a sampler that has devices of its own in this process: one host for each
-    replica of the model, each in a thread of its own, so that sampling and training overlap. The
-    fleet works in the background and prints notes and progress on `console`."""
+    replica of the model, named `sampler 0`, `sampler 1` and so on, each in a thread of its own, so
+    that sampling and training overlap. The fleet works in the background and prints notes and
+    progress on `console`."""
     slots = training_slots(config, roles, model.architecture).slots
     woken = threading.Event()
     hosts = {}
@@ -360,7 +362,7 @@ def worker_environment(devices: int, accelerator: str) -> dict[str, str]:
     """Returns the environment variables of a Ray worker on `devices` devices: those of this process
     that decide numbers, threads or memory (ENVIRONMENT). If `accelerator`, Ray's name of the
     devices, is CPU and there are several, XLA_FLAGS also makes JAX split the worker's CPU into that
-    many."""
+    many, unless it gives a number itself."""
     variables = {name: value for name, value in os.environ.items() if name.startswith(ENVIRONMENT)}
     flag = "--xla_force_host_platform_device_count"
     xla_flags = variables.get("XLA_FLAGS", "")
@@ -379,11 +381,12 @@ def ray_fleet(
     cluster: Cluster,
     turn_driver: TurnDriver | None,
 ) -> Fleet:
-    """Returns the fleet whose hosts are workers of a Ray cluster; each joins when the cluster has
-    free resources for it. If workers must compute the same numbers (`train.versions=fixed`), this
-    process samples a known group while they start, and theirs are compared with it. `on_progress`:
-    like that of `caller_fleet`. Side effect: sets in `cluster` how workers are made and what they
-    are compared with."""
+    """Returns the fleet whose hosts are workers of a Ray cluster, named `worker 0`, `worker 1` and
+    so on; each joins when the cluster has free resources for it. If workers must compute the same
+    numbers (`train.versions=fixed`), this process samples a known group while they start, and
+    theirs are compared with it. `on_progress`: called during an evaluation with (name of its part,
+    questions answered, questions of that part). Side effect: sets in `cluster` how workers are made
+    and what they are compared with."""
     model = store.model
     woken = threading.Event()
     facts = machine()
@@ -447,6 +450,7 @@ def vllm_fleet(
         adapters=sends_adapters(config.vllm, model),
         starts=not config.vllm.urls,
     )
+    # Servers on the trainer's GPU give its memory back while the trainer works.
     sleeps = config.shares_gpu and model.role.platform != "cpu"
     settings = http_engine.Settings(
         probe=ids,
@@ -555,7 +559,8 @@ def trainer_probe(
     """Makes a probe that compares a server's numbers with the trainer's. Returns (ids, beginnings,
     score). `ids`: at most PROBE_TOKENS tokens from all over the vocabulary, fewer than `longest`,
     which both sides score. `beginnings`: lengths of beginnings of these tokens; after each the
-    server samples a token with `params`. `score(parameters)`: the trainer's log-probs of both."""
+    server samples a token with `params`. `score(parameters)`: the trainer's log-probs of both. It
+    compiles when it is first called."""
     num_tokens = min(PROBE_TOKENS, longest - 1)
     vocab_size = model.architecture.vocab_size
     ids = [position * PROBE_STRIDE % vocab_size for position in range(num_tokens)]
@@ -564,6 +569,8 @@ def trainer_probe(
     lengths = {-(-len(ids) * part // PROBE_BEGINNINGS) for part in range(1, PROBE_BEGINNINGS + 1)}
     beginnings = sorted(lengths)
     batch = MicroBatch.empty(Shape(1, PROBE_TOKENS), temperature=1.0)
+    # In row 0: the first token counts as the prompt, the others as its completion. A key is (group,
+    # completion, index of its first token).
     batch.add(0, np.array(ids[:1]), {(0, 0, 0): np.array(ids[1:])})
     sampling = jax.tree.map(functools.partial(np.zeros, len(beginnings)), SAMPLING_TYPES)
     sampling.set(slice(None), params)
@@ -580,6 +587,7 @@ def trainer_probe(
         the probe after the first, and after each beginning the log-probs of all tokens of the
         vocabulary."""
         scorer = ModelScorer(model, parameters)
+        # [0, 0]: group 0, completion 0
         logprobs = unpack([batch], [np.asarray(scorer.score(batch.arrays))])[0, 0]
         next_logprobs = next_token_program(parameters, scorer.put(batch.arrays))
         return ProbeScores(logprobs, np.asarray(next_logprobs))
@@ -746,12 +754,16 @@ def sampling_engine_maker(
     group_size: int,
     truncated: bool = False,
 ) -> Callable[[Purpose, int], Engine]:
-    """Returns the engine maker of a command that only samples (eval, generate, serve). An engine
-    holds `slots` completions at once. `truncated`: as for `engine_maker`."""
+    """Returns the engine maker of a command that only samples (eval, generate, serve): a function
+    (purpose, group size) -> engine, which makes an engine when one is first needed and keeps it. An
+    engine holds at most `slots` completions at once. `group_size`: the number of completions of a
+    prompt for which rows are planned. `truncated`: True if a request may truncate the distribution
+    (top-k, top-p, min-p) although `sampling` does not."""
     # The number of slots does not depend on how many prompts there are. Another number of rows is
     # another program, whose last bits differ on some processors, and an answer must not depend on
     # how many others were requested. Only an evaluation gets fewer slots if it has fewer
     # completions, because its questions are fixed by its data.
+    # math.inf: as if completions without end were requested at the same time
     plan = plan_slots(sampling, model, slots, group_size, math.inf)
     return engine_maker(model, tokenizer, sampling, plan, group_size, truncated=truncated)
 
@@ -764,9 +776,10 @@ def training_engine_maker(
     architecture: Architecture | None = None,
     host: int = 0,
 ) -> Callable[[Purpose, int], Engine]:
-    """Returns the engine maker of one host of a training run's sampler: `roles.hosts[host]`.
-    `architecture`: the one from which the number of slots is planned, if it is not that of `model`,
-    as in a plan whose model has fewer layers."""
+    """Returns the engine maker of one host of a training run's sampler, `roles.hosts[host]`: a
+    function (purpose, group size) -> engine, which makes an engine when one is first needed and
+    keeps it. `host` counts from 0. `architecture`: the one from which the number of slots is
+    planned, if it is not that of `model`, as in a plan whose model has fewer layers."""
     plan = training_slots(config, roles, architecture or model.architecture)
     return engine_maker(
         model.on(roles.hosts[host]),
@@ -787,8 +800,9 @@ def run_engines(
 ) -> Iterator[tuple[str, Engine]]:
     """Yields (name, engine) for each use that a training run makes of its sampler: `training`'s
     groups, greedy answers of an `evaluation`, and groups of `pass@k` if the run measures it.
-    Several names may have the same engine. Compiles nothing. `architecture`: as for
-    `training_engine_maker`."""
+    Several names may have the same engine. Compiles nothing. All are engines of the first host.
+    `architecture`: the one from which the number of slots is planned, if it is not that of
+    `model`."""
     make_engine = training_engine_maker(config, model, roles, tokenizer, architecture)
     yield "training", make_engine(Purpose.TRAIN, config.batch.group_size)
     yield "evaluation", make_engine(Purpose.EVALUATE, 1)

@@ -58,7 +58,8 @@ def end_on_interrupt() -> None:
 
 
 def raise_on_interrupt() -> None:
-    """Makes Ctrl-C raise KeyboardInterrupt again, after `end_on_interrupt`."""
+    """Makes Ctrl-C raise KeyboardInterrupt again, after `end_on_interrupt`. Does nothing if another
+    handler is set."""
     handler = signal.getsignal(signal.SIGINT)
     if isinstance(handler, EarlyInterrupt):
         handler.raises = True
@@ -67,7 +68,7 @@ def raise_on_interrupt() -> None:
 @contextlib.contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
     """Within the block SIGTERM raises KeyboardInterrupt like Ctrl-C, so that a command cleans up.
-    Has no effect outside of the main thread."""
+    After the block the handler from before is back. Has no effect outside of the main thread."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

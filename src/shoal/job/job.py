@@ -181,12 +181,13 @@ class Job(StagedJob):
     ) -> None:
         """Makes a job without opening a stage. `resumed`: the folder of the run that is resumed;
         None for a new run. `functions`, `task`: reward functions and data that were passed from
-        Python. `devices`: devices to use in place of this machine's; empty: all that JAX finds.
-        `model_source`: a model to use in place of the one that `model.path` names; with it the job
-        is one of `estimate` unless `command` says otherwise. `findings`: where stages record what
-        they find; None: a new object. `command`: the command that the job is opened for; None: the
-        one that the type of `config` belongs to. If `model.path` is a run, its `scan_layers` and
-        `quantise` are the defaults."""
+        Python; if `task` is given, its own reward functions are used in place of `functions`.
+        `devices`: devices to use in place of this machine's; empty: all that JAX finds.
+        `model_source`: a model to use in place of the one that `model.path` names; with it a
+        training job is one of `estimate` unless `command` says otherwise. `findings`: where stages
+        record what they find; None: a new object. `command`: the command that the job is opened
+        for; None: the one that the type of `config` belongs to. If `model.path` is a run, its
+        `scan_layers` and `quantise` are the defaults."""
         super().__init__(command or _command_of(config, model_source), findings or Findings())
         requested: Any = replace(config, model=with_run(config.model))
         # Tells this process from the others of its run, and so is no part of `requested`.
@@ -258,8 +259,10 @@ class Job(StagedJob):
     def loaded_task(self) -> Task:
         """Loads the task and returns it: its questions, its own reward functions, and the tools and
         environments of the section `environment`. The task is the one passed from Python or else
-        the one that `task.name` names. For training it is changed by `for_training`; other commands
-        read data for an evaluation alone. Prints the task's notes."""
+        the one that `task.name` names. For training it has no evaluation sets if `evaluate_every`
+        is negative, and prompts that end before the first answer if the data's answers are learned;
+        other commands read data for an evaluation alone. Prints the task's notes. ShoalError if the
+        task or its data is wrong."""
         c = self.requested
         with nullcontext() if self.trains else evaluating():
             task = with_environment(self._given_task or load_questions(c.task, c.reward), c)
@@ -304,9 +307,10 @@ class Job(StagedJob):
         """Returns the functions that score answers: those of `reward.functions` and those passed
         from Python, or, if there are none, the task's own; then those of its environments, and the
         penalty on long completions if it is set. An algorithm without rewards, if none are given,
-        gets UNREWARDED. ShoalError if there is none although the job needs rewards. Only the task's
-        own functions need the data. Side effect: sets the model settings and devices with which
-        reward models compute."""
+        gets UNREWARDED, a function that scores 0. If a task was passed from Python, its own
+        functions take the place of the first ones. ShoalError if there is none although the job
+        needs rewards. Only the task's own functions need the data. Side effect: sets the model
+        settings and devices with which reward models compute."""
         c = self.requested
         needs_rewards = not self.trains or c.algorithm.uses_rewards
         # Not open if loading failed, or if a dry run lacks the data.
@@ -385,7 +389,8 @@ class Job(StagedJob):
     )
     def devices(self) -> Sequence[Any]:
         """Returns all devices that JAX finds, or those that the job was given. Starts JAX's
-        threads."""
+        threads, and configures JAX before that, which has an effect only if JAX has not looked for
+        its devices yet."""
         shares_gpu = getattr(self.requested, "shares_gpu", False)
         return available_devices(self.requested.mesh, shares_gpu)
 
@@ -610,9 +615,9 @@ class Job(StagedJob):
         "data", "task.path", needs=("loaded_task", "tokenizer", "turn_formats"), commands=WITH_TASK
     )
     def evaluation_sets(self) -> Mapping[str, Sequence[TokenizedExample]]:
-        """Returns the tokenized questions of each evaluation set, by name. A set whose prompts are
-        all too long is left out with a warning; if that is the first set, its ShoalError is raised.
-        Any other fault of a set is raised too."""
+        """Returns the tokenized questions of each evaluation set, by name; {} if the task has none.
+        A set whose prompts are all too long is left out with a warning; if that is the first set,
+        its ShoalError is raised. Any other fault of a set is raised too."""
         warn = self.findings.of("data").warning if self.trains else self.console.warning
         sets = {}
         for name, examples in self.loaded_task.evaluations.items():
@@ -691,8 +696,8 @@ class Job(StagedJob):
     def sampling_settings(self) -> SamplingSection:
         """Returns the settings of sampling with `sampling.prompt_slot_tokens` and
         `sampling.evaluation_slots` decided from the data, if they were left open: the room for the
-        longest prompt (`with_prompt_slot_tokens`), and the number of completions of a whole
-        evaluation."""
+        longest prompt (0, which means `sampling.max_prompt_tokens`, if not all prompts are known
+        before the run), and the number of completions of a whole evaluation."""
         settings = self.config_for_devices if self.trains else self.requested
         quick_questions = settings.quick_questions if self.trains else 0
         evaluator = Evaluator(
@@ -765,6 +770,7 @@ class Job(StagedJob):
         for example because the prompt already opens the tag that they look for: every answer would
         count as wrong. Tries it on the first question of the first set that has one. Does nothing
         with environments or reward models."""
+        # the first question of the first set that has one; None if none has
         first = next(
             (questions[0] for questions in self.evaluation_sets.values() if questions), None
         )
@@ -791,7 +797,8 @@ class Job(StagedJob):
     def memory_finding(self) -> Finding:
         """Compares the memory that a device must hold with what it has, as far as this is known
         before anything is compiled, and returns the finding, which is also added to the job's. Adds
-        a warning if the learning rate is high for the model's size. ShoalError if it cannot fit."""
+        a warning if the learning rate is high for the model's size. ShoalError if a device would
+        need more than its whole memory, free or not."""
         check_lr_for_size(self.config, parameter_count(self.model.architecture), self.findings)
         finding = check_memory(self)
         self.findings.extend([finding])
@@ -931,11 +938,12 @@ class Job(StagedJob):
     def decide(
         self, config: Any, key: str, value: Any, facts: Mapping[str, str | int] | None = None
     ) -> Any:
-        """Returns the configuration with `value` for `key` if the user left that key open, else
-        `config` unchanged. Side effect: records the decision in `decisions` with what it was made
-        from, the keys and `facts` that the key's declaration names in `decided_from`. A resumed run
-        keeps its earlier value while all of these are the same, and warns if the value changes.
-        `facts`: name -> value, for sources that are no keys."""
+        """Returns the configuration with `value` (or the earlier value, see below) for `key` if the
+        user left that key open, else `config` unchanged. Side effect: records the decision in
+        `decisions` with what it was made from, the keys and `facts` that the key's declaration
+        names in `decided_from`. A resumed run keeps its earlier value while all of these are the
+        same, and warns if the value changes. `facts`: name -> value, for sources that are no
+        keys."""
         if key not in open_keys(self.requested):
             return config
         known_facts = facts or {}
@@ -964,6 +972,7 @@ class Job(StagedJob):
             requested_before = read_requested(self.resumed)
             if key in open_keys(requested_before):
                 return  # decided before too, but that value was not stored
+            # the user's own value then
             value_before = get_value(requested_before, key)
             reason = "it was given before, and is left open now"
         else:
@@ -981,9 +990,10 @@ class Job(StagedJob):
             )
 
     def decide_sampler_tensor(self, roles: Roles) -> Config:
-        """Returns the requested configuration with `mesh.sampler_tensor` decided: the devices of a
-        replica in `roles`, or, with `sampler.kind=ray`, all devices of a worker. A value that the
-        user set stays. Of vLLM it stays open, because its servers split a model themselves."""
+        """Returns the requested configuration with `mesh.sampler_tensor` decided, and recorded in
+        `decisions`: the devices of a replica in `roles`, or, with `sampler.kind=ray`, all devices
+        of a worker. A value that the user set stays. Of vLLM it stays open, because its servers
+        split a model themselves."""
         config = self.requested
         if config.sampler.kind == "vllm":
             return config
@@ -997,11 +1007,11 @@ class Job(StagedJob):
         )
 
     def with_prompt_slot_tokens(self, settings: Any) -> Any:
-        """Returns the configuration `settings` with `sampling.prompt_slot_tokens` decided, the
-        tokens that a slot of the sampler holds for a prompt: the longest prompt, rounded up to a
-        multiple of KEY_BLOCK, if all prompts are known before the run. 0, which means
-        `sampling.max_prompt_tokens`, if they are not, or if that limit is not larger. ShoalError if
-        the user set fewer than needed."""
+        """Returns the configuration `settings` with `sampling.prompt_slot_tokens` decided, if it
+        was left open, and recorded in `decisions`. It is the number of tokens that a slot of the
+        sampler holds for a prompt: the longest prompt, rounded up to a multiple of KEY_BLOCK, if
+        all prompts are known before the run. 0, which means `sampling.max_prompt_tokens`, if they
+        are not, or if that limit is not larger. ShoalError if the user set fewer than needed."""
         sampling = settings.sampling
         requested = self.requested.sampling.prompt_slot_tokens
         is_known = self.requested.task.name in OWN_DATA and self.sessions is None
@@ -1055,6 +1065,7 @@ class Job(StagedJob):
         if config.model.lora != self.config.model.lora:
             spec = replace(spec, architecture=adapted(config.model.lora, spec.architecture))
         other = Job(config, Console(io.StringIO()), devices=self.devices, model_source=spec)
+        # The other job, one of `estimate`, opens neither of them itself.
         for name in ("teacher_source", "cluster"):
             if name in self.opened:
                 other.opened[name] = self.opened[name]
@@ -1122,8 +1133,9 @@ def _devices_text(role: Role) -> str:
 
 
 def _command_of(config: Any, model_source: ModelSource | None) -> Command:
-    """Returns the command that a configuration's type belongs to: `estimate` for a plan, or if the
-    job was given a model; else `eval`, `generate`, `serve`, `doctor` or `train`."""
+    """Returns the command that a configuration's type belongs to: `eval`, `generate` or `serve` for
+    theirs, also if the job was given a model; of the others `estimate` for a plan or if the job was
+    given a model, else `doctor` or `train`."""
     if isinstance(config, EvalConfig):
         return "eval"
     if isinstance(config, GenerateConfig):

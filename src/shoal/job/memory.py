@@ -80,13 +80,13 @@ def job_budget(job: Job) -> Budget:
 
 def update_memory(job: Job, tokens: int) -> tuple[int, list[Item]]:
     """Returns a pair: (bytes that an update of `tokens` tokens on a device is estimated to need
-    there, besides what the roles hold; items that it stores in the host's memory, which is empty
-    unless `model.remat` is `offload` on an accelerator)."""
+    there, besides what the roles hold, the layers' activations included; items that it stores in
+    the host's memory, which is empty unless `model.remat` is `offload` on an accelerator)."""
     model = job.model
     role = job.roles.trainer
     a = model.architecture
     remat = model.remat
-    if remat == "none":
+    if remat == "none":  # has no estimate of its own; it stores at least what `dots` stores
         remat = "dots"
     needed = update_bytes(a, role, model.dtype, tokens)
     needed += activation_bytes(a, tokens / role.tensor, model.dtype, remat)
@@ -120,7 +120,8 @@ def judge_memory(
     the job fits easily). The finding is `ok`, `warning` if the fit is tight, or `wrong` if memory
     is not enough. `bound`: the words before the estimate, `at least` if it leaves out what
     compilation will show. `describe`: returns the budget of a job with another configuration, to
-    try advice. If the device does not report its memory, the finding is `ok`."""
+    try advice. `available`: what the devices report. If the device does not report its memory, the
+    finding is `ok` and the advice ''."""
     shared = ""
     if available.sharing > 1:
         shared = f" on each of {available.sharing} devices that share it"

@@ -28,7 +28,7 @@ from shoal.weights.source import ModelSource, planned_architecture
 def explain_out_of_memory(error: BaseException, config: Any) -> ShoalError | None:
     """Returns a ShoalError that explains `error` with the keys to change and, for a training run,
     what a device held, if `error` or one of its causes says that a device or the machine ran out of
-    memory; else None."""
+    memory; else None. It is returned, not raised."""
     seen: BaseException | None = error
     while seen is not None and not _is_out_of_memory(seen):
         seen = seen.__cause__ or seen.__context__
@@ -97,7 +97,8 @@ def _of_program(budget: Budget, program: str) -> Budget:
 
 
 def _with_extra(budget: Budget, extra: int) -> Budget:
-    """Returns the budget with `extra` bytes for each of its programs besides what roles hold."""
+    """Returns the budget with `extra` bytes for each of its programs besides what roles hold. The
+    given budget is not changed."""
     costs = {program: ProgramCost(extra_bytes=extra) for program in budget.programs}
     return replace(budget, costs=costs)
 

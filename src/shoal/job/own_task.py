@@ -30,10 +30,10 @@ def config_for_eval_of_run(
 ) -> tuple[EvalConfig, Resolved]:
     """Returns the configuration, and where its values come from, with the task, rewards,
     environment and lengths of the run in `model.path` as defaults: the user's own keys come before
-    them. A note that says so is added to the second. Returns both unchanged if the model is no run,
-    if another task is named, or if stored responses are scored. `has_functions`: True if reward
-    functions were passed from Python. ShoalError if the run used Python objects that are not given
-    again."""
+    them. A note that says so becomes the first of the second's `notes`. Returns both unchanged if
+    the model is no run, if another task is named, or if stored responses are scored.
+    `has_functions`: True if reward functions were passed from Python. ShoalError if the run used
+    Python objects that are not given again."""
     path = config.model.path
     if config.responses:
         return config, resolved
@@ -87,7 +87,8 @@ def config_for_eval_of_run(
 
 def _require_from_python(path: str, stored: Config, has_rewards: bool) -> None:
     """Raises ShoalError if the run's rows came from Python, or its rewards did and no others are
-    given."""
+    given. `stored`: the run's configuration; `has_rewards`: True if others are given; `path`: the
+    model's, for the error."""
     if stored.task.name == ROWS:
         what, rows = "task", "task=rows, "
     elif not has_rewards and any(spec.startswith(FROM_PYTHON) for spec in stored.reward.functions):

@@ -34,8 +34,9 @@ SAME = ("python", "shoal", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint"
 
 def open_console(config: Config) -> tuple[Config, Console]:
     """Returns (configuration, console): the configuration, with the number of processes and of this
-    one as the environment gives them, and the console, which prints only in process 0. ShoalError
-    if the keys of `mesh` about processes are wrong."""
+    one as the environment gives them, and the console, which prints only in process 0; other
+    processes' text goes to the null device. Waits for no other process. ShoalError if the keys of
+    `mesh` about processes are wrong."""
     config = replace(config, mesh=find_processes(config.mesh))
     is_main = config.mesh.process <= 0
     return config, Console(None if is_main else open(os.devnull, "w"))
@@ -52,8 +53,8 @@ def open_world(process_mesh: MeshSection, config: Config, run: Path | None) -> W
     says how many processes there are, and which of them this one is. `config`: the configuration
     without these keys. `run`: the folder of a resumed run, else None.
 
-    ShoalError, the same in all processes, if their configurations, versions, devices or run folders
-    differ.
+    A run of one process is not checked. ShoalError, the same in all processes, if their
+    configurations, versions, devices or run folders differ.
     """
     world = join(process_mesh)
     if world.count == 1:
@@ -74,9 +75,9 @@ def check_same(
     world: World, what: str, mine: Mapping[str, Any], cure: str = "start all of them alike"
 ) -> None:
     """Raises ShoalError, in all processes, unless all of them pass the same values in `mine`; the
-    error names the first difference and its process. Waits until all have called it. `what`: what
-    the values are, for the error; `cure`: what the error recommends. `mine`: name -> a value that
-    JSON can hold."""
+    error names the first difference and its process. Waits until all have called it; with a single
+    process returns at once. `what`: what the values are, for the error; `cure`: what the error
+    recommends. `mine`: name -> a value that JSON can hold."""
     if world.count == 1:
         return
     of_processes = world.exchange_json(what, mine)
@@ -101,7 +102,8 @@ def check_same_model(world: World, what: str, key: str, spec: ModelSource) -> No
     """Raises ShoalError unless all processes have the same weights, tokenizer and chat template,
     because each reads its own files, and only a part of the weights. Reads the tokenizer and
     samples of the weight files. `what`: the model's name in errors, like `the teacher`; `key`: the
-    configuration key that names the model. Waits until all processes have called it."""
+    configuration key that names the model. Waits until all processes have called it; a single
+    process reads nothing and returns at once."""
     if world.count == 1:
         return
     cure = f"give every host the same files at {key}"
@@ -137,8 +139,9 @@ def _read_everywhere(
 def check_shared(world: World, folder: Path, resumed: bool) -> None:
     """Raises ShoalError unless all processes share a folder, and all or none of them resume a run.
     Process 0 writes a file into `folder` (or the nearest folder above it that exists), which the
-    others must see within SHARED_SECONDS, and removes it. Waits until all have called it.
-    `resumed`: whether this process resumes a run."""
+    others must see within SHARED_SECONDS, and removes it. Waits until all have called it. Both
+    faults have the same text, which says that the folder is not shared. `resumed`: whether this
+    process resumes a run."""
     folder = nearest_folder(folder / "any")
     mine = {"name": f".shoal-{secrets.token_hex(8)}", "resumed": resumed}
     first = world.exchange_json("the run folder", mine)[0]

@@ -61,11 +61,12 @@ def sample_again(
     name: str = "step",
     likeliest: int = 0,
 ) -> dict[str, Any]:
-    """Samples group `number` of the file `groups/<name>_<step>` again and returns a record of it
-    for JSON. The record has the group's data and tokens, whether all is `identical`, where its
-    `weights` come from, and as `difference` the first one from the stored group
-    (`describe_completion_difference`), None if there is none. ShoalError if there is no such group,
-    or if another engine sampled it. Prints warnings and notes on `console`.
+    """Samples group `number` (from 0) of the file `groups/<name>_<step>` (steps count from 1) again
+    and returns a record of it for JSON. The record has the group's data and tokens, whether all is
+    `identical`, where its `weights` come from, and as `difference` the first one from the stored
+    group (a dict with `completion`, `token`, `kind` and both tokens), None if there is none.
+    ShoalError if there is no such group, or if another engine sampled it. Prints warnings and notes
+    on `console`.
 
     `mesh`: devices other than the run's own; the default section: the run's. `name`: `step` for a
     step's groups, or the beginning of the file names of an evaluation's. `likeliest`: if not 0,
@@ -132,6 +133,7 @@ def num_tokens_of_first_version(group: Group) -> list[int]:
     numbers = []
     for completion in group.completions:
         is_first = completion.versions == group.version
+        # the number of True before the first False
         numbers.append(int(is_first.cumprod().sum()))
     return numbers
 
@@ -148,6 +150,7 @@ def describe_completion_difference(
     if difference is None:
         return None
     kind, token_index = difference
+    # The difference lies behind the tokens that are compared.
     if size is not None and size < len(stored) and token_index >= size:
         return None
 
@@ -277,7 +280,8 @@ class Replayer:
 
     def _job_of(self, config: Config) -> Job:
         """Returns the job for the settings of a segment, made when it is first needed. `config`:
-        the segment's configuration; the same object gives the same job."""
+        the segment's configuration; the same object, not one that is equal, gives the same job. The
+        jobs are closed with the `Replayer`."""
         known = self._jobs.get(id(config))
         if known is not None:
             return known
@@ -329,11 +333,13 @@ class Replayer:
                 updater = self._updater(step, first)
                 state = self._retrain(updater, state, self.run.groups(step + 1), step, origin)
             origin.updates_retrained = int(state.updates) - before
+            # These steps do not show whether the weights after them are right; the next one does.
             origin.verified = None
         params = publish_to(self.job.model.on(self.roles.hosts[0]), state.parameters)
         next_file = self.run.group_files().get(version + 1)
         if retrains and next_file:  # a step's stored log-probs are those before its update
             updater = self._updater(version, first)
+            # called for its comparison alone, which goes into `origin`; the new state is discarded
             self._retrain(updater, state, read_file(next_file), version, origin)
         return params, origin
 
@@ -369,9 +375,10 @@ class Replayer:
 
     def _updater(self, version: int, first: Params | None, with_teacher: bool = True) -> Updater:
         """Makes the updater from `version` to the next one, with the settings that the run had
-        then. If the last one was made for the same settings, returns that one again, whatever the
-        other arguments. `first`: the weights that the run began with, which the reference is made
-        of; None: it has no reference. `with_teacher`: False leaves out the teacher."""
+        then. If the last one was made for the same segment's settings, returns that one again:
+        `first` and `with_teacher` are then not read. `first`: the weights that the run began with,
+        which the reference is made of; None: it has no reference. `with_teacher`: False leaves out
+        the teacher."""
         config = self.run.config_at(version)
         if self._updater_of is not None and self._updater_of[0] is config:
             return self._updater_of[1]
@@ -438,7 +445,7 @@ class Replayer:
     def sample(self, params: Params) -> list[Completion]:
         """Samples the group's completions again, from its address, with the run's own compiled
         sampler, and returns them in the order of their indices. `params`: the weights of the
-        group's version. Tools and environments are not called (`sample_turns`)."""
+        group's version. Tools and environments are not called: their stored answers are used."""
         group = self.group
         engine = self.job.engine_maker()(group.purpose, group.size)
         request = GroupRequest(
@@ -458,6 +465,7 @@ class Replayer:
             return sample_turns(engine, sampled_as, group)
         engine.submit([sampled_as])
         sampled = drain(engine)
+        # 0: the id of the only request
         return [sampled[0, index] for index in range(group.size)]
 
     def likeliest(self, params: Params, most: int) -> list[list[dict[str, Any]]]:
@@ -519,21 +527,24 @@ class Replayer:
 
 def _has_turns(stored: Completion, max_tokens: int) -> bool:
     """True if a stored completion had several turns, or had one that was cut before all of its
-    `max_tokens`, which only happens to rollouts with turns."""
+    `max_tokens`, which only happens to rollouts with turns; also if it has tokens of context or a
+    prompt of its own."""
     is_cut = stored.stop_reason is StopReason.LENGTH and len(stored) < max_tokens
     has_context = not stored.loss_mask.all() or stored.prompt_ids is not None
     return is_cut or has_context or bool(stored.messages or stored.branches)
 
 
 def sample_turns(engine: Engine, sampled_as: SampleRequest, group: Group) -> list[Completion]:
-    """Samples the turns of a stored group again and returns its completions. Tools and environments
-    are not called: their answers, and the prompts of branches, are taken from the stored
-    completion. `sampled_as`: the request of the whole group. A completion ends at the first turn
-    that differs from the stored one, because the answers would not fit."""
+    """Samples the turns of a stored group again and returns its completions, in the order of their
+    indices; `engine` has the weights already. Tools and environments are not called: their answers,
+    and the prompts of branches, are taken from the stored completion. `sampled_as`: the request of
+    the whole group. A completion ends at the first turn that differs from the stored one, because
+    the answers would not fit."""
     new_id = count(1).__next__
     prompts = [group.prompt_of(index) for index in range(group.size)]
     turn_limits = []
     for completion in group.completions:
+        # 0: the first turn begins with the completion
         turn_limits.append(_turn_limit(completion, 0, engine.eos_ids))
     engine.submit(rollout_requests(sampled_as, prompts, new_id, turn_limits))
     # For each completion: the branches that have ended, and the last one, which has not.
@@ -556,6 +567,7 @@ def sample_turns(engine: Engine, sampled_as: SampleRequest, group: Group) -> lis
             rest = stored.loss_mask[stop:]  # False at tokens of context
             if sampled.waits and is_equal and next_prompt is None and len(rest):
                 # In the record, tokens that tools or the environment said to the model follow.
+                # the tokens before the next sampled one
                 context = stored.token_ids[stop : stop + int((~rest).cumprod().sum())]
                 # The next turn begins after this context.
                 turn_limit = _turn_limit(stored, stop + len(context), engine.eos_ids)
@@ -590,7 +602,7 @@ def sample_turns(engine: Engine, sampled_as: SampleRequest, group: Group) -> lis
 
 def _turn_limit(stored: Completion, start: int, eos_ids: Sequence[int]) -> int:
     """Returns the number of tokens after which the stored turn that begins at `start` may have been
-    cut: its length if it has no end of sequence, else 0.
+    cut: its length if it has no end of sequence, else 0, which means no limit.
 
     The limit that an agent sets for a turn is not stored. A turn that was cut by it and one that
     was not have the same tokens.
@@ -605,9 +617,10 @@ def _turn_limit(stored: Completion, start: int, eos_ids: Sequence[int]) -> int:
 
 
 def equal_logprobs(stored: Sequence[StoredGroup], outcome: UpdateResult) -> bool | None:
-    """Compares the log-probs that an update computed with those that the run's trainer stored.
-    Returns True if all are equal bit for bit, False if one differs or only one side has it, None if
-    there are none to compare. `stored`: the step's groups, in the order of the update."""
+    """Compares the log-probs that an update computed with those that the run's trainer stored
+    (`trainer_logprobs`). Returns True if all are equal bit for bit, False if one differs or only
+    one side has it, None if there are none to compare. `stored`: the step's groups, in the order of
+    the update."""
     compared = 0
     for number, entry in enumerate(stored):
         for index, arrays in enumerate(entry.token_arrays):

@@ -52,11 +52,14 @@ NUM_SHOWN = 5
 
 def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[str, Any]:
     """Scores the stored training groups of a run with `reward.functions` (by default the task's
-    own), a step at a time, and returns a record that compares the new rewards with the stored ones.
+    own), a step at a time, and returns a record for JSON that compares the new rewards with the
+    stored ones: `comparison`, with pairs [stored, new]; `lint`, what is suspicious about the new
+    reward; `hacks`, completions that may exploit it; and numbers of steps, groups and completions.
 
-    `step`: only this step is scored, and the record has its `groups` in full; 0: all steps.
-    ShoalError if the run has no stored groups, or not this step. Only numbers of a scored step stay
-    in memory, not its texts, so that a run may have any length.
+    Nothing is written. `step`, from 1: only this step is scored, and the record has its `groups` in
+    full; 0: all steps, and `groups` is None. ShoalError if the run has no stored groups, or not
+    this step. Only numbers of a scored step stay in memory, not its texts, so that a run may have
+    any length.
     """
     files = run.require_groups()
     if step and step not in files:
@@ -71,6 +74,7 @@ def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[st
     steps = []
     with closing(RewardPool(functions, reward, run.config.steps)) as pool:
         for number in chosen:
+            # Steps of files count from 1, those of `config_at` from 0.
             algorithm = run.config_at(number - 1).algorithm
             steps.append(rescore_step(number, files[number], pool, algorithm))
     old_rewards = []
@@ -116,8 +120,8 @@ def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[st
 
 def reward_functions(reward: RewardSection, run: Config) -> tuple[RewardFunction, ...]:
     """Loads and returns the functions with which a run's completions are scored again: those of
-    `reward.functions`, or, if there are none, the task's own; and the penalty on long completions
-    that `reward` sets, or, if it sets none, the run's."""
+    `reward.functions`, or, if there are none, the task's own, for which its data is loaded; and the
+    penalty on long completions that `reward` sets, or, if it sets none, the run's."""
     if reward.functions:
         functions = name_functions(find_functions(reward, reward.functions), reward.weights)
     else:
@@ -173,7 +177,8 @@ def rescore_step(
 ) -> RescoredStep:
     """Scores the groups in a step's file and returns them with their stored and new scores. `step`:
     its number in the file's name, from 1. The functions are called for a group at a time, in order,
-    as in a run. `algorithm`: the settings by which advantages are computed."""
+    as in a run. `algorithm`: the settings by which advantages are computed. Waits until all are
+    scored; the pool stays open."""
     stored = read_file(file)
     groups = [entry.group for entry in stored]
     started = time.perf_counter()
@@ -207,6 +212,7 @@ def rescore_step(
             failed[f"{failure.function}: {failure.kind}"] += 1
             if failure.completion is not None:
                 failed_completions[failure.function] += 1
+        # [1, G] -> [G]
         components = {name: values[0] for name, values in scores.components.items()}
         rescored.append(
             replace(
@@ -283,9 +289,11 @@ def find_hacks(
 
 def lint_reward(steps: Sequence[RescoredStep], skips_failures: bool) -> dict[str, Any]:
     """Returns figures about the new reward (its distribution, cost and failures) as a record for
-    JSON, with the `warnings` that follow from them, a list of texts. Figures of rewards are over
-    valid completions, None if there are none. `skips_failures`: True if completions for which a
-    function fails get no score (`reward.on_error=skip`)."""
+    JSON, with the `warnings` that follow from them, a list of texts. `none` counts for each
+    function the completions to which it gave no score, without those for which it failed; `failed`
+    has failures by `function: kind`. Figures of rewards are over valid completions, None if there
+    are none. `skips_failures`: True if completions for which a function fails get no score
+    (`reward.on_error=skip`)."""
     valid_rewards = []
     valid_lengths = []
     constant_groups = []
@@ -554,11 +562,12 @@ def match_examples(
     console: Console,
 ) -> list[Example | str]:
     """Returns for each response the example that it answers: made from the row's own columns, else
-    looked up in the task's evaluation sets and training rows, but not in generated rows. If there
-    is none, the reason, as text, stands in its place. `with_data`: the task with its data, if it
-    has been loaded already; None: it is loaded here from `section`, and only if a row needs it.
-    `module`: the task's module, whose `PUBLISHED.columns`, if it has them, say which columns a row
-    must have of its own."""
+    looked up in the evaluation sets and training rows of the task's data, but not in generated
+    rows. If there is none, the reason, as text, stands in its place. If the data cannot be loaded,
+    warns; raises that ShoalError if no row makes an example, and for at least one because it lacks
+    the columns. `with_data`: the task with its data, if it has been loaded already; None: it is
+    loaded here from `section`, and only if a row needs it. `module`: the task's module, whose
+    `PUBLISHED.columns`, if it has them, say which columns a row must have of its own."""
     published = set(getattr(getattr(module, "PUBLISHED", None), "columns", ())) - {task.question}
     examples = []
     lost: dict[int, Response] = {}  # responses whose own columns make no example
@@ -571,6 +580,7 @@ def match_examples(
         try:
             with_data = with_data or load_with_data(section, console)
         except ShoalError as error:  # goes on: rows that have their own answers need no data
+            # No row makes an example, and at least one of them needs the data.
             if NOT_FOUND in examples and len(lost) == len(examples):
                 raise
             console.warning(f"the other questions cannot be looked up: {error}")
@@ -592,9 +602,9 @@ def match_examples(
 
 def _own_example(number: int, response: Response, task: Task, published: Set[str]) -> Example | str:
     """Returns the example that a row's own columns make: the row must have all published columns of
-    the task, or, for a task without these, one of GOLD_COLUMNS. Else returns the reason as text.
-    `number`: becomes the example's row. `published`: the columns besides the question; empty if the
-    task has none."""
+    the task, or, for a task without these, one of GOLD_COLUMNS. Else, or if the task cannot make an
+    example of it, returns the reason as text. `number`: becomes the example's row. `published`: the
+    columns besides the question; empty if the task has none."""
     filled = {column for column, value in response.row.items() if value is not None and value != ""}
     if published:
         has_own = published <= filled
@@ -615,9 +625,9 @@ def find_examples(
     console: Console,
 ) -> dict[int, Example]:
     """Looks the responses up in the task's data by their keys (`example_keys`), and returns a dict
-    (number of a response -> the example that it answers); those without one are left out. Prints
-    how many questions of each split are answered. Splits are searched in order, and in a split a
-    response's keys in order.
+    (number of a response, its key in `responses` -> the example that it answers); those without one
+    are left out. Prints how many questions of each split are answered. Splits are searched in
+    order, and in a split a response's keys in order.
 
     Warns of questions that match several examples with different ground truth; the first is used.
     """
@@ -665,7 +675,8 @@ def find_examples(
 def example_keys(example: Example, column: str) -> list[Key]:
     """Returns the keys by which responses find this example: that of its question in `column`, or
     of its prompt; for a dialogue those of the whole conversation and of its last message, of which
-    the key says whether it is the only one besides system messages."""
+    the key says whether it is the only one besides system messages. `column`: the task's column
+    with the question; if it is text, nothing else is used."""
     own = example.columns.get(column)
     prompt = example.prompt
     if isinstance(own, str):
@@ -718,8 +729,8 @@ def _gold_text(example: Example) -> str:
 
 
 def question_text(example: Example, column: str) -> str:
-    """Returns the question of an example as it was published: the text in `column`, else the last
-    message of the prompt, else the prompt."""
+    """Returns the question of an example as it was published: the text in `column`; if that is no
+    text, the prompt if it is a text, else the text of its last message."""
     own = example.columns.get(column)
     if isinstance(own, str):
         return own
@@ -731,8 +742,8 @@ def question_text(example: Example, column: str) -> str:
 def report_unscored(
     responses: Sequence[Response], examples: Sequence[Example | str], task: Task, console: Console
 ) -> int:
-    """Returns how many responses have no example, and warns of them. ShoalError if none has one.
-    `examples`: what `match_examples` returned."""
+    """Returns how many responses have no example, and warns of them. ShoalError if there are
+    responses and none has one. `examples`: what `match_examples` returned."""
     lost = []
     for response, reason in zip(responses, examples, strict=True):
         if isinstance(reason, str):
@@ -803,6 +814,7 @@ def add_rewards(
             questions.append(example)
             scored.append(verdict)
     # The token ids of answers that were made elsewhere are not known.
+    # one group of one completion without tokens for each response
     no_ids: list[list[list[int]]] = [[[]]] * len(texts)
 
     def report(done: int, total: int) -> None:
@@ -823,9 +835,11 @@ def add_rewards(
 def response_figures(
     responses: Sequence[Response], verdicts: Sequence[Mapping[str, Any] | None], task: Task
 ) -> dict[str, Any]:
-    """Returns the figures of all scored responses: accuracy with its interval, the task's own
-    figures, mean rewards, and how many responses and questions there were. At least one response
-    must be scored. Figures of what was not judged or rewarded are left out."""
+    """Returns the figures of all scored responses: `accuracy` with `accuracy_interval` (95%, [low,
+    high]), the task's own figures, `mean_reward` and `rewards/NAME`, and how many responses
+    (`num_responses` that were scored, `num_unjudged` that were not) and different questions
+    (`num_questions`) there were. A reward that is NaN does not count. At least one response must be
+    scored. Figures of what was not judged or rewarded are left out."""
     scored = []
     questions = set()
     for response, verdict in zip(responses, verdicts, strict=True):

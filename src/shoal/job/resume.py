@@ -51,7 +51,8 @@ class ResumePlan:
 def config_for_resume(config_type: type, argv: Sequence[str]) -> tuple[Any, Resolved]:
     """Returns the configuration that a command's arguments give, and where each value comes from.
     Keys that the arguments leave out have the values that were requested for the run which `resume`
-    names, or, without `resume`, the defaults.
+    names, or, without `resume`, the defaults. ShoalError if there is no such run, or if an argument
+    is wrong. `argv`: the arguments, without the program's and the command's name.
 
     >>> config, resolved = config_for_resume(Config, ["resume=last", "steps=200"])
     """
@@ -94,7 +95,7 @@ def from_overrides_on_run(
     """Returns the training configuration of keyword arguments from Python, where each value comes
     from, and the reward functions that were passed among them, as a triple. Keys that are left out
     have the values that were requested for the run which `resume` names, or, without `resume`, the
-    defaults.
+    defaults. ShoalError if there is no such run.
 
     >>> config, resolved, functions = from_overrides_on_run({"resume": "last", "steps": 200})
     """
@@ -123,11 +124,12 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
     run.
 
     With `resume`, `config` has been composed over the stored request. The `on_resume` of each key
-    (`config/key.py`) says what its change does: nothing, a warning, or ShoalError. If instead
-    `run_name` names an existing run, that run is resumed, and its request must be repeated:
-    ShoalError for a change, except of keys that may change freely and of keys that describe
-    devices, which are a warning. Keys that are left open stay open: `Job` decides them, with the
-    earlier value as long as nothing that it was decided from has changed.
+    says what its change does: "free": nothing; "bits" (the key describes devices) and "warn": a
+    warning; "fixed": ShoalError. If instead `run_name` names an existing run of
+    `base_output_directory`, that run is resumed, and its request must be repeated: ShoalError for a
+    change, except of keys that may change freely and of keys that describe devices, which are a
+    warning. Keys that are left open stay open: `Job` decides them, with the earlier value as long
+    as nothing that it was decided from has changed.
     """
     check_local(config.base_output_directory, "base_output_directory", RUNS)
     if config.resume:
@@ -188,9 +190,10 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
 
 
 def _check_steps(run: Path, stored: Config, config: Config, report: Console | Findings) -> None:
-    """Raises ShoalError if `steps` is fewer than the run has made already, or if its checkpoints
-    are gone although it has made steps, because it would start again and overwrite its records.
-    Warns if another number of steps changes the learning rate's schedule."""
+    """Raises ShoalError if `config.steps` is fewer than the steps that the run has made already, or
+    if its checkpoints are gone although it has made steps, because it would start again and
+    overwrite its records. Warns if `steps` differs from the stored number and the learning rate's
+    schedule depends on it."""
     from shoal.weights.checkpoints import FOLDER, versions
 
     saved = versions(run)
@@ -260,9 +263,10 @@ def restore_latest(
     frozen: Params | None = None,
 ) -> Restored | None:
     """Restores the newest intact checkpoint of a run, with the weights that training does not
-    change (`frozen`). Returns None if there is none; the run's records are then cleared, because it
-    starts from its beginning. Warns, or raises ShoalError, if the data, rewards or models are not
-    those of the checkpoint.
+    change (`frozen`). Returns None if there is no checkpoint at all; the run's records are then
+    cleared, because it starts from its beginning. ShoalError if all checkpoints are damaged.
+    ShoalError if the data or the models that training does not change are not those of the
+    checkpoint; a warning if the machine or the files of rewards, tools or environments are not.
 
     `learner`: says which arrays the checkpoint must have; `shapes`: those of the sampler's
     published weights; `facts`: the `fingerprint` of this process.

@@ -63,6 +63,7 @@ class Classifier:
         a, config = families.architecture_of(folder), families.read_config(folder)
         known = []
         for family in families.FAMILIES.values():
+            # LlamaForCausalLM -> LlamaForSequenceClassification
             known.append(family.transformers_class.replace("CausalLM", "SequenceClassification"))
         named = config.get("architectures") or []
         if not set(named) & set(known):
@@ -118,7 +119,8 @@ class RewardModel:
         """Sets the model settings and the devices that the reward model computes with; called
         before it scores. `find_role`: returns the role with the devices; it is called when weights
         are read, because devices are not known yet. ShoalError if completions may be longer than
-        the classifier can read, or if its files, in a local folder, do not fit its sizes."""
+        the classifier can read, or if its files, in a local folder, do not fit its sizes. Reads no
+        weights."""
         self._section = section
         self._find_role = find_role
         c = self.classifier
@@ -150,15 +152,19 @@ class RewardModel:
         return model, huggingface.load(locate(self.path), a, role, model.dtype, specs=specs)
 
     def digest(self) -> str:
-        """Returns a checksum of the weights, which it reads if they are not loaded."""
+        """Returns a checksum of the weights as text. Reads them onto the devices if that has not
+        happened yet."""
         return weights_text(self.loaded[1])
 
     def __call__(
         self, prompts: Sequence[Prompt], completions: Sequence[Any], **kwargs: Any
     ) -> list[float]:
         """Returns the score of each completion: the classifier's value at the last token of its
-        prompt and answer. Other columns are ignored. Completions of the same prompt that follow
-        each other are scored together, so that their prompt is computed once."""
+        prompt and answer. Other columns (`kwargs`) are ignored. A completion is a text or a list of
+        messages. Reads the weights at the first call. ShoalError if prompts are messages and the
+        classifier has no chat template; ValueError if a sequence has no tokens, or more than the
+        classifier can read. Completions of the same prompt that follow each other are scored
+        together, so that their prompt is computed once."""
         scores: list[float] = []
         sequences: list[list[int]] = []  # of the present prompt
         last_prompt: Prompt | None = None
@@ -220,8 +226,9 @@ class RewardModel:
         )
         batches = []
         values = []
+        # group -> (tokens of its prompt, completion -> tokens of it); there is one group, 0
         for shape, rows in split_into_micro_batches({0: (shared, end_lengths)}, shapes):
-            batch = MicroBatch.empty(shape, 1.0)
+            batch = MicroBatch.empty(shape, 1.0)  # a temperature, which the head's values ignore
             for row, content in enumerate(rows):
                 for _, members in content.parts:
                     # A key is (group, completion, index of its first token).
@@ -229,6 +236,8 @@ class RewardModel:
             batches.append(batch)
             arrays = put_batch(model, batch.arrays)
             values.append(np.asarray(_program(model)(parameters, arrays)))
+        # (group, completion) -> the value at each of its tokens; the last one is the score. There
+        # is one group, 0.
         scores = unpack(batches, values)
         return [float(scores[0, index][-1]) for index in range(len(sequences))]
 
@@ -258,6 +267,7 @@ def _program(model: Model) -> Program:
 def _head_values(model: Model, parameters: Params, batch: LearnerBatch) -> jax.Array:
     """Returns the head's value at each token, float32[R, T]; compiled."""
     hidden, _ = hidden_states(model, parameters, batch)
+    # [..., 0]: the only label
     return model.role.join_rows(logits(model, parameters, hidden)[..., 0])
 
 

@@ -47,8 +47,9 @@ class Stage(Generic[T]):
     ) -> None:
         """Makes a stage that is not bound to a method yet. `finding_name`, `fix_key`: the name and
         the key of a finding about its failure. `needs`, `after`: names of stages that are opened
-        before it; a failure of `needs` makes it fail too. `commands`: those that have it; empty:
-        all. `forks`, `starts_threads`: what opening it does to this process. See `stage`."""
+        before it; a failure of `needs` makes it fail too, one of `after` is ignored. `commands`:
+        those that have it; empty: all. `forks`: opening it forks processes; `starts_threads`:
+        opening it starts threads of JAX in this process."""
         self.finding_name = finding_name
         self.fix_key = fix_key
         self.needs = needs
@@ -216,15 +217,16 @@ class StagedJob:
 
     def _stages_to_check(self) -> Iterator[Stage[Any]]:
         """Yields the stages that can refuse this job before its weights are read, in the order of
-        the list."""
+        the list: those that the job has and whose `commands` are not empty."""
         for name, declared in self.stages.items():
             if declared.commands and self.has(name):
                 yield declared
 
     def check(self) -> None:
-        """Opens every stage that can refuse the job before its weights are read, and raises the
-        first ShoalError. In a dry run a stage that needs a download is skipped, with a finding that
-        says so."""
+        """Opens, in the order of the list, every stage of this command that can refuse the job
+        before its weights are read (those whose `commands` are not empty), and raises the first
+        ShoalError. In a dry run a stage that needs a download is skipped, with a finding that says
+        so."""
         for declared in self._stages_to_check():
             try:
                 self.open(declared.name)
@@ -235,7 +237,8 @@ class StagedJob:
 
     def collect(self, through: str) -> None:
         """Opens the same stages as `check`, up to and including `through`, but records each
-        ShoalError as a finding and continues with the next stage in place of raising. LookupError
+        ShoalError as a finding and continues with the next stage in place of raising. What a dry
+        run raises for something that is not on this machine (`NotHere`) is not caught. LookupError
         if `check` has no stage `through`; the others have been opened then."""
         for declared in self._stages_to_check():
             try:

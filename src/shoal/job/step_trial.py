@@ -74,8 +74,9 @@ class TimedProgram:
         self.compile_bytes, self.code_bytes = 0, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function and returns its result. If it has not been called with these shapes
-        before, compiles it first and adds the seconds and bytes of that to this object's."""
+        """Calls the function and returns its result, which may still be computed. If it has not
+        been called with these shapes before, compiles it first and adds the seconds and bytes of
+        that to this object's."""
         leaves = jax.tree.leaves((args, kwargs))
         key = tuple((leaf.shape, str(np.dtype(leaf.dtype))) for leaf in leaves)
         if key not in self.compiled:
@@ -167,7 +168,8 @@ class StepTrial:
 
     @property
     def padding(self) -> float:
-        """Share of padding among the tokens that the update computes."""
+        """Share of padding among the tokens that the update computes; a prompt counts once for its
+        group, and the share is at least 0."""
         real = sum(len(group.prompt_ids) for group in self.groups) + int(self.lengths.sum())
         return max(0.0, 1 - real / (self.num_batches * self.shape.tokens))
 
@@ -184,9 +186,9 @@ def try_step(
 ) -> StepTrial:
     """Tries the run's first step: samples a group for each of `prompts`, up to as many as the
     engine holds at once and for at most SAMPLING_SECONDS, scores them, and computes the gradients
-    of some micro-batches. Returns what was measured; the updated weights are discarded. Side
-    effects: `engine` and `learner` get programs that measure their compilation (`TimedProgram`),
-    and the engine's caches are freed."""
+    of up to NUM_MICRO_BATCHES micro-batches. Returns what was measured; the updated weights are
+    discarded. Side effects: `engine` and `learner` get programs that measure their compilation
+    (`TimedProgram`), and the engine's caches are freed."""
     programs: dict[str, TimedProgram] = {}
     for owner in (engine, learner):
         timed = {name: TimedProgram(function) for name, function in owner.programs.items()}
@@ -257,7 +259,8 @@ def _sample(
     engine: Engine, programs: dict[str, TimedProgram]
 ) -> tuple[dict[int, list[Completion]], float]:
     """Samples until all completions are done; cancels the rest after SAMPLING_SECONDS. Returns
-    (request id -> its completions, the seconds of sampling without compilation)."""
+    (request id -> its completions, the cancelled ones too; the seconds of sampling without
+    compilation)."""
 
     def clock() -> float:
         """Returns the present time without the seconds spent compiling."""
@@ -322,12 +325,14 @@ def _update(trial: StepTrial, config: Config, learner: Learner, parameters: Para
         for key, values in trained.items():
             differences.append(np.abs(values - sampled[key]))
     assert total is not None
+    # The first call compiled.
     trial.accumulate_seconds = min(seconds[1:])
     trial.differences = np.concatenate(differences)
     value, count = jax.device_get(total.sums["entropy"])
     trial.entropy = float(value) / max(float(count), 1.0)
     started = time.perf_counter()
     _, result = learner.apply(state, total)
+    # overflow: a smaller loss scale would help
     trial.skipped = bool(result.skipped) and not result.overflow
     trial.apply_seconds = time.perf_counter() - started - trial.programs["apply"].seconds
 
@@ -367,12 +372,13 @@ class Times:
 def estimate_times(
     config: Config, trial: StepTrial, slot_groups: int, evaluated: int, own_devices: bool
 ) -> Times:
-    """Estimates the seconds of a run from the trial of its first step. Completions that were
-    cancelled there are assumed to reach `sampling.max_completion_tokens`. `slot_groups`: groups
-    that the sampler holds at once; `evaluated`: completions of all evaluations of the run;
-    `own_devices`: True if the sampler has devices of its own, so that it works while the trainer
-    does."""
+    """Estimates and returns the seconds of a run, and of a step and its parts, from the trial of
+    its first step. Completions that were cancelled there are assumed to reach
+    `sampling.max_completion_tokens`. `slot_groups`: groups that the sampler holds at once;
+    `evaluated`: completions of all evaluations of the run; `own_devices`: True if the sampler has
+    devices of its own, so that it works while the trainer does."""
     batch, algorithm = config.batch, config.algorithm
+    # prompts of a step for each one of the trial
     scale = batch.prompts_per_step / len(trial.groups)
     longer = 1.0
     if trial.cancelled:  # cancelled completions are assumed to reach the limit
@@ -447,7 +453,8 @@ def trial_budget(budget: Budget, trial: StepTrial, engines: Mapping[str, Engine]
 
 
 def cpu_process_bytes(trial: StepTrial, engines: Mapping[str, Engine]) -> dict[str, int]:
-    """Returns a dict (name of a part -> bytes of RAM) that a run on a CPU needs besides arrays.
+    """Returns a dict (name of a part -> bytes of RAM) that a run on a CPU needs besides arrays. The
+    parts are this process with its libraries and compiled programs, and the processes of rewards.
     Engines of evaluations compile programs of their own; they count as much as those of training,
     which were measured."""
     others = {id(engine) for engine in engines.values()} - {id(engines["training"])}
@@ -462,7 +469,8 @@ def best_advice(
     config: Config, budget: Budget, describe: Describe, times: Times, available: AvailableMemory
 ) -> dict[str, Any]:
     """Returns the advice, a dict with `text` and `key`, that shortens the run most as far as that
-    is known. If no key stands out, the text says what takes most of a step and `key` is empty.
+    is known. An evaluation that takes half of the run or more comes first, then what `budget`
+    suggests. If no key stands out, the text says what takes most of a step and `key` is empty.
     `describe`: returns the budget of a job with another configuration."""
     share = times.evaluation_seconds / max(times.run_seconds, 1e-9)
     if share >= 0.5 and num_updates(config):
@@ -534,6 +542,7 @@ def children_bytes(pid: int = 0) -> int:
         for child in _read(task / "children").split():
             text = _read(PROC / child / "smaps_rollup")
             private = re.findall(r"^Private_(?:Clean|Dirty): +(\d+) kB", text, re.MULTILINE)
+            # its own descendants too
             total += 1024 * sum(map(int, private)) + children_bytes(int(child))
     return total
 
@@ -572,7 +581,8 @@ class ResidentPeak:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Ends the measurement, and sets `bytes` and `stays`."""
+        """Ends the measurement, and sets `bytes` and `stays`, in bytes, neither below 0. An
+        exception of the block is not suppressed."""
         self._ended.set()
         self._reader.join()
         now = resident_bytes()

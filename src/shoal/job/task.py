@@ -65,8 +65,8 @@ def own_rewards(
     loaded: Task, task: TaskSection, reward: RewardSection, required: bool
 ) -> tuple[RewardFunction, ...]:
     """Returns the task's own reward functions, with the weights of `reward.weights`, or, if that is
-    empty, with their own. ShoalError if there is none although one is `required`, or if the number
-    of weights is wrong."""
+    empty, with their own. Empty if the task has none and none is required. ShoalError if there is
+    none although one is `required`, or if the number of weights is wrong."""
     rewards = loaded.rewards
     if required and not rewards:
         raise no_reward(task)
@@ -89,8 +89,9 @@ def find_functions(
     reward: RewardSection, specs: Sequence[str]
 ) -> list[Callable[..., Any] | RewardFunction]:
     """Returns the function for each text in `specs`: a packaged function's name, `model:PATH`,
-    `judge:URL`, or `file.py:function`; in the order of `specs`. A packaged function or a model
-    comes as a `RewardFunction`, a judge as an object that is called like a function."""
+    `judge:URL`, or `file.py:function`; in the order of `specs`. ShoalError if a file or a function
+    in it does not exist. A packaged function or a model comes as a `RewardFunction`, a judge as an
+    object that is called like a function."""
     ready = {}
     for spec in specs:
         function = _find_model(spec, reward) or find_builtin(spec)
@@ -132,9 +133,11 @@ def with_rewards(
 def given_rewards(
     reward: RewardSection, functions: Sequence[Callable[..., Any]] = ()
 ) -> tuple[RewardFunction, ...]:
-    """Returns the reward functions of `reward.functions` and those passed from Python, with their
-    weights; empty if none are given. ShoalError if a function is missing, also if a stored
-    configuration names one from Python and it was not passed again."""
+    """Returns the reward functions of `reward.functions`, then those passed from Python
+    (`functions`), with the weights of `reward.weights`; empty if none are given. A name of
+    `reward.functions` that stands for a function from Python is left out, because `functions` has
+    it. ShoalError if a function is missing, also if a stored configuration names one from Python
+    and it was not passed again."""
     files = [spec for spec in reward.functions if not spec.startswith(FROM_PYTHON)]
     if len(files) < len(reward.functions) and not functions:
         names = ", ".join(spec.removeprefix(FROM_PYTHON) for spec in reward.functions)
@@ -151,7 +154,7 @@ def given_rewards(
 
 def with_fewer_questions(loaded: Task, task: TaskSection) -> Task:
     """Returns the task with each evaluation set cut to its first `task.num_eval_questions` (0:
-    all)."""
+    all). The given task is not changed."""
     count = task.num_eval_questions or None
     return replace(
         loaded, evaluations={name: rows[:count] for name, rows in loaded.evaluations.items()}
@@ -196,7 +199,8 @@ def task_of_data(
 
 def check_truths(task: Task, rewards: Sequence[RewardFunction]) -> None:
     """Raises ShoalError, which names the first such row, if rows, of training or an evaluation set,
-    lack the right answer (`ground_truth`) and a function in verl's convention compares with it."""
+    lack the right answer (`ground_truth`) and a function in verl's convention compares with it.
+    Rows that a packaged task generates are not checked."""
     if not task.data.train_files:  # generated rows always have their answers
         return
     for reward in rewards:
@@ -230,9 +234,9 @@ def with_overlong(
     rewards: tuple[RewardFunction, ...], reward: RewardSection, max_tokens: int
 ) -> tuple[RewardFunction, ...]:
     """Returns the reward functions; if `reward.overlong_buffer_tokens` is set, with the penalty on
-    long completions as one more, the last. -1 means a fifth of `max_tokens`, 0 no penalty.
-    ShoalError if the buffer is longer than `max_tokens`, or if a function has the penalty's
-    name."""
+    long completions as one more, the last. -1 means a fifth of `max_tokens` (at least 1 token), 0
+    no penalty. ShoalError if the buffer is longer than `max_tokens`, or if a function has the
+    penalty's name."""
     buffer = reward.overlong_buffer_tokens
     if buffer == -1:
         buffer = max(1, max_tokens // 5)
@@ -302,6 +306,7 @@ def encode_all(
         if prompt is not None:
             prepared.append(prompt)
     all_of = f"{count(len(examples), 'prompt')} of {name}"
+    # the others: they are too long
     dropped = len(examples) - len(prepared) - len(refused)
     if dropped:
         warn(
@@ -313,6 +318,7 @@ def encode_all(
     if not prepared:
         if refused:
             raise ShoalError(refused[-1])
+        # None was refused, so all can be encoded, and all are too long.
         longest = max(len(encode(example)) for example in examples)
         raise ShoalError(
             f"no prompt of {name} has at most {sampling.max_prompt_tokens} tokens: raise "

@@ -64,10 +64,10 @@ class LoadedModels:
 
 def open_run(job: Job) -> Run:
     """Makes and returns the training run of a job: locks and fills the run's folder, reads the
-    weights or the newest checkpoint, and makes everything that the loop uses. Wrong weights or
-    settings raise ShoalError before the folder exists, so a refused new run leaves none behind.
-    Side effect: from here on SIGINT and SIGTERM request a stop of the run, until the job is
-    closed."""
+    weights, or restores the newest checkpoint of a resumed run, and makes everything that the loop
+    uses. Wrong weights or settings raise ShoalError before the folder exists, so a refused new run
+    leaves none behind. Side effect: from here on SIGINT and SIGTERM request a stop of the run,
+    until the job is closed."""
     config = job.config
     # Models come before the folder, so that bad weights leave no folder behind.
     models = load_models(job)
@@ -191,8 +191,9 @@ def weights_to_train(job: Job, models: LoadedModels) -> Params:
 
 
 def checked_facts(job: Job, models: LoadedModels) -> dict[str, Any]:
-    """Returns the run's `fingerprint`. ShoalError if the processes of the run have different data
-    or reward functions."""
+    """Returns what the run's numbers depend on besides its configuration: machine, data, functions
+    and frozen weights (`fingerprint`). ShoalError if the processes of the run have different data,
+    reward functions, tools or environments."""
     facts = fingerprint(job.task, job.config.seed, models.reference, models.teacher, models.frozen)
     check_same(job.world, "data and rewards", {"data": facts["data"], **facts["rewards"]})
     return facts
@@ -248,13 +249,15 @@ def begin_folder(job: Job, folder: RunWriter, first_version: int) -> None:
     job.console.keep_log(folder.log_path)
     folder.begin("start", first_version)
     job.console.keep_events(folder.write_event)
+    # None: the console writes no events any more
     job.stack.callback(job.console.keep_events, None)
 
 
 def write_head(folder: RunWriter, spec: ModelSource, config: Config, resumed: bool) -> None:
     """Writes the model's configuration and tokenizer files into a run's folder, unless the model
     was read from there or the run is resumed from a bucket, and makes the name `last` refer to this
-    run. A resumed run whose template writes a date that was not stored stores it now."""
+    run. `spec`: the model whose files are written. A resumed run whose template writes a date that
+    was not stored stores it now."""
     folder.remember(config.base_output_directory)
     model_folder = folder.path / MODEL_FOLDER
     is_own_model = spec.folder == model_folder
@@ -271,7 +274,7 @@ def open_recorder(
 ) -> Recorder:
     """Returns the recorder of a run's metrics and groups, with its sinks; all are closed with the
     job. `first_version`: the version of the weights that the run starts or resumes from. Only
-    process 0 has sinks and writes groups."""
+    process 0 has sinks, and writes groups if `report.groups` is set."""
     config = job.config
     sinks = []
     if job.world.is_main:
@@ -280,6 +283,7 @@ def open_recorder(
             section=config.report,
             config=to_dict(config),
             run_name=config.run_name or folder.path.name,
+            # None: a new run
             resumed_at=first_version if job.resumed else None,
             note=job.console.note,
             warn=job.console.warning,
@@ -302,6 +306,7 @@ def open_recorder(
         compilations=job.compilations.read,
         peak_bytes=peak_bytes,
         sinks=sinks,
+        # None if the peak of these devices is not known
         mfu=utilisation.mfu if utilisation else None,
         started=job.started,
         warnings_stop=config.train.on_warning == "stop",
@@ -324,8 +329,8 @@ def open_checkpoints(job: Job, folder: RunWriter) -> Checkpoints:
 
 
 def open_timeline(job: Job, folder: RunWriter, source: RolloutSource) -> Timeline:
-    """Returns the timeline that `report.timeline` asks for, which is closed with the job; a fleet
-    writes its hosts' work there too."""
+    """Returns the timeline that `report.timeline` asks for, a file in the run's folder, which is
+    closed with the job; a fleet writes its hosts' work there too."""
     timeline = Timeline(folder.path / TIMELINE, job.console.warning)
     job.stack.enter_context(closing(timeline))
     if isinstance(source, Fleet):
@@ -390,7 +395,8 @@ shorter one leaves little."""
 
 def _listen(event: str, duration_secs: float, **_: str | int) -> None:
     """Counts an event of JAX if it is a compilation, and gives freed memory back to the system
-    after a long one. `duration_secs`: how long the event took."""
+    after a long one. `duration_secs`: how long the event took. `_`: further facts of the event,
+    which are not read."""
     global _count
     if event != _EVENT:
         return
@@ -435,8 +441,10 @@ class Profiler:
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Returns a context that traces its block if `step` (counted from 1) was chosen and has no
-        trace yet, and closes the trace however the block ends."""
+        trace yet, and closes the trace however the block ends. If no trace can be started, the
+        block runs without one."""
         target = self.folder / f"step_{step:06d}"
+        # Files are there already if an earlier start of the run traced this step.
         is_traced = step in self.steps and not any(target.rglob("*"))
         if is_traced:
             is_traced = self._attempt(step, self._start, target)

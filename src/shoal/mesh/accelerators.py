@@ -92,7 +92,8 @@ _HOPPER = {
 ACCELERATORS: Mapping[str, Accelerator] = {
     # https://cloud.google.com/tpu/docs: the page of each version. Memory is what the compiler
     # grants a program of the chip's 32, 16, 95, 32 and 2 x 96 GiB. Clocks follow from the peak:
-    # cores x matrix units x their multipliers x 2.
+    # cores x matrix units x their multipliers x 2. The values without a name are the fields in
+    # their order, from `kind` to `largest`; for a GPU from `kind` to `dcn`.
     "v4": Accelerator(
         "TPU v4",
         {"bfloat16": 275e12},
@@ -240,7 +241,8 @@ _OTHERS: Mapping[str, Mapping[str, float]] = {
 
 def accelerator_of(device_kind: str) -> Accelerator | None:
     """Returns the accelerator with JAX's name `device_kind`; None if it is not known, like any CPU,
-    or is a MIG slice of a GPU."""
+    or is a MIG slice of a GPU. The whole name must match; the first entry of ACCELERATORS that
+    matches is returned."""
     if "MIG" in device_kind:  # a slice of a device: its share is not in the name
         return None
     for accelerator in ACCELERATORS.values():
@@ -292,9 +294,10 @@ def read_calibration(file: str, device_kind: str, known: Accelerator | None) -> 
 
 
 def calibrated(known: Accelerator | None, calibration: Mapping[str, Any]) -> Accelerator:
-    """Returns the entry `known` with the measured medians in place of the maker's data. If `known`
-    is None, a new entry from the measured figures alone. `calibration`: what `read_calibration`
-    returned."""
+    """Returns the entry `known` with the measured medians in place of the maker's data, and with
+    `kernels` adapted to the measured peak; other types of `peaks` keep the maker's figures. If
+    `known` is None, a new entry from the measured figures alone. `calibration`: what
+    `read_calibration` returned."""
     medians = {name: values[0] for name, values in calibration["figures"].items()}
     peaks = {"bfloat16": medians.pop("bfloat16"), "float32": medians.pop("float32")}
     if known is None:
@@ -305,8 +308,9 @@ def calibrated(known: Accelerator | None, calibration: Mapping[str, Any]) -> Acc
 
 
 def peak_flops(device_kind: str, dtype: Any) -> float | None:
-    """Returns the floating point operations a second of one device in products of this type; None
-    if the device or the type is not known, and for MIG slices of GPUs.
+    """Returns the floating point operations a second of one device in products of this type
+    (`dtype`: a NumPy type or its name), by the maker's data; None if the device or the type is not
+    known, and for MIG slices of GPUs.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3", "bfloat16")
     989000000000000.0

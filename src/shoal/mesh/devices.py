@@ -56,7 +56,8 @@ def available_devices(section: MeshSection = NO_KEYS, shared: bool = False) -> l
     environment has them, it sets XLA_PYTHON_CLIENT_MEM_FRACTION to GPU_SHARE, and with `shared`
     also XLA_PYTHON_CLIENT_ALLOCATOR to `platform`, so that memory freed on a GPU can be taken by
     another process instead of being kept in XLA's pool. ShoalError if JAX finds no device of the
-    platform that JAX_PLATFORMS names, or if no proxy answers.
+    platform that JAX_PLATFORMS names, if no proxy answers, or if Pathways is asked for and its
+    address or client is missing (`section`: only its key `pathways` is read).
     """
     through_proxy = uses_pathways(section)
     if through_proxy:
@@ -103,8 +104,9 @@ def _no_devices(platforms: Any, reason: str) -> ShoalError:
 def check_platforms(section: MeshSection = NO_KEYS, root: Path = Path("/")) -> None:
     """Raises ShoalError if this machine certainly lacks the devices of a platform that
     JAX_PLATFORMS names. Also if Pathways is asked for and its address or client is missing. Does
-    not make JAX look for devices. Other platforms than `cuda` and `tpu` are not checked, and none
-    on a machine without /sys. `root`: where the machine's files are, for tests."""
+    not make JAX look for devices. The first platform without devices is named. Other platforms than
+    `cuda` and `tpu` are not checked, and none on a machine without /sys. `root`: where the
+    machine's files are, for tests."""
     if uses_pathways(section):
         check_pathways()
     platforms = jax.config.values["jax_platforms"] or ""
@@ -201,7 +203,8 @@ def has_host_memory(device: Any) -> bool:
 
 @dataclass(frozen=True)
 class RoleDevices:
-    """The numbers of the devices of each role, as indices into the list of available devices."""
+    """The numbers of the devices of each role, as indices, from 0, into the list of available
+    devices."""
 
     trainer: list[int]
     sampler: list[int]
@@ -210,8 +213,8 @@ class RoleDevices:
 
 def role_devices(section: MeshSection, available: int) -> RoleDevices:
     """Assigns devices to the roles and returns their numbers. `available`: how many devices there
-    are. If numbers or fractions are given, the trainer gets the first devices, the sampler the
-    last, and the reference the first that both leave.
+    are. If numbers or fractions are given, the trainer gets the first devices, the sampler the last
+    that the trainer's list does not name, and the reference the first that both leave.
 
     Two roles share all of their devices or none. They share if both name the same list, if both
     take all as the fraction 1.0, or if there is one device. A role that is not set shares: the
@@ -242,6 +245,7 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
         takes_all = size == available and (available == 1 or not text.isdigit())
         if not takes_all:
             counts[name] = size
+    # -1: no role has a list
     largest = -1
     for numbers in listed.values():
         largest = max(largest, *numbers)
@@ -274,6 +278,7 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
     if "sampler" in texts:
         listed_for_trainer = listed.get("trainer", [])
         others = [number for number in everything if number not in listed_for_trainer]
+        # `counts` has no sampler with a list or with all devices: `free` is then not read.
         first = max(0, len(others) - counts.get("sampler", 0))
         sampler = devices_for("sampler", others[first:])
     # The trainer: the first devices that the sampler leaves; all if nothing is left.
@@ -313,8 +318,9 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
 def _all_devices(section: MeshSection, available: int) -> str:
     """Returns a sentence for messages with the settings by which all roles share all devices: `All
     roles share all devices with mesh.trainer= mesh.fsdp=-1`. It names only keys that are set to
-    something else; an empty value also resets a key of a stored configuration. `available`: the
-    number of devices, which the named axes do not divide."""
+    something else; an empty value also resets a key of a stored configuration. A key of an axis is
+    named if its size does not divide `available`, the number of devices; mesh.fsdp only if it is
+    above 1."""
     words = []
     for role in ("trainer", "sampler", "reference"):
         if getattr(section, role):
@@ -339,8 +345,9 @@ def _all_devices(section: MeshSection, available: int) -> str:
 def devices_asked(key: str, text: str, available: int) -> int | list[int]:
     """Reads the text of a role's key: an int for a number of devices or a fraction of the
     `available` ones, a list for the numbers of certain devices. A fraction is rounded down, to at
-    least one device. A number above `available` is not refused here. ShoalError, which names `key`,
-    if the text cannot be read.
+    least one device. A text with `.` or `e` is a fraction, so "1" is one device and "1.0" all. A
+    number above `available` is not refused here. ShoalError, which names `key`, if the text cannot
+    be read.
 
     >>> devices_asked("mesh.trainer", "0.5", 8), devices_asked("mesh.trainer", "[0,2]", 8)
     (4, [0, 2])
@@ -394,8 +401,8 @@ def check_pathways() -> None:
 
 def start_pathways() -> None:
     """Makes Pathways' proxy JAX's platform; this has to happen before JAX looks for its devices,
-    else ShoalError. ShoalError too if the proxy's address or the package pathwaysutils is
-    missing."""
+    else ShoalError. ShoalError too if the proxy's address or the package pathwaysutils is missing.
+    If the environment has no limit for it, sets the seconds that the proxy may take to answer."""
     if (
         not _is_chosen()
         and jax.config.values["jax_backend_target"]
@@ -427,9 +434,10 @@ def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
     `section`. `mesh.fsdp=-1` gets all devices that the other axes leave.
 
     `mesh.dcn_data` and `mesh.dcn_fsdp` are numbers of slices (or hosts), which multiply their axes;
-    each slice gives as many devices. ShoalError for a size that does not divide the devices: the
-    rest would stay idle. If the sizes divide them but their product is smaller, the mesh has the
-    first devices of each slice.
+    each slice gives as many devices; on TPUs they must be the very slices of the devices, else
+    ShoalError. ShoalError for a size that does not divide the devices: the rest would stay idle. If
+    the sizes divide them but their product is smaller, the mesh has the first devices of each
+    slice.
     """
     slices = (section.dcn_data, section.dcn_fsdp, 1, 1)
     num_slices, parts = math.prod(slices), by_slice(devices)
@@ -474,13 +482,15 @@ def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
     order = []
     whole_sizes = []
     for axis, (size, slices_of_axis) in enumerate(zip(shape, slices, strict=True)):
+        # the axis's place among the slices' four dimensions, then among the four of a slice
         order += [axis, len(shape) + axis]
         whole_sizes.append(size * slices_of_axis)
     return as_mesh(grid.transpose(order).reshape(whole_sizes), AXES)
 
 
 def as_mesh(grid: np.ndarray, axes: Sequence[str]) -> Mesh:
-    """Returns a mesh of JAX with these axes, outermost first."""
+    """Returns a mesh of JAX with these axes, outermost first, over the devices of `grid`, which has
+    one dimension for each axis."""
     # Auto: the compiler propagates shardings between the few constraints of the model; explicit
     # axes would need one at every operation.
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
@@ -563,7 +573,8 @@ def _check_slices(parts: Sequence[Sequence[Any]]) -> None:
 
 
 def listed_divisors(*numbers: int) -> str:
-    """Returns the common divisors of some numbers as text, the sizes that divide all of them.
+    """Returns the common divisors of some numbers as text, the sizes that divide all of them. The
+    numbers are positive.
 
     >>> listed_divisors(8), listed_divisors(12, 8)
     ('1, 2, 4 or 8', '1, 2 or 4')

@@ -91,9 +91,9 @@ computes."""
 def find_processes(section: MeshSection) -> MeshSection:
     """Returns the section with `coordinator`, `processes` and `process` filled in for a run in
     several processes: values that are not given come from the launcher's environment. For a run in
-    one process returns it without these keys; under Pathways returns it as it is. ShoalError if
-    they are incomplete or impossible, or if the coordinator can be reached from other machines and
-    no secret is set. Starts nothing."""
+    one process returns it without these keys; under Pathways returns it as it is, and refuses these
+    keys. ShoalError if they are incomplete or impossible, or if the coordinator can be reached from
+    other machines and no secret is set. Starts nothing."""
     given = {}
     for name, none in NO_SECTION.items():
         if getattr(section, name) != none:
@@ -185,7 +185,8 @@ class World:
 
     def exchange(self, what: str, data: bytes) -> list[bytes]:
         """Sends `data` to all processes, and returns what each of them sent, in the processes'
-        order, this one's included. Waits, without a deadline, until all have called it. `what`
+        order, this one's included; a single process gets [data] at once. Waits, without a deadline,
+        until all have called it. RuntimeError if another process is at another exchange. `what`
         describes the exchange in messages, and must be the same in all processes."""
         if self.count == 1:
             return [data]
@@ -213,12 +214,13 @@ class World:
         if not any(lengths):
             return stored
         gathered = gather_bytes(data if is_large else b"", rows, lengths)
+        # One of the two is b"": a process sent its bytes in one of the two ways.
         return [large or small for large, small in zip(gathered, stored, strict=True)]
 
     def exchange_json(self, what: str, value: Any) -> list[Any]:
         """Sends `value`, which JSON can hold, to all processes, and returns the values of all in
-        the processes' order, this one's included. Waits like `exchange`; `what` is the same in
-        all."""
+        the processes' order, this one's included. Waits, without a deadline, until all have called
+        it. `what` describes the exchange in messages, and must be the same in all processes."""
         return [json.loads(data) for data in self.exchange(what, json.dumps(value).encode())]
 
     def _wait(self, number: int, head: bytes) -> bytes:
@@ -269,7 +271,7 @@ class World:
 
     def _leave(self, seconds: float) -> bool:
         """Announces that this process leaves, and waits for the others; returns True once all have
-        announced it, False after `seconds`."""
+        announced it, False after `seconds`. Does not raise if another process has ended."""
         self.sequence += 1
         self.client.key_value_set(f"shoal/left/{self.sequence}/{self.index}", "")
         deadline, number = time.monotonic() + seconds, 0
@@ -340,9 +342,9 @@ class World:
 
 
 def own_gpus() -> list[int] | None:
-    """Returns a list with one GPU, the number of this process on its node, if a launcher has
-    started several processes on the node, because each then uses one GPU; None if this process uses
-    all GPUs that it sees, also if the user chose them by JAX_LOCAL_DEVICE_IDS."""
+    """Returns a list with one index of a GPU, from 0: the number of this process on its node, if a
+    launcher has started several processes on the node, because each then uses one GPU; None if this
+    process uses all GPUs that it sees, also if the user chose them by JAX_LOCAL_DEVICE_IDS."""
     for per_node, number in PER_NODE.items():
         is_one_a_node = os.environ.get(per_node, "1").partition("(")[0] == "1"
         if not is_one_a_node and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
@@ -423,7 +425,8 @@ def gather_bytes(data: bytes, rows: Sequence[int], lengths: Sequence[int]) -> li
 
     The results are in the order of `lengths`, the processes' order; `rows` has the
     `jax.process_index()` of each. All processes have to call this at the same point in the order of
-    their computations, with the same rows and lengths.
+    their computations, with the same rows and lengths. `lengths`: the number of bytes of each
+    process, 0 for one with none to send.
     """
     num_devices = jax.local_device_count()
     longest = max(lengths)
@@ -461,8 +464,8 @@ def _gather() -> Callable[[np.ndarray], np.ndarray]:
     )
 
     def gather(part: np.ndarray) -> np.ndarray:
-        """Returns the bytes of all processes, (processes, size), for this process's bytes,
-        (size,)."""
+        """Returns the bytes of all processes, (processes, size), for this process's bytes, (size,).
+        `size` is the same in all processes."""
         whole = jax.make_array_from_process_local_data(
             by_process, part[None], (processes, part.size)
         )
@@ -567,7 +570,8 @@ class Wait:
 
     def report(self, what: str) -> None:
         """Prints on stderr what is waited for and how long still: at the first call, and after that
-        at most every REPEAT_SECONDS. Does not wait itself."""
+        at most once for each REPEAT_SECONDS that have passed since the wait began. Does not wait
+        itself."""
         if time.monotonic() >= self.began + self.reports * REPEAT_SECONDS:
             self.reports += 1
             print(
@@ -586,8 +590,9 @@ class Met(NamedTuple):
 
 
 def meet_others(section: MeshSection) -> Met:
-    """Runs in process 0: listens until all other processes have connected, and returns their names
-    and links. ShoalError, which is sent to the others and raised there too, if one has not come
+    """Runs in process 0: listens until all other processes have connected, and returns the names of
+    all processes in their order, the links (number of the process -> socket), and this machine's
+    address. ShoalError, which is sent to the others and raised there too, if one has not come
     within START_SECONDS or was started with another `mesh.processes` or with the `mesh.process` of
     another one.
 
@@ -678,7 +683,8 @@ def _refused(links: Iterable[socket.socket], text: str) -> ShoalError:
 
 def _listener(section: MeshSection) -> socket.socket:
     """Returns a socket that listens at `bind_address`. If the port is in use, tries for 2 x
-    OUTLIVES_SECONDS. ShoalError if the address cannot be used."""
+    OUTLIVES_SECONDS. ShoalError if the address cannot be used. Other errors than a port in use are
+    raised at once."""
     host, _, port = bind_address(section).rpartition(":")
     # The coordination service of a run that was killed just now may still have the port.
     deadline = time.monotonic() + 2 * OUTLIVES_SECONDS
@@ -700,8 +706,9 @@ def _listener(section: MeshSection) -> socket.socket:
 
 def meet_main(section: MeshSection) -> Met:
     """Runs in each process but 0: connects to process 0, waits until all have connected, and
-    returns their names and the link to process 0. ShoalError if process 0 refuses this process or
-    cannot be reached. If the answer is no signed line, connects again for 2 x OUTLIVES_SECONDS."""
+    returns the names of all processes, the link to process 0 under the key 0, and this machine's
+    address. ShoalError if process 0 refuses this process or cannot be reached. If the answer is no
+    signed line, connects again for 2 x OUTLIVES_SECONDS."""
     # The coordination service of a run that was killed just now may still answer.
     deadline = time.monotonic() + 2 * OUTLIVES_SECONDS
     while True:
@@ -719,6 +726,7 @@ def meet_main(section: MeshSection) -> Met:
             # Process 0 gives up first, with its reason.
             while not select.select([link], [], [], 1)[0] and wait.left > -ANSWER_SECONDS:
                 wait.report("the other processes, which have yet to meet process 0")
+            # Also read if nothing has come: that raises one of MALFORMED.
             answer = _read_line(link, ANSWER_SECONDS, ANSWER_BYTES)
             if "error" not in answer:
                 print(
@@ -788,7 +796,8 @@ def _signature(text: bytes) -> bytes:
 
 
 def _send_line(link: socket.socket, value: Any) -> None:
-    """Sends a value as a signed line of JSON; does nothing if the link is broken."""
+    """Sends a value as a signed line of JSON; does nothing if the link is broken. The signature is
+    made with the run's secret; without one, with an empty secret."""
     text = json.dumps(value).encode()
     with contextlib.suppress(OSError):
         link.sendall(_signature(text) + b" " + text + b"\n")

@@ -138,8 +138,10 @@ class Program:
         queued: bool = True,
     ) -> None:
         """Makes the program; nothing is compiled yet. `compiler_options`: XLA's, name -> value;
-        `options`: further arguments of `jax.jit`; `devices`: those that it runs on; `queued`: False
-        if calls neither wait nor are waited for (see the class)."""
+        `options`: further arguments of `jax.jit`; `devices`: those that it runs on; `queued`: True
+        if a call waits while MAX_IN_FLIGHT earlier programs of these devices are unfinished; False,
+        for a part of a sequence of programs: calls neither wait nor are waited for, except on CPU
+        devices."""
         self.function = function
         self.compiler_options = dict(compiler_options)
         self.options = dict(options)
@@ -149,8 +151,10 @@ class Program:
         self._jitted = self._jit()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Dispatches the program and returns its outputs, which may still be computed. Waits before
-        that while too many programs of its devices are unfinished (see the class)."""
+        """Dispatches the program and returns its outputs, which may still be computed. A program
+        that is `queued` waits before that while MAX_IN_FLIGHT earlier programs of its devices are
+        unfinished; each waits while another thread dispatches to one of them. The first call with
+        arguments of a shape compiles."""
         while True:
             with dispatching(self._devices):
                 if len(self._in_flight) < MAX_IN_FLIGHT or not self._is_queued:
@@ -172,13 +176,13 @@ class Program:
         return result
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns JAX's traced program for arrays, or for shapes with shardings; the devices need
-        not exist here."""
+        """Returns JAX's traced program for arrays, or for shapes with shardings, without compiling
+        or running it; the devices need not exist here."""
         return self._jitted.trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns JAX's lowered program for arrays, or for shapes with shardings; the devices need
-        not exist here."""
+        """Returns JAX's lowered program for arrays, or for shapes with shardings, without compiling
+        or running it; the devices need not exist here."""
         return self._jitted.lower(*args, **kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
@@ -187,7 +191,8 @@ class Program:
         return self._jitted.eval_shape(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns JAX's compiled program for arrays or shapes, without running it."""
+        """Returns JAX's compiled program for arrays, or for shapes with shardings, without running
+        it. Options that the compiler does not know are dropped with a warning."""
         return self._known_options(lambda: self.lower(*args, **kwargs).compile())
 
     def _jit(self) -> Any:

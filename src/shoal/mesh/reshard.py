@@ -80,12 +80,15 @@ def exchange_parts(array: jax.Array, source: NamedSharding, ordered: NamedShardi
 
     A program knows only one order of devices, so it cannot return an array in the layout `ordered`.
     It returns the parts, one after the other along the first dimension, still over the devices of
-    `source`; the caller makes the array from the arrays of the single devices.
+    `source`; the caller makes the array from the arrays of the single devices. Both layouts have
+    the same devices.
     """
     before = list(np.asarray(source.mesh.devices).flat)
     after = list(np.asarray(ordered.mesh.devices).flat)
     axes = source.mesh.axis_names
     senders_and_receivers = []
+    # Part k lies at place k of `source`, and the device `after[k]` is to hold it: the receiver is
+    # the place that this device has in `source`.
     for sender, device in enumerate(after):
         senders_and_receivers.append((sender, before.index(device)))
 
@@ -105,8 +108,9 @@ def exchange_parts(array: jax.Array, source: NamedSharding, ordered: NamedShardi
 
 def _common_mesh(a: Any, b: Any) -> Mesh | None:
     """Returns a mesh over the devices of `a` with finer axes, such that each axis of `a` and of `b`
-    is a product of some of them: (4, 2) and (2, 4) -> (2, 2, 2). An axis is called `a` and the
-    number of devices within one entry of it. None if the sizes do not divide each other."""
+    is a product of some of them: (4, 2) and (2, 4) -> (2, 2, 2). An axis is called `a` followed by
+    the number of devices within one entry of it: `a4`, `a2`, `a1`. None if the sizes do not divide
+    each other."""
     cuts = sorted({*_cuts(a), *_cuts(b)})
     sizes = []
     names = []
@@ -143,13 +147,15 @@ def _layout(common: Mesh, sharding: NamedSharding, ndim: int) -> Layout:
             high = cuts[axis_index]
             # The axis `name` is the product of the common axes between its two cuts.
             for axis in common.axis_names:
+                # after the letter: the number of devices within one entry of the axis
                 if low <= int(axis[1:]) < high:
                     layout[dim].append(axis)
     return layout
 
 
 def _spec(layout: Layout) -> PartitionSpec:
-    """Returns the PartitionSpec of a layout: a dimension without axes is not split."""
+    """Returns the PartitionSpec of a layout, with one entry for each dimension: the tuple of its
+    axes, or None if the dimension is not split."""
     axes_by_dim = [tuple(axes) or None for axes in layout]
     return PartitionSpec(*axes_by_dim)
 
@@ -181,6 +187,7 @@ def _steps(before: Layout, after: Layout) -> Iterator[Step]:
                 next_axes[after[dim][len(axes)]] = dim
         step = _move(now, wrong, next_axes) or _slice(now, next_axes) or _gather(now, wrong, after)
         if step.kind != "slice":
+            # A move and a gather take the innermost axis of `dim` away.
             now[step.dim].pop()
         if step.kind != "gather":
             split = step.to_dim if step.kind == "move" else step.dim

@@ -65,19 +65,23 @@ class Role:
 
     name: str
     mesh: Mesh
+    # (logical axis, the mesh axis or tuple of mesh axes that split it; None: it is not split)
     rules: tuple[tuple[str, Any], ...]
     compiler_options: tuple[tuple[str, Any], ...] = ()
 
     def jit(self, function: Callable, queued: bool = True, **options: Any) -> Program:
-        """Returns a function compiled for the role's devices with its compiler options. `options`
-        are those of `jax.jit`; `queued`: see `Program`."""
+        """Returns a function compiled for the role's devices with its compiler options. Nothing is
+        compiled before the first call. `options` are those of `jax.jit`. `queued`: True if a call
+        waits while too many earlier programs of these devices are unfinished; False, for a part of
+        a sequence of programs: calls neither wait nor are waited for, except on CPU devices."""
         return Program(
             function, dict(self.compiler_options), self.mesh.devices.flat, options, queued
         )
 
     def with_options(self, options: Mapping[str, Mapping[str, Any]]) -> Role:
         """Returns the role with further compiler options: `options` has them by the kind of device,
-        name -> value; the role's present options take precedence."""
+        name -> value; the role's present options take precedence, and those of other kinds are
+        ignored. This role is not changed."""
         merged = dict(options.get(self.mesh.devices.flat[0].device_kind, {}))
         merged |= dict(self.compiler_options)  # they include those that the user set
         return replace(self, compiler_options=tuple(merged.items()))
@@ -125,8 +129,9 @@ class Role:
         return PartitionSpec(*mesh_axes)
 
     def sharding(self, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-        """Returns the sharding for an array of `shape` with these logical axes; ValueError like
-        `spec`."""
+        """Returns the sharding for an array of `shape` with these logical axes; ValueError if a
+        dimension's size is not divisible by the number of its parts, KeyError for an axis that the
+        role's rules do not have."""
         return NamedSharding(self.mesh, self.spec(axes, shape))
 
     @property
@@ -137,14 +142,16 @@ class Role:
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Inside a compiled function: returns x, laid out over the devices by the logical `axes`,
         one for each dimension; None: that dimension is not split. On a single device returns x
-        itself."""
+        itself. On several devices ValueError if a dimension's size is not divisible by the number
+        of its parts."""
         if self.mesh.size == 1:
             return x
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
 
     def put_rows(self, tree: Any) -> Any:
         """Puts a tree of host arrays, whose first dimension is rows, onto the devices, and returns
-        the tree of JAX arrays: rows are split over the devices, other dimensions are not."""
+        the tree of JAX arrays: rows are split over the devices (the `batch_shards`), other
+        dimensions are not. ValueError if `batch_shards` does not divide the number of rows."""
 
         def put_array(x: Any) -> jax.Array:
             axes = ("batch",) + (None,) * (np.ndim(x) - 1)
@@ -156,7 +163,8 @@ class Role:
         """Inside a compiled function: cuts the tokens of each row into `context` parts, [R, T, ...]
         -> [R * context, T / context, ...], so that each device holds whole entries of the first
         dimension. The parts of a row are on neighbouring devices, and so not neighbours in the
-        result if a device holds several rows. Returns x itself if `context` is 1."""
+        result if a device holds several rows. Returns x itself if `context` is 1. R must be a
+        multiple of `batch_shards`, and T of `context`."""
         if self.context == 1:
             return x
         tokens_of_part = x.shape[1] // self.context
@@ -229,7 +237,7 @@ class Role:
 
 def put(x: Any, sharding: NamedSharding) -> jax.Array:
     """Puts a host array onto the devices of a sharding and returns the JAX array. With several
-    processes, each must give the same array."""
+    processes, each must give the same array. Each device gets only its part."""
     if jax.process_count() == 1:
         return jax.device_put(x, sharding)
     # device_put would compare the processes' arrays each time.
@@ -322,6 +330,7 @@ def make_roles(
         reference = trainer  # one layout, and so one program for its log-probs and the trainer's
     else:
         own_devices = [devices[number] for number in numbers.reference]
+        # the largest number that divides the size of each slice; gcd(0, n) is n
         in_slice = 0
         for members in by_slice(own_devices):
             in_slice = math.gcd(in_slice, len(members))
@@ -342,10 +351,11 @@ def make_roles(
 def _sampler_mesh(
     section: MeshSection, trainer: Mesh, devices: Sequence[Any], numbers: RoleDevices
 ) -> Mesh:
-    """Returns the sampler's mesh, replicas x tensor, over the trainer's devices or devices of its
-    own, as `numbers` says. ShoalError if `mesh.sampler_tensor` (or else `mesh.tensor`) does not
-    divide the number of its devices. `trainer`: the trainer's mesh; `devices`: all available
-    devices, into which `numbers` are indices."""
+    """Returns the sampler's mesh, replicas x tensor, over the trainer's devices if `numbers` gives
+    both roles the same ones, else over those of `numbers.sampler`. ShoalError if
+    `mesh.sampler_tensor` (or else `mesh.tensor`) does not divide the number of its devices.
+    `trainer`: the trainer's mesh; `devices`: all available devices, into which `numbers` are
+    indices."""
     tensor = section.sampler_tensor or section.tensor
     shared = set(numbers.sampler) == set(numbers.trainer)
     num_devices = trainer.size if shared else len(numbers.sampler)
@@ -366,6 +376,7 @@ def _sampler_mesh(
         # with whole replicas on its own devices.
         return as_mesh(by_host(trainer.devices, tensor), SAMPLER_AXES)
     own_devices = [devices[number] for number in numbers.sampler]
+    # [replicas, tensor]
     return as_mesh(arrange_copies(own_devices, (tensor,)), SAMPLER_AXES)
 
 
@@ -407,10 +418,10 @@ def process_refusal(section: MeshSection, roles: Roles, hosts: Mapping[Any, int]
 
 
 def view_of(role: Role, devices: Sequence[Any]) -> Role:
-    """Returns a role on `devices`, by whose shardings the role's arrays can be laid out there
-    without cutting a part in two: each mesh axis but the first, from the last one on, gets the
-    largest size that divides both its present size and the devices that are left; the first axis
-    gets the rest. Returns the role itself if these are its devices."""
+    """Returns the role with a mesh over `devices`, by whose shardings the role's arrays can be laid
+    out there without cutting a part in two: each mesh axis but the first, from the last one on,
+    gets the largest size that divides both its present size and the devices that are left; the
+    first axis gets the rest. Returns the role itself if these are its devices."""
     if set(devices) == set(role.mesh.devices.flat):
         return role
     sizes = []

@@ -124,9 +124,9 @@ class Topology:
         return text
 
     def hosts(self, devices: Sequence[Any]) -> dict[Any, int]:
-        """Returns device -> number of its host, as the processes of a run there would have them.
-        Corrects JAX's description, whose hosts differ for GPUs and for small slices. `devices`: all
-        devices of this topology, in order."""
+        """Returns device -> number of its host, from 0, as the processes of a run there would have
+        them. Corrects JAX's description, whose hosts differ for GPUs and for small slices.
+        `devices`: all devices of this topology, in order."""
         if self.accelerator.is_tpu and not self._slice_is_one_host:
             return {device: device.process_index for device in devices}
         # JAX describes each GPU that is not here as a host, and the eight chips of v5e or v6e that
@@ -138,8 +138,10 @@ class Topology:
 def parse_topology(text: str) -> Topology:
     """Reads a topology from a text: `v5p-128` (the slice of that name), `v5p:4x4x8@2` (two slices
     of this shape), `h200:8` (one machine of 8 GPUs) or `h200:2x8` (two machines). Case does not
-    matter, and `v5litepod` is `v5e`. ShoalError, which names the nearest ones, if there is no such
-    topology."""
+    matter, and `v5litepod` is `v5e`. `@N`, a number of slices, is for TPUs alone. The `shape` of
+    GPUs is always (machines, GPUs each). ShoalError, which names the nearest ones, if there is no
+    such topology."""
+    # a kind (which may be like a100-40gb), then -NUMBER or :SHAPE, then @SLICES or nothing
     match = re.fullmatch(
         r"(?i)([a-z0-9]+?(?:-\d+gb)?)(?:-(?P<count>\d+)|:(?P<shape>\d+(?:x\d+)*))"
         r"(?:@(?P<slices>0*[1-9]\d*))?",
@@ -170,6 +172,7 @@ def _no_topology(text: str) -> ShoalError:
     """Returns the error for a text whose kind is not known, or that is not in the right form.
     `text`: the whole topology that the user gave."""
     name = re.split("[-:@]", text)[0].lower()
+    # a name with a number of slices in another form, like v5p-8x2
     slices = re.fullmatch(r"(?i)(v[^-]+-\d+)x(\d+)", text)
     if slices and name.replace("v5litepod", "v5e") in ACCELERATORS:
         return ShoalError(
@@ -283,8 +286,8 @@ def _no_slice(text: str, kind: str, chips: float, as_shapes: bool) -> ShoalError
 
 def topology_devices(topology: Topology) -> list[Any]:
     """Returns JAX's devices of a topology, for a compiler: programs can be compiled for them, but
-    nothing can run on them. ShoalError if the compiler is not installed. ENVIRONMENT must have been
-    set before JAX was imported."""
+    nothing can run on them. They are as many as `topology.num_devices`. ShoalError if the compiler
+    is not installed. ENVIRONMENT must have been set before JAX was imported."""
     from importlib.util import find_spec
 
     from jax.experimental.topologies import get_topology_desc
@@ -300,10 +303,12 @@ def topology_devices(topology: Topology) -> list[Any]:
         )
     shape = _shape_text(topology.shape)
     if not topology.accelerator.is_tpu:
+        # `x1`: each GPU counts as a host of its own, which `Topology.hosts` corrects.
         description = get_topology_desc(
             platform="cuda", target_config=gpu_target(topology.kind), topology=f"{shape}x1"
         )
         return list(description.devices)
+    # Of a v4 the two cores of a chip are one device.
     options: dict[str, Any] = {"chip_config_name": "megacore"} if topology.kind == "v4" else {}
     if topology.num_chips == topology.slices:  # a host of one chip
         options["chips_per_host_bounds"] = [1] * 3
@@ -349,7 +354,7 @@ class PlaceholderDevice:
 def placeholder_devices(topology: Topology) -> list[PlaceholderDevice]:
     """Returns as many placeholder devices as a topology has, for estimates and checks of meshes,
     which need no compiler. Each has its host's number as `process_index`, and its slice's as
-    `slice_index`."""
+    `slice_index`; ids and numbers count from 0."""
     platform = "tpu" if topology.accelerator.is_tpu else "gpu"
     kind = DEVICE_KINDS.get(topology.kind, f"NVIDIA {topology.kind.upper()}")
     of_slice = topology.num_devices // topology.slices

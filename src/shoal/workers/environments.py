@@ -42,7 +42,9 @@ class EnvironmentKind:
     def of(name: str, factory: Callable[[], Any]) -> EnvironmentKind:
         """Returns the kind of the environments that a factory makes; `name` is its key in the
         mapping of environments. The factory is a class, or a function that is called once here to
-        find the class. ShoalError if it raises, or if the class has no `reset`. Cached."""
+        find the class. Its tools are all public methods but NOT_TOOLS, sorted by name; `shares` is
+        True if `reset`, `respond` and all tools are `async`. ShoalError if the factory raises, or
+        if the class has no `reset`. Cached."""
         environment_type = _type_made_by(factory)
         if not callable(getattr(environment_type, "reset", None)):
             raise ShoalError(
@@ -73,7 +75,7 @@ class EnvironmentKind:
 
     def arguments(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the columns of a row that `reset` is called with: all, but OPTIONAL_COLUMNS only
-        if `reset` has such a parameter or takes any keyword."""
+        if `reset` has such a parameter or takes any keyword. The values are not copied."""
         parameters = inspect.signature(self.type.reset).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         arguments = {}
@@ -85,8 +87,8 @@ class EnvironmentKind:
 
 def _type_made_by(factory: Callable[[], Any]) -> type:
     """Returns the class of the environments that a factory makes; calls the factory once unless it
-    is a class. ShoalError if it raises. An environment that was made is closed if it has
-    `close`."""
+    is a class. ShoalError if it raises. An environment that was made is closed if it has `close`.
+    An `async` close is called, but not awaited."""
     if inspect.isclass(factory) and factory is not object:
         return factory
     try:
@@ -118,7 +120,7 @@ class Environments:
         result_bytes: int,
     ) -> None:
         """`tools` maps names to functions, `kinds` names to kinds of environments. `result_bytes`
-        is the most bytes of a tool's text that a reply has."""
+        is the most bytes of a tool's text that a reply has. Makes no environment yet."""
         self.tools = tools
         self.kinds = kinds
         self.result_bytes = result_bytes
@@ -131,7 +133,9 @@ class Environments:
     def call(self, header: Header, body: bytes) -> Header:
         """Runs one call in a worker that runs one call at a time, and returns the reply, also if
         the call fails. If no session uses the worker and it has child processes, the reply asks the
-        supervisor to replace the worker (`spent`). For the header see `_perform`."""
+        supervisor to replace the worker (`spent`). The header has `what` (open, call, respond or
+        end), the tool's `name`, `session`, `kind` and `seconds` (not used here). The reply also has
+        the `seconds` that the call took."""
         began = time.perf_counter()
         try:
             value = self._perform(header, body)
@@ -149,7 +153,8 @@ class Environments:
 
     async def call_async(self, header: Header, body: bytes) -> Header:
         """Runs one call on the event loop that it shares with other calls, with the time limit in
-        its header, and returns the reply, also if the call fails."""
+        its header (`seconds`; the other entries are those of `call`), and returns the reply, also
+        if the call fails. The reply also has the `seconds` that the call took."""
         began = time.perf_counter()
         scope = asyncio.timeout(header["seconds"])
         try:
@@ -176,7 +181,8 @@ class Environments:
         resets it. `end`: gets its reward (None if it has none). Else calls a method of the
         environment, or a tool, named `name` (`respond` has none). `session` is the session's
         number, 0 for a tool that is a function; `kind` names the kind of environment. The body has
-        the arguments, pickled for `open`, else in JSON."""
+        the arguments, pickled for `open`, else in JSON. KeyError if the session has no environment
+        any more."""
         what, session, kind = header["what"], header["session"], header["kind"]
         if what == "open":
             columns = ForkingPickler.loads(body)  # pyright: ignore[reportAttributeAccessIssue]
@@ -190,17 +196,19 @@ class Environments:
         if what == "end":
             environment = self.environments[session]
             return environment.get_reward() if hasattr(environment, "get_reward") else None
+        # `respond` has no name: it is itself the method.
         name = header["name"] or what
         if session:
             return getattr(self.environments[session], name)(**arguments)
         return self.tools[name](**arguments)
 
     def _reply_to(self, header: Header, value: Any) -> Header:
-        """Returns the reply to a call whose result is `value`: text as `value`, cut at
-        `environment.result_bytes`, with the number of bytes that were cut as `cut`, and the turn's
-        `reward` if there is one. For `end`, `value` is a dict of `reward` and `state`, and the
-        environment is kept for a later session. TypeError if the environment may not return such a
-        value."""
+        """Returns the reply to a call whose result is `value`: text (of any other value its `str`)
+        as `value`, cut at `environment.result_bytes`, with the number of bytes that were cut as
+        `cut`, and the turn's `reward` if there is one. For `end`, `value` is a dict of `reward` and
+        `state`, and the environment is kept for a later session. TypeError if `reset` or `respond`
+        returned neither text nor None, or `get_reward` neither a finite number nor None (ValueError
+        for text that is no number)."""
         what, session = header["what"], header["session"]
         if what == "end":
             if value is not None:
@@ -235,7 +243,8 @@ class Environments:
 
     def _turn_reward(self, session: int) -> Header:
         """Returns `{"reward": ...}` for a reply: the attribute `reward` of the session's
-        environment, as the reward of this turn. {} if that is not a finite number."""
+        environment, as the reward of this turn. {} if that is not a finite number. Only an
+        attribute of the instance counts; a bool counts as 1 or 0."""
         environment = self.environments.get(session)  # None in a call of a tool that is a function
         value = getattr(environment, "__dict__", {}).get("reward")
         if isinstance(value, int | float) and math.isfinite(value):
@@ -243,9 +252,10 @@ class Environments:
         return {}
 
     def _reply_to_failure(self, header: Header, error: BaseException) -> Header:
-        """Returns the reply to a call that raised `error`: `kind`, `text`, and `spent` (whether the
-        worker is to be replaced, after a MemoryError). Drops the session's environment, unless a
-        tool raised an ordinary exception."""
+        """Returns the reply to a call that raised `error`: `kind` ("raised", "timed out" or
+        "died"), `text`, and `spent` (whether the worker is to be replaced, after a MemoryError).
+        Drops the session's environment, unless a tool raised an ordinary exception. A dropped
+        environment is not closed."""
         what, session = header["what"], header["session"]
         kind, text = "raised", shorten(describe_error(error), 300)
         spent = isinstance(error, MemoryError)
@@ -263,7 +273,8 @@ class Environments:
 
 
 def _are_parts_of_a_message(value: Any) -> bool:
-    """True for a list of parts of a message, such as `[{"type": "text", "text": "..."}, ...]`."""
+    """True for a list of parts of a message, such as `[{"type": "text", "text": "..."}, ...]`. Each
+    part is a dict with a `text`. False for an empty list."""
     if not isinstance(value, list) or not value:
         return False
     return all(isinstance(part, Mapping) and "text" in part for part in value)
@@ -271,7 +282,7 @@ def _are_parts_of_a_message(value: Any) -> bool:
 
 def _is_deep(value: Any, most: int = 32) -> bool:
     """True if a value is nested deeper than `most` levels: JSON parsers of the processes that the
-    reply passes could fail on it."""
+    reply passes could fail on it. Only dicts, lists and tuples count as levels."""
     if most == 0:
         return True
     if isinstance(value, dict):
@@ -288,7 +299,7 @@ def _as_list(array: Any) -> Any:
 def state_of(environment: Any) -> dict[str, Any]:
     """Returns an environment's public attributes as plain values, arrays as lists. Leaves out
     values that JSON cannot hold, that are nested too deep, or that do not fit into STATE_BYTES with
-    those before them."""
+    those before them. Values are as JSON gives them back: tuples become lists, and keys text."""
     state = {}
     bytes_left = STATE_BYTES
     for name, value in getattr(environment, "__dict__", {}).items():

@@ -81,8 +81,10 @@ class Limits:
 
     def most_seconds(self, num_calls: int) -> float:
         """Returns how long this many calls may take at most, in seconds: with the start and the end
-        of their workers, and one earlier call that is still running."""
+        of their workers, and one earlier call that is still running. The calls run `num_workers` at
+        a time; a part of a round counts as that part, not as a whole round."""
         a_call = self.seconds + START_SECONDS + GRACE_SECONDS + 2 * EXIT_SECONDS
+        # 1: the earlier call that is still running.
         return a_call * (1 + num_calls / self.num_workers)
 
 
@@ -134,9 +136,12 @@ class WorkerPool:
         `handle` is called in a worker with (header, body) of a call and returns the reply, a dict
         that JSON can hold. `handle_async` does the same for calls with `together`; None if there
         are none. `prepare` is called in the supervisor before it forks the first worker.
-        `exec_supervisor` replaces all that: it is called in the forked process with the socket to
-        the trainer, and executes a program that runs a supervisor, such as one in a sandbox. With
-        `restarts`, a supervisor that a call has killed is replaced.
+        `exec_supervisor` replaces all that (`handle`, `handle_async`, `prepare` and `limits` are
+        then not used): it is called in the forked process with the socket to the trainer, and
+        executes a program that runs a supervisor, such as one in a sandbox. With `restarts`, a
+        supervisor that a call has killed is replaced. Does not wait for the supervisor to start.
+        Whoever makes a pool calls `close`; else the supervisor ends once the pool is collected or
+        this process ends.
         """
         trainer = os.getpid()
 
@@ -171,7 +176,8 @@ class WorkerPool:
 
     def _restart(self) -> list[tuple[int, Header]]:
         """Starts another supervisor after one has ended. Returns a reply "died" for each call that
-        was open, because any of these calls may have killed it."""
+        was open, because any of these calls may have killed it. No call is made again. `pid` is
+        then that of the new supervisor."""
         lost = sorted(self._open)
         self._open.clear()
         _end_supervisor(self._supervisor, self._trainer)
@@ -198,8 +204,11 @@ class WorkerPool:
         `call` is a number that the reply repeats; `header` and `body` are for the handler.
         `together` and `seat` (0: no seat) say where the call runs: see the class. `seconds` is the
         time limit of this call (0: that of the pool). WorkersLost if the supervisor has ended and
-        is not replaced, or does not read.
+        is not replaced, or does not read. Does not wait for the reply. No open call may have the
+        same number. With `restarts` nothing is raised if the supervisor has ended: the next
+        `receive` replies "died".
         """
+        # Silence counts from the latest call, since a supervisor without open calls sends nothing.
         self.heard = time.monotonic()
         envelope = {
             "call": call,
@@ -213,12 +222,15 @@ class WorkerPool:
 
     def cancel(self, calls: Iterable[int]) -> None:
         """Cancels calls. A call that no worker has begun gets the reply "cancelled"; any other call
-        continues and gets its usual reply. Raises like `submit`."""
+        continues and gets its usual reply. A call with `together` or a `seat` counts as begun at
+        once, unless it waits to be made again alone. Numbers of no open call are ignored.
+        WorkersLost like `submit`. Returns before the replies arrive."""
         self._send({"cancel": list(calls)})
 
     def _send(self, header: Header, body: bytes = b"") -> None:
-        """Sends one frame to the supervisor; WorkersLost like `submit`. With `restarts`, a
-        supervisor that has ended is no error here: `receive` replaces it."""
+        """Sends one frame to the supervisor; WorkersLost if the supervisor has ended, or reads
+        nothing for `SEND_SECONDS`. With `restarts`, a supervisor that has ended is no error here:
+        `receive` replaces it."""
         try:
             self._channel.send(header, body)
         except ConnectionError:
@@ -230,11 +242,13 @@ class WorkerPool:
             raise WorkersLost(has_ended=False, seconds=process.SEND_SECONDS) from None
 
     def wait(self, seconds: float, since: float = 0.0) -> list[tuple[int, Header]]:
-        """Returns replies like `receive`, but also raises WorkersLost if the supervisor has open
-        calls and has sent nothing for `SILENT_SECONDS`. Silence before `since` (a time of
-        time.monotonic) does not count. It waits at most `seconds`."""
+        """Returns (call, reply) for all replies that have arrived, like `receive`, but also raises
+        WorkersLost if the supervisor has open calls and has sent nothing for `SILENT_SECONDS`.
+        Silence before `since` (a time of time.monotonic) does not count. It waits at most
+        `seconds`. Without open calls silence never counts."""
         silent_at = max(self.heard, since) + SILENT_SECONDS
         left = max(0.0, silent_at - time.monotonic())
+        # Not longer than to the time at which the supervisor counts as stuck.
         replies = self.receive(min(seconds, left) if self._open else seconds)
         silence = time.monotonic() - max(self.heard, since)
         if self._open and silence >= SILENT_SECONDS:
@@ -275,12 +289,14 @@ class _RunningSupervisor:
 def _start_supervisor(supervise: Callable[[socket.socket], Any]) -> _RunningSupervisor:
     """Forks a process that runs `supervise` on one end of a new socket pair. Returns its id and
     the other end."""
+    # What is buffered here would else be written by the child too.
     sys.stdout.flush()
     sys.stderr.flush()
     here, there = socket.socketpair()
     pid = fork()
     if pid == 0:
         here.close()
+        # The child never gets beyond this line.
         run_child(lambda: supervise(there))
     there.close()
     return _RunningSupervisor(pid, here)
@@ -288,8 +304,9 @@ def _start_supervisor(supervise: Callable[[socket.socket], Any]) -> _RunningSupe
 
 def _end_supervisor(supervisor: _RunningSupervisor, owner: int) -> None:
     """Ends a supervisor and waits until its process is gone. Shuts the socket down, so that the
-    supervisor ends by itself, and kills it if it has not ended after `END_SECONDS`. In a fork of
-    the process `owner`, only closes the copy of the socket."""
+    supervisor ends by itself, and kills it if it has not ended after `END_SECONDS`. If it is still
+    there `EXIT_SECONDS` later, returns all the same. In a fork of the process `owner`, only closes
+    the copy of the socket."""
     pid, end = supervisor.pid, supervisor.end
     if os.getpid() != owner:  # this process is a fork of the owner, made by somebody else
         end.close()
@@ -349,7 +366,8 @@ class _Worker:
 
     def describe_end(self) -> str:
         """Returns how the worker ended as a text: `exit code 1`, `SIGSEGV`, or a sentence if the
-        supervisor killed it."""
+        supervisor killed it. A worker that `has_ended` has not seen to end reads as `exit code 0`.
+        SIGKILL has a hint: it may be for want of memory."""
         status = self.status or 0
         if self.blocked:
             return "a call blocked the event loop that it shares"
@@ -380,7 +398,8 @@ class Supervisor:
         trainer: int,
     ) -> None:
         """`trainer_end` is this process's end of the socket to the trainer, `trainer` the trainer's
-        process id. For the others see `WorkerPool`."""
+        process id. The handlers are those of `WorkerPool` and run in the workers; `limits` are
+        those of the pool. Starts no worker yet."""
         self.trainer_end = trainer_end
         self.handle = handle
         self.handle_async = handle_async
@@ -403,12 +422,15 @@ class Supervisor:
 
     def run(self) -> None:
         """Serves calls until the trainer closes its end of the socket or is gone; then ends all
-        workers."""
+        workers. It always ends with an exception, EOFError or ConnectionError, which `run_child`
+        takes for the usual end."""
         asyncio.run(self._run())
 
     async def _run(self) -> None:
         """Serves calls until the trainer closes its end of the socket or is gone; then ends all
-        workers."""
+        workers. It always ends with an exception, EOFError or ConnectionError, which `run_child`
+        takes for the usual end."""
+        # `limit` is the size of the buffer: 16 MiB.
         reader, self.writer = await asyncio.open_connection(sock=self.trainer_end, limit=1 << 24)
         self._send({"ready": True})
         pulse = self._start_task(self._pulse(reader))
@@ -437,7 +459,9 @@ class Supervisor:
             self.ending = True
             pulse.cancel()
             for worker in self.workers:
+                # All at once, before waiting for any of them.
                 _kill_group(worker.pid)
+            # The list is made first, because `_end_worker` removes the worker from `self.workers`.
             ends = [self._end_worker(worker) for worker in self.workers]
             await asyncio.gather(*ends)
             if self.tasks:
@@ -455,7 +479,8 @@ class Supervisor:
     async def _pulse(self, reader: asyncio.StreamReader) -> None:
         """Runs as long as the supervisor. Once a second: closes `reader`, so that the supervisor
         ends, if the trainer is gone; sends the trainer a sign of life if calls are open; closes the
-        readers of workers that have ended."""
+        readers of workers that have ended; reaps processes that were killed and have ended
+        since."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(PULSE_SECONDS)
@@ -466,13 +491,15 @@ class Supervisor:
                 self._send({"alive": True})
             for worker in self.workers:  # a child of an ended worker may hold its socket open
                 if worker.status is None and worker.has_ended():
+                    # Later, so that what it still wrote is read first.
                     loop.call_later(0.1, worker.reader.feed_eof)
             for pid in list(self.unreaped):
                 if _reap(pid) is not None:
                     self.unreaped.discard(pid)
 
     def _cancel(self, calls: set[int]) -> None:
-        """Replies "cancelled" to each of the calls, by number, that is still queued."""
+        """Replies "cancelled" to each of the calls, by number, that is still queued. Ignores all
+        other numbers."""
         for call in [call for call in self.queue if call.id in calls]:
             self.queue.remove(call)
             self._reply(call, {"kind": "cancelled"})
@@ -496,12 +523,13 @@ class Supervisor:
     async def _serve_alone(self, call: _Call) -> None:
         """Runs one call on a worker that runs one call at a time, an idle one or a new one. Sends
         the reply and starts the next call of the queue. The reply has `alone` if the call was to
-        run on a shared event loop."""
+        run on a shared event loop. If no worker can start, the reply is that of `_call_worker`."""
         while self.free and self.free[-1].has_ended():
             # The worker was killed from outside while it was idle.
             await self._end_worker(self.free[-1])
         free_worker = self.free.pop() if self.free else None
         reply, worker = await self._call_worker(free_worker, call)
+        # Not if it was ended during the call, or never started.
         if worker in self.workers:
             self.free.append(worker)
         if call.together:
@@ -512,7 +540,7 @@ class Supervisor:
 
     async def _serve_seat(self, call: _Call) -> None:
         """Runs one call on the worker of its seat and sends the reply. The caller submits one call
-        of a seat at a time."""
+        of a seat at a time. DIED_AS_IT_STARTED if that worker cannot start."""
         worker = await self._worker_of_seat(call)
         if worker is None:
             self._reply(call, DIED_AS_IT_STARTED)
@@ -527,8 +555,11 @@ class Supervisor:
         and the worker, which is None if no worker could start.
 
         Ends the worker if the call exceeds its time limit (reply "timed out"), if the worker ends
-        or sends anything but a reply to this call ("died"), or if the reply asks for it
-        (`spent`)."""
+        or sends anything but a reply to this call ("died"), or if the reply asks for it (`spent`).
+        If a new worker ends before it is ready, the reply is DIED_AS_IT_STARTED; if it takes too
+        long to start, "timed out". A worker that was ended is returned too, but is not in
+        `self.workers` any more.
+        """
         try:
             if worker is None:
                 worker = await self._spawn()
@@ -581,6 +612,7 @@ class Supervisor:
         """
         worker = await self._worker_of_seat(call)
         reply = None
+        # Not if it could not start (None), or if another of its calls has ended it.
         if worker in self.workers:
             reply = await self._call_shared_worker(worker, call)
         if reply is not None:
@@ -596,7 +628,9 @@ class Supervisor:
 
     async def _call_shared_worker(self, worker: _Worker, call: _Call) -> Header | None:
         """Sends a call to a worker with a shared event loop, and returns the reply. None if the
-        worker ended, or was ended here because it sent nothing for too long."""
+        worker ended, or was ended here because it sent nothing for longer than the call's limit and
+        GRACE_SECONDS, or because a call of a seat took three times that."""
+        # It was idle, so its silence begins now.
         if not worker.waiting:
             worker.heard = time.monotonic()
         future: asyncio.Future[Header | None] = asyncio.get_running_loop().create_future()
@@ -638,10 +672,12 @@ class Supervisor:
     # -- workers
 
     async def _spawn(self, seat: int | None = None, together: bool = False) -> _Worker:
-        """Forks a worker and returns it once it is ready. `seat`: see `_Worker`. With `together` it
-        runs a shared event loop. TimeoutError if it takes too long to start, EOFError if it ends
-        before it is ready."""
+        """Forks a worker and returns it once it is ready. `seat` is the number of its seat, 0 for
+        the shared event loop of stateless calls, None for a worker of one stateless call at a time.
+        With `together` it runs a shared event loop. TimeoutError if it takes too long to start,
+        EOFError or ConnectionError if it ends before it is ready."""
         here, there = socket.socketpair()
+        # Forgets sockets that were closed since.
         self.sockets = {end for end in self.sockets if end.fileno() >= 0}
         self.sockets.add(here)
         supervisor = os.getpid()
@@ -658,6 +694,7 @@ class Supervisor:
         self.workers.append(worker)
         try:
             async with asyncio.timeout(START_SECONDS):
+                # Its first frame says that it is ready.
                 await _read_frame(reader)
         except (TimeoutError, EOFError, ConnectionError):
             await self._end_worker(worker)
@@ -670,7 +707,9 @@ class Supervisor:
         """Runs in the worker process: calls the handler for each call that arrives at the socket
         `end`, until that closes; with `together` all calls concurrently on one event loop, else one
         after the other. `supervisor` is the process id of its parent. A `together` call of a `seat`
-        that blocks the loop is interrupted (`run_shared_worker`)."""
+        that blocks the loop is interrupted (`run_shared_worker`). If the handler raises, this
+        process ends, and the call is answered as one that died. With `together` there must be a
+        `handle_async`."""
         prctl(KILL_WITH_PARENT, signal.SIGKILL)
         limit_memory(self.limits.memory_bytes)
         if os.getppid() != supervisor:
@@ -704,6 +743,7 @@ class Supervisor:
             self.seats.pop(worker.seat, None)
         for future in worker.waiting.values():
             if not future.done():
+                # `_call_shared_worker` then returns None.
                 future.set_result(None)
         worker.writer.transport.abort()
         if wait:
@@ -720,8 +760,10 @@ class Supervisor:
 
     async def _end_orphans(self) -> None:
         """Kills processes that ended workers had started in sessions of their own. On Linux this
-        process has adopted them; on other systems they are not found."""
+        process has adopted them; on other systems they are not found. Processes that cannot be
+        killed within `EXIT_SECONDS` go to `unreaped` and are not tried again."""
         while True:
+            # Again and again: killing one makes its children orphans.
             orphans = children() - self.pids - self.unreaped
             if not orphans:
                 return
@@ -757,7 +799,8 @@ def _reply_of(header: Header) -> tuple[int, Header]:
 
 
 def _kill_group(pid: int) -> None:
-    """Kills a process and its process group."""
+    """Kills a process and its process group. Does nothing if there is no such group, or if it
+    belongs to another user."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 

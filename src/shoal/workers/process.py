@@ -48,14 +48,16 @@ class Channel:
     made it: a copy of that process, forked by user code, exits if it tries to send or receive."""
 
     def __init__(self, end: socket.socket) -> None:
-        """Takes over a connected socket; only this process may use the channel."""
+        """Takes over a connected socket; only this process may use the channel. It has no `close`:
+        whoever made the socket closes it."""
         self.end = end
         self.owner = os.getpid()
         self._inbox = bytearray()
 
     def send(self, header: Header, body: bytes = b"") -> None:
         """Sends one frame; waits up to `SEND_SECONDS` for the other end to read, then TimeoutError.
-        ConnectionError if the other end is closed."""
+        ConnectionError if the other end is closed. After a TimeoutError part of the frame may be
+        sent: the channel is then of no further use."""
         _end_copy_of(self.owner)
         self.end.settimeout(SEND_SECONDS)
         self.end.sendall(frame(header, body))
@@ -63,8 +65,8 @@ class Channel:
     def receive(self, seconds: float | None = None) -> list[tuple[Header, bytes]]:
         """Returns (header, body) of each complete frame that has arrived; [] if there is none.
         Waits at most `seconds` for the first data (None: for ever). Raises EOFError if the other
-        end is closed and no complete frame is left. An incomplete frame is kept for the next
-        call."""
+        end is closed and no complete frame is left. An incomplete frame is kept for the next call.
+        ValueError if a frame's header is not JSON."""
         _end_copy_of(self.owner)
         ended = False
         self.end.settimeout(seconds)
@@ -126,6 +128,7 @@ def fork() -> int:
     other threads: the child uses none, and touches no device."""
     held_back = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, held_back)
+    # In case `os.fork` raises: this process then gets its signals back, like a parent.
     pid = -1
     try:
         with warnings.catch_warnings():
@@ -138,9 +141,10 @@ def fork() -> int:
 
 
 def run_child(body: Callable[[], Any]) -> NoReturn:
-    """Runs `body` in a forked process and then exits, with code 1 if it raised. The process gets a
-    session of its own, so Ctrl-C does not reach it, and its own standard streams (stdin is
-    empty)."""
+    """Runs `body` in a forked process and then exits, with code 1 if it raised. It prints what was
+    raised, unless that is a ConnectionError, TimeoutError or EOFError. The process gets a session
+    of its own, so Ctrl-C does not reach it, and its own standard streams (stdin is empty, stdout
+    and stderr write where those of the parent do)."""
     code = 1
     try:
         gc.freeze()  # nothing that the parent made is ever freed here
@@ -199,7 +203,8 @@ def _end_copy_of(owner: int) -> None:
 def end_copies_of_loop(loop: asyncio.AbstractEventLoop) -> None:
     """Registers a hook for forks: a process that user code forks during a call on this event loop
     exits as soon as the call returns to the loop. Such a copy shares the original's epoll instance
-    and wakeup socket, and would take its events."""
+    and wakeup socket, and would take its events. The hook cannot be removed; it does nothing once
+    the loop is closed or gone."""
     reference = weakref.ref(loop)
 
     def end() -> None:
@@ -215,7 +220,7 @@ def end_copies_of_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 def _open_stream(number: int, mode: str) -> Any:
     """Returns a text stream in UTF-8 on a file descriptor, or on the null device if the descriptor
-    is closed."""
+    is closed. `mode` is "r" or "w". Closing the stream leaves the descriptor open."""
     try:
         return open(
             number, mode, buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
@@ -251,12 +256,15 @@ async def run_shared_worker(channel: Channel, handle: AsyncHandler, alarm: float
 
     def beat() -> None:
         """Repeats while calls run. That it runs at all shows that the loop is not blocked: resets
-        the alarm and sends the supervisor a sign of life."""
+        the alarm and sends the supervisor a sign of life. It is only used with an alarm: without
+        one the worker sends no signs of life."""
         beats.clear()
         if not running:
+            # 0.0 stops the timer.
             signal.setitimer(signal.ITIMER_REAL, 0.0, alarm)
             return
         signal.setitimer(signal.ITIMER_REAL, alarm, alarm)
+        # Well before the alarm, which the next beat sets anew.
         beats.append(loop.call_later(min(PULSE_SECONDS, alarm / 4), beat))
         channel.send({"alive": True})
 
@@ -266,7 +274,8 @@ async def run_shared_worker(channel: Channel, handle: AsyncHandler, alarm: float
             raise Blocked
 
     def read() -> None:
-        """Starts a task for each call that has arrived."""
+        """Starts a task for each call that has arrived. Ends the worker's loop once the channel has
+        closed."""
         try:
             for header, body in channel.receive(0.0):
                 task = loop.create_task(work(header, body))
@@ -285,7 +294,7 @@ async def run_shared_worker(channel: Channel, handle: AsyncHandler, alarm: float
 
 def children() -> set[int]:
     """Returns the ids of this process's children, with the orphans that it adopted; empty on other
-    systems than Linux."""
+    systems than Linux. Grandchildren are not among them."""
     pids: set[int] = set()
     for file in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has just ended
@@ -294,7 +303,8 @@ def children() -> set[int]:
 
 
 def num_cores() -> int:
-    """Returns the number of CPU cores that this process may use."""
+    """Returns the number of CPU cores that this process may use. On systems that do not tell, this
+    is the number of all cores."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -309,7 +319,7 @@ def prctl(option: int, value: int) -> None:
 def limit_memory(memory_bytes: int) -> None:
     """Limits this process's address space, on Linux, to its present size plus `memory_bytes` (0: no
     limit). Also disables core dumps, and makes this process the first that Linux kills if the
-    machine's memory runs out."""
+    machine's memory runs out. A limit that is set already is never raised."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -331,7 +341,7 @@ def require_bubblewrap(
     """Raises ShoalError unless sandboxes work on this machine: `bwrap` is installed, and the
     command `words`, which starts one, prints `expected` for the input `case`. Without a `case` the
     command runs `echo` in the sandbox. `what` begins the message, `key` is the setting to change.
-    The command has an empty environment."""
+    The command has an empty environment. subprocess.TimeoutExpired if it takes more than 60 s."""
     if not shutil.which("bwrap"):
         raise ShoalError(
             f"{what}: this machine has no bwrap: install it (apt install bubblewrap)", key
@@ -394,8 +404,9 @@ class Watcher:
     all processes whose environment has `Watcher.environment` (Linux) and removes folders."""
 
     def __init__(self) -> None:
-        """Starts the process. `environment` is the variable that marks the processes to be
-        killed."""
+        """Starts the process. `environment` is the variable that marks the processes to be killed.
+        Whoever starts such a process gives it this variable. Close the watcher to end them sooner
+        than this process ends."""
         mark = uuid.uuid4().hex
         self.environment = {MARK: mark}
         # In a session of its own: Ctrl-C in a terminal is for the process that is watched.
@@ -408,13 +419,15 @@ class Watcher:
         )
 
     def remove(self, folder: Path) -> None:
-        """Registers a folder to be removed once this process has ended."""
+        """Registers a folder to be removed once this process has ended. A folder that is missing
+        then is ignored. ValueError after `close`."""
         assert self._process.stdin is not None
         self._process.stdin.write(os.fsencode(folder) + bytes(1))
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """Kills the processes and removes the folders now, and waits for that."""
+        """Kills the processes and removes the folders now, and waits for that. A second call does
+        nothing."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()

@@ -46,7 +46,10 @@ class RolloutSampler:
 
     def __init__(self, ask: Callable[[str, Any], Any]) -> None:
         """`ask(what, value)` sends a request to the run, waits, and returns the answer; `what` is
-        `sample`, `encode`, `encode text`, `render` or `decode`."""
+        `sample`, `encode`, `encode text`, `render` or `decode`. The value of `sample` is a dict of
+        `prompt` (ids) and `max_tokens`; of `encode` a prompt; of `encode text` a text; of `render`
+        [messages, whether they are continued]; of `decode` [ids, whether special tokens are
+        skipped]."""
         self.ask = ask
         self.sampled: list[int] = []
 
@@ -62,7 +65,8 @@ class RolloutSampler:
 
         If the prompt begins with all tokens of the rollout so far, sampling continues from them;
         any other prompt begins a branch. `max_tokens` limits this turn, if it is less than the
-        tokens that are left for the rollout. Raises RolloutEnded if none is left.
+        tokens that are left for the rollout. Raises RolloutEnded if none is left. ValueError if the
+        run refuses the prompt.
         """
         ids = _token_ids(prompt)
         if ids is None:
@@ -72,7 +76,8 @@ class RolloutSampler:
         return {"prompt_ids": ids, **turn}
 
     def encode(self, prompt: Prompt | Any) -> list[int]:
-        """Returns the token ids of a text, or of messages as the chat template renders them."""
+        """Returns the token ids of a text, or of messages as the chat template renders them.
+        Messages are followed by the beginning of an assistant's message."""
         return self.ask("encode", prompt)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -92,13 +97,15 @@ class RolloutSampler:
         `tokenize=False`. With `add_generation_prompt` the beginning of an assistant's message
         follows them."""
         if tokenize and add_generation_prompt:
+            # The run renders messages with the beginning of the assistant's message.
             return self.encode(messages)
         text = self.ask("render", [messages, not add_generation_prompt])
         return self.ask("encode text", text) if tokenize else text
 
 
 def _token_ids(prompt: Any) -> list[int] | None:
-    """Returns the ids of a prompt that consists of token ids; None for a text or messages."""
+    """Returns the ids of a prompt that consists of token ids; None for a text or messages. Anything
+    that can be an index counts as an id, such as NumPy's integers. [] for an empty list."""
     if isinstance(prompt, str):
         return None
     ids = []
@@ -113,7 +120,8 @@ def generate_rollout_completions(
     trainer: RolloutSampler, prompts: Sequence[Any]
 ) -> list[dict[str, Any]]:
     """Samples one completion of each prompt, like TRL's function of this name; returns for each a
-    dict with `prompt_ids`, `completion_ids`, `logprobs` and `text`."""
+    dict with `prompt_ids`, `completion_ids`, `logprobs`, `text` and `stop_reason`. They are sampled
+    one after the other."""
     return [trainer.generate(prompt) for prompt in prompts]
 
 
@@ -131,12 +139,15 @@ class RolloutCall:
 
     def reset(self, prompt: Prompt, **columns: Any) -> str | None:
         """Begins a rollout: starts the function in a thread, and returns its first request as JSON;
-        None if it returned without one. If the function of the previous rollout still waits for an
-        answer, RolloutDropped is raised in it. The function does not get `columns`; its fields may
-        not have their names. Raises what the function raised."""
+        None if it raised RolloutEnded before one. If the function of the previous rollout still
+        waits for an answer, RolloutDropped is raised in it. The function does not get `columns`;
+        its fields may not have their names. Raises what the function raised, and ValueError if it
+        returned before anything was sampled."""
         # For the function of the rollout before, which may still wait for an answer.
         self._answers.put({"over": "it was dropped", "dropped": True})
+        # New queues: the thread of the rollout before keeps its own.
         vars(self).update({"_answers": SimpleQueue(), "_requests": SimpleQueue()})
+        # The fields of the rollout before.
         for name in list(vars(self)):
             if not name.startswith("_"):
                 delattr(self, name)
@@ -146,7 +157,9 @@ class RolloutCall:
 
     def respond(self, message: str) -> str | None:
         """Passes the answer to its request (`message`, as JSON) to the function, and returns its
-        next request; None if the function has returned. Raises what the function raised."""
+        next request; None if the function has returned. Raises what the function raised. ValueError
+        or TypeError if it returned no dict of lists of one value, other tokens than the sampled
+        ones, or a field with the name of a column."""
         self._answers.put(json.loads(message))
         return self._next_request()
 
@@ -176,8 +189,9 @@ class RolloutCall:
         lock = threading.Lock()
 
         def ask(what: str, value: Any) -> Any:
-            """Puts a request into `requests`, waits for its answer and returns that. RolloutEnded
-            or RolloutDropped if the rollout is over, ValueError if the request failed."""
+            """Puts a request (`what` is one of the five of `RolloutSampler`) into `requests`, waits
+            for its answer and returns that. RolloutEnded or RolloutDropped if the rollout is over,
+            ValueError if the request failed."""
             with lock:
                 requests.put(json.dumps({"what": what, "value": value}))
                 answer = answers.get()
@@ -219,10 +233,10 @@ class Agent(RolloutCall):
 
 
 def _fields(returned: Any, sampled: Sequence[int]) -> dict[str, Any]:
-    """Returns what a rollout function returned besides tokens, as name -> value of its one prompt;
-    {} for None. TypeError if it is neither a dict nor None. ValueError if nothing was sampled, if a
-    value is not a list of one, or if the returned tokens, without those of the environment, are not
-    the `sampled` ones, which training uses."""
+    """Returns what a rollout function returned besides the fields of _TOKENS, as name -> value of
+    its one prompt; {} for None. TypeError if it is neither a dict nor None. ValueError if nothing
+    was sampled, if a value is not a list of one, or if the returned tokens, without those of the
+    environment, are not the `sampled` ones, which training uses."""
     if not sampled:
         raise ValueError(
             "the rollout function returned before anything was sampled: call generate(prompt)"

@@ -65,7 +65,9 @@ def supervisor_settings(
 ) -> tuple[Handler, Limits, AsyncHandler]:
     """Returns what a `Supervisor` of sessions is made with: the handler of calls, the limits of
     workers, and the handler of calls on a shared event loop. `tools` maps names to functions,
-    `kinds` names to kinds of environments."""
+    `kinds` names to kinds of environments. The limits are `environment.workers` processes for tools
+    that are functions, and by call `environment.timeout_seconds` and `environment.memory_gib`.
+    Starts nothing."""
     held = Environments(tools, kinds, section.result_bytes)
     limits = Limits(section.workers, section.timeout_seconds, int(section.memory_gib * 2**30))
     return held.call, limits, held.call_async
@@ -111,9 +113,11 @@ class Sessions:
         exec_supervisor: Callable[[socket.socket], Any] | None = None,
     ) -> None:
         """Forks the supervisor, best before JAX starts its threads. `environments` maps names to
-        factories. `exec_supervisor` starts the supervisor in another program, such as a sandbox
-        (see `WorkerPool`). ShoalError for two tools of the same name, and for an object that is not
-        an environment."""
+        factories; a factory that is not a class is called once here, to find the class.
+        `exec_supervisor` is called in the forked process with its socket to this one, and executes
+        another program that runs the supervisor, such as one in a sandbox; None: the forked process
+        runs it. ShoalError for two tools of the same name, and for an object that is not an
+        environment."""
         self.section = section
         self.tools = {name_of(tool): tool for tool in tools}
         self.kinds: dict[str, EnvironmentKind] = {}
@@ -141,7 +145,7 @@ class Sessions:
     def kind_of(self, columns: Mapping[str, Any]) -> EnvironmentKind | None:
         """Returns the kind of environment for a data row; None if the task has no environments. If
         there are several, the row's column `environment` names its kind; ShoalError if it names
-        none of them."""
+        none of them. If there is only one, the column is not read."""
         if not self.kinds:
             return None
         if len(self.kinds) == 1:
@@ -157,8 +161,8 @@ class Sessions:
 
     def functions(self, columns: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
         """Returns name -> function of the tools that rollouts of a row may call: the task's tools,
-        then the methods of the row's environment, as functions of its class. ShoalError like
-        `kind_of`."""
+        then the methods of the row's environment, as functions of its class. ShoalError if there
+        are several environments and the row names none of them."""
         functions = dict(self.tools)
         environment_kind = self.kind_of(columns)
         if environment_kind is not None:
@@ -168,7 +172,8 @@ class Sessions:
     def open(self, rollout: Hashable, columns: Mapping[str, Any]) -> None:
         """Begins a rollout's session: queues the call `reset(**columns)` of its environment, whose
         result `collect` returns as a `Reply` (None without an environment). ShoalError for a column
-        that cannot be sent to another process, ValueError if the session is open."""
+        that cannot be sent to another process, ValueError if the session is open. ShoalError also
+        if there are several environments and `columns` names none of them."""
         if rollout in self._sessions:
             raise ValueError(f"the session of {rollout!r} is open")
         kind = self.kind_of(columns)
@@ -197,23 +202,27 @@ class Sessions:
     def call(self, rollout: Hashable, name: str, arguments: Mapping[str, Any]) -> None:
         """Queues a call of a tool by its name; `collect` returns the `Reply`. If JSON cannot hold
         the arguments, the reply says that the call failed. KeyError if the rollout has no open
-        session."""
+        session. An unknown tool is no error here either: the `Reply` has the kind "unknown
+        tool"."""
         try:
             body = json.dumps(dict(arguments))
         except (TypeError, ValueError, RecursionError) as error:
+            # A text in place of a dict: the worker raises it, so the call fails.
             body = json.dumps(f"the arguments cannot be sent: {type(error).__name__}")
         self._queue_call(self._sessions[rollout], "call", name, body.encode())
 
     def respond(self, rollout: Hashable, message: str) -> None:
         """Queues the call `respond(message)` of the environment, with the model's text. The value
         of its `Reply` is the environment's answer, None if the rollout is over. KeyError if the
-        rollout has no open session."""
+        rollout has no open session. Without an environment it is None too. An environment without
+        `respond` fails the call."""
         body = json.dumps({"message": message}).encode()
         self._queue_call(self._sessions[rollout], "respond", "", body)
 
     def end(self, rollout: Hashable) -> None:
         """Queues the end of a session. The value of its `Reply` has the environment's `reward`
-        (None if it has none) and `state`. KeyError if the rollout has no open session."""
+        (None if it has none) and `state`. KeyError if the rollout has no open session. Without an
+        environment the reward is None and the state {}."""
         self._queue_call(self._sessions[rollout], "end")
 
     def drop(self, rollout: Hashable) -> None:
@@ -223,6 +232,7 @@ class Sessions:
         if session is not None:
             session.dropped = True
             session.queue.clear()
+            # Its environment is freed for later rollouts; the reply is thrown away.
             self._queue_call(session, "end")
 
     def collect(self, seconds: float = 0.0) -> list[Reply]:
@@ -309,7 +319,9 @@ class Sessions:
 
     def _enter_reply(self, session: _Session, reply: Header) -> None:
         """Handles the pool's reply to the running call of a session: makes the `Reply` that
-        `collect` returns, removes the session if it is over, and sends its next call."""
+        `collect` returns, removes the session if it is over, and sends its next call. `reply` has
+        `value`, or `kind` and `text` if the call failed, and `seconds`. Adds the call's seconds to
+        the session's."""
         assert session.call
         what, name, limit = session.call
         session.call = None
@@ -326,6 +338,7 @@ class Sessions:
             error = f"it ended its process: {error}"
         if failure and what == "call":
             value = failed_call(error)
+        # A tool that is a function holds nothing of the session: its failure ends no session.
         ended_environment = failure in ("timed out", "died") and name not in self.tools
         fatal = bool(failure) and (what != "call" or episode_is_over or ended_environment)
         if not session.dropped:
@@ -345,6 +358,7 @@ class Sessions:
             )
         if fatal or what == "end":
             session.queue.clear()
+            # Seat 0, of sessions without an environment, is never filled: its number means nothing.
             self._load[session.seat] -= 1
             if self._sessions.get(session.rollout) is session:
                 del self._sessions[session.rollout]

@@ -25,7 +25,8 @@ class EndedEnvironment:
         self, kind: str = "", state: Mapping[str, Any] | None = None, reward: float | None = None
     ) -> None:
         """`kind`: the environment's name in the mapping of environments; "" if it failed. `state`:
-        attribute -> plain value. `reward`: None if the environment gave none."""
+        attribute -> plain value. `reward`: None if the environment gave none. The values of `state`
+        are not copied."""
         vars(self).update(state or {}, _kind=kind, _reward=reward)
 
     def get_reward(self) -> float | None:

@@ -33,8 +33,9 @@ def load_functions(
     specs: Sequence[str], noun: str = "reward function", hint: str = _NO_MODEL
 ) -> list[Callable[..., Any]]:
     """Returns the functions that texts like `file.py:name` name, in the order of the texts.
-    ShoalError like `load_objects`, and for an object that cannot be called. In messages `noun` says
-    what the functions are, and `hint` ends the sentence on what was expected."""
+    ShoalError for a text of another form, a missing file or name, a file that raises, and an object
+    that cannot be called. In messages `noun` says what the functions are, and `hint` ends the
+    sentence on what was expected. The functions are not called. Classes are refused."""
     functions = load_objects(specs, noun, hint)
     for spec, function in zip(specs, functions, strict=True):
         _check_callable(function, f"{noun} {spec!r}", hint)
@@ -43,7 +44,7 @@ def load_functions(
 
 def load_objects(specs: Sequence[str], noun: str, hint: str = "") -> list[Any]:
     """Returns the objects that texts name, in their order. `file.py:name`: runs the file as a
-    Python module, once for all texts, and takes the object of that name. A name in
+    Python module, once for all texts of this call, and takes the object of that name. A name in
     `PYTHON_OBJECTS`: the object that was given from Python.
 
     Raises `ShoalError` for a text of another form, a missing file or name, and a file that raises.
@@ -66,10 +67,11 @@ def name_functions(
     """Returns the functions as `RewardFunction`s with distinct names and their weights.
 
     The name is `__name__` (or that of the class), with a number added if it occurs twice. The
-    weight is 1.0 unless `weights` are given. A `RewardFunction` is a built-in: it keeps its name
-    and runs in the run's own process; all others run in worker processes. Raises `ShoalError` for
-    objects that cannot be called, for models, for a name that a metric has, and for a wrong number
-    of weights.
+    weight is 1.0 unless `weights` are given, whatever weight a `RewardFunction` has. A
+    `RewardFunction` is a built-in: its name is the one that it has (with a number added too if it
+    occurs twice), and it runs in the run's own process; all others run in worker processes. Raises
+    `ShoalError` for objects that cannot be called, for models, for a name that a metric has, and
+    for a wrong number of weights.
     """
     functions = list(functions)
     if weights and len(weights) != len(functions):
@@ -99,7 +101,8 @@ def _find(spec: str, noun: str, hint: str, modules: dict[Path, ModuleType]) -> A
     """Returns the object that one text `file.py:name` names. Takes the file's module from `modules`
     (path -> module), or runs the file and adds its module there. ShoalError if there is no such
     file or name; it lists the file's functions. ShoalError also for a name of an object that was
-    given from Python in an earlier process. `noun` and `hint`: see `load_objects`."""
+    given from Python in an earlier process. In messages `noun` says what the object is, and `hint`
+    ends the sentence on the form of the text."""
     if spec.startswith(FROM_PYTHON):
         raise ShoalError(
             f"{noun} {spec!r} came from Python: give it again there, shoal.train(resume=FOLDER, "
@@ -165,7 +168,8 @@ def _check_neighbours(path: Path, code: bytes) -> None:
     import another module of the same name: one of another user file's folder, or one on Python's
     path that is not installed. Python keeps one module per name, so one of the two files would get
     the wrong module. Also checks the modules that those modules import from the folder. `code` is
-    the file's content."""
+    the file's content. A module is of the folder if it is NAME.py or a folder NAME there. Runs none
+    of the files."""
     unread = [(path, code)]
     known: set[str] = set()  # names of modules that were checked
     while unread:
@@ -214,7 +218,8 @@ def _is_installed(origin: Path) -> bool:
 
 def _origins(name: str) -> list[Path]:
     """Returns the file that `import name` would run, as a list of one path. Returns the folders of
-    a package without an __init__.py, and [] if there is no such module."""
+    a package without an __init__.py, and [] if there is no such module. A built-in module has the
+    path `built-in` or `frozen`."""
     spec = importlib.util.find_spec(name)
     if spec is None:
         return []
@@ -224,8 +229,9 @@ def _origins(name: str) -> list[Path]:
 
 
 def _imported_names(code: bytes) -> set[str]:
-    """Returns the modules that a Python text imports, anywhere in it, by their first name:
-    `import a.b` -> {"a"}. An empty set if the text is not valid Python."""
+    """Returns the modules that a Python text imports, anywhere in it, by their first name: `import
+    a.b` -> {"a"}. An empty set if the text is not valid Python. Imports with leading dots are left
+    out; `import_module("a.b")` with a text counts."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError):

@@ -88,7 +88,7 @@ class RewardPool:
         """Forks the supervisor of the workers, unless all functions are called in this process.
         `max_steps` is the number of steps of the run, which functions get in `trainer_state` (0:
         not known). ValueError without functions, or for two of the same name; ShoalError if workers
-        are needed and this system cannot fork."""
+        are needed and this system cannot fork. Close the pool (`with`)."""
         names = [function.name for function in functions]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"expected one function or more, each of its own name; got {names}")
@@ -120,6 +120,7 @@ class RewardPool:
                     f"reward.workers={section.workers}: this system cannot fork processes; "
                     "reward.workers=0 calls reward functions in this one, without limits"
                 )
+            # Only pools with workers have limits.
             self._limits = Limits(
                 section.workers, section.timeout_seconds, int(section.memory_gib * _GIB)
             )
@@ -143,13 +144,15 @@ class RewardPool:
         for the workers.
 
         `step` is the number of steps that are done. `texts`, `completion_ids`, and for rollouts
-        with turns `messages` and `environments`, are [P][G]. `on_error` replaces `reward.on_error`
-        for these groups. `trial` is given if the completions are known answers that are scored
-        before the run, and names what each completion of a group is, such as `right answer`. The
-        first call that times out ends a trial; the values that are missing then are NaN.
+        with turns `messages` and `environments`, are [P][G]. `on_error` (`error`, `zero` or `skip`)
+        replaces `reward.on_error` for these groups. `trial` is given if the completions are known
+        answers that are scored before the run, and names what each completion of a group is, such
+        as `right answer`. The first call that times out ends a trial; the values that are missing
+        then are NaN.
 
         Raises ShoalError if a column cannot be sent to another process, or if the workers have
-        ended. An error of a function is raised by `collect`.
+        ended. An error of a function is raised by `collect`. ValueError if the groups are empty, of
+        different sizes or in different numbers.
         """
         if self._remote and self._workers is None:
             raise ShoalError(
@@ -172,13 +175,16 @@ class RewardPool:
         self.watch.begin_wait()
         ends_job = functools.partial(self._ends_job, job)
         call_in_process(self._here, batch, self._loop, job.results, ends_job)
+        # A result has ended the run: `collect` raises the error.
         if job.done:
             return
         if not self._remote:
             self._finish(job)
             return
+        # The workers were idle: the time without progress counts from now.
         if not self._jobs:
             self._progress = time.monotonic()
+        # Steps that are over are forgotten.
         self._hung = {(name, hung_step) for name, hung_step in self._hung if hung_step >= step}
         self._jobs.append(job)
         body = pickled_batch(batch)
@@ -216,7 +222,8 @@ class RewardPool:
 
     def close(self) -> None:
         """Ends the worker processes and everything that they started, within 2 s. A second call
-        does nothing. Unscored submissions are forgotten."""
+        does nothing. Unscored submissions are forgotten. `submit` then raises ShoalError if
+        functions are called in workers."""
         if self._workers is not None:
             self._workers.close()
         self._workers = None
@@ -237,7 +244,8 @@ class RewardPool:
     ) -> None:
         """Sends one call of a function to the workers: for completion `i` of the job, or for all
         its completions if `i` is None. `body` is the pickled batch. With `together` the call runs
-        on the event loop that `async` calls share, else in a worker of its own."""
+        on the event loop that `async` calls share, else in a worker of its own. ShoalError, and the
+        pool is closed, if the supervisor has ended or does not read."""
         assert self._workers is not None
         number = self._next_call
         self._next_call += 1
@@ -253,13 +261,15 @@ class RewardPool:
         self, job: _Job, function: RewardFunction, together: bool = True
     ) -> None:
         """Sends one call for each completion of a job. Without `together` also `async` calls run in
-        workers of their own."""
+        workers of their own. ShoalError if a value cannot be pickled or the supervisor has
+        ended."""
         for i in range(len(job.batch)):
             body = pickled_batch(job.batch.single(i))
             self._send_call(job, function, i, body, together and function.awaits)
 
     def _cancel(self, calls: Sequence[int]) -> None:
-        """Cancels those of the calls, by number, that no worker has begun."""
+        """Cancels those of the calls, by number, that no worker has begun. All others go on.
+        ShoalError, and the pool is closed, if the supervisor has ended or does not read."""
         if calls and self._workers is not None:
             try:
                 self._workers.cancel(calls)
@@ -320,8 +330,9 @@ class RewardPool:
         self, job: _Job, function: RewardFunction, i: int | None, result: CallResult
     ) -> bool:
         """Checks whether a call's result ends the run: by an error, or because too many calls
-        failed, which `self.watch` counts. If so, ends the job with that error and returns True.
-        `i` is the completion of the call, None for all."""
+        failed, which `self.watch` counts. If so, ends the job with that error and returns True. `i`
+        is the completion of the call, None for all. Results of a trial, and under the policy
+        `error`, are not counted. The error itself is raised by `collect`."""
         self.watch.count_wait()
         if result.ends_run(job.policy):
             self._finish(job, ending=function)
@@ -336,7 +347,8 @@ class RewardPool:
     def _finish(self, job: _Job, ending: RewardFunction | None = None) -> None:
         """Ends a job: sums the results of all functions to `Scores` and queues these for `collect`.
         If the sum raises a ShoalError, queues that in place of the scores. `ending` is given if the
-        result of this function ends the run: it alone is summed, which raises its error."""
+        result of this function ends the run: it alone is summed, which raises its error. Replies
+        that come later are ignored."""
         self._drop(job)
         functions = self.functions if ending is None else (ending,)
         try:
@@ -349,7 +361,8 @@ class RewardPool:
         self._done.append((job.ticket, scores))
 
     def _drop(self, job: _Job) -> None:
-        """Marks a job as done, removes it from the queue and cancels its calls without a reply."""
+        """Marks a job as done, removes it from the queue and cancels its calls without a reply.
+        Calls that a worker has begun go on; their replies are ignored."""
         job.done = True
         if job in self._jobs:
             self._jobs.remove(job)
@@ -387,6 +400,7 @@ class RewardPool:
         next_report = start + FIRST_REPORT_SECONDS
         while self._jobs and not self._done and self._workers is not None:
             now = time.monotonic()
+            # Time in which nobody waited here does not count.
             deadline = max(self._progress, start) + self._most_seconds()
             if now >= deadline:
                 raise self._close_and_make_error(WorkersLost(has_ended=False), now - start)
@@ -415,7 +429,7 @@ class RewardPool:
 
     def _describe_queue(self) -> str:
         """Returns a text for messages: the functions called in workers, and how many completions
-        are queued."""
+        are queued. Completions of jobs that are not done yet are queued."""
         names = ", ".join(function.name for function in self._remote)
         return f"completions with {names}: {sum(len(job.batch) for job in self._jobs)}"
 

@@ -66,7 +66,9 @@ class TrainerState:
 
     @classmethod
     def at(cls, step: int, max_steps: int, num_input_tokens_seen: int = 0) -> TrainerState:
-        """Returns the state after `step` of `max_steps` steps (0: not known, then `epoch` is 0)."""
+        """Returns the state after `step` of `max_steps` steps (0: not known, then `epoch` is 0).
+        `step` is a number of steps that are done, so the first state has 0. `num_train_epochs` is
+        always 1."""
         epoch = step / max_steps if max_steps else 0.0
         return cls(step, max_steps, epoch, 1, num_input_tokens_seen)
 
@@ -99,16 +101,17 @@ class CallResult:
     def to_be_split(self, size: int) -> bool:
         """True if a call for `size` > 1 completions failed, so that each is called by itself next,
         which shows which one is at fault. False for a broken convention, which every call would
-        break."""
+        break. False also for a call that returned, whatever its values, and for a `size` of 1."""
         return size > 1 and self.kind not in ("", WRONG)
 
     def ends_run(self, on_error: str) -> bool:
-        """True if this result ends the run: a broken convention always does, a failure under the
-        policy `error`."""
+        """True if this result ends the run: a broken convention always does, a failure (also of one
+        value) only if `on_error`, one of `error`, `zero` and `skip`, is `error`."""
         return self.kind == WRONG or (on_error == "error" and self.failed)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns field name -> value of all fields that are not empty, but `cause`."""
+        """Returns field name -> value of all fields that are not empty, but `cause`. {} for a call
+        that returned no values and logged nothing."""
         values = {}
         for of_class in fields(self):
             value = getattr(self, of_class.name)
@@ -151,10 +154,13 @@ class Batch:
         """Returns the batch of P examples with G completions each. `prompts` are the P prompts that
         were sampled from; texts, ids, messages and environments are [P][G], the last two () if
         there are none. The columns are those of the examples, but `prompt`, `completion` and
-        `completion_ids`; a column that only some examples have is None for the others.
+        `completion_ids`; a column that only some examples have is None for the others. The entries
+        are in the order of the examples, the completions of one side by side. The lengths of
+        `messages` and `environments` are not checked.
 
-        `trial` names the known answers if the completions are these (see `RewardPool.submit`); ()
-        if they were sampled. ValueError if the lengths differ or the groups have different sizes.
+        `trial` names the G known answers of a group, such as `right answer`, if the completions are
+        these; () if they were sampled. ValueError if the lengths differ or the groups have
+        different sizes.
         """
         if not len(examples) == len(prompts) == len(texts) == len(completion_ids):
             raise ValueError("examples, prompts, texts and completion_ids must be of one length, P")
@@ -201,7 +207,8 @@ class Batch:
         return len(self.texts)
 
     def single(self, i: int) -> Batch:
-        """Returns a batch that holds completion `i` of this batch alone."""
+        """Returns a batch that holds completion `i` of this batch alone. `rows` still has the
+        completion's index in its group, and `trial` the names for all of the group."""
         return replace(
             self,
             shape=(1, 1),
@@ -216,8 +223,9 @@ class Batch:
         )
 
     def describe(self, i: int) -> str:
-        """Returns a text that identifies completion `i` in messages: data row, prompt and
-        completion, shortened."""
+        """Returns a text that identifies completion `i` in messages: its file and line (or data
+        row), its index in its group (or its name in a trial), and the prompt and the completion,
+        shortened. Of a prompt of messages only the last is shown."""
         row, index = self.rows[i]
         prompt = self.prompts[i]
         question = ""
@@ -238,7 +246,7 @@ def call(reward: RewardFunction, batch: Batch, wait: Callable[[Awaitable[Any]], 
     """Calls a reward function once for a batch and returns the result. If the function raises,
     exits, breaks its convention or is cancelled, the result says so; only a KeyboardInterrupt is
     raised. If the function returns an awaitable, `wait` runs that and returns its value. Forked
-    copies of this process end after the call."""
+    copies of this process end after the call. The `kind` of a failure is then "raised" or WRONG."""
     call_log = _CallLog(len(batch))
     try:
         with exit_forked_copies():
@@ -253,8 +261,9 @@ async def call_async(
     reward: RewardFunction, batch: Batch, limit_seconds: float | None = None
 ) -> CallResult:
     """Awaits an `async` reward function once for a batch, on the running event loop, and returns
-    the result, like `call`; a KeyboardInterrupt too counts as raised by the function. After
-    `limit_seconds` (None: no limit) the result's `kind` is "timed out"."""
+    the result, which says so if the function raises, exits, breaks its convention or is cancelled;
+    a KeyboardInterrupt too counts as raised by the function. After `limit_seconds` (None: no limit)
+    the result's `kind` is "timed out"."""
     call_log = _CallLog(len(batch))
     scope = asyncio.timeout(limit_seconds)
     try:
@@ -303,6 +312,7 @@ def _result_of_error(reward: RewardFunction, batch: Batch, error: BaseException)
     and for a ShoalError, else "raised"; the text then has a hint for two common causes. `where` is
     the line of the function at which it was raised."""
     if isinstance(error, _BrokenConvention):
+        # The error itself is of this module; what caused it, if anything did, is the user's.
         return CallResult(kind=WRONG, text=str(error), cause=error.__cause__)
     if isinstance(error, ShoalError):  # the user has to fix it, and every completion would get it
         return CallResult(kind=WRONG, text=f"cannot score: {error}", cause=error)
@@ -320,8 +330,8 @@ def _result_of_error(reward: RewardFunction, batch: Batch, error: BaseException)
 
 
 def _line_of_function(function: Any, error: BaseException) -> str:
-    """Returns `FILE, line N`: the innermost line of the traceback that is in the file of the
-    function. "" if no line is, or if the function has no Python code."""
+    """Returns `FILE, line N` (FILE without its folder): the innermost line of the traceback that is
+    in the file of the function. "" if no line is, or if the function has no Python code."""
     if isinstance(function, functools.partial):
         function = function.func
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
@@ -339,10 +349,10 @@ def _line_of_function(function: Any, error: BaseException) -> str:
 
 def _arguments(reward: RewardFunction, batch: Batch, call_log: _CallLog) -> dict[str, Any]:
     """Returns the keyword arguments with which a reward function is called for a batch, in TRL's or
-    verl's convention. Lists and messages are copies, so a function that changes them affects no
-    other call. _BrokenConvention if the function requires an argument that there is not. Fields
-    that rollout functions returned are arguments too; they replace columns of the same name.
-    `log_extra` and `log_metric` write to `call_log`."""
+    verl's convention. Lists and messages are copies (the values in them are not), so a function
+    that changes them affects no other call. _BrokenConvention if the function requires an argument
+    that there is not. Fields that rollout functions returned are arguments too; they replace
+    columns of the same name. `log_extra` and `log_metric` write to `call_log`."""
     if reward.per_completion:
         columns = {name: values[0] for name, values in batch.columns.items()}
         return _accepted_arguments(reward.function, _verl_arguments(batch, columns))
@@ -378,6 +388,7 @@ def _arguments(reward: RewardFunction, batch: Batch, call_log: _CallLog) -> dict
     # Rollout functions may return different fields, and a failed rollout returns none. So where all
     # environments are rollout functions (or failed), a missing argument is None for each rollout.
     kinds = {vars(environment)["_kind"] for environment in batch.environments}
+    # Without environments `kinds` is empty and `returned` too: 0.
     num_rollouts = len(returned) if kinds <= {ROLLOUT, ""} else 0
     return _accepted_arguments(reward.function, arguments, num_rollouts)
 
@@ -413,8 +424,8 @@ def _verl_arguments(batch: Batch, columns: Mapping[str, Any]) -> dict[str, Any]:
 def _accepted_arguments(
     function: Callable[..., Any], given: dict[str, Any], num_rollouts: int = 0
 ) -> dict[str, Any]:
-    """Returns the arguments that a function takes: all of `given` if it has `**kwargs` or no
-    signature that can be read, else those that its signature names.
+    """Returns the arguments that a function takes: `given` itself if it has `**kwargs` or no
+    signature that can be read, else a dict of those that its signature names.
 
     If the signature requires an argument that is not in `given`: with `num_rollouts` the argument
     is a list of that many None, since a rollout function may return a field for some rollouts only,
@@ -461,7 +472,8 @@ def _result_of_return(
 ) -> CallResult:
     """Returns the result of a call that returned `result`. Its `values` are finite floats or None;
     `bad` lists the values that are neither, which are None in `values`. What the function logged,
-    `call_log`, becomes its `extra` and `metrics`."""
+    `call_log`, becomes its `extra` and `metrics`. _BrokenConvention if `result` has another form
+    than the function's convention asks for."""
     if reward.per_completion:
         returned = [_verl_score(result, call_log)]
     else:
@@ -479,7 +491,8 @@ def _result_of_return(
 
 def _checked_list(result: Any, batch: Batch) -> list[Any]:
     """Returns the result of a function of TRL's convention as a list. _BrokenConvention unless it
-    is a sequence (a list, an array, ...) with one entry for each completion."""
+    has a length and can be iterated (a list, an array, a set, ...) with one entry for each
+    completion. Text, bytes and dicts are refused. What the entries are is not checked."""
     wanted = (
         "it must return a list with one number (or None where it cannot judge) for each "
         f"completion; {count(len(batch), 'was', 'were')} given, the first {batch.describe(0)}"
@@ -500,7 +513,7 @@ def _verl_score(result: Any, call_log: _CallLog) -> Any:
     """Returns the score that a function of verl's convention returned: `result` itself, or its
     `score` if it is a dict. Logs the dict's other values in `call_log`, numbers as metrics and all
     else as extra columns. Logs a score that is not in a dict as the metric `acc`, as verl does.
-    _BrokenConvention for a dict without `score`."""
+    _BrokenConvention for a dict without `score`. The score is not checked here."""
     if not isinstance(result, Mapping):
         number = _finite_or_text(result)
         if isinstance(number, float):
@@ -522,7 +535,8 @@ def _verl_score(result: Any, call_log: _CallLog) -> Any:
 
 def _finite_or_text(value: Any) -> float | str | None:
     """Returns a number as a float, and None for None. Returns a text that shows the value if it is
-    anything else, such as text, nan or inf."""
+    anything else: text (also `1.0`), bytes, nan, inf, or what `float` refuses. A bool counts as a
+    number."""
     if value is None:
         return None
     if isinstance(value, str | bytes):
@@ -536,7 +550,7 @@ def _finite_or_text(value: Any) -> float | str | None:
 
 def _json_value(value: Any) -> Any:
     """Returns a value as JSON can hold it: arrays become lists, dates ISO texts, and unknown
-    objects their `str`."""
+    objects their `str`. Names in dicts become text. nan and inf stay as they are."""
     if isinstance(value, np.ndarray | np.generic):
         return _json_value(value.tolist())
     if value is None or isinstance(value, str | bool | int | float):
@@ -564,7 +578,8 @@ class EventLoopThread:
 
     def run(self, wanted: Awaitable[Any]) -> Any:
         """Runs an awaitable on the loop's thread, which is started if there is none, and waits for
-        it. Returns its value, or raises what it raised (a KeyboardInterrupt as RuntimeError)."""
+        it. Returns its value, or raises what it raised (a KeyboardInterrupt as RuntimeError). Other
+        threads' calls run on the same loop at the same time. Not to be called on that loop."""
 
         async def wait() -> tuple[Any, BaseException | None]:
             """Returns (the value, None), or (None, an error that must not be raised in a task)."""
@@ -592,7 +607,8 @@ class EventLoopThread:
 
     def close(self) -> None:
         """Stops the loop, cancels its tasks, and waits up to `CLOSE_SECONDS` for its thread. A task
-        that runs longer is left to end with the process."""
+        that runs longer is left to end with the process. A later `run` starts another loop. If
+        there is no loop, nothing is done."""
         loop, self._loop = self._loop, None
         if loop is not None and self._thread is not None:
             loop.call_soon_threadsafe(loop.stop)
@@ -614,7 +630,7 @@ class CallHandler:
 
     def __init__(self, functions: Sequence[RewardFunction], timeout_seconds: float) -> None:
         """`functions` are called by their position in this list. `timeout_seconds` is the limit of
-        an `async` call."""
+        an `async` call. Starts no thread yet."""
         self.functions = functions
         self.timeout_seconds = timeout_seconds
         self.loop = EventLoopThread()
@@ -630,8 +646,10 @@ class CallHandler:
         return _reply(call(function, batch, self.loop.run))
 
     async def call_async(self, header: Header, body: bytes) -> Header:
-        """Does the same as `call` for an `async` function. Its time limit is applied here, since
-        the process that would be killed runs other calls too."""
+        """Awaits the `async` function number `header["function"]` for the batch that is pickled in
+        `body`, and returns the result as the reply to send. If the batch cannot be unpickled, the
+        reply says so. The time limit of the call is applied here, since the process that would be
+        killed runs other calls too."""
         batch = _unpickled(body)
         if isinstance(batch, CallResult):
             return _reply(batch)
@@ -663,7 +681,7 @@ def _named_values(batch: Batch) -> Iterator[tuple[str, Any]]:
 
 def _unpickled(body: bytes) -> Batch | CallResult:
     """Returns the batch that `pickled_batch` made bytes of. Returns a failed `CallResult` if the
-    bytes cannot be unpickled in this process."""
+    bytes cannot be unpickled in this process. Its kind is WRONG, which ends the run."""
     try:
         return ForkingPickler.loads(body)  # pyright: ignore[reportAttributeAccessIssue]
     except Exception as error:
@@ -678,7 +696,8 @@ def _unpickled(body: bytes) -> Batch | CallResult:
 
 
 def unused_name(name: str, taken: Iterable[str]) -> str:
-    """Returns the name, or the first of `name_2`, `name_3`, ... that is not in `taken`."""
+    """Returns the name, or the first of `name_2`, `name_3`, ... that is not in `taken`. `taken` is
+    not changed."""
     taken = set(taken)
     candidate = name
     number = 1

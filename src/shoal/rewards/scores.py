@@ -77,7 +77,8 @@ def with_failed_environments(scores: Scores, failures: Sequence[Failure], policy
 def failure_lines(failures: Iterable[Failure]) -> list[str]:
     """Returns lines for a report: the text of the first failure of each function and kind
     ("raised", "timed out", ...), then a line for each with its number of completions. The texts are
-    in the order of the failures, the lines with numbers sorted by function and kind."""
+    in the order of the failures, the lines with numbers sorted by function and kind. A failure
+    without a completion counts as one. [] without failures."""
     lines = []
     counts: Counter[tuple[str, str]] = Counter()
     for failure in failures:
@@ -131,7 +132,7 @@ def call_in_process(
     to `ends_job`, and stops if that returns True. A failed call for several completions is not
     passed: the function is called for each of them instead. The calls of `async` functions have all
     ended before the first result is passed. `results` lacks the functions after the one at which it
-    stopped. `loop` awaits what they return."""
+    stopped. `loop` awaits what they return. The calls have no time limit."""
     async_results = _results_of_async(functions, batch, loop)
     for function in functions:
         function_results = FunctionResults()
@@ -187,7 +188,8 @@ def _results_of_async(
 
 def weighted_sum(weights: Sequence[float], values: np.ndarray) -> np.ndarray:
     """Returns the weighted sum over F functions for each completion: values[F, N] -> float64[N].
-    NaN (a function could not judge) is left out; the sum is NaN if all functions have NaN."""
+    NaN (a function could not judge) is left out; the sum is NaN if all functions have NaN. The
+    weights are not normalized."""
     summed = np.einsum("f,fn->n", np.asarray(weights, np.float64), np.nan_to_num(values, nan=0.0))
     return np.where(np.isnan(values).all(axis=0), np.nan, summed)
 
@@ -204,7 +206,8 @@ def sum_scores(
     the policy `error`. `limit_seconds` is for messages. A reward is NaN and not valid if no
     function could judge the completion, or if one failed for it under the policy `skip`. If two
     functions log an extra column of the same name, the second gets a number added; their metrics of
-    the same name are joined."""
+    the same name are joined. Weights are those of the functions. KeyError if `results` lacks a
+    function."""
     columns = []
     for function in functions:
         column = ScoreColumn(function, batch, on_error, limit_seconds)
@@ -261,8 +264,8 @@ class ScoreColumn:
         """Enters the results of all calls of the function: that of the call for all completions, or
         those of the calls for each if it failed. ShoalError for a broken convention, and for a
         failure under the policy `error`. If the call for all completions failed but no call for one
-        did, adds one failure without a completion, and the values are those of the calls for
-        each."""
+        did, adds one failure without a completion, and the values are those of the calls for each.
+        Completions without a result stay NaN, and are not `skipped`."""
         batch_result = results.batch_result
         size = len(self.batch)
         if batch_result is not None and not batch_result.to_be_split(size):
@@ -282,7 +285,8 @@ class ScoreColumn:
     def add(self, result: CallResult, part: range) -> None:
         """Enters the result of one call, which was made for the completions `part` of the batch:
         all of them, or one. A failed call is entered as a failure of the first of them. ShoalError
-        like `fill`."""
+        for a broken convention, and for a failure under the policy `error`. Each value in `bad` is
+        entered as a failure of the kind "not a number"."""
         if result.kind == WRONG:
             raise ShoalError(f"{self._head} {result.text}") from result.cause
         if result.kind:
@@ -329,7 +333,8 @@ class ScoreColumn:
         self.skipped[i] = self.on_error == "skip"
 
     def _describe(self, result: CallResult) -> str:
-        """Returns the verb phrase of a failed call: `raised ValueError: ...`."""
+        """Returns the verb phrase of a failed call: `raised ValueError: ...`. Its kind is "raised",
+        "not a number", "died" or "timed out", else KeyError."""
         return {
             "raised": f"raised {result.text}",
             "not a number": f"returned {result.text}",
@@ -375,7 +380,8 @@ class RewardWatch:
         self._unscored = 0
 
     def begin_wait(self) -> None:
-        """Starts the clock of a wait for results."""
+        """Starts the clock of a wait for results. The time before it, since the last wait, does not
+        count."""
         self._since = time.monotonic()
 
     def count_wait(self) -> None:
@@ -404,6 +410,7 @@ class RewardWatch:
         if not result.failed:
             return
         # A column of this result alone, for the text of its failure.
+        # "skip", since with "error" it would raise.
         column = ScoreColumn(function, batch, "skip", self.section.timeout_seconds)
         column.add(result, completions)
         self._first_failures.setdefault(name, column.failures[0].text)
@@ -448,6 +455,7 @@ class RewardWatch:
             elif not scores.failures:
                 self._unscored += 1
         if batch.trial:
+            # One group of the run without a score may still end it.
             self._unscored = min(self._unscored, NUM_UNSCORED - 1)
         elif self._unscored >= NUM_UNSCORED and self.section.max_failed_share < 1:
             names = ", ".join(scores.components)

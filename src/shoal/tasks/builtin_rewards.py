@@ -33,7 +33,8 @@ def find_builtin(spec: str) -> RewardFunction | None:
     factory's name without `get_`, with `_reward` at the end. None for a text that is neither a name
     nor a call, such as `file.py:function`.
 
-    Raises ShoalError for an unknown name, and for arguments that the factory does not take.
+    Raises ShoalError for an unknown name, and for arguments that the factory does not take. A
+    factory is called here.
     """
     match = _CALL.fullmatch(spec.strip())
     if match is None:
@@ -73,12 +74,14 @@ def accuracy_reward(
 ) -> list[float | None]:
     """Returns 1.0 for each completion whose answer, which must be LaTeX and preferably in a box, is
     the solution's, else 0.0, also if the check was ended at its limit. None if no answer can be
-    read in the solution. ShoalError if math-verify is not installed."""
+    read in the solution. ShoalError if math-verify is not installed. A completion is text or
+    messages, of which the last counts."""
     math_check.require_math_verify()
     pairs = []
     for completion, gold in zip(completions, solution, strict=True):
         pairs.append((str(gold), completion_text(completion)))
     scores: list[float | None] = []
+    # "trl": a solution and a whole completion, read with TRL's settings.
     for is_right in math_check.checker().compare(pairs, "trl"):
         scores.append(None if is_right is None else float(is_right))
     return scores
@@ -91,8 +94,9 @@ def reasoning_accuracy_reward(
     **kwargs: Any,
 ) -> list[float | None]:
     """Returns the `accuracy_reward` of each completion's text after the reasoning; 0.0 for a text
-    without a delimiter. The reasoning ends with the last occurrence of a delimiter: the first of
-    `reasoning_delimiters` (by default `</think>`) that occurs."""
+    without a delimiter, also if no answer can be read in the solution; with one, None then. The
+    reasoning ends with the last occurrence of a delimiter: the first of `reasoning_delimiters` (by
+    default `</think>`) that occurs."""
     delimiters = reasoning_delimiters or ("</think>",)
     answers = []
     has_delimiter = []
@@ -109,8 +113,8 @@ def reasoning_accuracy_reward(
 
 
 def think_format_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
-    """Returns 1.0 for each completion that begins with its only `<think>` and closes it, else
-    0.0."""
+    """Returns 1.0 for each completion that begins with its only `<think>` and closes it, else 0.0.
+    Text may follow the first `</think>`, and the tag may be closed again."""
     scores = []
     for completion in completions:
         text = completion_text(completion)
@@ -129,7 +133,8 @@ def cosine_scaled_reward(
     """Returns a reward function that depends on correctness (`accuracy_reward`) and length. For a
     right answer the reward falls along half a cosine from `max_value_correct` at 0 tokens to
     `min_value_correct` at `max_len` tokens; for a wrong one it rises from `min_value_wrong` to
-    `max_value_wrong`. None if no answer can be read in the solution. arXiv:2502.03373, C.1."""
+    `max_value_wrong`. None if no answer can be read in the solution. arXiv:2502.03373, C.1. Beyond
+    `max_len` tokens the reward is that at `max_len`."""
 
     def cosine_scaled(
         completions: Sequence[Any],
@@ -162,8 +167,9 @@ def repetition_penalty(
     ngram_size: int = 3, max_penalty: float = -1.0
 ) -> Callable[..., list[float]]:
     """Returns a reward function: `max_penalty` times the share of a completion's n-grams of tokens
-    that occurred in it before. arXiv:2502.03373, C.2. 0.0 for a completion shorter than
-    `ngram_size`. ValueError if `max_penalty` is above 0.
+    that occurred in it before (1 - distinct n-grams / all n-grams). It reads `completion_ids`
+    alone. arXiv:2502.03373, C.2. 0.0 for a completion shorter than `ngram_size`. ValueError if
+    `max_penalty` is above 0.
 
     >>> repetition_penalty(2)(completion_ids=[[1, 2, 3, 4], [5, 5, 5, 5, 5]])
     [0.0, -0.75]
@@ -190,9 +196,10 @@ def repetition_penalty(
 def overlong_punishment(
     max_completion_len: int, soft_punish_cache: int
 ) -> Callable[..., list[float]]:
-    """Returns a reward function that penalizes long completions: 0 up to `max_completion_len -
-    soft_punish_cache` tokens, then falling linearly to -1 at `max_completion_len`. With a
-    `soft_punish_cache` of 0 it is -1 above `max_completion_len`. DAPO, arXiv 2503.14476, eq. 13.
+    """Returns a reward function that penalizes long completions by their number of tokens: 0 up to
+    `max_completion_len - soft_punish_cache` tokens, then falling linearly to -1 at
+    `max_completion_len`. With a `soft_punish_cache` of 0 it is -1 above `max_completion_len`. DAPO,
+    arXiv 2503.14476, eq. 13.
 
     >>> overlong_punishment(100, 20)(completion_ids=[[0] * 80, [0] * 90, [0] * 100])
     [0.0, -0.5, -1.0]
@@ -220,9 +227,10 @@ def verl_reward(
     **kwargs: Any,
 ) -> list[float | None]:
     """Returns verl's default reward by each row's `data_source`. GSM8K: 1.0 if the number after the
-    last `####` is the ground truth, else 0.0. MATH: the `accuracy_reward`. ValueError for any other
-    source, which needs a function of its own, ShoalError for a row without ground truth. Each entry
-    of `reward_model` is a dict with `ground_truth`."""
+    last `####` is the ground truth, else 0.0. MATH: the `accuracy_reward`, which is None if no
+    answer can be read in the ground truth. ValueError for any other source, which needs a function
+    of its own, ShoalError for a row without ground truth. Each entry of `reward_model` is a dict
+    with `ground_truth`."""
     from shoal.tasks.gsm8k import load_reward_preset
 
     for row in reward_model:
@@ -239,6 +247,7 @@ def verl_reward(
     for completion, source, row in zip(completions, data_source, reward_model, strict=True):
         gold = str(row["ground_truth"])
         if source in _MATH:
+            # Between dollar signs, since it reads LaTeX alone.
             scores += accuracy_reward([completion], [f"${gold}$"])
         else:
             answer = gsm8k.answer(completion_text(completion))

@@ -41,8 +41,8 @@ def calculate(expression: str) -> str:
 
 
 def _draw(rng: Random, section: TaskSection) -> tuple[str, str]:
-    """Returns a question and its expression: two or three numbers of three digits, joined by + -
-    *."""
+    """Returns a question and its expression: two or three numbers of three digits, joined by + - *.
+    The numbers are from 100 to 999, and there are no brackets."""
     expression = str(pick(rng, range(100, 1000)))
     for _ in range(pick(rng, (1, 2))):
         expression += f" {pick(rng, '+-*')} {pick(rng, range(100, 1000))}"

@@ -38,7 +38,8 @@ _PYTHON = re.compile(r"py(?:thon)?[0-9.]*", re.IGNORECASE)
 def load(task: TaskSection) -> Task:
     """Loads the task from local rows in MBPP's or HumanEval's form. Training rows with a held-out
     prompt are dropped. ShoalError for a row without tests, and if sandboxes do not work on this
-    machine. Tests that use undefined names are noted."""
+    machine. Tests that use undefined names are noted. If the data has no other split, some training
+    rows are held out."""
     require_sandbox()
     splits = read_splits(task, Published("code"), _example)
     splits.drop_held_out(prompt_key, "problem")
@@ -57,9 +58,11 @@ def load(task: TaskSection) -> Task:
 
 def _note_undefined(splits: Splits) -> None:
     """Adds a note to `splits` if the tests of some rows use names that nothing defines: they fail
-    every completion that does not happen to define these names."""
+    every completion that does not happen to define these names. The note has the number of such
+    rows, and the names in the first of them."""
     with_undefined = []
     for example in splits.all_rows:
+        # "": the names are those of the tests and the solution, whatever a completion is.
         names = undefined_names(case_of("", example.columns))
         if names:
             with_undefined.append((example.place, names))
@@ -76,7 +79,9 @@ def _note_undefined(splits: Splits) -> None:
 def _example(number: int, place: str, row: Mapping[str, Any]) -> Example:
     """Returns the example of a row of MBPP or HumanEval, with the columns that `case_of` reads and
     `question`; ShoalError if the row is neither. `tests` is a list of texts. `head` (HumanEval's
-    prompt) and `entry_point` (the function that HumanEval's test checks) are "" for MBPP."""
+    prompt) and `entry_point` (the function that HumanEval's test checks) are "" for MBPP. The
+    prompt of a row of MBPP shows its first test. `number` is the row's number, `place` where it was
+    read, for messages."""
     tests: Any = row.get("test_list")
     entry = row.get("entry_point")
     text = row.get("text") or row.get("prompt")
@@ -126,14 +131,15 @@ def _texts(value: Any) -> list[str]:
 
 
 def has_one_block(text: str) -> bool:
-    """True if a text has exactly one block of code."""
+    """True if a text has exactly one block marked as Python, or none such and exactly one without a
+    language."""
     return len(blocks_of(text)) == 1
 
 
 def blocks_of(text: str) -> list[str]:
     """Returns the contents of the fenced code blocks in a text that are marked as Python. If there
     are none, returns those without a language; next to Python blocks these usually show what the
-    code prints.
+    code prints. [] if there are neither.
 
     >>> blocks_of("```python\\nf()\\n```\\nprints\\n```\\n1\\n```")
     ['f()\\n']
@@ -153,10 +159,11 @@ def blocks_of(text: str) -> list[str]:
 
 def case_of(text: str, columns: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the case that the sandbox runs for a completion: `code`, `given`, `reference`,
-    `setup`, `tests` and `entry_point` (see `sandbox.run`). `code` is the completion's last block of
-    code, or all of its text if it has no block; after the code of a HumanEval prompt, so that the
-    completion can redefine the function or continue it. Thoughts before the solution are left
-    out."""
+    `setup`, `tests` and `entry_point`. `given` is the code of a HumanEval prompt, `reference` the
+    row's solution ("" if it has none). `code` is the completion's last block of code, or all of its
+    text if it has no block; after the code of a HumanEval prompt, so that the completion can
+    redefine the function or continue it. Thoughts before the solution are left out. `columns` are
+    the row's."""
     text = solution_of(text)
     code = (blocks_of(text) or [text])[-1]
     return {

@@ -61,12 +61,15 @@ def _draw(rng: Random, task: TaskSection) -> Puzzle:
         numbers.append(pick(rng, range(1, task.max_value + 1)))
     parts = [(number, str(number)) for number in numbers]
     while len(parts) > 1:
+        # Two different parts, each taken out.
         first = parts.pop(pick(rng, range(len(parts))))
         second = parts.pop(pick(rng, range(len(parts))))
         parts.append(
+            # Pairs are compared by their values, and equal ones by their texts.
             pick(rng, _possible_joins(max(first, second), min(first, second), task.max_value))
         )
     value, solution = parts[0]
+    # The last join has put brackets around all of it; of a lone number there are none.
     return Puzzle(tuple(numbers), value, solution.removeprefix("(").removesuffix(")"))
 
 
@@ -75,7 +78,8 @@ def _possible_joins(
 ) -> list[tuple[int, str]]:
     """Returns the results of + - * / on two expressions, given as (value, text), that are whole
     numbers from 1 to `most`, also as (value, text). `large` has the larger value, or both have the
-    same. There is always one."""
+    same. There is always one. The texts have brackets around them. Subtraction and division take
+    `large` first."""
     (a, left), (b, right) = large, small
     values = {"+": a + b, "-": a - b, "*": a * b}
     if a % b == 0:
@@ -139,12 +143,13 @@ def is_correct(text: str, example: Example) -> bool:
 
 
 def extract(text: str) -> str | None:
-    """Returns the text of the only `<answer>`; None if there is none."""
+    """Returns the text of the only `<answer>`; None if there is none, if it is empty, or if either
+    tag occurs more than once."""
     return single_answer(text) or None
 
 
 def is_answered(text: str) -> bool:
-    """True if the text has an `<answer>` that is not empty."""
+    """True if the text has an `<answer>` that is not empty. With several, the last one counts."""
     return bool(extract_answer(text))
 
 

@@ -31,7 +31,7 @@ _UNLIKELY = ("solution", "answer", "target", "response", "completion", "label", 
 
 
 def load(task: TaskSection) -> Task:
-    """Loads the task of the rows at `task.path`; it has no reward functions.
+    """Loads the task of the rows at `task.path`; it has no reward functions and no accuracy.
 
     With `task.template` each prompt is one user message, made of the row's columns. Raises
     `ShoalError`, with file and line, for a row that cannot be used. Training rows whose prompt is
@@ -54,6 +54,7 @@ def load(task: TaskSection) -> Task:
         text = fill(pieces, names, row, place)
         return maker(number, place, row | {"prompt": [{"role": "user", "content": text}]})
 
+    # Without the template, which `read_splits` refuses: only this task uses it.
     splits = read_splits(replace(task, template=""), Published(CUSTOM), make_by_template)
     splits.notes.append(f"{CUSTOM}: task.template makes each prompt, as a user's message")
     return task_of_examples(splits, maker)
@@ -88,7 +89,8 @@ def _no_prompt(row: Mapping[str, Any], place: str) -> ShoalError:
 
 def _unlikeliness(column: str) -> int:
     """Returns the rank of a column by its name: the lower, the likelier the column holds prompts.
-    Names of answers come last, unknown names before them."""
+    Names of answers come last, unknown names before them. Upper and lower case count as the
+    same."""
     name = column.lower()
     if name in _LIKELY:
         return _LIKELY.index(name)
@@ -115,8 +117,8 @@ Correct = Callable[[str, Example], bool]
 
 def is_data(task: Any) -> bool:
     """True if the argument `task=` holds data rather than a name or settings. Of two dicts, one
-    with plain values is settings, one with lists is columns of data. None, a name and a dict of
-    settings are no data; any other object is."""
+    with plain values is settings, one with lists is columns of data. An empty dict is settings too.
+    None, a name and a dict of settings are no data; any other object is."""
     if not isinstance(task, Mapping):
         return task is not None and not isinstance(task, str | bytes)
     for name, value in task.items():
@@ -135,8 +137,9 @@ def rows_task(
     `data` and `held_out` are lists of dicts, dicts of columns, or tables. Without `held_out` the
     last tenth of `data` is held out, at most `num_questions` rows (0: no limit); inside
     `evaluating()` all of it. `held_out="train"` evaluates on the training rows. `correct` decides
-    whether a completion's text is right; without it there is no accuracy. Training rows whose
-    prompt is also held out are dropped. ShoalError for rows that cannot be used.
+    whether a completion's text is right; without it there is no accuracy. `correct` is not called
+    here. Training rows whose prompt is also held out are dropped. ShoalError for rows that cannot
+    be used.
     """
     if correct is not None and not callable(correct):
         raise ShoalError(
@@ -171,7 +174,7 @@ def _call_correct(correct: Correct, text: str, example: Example) -> bool:
 
 def _examples(maker: ExampleMaker, data: Any, name: str) -> list[Example]:
     """Returns an example for each row of `data`, which was given from Python as the argument
-    `name`."""
+    `name`. The rows are numbered from 0."""
     examples = []
     for number, row in enumerate(_rows(data, name)):
         examples.append(maker(number, f"{name} row {number}", row))
@@ -181,7 +184,7 @@ def _examples(maker: ExampleMaker, data: Any, name: str) -> list[Example]:
 def _rows(data: Any, name: str) -> Sequence[Any]:
     """Returns the rows of any object that holds rows: a list of dicts, a dict of columns, or a
     table of pandas, polars, arrow or datasets. ShoalError for anything else, and if there are no
-    rows. `name` names the argument in messages."""
+    rows. `name` names the argument in messages. Any other iterable is read to its end."""
     rows: Any
     to_rows = getattr(data, "to_dicts", None) or getattr(data, "to_pylist", None)
     if isinstance(data, Mapping):
@@ -207,7 +210,7 @@ def _rows(data: Any, name: str) -> Sequence[Any]:
 
 def _rows_of_columns(columns: Mapping[Any, Any], name: str) -> list[dict[str, Any]]:
     """Returns a dict of columns as a list of rows. ShoalError if their lengths differ, or if a
-    column is no list. `name` names the data in messages."""
+    column is no list. `name` names the data in messages. [] without columns."""
     for column, values in columns.items():
         if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
             raise ShoalError(
@@ -250,7 +253,8 @@ def task_of_examples(splits: Splits, maker: ExampleMaker, correct: Correct | Non
 
 def note_empty_answers(splits: Splits) -> None:
     """Adds a note to `splits` on rows whose answer column is empty, if only some rows are so: no
-    completion can match an empty answer."""
+    completion can match an empty answer. The answer is the row's ground truth: None and blank text
+    are empty."""
     rows = splits.all_rows
     empty = [example for example in rows if _is_blank(ground_truth(example.columns))]
     if empty and len(empty) < len(rows):

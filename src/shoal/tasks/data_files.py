@@ -24,10 +24,11 @@ PlacedRows: TypeAlias = "Iterator[tuple[str, Any]]"
 
 
 def read_file(file: Path, prefix: str = "") -> PlacedRows:
-    """Yields each row of a file, with its place, `FILE, line 3`. Reads csv, parquet, and json or
-    jsonl that holds a list of objects or one object on each line; that a row of JSON is an object
-    is not checked. Raises ShoalError, whose message begins with `prefix`, if the file cannot be
-    read or has another suffix."""
+    """Yields each row of a file, with its place, `FILE, line 3` or `FILE, row 3`: lines (of jsonl
+    and csv) count from 1, rows (of a JSON list and of parquet) from 0. Reads csv, parquet, and json
+    or jsonl that holds a list of objects or one object on each line; that a row of JSON is an
+    object is not checked. Raises ShoalError, whose message begins with `prefix`, if the file cannot
+    be read or has another suffix."""
     name = f"{prefix}{file}"
     if file.suffix not in SUFFIXES:
         raise ShoalError(
@@ -44,9 +45,10 @@ def read_file(file: Path, prefix: str = "") -> PlacedRows:
 
 def _read_json(file: Path, name: str) -> PlacedRows:
     """Yields the rows of a file that holds a JSON list, or a JSON object on each line, with `row 0`
-    or `line 1` as their places. Blank lines are skipped. ShoalError for invalid JSON. `name` is the
-    file in messages."""
+    or `line 1` as their places. Blank lines are skipped, but counted. ShoalError for invalid JSON.
+    `name` is the file in messages."""
     with file.open("rb") as lines:
+        # A list begins with `[`, perhaps after white space.
         is_list = lines.read(1000).decode("utf-8-sig", "replace").lstrip().startswith("[")
         lines.seek(0)
         if is_list:
@@ -96,10 +98,10 @@ def half_character(text: str) -> str:
 
 
 def _read_table(file: Path, name: str) -> PlacedRows:
-    """Yields the rows of a csv file with a header, with `line 2` as their places. All values stay
-    text, so that the answer `007` keeps its zeros. Blank lines are skipped. ShoalError for another
-    delimiter than commas, two columns of one name, and a row with more or fewer values than the
-    header."""
+    """Yields the rows of a csv file with a header, with `line 2` as the place of the first (of a
+    row of several lines the last line). All values stay text, so that the answer `007` keeps its
+    zeros. Blank lines are skipped. ShoalError for another delimiter than commas, two columns of one
+    name, and a row with more or fewer values than the header."""
     csv.field_size_limit(2**31 - 1)  # the module's own limit of 131,072 characters is a long prompt
     with file.open(encoding="utf-8-sig", newline="") as text:
         reader = csv.reader(text, strict=True)
@@ -129,8 +131,8 @@ def _read_table(file: Path, name: str) -> PlacedRows:
 
 
 def _read_parquet(file: Path, name: str) -> PlacedRows:
-    """Yields the rows of a parquet file, with `row 0` as their places. ShoalError if it cannot be
-    read."""
+    """Yields the rows of a parquet file, with `row 0`, `row 1`, ... as their places. ShoalError if
+    it cannot be read."""
     import pyarrow.parquet
 
     number = 0

@@ -70,7 +70,7 @@ class DataFolder:
         """Returns the files of `task.split` (or the files that `task.files` names), the files of
         `task.eval_split` that are not among them, and notes for the user. ShoalError if there are
         no files to train on. A note names another split to evaluate on if that of `task.eval_split`
-        is missing."""
+        is missing. The files to evaluate on are [] if there are none."""
         name = self.published.task
         task, notes = self._subset_in_split(task)
 
@@ -108,7 +108,9 @@ class DataFolder:
 
     def split_files(self, subset: str, split: str) -> list[Path]:
         """Returns the files of a split of a subset ("": the default one), shards in order; [] if
-        there are none. Follows the README's declaration, else tries the usual names."""
+        there are none. Follows the README's declaration, else tries the usual names: the first
+        folder and pattern that match any file decide. If the README declares the subset's files,
+        other splits have none."""
         own = self.published.subset
         name = subset
         if not name and own in self.declared:
@@ -139,9 +141,11 @@ class DataFolder:
 
     def _subset_in_split(self, task: TaskSection) -> tuple[TaskSection, list[str]]:
         """Returns the settings, corrected if `task.split` names a subset of the data set, and a
-        list with a note if they were. Then the subset is `task.split`, and the split is the word in
-        `task.files`, or `train`. MaxText's settings are of this form: `hf_data_split=main
-        hf_data_files=train`."""
+        list with a note if they were; else the settings themselves and []. They are corrected only
+        if `task.subset` is empty, and if the README declares such a subset (and no such split), or,
+        without declarations, if there are files of `task.split` as a subset. Then the subset is
+        `task.split`, and the split is the word in `task.files`, or `train`. MaxText's settings are
+        of this form: `hf_data_split=main hf_data_files=train`."""
         files_are_a_split = len(task.files) == 1 and re.fullmatch(r"[\w-]+", task.files[0])
         split = task.files[0] if files_are_a_split else _TRAIN
         if self.declared:
@@ -150,6 +154,7 @@ class DataFolder:
                 and task.split not in self.declared.get("", Subset()).splits
             )
         else:
+            # Without declarations subsets are folders.
             names_subset = bool(self.split_files(task.split, split))
         if task.subset or split == task.split or not names_subset:
             return task, []
@@ -183,7 +188,10 @@ def named_files(
         if path.anchor:
             base = Path(path.anchor)
         files: list[Path] = []
+        # A blank entry is no pattern.
         if name.strip():
+            # `glob` takes no absolute pattern: what follows the root. A relative one stays as it
+            # is.
             files = _matching(base, [str(path.relative_to(path.anchor))])
             if not files and files_of is not None:
                 files = files_of(name)
@@ -219,20 +227,22 @@ def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
 
 
 def _files_at(path: Path) -> list[Path]:
-    """Returns the path itself, or the data files of a folder."""
+    """Returns the path itself, or the data files of a folder. Whether the path exists is not
+    checked; of a file the suffix is not either."""
     return data_files(path) if path.is_dir() else [path]
 
 
 def data_files(folder: Path) -> list[Path]:
     """Returns all files in a folder and its subfolders whose suffix is one of SUFFIXES, sorted by
-    path; [] if there is no folder."""
+    path; [] if `folder` is no folder."""
     if not folder.is_dir():
         return []
     return [file for file in sorted(folder.rglob("*")) if file.suffix in SUFFIXES]
 
 
 def _listed(files: Sequence[Path]) -> str:
-    """Returns the names of files as a text."""
+    """Returns the names of files as a text. Their folders are left out; of more than 12 names the
+    others are counted."""
     return _some([file.name for file in files])
 
 
@@ -251,10 +261,10 @@ def _some(names: Sequence[str], limit: int = 12) -> str:
 
 
 def open_folder(path: Path, published: Published) -> DataFolder:
-    """Returns a `DataFolder` of a path, with the subsets that its README declares in `configs` of
-    the YAML at its head. Declarations that cannot be read are ignored. The default subset is the
-    one marked so, the only one, or the one called `default`. `published` has the names that files
-    of splits may have."""
+    """Returns a `DataFolder` of a path, which is not checked, with the subsets that its README
+    declares in `configs` of the YAML at its head. Declarations that cannot be read are ignored. The
+    default subset is the one marked so, the only one, or the one called `default`. `published` has
+    the names that files of splits may have."""
     from huggingface_hub import metadata_load
     from yaml import YAMLError
 
@@ -283,7 +293,8 @@ def open_folder(path: Path, published: Published) -> DataFolder:
 
 def _read_subset(entry: Mapping[str, Any]) -> Subset:
     """Returns the subset that one entry of `configs` in a README declares. Files that are declared
-    without a split are those of `train`. Paths that lead out of the data set are left out."""
+    without a split are those of `train`. Paths that lead out of the data set are left out. Patterns
+    begin with the subset's folder, if it has one."""
     folder = str(entry.get("data_dir") or "").strip("/")
     if not _is_inside(folder):
         folder = ""
@@ -319,7 +330,7 @@ def _is_inside(path: str) -> bool:
 
 def is_hub_id(path: str) -> bool:
     """True if a text has the form of the name of a data set on the hub, `owner/name`. Whether there
-    is a file or folder of that name is checked elsewhere."""
+    is a file or folder of that name is checked elsewhere. False if it ends like a data file."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", path) is not None and not path.endswith(SUFFIXES)
 
 
@@ -350,6 +361,7 @@ def fetch_folder(task: TaskSection, published: Published) -> DataFolder:
         patterns += splits.get(split, ())
     patterns = list(dict.fromkeys(patterns))
     if patterns:
+        # Files that are named by themselves, besides the splits.
         patterns += [file for file in task.files if file.endswith(SUFFIXES)]
     else:
         base = task.subset
@@ -362,6 +374,7 @@ def fetch_folder(task: TaskSection, published: Published) -> DataFolder:
     if not data_files(folder):
         # The files have another format, but the hub keeps copies of public data sets as parquet.
         folder = _download(path, published, ["*.parquet"], revision=_CONVERTED)
+        # What the README declares are the files of the other format.
         declared = {}
     return DataFolder(folder, published, declared)
 

@@ -37,6 +37,7 @@ class ExampleMaker:
     be used, or has another form of prompt or other columns than the first row."""
 
     def __init__(self) -> None:
+        """The first row that is passed decides the form of prompts and the columns of all rows."""
         self.num_continued = 0  # prompts that end with an assistant's message
         self.roles = UnknownRoles()
         self.from_messages = False
@@ -83,7 +84,8 @@ class UnknownRoles:
         self._places: dict[str, list[str]] = {}  # unknown role -> places of the rows that have it
 
     def add(self, example: Example) -> None:
-        """Collects the unknown roles of one example."""
+        """Collects the unknown roles of one example. A role counts once, however many messages of
+        the example have it."""
         if isinstance(example.prompt, str):
             return
         roles = {message["role"] for message in example.prompt}
@@ -106,8 +108,9 @@ class UnknownRoles:
 
 def example_of(number: int, place: str, row: Any) -> Example:
     """Returns the example of a row: its prompt is the column `prompt`, else `messages` without a
-    final answer; all columns but `prompt` become the example's columns. ShoalError, which names the
-    place, if the row has no usable prompt."""
+    final answer; all columns but `prompt` (also `messages`) become the example's columns, with
+    their values in Python's types. ShoalError, which names the place, if the row has no usable
+    prompt."""
     if not isinstance(row, Mapping):
         raise ShoalError(
             f"{place} is a {type(row).__name__}: expected a dict with `prompt` and the reward's "
@@ -129,7 +132,8 @@ def example_of(number: int, place: str, row: Any) -> Example:
 
 def _without_answer(messages: Any, place: str) -> list[Any]:
     """Returns the messages without the last one if that is the assistant's. ShoalError if there are
-    no other messages, or if `messages` is no list. `place` names the row."""
+    no other messages, or if `messages` is no list. `place` names the row. Only one message is left
+    out. The list is not changed."""
     if not isinstance(messages, list):
         raise ShoalError(
             f"{place}: `messages` is a {type(messages).__name__}: expected a list of dicts with "
@@ -158,7 +162,7 @@ def _check_names(example: Example, place: str) -> None:
 
 def _plain(value: Any) -> Any:
     """Returns a table's value in Python's types: arrays become lists, and missing values (NaN, NA,
-    NaT) None."""
+    NaT) None. Dicts and lists are copied; any other object stays as it is."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, np.ndarray | np.generic):
@@ -178,7 +182,7 @@ def _plain(value: Any) -> Any:
 def checked_prompt(prompt: Any, place: str) -> Prompt:
     """Returns a prompt as text, or as a list of message dicts with `role` and `content`. ShoalError
     if it is neither, is empty, or has a message without role or content. `place` names the row in
-    messages."""
+    messages. Messages count from 0. Which roles they have is not checked."""
     if hasattr(prompt, "tolist"):  # tables hold lists as arrays
         prompt = prompt.tolist()
     if not (isinstance(prompt, str | list | tuple) and prompt):
@@ -209,7 +213,7 @@ def is_share_gpt(messages: Any) -> bool:
 def _message(number: int, message: Any, place: str) -> dict[str, Any]:
     """Returns message `number` of a prompt as a dict, with all its keys but those whose value is
     None. The content of a message with `tool_calls` may be None, which becomes "". ShoalError
-    unless role and content are text."""
+    unless role and content are text. Messages count from 0."""
     role = content = None
     if isinstance(message, Mapping):
         role = message.get("role")
@@ -234,7 +238,8 @@ def _message(number: int, message: Any, place: str) -> dict[str, Any]:
 
 def without_none(value: Any) -> Any:
     """Returns a value without the keys whose value is None, at all levels. Tables add such keys to
-    a row if other rows have them, for example in a tool's arguments."""
+    a row if other rows have them, for example in a tool's arguments. Tuples and arrays become
+    lists; a None in a list stays."""
     if isinstance(value, Mapping):
         return {key: without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple | np.ndarray):

@@ -41,6 +41,7 @@ class LazyRows(Sequence[Example]):
             return [self._make(row) for row in rows[index]]
         if not -self._num_rows <= index < self._num_rows:
             raise IndexError(f"row {index} of {self._num_rows}")
+        # `range` turns a negative index into a row.
         return self._make(rows[index])
 
 
@@ -71,7 +72,8 @@ class Problems(Generic[Problem]):
 
     def train(self, row: int, section: TaskSection, purpose: str = "train") -> Problem:
         """Returns the problem of a training row. Draws until the problem is not a held-out one. A
-        row has another problem for each `purpose`. The same row always has the same problem."""
+        row has another problem for each `purpose`. The same row always has the same problem. The
+        problem is drawn anew at each call."""
         rng = self._generator(purpose, row, section)
         while True:
             drawn = self.draw(rng, section)
@@ -108,7 +110,7 @@ def generated_task(
     """Returns the task with generated rows, each made by `example(row, problem)`: NUM_TRAIN
     training rows, and for each of `sets` an evaluation of this name with held-out problems (the
     name is also their purpose in `Problems.held_out`). The rows of set k are numbered from k *
-    NUM_TRAIN.
+    NUM_TRAIN. Everything else of `task` is kept.
 
     Adds a note if a set has fewer problems than `task.num_eval_questions` (0: NUM_HELD_OUT) with
     these settings. ShoalError if `task.path` is set.
@@ -155,7 +157,8 @@ def refuse_path(section: TaskSection, name: str) -> None:
 
 
 def is_held_out(key: str) -> bool:
-    """True if problems with this key are held out; that depends on the key's hash alone."""
+    """True if problems with this key are held out; that depends on the key's hash alone. One key in
+    NUM_BUCKETS is."""
     return _hash(key) % NUM_BUCKETS == 0
 
 
@@ -172,5 +175,5 @@ def _hash(text: str) -> int:
 
 def pick(rng: Random, items: Sequence[T]) -> T:
     """Returns one of the items at random. Uses only `Random.random`, the one method whose numbers
-    Python promises to keep between versions."""
+    Python promises to keep between versions. IndexError without items."""
     return items[int(rng.random() * len(items))]

@@ -59,7 +59,7 @@ class RewardPreset:
 
 def load_reward_preset(name: str) -> RewardPreset:
     """Imports the module of a reward preset and returns the preset of this name. KeyError for an
-    unknown name."""
+    unknown name. `name` is a key of REWARD_PRESETS."""
     module, _, preset = REWARD_PRESETS[name].partition(":")
     return getattr(importlib.import_module(module), preset)
 
@@ -130,7 +130,8 @@ def load(task: TaskSection, reward: RewardSection | None = None) -> Task:
 def blank(task: TaskSection, reward: RewardSection | None = None) -> Task:
     """Returns the task without rows, to judge answers that were made elsewhere: its `of_row` makes
     the example of a published row, or raises ShoalError if that has no gold number. `task` is not
-    used. `reward`: see `load`."""
+    used. `reward.preset` chooses the prompts and the rewards; without `reward` it is the
+    default."""
     preset = load_reward_preset((reward or RewardSection()).preset)
 
     def of_row(number: int, row: Mapping[str, Any]) -> Example:
@@ -187,6 +188,7 @@ def verdict(text: str, example: Example) -> dict[str, Any]:
     number that it ends with (`final_number`) as text, and `correct` says whether that is the gold
     number. `answer` is None if the solution has no number."""
     number = final_number(text)
+    # Read like the number of a solution, so that both are exact values.
     gold_number = final_number(f"#### {example.columns['answer']}")
     is_right = number is not None and number == gold_number
     return {"correct": is_right, "answer": write_number(number)}

@@ -58,8 +58,8 @@ class Guess:
 
     def respond(self, message: str) -> str | None:
         """Returns the answer to a guess: `higher`, `lower` or `no number`. None if the rollout is
-        over, because the guess is right or was the last. A message that is no number counts as a
-        question too."""
+        over, because the guess is right or was the last. A message that is no number from 1 to 100
+        counts as a question too."""
         guess = number_of(message)
         self.questions += 1
         self.found = guess == self.number

@@ -85,7 +85,8 @@ def _prompt_of(placed: PlacedRow) -> str:
 
 
 def _examples(rows: Sequence[PlacedRow], tags: bool) -> list[Example]:
-    """Returns the rows' examples, numbered from 0. `tags`: see `_task`."""
+    """Returns the rows' examples, numbered from 0. `tags`: a system prompt asks for the two tags.
+    The numbers that the rows had before are not used."""
     examples = []
     for number, placed in enumerate(rows):
         examples.append(_example(number, placed.place, placed.row, tags))
@@ -158,7 +159,8 @@ def _check_instructions(
 
 def verdict(text: str, example: Example, tags: bool = False) -> dict[str, Any]:
     """Returns the verdict on a response, or with `tags` on its answer block: strict and loose, of
-    all instructions together (`prompt_...`) and of each. `correct` is `prompt_strict`.
+    all instructions together (`prompt_...`) and of each. `correct` is `prompt_strict`. The lists
+    are in the order of the instructions.
 
     >>> columns = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
     >>> verdict("no, thanks", Example(0, "...", columns))
@@ -179,7 +181,8 @@ def verdict(text: str, example: Example, tags: bool = False) -> dict[str, Any]:
 
 
 def is_correct(text: str, example: Example, tags: bool = False) -> bool:
-    """True if a response, or with `tags` its answer block, follows every instruction strictly."""
+    """True if a response, or with `tags` its answer block, follows every instruction strictly.
+    Without `tags` the whole text is the response."""
     names, arguments = example.columns["instruction_id_list"], example.columns["kwargs"]
     checked = checked_text(text, tags)
     pairs = zip(names, arguments, strict=False)

@@ -59,6 +59,7 @@ def load(task: TaskSection) -> Task:
         evaluation_task = replace(task, split=task.eval_split, subset="", files=())
         evaluation = read_splits(evaluation_task, EVALUATION, _make)
         splits.held_out = evaluation.train
+        # Held-out rows come from another data set, whatever `read_splits` has held out.
         splits.shared = False
         splits.data = replace(splits.data, held_out_files=evaluation.data.train_files)
     splits.keep(
@@ -115,7 +116,8 @@ def figures(verdicts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def is_correct(text: str, example: Example) -> bool:
-    """True if the answer is the same as the gold one."""
+    """True if the answer is the same as the gold one. False if there is no answer, or if the check
+    was ended at its limit."""
     return bool(math_check.same(example.columns["answer"], answer_of(text) or ""))
 
 

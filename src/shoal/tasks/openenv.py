@@ -46,9 +46,11 @@ class OpenEnv:
 
     async def reset(self, **columns: Any) -> str | None:
         """Begins a rollout: resets the server's environment with the row's columns, and with its
-        number as the seed. Returns the first observation as text, None if it is empty. The columns
-        `prompt` and `environment` are not sent. RuntimeError if the server refuses."""
+        column `row`, if there is one, as the seed, unless the row has a column `seed`. Returns the
+        first observation as text, None if it is empty. The columns `prompt` and `environment` are
+        not sent. RuntimeError if the server refuses."""
         self.total, self.done = 0.0, False
+        # Of the rollout before: a turn's reward is what this attribute holds.
         vars(self).pop("reward", None)
         arguments = dict(columns)
         arguments.pop("prompt", None)
@@ -82,7 +84,8 @@ class OpenEnv:
     async def _request(self, kind: str, data: Mapping[str, Any]) -> Any:
         """Sends a message (`kind`: "reset" or "step") and returns the data of the answer. Before a
         reset it connects again if the server has closed the idle connection; in other cases raises
-        ConnectionClosed then. RuntimeError if the answer is an error."""
+        ConnectionClosed then. RuntimeError if the answer is an error. `data` is what is sent with
+        it."""
         from websockets import ConnectionClosed
 
         message = json.dumps({"type": kind, "data": data})
@@ -117,9 +120,9 @@ class OpenEnv:
 
 def openenv(address: str) -> type[OpenEnv]:
     """Returns the environment class for a server's address, after asking the server for its schema.
-    Its methods besides `reset` are the server's tools; without tools it has `respond` if an action
-    is one text, else a tool `step`. ShoalError if the server does not answer, or does not speak
-    OpenEnv's protocol."""
+    It opens no connection yet. Its methods besides `reset` are the server's tools; without tools it
+    has `respond` if an action is one text, else a tool `step`. ShoalError if the server does not
+    answer, or does not speak OpenEnv's protocol."""
     url = address.removeprefix(PREFIX).rstrip("/")
     try:
         action = _get(f"{url}/schema")["action"]
@@ -145,6 +148,7 @@ def openenv(address: str) -> type[OpenEnv]:
         members["respond"] = _respond_method(field_names[0])
     else:
         members["step"] = _step_method({**action, "properties": fields})
+    # http -> ws, https -> wss.
     members["url"] = "ws" + url.removeprefix("http")
     return type("OpenEnv", (OpenEnv,), members)
 
@@ -266,7 +270,8 @@ def load(task: TaskSection) -> Task:
     """Loads the task `environment`, for environments that ask their own questions: prompts are
     empty, and `reset(row, **columns)` returns the user's words. The column `row` is the row's
     number for training rows, and begins at a million for held-out rows. ShoalError if `task.path`
-    is set."""
+    is set. There are a million training rows, and `task.num_eval_questions` (0: 500) held-out
+    ones."""
     refuse_path(task, "environment")
     num_held_out = task.num_eval_questions or NUM_HELD_OUT
     held_out = [_example(row, NUM_TRAIN + row) for row in range(num_held_out)]

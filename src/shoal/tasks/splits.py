@@ -71,9 +71,10 @@ class Splits:
 
     def divide(self, source: str, num_questions: int, spread: bool = False) -> None:
         """Moves a tenth of `train` to `held_out`; called if the data has no split to evaluate on.
-        Moves the last rows, at most `num_questions` (0: no limit), or with `spread` every tenth
-        row. Inside `evaluating()` moves all rows. Changes the report of files and adds a note.
-        `source` names the data, for messages. ShoalError if there is only one row."""
+        Moves the last rows, at least one and at most `num_questions` (0: no limit), or with
+        `spread` every tenth row, without a limit. Inside `evaluating()` moves all rows. Changes the
+        report of files and adds a note. `source` names the data, for messages. ShoalError if there
+        is only one row."""
         rows = self.train
         total = len(rows)
         files = self.data.train_files
@@ -98,6 +99,7 @@ class Splits:
             held = range(_HELD_OUT_SHARE - 1, total, _HELD_OUT_SHARE) or range(total - 1, total)
             self.notes.append(f"{begin}every tenth row of it is held out, {len(held)} of {total}")
         else:
+            # At least one row is evaluated on.
             num_held = max(1, total // _HELD_OUT_SHARE)
             if num_questions:
                 num_held = min(num_held, num_questions)
@@ -121,7 +123,7 @@ class Splits:
 
     def share(self) -> None:
         """Makes the held-out rows the training rows: the user asked to evaluate on these. Adds a
-        note. `shared` becomes True."""
+        note. `shared` becomes True. Both are then one list."""
         self.held_out, self.shared = self.train, True
         self.data = DataReport(self.data.train_files, self.data.train_files)
         self.notes.append(
@@ -219,9 +221,11 @@ def read_splits(
     for each row; its results are the rows of the splits.
 
     A single file is the training split, unless the file next to it is the other split
-    (`_siblings`). If `task.eval_split` is `task.split`, the training rows are also held out. If
-    there are no rows to evaluate on, some training rows are held out (`Splits.divide`, with
-    `spread`). Raises `ShoalError` for data that is missing, empty or unreadable.
+    (`gsm8k_train.jsonl` next to `gsm8k_test.jsonl`). If `task.eval_split` is `task.split`, the
+    training rows are also held out. If there are no rows to evaluate on, some training rows are
+    held out: the last tenth, at most `task.num_eval_questions` (0: no limit), or with `spread`
+    every tenth row; inside `evaluating()` all of them. Raises `ShoalError` for data that is
+    missing, empty or unreadable.
     """
     train, held_out, notes = _find_files(task, published)
     renames = renames_of(task.columns)
@@ -307,9 +311,9 @@ def _siblings(path: Path, task: TaskSection) -> tuple[list[Path], list[Path]]:
 def _read(
     files: Sequence[Path], renames: Mapping[str, str], published: Published, make: Make
 ) -> tuple[list[Any], dict[str, int]]:
-    """Returns `make`'s results for all rows of the files, numbered through all files, and file ->
-    number of its rows. The file is named by its path if another one has its name. ShoalError for a
-    row without the required columns, and if there are no rows."""
+    """Returns `make`'s results for all rows of the files, numbered from 0 through all files, and
+    file -> number of its rows. The file is named by its path if another one has its name.
+    ShoalError for a row without the required columns, and if there are no rows."""
     rows: list[Any] = []
     counts: dict[str, int] = {}
     names = [file.name for file in files]
@@ -336,7 +340,8 @@ def _checked(
 ) -> dict[str, Any]:
     """Returns a row with its columns renamed. Numbers in the columns `published.numbers` become
     text, 18.0 becomes `18`; `row` itself is changed if nothing is renamed. ShoalError if a required
-    column is missing, or if one of `published.texts` is not text. `renames`: see `renames_of`."""
+    column is missing, or if one of `published.texts` is not text. `renames` maps the data's names
+    to the task's. Columns that are not required may be missing, and are not checked."""
     if not isinstance(row, dict):
         raise ShoalError(
             f"task {published.task}: {place} is a {type(row).__name__}; an object with "
@@ -376,7 +381,7 @@ def _is_finite_number(value: Any) -> bool:
 
 def renames_of(entries: Iterable[str]) -> dict[str, str]:
     """Returns entries `wanted=theirs` as a dict theirs -> wanted. Each entry has an `=`. ShoalError
-    if a name occurs twice.
+    if a name occurs twice. Spaces around names are dropped.
 
     >>> renames_of(["prompt=question"])
     {'question': 'prompt'}

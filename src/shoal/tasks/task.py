@@ -120,7 +120,8 @@ def load_by_name(task: TaskSection, reward: RewardSection) -> Task:
 
 
 def no_reward(task: TaskSection) -> ShoalError:
-    """Returns the error for a task without built-in reward if the user gave no reward function."""
+    """Returns the error for a task without built-in reward if the user gave no reward function. The
+    error is returned, not raised."""
     more = ""
     if task.name == CUSTOM:
         more = (

@@ -17,7 +17,8 @@ from shoal.text import did_you_mean
 def template_text(template: str, key: str = "task.template") -> str:
     """Returns a template's text: the setting's value itself if it has `{` or a line break, else the
     content of the file that the value names, without its final line break. ShoalError if there is
-    no such file, or if it is no text in UTF-8. `key` names the setting in messages."""
+    no such file, or if it is no text in UTF-8. `key` names the setting in messages. A value with
+    `{` is never taken for a file's name."""
     if "{" in template or "\n" in template:
         return template
     file = Path(template).expanduser()
@@ -45,6 +46,7 @@ def parse_template(text: str, key: str = "task.template") -> tuple[list[str], li
     pieces, names = [""], []
     for token in re.split(r"(\{\{|\}\}|\{[^{}]*\}|[{}])", text):
         if token in ("{{", "}}"):
+            # `{{` -> `{`
             pieces[-1] += token[0]
         elif token in ("{", "}", "{}"):
             raise ShoalError(
@@ -73,7 +75,8 @@ def fill(
 ) -> str:
     """Returns the text of a template, parsed to `pieces` and `names`, for one row. Values that are
     text are inserted as they are (braces in them mean nothing), other values as JSON. ShoalError if
-    a column is missing or null. In messages `place` names the row, `key` the setting."""
+    a column is missing or null. In messages `place` names the row, `key` the setting. Columns that
+    the template does not name do not matter."""
     values = []
     for name in names:
         if row.get(name) is None:

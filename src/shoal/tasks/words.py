@@ -240,7 +240,8 @@ class Problem:
 
     def _words(self, number: int) -> dict[str, Any]:
         """Returns the values for the placeholders of a sentence's template. `number` is the number
-        that the sentence tells, 0 if it tells none."""
+        that the sentence tells, 0 if it tells none. `times` is `twice` for 2, else like `3
+        times`."""
         he, him, his = ("she", "her", "her") if self.name in SHE else ("he", "him", "his")
         return {
             "name": self.name,
@@ -307,7 +308,8 @@ def _draw_numbers(rng: random.Random, task: TaskSection) -> tuple[int, tuple[Ste
 
 def _possible_steps(value: int, max_value: int) -> list[tuple[Operation, Sequence[int]]]:
     """Returns the operations that are possible on `value`, each with the operands that give a whole
-    number from 1 to `max_value`. There is always one."""
+    number from 1 to `max_value`. There is always one. Operands are 2 or more, those of products and
+    quotients at most 5."""
     choices: list[tuple[Operation, Sequence[int]]] = [
         (Operation.ADD, range(2, max_value - value + 1)),
         (Operation.SUBTRACT, range(2, value)),
@@ -362,8 +364,8 @@ def load(task: TaskSection) -> Task:
 
 
 def gives_answer(text: str, answer: str) -> bool:
-    """True if the text has exactly one `<answer>`, and the number in it is `answer`. The reward
-    `correct`."""
+    """True if the text has exactly one `<answer>`, and all of it is a number of the value of
+    `answer`. The reward `correct`."""
     return same_number(single_answer(text), answer)
 
 

@@ -224,7 +224,8 @@ class WorkerPool:
         """Cancels calls. A call that no worker has begun gets the reply "cancelled"; any other call
         continues and gets its usual reply. A call with `together` or a `seat` counts as begun at
         once, unless it waits to be made again alone. Numbers of no open call are ignored.
-        WorkersLost like `submit`. Returns before the replies arrive."""
+        WorkersLost if the supervisor has ended and is not replaced, or does not read. Returns
+        before the replies arrive."""
         self._send({"cancel": list(calls)})
 
     def _send(self, header: Header, body: bytes = b"") -> None:
@@ -515,7 +516,8 @@ class Supervisor:
             self.writer.write(frame(header))
 
     def _dispatch(self) -> None:
-        """Starts queued calls as long as fewer than `num_workers` are running."""
+        """Starts queued calls as long as fewer than `num_workers` are running. Does nothing once
+        the supervisor is ending."""
         while self.queue and self.busy < self.limits.num_workers and not self.ending:
             self.busy += 1
             self._start_task(self._serve_alone(self.queue.popleft()))

@@ -66,8 +66,8 @@ def supervisor_settings(
     """Returns what a `Supervisor` of sessions is made with: the handler of calls, the limits of
     workers, and the handler of calls on a shared event loop. `tools` maps names to functions,
     `kinds` names to kinds of environments. The limits are `environment.workers` processes for tools
-    that are functions, and by call `environment.timeout_seconds` and `environment.memory_gib`.
-    Starts nothing."""
+    that are functions, `environment.timeout_seconds` for a call, and `environment.memory_gib` for a
+    worker. Starts nothing."""
     held = Environments(tools, kinds, section.result_bytes)
     limits = Limits(section.workers, section.timeout_seconds, int(section.memory_gib * 2**30))
     return held.call, limits, held.call_async
@@ -189,8 +189,8 @@ class Sessions:
         self._queue_call(session, "open", "", body)
 
     def _free_seat(self, kind: EnvironmentKind) -> int:
-        """Returns the seat (see `WorkerPool`) of a worker process for one more environment of this
-        kind: one that has room, else a new one."""
+        """Returns the seat (a number; all calls of a seat go to one worker process) of a worker
+        process for one more environment of this kind: one that has room, else a new one."""
         most = SHARED if kind.shares else 1
         for seat in self._seats[kind]:
             if self._load[seat] < most:

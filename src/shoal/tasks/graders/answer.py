@@ -20,7 +20,7 @@ _WELL_FORMED = re.compile(
 
 def completion_text(completion: str | Sequence[dict[str, Any]]) -> str:
     """Returns the text of a completion in either of TRL's two styles: the text itself, or the
-    content of the last message, "" if there is none."""
+    content of the last message, "" if there is none. The roles of messages do not matter."""
     if isinstance(completion, str):
         return completion
     if not completion:
@@ -40,7 +40,8 @@ def extract_answer(text: str) -> str | None:
 
 def single_answer(text: str) -> str | None:
     """Returns the text in the only `<answer>...</answer>`; None if there is none, or if either tag
-    occurs more than once."""
+    occurs more than once. None also if the closing tag stands first. The text is stripped, and may
+    be ""."""
     if text.count("<answer>") != 1 or text.count("</answer>") != 1:
         return None
     return extract_answer(text)
@@ -48,7 +49,7 @@ def single_answer(text: str) -> str | None:
 
 def last_boxed(text: str) -> str | None:
     """Returns the text in the last `\\boxed{...}` (or `\\fbox{...}`); None if there is none, or if
-    its brace is not closed.
+    its brace is not closed. The text is stripped.
 
     >>> last_boxed("\\\\boxed{1} or \\\\boxed{\\\\frac{1}{2}}")
     '\\\\frac{1}{2}'
@@ -108,7 +109,7 @@ def reward_of(
 ) -> RewardFunction:
     """Returns the reward function `name` in TRL's convention. For each completion it returns
     `points(text, *values)`, with the row's values of `columns`. It runs in the run's own process.
-    It raises KeyError if the data has no such column."""
+    Nothing is called here. The reward function raises KeyError if the data has no such column."""
 
     def reward(completions: Sequence[Any], **given: Any) -> list[float]:
         """Returns `points` of each completion's text and its row's values, as floats."""

@@ -41,9 +41,9 @@ class Expression:
 
 def parse_expression(text: str) -> Expression | None:
     """Returns the value and the numbers of a text that is one expression, with `×`, `÷` and the
-    like for operators. None for any other text, for one of more than MAX_CHARS characters, with
-    brackets or signs nested deeper than MAX_DEPTH or a number of more than MAX_DIGITS digits, and
-    if it divides by 0."""
+    like for operators. None for any other text (also one with a plus sign before a number, `+3`),
+    for one of more than MAX_CHARS characters, with brackets or signs nested deeper than MAX_DEPTH
+    or a number of more than MAX_DIGITS digits, and if it divides by 0."""
     text = text.translate(_SIGNS)
     tokens: list[str] = []
     if len(text) <= MAX_CHARS:

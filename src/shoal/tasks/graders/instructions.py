@@ -77,7 +77,8 @@ class ArgumentKind:
 def read_arguments(instruction: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of an instruction, from a row's `kwargs`, as its check takes them.
     Arguments that are None in the row are left out. ValueError for an unknown instruction, and for
-    missing, unknown or wrong arguments."""
+    missing, unknown or wrong arguments. The arguments are in the order of the check's
+    parameters."""
     if instruction not in CHECKS:
         near = did_you_mean(instruction, CHECKS, lists_all=True)
         raise ValueError(f"there is no instruction {instruction!r}{near}")
@@ -101,6 +102,7 @@ def read_arguments(instruction: str, given: Mapping[str, Any]) -> dict[str, Any]
                 f"{instruction}: {name}={shorten(repr(given[name]))}, expected {kind.expected}"
             )
         arguments[name] = value
+    # The one instruction whose arguments depend on each other.
     if "nth_paragraph" in arguments:
         nth, number = arguments["nth_paragraph"], arguments["num_paragraphs"]
         if not 1 <= nth <= number:
@@ -195,12 +197,14 @@ def _is_related(count: int, relation: str, wanted: int) -> bool:
 
 
 def _occurrences(literal: str, text: str) -> list[str]:
-    """Returns all occurrences of a literal text, in any case, also inside of words."""
+    """Returns all occurrences of a literal text, in any case, also inside of words. They do not
+    overlap."""
     return re.findall(re.escape(literal), text, re.IGNORECASE)
 
 
 def _is_in_language(text: str, language: str) -> bool:
-    """True if a text is in a language, or if its language cannot be detected."""
+    """True if a text is in a language, or if its language cannot be detected. `language` is a code
+    of LANGUAGES."""
     return detect_language(text) in (language, None)
 
 
@@ -348,6 +352,7 @@ def _has_sections(text: str, section_spliter: str, num_sections: int) -> bool:
 def _is_json(text: str) -> bool:
     """True if the text is valid JSON of any kind, alone or between Markdown's fences."""
     text = text.strip()
+    # A text has one of these; the longer ones come first.
     for fence in ("```json", "```Json", "```JSON", "```"):
         text = text.removeprefix(fence)
     try:
@@ -363,6 +368,7 @@ def _has_title(text: str) -> bool:
     `>>`."""
     for line in text.split("\n"):
         start, end = line.find("<<"), line.rfind(">>")
+        # Both are there, and at least one character stands between.
         if 0 <= start < end - 2:
             title = line[start : end + 2].lstrip("<").rstrip(">")
             if title.strip():

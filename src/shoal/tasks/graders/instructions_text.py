@@ -161,12 +161,15 @@ def _with_closing_marks_moved(text: str, pieces: list[tuple[int, int]]) -> list[
 def _ends_sentence(word: str, after: str) -> bool:
     """True if a word ends a sentence; `word` ends with its `.`, `?` or `!`. `after` is what comes
     next: the next word, or the next character if no space is between."""
+    # `?` and `!` end it whatever follows, also inside of the word: `No!).`
     if word[-1] != "." or _INNER_END.search(word):
         return True
     if word.endswith(".."):
         return _begins_sentence(after)
+    # The word without its period and what stands before it: `p.m` for `(p.m.`.
     stem = _TOKEN_BREAK.split(word)[-1].lstrip("`&#-,").lower().removesuffix(".")
     is_initial = len(stem) == 1 and stem.isalpha()
+    # Of `vice-pres` the part behind the last hyphen counts too.
     if stem in _ABBREVIATIONS or stem.rpartition("-")[2] in _ABBREVIATIONS:
         return not is_initial and _begins_sentence(after)
     if not is_initial and not _NUMBER.fullmatch(stem):
@@ -174,6 +177,7 @@ def _ends_sentence(word: str, after: str) -> bool:
     following = _first_word(after)
     if after in _PUNCTUATION or following[:1].islower():
         return False
+    # `J. Smith`: an initial before a name ends nothing.
     return not (is_initial and following[:1].isupper() and following.lower() not in _COMMON)
 
 
@@ -193,7 +197,8 @@ def _begins_sentence(after: str) -> bool:
 
 
 def _first_word(text: str) -> str:
-    """Returns the word that a text begins with; "" if it does not begin with a letter."""
+    """Returns the word that a text begins with; "" if it does not begin with a letter. Its letters
+    may be followed by digits, `_` and hyphens."""
     start = _WORD_START.match(text)
     return start.group() if start else ""
 
@@ -232,6 +237,7 @@ def _treebank_words(sentence: str) -> list[str]:
     """Splits a sentence into words like the Penn Treebank, and returns them: `I'm` -> `I`, `'m`.
     Punctuation is dropped unless it is part of a word."""
     words = []
+    # The sentence's own period is dropped, an ellipsis is not.
     body = sentence.rstrip().rstrip(_CLOSERS)
     if body.endswith(".") and not body.endswith(".."):
         sentence = body[:-1]
@@ -242,6 +248,7 @@ def _treebank_words(sentence: str) -> list[str]:
             for clitic_pattern in (_CLITIC, _LONG_CLITIC):
                 clitic = clitic_pattern.search(parts[0])
                 if clitic:
+                    # `we'll` -> `we`, `'ll`
                     parts[:1] = [parts[0][: clitic.start()], clitic.group()]
         for part in parts:
             words += _JOINED.sub(_split_joined, part).split()
@@ -260,7 +267,7 @@ def _split_joined(joined: re.Match[str]) -> str:
 @functools.lru_cache(maxsize=256)
 def detect_language(text: str) -> str | None:
     """Returns the ISO 639-1 code of a text's language (`zh-cn` and `zh-tw` for Chinese); None if it
-    cannot be detected.
+    cannot be detected. Only the first LANGUAGE_CHARACTERS characters are read.
 
     langdetect draws random numbers: a fixed seed makes the result the same each time.
     """

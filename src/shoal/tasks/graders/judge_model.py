@@ -138,7 +138,8 @@ class JudgeFunction:
 
     def __init__(self, url: str, section: RewardSection) -> None:
         """`url` is a server's address, with or without `/v1`. Sends nothing yet. ShoalError if the
-        address has another form, if `reward.judge.model` is missing, or for a wrong template."""
+        address has another form, if `reward.judge.model` is missing, or for a wrong template. The
+        judge has nothing to close."""
         self.url = _completions_url(url)
         self.section = section.judge
         self.timeout_seconds = section.timeout_seconds
@@ -172,7 +173,9 @@ class JudgeFunction:
         TRL's convention, which requests all scores concurrently. The template may name any column
         that is a list, `prompt`, `completion`, and `answer` (a column of that name, else the ground
         truth). Logs the metrics `judge_requests`, `judge_tokens`, `judge_seconds`, `judge_cached`
-        and `judge_failed` of each reply. ShoalError like `_request`."""
+        and `judge_failed` of each reply. ShoalError, which ends the run, for HTTP 401, 403 and 404,
+        for a refused connection if the server has never answered, for a cache that cannot be read
+        or written, and for a column of the template that is missing or None."""
         lists = {name: values for name, values in columns.items() if isinstance(values, list)}
         pieces, names = self._template
         waiting = []
@@ -242,10 +245,10 @@ class JudgeFunction:
         """Sends a request until it succeeds, and returns the reply, which is also written to the
         cache.
 
-        Network errors and busy servers (RETRIED) are retried up to `retries` times, with doubling
-        pauses; other HTTP errors are not. A request that failed returns a `Reply` with a `fault`
-        and no text. ShoalError, which ends the run, for HTTP 401, 403 and 404, and for a refused
-        connection if the server has never answered.
+        Network errors, busy servers (RETRIED) and answers without a text are retried up to
+        `retries` times, with doubling pauses; other HTTP errors are not. A request that failed
+        returns a `Reply` with a `fault` and no text. ShoalError, which ends the run, for HTTP 401,
+        403 and 404, and for a refused connection if the server has never answered.
         """
         started = time.monotonic()
         pause = FIRST_PAUSE_SECONDS
@@ -266,6 +269,7 @@ class JudgeFunction:
                 sent = self._adapted(body)
                 status, answer = await self._post(sent)
                 requests += 1
+            # Status 0: there was no response.
             self._has_answered |= status > 0
             if status in REFUSED:
                 raise ShoalError(
@@ -273,6 +277,7 @@ class JudgeFunction:
                     f"address, reward.judge.model={self.section.model} and the key in "
                     f"{KEY_VARIABLE}"
                 )
+            # What a reply cost counts, also if it has no text.
             match answer:
                 case {"usage": {"total_tokens": int(counted)}}:
                     tokens += counted
@@ -282,6 +287,7 @@ class JudgeFunction:
                         text = _without_cut_number(text, self.section.score_range[1])
                     kept = self._store(cache_key, text)
                     return Reply(kept, "", requests, tokens, time.monotonic() - started)
+                # From here on `answer` is the text of the error.
                 case dict():
                     answer = f"expected one choice with a text, got {_short_json(answer)}"
             http_status = "" if status in (0, 200) else f"HTTP {status}, "
@@ -297,8 +303,8 @@ class JudgeFunction:
         return Reply("", fault, requests, tokens, time.monotonic() - started)
 
     def _note_refusal(self, reason: str) -> None:
-        """Finds in an error message of the server which fields it refuses; further requests are
-        sent without these (see `_adapted`)."""
+        """Finds in an error message of the server which fields it refuses; in further requests
+        `max_tokens` is then renamed to `max_completion_tokens`, or `temperature` left out."""
         # OpenAI's reasoning models refuse `max_tokens`, and any temperature but their own.
         self._renames_max_tokens |= "max_completion_tokens" in reason
         self._omits_temperature |= _OTHER_TEMPERATURE.search(reason) is not None
@@ -316,9 +322,10 @@ class JudgeFunction:
 
     async def _post(self, body: Mapping[str, Any]) -> tuple[int, Any]:
         """Sends one request. Returns (HTTP status, JSON object) if the server sent one; else
-        (status, error text), with status 0 if there was no response. Waits while
-        `reward.judge.concurrency` other requests are under way. A key in the text is replaced by
-        `***`."""
+        (status, error text), with status 0 if there was no response in half of
+        `reward.timeout_seconds`, or a response of status 200 that is no JSON. Nothing is retried
+        here. Waits while `reward.judge.concurrency` other requests are under way. A key in the text
+        is replaced by `***`."""
         import httpx  # a dependency of huggingface_hub; importing takes 60 ms
 
         if self._slots is None:  # made here, in the process and on the loop that make the calls
@@ -354,7 +361,7 @@ class JudgeFunction:
     # ---- the cache
 
     def _cache_file(self, cache_key: str) -> Path | None:
-        """Returns the file of a cache key; None if there is no cache."""
+        """Returns the file of a cache key; None if there is no cache. The file need not exist."""
         folder = self.section.cache
         if not folder:
             return None
@@ -378,7 +385,7 @@ class JudgeFunction:
 
     def _store(self, cache_key: str, text: str) -> str:
         """Writes a reply to the cache, and returns the text to use: `text`, or the cached one if
-        another process was first."""
+        another process was first. Without a cache nothing is written, and `text` is returned."""
         file = self._cache_file(cache_key)
         if file is None:
             return text
@@ -403,7 +410,8 @@ def read_score(reply: str, highest: float) -> float | None:
     last `Score:`, else a reply that is nothing but a number.
 
     None if there is none, or if the scale that the reply names (`4/5`) does not end at `highest`. A
-    number that explains the scale (`Score: 10 = perfect`) is not a score.
+    number that explains the scale (`Score: 10 = perfect`) is not a score. Whether the score is in
+    the range is not checked here.
 
     >>> read_score("3 of 4 parts. **Score: 8/10** (10 = perfect)", 10)
     8.0
@@ -480,7 +488,7 @@ def _without_cut_number(text: str, highest: float) -> str:
 
 
 def _hash(value: Any) -> str:
-    """Returns a hash of a value that JSON can hold."""
+    """Returns a hash of a value that JSON can hold. It has 64 hexadecimal digits."""
     return hashlib.sha256(
         json.dumps(value, sort_keys=True).encode("utf-8", "backslashreplace")
     ).hexdigest()
@@ -488,10 +496,12 @@ def _hash(value: Any) -> str:
 
 def _completions_url(url: str) -> str:
     """Returns the URL of a server's chat completions: `http://host:8000` and `http://host:8000/v1`
-    -> `http://host:8000/v1/chat/completions`. ShoalError if `url` is not of this form."""
+    -> `http://host:8000/v1/chat/completions`. ShoalError if `url` is not of this form. A URL that
+    ends in `/chat/completions` already stays as it is."""
     try:
         parts = urlsplit(url)
         is_right = (
+            # Reading `port` raises ValueError if it is no port.
             parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
         )
     except ValueError:

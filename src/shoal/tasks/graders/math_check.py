@@ -100,8 +100,10 @@ def same(gold: str, answer: str) -> bool | None:
 
 
 def same_all(pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
-    """Returns `same` for each pair (gold, answer). Pairs that `quick_verdict` does not decide are
-    checked by math-verify, several at a time. The verdicts are in the order of the pairs."""
+    """Returns for each pair (gold, answer): True if both mean the same, False if not, None if the
+    check was ended at its limit or not made (an answer is too long or nested too deep). Pairs that
+    `quick_verdict` does not decide are checked by math-verify, several at a time. The verdicts are
+    in the order of the pairs."""
     verdicts: list[bool | None] = [quick_verdict(gold, answer) for gold, answer in pairs]
     undecided: list[int] = []
     to_check: list[Pair] = []
@@ -211,6 +213,7 @@ def _is_readable(answer: str) -> bool:
     """True if math-verify can be given an answer: it has at most MAX_CHARS characters, and brackets
     nested at most MAX_DEPTH deep."""
     depth = most = 0
+    # A longer answer is refused by its length below.
     for character in answer[: MAX_CHARS + 1]:
         if character in "([{":
             depth += 1
@@ -222,8 +225,10 @@ def _is_readable(answer: str) -> bool:
 
 def has_balanced_braces(gold: str) -> bool:
     """True if each brace of a gold answer has its partner, and the answer has at most MAX_CHARS
-    characters. A quick check for a whole data set, where math-verify would take minutes."""
+    characters. Braces behind a backslash do not count. A quick check for a whole data set, where
+    math-verify would take minutes."""
     depth = 0
+    # Also matches `\x`, so that `\{` counts as no brace.
     for brace in _BRACE.findall(gold[: MAX_CHARS + 1]):
         if brace == "{":
             depth += 1
@@ -249,6 +254,7 @@ def latex(answer: str, variables: Collection[str] = ()) -> str:
     last = _LAST_LETTER.search(answer)
     if last is not None and last[1] in variables:
         answer = f"{answer[: last.start()]}{{{last[1]}}}"
+    # Only one of the two groups has matched; the other is empty.
     return _LETTERS.sub(r"(\1\2)", _ROOT_ALONE.sub(r"\\sqrt ", answer))
 
 
@@ -259,7 +265,8 @@ def _root_in_latex(match: re.Match[str]) -> str:
 
 def _unwrapped(answer: str) -> str:
     """Returns an answer with LaTeX's spaces as plain spaces, its signs as LaTeX commands, and words
-    without \\text or the like around them: `5\\,\\text{cm}` -> `5 cm `."""
+    without \\text or the like around them: `5\\,\\text{cm}` -> `5 cm `. A run of spaces becomes
+    one."""
     answer = ascii_numbers(answer)
     for sign, command in _SIGNS.items():
         answer = answer.replace(sign, command)
@@ -399,7 +406,7 @@ class Checker:
 
     def __init__(self, num_workers: int = NUM_WORKERS, cpu_seconds: float = CPU_SECONDS) -> None:
         """The checker has `num_workers` workers, or one for each core if there are fewer cores.
-        `cpu_seconds`: the processor time that one check may take."""
+        `cpu_seconds`: the processor time that one check may take. Starts no worker yet."""
         self.num_workers = max(1, min(num_workers, os.cpu_count() or 1))
         self.cpu_seconds = cpu_seconds
         self._workers: WorkerPool | None = None
@@ -414,7 +421,8 @@ class Checker:
         `mode` says what the two texts are. `answer`: two answers. `text`: a gold answer and a whole
         solution. `trl`: a solution and a whole completion, read as TRL's `accuracy_reward` does;
         then None means that no answer can be read in the solution, and a check that was ended at
-        its limit is False. ShoalError if math-verify cannot be imported.
+        its limit is False. ShoalError if math-verify cannot be imported. Only pairs that are not in
+        the cache are checked; a failed check is cached too.
         """
         keys: list[tuple[str, ...]] = [(mode, *pair) for pair in pairs]
         with self._lock:
@@ -434,12 +442,14 @@ class Checker:
         """Returns math-verify's result for each key (mode, gold, answer), without the cache. Starts
         the workers if there are none. If their supervisor was killed or is stuck, the remaining
         checks count as ended at the limit, and the next call starts other workers."""
+        # What stays if a check is ended at its limit: None means something else for `trl`.
         results: list[bool | None] = [False if key[0] == "trl" else None for key in keys]
         limits = Limits(self.num_workers, WALL_SECONDS, MEMORY_BYTES)
         if keys and self._workers is None:
             self._workers = WorkerPool(
                 _Handler(self.cpu_seconds).check, limits, prepare=_import_math_verify
             )
+        # Numbers of calls are never used twice: late replies to earlier ones are known by them.
         first = self._next_call
         self._next_call += len(keys)
         left = set(range(len(keys)))
@@ -689,6 +699,7 @@ def _is_same_value(first: Any, second: Any) -> bool:
             part.is_number and part.is_finite and not (part.is_comparable and _is_significant(part))
             for part in difference
         )
+    # 40 digits are far more than PLACES asks for. Real and imaginary parts are compared each.
     parts = zip(first.evalf(40).as_real_imag(), second.evalf(40).as_real_imag(), strict=True)
     return all(
         a.is_Number and b.is_Number and _rounds_to(Fraction(str(a)), Fraction(str(b)))
@@ -699,6 +710,7 @@ def _is_same_value(first: Any, second: Any) -> bool:
 def _is_significant(number: Any) -> bool:
     """True if a number that sympy evaluated is certainly not 0. sympy gives a number that may be 0
     no certain digit."""
+    # A precision of 1 bit means no certain digit; an exact number has none, so 2 stands for it.
     return number != 0 and getattr(number, "_prec", 2) > 1
 
 
@@ -716,7 +728,7 @@ def _rounds_to(first: Fraction, second: Fraction) -> bool:
 def _trl_accepts(solution: str, completion: str) -> bool | None:
     """Returns TRL's `accuracy_reward` as a bool: whether the completion's answer, which must be
     LaTeX, preferably in a box, is that of the solution. None if no answer can be read in the
-    solution."""
+    solution. False if none can be read in the completion."""
     from latex2sympy2_extended import NormalizationConfig  # pyright: ignore[reportMissingImports]
     from math_verify import LatexExtractionConfig, parse, verify  # pyright: ignore
 

@@ -82,7 +82,7 @@ def parse_number(text: str | None) -> Decimal | None:
 
 def same_number(text: str | None, gold: str) -> bool:
     """True if both texts are numbers for `parse_number` and have the same value, as `7.0` and `$7`
-    have."""
+    have. False if either is no number."""
     number = parse_number(text)
     return number is not None and number == parse_number(gold)
 
@@ -168,7 +168,7 @@ def number_in(text: str) -> Fraction | None:
 
 def is_bare(text: str) -> bool:
     """True if a text is one number, perhaps with "about" before it and up to three words of units
-    after it, and nothing else."""
+    after it, and nothing else. Only the first MAX_CHARS characters are read."""
     unwrapped = _as_typed(text[:MAX_CHARS]).translate(_WRAPS)
     return _BARE.fullmatch(unwrapped) is not None
 
@@ -228,8 +228,8 @@ _RATIO = re.compile(r"(?P<sign>[+-]?)(?P<above>[0-9]{1,30})/(?P<below>[0-9]{1,30
 def parse_latex(text: str) -> Fraction | None:
     """Returns the exact value of an answer that is one number in LaTeX, without spaces, `$` and
     `%`; None for anything else. The number is a decimal, `a/b`, `\\frac{a}{b}`, or a mixed number
-    like `2\\frac{1}{2}`. None also for more than MAX_LATEX_CHARS characters, and if it divides by
-    0.
+    like `2\\frac{1}{2}`, whose fraction must be below 1 and have no sign. None also for more than
+    MAX_LATEX_CHARS characters, and if it divides by 0.
 
     >>> parse_latex("-1,234.5"), parse_latex("2\\\\frac{1}{2}"), parse_latex("\\\\pi")
     (Fraction(-2469, 2), Fraction(5, 2), None)
@@ -318,13 +318,15 @@ def write_number(number: Fraction | None) -> str | None:
             without_2_and_5 //= prime
     if without_2_and_5 > 1:
         return str(number)
+    # Enough digits that no number that is read here is rounded.
     with localcontext(prec=4 * MAX_NUMBER_CHARS):
         return f"{Decimal(number.numerator) / Decimal(number.denominator):f}"
 
 
 def answer_key(text: str | None) -> str | None:
     """Returns an answer in a canonical spelling, under which maj@k counts equal answers: numbers by
-    their value, any other text as it is. None for None.
+    their value, any other text as it is. None for None. A text of more than MAX_NUMBER_CHARS
+    characters stays as it is too.
 
     >>> answer_key("$1,200.0"), answer_key("twelve")
     ('1200', 'twelve')

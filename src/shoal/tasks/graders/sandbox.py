@@ -41,9 +41,9 @@ _CASE = {
 
 @functools.cache
 def command() -> list[str]:
-    """Returns the command that starts a sandbox which runs `sandbox_main.py`. It reads a sealed
-    case (see `_sealed`) from its standard input, and prints outcome and seal. The list is cached:
-    it must not be changed."""
+    """Returns the command that starts a sandbox which runs `sandbox_main.py`. It reads a case with
+    a seal, as JSON, from its standard input, and prints outcome and seal. The list is cached: it
+    must not be changed."""
     python = os.path.realpath(sys.executable)
     # Code could read the environment of the sandbox's first process, so `run` starts it with an
     # empty one.
@@ -75,6 +75,7 @@ def command() -> list[str]:
         "--dev",
         "/dev",
         "--size",
+        # The size of /tmp: 32 MiB.
         str(MEMORY_BYTES // 16),
         "--tmpfs",
         "/tmp",
@@ -93,7 +94,7 @@ def command() -> list[str]:
 @functools.cache
 def require_sandbox() -> None:
     """Raises ShoalError if sandboxes do not work on this machine: there is no way to run a model's
-    code outside of one. A success is cached."""
+    code outside of one. A success is cached. The check runs a small case in a sandbox."""
     if platform.machine() not in NUMBERS:
         raise ShoalError(
             "task code: a model's code is run in bubblewrap alone, on Linux for "
@@ -122,7 +123,7 @@ def run(case: Mapping[str, Any]) -> str:
 
 async def run_all(cases: Sequence[Mapping[str, Any]]) -> list[str]:
     """Runs cases in sandboxes, as many at once as there are cores, and returns their outcomes in
-    the order of the cases. See `run`."""
+    the order of the cases. Each outcome is one of OUTCOMES, and cached."""
     loop = asyncio.get_running_loop()
     threads = _threads(os.getpid())
     running = [loop.run_in_executor(threads, run, case) for case in cases]

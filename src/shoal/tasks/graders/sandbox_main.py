@@ -163,7 +163,7 @@ def constructor_arguments(value: Any, value_type: type) -> list[Any]:
 
 def unpack(value: Any, find: Any) -> Any:
     """Returns the value that `pack` returned `value` for. `find(number)` returns the object of a
-    `ref`: in the candidate the object itself, in the tester a `Ref`."""
+    `ref`: in the candidate the object itself, in the tester a `Ref`. A container is a new one."""
     if not isinstance(value, dict):
         return value
     ((name, content),) = value.items()
@@ -197,7 +197,7 @@ def unpack(value: Any, find: Any) -> Any:
 def run_candidate(channel: socket.socket) -> None:
     """Runs the candidate's process: answers the tester's questions, one JSON line each, until the
     channel closes. The first has the candidate's code to execute. The process has no standard
-    streams and may start no other."""
+    streams and may start no other. Exceptions of the candidate's code are sent as answers."""
     null = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
         os.dup2(null, number)
@@ -271,6 +271,8 @@ def forbid_processes() -> None:
     header = struct.pack("HxxxxxxP", len(rules), ctypes.addressof(buffer))
     program = ctypes.create_string_buffer(header)
     libc = ctypes.CDLL(None, use_errno=True)
+    # 38: PR_SET_NO_NEW_PRIVS, without which a filter is refused; 22, 2: PR_SET_SECCOMP, by a
+    # filter.
     no_new_privileges = libc.prctl(38, 1, 0, 0, 0)
     if no_new_privileges != 0 or libc.prctl(22, 2, program, 0, 0) != 0:
         os._exit(3)
@@ -309,6 +311,7 @@ def end_candidate(pid: int) -> str:
     process may still run, so it gets SIGTERM first."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
+    # Negative if a signal ended the process.
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return "timed out" if -status in (signal.SIGXCPU, signal.SIGKILL) else "crashed"
 
@@ -339,8 +342,8 @@ class Candidate:
             raise
 
     def _answer(self, question: tuple[Any, ...]) -> Any:
-        """Sends a question and returns or raises the answer, like `ask`, but does not set
-        `outcome`."""
+        """Sends a question and returns the answer, or raises it if it is an exception.
+        CandidateEnded if there is no valid answer; does not set `outcome`."""
         unsent: list[Any] = []
         text = json.dumps(pack(question, unsent)).encode() + b"\n"
         if unsent:
@@ -364,7 +367,8 @@ class Candidate:
 
     def _exchange(self, text: bytes) -> bytes:
         """Sends a line and returns the line that the candidate sends back. CandidateEnded if the
-        channel closes or that line is too long, TimeoutError at the deadline."""
+        channel closes or that line is too long, TimeoutError at the deadline. OSError if the
+        channel fails in another way."""
         self._limit_wait()
         self.channel.sendall(text)
         while b"\n" not in self.received:
@@ -375,11 +379,13 @@ class Candidate:
             if len(self.received) > MOST_BYTES:
                 raise CandidateEnded("failed")
             self.received.extend(data)
+        # What follows the line stays for the next answer.
         line, _, self.received[:] = bytes(self.received).partition(b"\n")
         return line
 
     def _limit_wait(self) -> None:
         """Limits the next wait on the channel to the time that is left."""
+        # A timeout of 0 would mean not to wait, and a negative one is refused.
         self.channel.settimeout(max(0.01, self.deadline - time.monotonic()))
 
 
@@ -437,7 +443,8 @@ def run_tests(case: dict[str, Any], candidate_process: Candidate) -> None:
 
 def main() -> NoReturn:
     """Runs the sandbox's first process: forks the candidate's process, reads the case from the
-    standard input, runs the tests in this process, and prints outcome and seal."""
+    standard input, runs the tests in this process, and prints outcome and seal. Does not return:
+    the process exits with 0, whatever the outcome."""
     cpu, seconds, memory = [int(word) for word in sys.argv[1:]]
     # The candidate can neither trace this process nor open its files.
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
@@ -453,6 +460,7 @@ def main() -> NoReturn:
     pid = os.fork()  # before the tests are read
     if not pid:
         here.close()
+        # SIGXCPU at the first limit, SIGKILL at the second.
         resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
         with contextlib.suppress(BaseException):
             run_candidate(there)

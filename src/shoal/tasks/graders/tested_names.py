@@ -66,6 +66,7 @@ def tested_names(case: Mapping[str, Any]) -> TestedNames:
     if not (names or spare or entry_point or case.get("reference")):
         # MBPP has tasks whose function has the name of a builtin, such as `sum`.
         hidden = tests.called - own
+        # With several it is not clear which one is tested.
         if len(hidden) == 1:
             spare = set(hidden)
     if entry_point:

@@ -147,6 +147,7 @@ def _unit_of_words(match: re.Match[str]) -> Unit | None:
     if words in (["a", "m"], ["p", "m"]):  # 5 a.m.
         words = ["".join(words)]
     names = []
+    # Without words there is one part, "", which is no unit.
     for part in " ".join(words).replace(" per ", "/").split("/"):
         name = _name_of(part.strip())
         if name is None:
@@ -167,7 +168,7 @@ def _name_of(word: str) -> str | None:
 
 def units_differ(first: Unit | None, second: Unit | None) -> bool:
     """True if both units are known (not None) and are different. A degree sign without C or F
-    equals any kind of degrees."""
+    equals any kind of degrees. False if either is None."""
     if first is None or second is None or first == second:
         return False
     names = first.name, second.name

@@ -146,7 +146,8 @@ class Fleet:
             self._thread.start()
 
     def follow(self, timeline: Timeline) -> None:
-        """Sets the timeline to which the work of hosts and rewards is written from now on."""
+        """Sets the timeline to which the work of hosts and rewards is written from now on. The
+        timeline before is not closed."""
         self.timeline = timeline
         for member in self.members.values():
             member.timeline = timeline
@@ -196,7 +197,8 @@ class Fleet:
         """Waits until the groups of a step are sampled and rewarded, then returns them in the order
         of the requests and forgets them. ValueError if the step has requested none; RuntimeError if
         it requested a version that is not published; ShoalError if no host is left; StopRequested
-        if the run is to stop; any error that ended the fleet's thread."""
+        if the run is to stop; any error that ended the fleet's thread or, without a thread, that
+        its work raises here."""
         started = time.perf_counter()
         with self._ledger_lock:
             entries = self.ledger.entries_of(purpose, step)
@@ -231,8 +233,8 @@ class Fleet:
             return groups
 
     def _remember_hosts(self, step: int, entries: Sequence[PendingGroup]) -> None:
-        """Notes which host sampled each group of a step, for `check_logprobs`; forgets the groups
-        of earlier steps."""
+        """Notes which host sampled each group of a step, and how often that host has been lost so
+        far, for `check_logprobs`; forgets the groups of earlier steps."""
         self._sampled_by = {key: host for key, host in self._sampled_by.items() if key[0] == step}
         for entry in entries:
             if entry.host:
@@ -243,8 +245,9 @@ class Fleet:
         self, groups: Sequence[Group], logprobs: Mapping[tuple[int, int], np.ndarray], version: int
     ) -> None:
         """Gives up each host that sampled groups of this step with log-probs that differ from the
-        trainer's by more than `logprob_tolerance` in the mean, as if it were lost; does nothing if
-        that is 0. Only tokens of `version` are compared.
+        trainer's by more than `logprob_tolerance` in the mean over these tokens, as if it were
+        lost: it is closed, and restarted if it may be; does nothing if `logprob_tolerance` is 0.
+        Only tokens of `version` are compared.
 
         `logprobs`: by (number of the group in `groups`, index of the completion), the trainer's
         log-probs, float32[T]. A host that was lost since it sampled them is not blamed again."""
@@ -267,6 +270,7 @@ class Fleet:
             for (name, losses), values in differences.items():
                 member = self.members[name]
                 gap = float(np.concatenate(values).mean())
+                # a restarted host is another one: it did not sample these tokens
                 was_lost_since = member.host is None or member.all_losses != losses
                 if was_lost_since or gap <= self.logprob_tolerance:
                     continue
@@ -282,8 +286,8 @@ class Fleet:
 
     def is_busy_with(self, purpose: Purpose, step: int) -> bool:
         """True while a step's groups are sampled or scored in the background, so that the caller
-        may do other work before it calls `take`. False once they are complete, and always if the
-        hosts sample only while the caller waits in `take`."""
+        may do other work before it calls `take`. False once they are complete, if the step has
+        requested nothing, and always if the hosts sample only while the caller waits in `take`."""
         with self._ledger_lock:
             if not self.in_background or self.shares_memory:
                 return False
@@ -302,7 +306,8 @@ class Fleet:
 
     def _add_host_figures(self, stats: RolloutStats) -> None:
         """Adds to `stats` what the hosts did since the last call, and resets those figures. If the
-        hosts run in the caller's thread, all of that was for one purpose."""
+        hosts run in the caller's thread, all of that was for the purpose of `stats`, and only
+        counters and seconds are added. Else also idle time, queue, and the figures `fleet`."""
         now = time.monotonic()
         elapsed = now - self._read_at
         self._read_at = now
@@ -347,8 +352,8 @@ class Fleet:
 
     def close(self) -> None:
         """Ends the fleet's thread and the hosts, and releases the weights. Waits at most
-        END_SECONDS for the thread. The reward pool and the sessions of tools stay open: their maker
-        closes them, after the fleet."""
+        END_SECONDS for the thread, and goes on if it has not ended by then. The reward pool and the
+        sessions of tools stay open: their maker closes them, after the fleet."""
         self._closed = True
         self.woken.set()
         if self._thread:
@@ -397,6 +402,7 @@ class Fleet:
             host_texts[name] = f"{name} ({weights})"
         request = entries[0].request
         if request.purpose is Purpose.TRAIN:
+            # people count steps from 1
             what = f"the groups of step {request.step + 1}"
         else:
             what = f"the evaluation {version_text(request.version)}"
@@ -429,8 +435,8 @@ class Fleet:
         """Does one round of work: continues rollouts with turns, checks the hosts, gives waiting
         groups to them, collects their answers (a host in this thread samples one compiled step),
         submits sampled groups to the rewards, and enters the rewards that have come.
-        `guard_user_code` returns a context that surrounds calls that may hang in a user's code.
-        `wait`: wait for a reward, if any is queued.
+        `guard_user_code` is called each time, and returns a context that surrounds calls that may
+        hang in a user's code. `wait`: wait for a reward, if any is queued.
 
         The lock is held for all but scoring. In the fleet's own thread it is free while reward
         functions are called, so that a caller of `take` who gives up need not wait for them; only a
@@ -444,6 +450,7 @@ class Fleet:
                 self._check_health(member, now)
             self._assign()
             for member in list(self.members.values()):
+                # A host in this thread samples inside of `poll`, and this one has no groups.
                 if not self.in_background and not member.assigned:
                     continue
                 answers = self._poll(member)
@@ -466,8 +473,9 @@ class Fleet:
     # -- what is done with the ledger's lock held
 
     def _advance_turns(self, guard_user_code: Guard) -> list[PendingGroup]:
-        """Continues rollouts whose tools or environments have answered. Returns the groups whose
-        rollouts are all over by that, to be rewarded; [] if completions are single-turn."""
+        """Continues rollouts whose tools or environments have answered, and notes for each host how
+        many of its completions wait for tools. Returns the groups whose rollouts are all over by
+        that, to be rewarded; [] if completions are single-turn."""
         if self.turn_driver is None:
             return []
         with guard_user_code():
@@ -497,7 +505,8 @@ class Fleet:
 
     def _finish_if_sampled(self, entry: PendingGroup) -> PendingGroup | None:
         """If all rollouts of a group are over, takes the group from its host, enters its
-        completions in the ledger and returns its entry; else returns None."""
+        completions in the ledger and returns its entry; else returns None. None too if the group
+        had been answered before."""
         assert self.turn_driver is not None
         completions = self.turn_driver.finished_completions(entry)
         if completions is None:
@@ -585,6 +594,8 @@ class Fleet:
         }
         is_shared = len(are_training) > 1
         step_seconds = {name: member.step_seconds() for name, member in self.members.items()}
+        # 0 is a host whose speed is not known yet. If none is known, any number does: only
+        # completions count then.
         fastest = min(filter(None, step_seconds.values()), default=1.0)
         batches: dict[str, list[PendingGroup]] = {}
         for is_training in (True, False):
@@ -602,6 +613,7 @@ class Fleet:
                         continue
                     if not member.has_room(size, is_training, is_shared):
                         continue
+                    # an unknown host counts as fast as the fastest, so that it is tried
                     seconds = step_seconds[name] or fastest
                     expected_seconds[name] = (num_running[name] + size) * seconds
                 # In order: a later group must not overtake this one.
@@ -626,7 +638,8 @@ class Fleet:
     def _check_health(self, member: HostHealth, now: float) -> None:
         """Checks that a host makes progress, and marks it as lost if not; a host in this process is
         only asked for its progress. Restarts a lost host once its pause is over, unless it is gone
-        for good, and gives it all stored versions. `now`: `time.monotonic()`."""
+        for good or hosts cannot be restarted, and gives it all stored versions. `now`:
+        `time.monotonic()`."""
         if member.host is not None:
             self._refresh_progress(member, now)
             if member.in_process:
@@ -684,11 +697,11 @@ class Fleet:
             return {}
 
     def _mark_lost(self, member: HostHealth, reason: str | Exception) -> None:
-        """Gives a host up: closes it, lets its groups wait again, and sets when it is restarted, if
-        it may be. Reports why to `on_note`. `reason`: a text or an error that says why; after
-        `HostRefused` the host is never restarted. ShoalError if no host is left that is alive or
-        may be restarted. RuntimeError if the host is in this process, where a fault is an error of
-        the program."""
+        """Gives a host up: closes it, unless it is closed already, lets its groups wait again, and
+        sets when it is restarted, if it may be. Reports why to `on_note`. `reason`: a text or an
+        error that says why; after `HostRefused` the host is never restarted. ShoalError if no host
+        is left that is alive or may be restarted. RuntimeError if the host is in this process,
+        where a fault is an error of the program."""
         refused = isinstance(reason, HostRefused)
         state = "refused" if refused else "lost"
         text = f"sampler host {member.name} is {state}: {reason}"
@@ -731,9 +744,9 @@ class Fleet:
         return max(versions, default=-1) >= request.version
 
     def _show_progress(self, entry: PendingGroup) -> None:
-        """Reports to `on_progress` how many of an evaluation's groups are sampled, of those with
-        the same set of questions and the same sampling parameters as this group; does nothing for
-        training."""
+        """Reports to `on_progress`, if it is set, how many of an evaluation's groups are sampled,
+        of those with the same set of questions and the same sampling parameters as this group; does
+        nothing for training."""
         request = entry.request
         if self.on_progress is None or request.purpose is not Purpose.EVALUATE:
             return
@@ -764,7 +777,8 @@ class Fleet:
 
 
 def _count_groups(stats: RolloutStats, entries: Sequence[PendingGroup]) -> None:
-    """Adds the groups' sampled tokens, reward failures and logged metrics to `stats`."""
+    """Adds the groups' sampled tokens, reward failures and logged metrics to `stats`, which it
+    changes."""
     for entry in entries:
         stats.tokens += sum(completion.num_sampled for completion in entry.completions)
         if entry.scores is not None:

@@ -72,7 +72,8 @@ class EngineHost:
 
     def handle(self, message: Message) -> None:
         """Acts on `Load`, `Submit`, `Cancel` and `Pause`; passes other messages, about completions
-        that have begun, to the engine."""
+        that have begun, to the engine, which must have sampled them: AssertionError if there is
+        none. Raises the engine's errors, and for `Cancel` those of `_start_queued`."""
         match message:
             case Load(version):
                 self._add_version(version)
@@ -99,7 +100,8 @@ class EngineHost:
         self._newest = max(self._newest, version.version)
 
     def _queue_requests(self, requests: Sequence[SampleRequest]) -> None:
-        """Queues requests; those for branches of rollouts that have begun go to the front."""
+        """Queues requests in the order given; each one for a branch of a rollout that has begun
+        goes to the very front. Checks none of them: the engine does when they begin."""
         for request in requests:
             if request.branch:
                 self._queue.appendleft(request)
@@ -137,7 +139,8 @@ class EngineHost:
         return self._loading or (self._engine is not None and self._engine.starting)
 
     def close(self) -> None:
-        """Drops the queue, the versions and the engine, so that their memory is freed."""
+        """Drops the queue, the versions and the engine, so that their memory is freed. The versions
+        are not removed from their store, and a read that has begun goes on."""
         self._queue.clear()
         self._versions.clear()
         self._frozen.clear()
@@ -152,9 +155,9 @@ class EngineHost:
         """Gives queued requests to the engine, waits for the tokens of one compiled step, and
         returns what has finished, by request id. Loads newer weights first if the requests allow
         that. Frees the caches when nothing is left to sample, if the devices are also the
-        trainer's. Returns {} at once if the host is paused or has nothing to sample. RuntimeError
-        if a request names a version that was never published; errors of `make_engine` and of the
-        engine are raised too."""
+        trainer's. Returns {} at once if the host is paused or has nothing to sample. Sets `stuck`
+        to whether nothing could be sampled. RuntimeError if a request names a version that was
+        never published; errors of `make_engine` and of the engine are raised too."""
         if self.paused:
             self.stuck = True
             return {}
@@ -171,6 +174,7 @@ class EngineHost:
         for name, value in engine.counters.items():
             self.state.counters[name] += value - counted_before[name]
         self.stuck = engine.stuck
+        # otherwise the engine had nothing to do, and no compiled step has ended
         if answers or not self.stuck:
             self.state.dispatches += 1
         if engine.idle and self.shares_memory and not self._queue:
@@ -182,7 +186,9 @@ class EngineHost:
     def _start_queued(self) -> None:
         """Moves requests from the queue to the engine, in order, until one must wait because it
         needs another engine or other weights, and the engine is still sampling. An idle engine is
-        replaced by the one that the request needs, and its memory is freed."""
+        replaced by the one that the request needs, and its memory is freed. Raises the errors of
+        `make_engine` and `Engine.submit`, and RuntimeError if a request names a version that was
+        never published; requests before the refused one are with the engine then."""
         while self._queue:
             request = self._queue[0]
             engine = self.make_engine(request.purpose, request.num_completions)
@@ -198,8 +204,9 @@ class EngineHost:
 
     def _has_weights_for(self, engine: Engine, request: SampleRequest) -> bool:
         """True if the engine has weights that the request may start on; loads them first, unless
-        requests that are being sampled forbid that. Also sets `_exact` to the request's `exact`
-        when it does not depend on them. RuntimeError if the version was never published."""
+        requests that are being sampled forbid that. Also sets `_exact` to the request's `exact` if
+        the engine is idle, or if neither its requests nor this one are exact. RuntimeError if the
+        version was never published."""
         if not engine.idle and (self._exact or request.exact):
             # An exact request shares the engine with requests of the very same version only.
             return self._exact and request.exact and engine.version == request.version
@@ -231,6 +238,7 @@ class EngineHost:
             if self._versions:
                 newest = self._versions[max(self._versions)]
             reading = self._reading
+            # an idle engine waits anyway, so it takes the newest
             if reading is not None and not engine.idle:
                 # Finish the version that is being read: if a newer one always replaced it, a slow
                 # host would never finish reading.
@@ -255,12 +263,14 @@ class EngineHost:
     def _load(self, engine: Engine, version: Version) -> None:
         """Starts to read a version's weights, unless that has begun, and gives them to the engine
         if they have arrived. Waits for them if the engine is idle; otherwise a later call gives
-        them."""
+        them. LookupError if the version does not exist any more, ShoalError if the weights differ
+        from those that were published."""
         started = time.perf_counter()
         self._loading = True
         try:
             if self._reading is None or self._reading.version is not version:
                 self._reading = Reading(version, version.read(engine.model, self._frozen))
+            # a future whose result is a function: called once, it returns the weights
             weights = self._reading.weights
             if engine.idle or weights.done():
                 self._reading = None
@@ -276,7 +286,8 @@ class ThreadHost:
     answers, or an error, for `poll` to return."""
 
     def __init__(self, host: EngineHost, wake: Callable[[], None], name: str) -> None:
-        """Starts the thread, which owns `host` from now on. `name`: name of the thread."""
+        """Starts the thread, which owns `host` from now on. Whoever makes this object closes it
+        (`close`). `name`: name of the thread."""
         self.host, self._wake = host, wake
         # messages that the thread has yet to pass to its host
         self._messages: deque[Message] = deque()
@@ -291,7 +302,9 @@ class ThreadHost:
         self._thread.start()
 
     def handle(self, message: Message) -> None:
-        """Queues a message for the host's thread."""
+        """Queues a message for the host's thread, and returns at once. If the message causes an
+        error there, the thread ends and `poll` raises the error. After `close` messages are
+        dropped."""
         with self._changed:
             self._messages.append(message)
             self._changed.notify()

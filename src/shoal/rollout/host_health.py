@@ -54,20 +54,25 @@ class HostHealth:
     waiting_for_tools: int = 0  # completions of `assigned` that wait for tools or are over
     # versions of the weights that were announced to the host and are still stored
     versions: set[int] = field(default_factory=set)
+    # `time.monotonic()` from which on the lost host may be restarted
     retry_at: float = 0.0
     # the host's figures when it was last asked
     progress: HostProgress = field(default_factory=HostProgress)
     answered: int = 0  # tokens that the host has answered with
     losses: int = 0  # losses of the host, less those that HEALTHY_STEPS have made up for
+    # losses of the host since the run began; never lowered
     all_losses: int = 0
-    refused: bool = False
+    refused: bool = False  # True if the host was lost by HostRefused: it is never restarted
     # counters and seconds of this host and of those before it under this name, since the fleet last
     # took them
     total: HostProgress = field(default_factory=HostProgress)
     timeline: Timeline = field(default_factory=Timeline)
+    # `restarts` at first
     _most_restarts: int = field(init=False)
+    # training steps with answers since the last loss, or since a restart was added
     _healthy_steps: int = 0
     _answered_before: int = 0  # `answered` when the last training step was taken
+    # when the host last made progress, and last sent a report; both `time.monotonic()`
     _moved_at: float = field(default_factory=time.monotonic)
     _heard_at: float = field(default_factory=time.monotonic)
     # recent times of a compiled step
@@ -135,8 +140,8 @@ class HostHealth:
         return min(limit - num_of_purpose, num_free) >= min(size, limit)
 
     def step_seconds(self) -> float:
-        """Returns the median time of the host's compiled steps, in seconds; 0 if too few were
-        seen."""
+        """Returns the median time of the host's compiled steps, in seconds; 0 if fewer than
+        FEWEST_STEPS were timed since the host started."""
         if len(self._seconds) < FEWEST_STEPS:
             return 0.0
         return median(self._seconds)
@@ -144,7 +149,7 @@ class HostHealth:
     def update_progress(self, now: float) -> None:
         """Asks the host for its progress, adds what it has done since the last call to `total`, and
         notes whether it has moved on, for `stalled_seconds`. `now`: `time.monotonic()`. HostLost if
-        the host cannot answer."""
+        the host cannot answer; AssertionError if it is lost already."""
         assert self.host is not None
         before = self.progress
         self.progress = self.host.progress()
@@ -178,8 +183,8 @@ class HostHealth:
             self._moved_at = now
 
     def count_answered(self, tokens: int) -> None:
-        """Counts the sampled tokens of an answer. If the host's own counter `tokens` is lower than
-        all its answers, because it does not count, raises that counter."""
+        """Counts `tokens`, the number of sampled tokens of an answer. If the host's own counter
+        `tokens` is lower than all its answers, because it does not count, raises that counter."""
         self.answered += tokens
         uncounted = max(0, self.answered - self.progress.counters["tokens"])
         self.progress.counters["tokens"] += uncounted
@@ -187,10 +192,12 @@ class HostHealth:
 
     def stalled_seconds(self, now: float) -> float:
         """Returns for how many seconds the host has made no progress, if that is longer than
-        allowed, else 0; 0 too if it has nothing to do. Progress is a compiled step; while the host
-        compiles or reads weights, which may take long, each report counts as progress. If
-        `progress.silence_seconds` is set, a host that prepares or has not sampled yet must report
-        at least that often. `now`: `time.monotonic()`."""
+        allowed (`stall_seconds`, or if that is 0: MEDIANS x the median step and at least
+        LEAST_SECONDS; FIRST_SECONDS while it prepares or has not sampled yet), else 0; 0 too if it
+        has nothing to do. Progress is a compiled step; while the host compiles or reads weights,
+        which may take long, each report counts as progress. If `progress.silence_seconds` is set, a
+        host that prepares or has not sampled yet must report at least that often. `now`:
+        `time.monotonic()`."""
         if not self.has_work and not self.progress.preparing:
             return 0.0
         idle = now - self._moved_at
@@ -208,10 +215,10 @@ class HostHealth:
         return 0.0
 
     def count_step(self) -> None:
-        """Counts a training step, if the host has answered since the last one. After every
-        HEALTHY_STEPS such steps the host may be restarted once more, up to the number at first:
-        over weeks machines are taken away more often than `restarts` allows, each time for another
-        reason."""
+        """Counts a training step, if the host has answered since the last one; does nothing for a
+        lost host or one in this process. After every HEALTHY_STEPS such steps the host may be
+        restarted once more, up to the number at first: over weeks machines are taken away more
+        often than `restarts` allows, each time for another reason."""
         if self.host is None or self.restarts is None or self.answered <= self._answered_before:
             return
         self._answered_before = self.answered
@@ -228,6 +235,7 @@ class HostHealth:
         tokens the host had sampled without answering with them. Must not be called for a host in
         this process."""
         assert self.restarts is not None
+        # before the counters are reset
         tokens = self.progress.counters["tokens"] - self.answered
         self.host = None
         self.assigned = {}
@@ -263,9 +271,10 @@ def wrong_answer(
     request: SampleRequest, completions: Sequence[Completion], vocab_size: int, newest: int
 ) -> str:
     """Returns why a host's answer is unusable, as a text ("3 completions in place of 8"), or "" if
-    the answer is right: all completions of the request (with turns any of them), with arrays of
-    equal lengths, no more tokens than allowed, ids in the vocabulary, finite log-probs and allowed
-    versions. `newest`: the newest version that was published."""
+    the answer is right: all completions of the request (with turns any of them), in order of their
+    index, with arrays of equal lengths, from 1 token to no more than allowed, ids in the
+    vocabulary, finite log-probs and allowed versions. `newest`: the newest version that was
+    published."""
     expected = list(range(request.num_completions))
     indices = [completion.index for completion in completions]
     is_complete = indices == expected
@@ -291,7 +300,7 @@ def wrong_answer(
 def versions_fault(request: SampleRequest, completions: Sequence[Completion], newest: int) -> str:
     """Returns, as a text, how the versions of an answer's tokens break the request: with `exact`
     any version but the requested one, else a version older than requested or newer than `newest`.
-    Returns "" if all versions are allowed."""
+    Returns "" if all versions are allowed; a completion without tokens has none."""
     for completion in completions:
         if not len(completion):
             continue

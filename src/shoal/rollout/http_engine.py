@@ -90,8 +90,8 @@ class Server:
         """Starts a server as a process, at a random port of this machine, and returns at once: the
         server may not answer yet. `command`: its program and arguments, to which `--host` and
         `--port` are added. `environment`: all of its environment variables. `log`: file to which
-        its output is appended. `api_key`: see `Server`. OSError if the program cannot be
-        started."""
+        its output is appended. `api_key`: see `Server`. OSError if the program cannot be started.
+        Close the server (`close`)."""
         port = random.choice(PORTS)  # if the port is taken, the process says so and ends
         with open(log, "ab") as output:
             process = subprocess.Popen(
@@ -127,12 +127,14 @@ class Server:
             connection = connection_type(url.hostname or "", url.port, timeout=seconds)
             with contextlib.closing(connection):
                 connection.request(method, url.path + path, data, headers)
+                # kept here: `getresponse` takes it from a connection that is to be closed
                 socket = connection.sock
                 with connection.getresponse() as reply:
                     text = _read_body(reply, socket, deadline).decode()
                     content_type = reply.headers.get_content_type()
             if reply.status != 200:
                 if self.process is not None:
+                    # the file has what the server's process wrote about the fault
                     text += f" ({self.log})"
                 raise TurnedDown(path, reply.status, text)
             if content_type != "application/json":
@@ -177,8 +179,8 @@ class Server:
         return f"its process has ended ({code}); {self.log} ends with: {last_lines}"
 
     def wait_until_ready(self, seconds: float) -> None:
-        """Waits until the server answers /health. HostLost if it does not within `seconds`, or its
-        process ends."""
+        """Waits until the server answers /health with status 200. HostLost if it does not within
+        `seconds`, or its process ends."""
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -196,7 +198,7 @@ class Server:
 
     def close(self) -> None:
         """Kills the server's process and all that it started, if it was started here, and waits for
-        its end."""
+        its end. A server that ran already is left alone."""
         if self.process is None:
             return
         # Kill the whole session: also the server's own child processes, and a process that is
@@ -358,9 +360,9 @@ class HttpEngine(ABC):
     # -- requests
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
-        """Queues the completions of requests, which `step` sends to the server; those that continue
-        rollouts (branches) go to the front. If the server sleeps, first wakes it with the same
-        weights, which takes a while; HostLost if that fails."""
+        """Queues the completions of requests, without checking them, which `step` sends to the
+        server; those that continue rollouts (branches) go to the front. If the server sleeps, first
+        wakes it with the same weights, which takes a while; HostLost if that fails."""
         if self.is_asleep and self.parameters:
             self.load(self.version, self.parameters)
         for request in requests:
@@ -377,7 +379,7 @@ class HttpEngine(ABC):
 
     def handle(self, message: Message) -> None:
         """Acts on `Extend` or `End`. TypeError for any other message; a server's requests cannot be
-        cancelled."""
+        cancelled. KeyError if no request of that id is unfinished."""
         match message:
             case Extend():
                 self._extend(message)
@@ -393,6 +395,7 @@ class HttpEngine(ABC):
         number = message.index - active.request.first
         partial = active.partials[number]
         partial.extend(message.context, message.turn_limit)
+        # All at once: the server gets the tokens so far as its prompt.
         partial.feed(len(message.context), self.version, self.settings.max_support)
         self._waiting.appendleft((message.request_id, number))
 
@@ -417,10 +420,12 @@ class HttpEngine(ABC):
     def step(self) -> dict[int, list[Completion]]:
         """Handles the answers that have arrived, sends waiting completions to the server until it
         has `settings.capacity`, and returns what has ended since the last step, by request id. Does
-        not wait. Raises the error of a call that failed."""
+        not wait. Raises the error of a call that failed, of any completion: the host then counts as
+        lost."""
         self._has_news = False
         while not self._inbox.empty():
             handle_event = self._inbox.get()
+            # adds an answer, or raises the error of a call
             handle_event()
         while self._waiting and self.under_way.total() < self.settings.capacity:
             id, number = self._waiting.popleft()
@@ -434,7 +439,8 @@ class HttpEngine(ABC):
 
     def _count_under_way(self, change: int, version: int) -> None:
         """Adds `change` to the number of completions that the server has of a version, and the time
-        since the last change to `busy_seconds` if the server had any completions meanwhile."""
+        since the last change to `busy_seconds` if the server had any completions meanwhile.
+        `change` may be 0, which brings `busy_seconds` up to date."""
         now = time.monotonic()
         if self.under_way.total() > 0:
             self.busy_seconds += now - self._counted_at
@@ -484,6 +490,7 @@ class HttpEngine(ABC):
         try:
             while self.under_way.total():
                 handle_event = self._inbox.get(timeout=NEWS_SECONDS)
+                # adds an answer, or raises the error of a call
                 handle_event()
         except queue.Empty:
             return
@@ -510,6 +517,7 @@ class HttpEngine(ABC):
         partial.is_sampled += [True] * num_sampled
         self.counters["tokens"] += num_sampled
         if sampled.reason is None:
+            # unfinished: the rest is requested by another call
             self._count_empty_abort(call.path, id, number, num_sampled)
             self._waiting.appendleft((id, number))
             return
@@ -519,6 +527,7 @@ class HttpEngine(ABC):
         if request.has_turns:
             finished = [number]
         elif active.is_done:
+            # without turns all completions are returned together
             finished = list(range(request.num_completions))
         for finished_number in finished:
             completion = active.partials[finished_number].completion(
@@ -571,6 +580,7 @@ class HttpEngine(ABC):
         server = self._open_server(version)
         self.server = server
         if self.is_closed:
+            # closed while it was opened: its process ends, and the wait below raises HostLost
             server.close()
         server.wait_until_ready(START_SECONDS if server.process else CONNECT_SECONDS)
         self.prepare(server)
@@ -580,9 +590,10 @@ class HttpEngine(ABC):
     def _watch(self, server: Server) -> None:
         """Runs in a thread of its own: reads the counters that show whether the server makes
         progress, every NEWS_SECONDS until its end, and then hands in a HostLost that says how it
-        ended. For a server without counters each answer counts as progress."""
+        ended (also after `close`). For a server without counters each answer counts as progress."""
         while not (self.is_closed or server.describe_end(0.0)):
             with contextlib.suppress(HostLost):
+                # 0: no counters, so the time stands for a change
                 counter_sum = self.read_counter_sum(server) or time.monotonic()
                 self.reports += 1
                 self._hand_in(functools.partial(self._note_counter_sum, counter_sum))
@@ -598,7 +609,8 @@ class HttpEngine(ABC):
         self._count_under_way(0, self.version)
 
     def close(self) -> None:
-        """Kills the server, if it was started here; the engine's threads end by themselves."""
+        """Kills the server, if it was started here; a server that ran already goes on with its
+        completions; the engine's threads end by themselves."""
         self.is_closed = True
         if self.server is not None:
             self.server.close()
@@ -634,6 +646,7 @@ class HttpHost(ThreadHost):
             """Returns the one engine, which samples for every purpose and group size."""
             return self.engine
 
+        # a server that sleeps gives memory back whenever nothing is left to sample
         host = EngineHost(engine_for, settings.capacity, settings.sleeps)
         super().__init__(host, wake, name)
 
@@ -660,6 +673,7 @@ class HttpHost(ThreadHost):
             # Groups given to this host now would wait while another server is idle.
             progress.capacity = 0
         else:
+            # called for its error alone
             opening.result()
         return progress
 

@@ -111,7 +111,8 @@ class Ledger:
         return id
 
     def entries_of(self, purpose: Purpose, step: int) -> list[PendingGroup]:
-        """Returns the entries of the groups that a step requested, in the order of the requests."""
+        """Returns the entries of the groups that a step requested, in the order of the requests; []
+        if it requested none, or all were handed over."""
         entries = []
         for entry in self.entries.values():
             if entry.request.purpose == purpose and entry.request.step == step:
@@ -130,9 +131,10 @@ class Ledger:
         entry.attempt += 1
 
     def answer(self, id: int, completions: Sequence[Completion]) -> PendingGroup | None:
-        """Stores all completions of the group `id`, and returns its entry, now sampled. Returns
-        None if the group had been answered before, also if it was handed over since, and counts a
-        duplicate; None without counting if no request ever had this id."""
+        """Stores `completions`, which must be all of the group `id`, without checking them, and
+        returns its entry, now sampled. Returns None if the group had been answered before, also if
+        it was handed over since, and counts a duplicate; None without counting if no request ever
+        had this id."""
         entry = self.entries.get(id)
         if entry is None or entry.state not in (GroupState.WAITING, GroupState.RUNNING):
             if id < self.next_id:
@@ -144,7 +146,8 @@ class Ledger:
 
     def lose(self, host: str) -> int:
         """Makes the running groups of the lost host named `host` wait again, ahead of groups that
-        were requested later. Returns their number, and adds it to `asked_again`."""
+        were requested later. Returns their number, and adds it to `asked_again`. Their `host` stays
+        the lost one's name until another gets them."""
         lost = [entry for entry in self.in_state(GroupState.RUNNING) if entry.host == host]
         for entry in lost:
             entry.move(GroupState.WAITING)
@@ -175,7 +178,9 @@ class Ledger:
 def describe_states(entries: Sequence[PendingGroup], hosts: Mapping[str, str]) -> str:
     """Returns a text that says how many groups are in each state, and at which host, like "1 of 4
     groups are there, 2 at sampler-0 (weights 3), 1 waiting, attempt 2". `entries`: at least one.
-    `hosts`: the text to use for each host's name. The attempt is the highest of any group."""
+    `hosts`: name of a host -> the text to use for it, for each host that has one of the groups.
+    "There" are groups with rewards; those that were sampled count as "sampled". The attempt is the
+    highest of any group."""
     num_rewarded = 0
     counts = Counter[str]()
     for entry in entries:
@@ -225,7 +230,8 @@ def rollout_requests(
     group if all `prompts` are equal, else one request for each rollout, with an id from `new_id`.
     `request`: the group's, from `sample_request`. `prompts`, `turn_limits`: for each rollout, its
     prompt (token ids) and the most tokens of its first turn (0 for no limit). `new_id` is called
-    once for each request of a single rollout."""
+    once for each request of a single rollout, and never for the whole group, which keeps the id of
+    `request`."""
     request = replace(request, has_turns=True)
     if all(np.array_equal(ids, prompts[0]) for ids in prompts):
         return [replace(request, prompt_ids=prompts[0], turn_limits=tuple(turn_limits))]
@@ -256,7 +262,7 @@ def branch_request(
     (`Branch`). `request`: the group's, from `sample_request`. `used`: tokens that the rollout has
     already, which count towards its `max_tokens`. `branch`: number of the branch, from 1; it enters
     the address of the noise, since two branches may reach the same position. `turn_limit`: the most
-    tokens of the branch's first turn, 0 for no limit."""
+    tokens of the branch's first turn, 0 for no limit. The request is one of a single completion."""
     noise_key = replace(request.noise_key, purpose=f"{request.noise_key.purpose}/branch {branch}")
     params = replace(request.params, max_tokens=request.params.max_tokens - used)
     return replace(
@@ -283,7 +289,8 @@ def make_group(
 ) -> Group:
     """Returns a finished group from its completions, in order of their index, their texts, and
     their scores: row `position` of `scores`, which may be of several groups. The group's version is
-    the requested one with `exact`, else the oldest that a token was sampled from.
+    the requested one with `exact`, else the oldest that a token was sampled from (ValueError if no
+    completion has a sampled token).
 
     `correct` of the group is whether the reward `task.correct_by` is 1; without such a reward what
     the task's `correct` function says, which is called here; else it is None."""
@@ -330,7 +337,8 @@ class GroupRewards:
 
     def submit(self, entry: PendingGroup) -> None:
         """Decodes a sampled group's texts, stores them in `entry`, and submits the group to the
-        pool. Reward functions that run in this process are called before it returns."""
+        pool, as a batch of one group. Reward functions that run in this process are called before
+        it returns."""
         texts = []
         sampled_ids = []
         for completion in entry.completions:
@@ -340,6 +348,7 @@ class GroupRewards:
         turns: dict[str, Any] = {}
         if entry.rollouts:
             messages = [rollout.messages for rollout in entry.rollouts]
+            # all rollouts of a group have messages, or none has
             turns["messages"] = [messages] if messages[0] else ()
             environments = []
             for rollout in entry.rollouts:
@@ -357,9 +366,11 @@ class GroupRewards:
 
     def enter(self, scored: Sequence[tuple[Hashable, Scores]], ledger: Ledger) -> None:
         """Builds the finished group of each pair (id of an entry of `ledger`, its scores), which
-        `pool.collect` has returned, and stores it in the entry, which is then rewarded. A
-        completion whose environment failed gets the score that the policy `on_error` gives it."""
+        `pool.collect` has returned, and stores it in the entry, which is then rewarded.
+        RuntimeError if an entry is not in the state sampled. A completion whose environment failed
+        gets the score that the policy `on_error` gives it."""
         for ticket, scores in scored:
+            # the id that `submit` passed
             assert isinstance(ticket, int)
             entry = ledger.entries[ticket]
             entry.move(GroupState.REWARDED)

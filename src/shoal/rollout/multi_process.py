@@ -68,7 +68,8 @@ class MultiProcessSource:
 
     def request(self, requests: Sequence[GroupRequest]) -> None:
         """Deals requests to the processes in turn, each step's first to process 0, and requests
-        this process's share. All processes call it with the same requests."""
+        this process's share. All processes call it with the same requests. Calls nothing of
+        `source` if no request is this process's."""
         # The first request of every step goes to process 0, so a resumed run deals alike.
         own_requests = []
         for request in requests:
@@ -112,6 +113,7 @@ class MultiProcessSource:
             if dealt_step < step:
                 del self.num_dealt[dealt_purpose, dealt_step]
         # Each process returns its groups in the order of its requests.
+        # one iterator for each process
         groups_left = [iter(share.groups) for share in shares]
         groups = []
         for request, process in wanted:
@@ -127,8 +129,8 @@ class MultiProcessSource:
 
     def _take_own(self, purpose: Purpose, step: int, has_share: bool) -> Share:
         """Returns this process's groups and figures of a step, as a `Share` to be exchanged; a
-        StopRequested or ShoalError is not raised but noted in the share. `has_share`: False if no
-        group was dealt to this process."""
+        StopRequested or ShoalError is not raised but noted in the share; other errors are raised.
+        `has_share`: False if no group was dealt to this process."""
         groups: Sequence[Group] = []
         is_stopped = False
         error = None
@@ -145,7 +147,9 @@ class MultiProcessSource:
     def check_logprobs(
         self, groups: Sequence[Group], logprobs: Mapping[tuple[int, int], np.ndarray], version: int
     ) -> None:
-        """Checks this process's own hosts."""
+        """Compares the log-probs of the groups that this process's own hosts sampled with the
+        trainer's, `logprobs`, and gives up hosts that differ too much. Passes all groups to
+        `source`, which skips those that its hosts did not sample."""
         self.source.check_logprobs(groups, logprobs, version)
 
     def is_busy_with(self, purpose: Purpose, step: int) -> bool:
@@ -163,8 +167,8 @@ class MultiProcessSource:
 
     def _in_all_processes(self, name: str, publish: Callable[[], None]) -> None:
         """Calls `publish` and waits until all processes have called theirs; if it raised ShoalError
-        in one, all processes raise a ShoalError with that text. `name`: what is published, the same
-        text in all processes."""
+        in one, all processes raise a ShoalError with that text; other errors are raised at once,
+        here alone. `name`: what is published, the same text in all processes."""
         own_error = ""
         try:
             publish()
@@ -197,7 +201,7 @@ class MultiProcessSource:
     def read_stats(self, purpose: Purpose) -> RolloutStats:
         """Returns one purpose's figures of all processes that `take` has exchanged since the last
         call, and resets them. Of what happened since the last `take` only this process's
-        publications are included."""
+        publications are included; its other figures since then are dropped."""
         stats = self.stats.pop(purpose, RolloutStats())
         own = self.source.read_stats(purpose)
         stats.unchanged = max(stats.unchanged, own.unchanged)
@@ -209,7 +213,8 @@ class MultiProcessSource:
 
 
 def _largest(figures: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
-    """Returns, for each name of `figures`, the larger of both values."""
+    """Returns, for each name of `figures`, the larger of both values. `others` must have these
+    names; further names of `others` are left out."""
     return {name: max(value, others[name]) for name, value in figures.items()}
 
 

@@ -110,7 +110,8 @@ class Worker:
     async def handle(self, number: int, message: Message, available: Sequence[int]) -> None:
         """Passes the messages that `RayHost` has sent to the host, in the order of their numbers 0,
         1, ...; keeps one that arrives too early. `available`: the versions that the trainer has not
-        released."""
+        released; this process's copies of others are removed. Must not be called before `join` has
+        returned (AssertionError)."""
         self._early[number] = message, available
         while self._next in self._early:
             message, available = self._early.pop(self._next)
@@ -119,6 +120,7 @@ class Worker:
             if isinstance(message, Load):
                 # Ray has made a copy of the version, so this process must release it as well.
                 self._versions[message.version.version] = message.version
+            # `RayHost` sends nothing before `join` has returned
             assert self._host is not None
             self._host.handle(message)
 
@@ -151,8 +153,8 @@ class RayHost:
     No call waits for the worker: the next `poll` reads what the worker has said since the last."""
 
     def __init__(self, name: str, cluster: Cluster) -> None:
-        """Asks the cluster for the worker, and the worker to join, without waiting. HostLost if Ray
-        refuses."""
+        """Asks the cluster for the worker, and the worker to join, without waiting. Close the host
+        (`close`), which kills the worker. HostLost if Ray refuses."""
         self.name = name
         self.started = time.monotonic()
         self._cluster = cluster
@@ -195,10 +197,12 @@ class RayHost:
             self._join()
         for sent in list(self._sent):
             if sent.done():
+                # called for its error alone
                 self._result(sent)
                 self._sent.remove(sent)
         answers = {}
         if self._news is not None and self._news.done():
+            # counted here: each answer to `news` is a report
             reports = self._progress.reports
             answers, self._progress = self._result(self._news)
             self._progress.reports = reports + 1
@@ -217,7 +221,8 @@ class RayHost:
 
     def _has_started(self) -> bool:
         """True if the worker's process has started; it then compiles, and counts as alive. While it
-        has not, reports once that it is late, or raises (`Cluster.check_late`)."""
+        has not, waits for `wait_seconds`, then says once that workers are late, or raises
+        ShoalError if no worker has started (`Cluster.check_late`). HostLost if it cannot start."""
         if not self._placing.done():
             self._cluster.check_late(self)
             return False
@@ -259,6 +264,7 @@ class RayHost:
         # A process that is stopped (SIGSTOP) does not end when Ray asks it to, so kill it.
         process = Path(f"/proc/{self._place.pid}")
         with contextlib.suppress(OSError):
+            # The name stands in parentheses and may contain some; the state follows it.
             fields_after_name = (process / "stat").read_text().rpartition(")")[2].split()
             is_stopped = fields_after_name[0] == "T"
             # Another process may have its id by now.
@@ -309,8 +315,10 @@ class Cluster:
     """The Ray cluster that a run's workers are in."""
 
     connection: Connection
+    # number of workers of the run: sampler.workers
     workers: int
     resources: Mapping[str, float]  # resources that one worker asks for, by Ray's names
+    # how long a worker's start may take before something is said or raised: ray.wait_seconds
     wait_seconds: float
     environment: Mapping[str, str]  # environment variables of a worker
     parity: WorkerParity
@@ -320,6 +328,7 @@ class Cluster:
     alive: set[str] = field(default_factory=set)  # names of the hosts whose worker has a process
     # number of devices that are held for the trainer; 0 if the trainer uses whatever it finds
     trainer_devices: int = 0
+    # True once it was said that workers are late
     _late: bool = False
 
     @property
@@ -335,7 +344,7 @@ class Cluster:
 
     def make_actor(self, name: str) -> Any:
         """Asks Ray for the actor of a worker, and returns its handle at once; Ray starts it as soon
-        as the cluster has room."""
+        as the cluster has room. Nobody restarts an actor that ends. `make` must be set."""
         resources = dict(self.resources)
         options = {
             "num_cpus": resources.pop("CPU", 0),
@@ -352,8 +361,9 @@ class Cluster:
 
     def check_late(self, host: RayHost) -> None:
         """Called for a host whose worker has not started. Once the host has waited for
-        `wait_seconds`, says that workers are late, once for all hosts; ShoalError if no worker has
-        started by then."""
+        `wait_seconds`, says that workers are late, once for all hosts while some worker is alive;
+        ShoalError if no worker is alive by then."""
+        # if none is alive any more, the error below is due although it was said
         has_said = self._late and self.alive
         if has_said or time.monotonic() - host.started < self.wait_seconds:
             return
@@ -386,6 +396,7 @@ class Cluster:
         if they are on this machine, or else the reason that Ray gives."""
         text = re.sub(r"\x1b\[\d*m", "", str(error)).strip()
         if "creation task" in text:  # the text is the traceback of the worker's error
+            # the last line of a traceback names the error
             return f"it could not start: {text.splitlines()[-1]}"
         if isinstance(error, OutOfMemoryError):
             match = re.search(r"[\d.]+GB used / [\d.]+GB limit", text)
@@ -402,6 +413,7 @@ class Cluster:
             lines = _output_lines(pid[1])
             if lines:
                 return f"its process has ended; it said last: {' | '.join(lines[-LAST_LINES:])}"
+        # in parentheses after a blank, or ""
         rays_reason = _rays_reason(text)
         if "node has died" in text or "unreachable" in text:
             return f"Ray does not reach its machine any more{rays_reason}"
@@ -428,7 +440,8 @@ class Cluster:
         )
 
     def close(self) -> None:
-        """Ends this process's connection, and the cluster if it was started here."""
+        """Ends this process's connection, and the cluster if it was started here. A connection that
+        `connect` found, and did not make, stays."""
         if self.connection.owned:
             ray.shutdown()
             if self.connection.watcher is not None:
@@ -441,8 +454,9 @@ def connect(address: str, local_cpus: int) -> Connection:
     """Connects this process to a cluster and returns the connection. `address`: "auto" or
     HOST:PORT; "" means RAY_ADDRESS, and if that is empty too, a cluster is started here. A
     connection that the process already has is used, whatever the address. `local_cpus`: fewest CPUs
-    that a cluster which is started here says it has. ShoalError if no cluster answers. Side
-    effects: sets environment variables for Ray's processes, and silences Ray's output."""
+    that a cluster which is started here says it has. ShoalError if no cluster answers. The caller
+    ends the connection (`Cluster.close`). Side effects: sets environment variables for Ray's
+    processes, and silences Ray's output."""
     if ray.is_initialized():
         return Connection(str(ray.get_runtime_context().gcs_address), owned=False)
     address = check_address(address)
@@ -467,6 +481,7 @@ def connect(address: str, local_cpus: int) -> Connection:
     try:
         os.environ |= variables
         started: Any = ray.init(
+            # "local": start a cluster here
             address or "local",
             log_to_driver=False,
             logging_level="ERROR",  # type: ignore[arg-type]
@@ -483,6 +498,7 @@ def connect(address: str, local_cpus: int) -> Connection:
             "version of Ray (ray start --head), or leave ray.address out to start it here"
         ) from error
     finally:
+        # only Ray's processes that were started meanwhile keep them
         for name in variables:
             del os.environ[name]
     # Ray would print a paragraph for each process that ends; the run says why itself.
@@ -520,7 +536,8 @@ def _forget_token(token: str) -> None:
 
 def _output_lines(pid: str) -> list[str]:
     """Returns the lines that the worker with process id `pid` wrote, those of its standard output
-    first, then those of its errors; [] if its files are on another machine."""
+    first, then those of its errors; [] if its files are on another machine, or it wrote nothing.
+    Lines that Ray wrote itself are left out."""
     node: Any = _ray_worker.global_worker.node
     folder = Path(node.get_logs_dir_path())
     lines = []
@@ -550,8 +567,8 @@ def _rays_reason(text: str) -> str:
 
 
 def _num_fitting(wanted: Mapping[str, float], free: Mapping[str, float]) -> int:
-    """Returns how many workers that need `wanted` fit into the `free` resources at once; 0 if
-    `wanted` asks for nothing."""
+    """Returns how many workers that need `wanted` fit into the `free` resources (of one node) at
+    once; names are Ray's, and one that `free` lacks counts as 0; 0 if `wanted` asks for nothing."""
     counts = []
     for name, size in wanted.items():
         if size:
@@ -586,6 +603,7 @@ def _check_answers(address: str, host: str, port: str) -> None:
             with socket.create_connection((host, int(port)), timeout=seconds):
                 return
         except (OSError, ValueError) as error:
+            # Less than the second of the next pause is left.
             if isinstance(error, ValueError) or time.monotonic() > deadline - 1:
                 raise ShoalError(
                     f"ray.address={address}: nothing answers there ({error}); give auto or "
@@ -595,8 +613,8 @@ def _check_answers(address: str, host: str, port: str) -> None:
 
 
 def accelerator() -> str:
-    """Returns Ray's name for the accelerators of the cluster: "GPU" or "TPU"; "CPU" if there are
-    none, or JAX may use none."""
+    """Returns Ray's name for the accelerators of the cluster: "GPU" or "TPU"; "TPU" if it has both;
+    "CPU" if there are none, or JAX_PLATFORMS is cpu here."""
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return "CPU"
     resources = ray.cluster_resources()
@@ -615,10 +633,10 @@ class _Holder:
 
 
 def hold_accelerators(kind: str, trainer: str, wanted: float, seconds: float) -> tuple[Any, int]:
-    """Reserves the trainer's accelerators on this machine in Ray. Returns an actor, which holds
-    them until it is garbage-collected, and their number; this process then sees only these (sets
-    the variable in VISIBLE). Returns (None, 0) if the machine has none of this kind, or Ray has
-    chosen those of this process already.
+    """Reserves the trainer's accelerators on this machine in Ray. Returns (an actor, which holds
+    them until its handle is garbage-collected, so keep it; their number); this process then sees
+    only these (sets the variable in VISIBLE). Returns (None, 0) if the machine has none of this
+    kind, or Ray has chosen those of this process already.
 
     `kind`: Ray's name of the accelerators, a key of VISIBLE; any other gives (None, 0). `trainer`:
     mesh.trainer; if "", the trainer gets what the workers leave of this machine. The workers ask
@@ -638,6 +656,7 @@ def hold_accelerators(kind: str, trainer: str, wanted: float, seconds: float) ->
         return None, 0
     if trainer:
         devices = devices_asked("mesh.trainer", trainer, here)
+        # `devices`: a list of their numbers, or how many
         count = len(devices) if isinstance(devices, list) else devices
     else:
         wanted_here = min(here, max(0, wanted - elsewhere))

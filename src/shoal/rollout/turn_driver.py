@@ -51,6 +51,7 @@ class Rollout:
 
     entry: PendingGroup
     index: int
+    # the group's `attempt` when the rollout was opened, so that a later attempt has other sessions
     attempt: int
     prompt: Prompt
     # what the environment's `reset` returned, which `prompt` ends with; None if nothing
@@ -67,6 +68,7 @@ class Rollout:
     agent_call: dict[str, Any] = field(default_factory=dict)
     # the messages of that call, followed by the model's answer
     agent_messages: list[dict[str, Any]] = field(default_factory=list)
+    # number of turns that were read
     turns: int = 0
     # tokens after which the turn that is being sampled is cut; 0: no limit but the rollout's
     turn_limit: int = 0
@@ -135,8 +137,9 @@ class Rollout:
 
 def num_shared_messages(prompt: Any, earlier: Sequence[Mapping[str, Any]]) -> int:
     """Returns how many messages at the beginning of an agent's prompt equal those at the beginning
-    of `earlier`, an earlier conversation; 0 if the prompt is a text. Equal are role, content, and
-    names and arguments of tool calls (`_comparable`)."""
+    of `earlier`, an earlier conversation; 0 if the prompt is a text. Two messages are equal if
+    their roles, contents, and names and arguments of tool calls are; other fields, such as ids, do
+    not count."""
     if not isinstance(prompt, list):
         return 0
     shared = 0
@@ -160,9 +163,9 @@ def _comparable(message: Any) -> Any:
 
 def join_branches(prompts: Sequence[np.ndarray], completions: Sequence[Completion]) -> Completion:
     """Returns a rollout's branches as one completion: their tokens one after the other, with a
-    `Branch` for each but the first. completions[i] was sampled after prompts[i]. The arrays of
-    `extra` are joined too, the stop reason is the last one's, and other fields are the first one's.
-    A single completion is returned itself."""
+    `Branch` for each but the first. completions[i] was sampled after prompts[i]. There must be at
+    least one. The arrays of `extra` are joined too, by the names of the first, the stop reason is
+    the last one's, and other fields are the first one's. A single completion is returned itself."""
     first = completions[0]
     if len(completions) == 1:
         return first
@@ -176,6 +179,7 @@ def join_branches(prompts: Sequence[np.ndarray], completions: Sequence[Completio
     branches: list[Branch] = []
     start = len(first)
     for prompt_ids, completion in zip(prompts[1:], completions[1:], strict=True):
+        # `start`: index of the branch's first token among those of all branches
         branches.append(Branch(start, prompt_ids))
         start += len(completion)
     return replace(
@@ -191,9 +195,9 @@ def join_branches(prompts: Sequence[np.ndarray], completions: Sequence[Completio
 
 
 def with_reset_text(prompt: Prompt, reset_text: str) -> Prompt:
-    """Returns a prompt with what an environment's `reset` returned appended to its last user
-    message; as a new user message at the end if it has none. A prompt that is a text is continued
-    by it. The given prompt stays as it is."""
+    """Returns a prompt with what an environment's `reset` returned appended, without a separator,
+    to the text of its last user message; as a new user message at the end if it has none. A prompt
+    that is a text is continued by it. The given prompt stays as it is."""
     if isinstance(prompt, str):
         return prompt + reset_text
     for index in reversed(range(len(prompt))):
@@ -234,7 +238,8 @@ class TurnDriver:
         training's groups first, in order, then an evaluation's. At least one group of each purpose
         may always start. The limit keeps an evaluation with many questions from holding up
         training. Sets `rollouts` of the entries that are opened; skips entries that have some, and
-        leaves the others, for a later call."""
+        leaves the others, for a later call. `entries`: waiting groups, in the order of the
+        requests. ShoalError for a column of a row that cannot be sent to another process."""
         going = self._num_under_way
         # purposes (is it training?) for which no more groups may start, so that no group overtakes
         # an older one
@@ -258,8 +263,10 @@ class TurnDriver:
                 self.sessions.open(rollout.key, dict(row))
 
     def requests(self, entry: PendingGroup) -> list[SampleRequest]:
-        """Returns the requests that a host gets for a group that `is_ready`: one for all rollouts,
-        or if the prompts differ one for each, with ids that the ledger gives out now."""
+        """Returns the requests that a host gets for a group whose rollouts all have their prompts
+        (`is_ready`): one for all rollouts, or if the prompts differ one for each, with ids that the
+        ledger gives out now."""
+        # none is None, because the group is ready
         prompts = [
             rollout.prompt_ids for rollout in entry.rollouts if rollout.prompt_ids is not None
         ]
@@ -272,7 +279,7 @@ class TurnDriver:
 
     def forget(self, entries: Sequence[PendingGroup]) -> None:
         """Gives up the rollouts of groups whose host is lost, and drops their sessions. The groups
-        begin again later, in new environments."""
+        begin again later, in new environments. A group without rollouts is left alone."""
         for entry in entries:
             for rollout in entry.rollouts:
                 self.sessions.drop(rollout.key)
@@ -333,11 +340,12 @@ class TurnDriver:
 
     def read_turn(self, entry: PendingGroup, completion: Completion) -> list[GroupMessage]:
         """Reads a turn that a host has returned, and passes it to the tools, environment or rollout
-        function that must answer; ends the rollout if none must, or `max_turns` are reached.
-        Returns messages for the host: [] unless the rollout ends or continues at once (after tool
-        calls that are wrong). `completion`: the rollout's current branch, with all its tokens so
-        far. Unless the model is called by a rollout function, adds the turn to the rollout's
-        messages. If the environment's `reset` had failed, the rollout ends with that failure."""
+        function that must answer; ends the rollout if none must, or `max_turns` are reached
+        (rollout functions have no such limit). Returns messages for the host: [] unless the rollout
+        ends or continues at once (after tool calls that are wrong). `completion`: the rollout's
+        current branch, with all its tokens so far; they are not checked here (`wrong_turns` does).
+        Unless the model is called by a rollout function, adds the turn to the rollout's messages.
+        If the environment's `reset` had failed, the rollout ends with that failure."""
         rollout = entry.rollouts[completion.index]
         kind = self._kind(rollout)
         before = len(rollout.tokens)
@@ -347,6 +355,7 @@ class TurnDriver:
         rollout.turns += 1
         calls: list[ToolCall] = []
         if not (kind and kind.is_rollout_function):
+            # the tokens of this turn alone
             message, calls = self._format(rollout).read(tokens[before:])
             rollout.messages.append(message)
         rollout.calls = calls
@@ -364,6 +373,7 @@ class TurnDriver:
         rollout.state = RolloutState.ACTING
         if calls:
             return self._start_next_tool_call(rollout)
+        # no tool was called, so the environment answers
         self.sessions.respond(rollout.key, str(rollout.messages[-1].get("content") or ""))
         return []
 
@@ -384,8 +394,9 @@ class TurnDriver:
 
     def _start_next_tool_call(self, rollout: Rollout) -> list[GroupMessage]:
         """Starts the first tool call of the rollout's last turn that has no answer yet, and returns
-        []; a call that could not be parsed is answered with its error instead. Once all calls are
-        answered, returns the messages that continue or end the rollout."""
+        []; a call that could not be parsed is answered with its error instead. Calls run one after
+        the other. Once all calls are answered, returns the messages that continue or end the
+        rollout."""
         for call in rollout.calls[len(rollout.answers) :]:
             if not call.error:
                 self.sessions.call(rollout.key, call.name, call.arguments)
@@ -496,7 +507,8 @@ class TurnDriver:
     ) -> list[GroupMessage]:
         """Ends a rollout for a reason. Without a `failure`, asks the environment for its reward,
         and the rollout is done once that has come; with one, the rollout is done. Returns the
-        message that frees the slot, if there is one (see `_free_slot`)."""
+        message that frees the rollout's slot at its host, as a list; [] if the host has ended the
+        completion itself. A `failure` of before is replaced, also by None."""
         assert rollout.completion is not None
         rollout.reason = reason
         rollout.failure = failure
@@ -522,15 +534,17 @@ class TurnDriver:
         return messages
 
     def _take_reply(self, rollout: Rollout, reply: Reply) -> list[GroupMessage]:
-        """Handles one reply of a tool, environment or rollout function. Returns the messages that
-        continue or end the rollout at its host; [] if the host has nothing to do yet. A reward for
-        the turn is stored in the rollout's last message."""
+        """Handles one reply of a tool, environment or rollout function, by its `what`: "open",
+        "call", "respond" or "end". Every reply of a rollout function but that to "end" is its next
+        request. Returns the messages that continue or end the rollout at its host; [] if the host
+        has nothing to do yet. A reward for the turn is stored in the rollout's last message."""
         if reply.fatal:
             return self._handle_failure(rollout, reply)
         kind = self._kind(rollout)
         if reply.reward is not None and rollout.messages:
             rollout.messages[-1] = {**rollout.messages[-1], "reward": reply.reward}
         if kind and kind.is_rollout_function and reply.what != "end":
+            # The value is the function's request as JSON; None once the function has returned.
             return self._do_requested(rollout, reply.value and json.loads(reply.value))
         if reply.what == "open":
             try:
@@ -543,10 +557,12 @@ class TurnDriver:
                 )
         elif reply.what == "call":
             rollout.answers.append(
+                # calls are answered in order, so this is the first without an answer
                 _answer(rollout.calls[len(rollout.answers)], reply.value) | _cut(reply)
             )
             return self._start_next_tool_call(rollout)
         elif reply.what == "respond":
+            # the environment says that the rollout is over
             if reply.value is None:
                 return self._end_rollout(rollout, StopReason.ENVIRONMENT)
             return self._continue_with_messages(
@@ -613,6 +629,7 @@ class TurnDriver:
             )
             self._respond(rollout, {"over": over})
         except (ShoalError, TypeError, ValueError, OverflowError) as error:
+            # a faulty call leaves nothing behind
             rollout.agent_call = call_before
             rollout.agent_messages = messages_before
             self._respond(rollout, {"error": str(error)})
@@ -629,6 +646,7 @@ class TurnDriver:
         prompt = requested["prompt"]
         tools = requested["tools"]
         num_shared = num_shared_messages(prompt, rollout.agent_messages)
+        # messages; else a text or a list of token ids
         is_chat = isinstance(prompt, list) and isinstance(prompt[0], dict)
         added = prompt[num_shared:] if is_chat and rollout.turns else []
         requested["added"] = added
@@ -641,6 +659,7 @@ class TurnDriver:
         if only_adds:
             # Context is encoded for messages of the user, or for one answer to each tool call.
             for call in rollout.agent_messages[-1].get("tool_calls", ()):
+                # only the names count for the context
                 calls.append(ToolCall(call["function"]["name"], {}))
             roles = [message["role"] for message in added]
             only_adds = set(roles) == {"user"} or roles == ["tool"] * len(calls)
@@ -651,6 +670,8 @@ class TurnDriver:
             context = form.encode_context(added, calls, last_token)
             ids = np.concatenate([rollout.prompt_ids, rollout.completion.token_ids, context])
         else:
+            # 2**31: no limit of the length here; `_continue_with_prompt` and `_check_length` have
+            # it
             ids = encode(prompt, tools, self.tokenizer, 2**31)
             self._check_ids(ids)  # checked before anything of the call is stored
             # turns are read with this format later: an error here is reported to the agent, there
@@ -672,6 +693,7 @@ class TurnDriver:
             and rollout.completion is not None
             and rollout.prompt_ids is not None
         )
+        # a rollout function, not an agent
         if not rollout.agent_call:
             return {
                 "completion_ids": rollout.tokens[before:],
@@ -686,6 +708,7 @@ class TurnDriver:
             rollout.agent_call["named"],
             before,
         )
+        # texts, like the names of weights at other addresses
         choice["versions"] = [str(version) for version in choice["versions"]]
         rollout.messages += rollout.agent_call["added"]
         rollout.messages.append(choice["message"])
@@ -695,8 +718,9 @@ class TurnDriver:
         return {"prompt_ids": prompt_ids, "choices": [choice]}
 
     def _respond(self, rollout: Rollout, answer: Mapping[str, Any]) -> None:
-        """Answers a rollout function with its `value`, with an `error`, or with the reason why the
-        rollout is `over`."""
+        """Answers a rollout function with `answer`, which has one key: "value" (the result of its
+        request), "error" (a text, for a faulty request) or "over" (a text that says why no more can
+        be sampled). Does not wait."""
         self.sessions.respond(rollout.key, json.dumps(answer))
 
     def _check_length(self, ids: np.ndarray) -> None:
@@ -718,9 +742,9 @@ class TurnDriver:
 
     def _use_tokenizer(self, what: str, value: Any) -> Any:
         """Returns what a rollout function requests of the tokenizer: the token ids of a text
-        ("encode text") or of a prompt (any other `what`), or the text of ids ("decode") or messages
-        ("render"). `value`: the text or prompt; for "decode" and "render" the list of the
-        arguments of the tokenizer's method."""
+        ("encode text") or of a prompt (any other `what`), as a list, or the text of ids ("decode")
+        or messages ("render"). `value`: the text or prompt; for "decode" and "render" the list of
+        the arguments of the tokenizer's method."""
         assert self.tokenizer is not None
         if what == "encode text":
             return self.tokenizer.encode(value)
@@ -733,8 +757,8 @@ class TurnDriver:
     def _ended_environment(
         self, rollout: Rollout, state: Mapping[str, Any], reward: float | None
     ) -> EndedEnvironment | None:
-        """Returns an environment's final state and reward; None if the rollout has no
-        environment."""
+        """Returns an environment's name, final `state` and `reward` (None: it gave none); None if
+        the rollout has no environment."""
         kind = self._kind(rollout)
         return EndedEnvironment(kind.name, state, reward) if kind else None
 
@@ -751,7 +775,9 @@ class TurnDriver:
                 f"skip",
                 "environment.on_error",
             )
+        # without a name, state or reward
         rollout.environment = EndedEnvironment()
+        # also for any other kind of `reply`
         reason = "raised"
         if reply.kind == "timed out" or reply.kind == "died":
             reason = reply.kind
@@ -772,14 +798,16 @@ class TurnDriver:
     # -- what the fleet asks
 
     def is_ready(self, entry: PendingGroup) -> bool:
-        """True if the rollouts of a group are opened and all have their prompts."""
+        """True if the rollouts of a group are opened and all have their prompts; False if none was
+        opened."""
         if not entry.rollouts:
             return False
         return all(rollout.prompt_ids is not None for rollout in entry.rollouts)
 
     def finished_completions(self, entry: PendingGroup) -> list[Completion] | None:
         """If all rollouts of a group are done, stops counting them as under way and returns their
-        completions, in the order of their index; else returns None."""
+        completions, in the order of their index; else returns None, also if no rollout was opened.
+        Each completion has the tokens of all its branches."""
         if not entry.rollouts or entry.rollout_states[RolloutState.DONE] < len(entry.rollouts):
             return None
         self._remove(entry)
@@ -800,6 +828,7 @@ def _turn_limit(given: Any, most: int) -> int:
     ShoalError if it is neither None nor a positive integer."""
     if given is None:
         return 0
+    # not `isinstance`, for which True is an integer too
     if type(given) is not int or given < 1:
         raise ShoalError(f"max_tokens={given!r}: expected an integer from 1, or None", "max_tokens")
     return given if given < most else 0

@@ -59,8 +59,8 @@ def server_at(url: str) -> Server:
 
 def takes_adapters(server: Server) -> bool:
     """True if the server has the call that loads adapters, which VLLM_ALLOW_RUNTIME_LORA_UPDATING=1
-    enables. Makes the call without arguments, so that nothing is loaded. HostLost if the server
-    does not answer."""
+    enables. Makes the call without arguments, so that nothing is loaded. False for status 404 or
+    405; any other answer means True. HostLost if the server does not answer."""
     try:
         server.call(ADAPTER, {})
     except TurnedDown as error:
@@ -77,7 +77,10 @@ class VllmEngine(HttpEngine):
         settings: Settings,
         wake: Callable[[], None],
     ) -> None:
-        """Makes the engine; see `HttpEngine` for the arguments."""
+        """Makes the engine; `begin_opening` opens the server. `open_server`: called once, in a
+        thread of its own, with the first version; reaches or starts the server and returns it.
+        `settings`: those of the run's servers. `wake`: called from any thread when an answer has
+        arrived, so that `step` is called."""
         super().__init__(open_server, settings, wake)
         self._path = GENERATE
         self._model_name = ""  # name that requests use: that of the model, or of the newest adapter
@@ -90,7 +93,7 @@ class VllmEngine(HttpEngine):
 
     def completion_call(self, id: int, number: int) -> CompletionCall:
         """Returns the call for the rest of the current turn of completion `number` of request `id`,
-        from its prompt and the tokens so far."""
+        from its prompt and the tokens so far. KeyError if there is no such request."""
         active = self.requests[id]
         request = active.request
         partial = active.partials[number]
@@ -108,7 +111,9 @@ class VllmEngine(HttpEngine):
                 **_distribution(request.params),
                 "stop": list(request.params.stop),
                 "stop_token_ids": list(self.settings.eos_ids),
+                # 0: of the sampled token, and of no others
                 "logprobs": 0,
+                # 63 bits: a seed is a signed number of 64 bits
                 "seed": int.from_bytes(digest) >> 1,
                 "skip_special_tokens": False,
             },
@@ -161,12 +166,13 @@ class VllmEngine(HttpEngine):
         """Checks that the server takes prompts of the needed length and has the needed calls, drops
         requests that a lost host left there, and chooses the call for completions (GENERATE, or
         COMPLETE for older versions). ShoalError that says how to start the server if something is
-        missing."""
+        missing; HostLost for any other fault."""
         models = server.ask("/v1/models")
         longest = self.settings.longest
         with reading("/v1/models", models):
             model = models["data"][0]
             self._model_name = model["id"]
+            # a server that does not say its limit counts as long enough
             max_model_length = int(model.get("max_model_len") or longest)
         if max_model_length < longest:
             raise ShoalError(
@@ -174,12 +180,14 @@ class VllmEngine(HttpEngine):
                 f"its completion may have {longest}: start it with --max-model-len={longest}"
             )
         try:
+            # called for its error alone: a server without it lacks the calls that replace weights
             server.call("/is_paused")
             with contextlib.suppress(TurnedDown):
                 # A host that was lost may have left the server paused, with requests.
                 server.call("/resume", {})
                 server.call("/abort_requests", {})
             join = self._request_body(list(self.settings.probe), "join", {"max_tokens": 1})
+            # one token after the probe, for the error alone
             server.call(GENERATE, join)
         except TurnedDown as error:
             if error.status not in (403, 404, 405):
@@ -203,6 +211,7 @@ class VllmEngine(HttpEngine):
         opened. The server keeps its weights in host memory only if versions differ in an adapter
         alone. HostLost if the call fails."""
         if self.settings.sleeps and self.server and not self.is_asleep:
+            # 1 moves the weights to host memory; 2 drops them, because the next load brings others
             level = 1 if self._adapters else 2
             self.server.call(f"/sleep?level={level}", {})
             self.is_asleep = True
@@ -260,7 +269,8 @@ class VllmEngine(HttpEngine):
     def _load_adapter(self, server: Server, weights: FolderVersion) -> None:
         """Makes the server read an adapter, under a new name that later requests use. Unfinished
         completions continue with the adapter that they began with; adapters that no completion uses
-        are unloaded first. ShoalError if the server does not take adapters."""
+        are unloaded first. TurnedDown (a HostLost) if a call fails otherwise. ShoalError if the
+        server does not take adapters."""
         for name, version in list(self._adapters.items()):
             if not self.under_way[version]:
                 server.call("/v1/unload_lora_adapter", {"lora_name": name})
@@ -271,6 +281,7 @@ class VllmEngine(HttpEngine):
         try:
             server.call(ADAPTER, arguments, LOAD_SECONDS)
         except TurnedDown as error:
+            # `load` turns it into a LookupError or HostLost
             if "LoRA" not in str(error) or not weights.exists:
                 raise
             raise ShoalError(
@@ -283,7 +294,8 @@ class VllmEngine(HttpEngine):
 
     def _take_back(self, server: Server) -> None:
         """Makes the server return all unfinished completions with the tokens so far, and waits for
-        them. HostLost if it does not within CALL_SECONDS."""
+        them. HostLost if it does not within CALL_SECONDS. The server may be paused afterwards;
+        `_reload` resumes it. Unfinished completions are queued for the rest."""
         deadline = time.monotonic() + CALL_SECONDS
         self.is_taking_back = True
         while self.under_way.total():
@@ -354,6 +366,7 @@ class VllmEngine(HttpEngine):
         reply = server.ask(self._path, body)
         logprobs: list[float] = []
         with reading(self._path, reply):
+            # at the top of an answer to GENERATE, in the choice of one to COMPLETE
             scored = reply.get("prompt_logprobs")
             if not scored:
                 scored = reply["choices"][0].get("prompt_logprobs") or []
@@ -370,7 +383,8 @@ class VllmEngine(HttpEngine):
     def _check_sampling(self, server: Server, weights: FolderVersion) -> None:
         """Makes the server sample one token after each beginning of the probe, in the way that the
         run's tokens are sampled, and compares its log-prob with the trainer's. HostLost if they
-        differ by more than the tolerance.
+        differ by more than the tolerance, or the answer is not one token. Checks nothing if there
+        are no beginnings.
 
         The log-probs of given tokens can be right while those of sampled ones are wrong: taken
         before temperature and truncation, or for other tokens than those that are returned."""
@@ -399,8 +413,9 @@ class VllmEngine(HttpEngine):
             )
 
     def _check_gap(self, gap: float, weights: FolderVersion, what: str, cause: str) -> None:
-        """Raises HostLost if a difference of log-probs exceeds the tolerance. `what` and `cause`
-        are parts of the message."""
+        """Raises HostLost if a difference of log-probs exceeds the tolerance. `gap`: the largest
+        difference. `what` ("its log-probs differ") and `cause` (what to look for, or to do) are the
+        beginning and the end of the message."""
         tolerance = self.settings.tolerance
         if not gap <= tolerance:  # written so that NaN counts as a gap
             raise HostLost(
@@ -490,8 +505,10 @@ def read_reason(
                 f"the end token {id} at position {position} of {len(ids)}, and tokens after it"
             )
     if choice["finish_reason"] != "stop":
+        # KeyError for any other reason
         return {"length": StopReason.LENGTH, "abort": None}[choice["finish_reason"]]
     if isinstance(choice.get("stop_reason"), str):
+        # the stop string; an end token would be a number, or None
         return StopReason.STOP
     if ids[-1] not in eos_ids:
         raise ValueError(f"an end at token {ids[-1]}, which is none of {list(eos_ids)}")
@@ -499,8 +516,9 @@ def read_reason(
 
 
 def check_length(choice: Mapping[str, Any], count: int, max_tokens: int) -> None:
-    """Raises ValueError if a completion has more tokens than were requested, or fewer although it
-    ended by length: then the server has another limit."""
+    """Raises ValueError if a completion has more tokens than were requested (`count` in this
+    answer, of `max_tokens`), or fewer although it ended by length: then the server has another
+    limit."""
     is_cut = choice["finish_reason"] == "length" and count < max_tokens
     if is_cut or count > max_tokens:
         raise ValueError(
@@ -511,7 +529,8 @@ def check_length(choice: Mapping[str, Any], count: int, max_tokens: int) -> None
 
 def read_support(choice: Mapping[str, Any], count: int, max_support: int) -> list[np.ndarray]:
     """Returns the ids that each token was sampled from, int32[max_support], padded with -1; [] if
-    `max_support` is 0. ShoalError if the server does not return them, or returns too many."""
+    `max_support` is 0. `count`: the number of tokens. ShoalError if the server does not return
+    them, or returns too many."""
     if not max_support:
         return []
     kept_by_token = choice.get("sampling_mask") or ()

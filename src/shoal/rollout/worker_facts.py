@@ -81,8 +81,8 @@ class WorkerFingerprint:
 
     @classmethod
     def read(cls, file: Path) -> WorkerFingerprint:
-        """Reads a fingerprint from a file that `write` made. ShoalError if the file is damaged or
-        cannot be read."""
+        """Reads a fingerprint from a file that `write` made. ShoalError if the file is missing,
+        damaged or cannot be read."""
         try:
             stored = json.loads(file.read_text(encoding="utf-8"))
             tokens = np.array(stored["tokens"], np.int32)
@@ -135,12 +135,14 @@ class WorkerParity:
     def numbers_differ(self, name: str, alive: Set[str]) -> bool | None:
         """Returns True if worker `name` computes other numbers than it must, False if it computes
         the right ones, None if that cannot be decided yet, because other workers are still
-        preparing. `proofs` must have the worker's fingerprint. `alive`: names of all workers that
-        have a process. Passes a difference to `say`, once for each worker. HostRefused if the
-        numbers differ and `strict` is set."""
+        preparing. `proofs` must have the worker's fingerprint, else KeyError. `alive`: names of all
+        workers that have a process. Without `strict`, passes a difference to `say`, once for each
+        worker, and adds the worker to `different`. HostRefused if the numbers differ and `strict`
+        is set."""
         proof = self.proofs[name]
         owner = "the trainer"
         difference = proof.other_facts(self.facts)
+        # the trainer's facts are shared; now compare with the chosen fingerprint
         if not difference:
             if self._chosen is None:
                 self._chosen = self._choose(name, alive)
@@ -192,7 +194,8 @@ def fingerprint_of(
     """Loads known weights into an idle engine, samples a known group of `num_completions` with the
     sampling settings `params`, but at most TOKENS tokens each and no stop strings, and returns the
     fingerprint: `facts`, and the group's tokens and log-probs. This also compiles the engine's
-    programs; the engine's memory and weights are released afterwards."""
+    programs; the engine's memory and weights are released afterwards, so it needs a `load` before
+    it samples for anybody."""
     limit = min(TOKENS, params.max_tokens)
     size = min(PROMPT_TOKENS, engine.max_prompt_tokens, engine.model.architecture.vocab_size)
     engine.load(KNOWN_VERSION, known_parameters(engine.model))
@@ -204,6 +207,7 @@ def fingerprint_of(
         replace(params, max_tokens=limit, stop=()),
     )
     engine.submit([request])
+    # one request, so one pair
     ((_, completions),) = run_until_idle(engine)
     engine.release_memory()
     tokens = np.concatenate([completion.token_ids for completion in completions])
@@ -236,6 +240,7 @@ def _known(role: Role, spec: ParamSpec, dtype: np.dtype) -> Program:
         # A parameter whose `init` is zeros, such as an adapter's B, gets other values here, so that
         # its effect is tested, too.
         if spec.init == "ones" or not spec.weight_decay:
+            # ones, or zeros for other parameters without weight decay
             return jnp.full(spec.shape, spec.init == "ones", dtype)
         position = jnp.full(spec.shape, number, jnp.uint32)
         for axis, size in enumerate(spec.shape):

@@ -112,7 +112,8 @@ class Engine:
 
         `pages`: pages in the pool of each replica, if keys are stored in pages; 0: enough for all
         rows at their limits. If pages run out, rows are saved to the host's memory. ValueError if
-        `pages` do not suffice for one row at its limits."""
+        `pages` do not suffice for one row at its limits; ShoalError if model.attention=pallas and
+        decoding's kernel cannot compute the model."""
         # called for its error, which it raises before anything is compiled
         decodes_by_kernel(model)
         shards = model.role.row_shards
@@ -231,7 +232,9 @@ class Engine:
 
     def handle(self, message: Message) -> None:
         """Acts on `Extend`, `End` or `Cancel`, like `extend`, `end` and `cancel`. TypeError for any
-        other message, since the host handles versions and the queue of requests."""
+        other message, since the host handles versions and the queue of requests. Raises the errors
+        of these methods: KeyError if no request of that id is in progress, ValueError if an
+        `Extend` is not allowed now or does not fit."""
         match message:
             case Extend(id, index, context, turn_limit):
                 self.extend(id, index, context, turn_limit)
@@ -244,13 +247,14 @@ class Engine:
 
     def extend(self, id: int, index: int, context: Sequence[int], turn_limit: int = 0) -> None:
         """Continues a completion whose turn has ended, after tokens of context, with a turn of at
-        most `turn_limit` tokens (0: no limit). `index`: the completion's index within its group. If
-        its row was saved to the host's memory, the row is queued to return. ValueError if the
-        completion does not wait, or if the context and one more token do not fit; KeyError if no
-        request `id` is in progress."""
+        most `turn_limit` tokens (0: no limit). `index`: the completion's index within its group,
+        which must be one of this request's: that is not checked. If its row was saved to the host's
+        memory, the row is queued to return. ValueError if the completion does not wait, or if the
+        context and one more token do not fit; KeyError if no request `id` is in progress."""
         partial, subgroup, row, slot = self._locate(id, index)
         partial.extend(context, turn_limit)
         if row is not None:
+            # the next decode samples in this slot again
             self._inactive[row, slot] = False
         else:
             self.scheduler.returning[id, subgroup] = self._pages_to_return(id, subgroup)
@@ -258,7 +262,8 @@ class Engine:
     def end(self, id: int, index: int) -> None:
         """Ends a completion whose turn has ended: it is not extended any more. `step` does not
         return it again. Its row is freed once all completions in the row are over, and the request
-        is forgotten once all its completions are. KeyError if no request `id` is in progress."""
+        is forgotten once all its completions are. KeyError if no request `id` is in progress.
+        Changes nothing if the completion is still being sampled."""
         partial, _, row, _ = self._locate(id, index)
         partial.waits = False
         if row is not None:
@@ -270,7 +275,8 @@ class Engine:
         """Starts compiled steps, waits until the tokens of one have arrived (and gathers those of
         others that are there too), and returns the completions that have finished, by request id;
         {} if none has. Does not wait if nothing is in flight, or if finished completions are there
-        already.
+        already. RuntimeError if requests are left, none waits to be extended, and nothing can be
+        started: a fault of the scheduler.
 
         A request's completions come together, when all have ended; those of a request with turns
         come one by one, each time that a turn of one has ended."""
@@ -280,6 +286,8 @@ class Engine:
                 self._gather_oldest()
             elif not self.scheduler.idle and not self.stuck:
                 raise RuntimeError(f"the sampler waits for nothing: {self.scheduler}")
+        # Gather the further steps that have ended already, without waiting. Gathering starts new
+        # steps, so the number of turns is fixed before.
         for _ in range(len(self.in_flight)):
             arrays = jax.tree.leaves(self.in_flight[0].sampled)
             if not all(array.is_ready() for array in arrays):
@@ -304,7 +312,7 @@ class Engine:
         """Returns a completion of a request, the number of its subgroup, the subgroup's row (None
         if it has none, because it was saved to the host's memory), and the completion's slot in the
         row. `index`: the completion's index within the group. KeyError if no request `id` is in
-        progress."""
+        progress. `index` must be one of the request's: that is not checked."""
         active = self.requests[id]
         number = index - active.request.first
         partial = active.partials[number]
@@ -312,6 +320,7 @@ class Engine:
         for row, owner in self.scheduler.running.items():
             if owner == (id, subgroup):
                 return partial, subgroup, row, slot
+        # saved to the host's memory
         return partial, subgroup, None, slot
 
     @property
@@ -321,7 +330,8 @@ class Engine:
 
     def release_memory(self) -> None:
         """Frees the caches on the devices, and drops the weights until the next `load`.
-        RuntimeError unless the engine is idle."""
+        RuntimeError unless the engine is idle. The compiled programs are kept. The caches are
+        allocated again by the next step."""
         if not self.idle:
             raise RuntimeError("an engine with requests in progress cannot release its memory")
         self._state = None
@@ -330,7 +340,8 @@ class Engine:
     def cancel(self, id: int) -> None:
         """Ends a request, queued or begun, and frees its rows. The next `step` returns its
         completions with the tokens so far, and StopReason.CANCELLED if they had not ended; it
-        returns nothing for a request with turns. KeyError if no request `id` is in progress."""
+        returns nothing for a request with turns. Tokens of steps in flight are dropped. KeyError if
+        no request `id` is in progress."""
         for partial in self.requests[id].partials:
             partial.reason = partial.reason or StopReason.CANCELLED
         for row, (owner_id, _) in self.scheduler.running.items():
@@ -352,7 +363,8 @@ class Engine:
     ) -> dict[str, tuple[int, tuple, dict[str, Any]]]:
         """Returns which compiled programs run for "prefill" (of the longest prompts), "join",
         "feed" or "decode", and with arrays of which shapes: name -> (how often, arguments, keyword
-        arguments). `parameters`: shapes of the weights. Runs nothing."""
+        arguments). `program`: one of these four. `parameters`: shapes of the weights. Runs
+        nothing."""
         if program == "decode":
             arrays = self._decode_arrays()
         elif program == "feed":
@@ -360,6 +372,7 @@ class Engine:
         elif program == "prefill":
             arrays = self._empty_batch(prompt_bucket(self.max_prompt_tokens))
         else:
+            # "join", which has no prompts
             arrays = self._empty_batch(0)
 
         def shape_of(array: np.ndarray) -> jax.ShapeDtypeStruct:
@@ -378,9 +391,9 @@ class Engine:
 
     def dispatch_next(self) -> bool:
         """Starts the next compiled step without waiting for it: a step that fills rows, else a
-        decode. Returns False if none can start now, or if MAX_IN_FLIGHT steps are in flight. If
-        rows are lacking, first saves rows whose completions all wait for tools to the host's
-        memory."""
+        decode. Returns True if it started one; False if none can start now, or if MAX_IN_FLIGHT
+        steps are in flight. If rows are lacking, first saves rows whose completions all wait for
+        tools to the host's memory."""
         if len(self.in_flight) >= MAX_IN_FLIGHT:
             return False
         # Rows are lacking: save rows whose completions wait for tools, until enough are free or no
@@ -389,11 +402,14 @@ class Engine:
         while num_lacking > 0:
             idle_rows = np.flatnonzero(self._inactive.all(1)).tolist()
             waiting_rows = [row for row in idle_rows if row in self.scheduler.running]
+            # False if there is no such row
             if not self._park(waiting_rows[:num_lacking]):
                 break
             num_lacking = self.scheduler.num_lacking_rows
         # Saved subgroups whose tokens have not all been gathered cannot return yet.
         busy: set[SubgroupKey] = set()
+        # Without pages none is busy: then a row is saved only if all its completions wait, and so
+        # after all its tokens were gathered.
         if self.pool:
             for step in self._ungathered:
                 busy.update((owner.active.request.id, owner.subgroup) for owner in step.owners)
@@ -431,6 +447,8 @@ class Engine:
             return False
         for active in running:
             for partial in active.partials:
+                # At most CHUNK tokens arrive from the decode in flight. A completion whose prefill
+                # is not gathered yet has its first token already.
                 tokens_after_chunk = max(1, len(partial.tokens)) + CHUNK
                 if partial.reason is None and partial.limit > tokens_after_chunk:
                     return True
@@ -439,18 +457,20 @@ class Engine:
     def _park(self, rows: Sequence[int]) -> bool:
         """Starts the compiled step that copies rows (their keys, values and slots) to the host's
         memory, and frees the rows for others. One step saves at most `swap_rows` rows, of each
-        replica an equal share: the first of `rows`; the others stay. Returns False if `rows` is
-        empty, so that nothing was saved.
+        replica an equal share: the first of `rows`; the others stay. Returns True if it saves at
+        least one row; False if `rows` is empty. All `rows` must be running.
 
         A row whose completions still sample is queued to return by itself, before those that were
         queued earlier. One whose completions all wait is queued when one of them is extended."""
         swap_rows = self.scheduler.swap_rows
         take_position = self.scheduler.position_taker(swap_rows)
         positions: dict[SubgroupKey, int] = {}
+        # Positions that stay unused copy row 0, and nobody reads the copy.
         row_numbers = np.zeros(swap_rows, np.int32)  # within the replica
         table = self._empty_page_table(swap_rows)
         for row in rows:
             position = take_position(row)
+            # no position is left for the row's replica
             if position is None:
                 continue
             id, subgroup = self.scheduler.running[row]
@@ -489,6 +509,7 @@ class Engine:
         if row is not None:
             for step in self._ungathered:
                 if step.live is not None:
+                    # in a decode, a row's position is the row itself
                     decodes_in_flight += step.live[row].astype(int)
         wanted = np.zeros(self.siblings, int)
         for slot, partial in enumerate(self._partials(subgroup, self.requests[id])):
@@ -508,6 +529,7 @@ class Engine:
         few, saves one of the replica's rows to the host's memory: the last to enter whose
         completions all wait, or else the last to enter, so that the first row always continues."""
         for row, (id, subgroup) in list(self.scheduler.running.items()):
+            # ends without pages if the row itself had to be saved
             while row in self.scheduler.running:
                 if pool.give(row, self._pages_needed(id, subgroup, row)):
                     break
@@ -517,6 +539,7 @@ class Engine:
                 ]
                 waiting_rows = [other for other in rows if self._inactive[other].all()]
                 candidates = waiting_rows or rows
+                # `running` is in the order in which the rows entered
                 self._park(candidates[-1:])
 
     def _start_restore(self, admission: Admission) -> None:
@@ -533,8 +556,10 @@ class Engine:
             rows[position] = row % self.replica_rows
             if table is not None and self.pool is not None:
                 table[position] = self.pool.enter(row, self._pages_needed(id, subgroup))
+            # also slots beyond the subgroup's completions
             self._inactive[row] = True
             for slot, partial in enumerate(self._partials(subgroup, self.requests[id])):
+                # a completion with a reason has ended, or waits for its next turn
                 self._inactive[row, slot] = partial.reason is not None
             positions.append(((id, subgroup), position))
         saved = self.parked.take(positions)
@@ -583,9 +608,10 @@ class Engine:
 
     def _start_feeds(self, owners: Sequence[RowOwner]) -> None:
         """Starts steps that compute the keys of contexts of FEED tokens or more, FEED tokens at a
-        time, in the rows of `owners`. Moves these tokens to the completions' `tokens`; the rest of
-        a context, shorter than FEED, is left for the next decode. So a context's length alone
-        decides which tokens are computed in which way."""
+        time, in the rows of `owners`, for completions that were extended and not sampled since.
+        Starts nothing if no context is that long. Moves these tokens to the completions' `tokens`;
+        the rest of a context, shorter than FEED, is left for the next decode. So a context's length
+        alone decides which tokens are computed in which way."""
         while True:
             long_contexts: list[tuple[int, int, PartialCompletion]] = []
             for _, row, subgroup, active in owners:
@@ -599,9 +625,11 @@ class Engine:
             for row, slot, partial in long_contexts:
                 position = take_position(row)
                 if position is None:
+                    # this feed is full: the next turn of the outer loop has the rest
                     continue
                 arrays["rows"][position] = row % self.replica_rows
                 arrays["slots"][position] = slot
+                # the feed begins with the last token before the context, which has no key yet
                 arrays["start"][position] = len(partial.tokens) - 1
                 if self.pool:
                     arrays["pages"][position] = self.pool.table[row, slot]
@@ -622,6 +650,8 @@ class Engine:
         for row, (id, subgroup) in self.scheduler.running.items():
             owners.append(RowOwner(row, row, subgroup, self.requests[id]))
         with_turns = [owner for owner in owners if owner.active.request.has_turns]
+        # If the positions of a cache are split over devices, all of a context is computed by the
+        # decode, token by token.
         if with_turns and self.model.key_parts == 1:
             self._start_feeds(with_turns)
         arrays = self._decode_arrays(bool(with_turns))
@@ -631,6 +661,7 @@ class Engine:
                     arrays["resumed"][row, slot] = len(partial.tokens)
                     arrays["last"][row, slot] = partial.tokens[-1]
                     partial.resumes = False
+                # These leave `context` once the step is gathered (`PartialCompletion.add`).
                 next_tokens = partial.context[:CHUNK]
                 if next_tokens:
                     arrays["num_forced"][row, slot] = len(next_tokens)
@@ -643,9 +674,11 @@ class Engine:
 
     def _decode_arrays(self, has_turns: bool = False) -> dict[str, Any]:
         """Returns the arguments of a decode (see `programs._decode`) in which no slot continues
-        after a turn; the caller fills in those that do. `has_turns`: interrupt the decode when one
-        in TURNS_AT_ONCE of the live slots have ended."""
+        after a turn; the caller fills in those that do. The arguments are `stopped` and `enough`,
+        `pages` if keys are stored in pages, and those of `no_context`. `has_turns`: interrupt the
+        decode when one in TURNS_AT_ONCE of the live slots have ended."""
         replicas = self.scheduler.replicas
+        # as many slots as there are: the decode is not interrupted for them
         num_slots = self._inactive.size
         if has_turns:
             # A slot idles between its turns, so decoding is interrupted when a share of the slots
@@ -672,6 +705,7 @@ class Engine:
         prompt_size = arrays["tokens"].shape[1] if program == "prefill" else 0
         sampled = self._run(program, arrays, prompt_size)
         assert sampled is not None
+        # which slots this decode samples
         live = ~arrays["stopped"] if program == "decode" else None
         step = InFlightStep(sampled, owners, live, self.version)
         self.in_flight.append(step)
@@ -681,7 +715,8 @@ class Engine:
         self, program: str, arrays: dict[str, Any], prompt_size: int = 0
     ) -> SampledTokens | None:
         """Starts "prefill", "join", "feed" or "decode" on the state, replaces the state by the next
-        one, and returns what is sampled, on the device; None for "feed"."""
+        one, and returns what is sampled, on the device; None for "feed". Does not wait for the
+        device. `prompt_size`: of "prefill", to how many tokens the prompts are padded; else 0."""
         assert self.parameters is not None and self._state is not None
         with self._may_compile(program, prompt_size):
             self._state, sampled = run_program(
@@ -691,9 +726,10 @@ class Engine:
 
     @contextmanager
     def _may_compile(self, program: str, prompt_size: int = 0) -> Iterator[None]:
-        """Sets `starting` while a program is called for the first time, which may compile it for
-        minutes. `prompt_size`: to how many tokens prompts are padded, because prefill is compiled
-        for each; 0 for other programs."""
+        """Context manager for a call of a program: `starting` is True inside if the program is
+        called for the first time, because that may compile it for minutes. `prompt_size`: to how
+        many tokens prompts are padded, because prefill is compiled for each; 0 for other
+        programs."""
         self.starting = (program, prompt_size) not in self._started
         try:
             yield
@@ -706,7 +742,7 @@ class Engine:
     def _gather_oldest(self) -> None:
         """Waits for the oldest step in flight and adds its tokens to their completions. Starts
         further steps as soon as it is known which rows are free, so that the device does not wait
-        for the gathering."""
+        for the gathering. IndexError if none is in flight."""
         step = self.in_flight.popleft()
         done = np.asarray(step.sampled.done)
         for owner in step.owners:
@@ -718,6 +754,7 @@ class Engine:
         if not any(owner.active.request.is_read_first for owner in step.owners):
             self._start_all()
         on_host = jax.device_get(step.sampled)
+        # without waiting: only rows whose saving step has ended
         self.parked.copy_to_host(self.requests)
         if step.live is not None:
             self._count_slots(on_host.count)
@@ -737,6 +774,7 @@ class Engine:
         request = active.request
         ended = np.zeros(self.siblings, bool)
         for slot, partial in enumerate(self._partials(subgroup, active)):
+            # ended or waiting: the step sampled nothing for it, or in vain
             if partial.reason is not None:
                 continue
             if step.live is not None and not step.live[position, slot]:
@@ -784,7 +822,8 @@ class Engine:
 
     def _release_if_over(self, row: int) -> None:
         """Frees a row if all its completions are over (a completion that waits to be extended is
-        not), and finishes the row's request if all completions of the request are over."""
+        not), and finishes the row's request if all completions of the request are over. `row` must
+        be running."""
         id, subgroup = self.scheduler.running[row]
         active = self.requests[id]
         has_waiting = any(partial.waits for partial in self._partials(subgroup, active))
@@ -816,7 +855,7 @@ class Engine:
 
     def _hand_over(self, active: ActiveRequest, number: int) -> None:
         """Lets the next `step` return completion `number` (from 0, within the request) with its
-        tokens so far."""
+        tokens so far. The completion must have ended, or wait for its next turn."""
         request = active.request
         completion = active.partials[number].completion(
             request.id, request.first + number, self.max_support
@@ -833,7 +872,8 @@ def run_until_idle(engine: Engine) -> Iterator[tuple[int, list[Completion]]]:
 
 
 def drain(engine: Engine) -> dict[tuple[int, int], Completion]:
-    """Runs an engine until nothing is left. Returns all completions by (request id, index)."""
+    """Runs an engine until nothing is left. Returns all completions by (request id, index). The
+    requests must have no turns: otherwise the loop never ends."""
     by_index = {}
     for id, completions in run_until_idle(engine):
         for completion in completions:

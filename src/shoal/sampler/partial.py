@@ -68,6 +68,7 @@ class PartialCompletion:
         if not self.waits:
             num_keys += CHUNK * (1 + decodes_in_flight)
             if self.resumes:
+                # the part of the context that feeds compute before the next decode
                 num_keys += len(self.context) // FEED * FEED
         return min(self.limit, num_keys) - 1  # the last token has no key yet
 
@@ -78,6 +79,7 @@ class PartialCompletion:
         fit."""
         if not self.waits:
             raise ValueError("only a completion whose turn has ended can be extended")
+        # after an end token a turn begins with context; a turn that was cut may simply go on
         least = 0 if self.reason is StopReason.LENGTH else 1
         if not least <= len(context) < self.limit - len(self.tokens):
             raise ValueError(
@@ -93,8 +95,8 @@ class PartialCompletion:
 
     def end_turn(self, reason: StopReason, has_turns: bool) -> None:
         """Notes that the current turn has ended, and why. The completion then waits to be extended
-        if its request has turns (`has_turns`), the turn ended regularly (not cancelled) and one
-        more turn fits; otherwise it is over."""
+        if its request has turns (`has_turns`), the turn ended regularly (with an end token, a stop
+        string or at its limit; not cancelled) and one more turn fits; otherwise it is over."""
         self.reason = reason
         has_room = len(self.tokens) < self.limit - 1  # for one token of context, and one after it
         is_turn = reason in (StopReason.EOS, StopReason.STOP) or len(self.tokens) == self.turn_end
@@ -102,10 +104,10 @@ class PartialCompletion:
 
     def feed(self, count: int, version: int, max_support: int) -> list[int]:
         """Moves the first `count` tokens of `context` to `tokens`, as tokens of `version` with
-        log-prob 0. `context` must have that many. Returns the `count` tokens whose keys are to be
-        computed next: the last token before the context, which has no key yet, and the moved tokens
-        but the last. `max_support`: ids per token in `support_ids`, all 0 for these tokens; 0: none
-        are recorded."""
+        log-prob 0. `context` must have that many, and `tokens` at least one: neither is checked.
+        Returns the `count` tokens whose keys are to be computed next: the last token before the
+        context, which has no key yet, and the moved tokens but the last. `max_support`: ids per
+        token in `support_ids`, all 0 for these tokens; 0: none are recorded."""
         fed = self.context[:count]
         self.context = self.context[count:]
         inputs = self.tokens[-1:] + fed[:-1]
@@ -137,6 +139,7 @@ class PartialCompletion:
         count = int(step.count[position, slot])  # tokens of the slot that are kept
         stop = request.params.stop
         reason = None
+        # A decode appends what is left of the context before it samples.
         forced = min(count, len(self.context))
         del self.context[:forced]
         self.is_sampled.extend([False] * forced + [True] * (count - forced))
@@ -149,10 +152,12 @@ class PartialCompletion:
         if surplus:
             self._cut(self.turn_end)
             count -= surplus
+        # an end token beyond the limit is dropped like the others
         elif step.eos[position, slot]:
             reason = StopReason.EOS
         if reason is None and len(self.tokens) == self.turn_end:
             reason = StopReason.LENGTH
+        # also after an end token or at the limit: a stop string goes before them as the reason
         if stop and count > forced:
             assert decode is not None
             # Search in the tokens that the model sampled, back to the last context: a tool's answer
@@ -170,7 +175,8 @@ class PartialCompletion:
         return count - forced
 
     def _cut(self, size: int) -> None:
-        """Drops the tokens after the first `size`."""
+        """Drops the tokens after the first `size`. `support_ids` may be empty, and then stays
+        so."""
         for values in (
             self.tokens,
             self.is_sampled,
@@ -278,7 +284,9 @@ def check_request(
     cannot sample a request: ShoalError if a length exceeds what the settings allow, ValueError for
     any other fault. `can_truncate`: the engine has top-k, top-p and min-p; `can_stop`: it can
     search for stop strings. Without this check a compiled step would clamp what is out of range and
-    sample on without an error."""
+    sample on without an error.
+
+    The request's `id`, `first` and `noise_key`, and the ids of its prompt, are not checked."""
     params = request.params
     size = len(request.prompt_ids)
     if not 1 <= size <= longest:

@@ -139,7 +139,10 @@ def make_programs(
     after the layers: `run_program` calls them in turn.
 
     `eos_ids`: tokens that end a completion. `truncated`, `max_support`: see `TokenChoice`. Prompts
-    longer than `piece` tokens are computed in pieces of that many (see `piece_size`)."""
+    longer than `piece` tokens are computed in pieces of that many (see `piece_size`).
+
+    Equal arguments give the same dict, which must not be changed: the last PROGRAMS_KEPT are
+    kept."""
     get_sharding = attrgetter("sharding")
     layout = jax.tree.map(get_sharding, state_shapes(model, sizes))
     # Saved rows bring their keys along, so they have no pool of pages.
@@ -184,9 +187,11 @@ def make_programs(
         "save": role.jit(partial(_save, role), out_shardings=saved),
         "restore": role.jit(partial(_restore, role), donate_argnums=0, out_shardings=layout),
     }
+    # 0 unless the layers are compiled one by one
     if not model.ffn_chunks:
         prefill = partial(_prefill, piece=piece, choice=choice)
         programs["prefill"] = jit(prefill, specs, shardings)
+        # None: a feed samples no tokens
         programs["feed"] = jit(_feed, (by_row, None), (layout, None))
         return programs
     embed_specs = (by_row, by_row, by_row)
@@ -211,12 +216,14 @@ def run_program(
     state: DecodeState,
     arrays: Mapping[str, Any],
 ) -> tuple[DecodeState, SampledTokens | None]:
-    """Runs "prefill", "join", "feed" or "decode" on a state, and returns (the next state, the
-    tokens that were sampled; None for "feed"). `arrays`: the other arguments of the step, as
-    `empty_batch`, `empty_feed` and `no_context` begin them.
+    """Starts "prefill", "join", "feed" or "decode" on a state, without waiting, and returns (the
+    next state, the tokens that were sampled; None for "feed"). `arrays`: the other arguments of the
+    step, as `empty_batch`, `empty_feed` and `no_context` begin them.
 
     If the model's layers are compiled one by one, this function calls the program of "prefill" or
-    "feed" once for each layer."""
+    "feed" once for each layer.
+
+    `state` is donated: it must not be used afterwards."""
     if name not in ("prefill", "feed") or "embed" not in programs:
         return programs[name](parameters, state=state, **arrays)
     sampled = None
@@ -228,6 +235,7 @@ def run_program(
     if name == "feed":
         embed_inputs["prefix_len"] = state.prefix_len
     x, layer_inputs, where = programs["embed"](parameters.embed_tokens, **embed_inputs)
+    # `where`: `rows` and `length` of prompts; `rows`, `slots`, `start` and `pages` of contexts
     layer_inputs |= where
     enter_inputs |= where
     caches = ()
@@ -235,6 +243,7 @@ def run_program(
         x, written = programs[name]((layer,), x=x, caches=(cache,), **layer_inputs)
         caches += written
     if name == "prefill":
+        # This program needs neither the layers nor the caches.
         state, sampled = programs["enter"](
             replace(parameters, blocks=()), state=replace(state, caches=()), x=x, **enter_inputs
         )
@@ -243,7 +252,7 @@ def run_program(
 
 def _on_each_replica(role: Role, function: Callable) -> Callable:
     """Returns a function that calls `function`, whose arguments and result are arrays by row, on
-    each replica's rows separately."""
+    each replica's rows separately. With one replica this is `function` itself."""
     if role.row_shards == 1:
         return function
     rows = PartitionSpec(role.row_axes)
@@ -267,12 +276,14 @@ def _save(
 
 
 def _read_rows(state: DecodeState, rows: jax.Array, pages: jax.Array | None) -> DecodeState:
-    """Returns what one replica holds of rows[M], as arrays of M rows: `_save` for a replica."""
+    """Returns what one replica holds of rows[M], as arrays of M rows: `_save` for a replica.
+    pages[M, W, T]: the pages of the rows' completions; None if keys are not stored in pages."""
     saved = jax.tree.map(lambda x: _slices(x, zip(rows, strict=True)), _without_pools(state, pages))
     if pages is None:
         return saved
     caches = []
     for of_rows, cache in zip(saved.caches, state.caches, strict=True):
+        # a page has keys and values in one array, `own_k`
         caches.append(replace(of_rows, own_k=kv_caches.read_pages(cache.own_k, pages)))
     return replace(saved, caches=tuple(caches))
 
@@ -282,19 +293,21 @@ def _without_pools(state: DecodeState, pages: jax.Array | None) -> DecodeState:
     stored in pages (`pages` is not None) the state without the pools of pages."""
     if pages is None:
         return state
+    # a page has keys and values in one array, so `own_v` is None already
     caches = tuple(replace(cache, own_k=None) for cache in state.caches)
     return replace(state, caches=caches)
 
 
 def _slices(x: jax.Array, indices: Iterable[tuple[jax.Array, ...]]) -> jax.Array:
-    """Returns x[index] for each of a few indices, joined along a new first axis; an index past the
-    end reads the last entry. Each index is a tuple of numbers for the first axes of x, like (row,)
-    or (row, slot). Uses slices, because XLA for TPU reads all of x if it gathers rows of a
-    cache."""
+    """Returns x[index] for each of a few indices, at least one, joined along a new first axis; an
+    index past the end reads the last entry. Each index is a tuple of numbers for the first axes of
+    x, like (row,) or (row, slot). Uses slices, because XLA for TPU reads all of x if it gathers
+    rows of a cache."""
     rest: tuple[int, ...] = ()
     slices = []
     for index in indices:
         rest = x.shape[len(index) :]
+        # [1, .., 1, rest]: one entry, which keeps the axes that the index selects from
         sizes = (1,) * len(index) + rest
         slices.append(jax.lax.dynamic_slice(x, index + (0,) * len(rest), sizes))
     joined = jnp.concatenate(slices)
@@ -316,8 +329,9 @@ def _restore(
 def _write_rows(
     state: DecodeState, rows: jax.Array, saved: DecodeState, pages: jax.Array | None
 ) -> DecodeState:
-    """Returns one replica's state with M saved rows written to rows[M]: `_restore` for a
-    replica."""
+    """Returns one replica's state with M saved rows written to rows[M]: `_restore` for a replica.
+    pages[M, W, T]: the pages to write to; None if keys are not stored in pages. Drops what has a
+    row or page past the end."""
     restored = jax.tree.map(
         lambda x, new: x.at[rows].set(new, mode="drop"),
         _without_pools(state, pages),
@@ -327,6 +341,7 @@ def _write_rows(
         return restored
     caches = []
     for of_rows, old, new in zip(restored.caches, state.caches, saved.caches, strict=True):
+        # a page has keys and values in one array, `own_k`
         own_k = old.own_k.at[pages].set(new.own_k, mode="drop")
         caches.append(replace(of_rows, own_k=own_k))
     return replace(restored, caches=tuple(caches))
@@ -356,7 +371,7 @@ def _idle_state(model: Model, sizes: StateSizes) -> DecodeState:
 @lru_cache(16 * PROGRAMS_KEPT)
 def state_shapes(model: Model, sizes: StateSizes) -> DecodeState:
     """Returns a state's shapes, data types and shardings, as `jax.ShapeDtypeStruct`s; allocates
-    nothing."""
+    nothing. The result is kept for later calls with equal arguments."""
     shapes = jax.eval_shape(partial(_idle_state, model, sizes))
 
     def with_sharding(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -395,9 +410,9 @@ def _next_tokens(
     noise: jax.Array,
     choice: TokenChoice,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Samples one token of each completion from the hidden states hidden[N, W, D], with the uniform
-    numbers noise[N, W]. Returns (tokens[N, W], log-probs[N, W], support ids[N, W, K]; None for the
-    last if none are recorded)."""
+    """Samples one token of each completion from the hidden states hidden[N, W, D] (after the last
+    norm), with the uniform numbers noise[N, W]. Returns (tokens[N, W], log-probs[N, W], support
+    ids[N, W, K]; None for the last if none are recorded)."""
     shape = noise.shape
     flat = jax.tree.map(lambda x: x.reshape(-1), sampling)
     is_tpu = model.role.platform == "tpu"
@@ -436,8 +451,8 @@ def recorded_calls(
     arrays: Mapping[str, Any],
 ) -> dict[str, tuple[int, tuple, dict[str, Any]]]:
     """Returns which compiled programs `run_program` would call for these arguments, which are
-    shapes instead of arrays: name -> (how often, its arguments, its keyword arguments). Nothing
-    runs."""
+    shapes instead of arrays: name -> (how often, its arguments, its keyword arguments), of several
+    calls the last one's arguments. `name`: "prefill", "join", "feed" or "decode". Nothing runs."""
     calls: dict[str, Any] = {}
 
     def record(name: str, *args: Any, **arrays: Any) -> Any:
@@ -492,6 +507,7 @@ def empty_batch(positions: int, siblings: int, bucket: int) -> dict[str, Any]:
     if bucket:
         return arrays | {
             "tokens": np.zeros((positions, bucket), np.int32),
+            # 1, not 0: the index of the last token stays valid
             "length": np.ones(positions, np.int32),
         }
     return arrays | {"sources": np.zeros(positions, np.int32)}
@@ -514,8 +530,9 @@ def _prefill(
     """Enters prompts tokens[R, T] of length[R] into rows[R] of their replica: writes their keys,
     and samples the first token of up to W completions of each. limit[R, W]: most tokens of each
     completion, 0 for slots that stay unused. keys[R, W, 2]: addresses of their noise. sampling[R]:
-    temperature and truncation. Nothing is written for a row past the end. Returns (state, sampled
-    tokens)."""
+    temperature and truncation. Nothing is written for a row past the end. If T is more than
+    `piece`, the prompts are computed in pieces of that many tokens, and T is a multiple of it.
+    Returns (state, sampled tokens)."""
     x, layer_inputs, _ = _embed(
         parameters.embed_tokens, tokens=tokens, model=model, piece=piece, length=length, rows=rows
     )
@@ -554,7 +571,9 @@ def _embed(
     **where: jax.Array,
 ) -> tuple[jax.Array, dict[str, Any], dict[str, jax.Array]]:
     """Prepares tokens[R, T] for the layers, in "prefill" and "feed". Returns (x[R, T, D], which
-    enters the first layer; inputs that all layers share, such as rotary angles; `where`).
+    enters the first layer; inputs that all layers share: `rope`, the rotary angles, and
+    `prefix_len`[R] of contexts or `reads` of prompts, the blocks of keys that attention reads;
+    `where`). `reads` is () if the prompts are computed in pieces, of `piece` tokens each.
 
     `where`: the arguments that say at which rows and positions the tokens stand, returned
     unchanged. With `prefix_len`[N], the lengths of all rows' prompts, the tokens are context of
@@ -586,7 +605,8 @@ def _prefill_layers(
     piece: int,
 ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
     """Runs prompts x[R, T, D] of length[R] through layers. Returns the layers' output and the
-    caches with the prompts' keys written to rows[R]."""
+    caches with the prompts' keys written to rows[R]. `rope` and `reads` are those of `_embed`. If T
+    is more than `piece`, the layers compute the prompts in pieces of that many tokens."""
     size = x.shape[1]
     layer: Any = partial(_in_pieces, model, rope=rope, length=length, piece=piece)
     if size <= piece:
@@ -610,7 +630,9 @@ def _enter_prompts(
     choice: TokenChoice,
 ) -> tuple[DecodeState, SampledTokens]:
     """Does what is left of a prefill after the layers, whose output is x[R, T, D]: sets the state
-    of rows[R], and samples the first tokens. The other arguments are those of `_prefill`."""
+    of rows[R], and samples the first tokens. limit[R, W]: most tokens of each completion, 0 for
+    slots that stay unused. keys[R, W, 2]: addresses of their noise. sampling[R]: temperature and
+    truncation."""
     # Only the prompt's last state goes through the head: [R, V] logits, not [R, T, V].
     last = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)[:, 0]  # [R, D]
     last = rms_norm(last, parameters.final_norm, model.architecture.norm_eps)
@@ -671,6 +693,7 @@ def _in_pieces(
 
     # Compute as many pieces as the longest prompt has: what the other prompts compute beyond their
     # ends is masked, like padding.
+    # only keys and values of the prompts: there are no completions yet
     start = jnp.int32(0), x, LayerCache(zeros, zeros, None, None)
     _, x, keys = jax.lax.while_loop(has_next, one_piece, start)
     return x, (keys.prefix_k.swapaxes(1, 2), keys.prefix_v.swapaxes(1, 2))
@@ -689,8 +712,10 @@ def _join(
     choice: TokenChoice,
 ) -> tuple[DecodeState, SampledTokens]:
     """Enters further completions of prompts that have a row into rows[M] of the same replica:
-    copies the prompts' keys from rows sources[M], and samples the first tokens. The other arguments
-    are those of `_prefill`."""
+    copies the prompts' keys from rows sources[M], and samples the first tokens. limit[M, W]: most
+    tokens of each completion, 0 for slots that stay unused. keys[M, W, 2]: addresses of their
+    noise. sampling[M]: temperature and truncation. Nothing is written for a row past the end.
+    Returns (state, sampled tokens)."""
     length = state.prefix_len[sources]
     last = state.last[sources]
     # Copy the keys once for each row that is filled: if rows were read through pointers, each
@@ -712,17 +737,21 @@ def _enter(
     choice: TokenChoice,
 ) -> tuple[DecodeState, SampledTokens]:
     """Sets the state of rows[R], which hold prompts of length[R], and samples their completions'
-    first tokens from last[R, D], the hidden states of the prompts' last tokens. Returns (state,
-    sampled tokens). The other arguments are those of `_prefill`."""
+    first tokens from last[R, D], the hidden states of the prompts' last tokens after the last norm.
+    Returns (state, sampled tokens). limit[R, W]: most tokens of each completion, 0 for slots that
+    stay unused. keys[R, W, 2]: addresses of their noise. sampling[R]: temperature and truncation.
+    Nothing is written for a row past the end."""
     spread = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], limit.shape), sampling)
     num_rows, siblings = limit.shape
     hidden = jnp.broadcast_to(last[:, None], (num_rows, siblings, last.shape[-1]))
+    # position 0: the noise of each completion's first token
     first = jnp.zeros(limit.shape, jnp.int32)
     token, logprob, support_ids = _next_tokens(
         model, parameters, hidden, spread, uniform(keys, first), choice
     )
     used = limit > 0
     eos = used & _is_eos(token, choice.eos_ids)
+    # also slots that are unused (limit 0)
     done = eos | (limit <= 1)
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -758,8 +787,8 @@ def _feed(
 ) -> tuple[DecodeState, None]:
     """Computes the keys of context tokens, tokens[M, C], and writes them to the caches of the
     completions at rows[M], slots[M], which have start[M] tokens before them. Writes nothing for a
-    row past the end. Returns (state, None), because nothing is sampled. `pages`: see
-    `_feed_layers`."""
+    row past the end. Returns (state, None), because nothing is sampled. pages[M, T]: the pages that
+    hold the completions' keys; None if keys are not stored in pages."""
     x, layer_inputs, _ = _embed(
         parameters.embed_tokens,
         tokens=tokens,
@@ -797,8 +826,10 @@ def _feed_layers(
     pages: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
     """Runs context x[M, C, D] through layers. Returns the layers' output and the caches with the
-    context's keys written. prefix_len[M]: lengths of the prompts. pages[M, T]: the pages that hold
-    the completions' keys; None if keys are not stored in pages."""
+    context's keys written for the completions at rows[M], slots[M], which have start[M] tokens
+    before it; nothing is written for a row past the end. `rope`: the context's rotary angles.
+    prefix_len[M]: lengths of the prompts. pages[M, T]: the pages that hold the completions' keys;
+    None if keys are not stored in pages."""
 
     def prompt_keys(keys: jax.Array) -> jax.Array:
         return _slices(keys, zip(rows, strict=True))
@@ -821,6 +852,7 @@ def _feed_layers(
     index: Any = (rows, slots)
     if pages is not None:
         index = pages
+        # a page has keys and values in one array
         new_keys = [(kv_caches.in_pages(k, v), None) for k, v in new_keys]
 
     def put(keys: jax.Array, new: jax.Array) -> jax.Array:
@@ -892,7 +924,8 @@ def _decode(
     pages: Any = None,
 ) -> tuple[DecodeState, SampledTokens]:
     """Samples up to CHUNK tokens in every slot that is neither done nor `stopped`[N, W] by the
-    host. Stops earlier once enough[0, 0] rows or enough[0, 1] slots have ended in this decode.
+    host. Stops earlier once enough[0, 0] rows or enough[0, 1] slots have ended in this decode;
+    `enough` is int32[1, 2], the replica's part.
 
     A slot with `resumed`[N, W] > 0 continues after that many tokens, the last of which is `last`[N,
     W]. Its next `num_forced`[N, W] tokens are given by `forced`[N, W, CHUNK]: they have log-prob 0,
@@ -903,9 +936,11 @@ def _decode(
     shape = state.token.shape
     parameters = _weights_for_decoding(model, parameters)
     goes_on = resumed > 0
+    # [CHUNK, N, W]
     forced = jnp.moveaxis(forced, -1, 0)
     start = replace(
         state,
+        # a slot that goes on may be marked as done, because its last turn has ended
         done=(state.done & ~goes_on) | stopped,
         token=jnp.where(goes_on, last, state.token),
         length=jnp.where(goes_on, resumed, state.length),
@@ -922,6 +957,7 @@ def _decode(
     if choice.max_support:
         support_ids = jnp.zeros((CHUNK, rows, siblings, choice.max_support), jnp.int32)
         empty = replace(empty, support_ids=support_ids)
+    # the longest prompt of a row that is still sampled: attention reads no block beyond it
     num_prefix = jnp.max(jnp.where(start.done.all(-1), 1, state.prefix_len))
     # Draw the noise of all tokens at once: a live slot's length grows by one at each token, and
     # Threefry on CPU is a loop of small operations.

@@ -46,9 +46,9 @@ class PagePool:
         self.free = [list(range(pages))[::-1] for _ in range(replicas)]
 
     def give(self, row: int, wanted: Sequence[int] | np.ndarray) -> bool:
-        """Gives the slots of a row exactly wanted[W] pages, by taking free pages of the row's
-        replica or giving a slot's last pages back. Returns True if it did; False, and changes
-        nothing, if too few pages are free."""
+        """Gives the slots of a row exactly wanted[W] pages, at most T each, by taking free pages of
+        the row's replica or giving a slot's last pages back. Returns True if it did; False, and
+        changes nothing, if too few pages are free."""
         wanted = np.asarray(wanted)
         held = self.held[row].copy()
         free = self.free[self.replica_of(row)]
@@ -57,6 +57,7 @@ class PagePool:
         for slot in np.flatnonzero(wanted < held):
             pages = self.table[row, slot, wanted[slot] : held[slot]]
             free.extend(pages[::-1].tolist())
+            # `pages` is a view: this clears their places in the table
             pages[:] = NO_PAGE
         for slot in np.flatnonzero(wanted > held):
             pages = [free.pop() for _ in range(wanted[slot] - held[slot])]
@@ -79,7 +80,8 @@ class PagePool:
         self.give(row, np.zeros_like(self.held[row]))
 
     def replica_of(self, row: int) -> int:
-        """Returns the number of the replica that has a row."""
+        """Returns the number, from 0, of the replica that has row `row`; rows count from 0 over all
+        replicas."""
         return row * len(self.free) // len(self.held)
 
     def pages_to_enter(self, wanted: np.ndarray) -> int:
@@ -125,9 +127,10 @@ class ParkedRows:
     def copy_to_host(self, ids: Collection[int], wait: bool = False) -> None:
         """Copies the rows of those saving steps that have ended to the host's memory; with `wait`,
         waits until all have. `ids`: the requests in progress; rows of others, which were cancelled
-        meanwhile, are dropped."""
+        meanwhile, are dropped. Steps are taken in the order in which they were added."""
         while self._arriving:
             positions, saved = self._arriving[0]
+            # All arrays of a step become ready together, and later steps end later.
             if not wait and not jax.tree.leaves(saved)[0].is_ready():
                 break
             self._arriving.popleft()
@@ -183,7 +186,8 @@ class ParkedRows:
         return jax.device_put(rows, shardings)
 
     def forget(self, id: int) -> None:
-        """Drops all saved rows of a request."""
+        """Drops all saved rows of a request. Rows that have not arrived yet are dropped later, by
+        `copy_to_host`. Does nothing if there are none."""
         keys = [key for key in self._saved if key[0] == id]
         for key in keys:
             del self._saved[key]

@@ -36,7 +36,8 @@ class SamplingArrays(NamedTuple):
     min_p: Any
 
     def set(self, position: int | slice, params: SamplingParams) -> None:
-        """Writes a request's settings into the arrays, which are NumPy's, at this position."""
+        """Writes a request's settings into the arrays, which are NumPy's, at this position, a row's
+        index or a slice of rows."""
         for name, column in zip(self._fields, self, strict=True):
             column[position] = getattr(params, name)
 
@@ -49,8 +50,8 @@ SAMPLING_TYPES = SamplingArrays(
 
 def uniform(keys: jax.Array, position: jax.Array) -> jax.Array:
     """Returns the uniform random number of each token: keys uint32[..., 2] of the completions'
-    noise (`NoiseKey`), position int32[...] of the tokens after the prompt -> float32[...] in (0,
-    1).
+    noise (`NoiseKey`), position int32[...] of the tokens after the prompt, from 0, -> float32[...]
+    in (0, 1).
 
     Uses 23 bits of threefry, each number in the middle of its interval: never 0 or 1, and the same
     bits on every machine."""
@@ -78,12 +79,12 @@ def sample_tokens(
 
     The log-prob is under the distribution that was sampled from, including temperature and
     truncation; that of a greedy token (temperature 0: the most likely, whatever `uniforms`) is at
-    temperature 1, untruncated. `truncated` is static: without it no bounds are searched, so
-    top_k, top_p and min_p must be off. `max_support` is K: truncation then keeps at most K tokens,
-    and the support ids say which (-1 fills up; all -1 means that every token was kept); 0: the
-    number is not limited, and the support ids are None. `uniforms`: random numbers in (0, 1); the
-    same one gives the same token. For `role` and `width`, which split the vocabulary, see
-    `inverse`."""
+    temperature 1, untruncated. `truncated` is static: without it no bounds are searched, so top_k,
+    top_p and min_p must be off. `max_support` is K: truncation then keeps at most K tokens, and the
+    support ids say which (-1 fills up; all -1 means that every token was kept); 0: the number is
+    not limited, and the support ids are None. `uniforms`: random numbers in (0, 1); the same one
+    gives the same token. `role`: splits V over its devices, None: V is whole. `width`: how many
+    tokens of the vocabulary are searched at once."""
     greedy = params.temperature == 0.0
     # Greedy divides by 1: its log-probs are at temperature 1, and by 0 they would be NaN.
     scaled = logits / jnp.where(greedy, 1.0, params.temperature)[:, None]
@@ -95,6 +96,7 @@ def sample_tokens(
     if max_support:
         truncates = ~greedy & ((params.top_k > 0) | (params.top_p < 1.0) | (params.min_p > 0.0))
         largest, tokens = _most_likely(masses, min(max_support, masses.shape[-1]), role)
+        # a token without mass is not kept, though it may be among the K largest
         support_ids = jnp.where(truncates[:, None] & (largest > 0), tokens, -1).astype(jnp.int32)
         # Among equal masses the first tokens are listed. This is a comparison, not a scatter, so
         # that the vocabulary stays split.
@@ -104,6 +106,7 @@ def sample_tokens(
     total = masses.sum(-1)
     # A greedy token is chosen by the logits, because two that differ may have equal masses. Not
     # with argmax: XLA for CPU takes three times as long.
+    # The first of the largest: all others count as the last token of the vocabulary.
     most_likely = jnp.min(
         jnp.where(scaled == top, jnp.arange(scaled.shape[-1]), scaled.shape[-1] - 1), -1
     )
@@ -118,7 +121,8 @@ def sampling_logprobs(logits: jax.Array, params: SamplingArrays) -> jax.Array:
     untruncated.
 
     Tokens that truncation leaves out get the log-prob that they would have next to those that are
-    kept, not -inf, because an engine whose bounds differ in the last bit may keep one more."""
+    kept, not -inf, because an engine whose bounds differ in the last bit may keep one more. The
+    bound K of `sample_tokens` (`max_support`) is not applied."""
     greedy = params.temperature == 0.0
     scaled = logits / jnp.where(greedy, 1.0, params.temperature)[:, None]
     masses = jnp.exp(scaled - scaled.max(-1, keepdims=True))

@@ -110,7 +110,8 @@ class Scheduler:
 
     def submit(self, id: int, bucket: int, num_subgroups: int = 1) -> None:
         """Appends a request to the queue. `bucket`: length to which its prompt is padded.
-        ValueError if it was submitted before."""
+        `num_subgroups`: how many rows its completions need. ValueError if a request of this id was
+        submitted and is neither finished nor cancelled."""
         if id in self.ids:
             raise ValueError(f"request {id} was submitted already")
         self.ids.add(id)
@@ -154,6 +155,7 @@ class Scheduler:
             wanted += entering.num_subgroups - entering.next_subgroup
         for request in self.waiting:
             wanted += request.num_subgroups
+        # pages of the first subgroup to return, else those of a new row
         pages = next(iter(self.returning.values()), self.row_pages)
         return min(wanted, self.num_rows) - len(self._fillable_rows(self.num_rows, pages))
 
@@ -190,11 +192,13 @@ class Scheduler:
             replica = self.replica_of(request.source)
             rows = [row for row in self.free if self.replica_of(row) == replica]
             if request.is_source_free:
+                # reserved for this request, and so not among the free rows
                 rows.insert(0, request.source)
             num_left = request.num_subgroups - request.next_subgroup
             for row in rows[:num_left]:
                 position = take_position(row, self.row_pages)
                 if position is None:
+                    # no position of the step, or too few pages, are left for the prompt's replica
                     break
                 entries.append(
                     AdmittedSubgroup(position, id, request.next_subgroup, row, request.source)
@@ -222,6 +226,7 @@ class Scheduler:
         wanted = min(rows, len(self.waiting))
         # A replica fills only its own rows, and waiting until rows of all replicas are free would
         # idle those that are ahead.
+        # All wanted rows with one replica, three quarters with two, towards half with many.
         least_rows = -(-wanted * (self.replicas + 1) // (2 * self.replicas))
         if not room:
             return None
@@ -232,10 +237,12 @@ class Scheduler:
         chosen_ids = {request.id for request in chosen}
         self.waiting = deque(request for request in self.waiting if request.id not in chosen_ids)
         entries = []
+        # more rows may be free than prompts were chosen
         for (position, row), request in zip(room, chosen, strict=False):
             entries.append(AdmittedSubgroup(position, request.id, 0, row, row))
             self._enter(request.id, 0, row)
             if request.num_subgroups > 1:
+                # 1: the next subgroup to enter
                 self.entering[request.id] = Entering(1, request.num_subgroups, row)
         return Admission(bucket, tuple(entries))
 
@@ -251,13 +258,15 @@ class Scheduler:
         return self.num_rows
 
     def replica_of(self, row: int) -> int:
-        """Returns the number of the replica that has a row."""
+        """Returns the number, from 0, of the replica that has row `row`; rows count from 0 over all
+        replicas."""
         return row // (self.num_rows // self.replicas)
 
     def position_taker(self, batch: int) -> Callable[[int], int | None]:
-        """Returns a function row -> position, for filling a batch of `batch` positions of which
-        each replica has an equal share: each call takes and returns the next unused position of the
-        row's replica, or returns None if the replica has none left."""
+        """Returns a function row -> position, for filling a batch of `batch` positions, numbered
+        from 0 over all replicas, of which each replica has an equal share, in order: each call
+        takes and returns the next unused position of the row's replica, or returns None if the
+        replica has none left."""
         per_replica = batch // self.replicas
         left = []
         for replica in range(self.replicas):
@@ -313,9 +322,9 @@ class Scheduler:
         self.running[row] = id, subgroup
 
     def release(self, row: int) -> None:
-        """Frees a row whose completions have ended or were saved to the host's memory, and its
-        pages. If further subgroups of the request have yet to copy the prompt's keys from the row,
-        it is reserved for the next of them."""
+        """Frees row `row`, which must be running, once its completions have ended or were saved to
+        the host's memory; also frees its pages. If further subgroups of the request have yet to
+        copy the prompt's keys from the row, it is reserved for the next of them."""
         id, _ = self.running.pop(row)
         if self.pool:
             self.pool.take_back(row)
@@ -328,14 +337,16 @@ class Scheduler:
             insort(self.free, row)
 
     def finish(self, id: int) -> None:
-        """Forgets a request whose rows were all released."""
+        """Forgets a request whose rows were all released. Does nothing if there is no such
+        request."""
         self.ids.discard(id)
 
     def cancel(self, id: int) -> None:
-        """Removes a request from the queue, frees all its rows, and forgets the request; does
-        nothing if it does not have such a request."""
+        """Removes a request from the queue, frees all its rows and their pages, and forgets the
+        request; does nothing if it does not have such a request."""
         request = self.entering.pop(id, None)
         if request is not None and request.is_source_free:
+            # a reserved row is neither free nor running
             insort(self.free, request.source)
         rows = [row for row, (owner_id, _) in self.running.items() if owner_id == id]
         for row in rows:

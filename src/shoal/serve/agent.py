@@ -87,10 +87,10 @@ class AgentSampler:
         return Sampled(answer["prompt_ids"], answer["choices"])
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Sends a call to the turn driver, waits for the answer (blocks), and returns it: a dict
-        with `prompt_ids` and `choices`. ShoalError if the rollout is over or the call is wrong. At
-        the rollout's end it first calls `when_over`, once; before that `when_dropped`, if the
-        rollout was dropped."""
+        """Sends a call (`request`: prompt, tools, named, max_tokens) to the turn driver, waits for
+        the answer (blocks), and returns it: a dict with `prompt_ids` and `choices`. ShoalError if
+        the rollout is over or the call is wrong. At the rollout's end it first calls `when_over`,
+        once; before that `when_dropped`, if the rollout was dropped."""
         try:
             answer = self._sampler.ask("call", request)
         except RolloutEnded as error:
@@ -103,12 +103,13 @@ class AgentSampler:
             raise ShoalError(f"the rollout is over: {error}") from None
         except ValueError as error:
             raise ShoalError(str(error)) from None
+        # token ids of all answered calls: if there are none at the end, no call was answered
         self._sampler.sampled += answer["choices"][0]["ids"]
         return answer
 
     def take_reward(self, body: dict[str, Any]) -> None:
         """Keeps a reward that the agent posts as {"reward": number}, in place of an earlier one.
-        ShoalError if it is no number."""
+        ShoalError if it is no number (true and false are none); other fields are ignored."""
         reward = body.get("reward")
         require(type(reward) in (int, float), "reward", reward, "a number")
         self.reward = reward
@@ -135,14 +136,15 @@ class AgentProgram:
     def __call__(
         self, rows: Sequence[Mapping[str, Any]], sampler: RolloutSampler
     ) -> dict[str, Any]:
-        """Plays the rollout of `rows[0]`: opens an address, runs the agent to its end, and returns
-        {"agent_reward": [reward]}. The reward is the one that the agent posted, else the one that
-        its function returned or its command printed last; None if there is none. RuntimeError if
-        the agent had no call answered."""
+        """Plays the rollout of `rows[0]`: opens an address with a new key, runs the agent to its
+        end, closes the address, and returns {"agent_reward": [reward]}. The reward is the one that
+        the agent posted, else the one that its function returned or its command printed last; None
+        if there is none. RuntimeError if the agent had no call answered."""
         from shoal.serve.app import Api
 
         agent_sampler = AgentSampler(sampler, self.sampling, self.model)
         key = secrets.token_urlsafe(24)
+        # 1e9: no limit of time; the session has one
         api = Api(agent_sampler, key, seconds=1e9, posts={"/v1/reward": agent_sampler.take_reward})
         with served(api.app()) as address:
             url = f"{address}/v1"
@@ -182,9 +184,10 @@ def _run_command(
 ) -> float | None:
     """Runs an agent's command to its end, with the row as JSON on its input, and `url` and `key` in
     its environment (OPENAI_BASE_URL, OPENAI_API_KEY). Returns the number in the last line that it
-    printed and that is not blank, or None if that is no number. The command and all that it started
-    are killed GRACE seconds after the rollout is over, or at once if the rollout is dropped.
-    RuntimeError if its exit code is not 0, unless the rollout was over."""
+    printed and that is not blank, or None if that is no number or there is no such line. The
+    command and all that it started are killed GRACE seconds after the rollout is over, or at once
+    if the rollout is dropped. RuntimeError if its exit code is not 0, unless the rollout was
+    over."""
     last_line = ""
     variables = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
     with subprocess.Popen(
@@ -210,10 +213,12 @@ def _run_command(
             target=_write_and_close, args=(process.stdin, row_text), daemon=True
         )
         writer.start()
+        # until the program, and what it started, has closed its output
         for line in process.stdout:
             if line.strip():
                 last_line = line.strip()
         writer.join()
+    # the program has ended by itself; a timer that was never started may be cancelled too
     timer.cancel()
     if process.returncode and not agent_sampler.is_over:
         raise RuntimeError(f"the agent ended with exit code {process.returncode}")

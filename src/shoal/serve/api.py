@@ -158,8 +158,8 @@ def parse(body: bytes) -> dict[str, Any]:
 
 
 def _check_depth(body: dict[str, Any]) -> None:
-    """Raises ShoalError if lists and objects are nested too deep: writing them again takes more of
-    Python's stack than reading."""
+    """Raises ShoalError if lists and objects are nested more than MOST_DEPTH levels deep: writing
+    them again takes more of Python's stack than reading."""
     level: list[Any] = [body]
     for _ in range(MOST_DEPTH):
         below: list[Any] = []
@@ -218,6 +218,7 @@ def read_call(kind: str, body: dict[str, Any], sampler: Sampler) -> Call:
     if settings.get("tool_choice") == "none":
         tools = ()
     logprobs = settings.get("logprobs", False)
+    # 0 too: the log-prob of the sampled token alone
     has_logprobs = logprobs is not False
     if kind == "chat":  # in this kind `logprobs` is a yes or a no, so 0 means none
         has_logprobs = bool(logprobs)
@@ -225,6 +226,7 @@ def read_call(kind: str, body: dict[str, Any], sampler: Sampler) -> Call:
     return Call(
         kind=kind,
         prompt=prompt,
+        # -1, as vLLM has it, and 0 both mean no top-k
         params=replace(params, top_k=max(0, params.top_k)),
         num_completions=settings.get("n", 1),
         seed=settings.get("seed"),
@@ -247,6 +249,7 @@ def _check_shapes(kind: str, settings: dict[str, Any], sampler: Sampler) -> None
     for other_name, _ in PROMPTS.values():
         if other_name != prompt_name:
             del shapes[other_name]
+    # None fits no prompt's shape, so a prompt that is missing is refused too
     for name, value in ({prompt_name: None} | settings).items():
         require(name in shapes, name, value, "nothing: this address has no such setting")
         require(has_shape(value, shapes[name]), name, value, shape_text(shapes[name]))
@@ -261,6 +264,7 @@ def _read_params(
     # Both names may be given: OpenAI's newer one wins, as in vLLM.
     max_tokens = settings.get("max_tokens", default.max_tokens)
     max_tokens = settings.get("max_completion_tokens", max_tokens)
+    # a call cannot turn off the default's stop strings
     stop_strings = tuple(stop) or default.stop
     return replace(default, **numbers, max_tokens=max_tokens, stop=stop_strings)
 
@@ -268,8 +272,8 @@ def _read_params(
 def _template_message(given: dict[str, Any]) -> dict[str, Any]:
     """Returns a message of a request in the form that chat templates read: parts of text joined to
     one, the role `developer` as `system`, and the arguments of tool calls as objects in place of
-    JSON texts. Tool calls are changed in `given` too. ShoalError if a JSON text of arguments is not
-    an object."""
+    JSON texts. Fields that are null are left out. Tool calls are changed in `given` too. ShoalError
+    if a JSON text of arguments is not an object."""
     message = {name: value for name, value in given.items() if value is not None}
     content = message.get("content", "")
     if not isinstance(content, str):
@@ -288,7 +292,7 @@ def has_shape(value: Any, shape: Any) -> bool:
     """True if a JSON value has a shape. A shape is a type, a number `Within`, (values or shapes to
     choose from), [shape of all items], or {name: shape}, where a name with ? may be missing and *
     stands for all names. Types must be the very same (true is no integer); `object` stands for any
-    type. An object may have more names than its shape."""
+    type. An object may have more names than its shape; null at a name with ? counts as missing."""
     if isinstance(shape, Within):
         return type(value) in (int, type(shape.low)) and shape.low <= value <= shape.high
     if isinstance(shape, tuple):
@@ -315,7 +319,8 @@ def has_shape(value: Any, shape: Any) -> bool:
 
 
 def _is_choice(value: Any, choice: Any) -> bool:
-    """True if a value equals a value that a shape lists, or has a shape that it lists."""
+    """True if `value` has the shape `choice` (a type, list or object), or equals it, with the very
+    same type. `choice`: one entry of a tuple in a shape."""
     if isinstance(choice, type | list | dict):
         return has_shape(value, choice)
     return value is choice or (type(value) is type(choice) and value == choice)
@@ -323,7 +328,8 @@ def _is_choice(value: Any, choice: Any) -> bool:
 
 def shape_text(shape: Any) -> str:
     """Returns what a value of this shape would be, for errors: `an integer from 1 to 128`, or
-    `false or true`; for other shapes only that OpenAI's API says it."""
+    `false or true`; for other shapes, and tuples without a text, number or truth value, only that
+    OpenAI's API says it."""
     if isinstance(shape, Within):
         number = "an integer" if isinstance(shape.low, int) else "a number"
         return f"{number} from {exact(shape.low)} to {shape.high}"
@@ -336,8 +342,8 @@ def shape_text(shape: Any) -> str:
 
 
 def require(holds: bool, name: str, value: Any, wanted: str) -> None:
-    """Raises ShoalError, which names the setting `name` and its `value`, unless `holds`; `wanted`
-    says what was expected."""
+    """Raises ShoalError, which names the setting `name` and its `value`, unless `holds`, and
+    returns nothing otherwise; `wanted` says what was expected."""
     if not holds:
         raise ShoalError(f"{name}={shorten(json.dumps(value), 60)}: expected {wanted}", name)
 
@@ -393,6 +399,7 @@ def _choice(call: Call, described: dict[str, Any]) -> dict[str, Any]:
     message = dict(described["message"])
     if described["stop_reason"] == StopReason.STOP:  # the text must not contain the stop string
         ends = [(text.find(stop), stop) for stop in call.params.stop if stop in text]
+        # the first in the text; of two at the same place the one that sorts first
         length, choice["stop_reason"] = min(ends)
         text = text[:length]
         message = {"role": "assistant", "content": text}
@@ -402,6 +409,7 @@ def _choice(call: Call, described: dict[str, Any]) -> dict[str, Any]:
         tool_calls = message.get("tool_calls")
         if tool_calls:
             message["tool_calls"] = [_tool_call(tool_call) for tool_call in tool_calls]
+            # only an answer that ended regularly; one that was cut stays `length`
             choice["finish_reason"] = choice["finish_reason"].replace("stop", "tool_calls")
         choice["message"] = message
     if call.ids:
@@ -433,8 +441,8 @@ def _version_spans(versions: Sequence[str]) -> list[dict[str, Any]]:
 
 def _logprobs(kind: str, described: dict[str, Any]) -> dict[str, Any]:
     """Returns a completion's log-probs in the form of the API: for `text` lists of tokens,
-    log-probs and offsets; for `chat` and `tokens` {"content": an object for each token}, with its
-    text and bytes, or with its id."""
+    log-probs and offsets (where each token begins, in characters); for `chat` and `tokens`
+    {"content": an object for each token}, with its text and bytes, or with its id."""
     tokens = described["tokens"]
     if kind == "text":
         offsets = []
@@ -464,9 +472,10 @@ def _logprobs(kind: str, described: dict[str, Any]) -> dict[str, Any]:
 
 def events(call: Call, whole: dict[str, Any]) -> Iterator[str]:
     """Yields the server-sent events of a streamed reply. `whole`: the reply as `reply` returns it;
-    side effect: `choices` and `usage` are taken out. Each completion comes in one piece, because it
-    has been sampled already; then an event with its reason to finish. At the end come the numbers
-    of tokens, if `call.usage`, and "data: [DONE]"."""
+    side effects: `choices` and `usage` are taken out of it, and `object` of a chat becomes
+    "chat.completion.chunk". Each completion comes in one piece, because it has been sampled
+    already; then an event with its reason to finish. At the end come the numbers of tokens, if
+    `call.usage`, and "data: [DONE]"."""
     usage = whole.pop("usage")
     choices = whole.pop("choices")
     whole["object"] = whole["object"].replace("chat.completion", "chat.completion.chunk")
@@ -494,5 +503,6 @@ def events(call: Call, whole: dict[str, Any]) -> Iterator[str]:
     if call.usage:
         records.append({"choices": [], "usage": usage})
     for record in records:
+        # each event repeats what is left of `whole`: id, model and so on
         yield f"data: {json.dumps(whole | record, ensure_ascii=False)}\n\n"
     yield "data: [DONE]\n\n"

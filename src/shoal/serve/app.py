@@ -99,7 +99,8 @@ class Api:
     async def _answer(self, path: str, request: Request) -> Response:
         """Answers a request that may be answered, by its path: samples (KINDS; a stream of events
         if the call asks for one), calls a function of `posts`, names the model, or controls the
-        weights. HTTP error 404 for the last if there is no `weights` object."""
+        weights. HTTP error 404 for the last if there is no `weights` object. ShoalError for a wrong
+        call, HostLost if the sampler has ended."""
         sampler = self.sampler
         if path in KINDS:
             tokens = sampler.max_prompt_tokens + sampler.params.max_tokens
@@ -115,6 +116,8 @@ class Api:
             return JSONResponse(whole)
         if path in self.posts:
             body = parse(await _body(request))
+            # the function's errors are those of the call; what it returns, if anything, is the
+            # reply
             return JSONResponse(self.posts[path](body) or {})
         if path in ("/health", "/v1/models"):
             sampler.check()
@@ -134,9 +137,10 @@ class Api:
 
     async def _control_weights(self, weights: Any, name: str, request: Request) -> dict[str, Any]:
         """Carries out one of vLLM's calls that pause sampling and replace or compare weights, and
-        returns its JSON reply. `name`: one of WEIGHTS, or `is_paused`; the request's body has the
-        arguments, for `pause` its query. Waits until the call is carried out. ShoalError for wrong
-        arguments."""
+        returns its JSON reply. `name`: one of WEIGHTS, or `is_paused`; the request's body (JSON;
+        none counts as {}) has the arguments, for `pause` its query (`mode`: abort, wait or keep).
+        `weights`: the object that can replace them (a `HostSampler`). Waits until the call is
+        carried out. ShoalError for wrong arguments."""
         body = parse(await _body(request) or b"{}")
         if name == "pause":
             mode = request.query_params.get("mode", "abort")
@@ -169,6 +173,7 @@ class Api:
             if baseline is None:
                 return {"checksums": checksums}
             mismatches = []
+            # `name` is a weight's from here on; one that either side lacks is a mismatch
             for name in sorted(checksums.keys() | baseline.keys()):
                 if checksums.get(name) != baseline.get(name):
                     mismatches.append(name)
@@ -187,8 +192,9 @@ def _parse_call(kind: str, body: bytes, sampler: Sampler) -> Call:
 
 
 def error_reply(status: int, message: str, param: str = "") -> Response:
-    """Returns an HTTP response with an error in the form of OpenAI's API. `param`: the setting that
-    is wrong, "" if none is."""
+    """Returns an HTTP response of status `status` with an error in the form of OpenAI's API; its
+    type is "invalid_request_error" for 400, else "error_STATUS". `param`: the setting that is
+    wrong, "" if none is."""
     kind = "invalid_request_error" if status == 400 else f"error_{status}"
     return JSONResponse(
         {"error": {"message": message, "type": kind, "param": param or None, "code": None}}, status
@@ -213,8 +219,8 @@ async def _body(request: Request, most: int = MAX_BODY) -> bytes:
 
 
 async def _unless_gone(request: Request, answer: Awaitable[Any]) -> Any:
-    """Waits for an answer and returns it. If the client disconnects first, cancels the answer,
-    which ends its sampling, and raises ClientDisconnect."""
+    """Waits for an answer and returns it, or raises its error. If the client disconnects first,
+    cancels the answer, which ends its sampling, and raises ClientDisconnect."""
     answering = asyncio.ensure_future(answer)
     # The body has been read: the next message can only say that the client goes away.
     disconnecting = asyncio.ensure_future(request.receive())
@@ -227,4 +233,5 @@ async def _unless_gone(request: Request, answer: Awaitable[Any]) -> Any:
     finally:
         answering.cancel()
         disconnecting.cancel()
+        # Waits until both have ended; their errors are dropped here.
         await asyncio.gather(answering, disconnecting, return_exceptions=True)

@@ -56,7 +56,8 @@ class HostSampler:
         seed: int = 0,
     ) -> None:
         """Makes an engine, starts the host's thread, and publishes `weights` to it as version 0,
-        with the name "default".
+        with the name "default". Close the sampler (`close`), which ends the thread; the store stays
+        open.
 
         `name`: the model's name in replies. `make_engine`: (purpose, group size) -> engine.
         `params`: the settings that calls leave out; its `max_tokens` is the most of any call.
@@ -104,6 +105,7 @@ class HostSampler:
         await self._open.wait()
         self._loop = asyncio.get_running_loop()
         id = next(self._ids)
+        # (seed, purpose, step, row): the number of the call is its row
         noise_key = NoiseKey(self.seed, Purpose.GENERATE, 1, id)
         if call.seed is not None:
             # A purpose of its own: no request without a seed has this noise.
@@ -118,16 +120,19 @@ class HostSampler:
                 choice = completion_record(completion, call.tools, self.tokenizer, call.logprobs)
                 choices.append(choice)
         finally:
+            # the caller went away
             if not answer.done() or answer.cancelled():
                 self.host.handle(Cancel(id))
             self.waiting.pop(id, None)
         for choice in choices:
+            # Now, after sampling: a version may have been named meanwhile.
             labels = {version: self._label_of(version) for version in set(choice["versions"])}
             choice["versions"] = [labels[version] for version in choice["versions"]]
         return Sampled(ids.tolist(), choices)
 
     def _label_of(self, version: int) -> str:
         """Returns the name of the newest named version that is not newer than `version`."""
+        # version 0 has a name, so there is one
         newest = max(named for named in self._labels if named <= version)
         return self._labels[newest]
 
@@ -139,6 +144,8 @@ class HostSampler:
         if self._timer is not None:
             self._timer.cancel()
         num_gathered = len(self._gathered)
+        # All that wait are gathered, so nothing is being sampled; and the engine has more rows than
+        # there are requests.
         is_idle = num_gathered == len(self.waiting) < self.engine.num_rows
         seconds = 0.0
         if is_idle:
@@ -158,13 +165,15 @@ class HostSampler:
         self._collect()
 
     def check(self) -> None:
-        """Raises HostLost if nothing can be sampled any more."""
+        """Raises HostLost if nothing can be sampled any more. Also passes on answers that have
+        arrived."""
         self._collect()
         if self._fault:
             raise HostLost(f"the sampler has ended: {self._fault}")
 
     def _wake(self) -> None:
-        """Makes the event loop collect answers; called in the host's thread."""
+        """Makes the event loop collect answers; called in the host's thread. Does nothing before
+        the first call, or after the loop was closed."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._collect)
 
@@ -196,11 +205,13 @@ class HostSampler:
     async def pause(self, mode: str) -> None:
         """Stops new calls from beginning, until `resume`. `mode` says what happens to unfinished
         calls: "keep" stops them where they are, to go on at `resume`; "wait" returns when all have
-        ended; "abort" ends them with the tokens sampled so far."""
+        ended; "abort" ends them with the tokens sampled so far, and returns when all have ended."""
         self._open.clear()
+        # Pause(False): what an earlier "keep" has stopped goes on, so that it can end
         self.host.handle(Pause(mode == "keep"))
         if mode == "keep":
             return
+        # requests that are not sent yet have begun, too
         if self._gathered:
             self._send()
         if mode == "abort":
@@ -217,7 +228,9 @@ class HostSampler:
 
     async def reload(self, folder: str) -> None:
         """Replaces the weights by those in a folder, one replacement at a time. Calls that are
-        being sampled continue with the new weights. ShoalError if they cannot be loaded."""
+        being sampled continue with the new weights. `folder`: in Hugging Face's format. The new
+        weights have the name of those before until `name_version`. ShoalError if they cannot be
+        loaded."""
         async with self._loading:
             await asyncio.to_thread(self._load, folder)
 

@@ -26,8 +26,8 @@ def host_name(host: str) -> str:
 
 def cross_site_refusal(headers: Mapping[str, str], has_token: bool) -> str:
     """Returns why a request must be refused because a page of another site sent it, from its
-    headers Host and Origin; "" if it may be answered. `has_token`: requests must carry a token, so
-    any Host is allowed.
+    headers Host and Origin (`headers` must find names in lower case); "" if it may be answered.
+    `has_token`: requests must carry a token, so any Host is allowed.
 
     A page of another site that makes its own name resolve to 127.0.0.1 sends that name as Host, and
     any page sends its Origin."""
@@ -40,8 +40,8 @@ def cross_site_refusal(headers: Mapping[str, str], has_token: bool) -> str:
 
 
 def require_packages(extra: str, *packages: str) -> None:
-    """Imports packages; raises ShoalError, which names the `extra` of Shoal that installs them, if
-    one is missing."""
+    """Imports packages by their names, in order, which stay imported; raises ShoalError, which
+    names the `extra` of Shoal that installs them, if one is missing."""
     for package in packages:
         try:
             __import__(package)
@@ -77,7 +77,8 @@ def base_url(host: str, listening: socket.socket) -> str:
 def listen(host: str, port: int, first: int = 8700) -> socket.socket:
     """Returns a socket that listens at a port of `host`. With port 0 it is the first free one of
     the 20 ports from `first` on, or else any free port. ShoalError if no port can be had, for
-    example because the only one is in use. The caller closes the socket."""
+    example because the only one is in use, or `host` is none of this machine's. The caller closes
+    the socket."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     ports = [port]
     if not port:
@@ -125,11 +126,13 @@ def make_server(app: Any) -> Any:
 def served(app: Any) -> Iterator[str]:
     """Context manager that serves an ASGI app at a free port of this machine, in a thread, and
     yields its address, `http://127.0.0.1:PORT`. Leaving it stops the server and waits for it."""
+    # port 0, also as the first to try: any free port
     with listen("127.0.0.1", 0, 0) as listening:
         server = make_server(app)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
         try:
+            # the socket listens already, so a call that comes before the server runs only waits
             yield base_url("127.0.0.1", listening)
         finally:
             server.should_exit = True

@@ -370,7 +370,7 @@ class Fleet:
     def _wait_until(self, entries: Sequence[PendingGroup], states: set[GroupState]) -> None:
         """Waits until all `entries` have one of the `states`; called with the lock held. If the
         fleet has no thread of its own, runs its rounds meanwhile. Raises the error that ended the
-        fleet's thread, and StopRequested if the run is to stop."""
+        fleet's thread or, without a thread, of a round, and StopRequested if the run is to stop."""
         began = time.time()
         while not all(entry.state in states for entry in entries):
             self.stop.check()
@@ -562,8 +562,9 @@ class Fleet:
     def _record_answer(
         self, member: HostHealth, id: int, completions: Sequence[Completion]
     ) -> PendingGroup | None:
-        """Enters all completions of a group in the ledger, counts their tokens, and reports an
-        evaluation's progress. Returns the group's entry, or None if it had been answered before."""
+        """Enters all completions of a group in the ledger, counts their sampled tokens for the
+        host, and reports an evaluation's progress. Returns the group's entry, or None if it had
+        been answered before."""
         entry = self.ledger.answer(id, completions)
         if entry is None:
             return None
@@ -592,6 +593,7 @@ class Fleet:
             for entry in self.ledger.entries.values()
             if entry.state in unsampled
         }
+        # training's groups and others both need a host, so each host is shared between them
         is_shared = len(are_training) > 1
         step_seconds = {name: member.step_seconds() for name, member in self.members.items()}
         # 0 is a host whose speed is not known yet. If none is known, any number does: only
@@ -686,7 +688,7 @@ class Fleet:
 
     def _poll(self, member: HostHealth) -> dict[int, list[Completion]]:
         """Returns a host's answers since the last call, by request id; {} if the host is lost, or
-        if asking shows that it is."""
+        if asking shows that it is: it is then marked as lost. Answers are not checked here."""
         host = member.host
         if host is None:
             return {}
@@ -737,7 +739,8 @@ class Fleet:
         return any(member.may_start(request) for member in self.members.values())
 
     def _is_published(self, request: GroupRequest) -> bool:
-        """True if the version of a request, or a newer one if that is allowed, is stored."""
+        """True if the version of a request, or a newer one unless the request is `exact`, is
+        stored."""
         versions = self.store.versions
         if request.exact:
             return request.version in versions

@@ -88,7 +88,7 @@ class HostHealth:
 
     def may_start(self, request: GroupRequest) -> bool:
         """True if the host has been given weights that the request may start on: its very version
-        if it is `exact`, else its version or a newer one."""
+        if it is `exact`, else its version or a newer one. False if the host is lost."""
         if request.exact:
             return request.version in self.versions
         return max(self.versions, default=-1) >= request.version
@@ -129,6 +129,7 @@ class HostHealth:
         num_of_purpose = num_training
         if not is_training:
             num_of_purpose = self.num_completions() - num_training
+        # none of this purpose, and at most one group of the other
         if not num_of_purpose and len(self.assigned) <= 1:
             # Accept at least one group of each purpose: if one group fills the host, the other
             # purpose would wait for as long as more groups come.
@@ -137,6 +138,7 @@ class HostHealth:
         limit = evaluation_limit
         if is_training:
             limit = capacity - evaluation_limit
+        # a group that is larger than the share needs all of the share free
         return min(limit - num_of_purpose, num_free) >= min(size, limit)
 
     def step_seconds(self) -> float:
@@ -253,7 +255,8 @@ class HostHealth:
 
     def restart_with(self, host: Host, now: float) -> None:
         """Replaces the lost host by a new one, whose progress is watched from `now`
-        (`time.monotonic()`) on. Which versions it has is for the caller to note."""
+        (`time.monotonic()`) on. Which versions it has is for the caller to note (`versions` is
+        empty)."""
         self.host = host
         self._moved_at = now
         self._heard_at = now

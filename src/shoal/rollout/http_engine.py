@@ -109,8 +109,9 @@ class Server:
     ) -> Any:
         """Calls the server, with POST if there is a `body`, else with GET, and returns the value of
         its JSON answer, or the text if the answer's Content-Type is not JSON. Waits at most
-        `seconds`, and at least 0.1. `path`: the part of the address after `url`, like "/health".
-        TurnedDown if the status is not 200, HostLost if there is no answer or its JSON is wrong."""
+        `seconds`, or 0.1 if `seconds` is less. `path`: the part of the address after `url`, like
+        "/health". TurnedDown if the status is not 200, HostLost if there is no answer or its JSON
+        is wrong."""
         url = urlsplit(self.url)
         method, data = "GET", None
         if body is not None:
@@ -154,8 +155,9 @@ class Server:
     def ask(
         self, path: str, body: Mapping[str, Any] | None = None, seconds: float = CALL_SECONDS
     ) -> dict[str, Any]:
-        """Like `call`, for an answer that must be a JSON object. HostLost if it is anything else,
-        for example a proxy's HTML page."""
+        """Calls the server like `call`, with the same arguments and errors, and returns the JSON
+        object that it answers. HostLost if the answer is anything else, for example a proxy's HTML
+        page."""
         reply = self.call(path, body, seconds)
         if not isinstance(reply, dict):
             raise HostLost(
@@ -165,8 +167,9 @@ class Server:
 
     def describe_end(self, patience: float = 1.0) -> str:
         """Returns a text that says that the server's process has ended, with its exit code and the
-        last lines of its output; "" if it still runs after `patience` seconds, or was not started
-        here. It waits because connections end before the process does."""
+        last LAST_LINES lines of its output that are not blank; "" if it still runs after `patience`
+        seconds, or was not started here. It waits because connections end before the process
+        does."""
         if self.process is None:
             return ""
         try:
@@ -401,7 +404,7 @@ class HttpEngine(ABC):
 
     def _end(self, message: End) -> None:
         """Ends a completion whose turn has ended; forgets the request once all its completions are
-        over."""
+        over. Sends nothing: the server keeps nothing of a completion between its turns."""
         active = self.requests[message.request_id]
         active.partials[message.index - active.request.first].waits = False
         if active.is_done:

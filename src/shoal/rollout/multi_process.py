@@ -242,7 +242,7 @@ def _packed(share: Share) -> bytes:
 
 def _unpacked(data: bytes) -> Share:
     """Returns the share that `_packed` made the bytes from, but with NOWHERE as each group's
-    example."""
+    example. There are no groups if the bytes have no table."""
     import pyarrow as pa
 
     line, _, table = data.partition(b"\n")

@@ -171,8 +171,8 @@ class RayHost:
         self._differs = False
 
     def handle(self, message: Message) -> None:
-        """Sends a message to the worker; a `Load` is only remembered until the worker has
-        joined."""
+        """Sends a message to the worker, without waiting; a `Load` is only remembered until the
+        worker has joined. Forgets versions that were removed. HostLost if Ray refuses."""
         if isinstance(message, Load):
             available = {}
             for number, older_version in self._versions.items():
@@ -220,9 +220,10 @@ class RayHost:
         return replace(self._progress, capacity=capacity, differs=self._differs)
 
     def _has_started(self) -> bool:
-        """True if the worker's process has started; it then compiles, and counts as alive. While it
-        has not, waits for `wait_seconds`, then says once that workers are late, or raises
-        ShoalError if no worker has started (`Cluster.check_late`). HostLost if it cannot start."""
+        """True if the worker's process has started; it then compiles, and counts as alive. Does not
+        wait. If it has not started `wait_seconds` after this host was made, says once for all hosts
+        that workers are late, or raises ShoalError if no worker has started (`Cluster.check_late`).
+        HostLost if it cannot start."""
         if not self._placing.done():
             self._cluster.check_late(self)
             return False
@@ -251,7 +252,7 @@ class RayHost:
 
     def close(self) -> None:
         """Kills the worker without waiting for its end, on this machine also if its process is
-        stopped."""
+        stopped (SIGSTOP). The host must not be used afterwards."""
         self._cluster.alive.discard(self.name)
         self._cluster.parity.proofs.pop(self.name, None)
         with contextlib.suppress(RayError):
@@ -393,7 +394,7 @@ class Cluster:
     def reason(self, error: RayError) -> str:
         """Returns why a worker is gone, from Ray's error, as a text for people ("its process has
         ended; ..."): what failed when it started, that memory ran out, the last lines of its output
-        if they are on this machine, or else the reason that Ray gives."""
+        if they are on this machine, or else the reason that Ray gives, if it gives one."""
         text = re.sub(r"\x1b\[\d*m", "", str(error)).strip()
         if "creation task" in text:  # the text is the traceback of the worker's error
             # the last line of a traceback names the error
@@ -456,7 +457,8 @@ def connect(address: str, local_cpus: int) -> Connection:
     connection that the process already has is used, whatever the address. `local_cpus`: fewest CPUs
     that a cluster which is started here says it has. ShoalError if no cluster answers. The caller
     ends the connection (`Cluster.close`). Side effects: sets environment variables for Ray's
-    processes, and silences Ray's output."""
+    processes, and silences Ray's output. With a connection that the process already has there are
+    none."""
     if ray.is_initialized():
         return Connection(str(ray.get_runtime_context().gcs_address), owned=False)
     address = check_address(address)

@@ -319,8 +319,9 @@ class TurnDriver:
         rollout.state = RolloutState.SAMPLING
 
     def _prompt_to_encode(self, rollout: Rollout) -> Prompt:
-        """Returns the rollout's prompt for the tokenizer: the text that `reset` returned is
-        escaped, so that what spells a special token in it is encoded as plain text."""
+        """Returns the rollout's prompt for the tokenizer, made from the row's; `rollout.prompt`
+        itself is not escaped: the text that `reset` returned is escaped, so that what spells a
+        special token in it is encoded as plain text."""
         if rollout.reset_text is None:
             return rollout.prompt
         message = self._format(rollout).split_special_tokens(
@@ -733,7 +734,7 @@ class TurnDriver:
 
     def _check_ids(self, ids: np.ndarray) -> None:
         """Raises ShoalError if an id is outside the vocabulary: an engine would read another token
-        instead, without an error."""
+        instead, without an error. No ids at all are accepted."""
         assert self.tokenizer is not None
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.tokenizer.vocab_size:
             raise ShoalError(

@@ -347,7 +347,8 @@ class VllmEngine(HttpEngine):
     def _must_differ(self, last: FolderVersion, weights: FolderVersion) -> bool:
         """True if the server's checksums or log-probs of the probe must change when it loads
         `weights` in place of `last`. False if the trainer's checksums of both are equal, and for
-        adapters if their log-probs of the probe differ by no more than a tenth of the tolerance."""
+        adapters if the trainer's log-probs of the probe under both differ by no more than a tenth
+        of the tolerance."""
         if last.checksum == weights.checksum:
             return False
         if weights.base is None:
@@ -359,7 +360,7 @@ class VllmEngine(HttpEngine):
 
     def _score_probe(self, server: Server, weights: FolderVersion) -> list[float]:
         """Returns the server's log-probs of the probe's tokens after the first; [] if it has no
-        `prompt_logprobs`. HostLost if the answer cannot be right."""
+        `prompt_logprobs`. They are at temperature 1. HostLost if the answer cannot be right."""
         ids = list(self.settings.probe)
         params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         body = self._request_body(ids, f"probe {weights.version}", params)

@@ -32,6 +32,7 @@ from shoal.weights.sampler_copy import PROGRAMS_KEPT, publish_to, published_dtyp
 
 TOKENS, PROMPT_TOKENS = 4, 8
 """Most tokens of each completion of the known group, and of the group's prompt."""
+# the version of the known weights; a run's versions are 0 and more, and -1 stands for none
 KNOWN_VERSION = -2
 
 
@@ -47,7 +48,8 @@ class WorkerFingerprint:
 
     def other_facts(self, wanted: Mapping[str, str]) -> str:
         """Returns a text that names the facts which differ from `wanted` ("jax is 0.10, not 0.11");
-        "" if none does. Facts that `wanted` does not name are not compared."""
+        "" if none does. Facts that `wanted` does not name are not compared; one that this worker
+        lacks differs from any value."""
         texts = []
         for name, value in wanted.items():
             own_value = self.facts.get(name)
@@ -217,7 +219,8 @@ def fingerprint_of(
 
 def known_parameters(model: Model) -> Params:
     """Returns weights with the shapes of a model's, whose values are a function of their positions:
-    the same bits on every device."""
+    the same bits on every device. They are in the layout and types of published weights, on the
+    model's devices."""
     specs, structure = jax.tree.flatten(param_specs(model.architecture))
     leaves = []
     for number, spec in enumerate(specs):

@@ -568,7 +568,7 @@ class Engine:
 
     def _start_admission(self, admission: Admission) -> None:
         """Starts the step that the scheduler has chosen: a prefill, a join or a restore. Gives the
-        rows pages, and marks the slots that the requests use."""
+        rows pages, and marks the slots that the requests use. The rows count as running already."""
         if admission.is_restore:
             self._start_restore(admission)
             return

@@ -76,7 +76,7 @@ class PartialCompletion:
         """Continues a completion whose turn has ended, after tokens of context, with a turn of at
         most `turn_limit` tokens (0: no limit). `context` may be empty only after a turn that was
         cut. ValueError if the completion does not wait, or if the context and one more token do not
-        fit."""
+        fit within `limit`. `turn_limit` counts from the end of the context."""
         if not self.waits:
             raise ValueError("only a completion whose turn has ended can be extended")
         # after an end token a turn begins with context; a turn that was cut may simply go on

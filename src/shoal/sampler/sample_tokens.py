@@ -148,6 +148,7 @@ def _most_likely(masses: jax.Array, count: int, role: Role | None) -> tuple[jax.
         axis_names={"tensor"},
         check_vma=False,
     )(masses)
+    # from each device's own numbers to those of the whole vocabulary
     tokens += jnp.repeat(each * jnp.arange(role.tensor), min(count, each))
     largest, place = jax.lax.top_k(role.constrain(largest, None, None), count)
     return largest, jnp.take_along_axis(role.constrain(tokens, None, None), place, -1)

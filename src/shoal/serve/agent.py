@@ -59,7 +59,7 @@ class AgentSampler:
         """Answers a call of the agent: asks the turn driver, waits until the completion has been
         sampled, and returns the prompt's ids with it. ShoalError if the call asks for other
         sampling settings than the run's or for several completions, if its prompt is too long, or
-        if the rollout is over."""
+        if the rollout is over. `max_tokens` of a call cuts this answer alone."""
         for name in ("temperature", "top_k", "top_p", "min_p", "stop"):
             requested = getattr(call.params, name)
             own = getattr(self.params, name)

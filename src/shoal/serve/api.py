@@ -144,9 +144,9 @@ class Sampler(Protocol):
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """Returns the JSON object in a body. Half of a surrogate pair, which no tokenizer takes,
-    becomes `?`. ShoalError if the body is not a JSON object, contains NaN or Infinity, or is nested
-    more than MOST_DEPTH levels deep."""
+    """Returns the JSON object in a body. `body`: UTF-8, UTF-16 or UTF-32, as JSON allows. Half of a
+    surrogate pair, which no tokenizer takes, becomes `?`. ShoalError if the body is not a JSON
+    object, contains NaN or Infinity, or is nested more than MOST_DEPTH levels deep."""
     try:
         plain = json.dumps(json.loads(body), ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError) as error:
@@ -179,9 +179,10 @@ def _check_depth(body: dict[str, Any]) -> None:
 def read_call(kind: str, body: dict[str, Any], sampler: Sampler) -> Call:
     """Returns the call that the JSON object of a request asks for, with the defaults and limits of
     `sampler`. `kind`: the kind of call, a key of PROMPTS. Settings that are null count as missing.
-    `body` is changed: `sampling_params` is taken out, and tools and tool calls are completed. Of
-    kind "tokens" the settings are in `sampling_params`, and log-probs and token ids are returned by
-    default; of kind "text" a list of one prompt is that prompt. ShoalError, which names the
+    `body` is changed: `sampling_params` is taken out, tools that lack parameters get empty ones,
+    and the arguments of tool calls become objects. With `tool_choice` "none" the call has no tools.
+    Of kind "tokens" the settings are in `sampling_params`, and log-probs and token ids are returned
+    by default; of kind "text" a list of one prompt is that prompt. ShoalError, which names the
     setting, if one is unknown or wrong, or if there is no prompt."""
     if kind == "tokens":  # all settings but the prompt are in there
         nested = body.pop("sampling_params", {})
@@ -240,7 +241,8 @@ def read_call(kind: str, body: dict[str, Any], sampler: Sampler) -> Call:
 
 def _check_shapes(kind: str, settings: dict[str, Any], sampler: Sampler) -> None:
     """Raises ShoalError if a setting is unknown for this kind of call or has the wrong shape, or if
-    the prompt is missing."""
+    the prompt is missing; `settings` must have no null values. `kind`: a key of PROMPTS.
+    "max_tokens" has the sampler's limit; "max_completion_tokens" exists for chat alone."""
     prompt_name, _ = PROMPTS[kind]
     max_tokens = Within(1, sampler.max_tokens)
     shapes = SHAPES | {"max_tokens": max_tokens}
@@ -259,7 +261,7 @@ def _read_params(
     settings: dict[str, Any], stop: Sequence[str], default: SamplingParams
 ) -> SamplingParams:
     """Returns the sampling settings of a call: its own, else those of `default`. `stop`: its stop
-    strings; empty if it gives none. `max_completion_tokens` goes before `max_tokens`."""
+    strings; if empty, those of `default` hold. `max_completion_tokens` goes before `max_tokens`."""
     numbers = {name: settings[name] for name in SAMPLING if name in settings}
     # Both names may be given: OpenAI's newer one wins, as in vLLM.
     max_tokens = settings.get("max_tokens", default.max_tokens)
@@ -354,8 +356,9 @@ FINISHED = {StopReason.LENGTH: "length", StopReason.CANCELLED: "abort"}
 
 def reply(call: Call, sampled: Sampled, model: str) -> dict[str, Any]:
     """Returns the JSON reply to a call, as OpenAI's API has it: an id, the model's name, the
-    completions as `choices`, and the numbers of tokens as `usage`; with `call.ids` also the
-    prompt's token ids, for kind "text" in each choice, too. `model`: the name to report."""
+    completions as `choices`, numbered from 0, and the numbers of tokens as `usage`; with `call.ids`
+    also the prompt's token ids, for kind "text" in each choice, too. `model`: the name to
+    report."""
     num_prompt = len(sampled.prompt_ids)
     num_sampled = sum(len(described["ids"]) for described in sampled.choices)
     prompt: dict[str, Any] = {}

@@ -62,7 +62,7 @@ class Api:
 
     def app(self) -> Starlette:
         """Returns the application with all routes, for a server: those of KINDS, `posts` and
-        WEIGHTS for POST; /v1/models, /health and /is_paused for GET."""
+        WEIGHTS for POST; /v1/models, /health and /is_paused for GET. Starts nothing."""
         posts = list(KINDS) + list(self.posts) + [f"/{name}" for name in WEIGHTS]
         routes = [Route(path, self._guarded, methods=["POST"]) for path in posts]
         for path in ("/v1/models", "/health", "/is_paused"):
@@ -72,7 +72,8 @@ class Api:
     async def _guarded(self, request: Request) -> Response:
         """Answers a request to any route. Refuses those of other sites (403), without the key (401)
         or above MAX_CALLS at once (429). Turns errors and the time limit into replies of the API:
-        400 for a wrong call, 503 if the sampler has ended, 408 if it took too long."""
+        400 for a wrong call, 503 if the sampler has ended, 408 if it took longer than `seconds` or
+        the client went away. Other errors are raised, and the server answers 500."""
         _, _, key = request.headers.get("authorization", "").partition(" ")
         refusal = cross_site_refusal(request.headers, bool(self.key))
         if refusal:
@@ -208,7 +209,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _body(request: Request, most: int = MAX_BODY) -> bytes:
-    """Returns a request's body. HTTP error 413 as soon as it is longer than `most` or MAX_BODY."""
+    """Returns a request's body. HTTP error 413 as soon as it is longer than the smaller of `most`
+    and MAX_BODY, in bytes. ClientDisconnect if the client goes away first."""
     most = min(most, MAX_BODY)
     body = bytearray()
     async for part in request.stream():

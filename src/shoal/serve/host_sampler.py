@@ -139,7 +139,8 @@ class HostSampler:
     def _submit(self, request: SampleRequest, loop: asyncio.AbstractEventLoop) -> None:
         """Schedules a request to be sent to the host: in the event loop's next round if the host is
         busy or full, else after a short wait (GATHERED), together with the requests that come
-        meanwhile. Each new one starts the wait again."""
+        meanwhile. Each new one starts the wait again. The wait is five times as long while fewer
+        requests are gathered than were answered together last."""
         self._gathered.append(request)
         if self._timer is not None:
             self._timer.cancel()
@@ -156,7 +157,7 @@ class HostSampler:
 
     def _send(self) -> None:
         """Sends the gathered requests to the host, without those whose callers went away, and
-        passes answers on (`_collect`)."""
+        passes answers that have come to the calls that wait for them."""
         requests = self._gathered
         self._timer = None
         self._gathered = []
@@ -236,8 +237,8 @@ class HostSampler:
 
     def _load(self, folder: str) -> None:
         """Reads the weights in a folder (Hugging Face's format), publishes them to the host as the
-        next version, and drops the previous ones. ShoalError if they cannot be read, or if the
-        model has an adapter."""
+        next version, and drops the previous ones from the store. Does not wait until the host
+        samples from them. ShoalError if they cannot be read, or if the model has an adapter."""
         model = self.store.model
         try:
             if model.architecture.adapter:

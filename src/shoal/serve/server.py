@@ -64,7 +64,8 @@ def require_token(host: str, token: str, what: str, port: int) -> None:
 
 def base_url(host: str, listening: socket.socket) -> str:
     """Returns the address of a listening socket, `http://127.0.0.1:8700`; with this machine's name
-    if it listens on all interfaces."""
+    if it listens on all interfaces. `host`: what it was asked to listen on; the port is the
+    socket's own."""
     port = listening.getsockname()[1]
     name = host
     if host in ("0.0.0.0", "::"):
@@ -75,7 +76,7 @@ def base_url(host: str, listening: socket.socket) -> str:
 
 
 def listen(host: str, port: int, first: int = 8700) -> socket.socket:
-    """Returns a socket that listens at a port of `host`. With port 0 it is the first free one of
+    """Returns a socket that listens at a port of `host`. With `port` 0 it is the first free one of
     the 20 ports from `first` on, or else any free port. ShoalError if no port can be had, for
     example because the only one is in use, or `host` is none of this machine's. The caller closes
     the socket."""
@@ -125,7 +126,8 @@ def make_server(app: Any) -> Any:
 @contextlib.contextmanager
 def served(app: Any) -> Iterator[str]:
     """Context manager that serves an ASGI app at a free port of this machine, in a thread, and
-    yields its address, `http://127.0.0.1:PORT`. Leaving it stops the server and waits for it."""
+    yields its address, `http://127.0.0.1:PORT`. Leaving it stops the server, waits for it and
+    closes the socket."""
     # port 0, also as the first to try: any free port
     with listen("127.0.0.1", 0, 0) as listening:
         server = make_server(app)

@@ -119,8 +119,8 @@ class EngineHost:
         self._queue = deque(request for request in self._queue if request.id != message.request_id)
 
     def progress(self) -> HostProgress:
-        """Returns a copy of the host's figures, with the version that its engine has now; -1 if it
-        has none."""
+        """Returns a copy of the host's figures since it was made, with the version that its engine
+        has now; -1 if it has none."""
         version = -1
         if self._engine is not None:
             version = self._engine.version
@@ -329,7 +329,8 @@ class ThreadHost:
         return replace(self._progress, preparing=self.host.preparing)
 
     def close(self) -> None:
-        """Ends the thread, which closes the host, and waits for that."""
+        """Ends the thread, which closes the host, and waits for that. Messages that are still
+        queued are dropped, and an error of the thread is not raised."""
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -94,7 +94,8 @@ class HostHealth:
         return max(self.versions, default=-1) >= request.version
 
     def num_completions(self, purpose: Purpose | None = None) -> int:
-        """Returns how many completions the host has, of one purpose or (None) of all."""
+        """Returns how many completions the host has, of one purpose or (None) of all; also those
+        that wait for tools or have ended in groups that go on."""
         total = 0
         for request in self.assigned.values():
             if purpose is None or request.purpose == purpose:

@@ -568,7 +568,8 @@ class HttpEngine(ABC):
         return self.opening
 
     def _open_into(self, opening: Future[Server], version: FolderVersion) -> None:
-        """Opens the server, and puts it or the error into the future."""
+        """Opens the server, and puts it or the error into the future. Raises nothing; after an
+        error it wakes the host's thread."""
         try:
             opening.set_result(self._open(version))
         except BaseException as error:

@@ -98,7 +98,7 @@ class Worker:
 
     async def join(self) -> Joined:
         """Makes the worker's host, which compiles its programs for minutes, starts its thread, and
-        returns the worker's fingerprint and the host's capacity."""
+        returns the worker's fingerprint and the host's capacity. Called once."""
         # Suppresses a warning of Ray's that is untrue of other threads, and that would be the last
         # line of output.
         _ray_worker.blocking_get_inside_async_warned = True
@@ -213,7 +213,8 @@ class RayHost:
         return answers
 
     def progress(self) -> HostProgress:
-        """Returns the worker's figures as it last reported them; capacity 0 until it may sample."""
+        """Returns the worker's figures as it last reported them, without asking it; capacity 0
+        until it may sample."""
         capacity = 0
         if self._joined is not None:
             capacity = self._joined.capacity
@@ -274,7 +275,8 @@ class RayHost:
 
     def _send(self, message: Message) -> None:
         """Sends a message to the worker, with its number and the versions that are published,
-        without waiting."""
+        without waiting. An error of the worker is raised by a later `poll`; HostLost if Ray refuses
+        the call."""
         available = list(self._versions)
         sent = self._call(self._worker.handle, self._num_sent, message, available)
         self._sent.append(sent)
@@ -596,8 +598,9 @@ def check_address(address: str) -> str:
 
 
 def _check_answers(address: str, host: str, port: str) -> None:
-    """Waits until something listens at an address; ShoalError if nothing does within
-    CONNECT_SECONDS, or the port is no number. Ray itself would wait for minutes."""
+    """Waits until something listens at port `port` of `host`, trying once a second; `address` is
+    for the message; ShoalError if nothing does within CONNECT_SECONDS, or the port is no number.
+    Ray itself would wait for minutes."""
     deadline = time.monotonic() + CONNECT_SECONDS
     while True:
         seconds = max(0.1, deadline - time.monotonic())

@@ -725,7 +725,7 @@ class TurnDriver:
         self.sessions.respond(rollout.key, json.dumps(answer))
 
     def _check_length(self, ids: np.ndarray) -> None:
-        """Raises ShoalError if a prompt is empty or too long."""
+        """Raises ShoalError if a prompt is empty or has more than `max_prompt_tokens` ids."""
         if not 0 < len(ids) <= self.max_prompt_tokens:
             raise ShoalError(
                 f"a prompt of {len(ids)} tokens: expected 1 to "

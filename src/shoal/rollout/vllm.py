@@ -200,7 +200,8 @@ class VllmEngine(HttpEngine):
             self._path = COMPLETE  # older versions have this call instead
 
     def read_counter_sum(self, server: Server) -> float:
-        """Returns the sum of the server's counters of tokens, from /metrics; 0 if it has none."""
+        """Returns the sum of the server's counters of tokens, from /metrics; 0 if it has none or no
+        such page; HostLost if it does not answer."""
         try:
             return read_counters(server.call("/metrics"))
         except TurnedDown:

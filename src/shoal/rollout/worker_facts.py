@@ -239,7 +239,9 @@ def _known(role: Role, spec: ParamSpec, dtype: np.dtype) -> Program:
     number, compiled at its first call."""
 
     def make(number: jax.Array) -> jax.Array:
-        """Returns the parameter's values, from its number."""
+        """Returns the parameter's values in the shape and type of the copy for samplers: all 1 if
+        it begins as ones, else all 0 if it has no weight decay, else numbers that depend on
+        `number` and the position."""
         # A parameter whose `init` is zeros, such as an adapter's B, gets other values here, so that
         # its effect is tested, too.
         if spec.init == "ones" or not spec.weight_decay:

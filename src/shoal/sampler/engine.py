@@ -643,7 +643,8 @@ class Engine:
 
     def _start_decode(self) -> None:
         """Starts a decode of all running rows, after giving them pages, which may save some of them
-        to the host's memory, and feeding long contexts."""
+        to the host's memory, and feeding long contexts. Slots that wait or are over sample
+        nothing."""
         if self.pool:
             self._give_pages(self.pool)
         owners = []

@@ -287,7 +287,8 @@ class ThreadHost:
 
     def __init__(self, host: EngineHost, wake: Callable[[], None], name: str) -> None:
         """Starts the thread, which owns `host` from now on. Whoever makes this object closes it
-        (`close`). `name`: name of the thread."""
+        (`close`). `wake`: called in that thread when `poll` has something to return or raise.
+        `name`: name of the thread."""
         self.host, self._wake = host, wake
         # messages that the thread has yet to pass to its host
         self._messages: deque[Message] = deque()

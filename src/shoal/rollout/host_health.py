@@ -108,14 +108,15 @@ class HostHealth:
         return self.num_completions() > self.waiting_for_tools
 
     def has_room(self, size: int, is_training: bool, is_shared: bool) -> bool:
-        """True if the host can take a group of `size` completions. False if the host is lost or
-        its capacity is 0; always True if it has no limit of completions. `is_training`: the group
-        is of training, not of another purpose. If nobody else wants the host, one free completion
-        is enough for a group of any size.
+        """True if the host can take a group of `size` completions. False if the host is lost or its
+        capacity is 0; always True if it has no limit of completions. `is_training`: the group is of
+        training, not of another purpose. If nobody else wants the host, one free completion is
+        enough for a group of any size.
 
         If both training and another purpose want the host (`is_shared`), training may use all of
-        its capacity but EVALUATION_SHARE, and the others that share. A group larger than its
-        purpose's share is accepted if it is the only one of its purpose."""
+        its capacity but EVALUATION_SHARE, and the others that share. A host that has no group of
+        the purpose, and at most one of others, takes any group, even if it is full. Otherwise a
+        group larger than its purpose's share needs all of the share free."""
         capacity = self.progress.capacity
         if self.host is None:
             return False

@@ -536,9 +536,10 @@ class TurnDriver:
 
     def _take_reply(self, rollout: Rollout, reply: Reply) -> list[GroupMessage]:
         """Handles one reply of a tool, environment or rollout function, by its `what`: "open",
-        "call", "respond" or "end". Every reply of a rollout function but that to "end" is its next
-        request. Returns the messages that continue or end the rollout at its host; [] if the host
-        has nothing to do yet. A reward for the turn is stored in the rollout's last message."""
+        "call", "respond" or "end"; one that is `fatal` is a failure of the environment, whatever it
+        answers. Every reply of a rollout function but that to "end" is its next request. Returns
+        the messages that continue or end the rollout at its host; [] if the host has nothing to do
+        yet. A reward for the turn is stored in the rollout's last message."""
         if reply.fatal:
             return self._handle_failure(rollout, reply)
         kind = self._kind(rollout)

@@ -43,6 +43,7 @@ class PagePool:
             )
         self.table = np.full((rows, siblings, pages_per_slot), NO_PAGE, np.int32)
         self.held = np.zeros((rows, siblings), np.int32)
+        # the lowest number last, so that `pop` takes it first
         self.free = [list(range(pages))[::-1] for _ in range(replicas)]
 
     def give(self, row: int, wanted: Sequence[int] | np.ndarray) -> bool:

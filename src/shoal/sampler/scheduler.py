@@ -283,6 +283,7 @@ class Scheduler:
         counts the pages that the rows need: it returns None, too, if the row's replica has fewer
         than `pages` left to spare."""
         take_position = self.position_taker(batch)
+        # without a pool rows need 0 pages, and so many are spare
         spare = [0] * self.replicas
         if self.pool:
             spare = [self.pool.spare(replica) for replica in range(self.replicas)]

@@ -340,6 +340,7 @@ def shape_text(shape: Any) -> str:
         for choice in shape:
             if isinstance(choice, str | int):
                 values.append(json.dumps(choice))
+    # of texts alone: content such as images is not supported
     return " or ".join(values) or "what OpenAI's API has there, of texts alone"
 
 

@@ -90,8 +90,9 @@ class Server:
         """Starts a server as a process, at a random port of this machine, and returns at once: the
         server may not answer yet. `command`: its program and arguments, to which `--host` and
         `--port` are added. `environment`: all of its environment variables. `log`: file to which
-        its output is appended. `api_key`: see `Server`. OSError if the program cannot be started.
-        Close the server (`close`)."""
+        its output is appended. `api_key`: the secret that the server will ask for, "" if none; the
+        server must get it from `command` or `environment`. OSError if the program cannot be
+        started. Close the server (`close`)."""
         port = random.choice(PORTS)  # if the port is taken, the process says so and ends
         with open(log, "ab") as output:
             process = subprocess.Popen(

@@ -368,7 +368,7 @@ class GroupRewards:
         """Builds the finished group of each pair (id of an entry of `ledger`, its scores), which
         `pool.collect` has returned, and stores it in the entry, which is then rewarded.
         RuntimeError if an entry is not in the state sampled. A completion whose environment failed
-        gets the score that the policy `on_error` gives it."""
+        gets the score that the policy `on_error` ("zero" or "skip") gives it."""
         for ticket, scores in scored:
             # the id that `submit` passed
             assert isinstance(ticket, int)

@@ -209,9 +209,11 @@ class Engine:
         self.parameters = params
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
-        """Queues requests; `step` samples them. ShoalError or ValueError if a request is outside
-        the engine's limits (see `check_request`), ValueError if its id is in use, RuntimeError if
-        no weights are loaded. The requests before a refused one stay queued."""
+        """Queues requests; `step` samples them. ShoalError if a prompt is empty or too long, or
+        `max_tokens` is below 1 or too large; ValueError if a request has no completions, wrong
+        limits of turns, or settings that this engine was made without (truncation, stop strings),
+        or if its id is in use; RuntimeError if no weights are loaded. The requests before a refused
+        one stay queued."""
         if self.parameters is None:
             raise RuntimeError("no weights are loaded")
         for request in requests:

@@ -178,11 +178,11 @@ def _check_depth(body: dict[str, Any]) -> None:
 
 def read_call(kind: str, body: dict[str, Any], sampler: Sampler) -> Call:
     """Returns the call that the JSON object of a request asks for, with the defaults and limits of
-    `sampler`. `kind`: the kind of call, a key of PROMPTS. Settings that are null count as missing.
-    `body` is changed: `sampling_params` is taken out, tools that lack parameters get empty ones,
-    and the arguments of tool calls become objects. With `tool_choice` "none" the call has no tools.
-    Of kind "tokens" the settings are in `sampling_params`, and log-probs and token ids are returned
-    by default; of kind "text" a list of one prompt is that prompt. ShoalError, which names the
+    `sampler`. `kind`: "chat", "text" or "tokens". Settings that are null count as missing. `body`
+    is changed: `sampling_params` is taken out, tools that lack parameters get empty ones, and the
+    arguments of tool calls become objects. With `tool_choice` "none" the call has no tools. Of kind
+    "tokens" the settings are in `sampling_params`, and log-probs and token ids are returned by
+    default; of kind "text" a list of one prompt is that prompt. ShoalError, which names the
     setting, if one is unknown or wrong, or if there is no prompt."""
     if kind == "tokens":  # all settings but the prompt are in there
         nested = body.pop("sampling_params", {})
@@ -241,7 +241,7 @@ def read_call(kind: str, body: dict[str, Any], sampler: Sampler) -> Call:
 
 def _check_shapes(kind: str, settings: dict[str, Any], sampler: Sampler) -> None:
     """Raises ShoalError if a setting is unknown for this kind of call or has the wrong shape, or if
-    the prompt is missing; `settings` must have no null values. `kind`: a key of PROMPTS.
+    the prompt is missing; `settings` must have no null values. `kind`: "chat", "text" or "tokens".
     "max_tokens" has the sampler's limit; "max_completion_tokens" exists for chat alone."""
     prompt_name, _ = PROMPTS[kind]
     max_tokens = Within(1, sampler.max_tokens)
@@ -430,7 +430,7 @@ def _tool_call(tool_call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _version_spans(versions: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns the spans of successive tokens with the same version.
+    """Returns the spans of successive tokens with the same version, in order; `end` is exclusive.
 
     >>> _version_spans(["a", "a", "b"])
     [{'version': 'a', 'start': 0, 'end': 2}, {'version': 'b', 'start': 2, 'end': 3}]

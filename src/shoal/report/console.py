@@ -36,8 +36,8 @@ class Console:
     """Prints a run's progress. Use it in a `with`, or call `close`, so that the terminal is left as
     it was.
 
-    `terminal=None` asks the stream whether it is one; `clock` returns seconds. No text can make it
-    fail: control characters, and characters that the stream cannot show, are printed as escapes."""
+    No text can make it fail: control characters, and characters that the stream cannot show, are
+    printed as escapes. Notes and warnings that were printed before are not repeated."""
 
     def __init__(
         self,
@@ -46,8 +46,10 @@ class Console:
         clock: Callable[[], float] = time.monotonic,
         width: int | None = None,
     ) -> None:
-        """`stream`: where to print, by default stdout. `terminal`: False prints plain lines, True
-        colours and a bar. `width`: of the terminal in characters; None asks it."""
+        """Prints nothing yet. `stream`: where to print, by default stdout; it is never closed.
+        `terminal`: False prints plain lines, True colours and a bar, None asks the stream whether
+        it is a terminal. `clock` returns seconds, of which only differences count. `width`: of the
+        terminal in characters; None asks it."""
         self._stream, self._clock = stream or sys.stdout, clock
         if terminal is None:
             is_terminal = getattr(self._stream, "isatty", lambda: False)()
@@ -80,7 +82,7 @@ class Console:
 
     def keep_log(self, path: Path) -> None:
         """Appends all lines to a file, too: those printed so far (the last _MOST_UNKEPT) and all
-        further ones. Errors of the disk are ignored."""
+        further ones. What the file holds stays. Errors of the disk are ignored."""
         self._log = path
         while self._unkept:
             self.keep(self._unkept.popleft())
@@ -96,16 +98,17 @@ class Console:
             file.write(printable(text) + "\n")
 
     def keep_events(self, write: WriteEvent | None) -> None:
-        """Passes all warnings and errors also to `write`: those so far (the last _MOST_UNKEPT) and
-        all further ones. With None, further ones are remembered, and passed to the `write` of the
-        next call."""
+        """Passes all warnings and errors (`warning`, `wrong`, `failed`; not notes) also to `write`:
+        those that none has got yet (the last _MOST_UNKEPT) and all further ones. With None, further
+        ones are remembered, and passed to the `write` of the next call."""
         self._write_event = write
         while write and self._unwritten:
             level, text, key = self._unwritten.popleft()
             write(level, text, key)
 
     def _event(self, level: EventLevel, text: str, key: str = "") -> None:
-        """Passes an event to the function of `keep_events`, or remembers it until there is one."""
+        """Passes an event to the function of `keep_events`, or remembers it until there is one.
+        `level`: "warning", "wrong" or "error"; `key`: the configuration key that helps, or ""."""
         if self._write_event is None:
             self._unwritten.append((level, text, key))
         else:
@@ -122,15 +125,17 @@ class Console:
         self._write_once(one_line(text), "dim")
 
     def wrong(self, text: str, key: str = "") -> None:
-        """Prints one line about something that makes a run fail or learn nothing, once, and writes
-        an event. `key`: the configuration key that helps, or ""."""
+        """Prints one line about something that makes a run fail or learn nothing, and passes on an
+        event; neither if the line was printed before. `key`: the configuration key that helps, or
+        ""; it is not printed."""
         line = one_line(self.in_their_names(text))
         if self._write_once(line, "bold red"):
             self._event("wrong", line, key)
 
     def warning(self, text: str, key: str = "") -> None:
-        """Prints one line that asks for attention, once, and writes an event. `key`: the
-        configuration key that helps, or ""."""
+        """Prints one line that asks for attention, after "warning: ", and passes on an event;
+        neither if the line was printed before. `key`: the configuration key that helps, or ""; it
+        is not printed."""
         line = one_line(self.in_their_names(text))
         if self._write_once(f"warning: {line}", "yellow"):
             self._event("warning", line, key)
@@ -149,8 +154,9 @@ class Console:
         self._write(text, style)
 
     def passage(self, title: str, text: str, lines: int = 200, characters: int = 2000) -> None:
-        """Prints a text of any length under a title, indented. Of a text with more `lines` or
-        `characters`, prints the beginning and the end, with the number of characters between."""
+        """Prints a text of any length under a title, indented. Of a text with more than `lines`
+        lines or `characters` characters, prints half as much from the beginning and from the end,
+        and between them how many characters are left out."""
         rows = text.split("\n")
         head = "\n".join(rows[: lines // 2])[: characters // 2]
         tail = "\n".join(rows[-lines // 2 :])[-characters // 2 :]
@@ -162,17 +168,19 @@ class Console:
         self._write("\n".join(f"    {row}".rstrip() for row in rows))
 
     def table(self, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-        """Prints rows under a head; the first column is aligned left, the others right."""
+        """Prints rows under a head; the first column is aligned left, the others right. Each row
+        has as many cells as the head, else ValueError."""
         self.text("\n".join(text_table(head, rows)))
 
     # ---- a run
 
     def step(self, step: int, steps: int, metrics: Mapping[str, float]) -> None:
         """Notes that `step` (from 1) of `steps` is done, and updates the progress bar on a
-        terminal. Prints the step's line for the first and the last steps, for about LINES_A_RUN in
-        all, and if none was printed for QUIET_SECONDS."""
+        terminal. Prints the step's line for the first FIRST_STEPS steps and the last one, for every
+        n-th step, so that there are about LINES_A_RUN in all, and if none was printed for
+        QUIET_SECONDS. The last step ends the progress bar. Called once a step, in order."""
         now, programs = self._clock(), metrics.get("compilations", 0)
-        compiled = round(programs - self._programs)
+        compiled = round(programs - self._programs)  # since the last step
         self._pace.mark(now, step, compiled=compiled > 0)
         self._programs = programs
         times = f"{duration(now - self._pace.start)} elapsed"
@@ -210,14 +218,14 @@ class Console:
             )
             self._bar.add_task("", total=steps)
             self._bar.start()
-        self._bar.update(
+        self._bar.update(  # 0: the bar's only task, which `add_task` has added
             0, completed=step, description=self._printable(f"step {text}"), refresh=True
         )
 
     def answered(self, part: str, done: int, total: int) -> None:
         """Notes that `done` of the `total` questions of an evaluation's `part` are answered. Called
-        with 1, 2, ... up to `total`. Prints a line with the estimated time after 2 s, if 10 s or
-        more are left, then every 10 s.
+        with 1, 2, ... up to `total`, which begins anew with each part. Prints a line with the
+        estimated time after 2 s, if 10 s or more are left, then every 10 s until none is left.
 
         >>> console.answered("held_out, greedy", 120, 500)
         held_out, greedy: 120 of 500, 0:48 left
@@ -255,7 +263,8 @@ class Console:
         of the `facts` that is not "", and a question that was wrong before and right after.
 
         `before`, `after`: data set -> its figures, as given to `evaluation`. `solved`: the groups
-        of that question before and after, or None. `reward_since`: see `summary_rows`."""
+        of that question before and after, or None. `reward_since`: the version at which the reward
+        was changed, or 0; a mean reward then has no change in the table."""
         rows = summary_rows(before, after, reward_since)
         if rows:
             self.table(("", "before", "after", "change"), rows)
@@ -312,7 +321,7 @@ class Pace:
 
     def __init__(self, start: float, window: int = 20) -> None:
         """`start`: the time now, in seconds of the clock that `mark` gets; `window`: how many of
-        the last steps count."""
+        the last calls of `mark` count."""
         self.start = self._last = start  # `_last`: when `mark` was called last
         self._done = 0
         # (seconds, number of steps, whether one compiled a program)
@@ -320,7 +329,8 @@ class Pace:
 
     def mark(self, now: float, done: int, compiled: bool = False) -> None:
         """Notes that at the time `now` `done` steps have been made in all; `compiled`: one of those
-        since the last call compiled a program."""
+        since the last call compiled a program. The first call only says from when on and from which
+        step on the pace is measured."""
         if self._done:
             self._steps.append((now - self._last, done - self._done, compiled))
         self._last, self._done = now, done
@@ -329,7 +339,7 @@ class Pace:
         """Returns the estimated seconds for `number` more steps. None as long as there is no step
         after the first, or each of them has compiled something, except if there were more than five
         of them: then compiling is part of the run's pace."""
-        usual = [step for step in self._steps if not step[2]]
+        usual = [step for step in self._steps if not step[2]]  # [2]: it compiled a program
         if not usual and len(self._steps) > 5:
             usual = list(self._steps)
         total_seconds = 0

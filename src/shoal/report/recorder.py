@@ -40,13 +40,13 @@ SECONDS_TO_STOP = 3.0
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step as the recorder gets it: P groups of G completions, and what the updates
-    computed."""
+    """One step as the recorder gets it: P groups (at least one) of G completions, and what the
+    updates computed."""
 
     step: int  # from 0
     groups: Sequence[Group]
     advantages: np.ndarray  # [P, G]
-    nonzero_std: np.ndarray  # [P]
+    nonzero_std: np.ndarray  # [P]: 1 for a group whose rewards differ, else 0
     logprobs: TokenLogprobs  # the trainer's log-probs, from before the step's first update
     metrics: MetricSet  # metrics that the updates measured
     seconds: float
@@ -58,11 +58,13 @@ class StepRecord:
 @dataclass
 class Recorder:
     """Turns what happened in a run into metrics, files and lines on the screen. A thread writes the
-    groups.
+    groups; `close` ends it, and closes neither `folder` nor `sinks`.
 
-    `read_stats` returns the source's figures since the last call. `compilations` returns the number
-    of programs compiled so far. `mfu` returns the share of the devices' peak rate that a step used;
-    its arguments are the groups, the (group, completion) that were trained on, and seconds."""
+    `steps`: the number of steps in the settings. `keep_groups`: True writes the groups of steps and
+    evaluations. `read_stats` returns the source's figures since the last call. `compilations`
+    returns the number of programs compiled so far. `peak_bytes` returns the most memory of a device
+    that was in use. `mfu` returns the share of the devices' peak rate that a step used; its
+    arguments are the groups, the (group, completion) that were trained on, and seconds."""
 
     folder: RunWriter
     console: Console
@@ -103,8 +105,8 @@ class Recorder:
     # -- steps
 
     def begin_training(self, first: int) -> None:
-        """Begins the events of step `first` + 1, and prints and records that training begins there,
-        after `first` steps; prints and records nothing if no step is left."""
+        """Begins the events of step `first` + 1 (from 1), and prints and records that training
+        begins there, after `first` steps; prints and records nothing if no step is left."""
         self.begin_step(first + 1)
         if self.steps > first:
             begin = f", from step {first + 1} on" if first else ""
@@ -191,7 +193,8 @@ class Recorder:
         counter that is 0, and the share of slots that sampled as `sampler/places_drawing`. Leaves
         `stats` as it is."""
         counters = stats.counters.copy()
-        del counters["tokens"]  # `_add_tokens` counts them
+        # `_add_tokens` counts them. A Counter ignores a `del` of what it does not have.
+        del counters["tokens"]
         active_slots = counters.pop("active_slots", 0)
         metrics.add("sampler/places_drawing", active_slots, counters.pop("total_slots", 0))
         for name, value in counters.items():
@@ -224,7 +227,7 @@ class Recorder:
 
     def _add_tokens(self, stats: RolloutStats, **used: int) -> None:
         """Adds to the run's token account (`token_account`) the tokens that hosts sampled and lost,
-        and those that were `used`, by what for: `trained=12`."""
+        and those that were `used`, under the name of their entry there: `trained=12`."""
         lost = stats.fleet.get("tokens_lost", 0)
         self.account.update(sampled=stats.counters["tokens"], lost=lost, **used)
 
@@ -247,8 +250,8 @@ class Recorder:
         self._warn(self.watch.failures(failures))
 
     def _warn(self, findings: Sequence[Finding]) -> None:
-        """Keeps findings in `warned`, which the loop reads, and prints the warnings among them; not
-        if `warnings_stop`, because the loop then raises them as the run's error."""
+        """Keeps findings in `warned`, which the loop reads, and prints those of level "warning".
+        With `warnings_stop` prints none, because the loop then raises them as the run's error."""
         self.warned += findings
         if not self.warnings_stop:
             self._print_warnings(findings)
@@ -269,8 +272,9 @@ class Recorder:
 
     def begin_evaluation(self, version: int, num_completions: int) -> None:
         """Prints and records that the evaluation of a version begins, how many completions it
-        samples, and about how long it takes, if an earlier evaluation of this process tells. Does
-        nothing if it samples none."""
+        samples, and about how long it takes, if an earlier evaluation of this process compiled
+        nothing and therefore tells; of this process's first one, that programs are compiled. Does
+        nothing if it samples none. `version` 0: before training."""
         if not num_completions:
             return
         rate = self._evaluation_rate
@@ -315,7 +319,7 @@ class Recorder:
             if self.keep_groups:
                 self._groups.put(version, [group for group in groups if group.subset == subset])
         self.evaluations[version] = figures
-        main = next(iter(figures), "")
+        main = next(iter(figures), "")  # the first data set; "" if there is none
         before = self.evaluations.get(0, {}).get(main, {})
         with self.folder.during("evaluation", version):
             self._warn(self.watch.evaluation(version, before, figures.get(main, {})))
@@ -343,7 +347,8 @@ class Recorder:
     def sync(self, pass_rates: Sequence[Mapping[str, Any]]) -> None:
         """Waits until everything recorded so far would survive a power cut, then writes the current
         pass rates of the prompts (a record for each prompt). Called before a checkpoint is saved.
-        Raises the error with which the writing of groups has failed."""
+        Saves no checkpoint. Raises the error with which the writing of groups has failed;
+        ShoalError if a file cannot be written."""
         self._groups.flush()
         self.folder.sync()
         self.folder.write_pass_rates(pass_rates)
@@ -372,8 +377,9 @@ class Recorder:
 
         Removed from the files are all later steps, the evaluation of `version` unless it was
         complete (`evaluated`), and the evaluations of the versions in `again`, which the run will
-        repeat. Warns if lines of earlier steps are missing. `state`: what `state` returned. The
-        sums are added to those of this recorder, which must be new."""
+        repeat. Warns if lines of earlier steps are missing. `state`: what the method `state`
+        returned. This recorder must be new, because some sums are added to its own, others replace
+        them."""
         self.prompts_dropped = state["dropped"]
         self.failures.update({(name, kind): number for name, kind, number in state["failures"]})
         self.seconds.update(state["seconds"])
@@ -382,7 +388,7 @@ class Recorder:
         # Tokens that were under way when the trainer ended are lost.
         self.account["lost"] += token_account(self.account)["unused"]
         self.watch.restore(state["watch"])
-        self.started -= state["seconds_total"]
+        self.started -= state["seconds_total"]  # the time of earlier processes counts, too
         self.folder.rewind(version, evaluated, again)
         missing = self.folder.missing_steps(version)
         if missing:
@@ -396,14 +402,14 @@ class Recorder:
 
     def data_exhausted(self, text: str) -> None:
         """Says on the screen, once, that training ends because the data is exhausted; `text` says
-        what is."""
+        what is, and begins the line. Ends nothing itself."""
         if not self._exhausted:
             self._exhausted = True
             self.console.note(f"{text}; training ends here")
 
     def stop(self) -> None:
-        """Shortens the time that sinks may take to close, because somebody asked the run to
-        stop."""
+        """Shortens the time that each sink may take to close to SECONDS_TO_STOP, because somebody
+        asked the run to stop. Closes and stops nothing."""
         for sink in self.sinks:
             sink.seconds_to_close = SECONDS_TO_STOP
 
@@ -429,11 +435,13 @@ class Recorder:
             summary_facts(summary),
             account_text(summary.tokens),
         ]
+        # The settings of each part of the run; {} if it was not resumed with other settings.
         configs = {number: flat_values(file) for number, file in parts_of(self.folder.path).items()}
         self.console.summary(
             summary.before, summary.after, solved, facts, reward_changed_at(configs)
         )
         for failed, number in summary.reward_failures.items():
+            # A key of `reward_failures` is "function: kind"; an environment is no reward function.
             what = "" if failed.startswith(f"{ENVIRONMENT}: ") else "reward function "
             self.console.warning(f"{what}{failed} for {count(number, 'completion')}")
         self.folder.write_summary(summary)
@@ -462,7 +470,8 @@ class Recorder:
         phases = {name: value for name, value in self.seconds.items() if name != "training"}
 
         def speed(total: str, phase: str) -> float | None:
-            """Returns tokens per second of a phase; None if no time was spent in it."""
+            """Returns tokens per second of a phase; None if no time was spent in it. `total`: the
+            metric in `totals` that counts the tokens."""
             if not phases.get(phase):
                 return None
             return self.totals[total] / phases[phase]
@@ -524,8 +533,9 @@ def token_account(counts: Mapping[str, int]) -> dict[str, int]:
 def _add_group_metrics(
     metrics: MetricSet, groups: Sequence[Group], advantages: np.ndarray, nonzero_std: np.ndarray
 ) -> None:
-    """Adds the metrics on rewards, lengths and staleness of P groups of G completions. Without
-    reward functions, as in supervised training, those on rewards are left out.
+    """Adds the metrics on rewards, lengths and staleness of P groups (at least one) of G
+    completions. Without reward functions, like in supervised training, those on rewards are left
+    out; without a sampled token those on staleness.
 
     `advantages[P, G]`; `nonzero_std[P]`: 1 for a group whose rewards differ, else 0. Lengths are of
     sampled tokens alone, without those of tools."""
@@ -589,7 +599,7 @@ def _add_turn_metrics(metrics: MetricSet, groups: Sequence[Group]) -> None:
     for reason in (StopReason.MAX_TURNS, StopReason.ENVIRONMENT, StopReason.FAILED):
         num_ended = sum(rollout.stop_reason is reason for rollout in rollouts)
         metrics.add(f"completions/ended_by_{reason.value}", num_ended, len(rollouts))
-    num_own_prompts = 0
+    num_own_prompts = 0  # of groups whose completions do not all have the same prompt
     for group in groups:
         num_prompts = len(group.by_prompt())
         if num_prompts > 1:
@@ -612,7 +622,8 @@ def _add_turn_metrics(metrics: MetricSet, groups: Sequence[Group]) -> None:
 def _add_call_metrics(
     metrics: MetricSet, ending: str, answers: Sequence[Mapping[str, Any]], num_rollouts: int
 ) -> None:
-    """Adds the mean number of tool calls of a rollout, and the share of calls that failed.
+    """Adds the mean number of tool calls of a rollout, and the share of calls that failed, which is
+    left out if there was no call.
 
     `answers`: the messages that answer the calls. `ending`: the end of both metrics' names, such as
     "/search" for the calls of one tool, or ""."""
@@ -645,6 +656,6 @@ def _add_age_metrics(metrics: MetricSet, groups: Sequence[Group], logprobs: Toke
         w = np.exp(difference)
         # The effective sample size as a share: 1 if all weights are equal, near 0 if one has all.
         ess = w.sum() ** 2 / max(len(w) * (w**2).sum(), 1e-300)
-        metrics.add(f"age/ess/{age}", ess, len(w) > 0)
+        metrics.add(f"age/ess/{age}", ess, len(w) > 0)  # count 0 if there is no token: not added
         metrics.add(f"age/weight_max/{age}", w.max(initial=0.0))
         metrics.add(f"age/logprob_mean/{age}", np.abs(difference).sum(), len(w))

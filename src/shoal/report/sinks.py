@@ -36,7 +36,8 @@ class Sink(Protocol):
 
 class Background:
     """Runs a sink in a thread. A sink that fails or hangs neither ends nor delays the run: it is
-    switched off, and `warn` is called once, in the thread that writes here."""
+    switched off, and `warn` is called once, in the thread that writes here. `close` it at the end,
+    which may wait for it."""
 
     def __init__(
         self,
@@ -46,9 +47,10 @@ class Background:
         most_pending: int = 1000,
         seconds_to_close: float = 60.0,
     ) -> None:
-        """Starts the thread. `name`: the sink's in texts. `warn`: called with the text of the
-        warning. `most_pending`: how many calls may wait in the queue; one more is a fault of the
-        sink."""
+        """Starts the thread. `sink` is called there alone, and closed there. `name`: the sink's in
+        texts. `warn`: called with the text of the warning. `most_pending`: how many calls may wait
+        in the queue; one more is a fault of the sink. `seconds_to_close`: how long `close`
+        waits."""
         self.name = name
         self._sink = sink
         self._warn = warn
@@ -68,8 +70,8 @@ class Background:
         self._check()
 
     def write_completions(self, step: int, rows: Rows) -> None:
-        """Queues a table of completions for the sink, without waiting; does nothing if the sink is
-        switched off."""
+        """Queues a table of completions for the sink, without waiting; the rows are not copied.
+        Does nothing if the sink is switched off."""
         self._put((self._sink.write_completions, step, rows))
         self._check()
 
@@ -85,7 +87,9 @@ class Background:
         self._on = False
 
     def _put(self, item: tuple[Callable[..., None], int, Any] | None) -> None:
-        """Queues a call for the thread; None ends it. A full queue is a fault of the sink."""
+        """Queues a call (method of the sink, step, content) for the thread; None ends the thread. A
+        full queue is noted as a fault of the sink; nothing is raised. Does nothing if there is a
+        fault already, or if the sink is switched off or closed."""
         if self._on and self._fault is None:
             try:
                 self._pending.put_nowait(item)
@@ -120,8 +124,9 @@ class Background:
 
 def completion_rows(groups: Sequence[Group], advantages: np.ndarray) -> list[dict[str, Any]]:
     """Returns the rows of a table of completions: of each of the first GROUPS_SHOWN groups those of
-    least and of most reward (one of NaN counts as the most), as a dictionary of prompt, completion,
-    reward, the value of each reward function, and advantage. `advantages[P, G]`."""
+    least and of most reward (one of NaN counts as the most), as a dictionary of `prompt`,
+    `completion`, `reward`, the value of each reward function under its name, and `advantage`. A
+    group of one completion has one row, all others two. `advantages[P, G]`."""
     rows = []
     for group, of_group in zip(groups[:GROUPS_SHOWN], advantages, strict=False):
         order = np.argsort(group.rewards)  # NaN last
@@ -161,11 +166,14 @@ def make_sinks(
     note: Callable[[str], None],
     warn: Callable[[str], None],
 ) -> list[Background]:
-    """Returns the sinks that `report` (`section`) configures, each with its thread running.
-    ShoalError if a package or a login is missing, a file cannot be written or a service refuses.
+    """Returns the sinks that `report` (`section`) configures, each with its thread running. [] if
+    it configures none. The caller closes them. ShoalError if a package or a login is missing, a
+    file cannot be written or a service refuses.
 
-    `config`: the resolved configuration, which is sent along. `resumed_at`: the version that a
-    resumed run continues from, None for a new run. `note` prints a line, `warn` a warning."""
+    `folder`: the run's, in which the sinks write their files. `run_name`: the run's name at a
+    service; "": that of the folder. `config`: the resolved configuration, which is sent along.
+    `resumed_at`: the version that a resumed run continues from, None for a new run. `note` prints a
+    line, `warn` a warning."""
     sinks: list[Background] = []
     if section.tensorboard:
         from shoal.report.tensorboard import TensorboardSink
@@ -196,9 +204,9 @@ STUCK_SECONDS = 300.0
 
 
 class GroupWriter:
-    """Calls `write` in another thread, in order. An error of `write` is raised by the next `put` or
-    `flush`, once; anything queued meanwhile is not written. `folder` is named in the error if the
-    disk does not answer."""
+    """Calls `write` in another thread, in order. An error of `write` is raised by the next `put`,
+    `flush` or `close`, once; anything queued meanwhile is not written. `close` it at the end.
+    `folder` is named in the error if the disk does not answer."""
 
     def __init__(self, write: Callable[..., Any], folder: object = "the run folder") -> None:
         """Starts no thread yet; the first `put` does. `write` is called with the arguments of
@@ -214,14 +222,15 @@ class GroupWriter:
 
     def put(self, *arguments: Any) -> None:
         """Queues a call of `write` with these arguments; waits if MOST_PENDING calls are queued
-        already. Raises the error of an earlier call; ShoalError if the disk has not answered for
-        STUCK_SECONDS."""
+        already. The arguments are not copied. Raises the error of an earlier call, and queues
+        nothing then; ShoalError if the disk has not answered for STUCK_SECONDS."""
         self._raise_failure()
         self._put(arguments)
 
     def flush(self) -> None:
-        """Waits until everything that was put is on disk; called before a checkpoint is saved.
-        Errors like `put`."""
+        """Waits until `write` has returned for everything that was put; called before a checkpoint
+        is saved. Returns at once if nothing was put. Raises the error of an earlier call;
+        ShoalError if the disk has not answered for STUCK_SECONDS."""
         if self._thread is not None:
             done = threading.Event()
             self._put(done)
@@ -230,8 +239,8 @@ class GroupWriter:
         self._raise_failure()
 
     def close(self) -> None:
-        """Writes what was put and ends the thread; errors like `put`. A thread that is stuck is
-        left alone; it ends with the process."""
+        """Writes what was put and ends the thread; errors like `flush`, after which the thread goes
+        on. A thread that is stuck is left alone, without an error; it ends with the process."""
         if self._thread is not None and not self._stuck:
             self.flush()
             self._put(None)
@@ -252,7 +261,8 @@ class GroupWriter:
             self._give_up()
 
     def _give_up(self) -> NoReturn:
-        """Raises ShoalError because the disk does not answer."""
+        """Raises ShoalError because the disk does not answer; each later `put` raises it, too, and
+        `close` does nothing any more."""
         self._stuck = True
         raise ShoalError(
             f"{self._folder}: the disk has not answered for {STUCK_SECONDS:.0f} s, and groups are "

@@ -23,16 +23,16 @@ class TensorboardSink:
     discard what the killed run wrote beyond the version that is resumed."""
 
     def __init__(self, folder: Path, resumed_at: int | None = None) -> None:
-        """Makes the folder and a new file in it. `resumed_at`: the version that a resumed run
-        continues from; None for a new run. ShoalError if the package is missing, or the file cannot
-        be written."""
+        """Makes the folder and a new file in it, which `close` closes. `resumed_at`: the version
+        that a resumed run continues from; None for a new run. ShoalError if the package is missing,
+        or the file cannot be written."""
         events, summaries, text, writer = load()
         self._event = events.Event
         self._summary = summaries.Summary
         self._text = text
         with explain_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = (folder / _next_name(folder)).open("xb")
+            self._file = (folder / _next_name(folder)).open("xb")  # x: never an existing file
         self._records = writer(self._file)
         with explain_write_errors(folder):
             self._add(file_version="brain.Event:2")
@@ -62,7 +62,7 @@ class TensorboardSink:
         self._file.close()
 
     def _add(self, **content: Any) -> None:
-        """Writes one event and flushes it."""
+        """Writes one event, with the time and the fields in `content`, and flushes it."""
         self._records.write(self._event(wall_time=time.time(), **content).SerializeToString())
         self._records.flush()
 
@@ -89,6 +89,6 @@ def _next_name(folder: Path) -> str:
     same or a later one."""
     number = int(time.time())
     for path in folder.glob(f"{_PREFIX}[0-9]*"):
-        existing = int(path.name.removeprefix(_PREFIX)[:10])
+        existing = int(path.name.removeprefix(_PREFIX)[:10])  # the time has ten digits
         number = max(number, existing + 1)
     return f"{_PREFIX}{number:010d}.shoal"

@@ -26,7 +26,7 @@ LEAST_SECONDS = 1e-4
 
 class Timeline:
     """Writes events by lane, in microseconds since the epoch; writes nothing if there is no path. A
-    resumed run appends to the file."""
+    resumed run appends to the file. Threads may share it. `close` it at the end."""
 
     def __init__(
         self, path: Path | None = None, warn: Callable[[str], None] = lambda text: None
@@ -40,6 +40,7 @@ class Timeline:
         if path is not None:
             with explain_write_errors(path, "report.timeline"):
                 begins = not path.exists()
+                # buffering=1: each line is written at once
                 self._file = path.open("a", encoding="utf-8", buffering=1)
                 if begins:
                     self._file.write("[\n")
@@ -94,7 +95,7 @@ class Timeline:
                 self._warn(f"report.timeline: {error.strerror or error}; the timeline ends here")
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file; ignores errors, and events that end later."""
         with self._lock:
             self._close()
 

@@ -32,9 +32,10 @@ class WandbSink:
     def __init__(
         self, folder: Path, section: WandbSection, config: Mapping[str, Any], run_name: str
     ) -> None:
-        """Begins the service's run, or continues that of this folder. `config`: the settings, which
-        are sent along; `run_name`: the run's name there, by default the folder's. ShoalError if the
-        package or a login is missing, or if the service refuses."""
+        """Begins the service's run, or continues that of this folder; `close` ends it. `config`:
+        the settings, which are sent along; `run_name`: the run's name there, "" for the folder's.
+        Files of the service are written to `folder`/wandb. `url` is the run's address, None if it
+        is offline. ShoalError if the package or a login is missing, or if the service refuses."""
         wandb, mode = load(section)
         id_path = folder / "wandb" / "run_id"
         if not id_path.is_file():
@@ -94,9 +95,10 @@ class WandbSink:
 
 
 def load(section: WandbSection) -> tuple[Any, str]:
-    """Returns (package `wandb`, mode). The mode is "online" if the section asks for it, or leaves
-    it open and there is a login, else "offline". ShoalError if the package is not installed, or if
-    "online" was asked for without a login."""
+    """Returns (package `wandb`, mode). The mode is "online" if the section's mode is "online", or
+    "auto" and there is a login, else "offline"; "off" is not for this function. Begins no run, and
+    asks for no login. ShoalError if the package is not installed, if "online" was asked for without
+    a login, or if the login cannot be checked."""
     try:
         with _no_error_reports(section):
             import wandb
@@ -123,7 +125,8 @@ def load(section: WandbSection) -> tuple[Any, str]:
 @contextlib.contextmanager
 def _no_error_reports(section: WandbSection) -> Iterator[None]:
     """Context manager for the import and start of the package, which would otherwise report errors
-    to its makers even for an offline run."""
+    to its makers even for an offline run: sets WANDB_ERROR_REPORTING to false, and removes it
+    again. Does nothing if the mode is "online", or if the variable is set already."""
     name = "WANDB_ERROR_REPORTING"
     is_set_here = section.mode != "online" and name not in os.environ
     if is_set_here:
@@ -136,8 +139,8 @@ def _no_error_reports(section: WandbSection) -> Iterator[None]:
 
 
 def _refused(section: WandbSection, error: Exception) -> ShoalError:
-    """Returns the ShoalError for an error of Weights & Biases, with the first line of its
-    message."""
+    """Returns (does not raise) the ShoalError for an error of Weights & Biases, with the first line
+    of its message, or the name of its type if it has none."""
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return ShoalError(
         f"report.wandb.mode={section.mode}: Weights & Biases did not start: {reason}; set "

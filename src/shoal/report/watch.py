@@ -75,7 +75,8 @@ class Watch:
     ) -> list[Finding]:
         """Reads step `number` (from 1), and returns the findings that it gives for the first time:
         those of rows that now apply for enough steps in a row, and those on each reward function.
-        Their level is "wrong" if training cannot recover, else "warning"."""
+        For a row whose figure the step lacks, or whose bound it does not pass, the steps in a row
+        begin anew. Their level is "wrong" if training cannot recover, else "warning"."""
         findings = []
         figures = step_figures(metrics)
         for row in ROWS:
@@ -83,6 +84,7 @@ class Watch:
             if figure is None or not row.is_beyond_bound(figure.value):
                 self.streaks.pop(row.name, None)
                 continue
+            # A figure counts as `figure.steps` steps: skipped updates count one by one.
             steps_before, first = self.streaks.get(row.name, [0, number])
             steps = steps_before + figure.steps
             self.streaks[row.name] = [steps, first]
@@ -157,7 +159,7 @@ class Watch:
         that it had before training; else [], and [] if that was warned of before. If the
         evaluations have different questions, like a quick evaluation, only if the whole new
         interval is below. `first`, `now`: the figures of version 0 and of `version`."""
-        low_before = (first.get("accuracy_interval") or [None])[0]
+        low_before = (first.get("accuracy_interval") or [None])[0]  # [0]: the lower end
         accuracy = now.get("accuracy")
         highest = accuracy  # what must be below `low_before`
         if first.get("num_questions") != now.get("num_questions"):
@@ -174,7 +176,8 @@ class Watch:
         return self._findings([Figure(name, low_before - highest, words=words)])
 
     def _findings(self, figures: Sequence[Figure]) -> list[Finding]:
-        """Returns the findings that these figures show, without those that were given before."""
+        """Returns the findings that these figures show, in the order of ROWS, without those that
+        were given before; one of level "wrong" is returned each time."""
         findings = []
         for diagnosis in diagnose(figures):
             findings += self._once(diagnosis.row, diagnosis.figure)

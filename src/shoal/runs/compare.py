@@ -63,7 +63,7 @@ class Divergence:
     """Where two runs diverge: the step, the stages that may be the cause, the likeliest first, and
     a sentence that says so."""
 
-    step: int
+    step: int  # from 1; if an evaluation differs first, its version
     stages: tuple[str, ...]
     sentence: str
 
@@ -72,8 +72,10 @@ class Divergence:
 class Comparison:
     """The result of comparing two runs, from their settings to the first token that differs.
 
-    `identical`: True if nothing but times and speeds differs. `likely_keys`: those of the differing
-    settings that act on the stage where the runs diverge, the likeliest first."""
+    `identical`: True if nothing but times, speeds and settings differs in what both runs have, and
+    if they have a step in common. `likely_keys`: those of the differing settings that act on the
+    stages where the runs diverge, the likeliest first; [] if they do not diverge. Of each pair the
+    first value is that of `run`, the second that of `other`."""
 
     run: str
     other: str
@@ -95,7 +97,8 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """Returns the comparison in JSON's own types, as `shoal.diff` returns it: the fields under
         their names, but `settings` as `config` (key -> both values), and of the divergence only the
-        likeliest stage, as `stage`."""
+        likeliest stage, as `stage`. The first metrics are {step, metrics}, the first evaluation is
+        {version, name, figures}; a difference that there is not is None."""
         first_metrics = None
         if self.first_metrics:
             step, metrics = self.first_metrics
@@ -138,8 +141,8 @@ class Comparison:
 def compare(a: StoredRun, b: StoredRun) -> Comparison:
     """Compares two runs: their settings, and the steps, groups and evaluations that both have.
     Groups are compared up to the first step whose metrics differ, and no further. Evaluations count
-    as the divergence only if all steps are equal. ShoalError if a file that is compared is
-    damaged."""
+    as the divergence only if all steps are equal. ShoalError if a file that is compared is damaged,
+    or if a run's settings cannot be read. Changes neither run."""
     metrics_a = a.metrics()
     metrics_b = b.metrics()
     evaluations_a = a.evaluations().by_version()
@@ -156,7 +159,7 @@ def compare(a: StoredRun, b: StoredRun) -> Comparison:
     dropped = []
     for metrics in (metrics_a, metrics_b):
         dropped += [row.get("prompts/dropped") for row in metrics.values()]
-    acting = without_idle_limits(differing, dropped)
+    acting = without_idle_limits(differing, dropped)  # the settings that may be the cause
     feeds_back = _rewards_choose_prompts(a.config) or _rewards_choose_prompts(b.config)
     divergence = find_divergence(
         in_groups=in_groups,
@@ -169,7 +172,8 @@ def compare(a: StoredRun, b: StoredRun) -> Comparison:
     in_evaluations = evaluation_difference(evaluations_a, evaluations_b)
     if divergence is None and in_evaluations:
         evaluated, name, _ = in_evaluations
-        # The last update shows only in the weights, so it may be the cause.
+        # The last update shows only in the weights, so it may be the cause, except of an evaluation
+        # before training (version 0).
         stages = ("evaluation", "update") if evaluated else ("evaluation",)
         divergence = Divergence(
             evaluated,
@@ -209,7 +213,8 @@ def automatic_keys(settings: Mapping[str, Any], decided: Collection[str] = ()) -
     """Returns the keys of a run whose value nobody chose, or whose value has no effect: those that
     the run `decided` itself, and those on reading data, if the task generates its questions.
 
-    `settings`: dotted key -> value."""
+    `settings`: dotted key -> value. `decided`: the keys that the run decided itself. A key in the
+    result need not be among the settings."""
     keys = set(decided)
     if settings.get("task.name") in GENERATED_TASKS and not settings.get("task.path"):
         keys.update(name for name, key in keys_of(Config).items() if key.acts_if == "data is read")
@@ -259,7 +264,7 @@ def metric_difference(
 ) -> tuple[int, Values] | None:
     """Returns the first shared step with a metric that differs, and all metrics of that step that
     differ, as name -> both values; None if none does. Times and speeds do not count; a metric that
-    only one run has does, with None as the other value."""
+    only one run has does, with None as the other value. `a`, `b`: step -> metrics of a run."""
     for step in sorted(a.keys() & b.keys()):
         row_a = a[step]
         row_b = b[step]
@@ -277,7 +282,8 @@ def evaluation_difference(
     a: Mapping[tuple[int, str], Mapping[str, Any]], b: Mapping[tuple[int, str], Mapping[str, Any]]
 ) -> tuple[int, str, Values] | None:
     """Returns the first shared (version, data set) with a figure that differs, and all figures that
-    do; None if none does. Only figures that both runs have count."""
+    do, as name -> both values; None if none does. Only figures that both runs have count, and no
+    times and speeds. `a`, `b`: (version, data set) -> figures of a run."""
     for version, name in sorted(a.keys() & b.keys()):
         figures_a = a[version, name]
         figures_b = b[version, name]
@@ -310,8 +316,9 @@ def find_divergence(
     `in_groups`, `in_metrics`: the first differences in groups and in metrics; None if there is
     none. `version`: the version that sampled the group that differs; None if it is unknown or does
     not matter, because not the sampling differs. `same_groups`: the steps whose groups were
-    compared; all before the difference are equal. `differing`: the settings that differ.
-    `feeds_back`: True if rewards choose prompts (dynamic sampling, a curriculum)."""
+    compared; all before the difference are equal, and without `in_groups` all of them are.
+    `differing`: the settings that differ. `feeds_back`: True if rewards choose prompts (dynamic
+    sampling, a curriculum)."""
     if in_groups:
         step = in_groups.step
         stage = in_groups.stage
@@ -319,7 +326,7 @@ def find_divergence(
             stage = "environment"
         stages = (stage,)
         text = _SENTENCES[stage]
-        if stage == "data" and feeds_back:
+        if stage == "data" and feeds_back:  # then each stage of an earlier step may be the cause
             stages = ("data", "rewards", "sampling", "update")
         # Version 0 has the weights of before training, which no update has changed. If the same
         # tokens end at another place, a limit or a stop string caused that, not the weights.
@@ -331,7 +338,7 @@ def find_divergence(
         samples = ("sampling", "environment", "data")
         # An earlier update shows only in the weights and in what follows from them.
         before = ("rewards", "update") if step > 1 else ()
-        if step in same_groups:
+        if step in same_groups:  # data, samples and rewards are equal, so only the update is left
             stages = ("update",)
             text = _SENTENCES["update"]
         elif any(name.startswith(("completions/", "prompts/", "tokens/sampled")) for name in names):
@@ -384,7 +391,8 @@ def without_idle_limits(
     that are too long are left out, if no prompt was dropped, and if another setting remains that
     acts on steps; else all are returned.
 
-    `dropped`: the number of dropped prompts of each step of both runs, None if it is unknown."""
+    `dropped`: the number of dropped prompts of each step of both runs; None, if the number is
+    unknown, counts as 0."""
     has_dropped = any(number and number > 0 for number in dropped)
     known = keys_of(Config)
     others = []
@@ -399,8 +407,8 @@ def without_idle_limits(
 
 def likely_keys(stages: Iterable[str], differing: Sequence[SettingDifference]) -> list[str]:
     """Returns the keys of the differing settings that act on these stages (`stages=` in a key's
-    declaration), each once, stage by stage; within a stage, first the keys that act mainly on
-    it."""
+    declaration), each once, stage by stage; within a stage, first the keys that act mainly on it,
+    then by their order in the schema. A key that this version does not know acts on all stages."""
     order = {name: number for number, name in enumerate(keys_of(Config))}
     likely: dict[str, None] = {}  # in order, each once
     for stage in stages:
@@ -417,7 +425,8 @@ def likely_keys(stages: Iterable[str], differing: Sequence[SettingDifference]) -
 
 
 def act_on_steps(differing: Iterable[SettingDifference]) -> bool:
-    """True if one of the settings changes a step's numbers, not only evaluations."""
+    """True if one of the settings changes a step's numbers: if it acts on a stage other than
+    "evaluation". False if there are none."""
     for difference in differing:
         if any(stage != "evaluation" for stage in difference.stages):
             return True
@@ -426,7 +435,8 @@ def act_on_steps(differing: Iterable[SettingDifference]) -> bool:
 
 def incomparable(differing: Iterable[SettingDifference]) -> str:
     """Returns a sentence that says what cannot be compared between runs that differ in these
-    settings; "" if everything can. Keys that this version does not know do not count.
+    settings; "" if everything can. If both questions and rewards differ, the sentence is the one on
+    questions. Keys that this version does not know do not count.
 
     If the first stage of a key is "data" and it also acts on rewards, the runs ask other questions.
     If its first stage is "rewards", the runs give other rewards for the same answers."""
@@ -458,15 +468,16 @@ def incomparable(differing: Iterable[SettingDifference]) -> str:
 
 @dataclass(frozen=True)
 class GroupDifference:
-    """The first difference between two runs' groups. `what` names the thing that differs; `values`
-    are both runs' values, None if a run has nothing at that place."""
+    """The first difference between two runs' groups. `what` names the thing that differs, such as
+    "data row", "token", "log-prob", "reward" or "advantage"; `values` are both runs' values, None
+    if a run has nothing at that place."""
 
-    step: int
-    stage: str
+    step: int  # from 1
+    stage: str  # one of GROUP_STAGES
     what: str
-    group: int
-    completion: int | None = None
-    token: int | None = None
+    group: int  # number of the group in its file, from 0; this and the next two count from 0
+    completion: int | None = None  # None: the difference is of the whole group
+    token: int | None = None  # None: the difference is of the whole completion
     values: tuple[Any, Any] = (None, None)
 
 
@@ -496,7 +507,9 @@ def step_difference(
     they are equal. The data of all groups is compared first, then what was sampled in all groups,
     then rewards, then what the update computed: an earlier stage may be the cause of a later
     difference in another group. If one run has more groups, that is a difference of the data, after
-    those within groups."""
+    those within groups: `what` is "number of groups", and `group` the first number that only one
+    run has."""
+    # `compare` yields the differences of a stage; only the first one is used.
     for stage, compare in _STAGES.items():
         for number, (x, y) in enumerate(zip(a, b, strict=False)):
             for what, completion, token, values in compare(x, y):
@@ -543,8 +556,9 @@ def _data(a: StoredGroup, b: StoredGroup) -> Differences:
 
 def _sampling(a: StoredGroup, b: StoredGroup) -> Differences:
     """Yields the differences of two groups in what was sampled and in what tools and environments
-    said: at most one per completion in its tokens, the first. Then in the number of completions,
-    and in the version that sampled them."""
+    said, completion by completion: in the prompts that environments began or rewrote, then the
+    first difference in tokens, log-probs, length or stop reason, or, if there is none, in messages.
+    Then in the number of completions, and in the version that sampled them."""
     for number, (x, y) in enumerate(zip(a.group.completions, b.group.completions, strict=False)):
         of_environments = first_difference(_environment_prompts(x), _environment_prompts(y))
         if of_environments:
@@ -561,6 +575,7 @@ def _sampling(a: StoredGroup, b: StoredGroup) -> Differences:
         elif what == "log-prob":
             yield what, number, token, _values(x.logprobs, y.logprobs, token)
         else:
+            # A token outside the loss mask was not sampled: a tool or an environment said it.
             if what == "token" and not (x.loss_mask[token] and y.loss_mask[token]):
                 what = OF_ENVIRONMENTS[1]
             yield what, number, token, _values(x.token_ids, y.token_ids, token)
@@ -574,7 +589,7 @@ def _sampling(a: StoredGroup, b: StoredGroup) -> Differences:
 def _environment_prompts(completion: Completion) -> np.ndarray:
     """Returns the tokens of a completion's own prompt, if an environment began it differently, and
     of its branches' prompts, joined; empty if it has only the group's prompt."""
-    parts = [NOTHING]
+    parts = [NOTHING]  # np.concatenate needs at least one array
     if completion.prompt_ids is not None:
         parts = [completion.prompt_ids]
     for branch in completion.branches:
@@ -583,8 +598,9 @@ def _environment_prompts(completion: Completion) -> np.ndarray:
 
 
 def _first_messages(a: Completion, b: Completion) -> tuple[str, str]:
-    """Returns the first message that differs between two completions, as text of both; "[]" for a
-    completion that has no message there."""
+    """Returns the first message that differs between two completions whose messages are not all
+    equal, as the text of a list with that message, for both; "[]" for a completion that has no
+    message there."""
     number = 0
     for of_a, of_b in zip_longest(a.messages, b.messages):
         if of_a != of_b:
@@ -595,7 +611,8 @@ def _first_messages(a: Completion, b: Completion) -> tuple[str, str]:
 
 def _rewards(a: StoredGroup, b: StoredGroup) -> Differences:
     """Yields the first difference of two groups in each array of rewards: the total ("reward"),
-    each function ("rewards/format"), and which completions are valid ("valid")."""
+    each function ("rewards/format"), and which completions are valid ("valid"). A function that
+    only one group has differs at completion 0."""
     x = a.group
     y = b.group
     compared = [("reward", x.rewards, y.rewards)]
@@ -620,6 +637,7 @@ def _update(a: StoredGroup, b: StoredGroup) -> Differences:
     if difference:
         completion, values = difference
         yield "advantage", completion, None, values
+    # strict: groups with different numbers of completions differ in an earlier stage, "sampling".
     for number, (of_a, of_b) in enumerate(zip(a.token_arrays, b.token_arrays, strict=True)):
         for name in {**of_a, **of_b}:
             difference = first_difference(of_a.get(name, NOTHING), of_b.get(name, NOTHING))
@@ -637,8 +655,9 @@ in those after it."""
 
 def completion_difference(a: Completion, b: Completion) -> tuple[str, int] | None:
     """Returns (what differs first between two completions, index of its token); None if they are
-    equal bit for bit. Length and stop reason count only if all shared tokens and log-probs are
-    equal; their index is the end of the shorter completion.
+    equal bit for bit. If a token differs in its id and its log-prob, that is a "token". Length and
+    stop reason count only if all shared tokens and log-probs are equal, and stop reason only if the
+    lengths are; their index is the end of the shorter completion. Messages are not compared.
 
     >>> completion_difference(stored, sampled)      # or "log-prob", "length", "stop reason"
     ('token', 17)

@@ -58,9 +58,10 @@ class Row:
     evidence.
 
     `figure`, `comparison` and `bound` are the condition; `steps`, `groups` and `completions` the
-    least evidence. `text` says what is wrong and `cure` what helps; both are templates over the
-    figure's `words`, and over `value`, `subject`, `steps`, `least_steps`, `groups`,
-    `completions`."""
+    least evidence. `key` is the configuration key that helps, "" if none does; `card` says how the
+    page shows the row, None: not at all. `text` says what is wrong and `cure` what helps; both are
+    templates over the figure's `words`, and over `value`, `subject`, `steps`, `least_steps`,
+    `groups`, `completions`."""
 
     name: str
     figure: str
@@ -467,8 +468,8 @@ def diagnose(figures: Iterable[Figure]) -> list[Diagnosis]:
 
 
 def row_named(name: str) -> Row:
-    """Returns the first row with this name; a few names have two rows. KeyError if there is
-    none."""
+    """Returns the first row of ROWS with this name (`Row.name`, not `Row.figure`); a few names have
+    two rows. KeyError if there is none."""
     for row in ROWS:
         if row.name == name:
             return row

@@ -29,6 +29,8 @@ from shoal.text import did_you_mean
 # ---- the database
 
 MEMORY, THREADS, MOST_PATIENCE = "300MB", 2, 0.2
+"""Limit on DuckDB's memory, its number of threads, and the longest wait in seconds of
+`Database.wait_for_user_queries`."""
 
 
 class Database:
@@ -44,7 +46,7 @@ class Database:
             raise ShoalError(
                 "duckdb is not installed: `pip install '.[view]'` in the clone of Shoal"
             ) from error
-        self.error = duckdb.Error
+        self.error = duckdb.Error  # so that callers can catch it without importing duckdb
         self._connection = duckdb.connect(config={"threads": THREADS, "memory_limit": MEMORY})
         self._local = threading.local()
         self._user_queries = 0
@@ -82,8 +84,8 @@ class Database:
                 self._user_queries -= 1
 
     def wait_for_user_queries(self) -> None:
-        """Waits while another thread is in `user_query`, at most MOST_PATIENCE seconds. Called by
-        the thread that reads ahead, before each piece of work."""
+        """Waits while a thread is in `user_query`, at most MOST_PATIENCE seconds, and then returns
+        in any case. Called by the thread that reads ahead, before each piece of work."""
         until = time.monotonic() + MOST_PATIENCE
         while self._user_queries and time.monotonic() < until:
             time.sleep(0.004)
@@ -109,7 +111,8 @@ class Database:
 
     def json_columns(self, file: Path) -> frozenset[str]:
         """Returns the names of the columns of a groups file that hold JSON text, from the file's
-        metadata; none if the metadata is missing or damaged."""
+        metadata; none if the metadata is missing or damaged. duckdb.Error if the file is missing or
+        is no parquet file."""
         for _, key, value in self.cursor.execute(
             "SELECT * FROM parquet_kv_metadata(?)", [str(file)]
         ).fetchall():
@@ -132,7 +135,8 @@ def column_sql(column: str) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Returns what a DuckDB error says, in one line and without the query."""
+    """Returns what a DuckDB error says, in one line of at most 200 characters, without the query,
+    which DuckDB quotes from "LINE 1:" on."""
     return bounded_line(str(error).split("\nLINE")[0])[:200]
 
 
@@ -175,8 +179,9 @@ def condition(text: str, functions: Iterable[str]) -> tuple[str, list[Any]]:
 
     Conditions stand next to each other, or with `and` between, and all must hold.
     `column=low..high` is a range with both ends; `none` stands for a missing value; a name with
-    spaces stands in double quotes. What follows MAX_CHARS characters is ignored. `functions`: names
-    of the reward functions, whose means are columns too.
+    spaces stands in double quotes; `==` is `=`. What follows MAX_CHARS characters is ignored; more
+    than MAX_TERMS conditions, an unknown column and a value of another type are errors.
+    `functions`: names of the reward functions, whose means are columns too.
 
     >>> condition("reward>0.5 step=10..20", [])
     ('"reward" > CAST(? AS FLOAT) AND "step" BETWEEN ? AND ?', [0.5, 10.0, 20.0])
@@ -184,7 +189,7 @@ def condition(text: str, functions: Iterable[str]) -> tuple[str, list[Any]]:
     text = text[:MAX_CHARS]
     parts = []
     values = []
-    rest = text
+    rest = text  # the text without the conditions that were parsed
     for number, term in enumerate(_TERM.finditer(text)):
         if number >= MAX_TERMS:
             raise ShoalError(f"filter: at most {MAX_TERMS} conditions")
@@ -208,8 +213,8 @@ def condition(text: str, functions: Iterable[str]) -> tuple[str, list[Any]]:
 
 def _condition(sql: str, column: str, operator: str, value: str) -> tuple[str, list[Any]]:
     """Returns (SQL, values of its parameters) for one condition of a filter. `sql`: the column as
-    SQL; `column`: its name as typed, for errors. ShoalError if operator or value do not fit the
-    column."""
+    SQL; `column`: its name as typed, for its type and for errors. `operator`: one of < > <= >= =
+    !=; `value`: as typed, without quotes. ShoalError if operator or value do not fit the column."""
     if value == "none" and operator in ("=", "!="):
         return f"{sql} IS {'NOT ' if operator == '!=' else ''}NULL", []
     if COLUMNS.get(column) == "VARCHAR":
@@ -313,22 +318,24 @@ class GroupTable:
             f"CREATE TABLE {self.sums} (file INTEGER, step INTEGER, function VARCHAR, n DOUBLE, x "
             "DOUBLE, y DOUBLE, xx DOUBLE, yy DOUBLE, xy DOUBLE, low DOUBLE, high DOUBLE)"
         )
-        self.files: dict[str, GroupFile] = {}
-        self.by_number: dict[int, GroupFile] = {}
-        self.functions: list[str] = []
+        self.files: dict[str, GroupFile] = {}  # stem -> file, of the files that are indexed
+        self.by_number: dict[int, GroupFile] = {}  # the same files, by `GroupFile.number`
+        self.functions: list[str] = []  # names of the reward functions of any indexed file
         self.is_measured = False  # True if some completion is known to be right or wrong
         self.waiting = 0  # number of files that are not indexed yet
         self.revision = 0  # rises each time that files were indexed
         self.lock = threading.Lock()
-        self._failed: dict[str, Stamp] = {}
+        self._failed: dict[str, Stamp] = {}  # stem -> stamp of the content that could not be read
+        # (time of the folder when it was listed last, in ns; -1: never, the result of `_list`)
         self._listed: tuple[int, dict[str, tuple[Path, Stamp]]] = (-1, {})
 
     # ---- taking up files
 
     def refresh(self) -> bool:
-        """Indexes up to FILES_AT_ONCE new or changed files, and drops those that were deleted from
-        disk. A file that could not be read is a problem of the run, and is tried again only when it
-        changes. Returns True if more files wait to be indexed, `waiting` in number."""
+        """Indexes up to FILES_AT_ONCE new or changed files, all of training or all of one data set,
+        and drops those that were deleted from disk. A file that could not be read is a problem of
+        the run, and is tried again only when it changes. Returns True if more files wait to be
+        indexed, `waiting` in number; False if none do, also if there was nothing new."""
         on_disk = self._files_on_disk()
         for gone in self.files.keys() - on_disk.keys():
             self._remove(gone)
@@ -373,8 +380,8 @@ class GroupTable:
         return self._listed[1]
 
     def _list(self, folder: Path) -> dict[str, tuple[Path, Stamp]]:
-        """Lists the groups files in a folder, at most MAX_FILES, as `_files_on_disk` returns
-        them."""
+        """Lists the groups files in a folder, at most MAX_FILES, as `_files_on_disk` returns them.
+        A link that leads out of the run is left out, and is a problem of the run."""
         files: dict[str, tuple[Path, Stamp]] = {}
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         if len(entries) > MAX_FILES:
@@ -406,7 +413,7 @@ class GroupTable:
         itself, down to single files, so that one damaged file costs no other. A damaged file
         becomes a problem of the run."""
         # `_insert` needs numbers in succession.
-        file_number = max(self.by_number, default=-1) + 1
+        file_number = max(self.by_number, default=-1) + 1  # 0 for the first file
         files = []
         for stem, path, stamp in batch:
             if stem in self.files:
@@ -430,8 +437,9 @@ class GroupTable:
 
     def _insert(self, files: Sequence[GroupFile]) -> None:
         """Reads files, whose numbers follow one another, into the tables, all or none of them, and
-        adds a column for each new reward function. ShoalError if a needed column is missing or of
-        another type, database.error if a file is damaged."""
+        adds a column for each new reward function, of at most MAX_FUNCTIONS of these files. Does
+        not add them to `files`. ShoalError if a needed column is missing or of another type,
+        database.error if a file is damaged."""
         database = self.database
         columns = database.columns([file.path for file in files])
         for column, kinds in NEEDED.items():
@@ -487,6 +495,7 @@ class GroupTable:
         on_disk = self._files_on_disk()
         if not on_disk:
             return {}
+        # Steps come after evaluations, and within these the largest name is the newest.
         newest = max(on_disk, key=lambda stem: (stem.startswith("step_"), stem))
         path, _ = on_disk[newest]
         try:
@@ -497,7 +506,8 @@ class GroupTable:
                     chosen.append(f"TRY_CAST({name} AS DOUBLE) AS {name}")
             query = f"SELECT {', '.join(chosen)} FROM read_parquet(?) LIMIT 1"
             rows = self.database.rows(query, str(path))
-        except self.database.error:  # the file is damaged; indexing reports it
+        # The file is damaged, which indexing reports; or `chosen` is empty, which DuckDB refuses.
+        except self.database.error:
             return {}
         weights = {}
         for row in rows:
@@ -519,7 +529,8 @@ class GroupTable:
         """Returns (rows, total): `limit` rows of the table from `offset` on, each a group, and the
         number of all rows that the filter (see `condition`) leaves. A row has COLUMNS,
         `mean/<function>`, the beginning of its `prompt` and its `file` (the name without ending);
-        the last two are "" if they are not known. Floats are rounded (`rounded`).
+        the last two are "" if they are not known. Floats are rounded (`rounded`). Rows that are
+        equal in `sort` are in order of file and group.
 
         `sort`: a column, or with `by_prompt` also `times` or `change`; rows without a value are the
         last ones. `hits`: name of a database table of (file, group), the result of a search; only
@@ -573,8 +584,9 @@ class GroupTable:
 
 
 def _count_of_role(role: str) -> str:
-    """Returns SQL for the number of messages with a role. Within JSON text quotes are escaped, so
-    the content of a message cannot match."""
+    """Returns SQL for the number of messages with a role: by how much the text becomes shorter
+    without its mentions, divided by the length of one. Within JSON text quotes are escaped, so the
+    content of a message cannot match."""
     text = f'"role": "{role}"'
     return f"(length(messages) - length(replace(messages, {quoted(text)}, ''))) / {len(text)}"
 

@@ -95,7 +95,7 @@ def stored_step(purpose: Purpose, step: int) -> int:
     """Returns the step as metrics, files and messages count it. In training that is from 1, while
     `Group.step`, which addresses random numbers, counts from 0. For an evaluation it is the version
     that is evaluated."""
-    return step + (purpose is Purpose.TRAIN)
+    return step + (purpose is Purpose.TRAIN)  # True counts as 1
 
 
 # ---- writing
@@ -108,9 +108,11 @@ def write_file(
     logprobs: TokenLogprobs | None = None,
 ) -> None:
     """Writes groups to a parquet file that appears whole or not at all, and waits until it is on
-    the disk. `advantages`, `logprobs`: the trainer's, as their types say; absent for an evaluation.
+    the disk; makes its folder if there is none, and replaces an existing file. `advantages`,
+    `logprobs`: the trainer's, as their types say; absent for an evaluation.
 
-    ShoalError if the file cannot be written, ValueError if the lengths of arrays do not match."""
+    ShoalError if the file cannot be written; ValueError if there is not one advantage per
+    completion and one log-prob per token."""
     import pyarrow.parquet as pq
 
     table = to_table(groups, advantages, logprobs)
@@ -148,6 +150,7 @@ def to_table(
     columns: dict[str, list[Any]] = {name: [] for name in _OF_COMPLETION}
     for number, group in enumerate(groups):
         for index, completion in enumerate(group.completions):
+            # What the group or its tokens say already is stored as null.
             has_mask = not np.all(completion.loss_mask)
             has_versions = bool(np.any(completion.versions != group.version))
             correct = None if group.correct is None else bool(group.correct[index])
@@ -185,7 +188,7 @@ def to_table(
     table["trainer_logprobs"] = _lists(columns["trainer_logprobs"], np.float32)
     table["support_ids"] = _nested_lists(columns["support_ids"])
 
-    as_json = []
+    as_json = []  # names of the columns that hold JSON text
     extras = {}
     for name in _names([group.extra for group in groups]):
         column = extras[f"extra/{name}"] = []
@@ -321,6 +324,7 @@ def _nested_lists(arrays: Sequence[np.ndarray | None]) -> pa.ListArray:
     """
     import pyarrow as pa
 
+    # Arrow stores lists as one flat array and the positions at which each list ends.
     counts = [np.zeros(1, int)]  # length of each token's list, after a leading 0
     values = [np.empty(0, np.int32)]
     sizes = [0]  # number of tokens of each array, after a leading 0
@@ -381,7 +385,7 @@ def free_column(values: Sequence[Any]) -> tuple[pa.Array, bool]:
     arrow_types = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
     ready = [json_ready(value) for value in values]
     types = {type(value) for value in ready} - {type(None)}
-    if not types:
+    if not types:  # all values are None
         types = {str}
     is_json = len(types) > 1 or not types <= arrow_types.keys()
     if types == {int} and not _fit_int64(ready):
@@ -393,7 +397,7 @@ def free_column(values: Sequence[Any]) -> tuple[pa.Array, bool]:
 
 
 def _fit_int64(values: Sequence[int | None]) -> bool:
-    """True if all integers fit into 64 bits."""
+    """True if all integers fit into 64 bits; None always does."""
     for value in values:
         if value is not None and not -(2**63) <= value < 2**63:
             return False
@@ -416,8 +420,8 @@ def encodable(value: Any) -> Any:
 
 
 def read_file(path: Path) -> list[StoredGroup]:
-    """Returns the groups of one file, bit for bit as they were written. ShoalError, which names the
-    file, if it is damaged."""
+    """Returns the groups of one file, bit for bit as they were written, all in memory. ShoalError,
+    which names the file, if it is damaged or missing."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -442,8 +446,8 @@ def read_file(path: Path) -> list[StoredGroup]:
 
 
 def from_table(table: pa.Table) -> list[StoredGroup]:
-    """Returns the groups of a table that `to_table` made. KeyError, TypeError or ValueError if
-    another program made the table."""
+    """Returns the groups of a table that `to_table` made, in the order in which they were given to
+    it. KeyError, TypeError or ValueError if another program made the table."""
     as_json = json.loads((table.schema.metadata or {})[_NOTES])["json"]
     columns: dict[str, list[Any]] = {}
     for name in table.column_names:
@@ -455,6 +459,7 @@ def from_table(table: pa.Table) -> list[StoredGroup]:
             values = [None if value is None else json.loads(value) for value in values]
         columns[name] = values
     # Each group begins with the row of its completion 0.
+    # `borders`: the row at which each group begins, and at the end the number of rows.
     borders = np.flatnonzero(np.array(columns["completion"]) == 0).tolist()
     borders.append(table.num_rows)
     groups = []
@@ -585,8 +590,8 @@ def _arrays(column: pa.ChunkedArray, dtype: Any) -> list[np.ndarray | None]:
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> np.ndarray:
-    """Returns rows of different lengths as int32[T, K], padded with -1 at the end of the shorter
-    ones."""
+    """Returns T rows of different lengths as int32[T, K], K the length of the longest, padded with
+    -1 at the end of the shorter ones."""
     width = max(map(len, rows), default=0)
     padded = np.full((len(rows), width), -1, np.int32)
     for number, row in enumerate(rows):
@@ -602,7 +607,8 @@ def _floats(values: Sequence[float | None]) -> np.ndarray:
 def group_record(stored: StoredGroup) -> dict[str, Any]:
     """Returns a stored group in JSON's own types, which `shoal groups` prints: the prompt once,
     then under `completions` a record for each completion (`_completion_record`). Leaves out what
-    says nothing, such as a loss mask that is always true. `step` is counted as by `stored_step`."""
+    says nothing, such as a loss mask that is always true. `step` counts from 1; of an evaluation it
+    is the version. The number of the group in its file is not in the record."""
     group = stored.group
     record: dict[str, Any] = {
         "purpose": group.purpose,
@@ -624,9 +630,10 @@ def group_record(stored: StoredGroup) -> dict[str, Any]:
 
 
 def _completion_record(stored: StoredGroup, index: int) -> dict[str, Any]:
-    """Returns the record of completion `index` of a stored group, whose values are not JSON yet.
-    It always has text, tokens, log-probs, stop reason, reward, components and `valid`; all else
-    only if the group has it and it differs from the usual."""
+    """Returns the record of completion `index` of a stored group, whose values are not JSON yet. It
+    always has text, tokens, log-probs, stop reason, reward, components and `valid`; all else only
+    if the group has it and it differs from the usual: a loss mask that is not all true, versions
+    that are not all the group's, messages, prompts or branches of the completion's own."""
     group = stored.group
     completion = group.completions[index]
     record: dict[str, Any] = {

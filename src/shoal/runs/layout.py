@@ -21,7 +21,7 @@ def make_run_folder(
     """Makes a run's folder and returns its path: `base/run_name`, which may exist and hold a run,
     or without a name a new one, `base/YYYY-MM-DD/HH-MM-SS` (with -1, -2, ... if that exists).
     `now`: the time for that name, by default the present. If `base` is in a bucket, the folder is
-    the local one that the run works in.
+    the local one that the run works in. Writes nothing into the folder, and takes no lock.
 
     ShoalError if the folder cannot be made, if its path has a "[", or if a named one holds files
     but no run."""
@@ -54,12 +54,13 @@ def make_run_folder(
 
 def refuse_foreign(path: Path) -> None:
     """Raises ShoalError if a folder holds files, but no config.yaml, so that a run there would mix
-    with something else. Hidden files and those in EMPTY do not count."""
+    with something else. Hidden files and those in EMPTY do not count, and an empty folder is
+    allowed. The folder must exist."""
     foreign = []
     for entry in path.iterdir():
         if entry.name not in EMPTY and entry.name[0] != ".":
             foreign.append(entry.name)
-    if foreign and CONFIG not in foreign:
+    if foreign and CONFIG not in foreign:  # with config.yaml the folder is a run
         raise ShoalError(
             f"the folder {path} holds something that is no run ({min(foreign)}, no {CONFIG}): "
             "choose another run_name, or empty it",
@@ -121,20 +122,21 @@ EMPTY = ("metrics.jsonl", "evaluations.jsonl", "events.jsonl", WORKER_PROOF)
 
 
 class Lock:
-    """Keeps a second process out of a run folder; released when the process that holds it ends,
-    however it ends.
+    """Keeps a second process out of a run folder; released by `release`, or when the process that
+    holds it ends, however it ends.
 
     `missing` says why a file system (some network ones) grants no locks, and no process is kept
     out; "" if the lock works."""
 
     def __init__(self, folder: Path) -> None:
-        """Takes the lock, and writes who holds it. ShoalError, which names the holder, if another
-        process has it."""
+        """Takes the lock of a folder, which must exist, and writes who holds it to its file
+        `.lock`. Does not wait: ShoalError, which names the holder, if another process has the
+        lock."""
         import fcntl
 
         path, self.missing = folder / LOCK, ""
         with explain_write_errors(path):
-            self._file = open_text(path, "a+")
+            self._file = open_text(path, "a+")  # keeps the holder's name until the lock is taken
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -166,8 +168,8 @@ run."""
 def find_run(name: str, base: str | os.PathLike[str] = "outputs", groups: bool = True) -> Path:
     """Returns the folder of a run. `name`: its path, or the word `last` for the run that was
     started last under `base` (unless there is a folder `last` here). A run in a bucket is copied to
-    this machine, with its groups if `groups`, and the copy is returned. ShoalError if there is no
-    such run."""
+    this machine, without the arrays of its checkpoints and with its groups if `groups`, and the
+    copy is returned. ShoalError if there is no such folder, or if it has no config.yaml."""
     if name == LAST and not Path(name).is_dir():
         if is_bucket(base):
             pointed = (
@@ -197,7 +199,8 @@ def find_run(name: str, base: str | os.PathLike[str] = "outputs", groups: bool =
 def parts_of(run: Path) -> dict[int, Path]:
     """Returns version -> path of the files config_<version>.yaml, in no particular order. A run
     that was resumed with other settings has one for each of its parts: the settings that were
-    requested when the part began, at this version. {} for a run that never was."""
+    requested when the part began, at this version, which for the first part is 0. {} for a run that
+    never was resumed so."""
     parts = {}
     for file in run.glob("config_*.yaml"):
         digits = file.stem.removeprefix("config_")

@@ -26,16 +26,18 @@ _LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\
 
 
 def json_ready(value: Any) -> Any:
-    """Returns a value in JSON's own types: tuples, sets and arrays as lists, NaN and infinity as
-    None, an enum as its value, the keys of a mapping as texts, anything else that JSON lacks as
-    text.
+    """Returns a value in JSON's own types. NaN and infinity become None. Lists, tuples and sets
+    become lists, those of a set in no particular order. An array becomes nested lists, a number of
+    numpy and an array without dimensions a single value. A mapping becomes a dict whose keys are
+    texts. An enum becomes its value. Bytes become text as UTF-8, with escapes for what is not
+    UTF-8. Anything else that JSON lacks becomes its `str`. What is inside is converted likewise.
 
     A float narrower than 64 bits becomes the shortest decimal that gives it back: float32(0.1)
     becomes 0.1."""
     if isinstance(value, enum.Enum):
         return json_ready(value.value)
     if isinstance(value, str):
-        return str(value)
+        return str(value)  # a subclass becomes a plain str
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float) and not isinstance(value, np.floating):
@@ -44,13 +46,16 @@ def json_ready(value: Any) -> Any:
         return {str(json_ready(key)): json_ready(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [json_ready(item) for item in value]
-    if hasattr(value, "__array__"):
+    if hasattr(value, "__array__"):  # arrays and numbers of numpy and JAX
         return _array_ready(np.asarray(value))
     return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
 
 
 def _array_ready(array: np.ndarray) -> Any:
-    """Returns an array as nested lists in JSON's own types."""
+    """Returns an array as nested lists in JSON's own types; one without dimensions as its single
+    value. Floats become the shortest decimals, NaN and infinity None; what is neither a number, a
+    boolean, a text nor an object, such as a complex number or a date, becomes its `str`."""
+    # The kinds are numpy's: b boolean, i and u integers, S bytes, U text, O objects, f floats.
     if array.dtype.kind in "biu":
         return array.tolist()
     if array.ndim:
@@ -59,12 +64,14 @@ def _array_ready(array: np.ndarray) -> Any:
         return json_ready(array.item())
     if array.dtype.kind in "fV":  # V: bfloat16 and similar types
         with contextlib.suppress(ValueError):
-            return json_ready(float(str(array[()])))
+            return json_ready(float(str(array[()])))  # `str` gives the shortest decimal
     return str(array[()])
 
 
 def json_line(record: Any) -> str:
-    """Returns a record as one line of strict JSON, without its line end."""
+    """Returns a record as one line of strict JSON, without its line end; values that JSON lacks
+    become what `json_ready` makes of them, and characters that some programs take for line ends are
+    escapes."""
     return json.dumps(json_ready(record), ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS)
 
 
@@ -240,8 +247,8 @@ _JSON_TYPES: Mapping[str, type | tuple[type, ...]] = {
 
 
 def _has_type(value: Any, annotation: str) -> bool:
-    """True if a JSON value has the type of a field's annotation, such as "float | None". Of a
-    `Mapping[...]` only the outermost type is checked, not its keys and values. An integer is a
+    """True if a JSON value has the type of a field's annotation, a text such as "float | None". Of
+    a `Mapping[...]` only the outermost type is checked, not its keys and values. An integer is a
     float, too; true and false have no type of a field."""
     if isinstance(value, bool):  # which Python counts among the integers
         return False
@@ -265,15 +272,17 @@ def _step_of(record: Mapping[str, Any]) -> int:
 
 
 def open_text(path: Path, mode: str) -> Any:
-    """Opens a text file as UTF-8 with "\\n" as line end; lone surrogates are written as escapes.
-    `mode`: of `open`, like "a"."""
+    """Opens a text file as UTF-8 with "\\n" as line end, and returns it; the caller closes it. Lone
+    surrogates are written as escapes. `mode`: of `open`, like "a". OSError if it cannot be
+    opened."""
     # A lone surrogate, which UTF-8 cannot hold, is written as \udcxx, JSON's own escape for it.
     return path.open(mode, encoding="utf-8", errors="backslashreplace", newline="\n")
 
 
 def write_atomically(path: Path, lines: Iterable[str]) -> None:
     """Writes lines (without their line ends) to a file such that the file appears whole or not at
-    all, and waits until it is on the disk. ShoalError if it cannot be written."""
+    all, and waits until it is on the disk. Replaces an existing file. ShoalError if it cannot be
+    written."""
     with (
         atomic_write(path) as temporary,
         explain_write_errors(path),
@@ -306,8 +315,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class JsonlSink:
-    """Appends lines to a file and flushes each, so that they survive if the process is killed.
-    Threads may share it."""
+    """Appends lines to a file and flushes each, so that they survive if the process is killed;
+    after a power cut only those before the last `sync` are certain. Threads may share it. `close`
+    it at the end."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Opens the file, which need not exist; what it holds stays. ShoalError if it cannot be
@@ -328,8 +338,8 @@ class JsonlSink:
         """Rewrites the file without the lines (as JSON records) for which `is_kept` returns False,
         and without an incomplete last line. With `of_first`, only that many lines at the beginning
         are checked; all later ones stay. ShoalError if a line is damaged, or the file cannot be
-        written."""
-        self.close()
+        written; the file is then closed, and no line can be added any more."""
+        self.close()  # the file is replaced by another one
         lines = []
         for number, line in enumerate(read_lines(self.path)):
             is_checked = of_first is None or number < of_first
@@ -377,15 +387,16 @@ for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
 
 
 def flat_yaml(text: str) -> dict[str, Any]:
-    """Parses YAML of nested mappings, and returns dotted key -> value. ValueError like
-    `bounded_yaml`."""
+    """Parses YAML of nested mappings, and returns dotted key -> value; an empty mapping is a value.
+    ValueError if the text is anything else, or exceeds the bounds of `bounded_yaml`."""
     return dict(leaves(bounded_yaml(text)))
 
 
 def bounded_yaml(text: str) -> Mapping[str, Any]:
     """Parses YAML that another program may have written, and returns its nested mappings.
     ValueError if the text is anything else (also an empty one), exceeds the bounds on depth or
-    number of values, or has aliases, with which a small file can stand for billions of values."""
+    number of values (MAX_NESTING, MAX_VALUES), has a number of more than MAX_DIGITS digits, or has
+    aliases, with which a small file can stand for billions of values."""
     depth = 0
     num_values = 0
     try:
@@ -417,8 +428,8 @@ def bounded_yaml(text: str) -> Mapping[str, Any]:
 
 def bounded_json(text: str | bytes) -> Any:
     """Parses JSON that another program may have written, and returns its value. ValueError if the
-    text is not JSON, is nested too deep, or has an integer with so many digits that neither a float
-    nor a database holds it."""
+    text is not JSON, is nested more than MAX_NESTING deep, or has an integer of more than
+    MAX_DIGITS digits. The number of values is not bounded."""
     try:
         value = json.loads(text, parse_int=_bounded_int)
     except RecursionError as error:
@@ -459,12 +470,14 @@ def leaves(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def bounded_line(text: object) -> str:
-    """Returns the beginning of a text of any length, as one line."""
+    """Returns the first 400 characters of a text of any length, as one line."""
     return one_line(text)[:400]
 
 
 def reason(error: BaseException) -> str:
-    """Returns the message of an error as one short line, or its type if it has none."""
+    """Returns the message of an error as one line of at most 160 characters, or the name of its
+    type if it has no message."""
+    # `strerror`: of an OSError what is wrong, without number and path.
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return bounded_line(text)[:160]
 

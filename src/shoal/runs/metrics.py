@@ -265,8 +265,9 @@ class MetricSet:
         self._pairs[name] = (amount, weight)
 
     def result(self) -> dict[str, float]:
-        """Returns name -> figure, in the table's order; for a mean, the sum divided by the count. A
-        name to which nothing was added is absent."""
+        """Returns name -> figure, in the table's order, and by name among those of one row such as
+        `rewards/{function}`; for a mean, the sum divided by the count. A name to which nothing was
+        added, or only with a count of 0, is absent. Drops nothing: adding may go on."""
         figures = {}
         for name in sorted(self._pairs, key=lambda name: (metric(name).position, name)):
             value, denominator = self._pairs[name]
@@ -315,10 +316,10 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool]) -> bool:
     """True if the most frequent answer among a question's completions is right.
 
-    Among answers that are equally frequent the one sampled first counts. A completion without an
-    answer (None) does not vote; a question without any vote is not solved. `answers` and `correct`
-    have one entry a completion, in the order sampled; of equal answers the first entry says whether
-    they are right.
+    Among answers that are equally frequent the one that was sampled first counts. A completion
+    without an answer (None) does not vote; a question without any vote is not solved. `answers` and
+    `correct` have one entry a completion, in the order sampled; of equal answers the first entry
+    says whether they are right.
 
     >>> majority_at_k(["5", "6", None, "6"], [True, False, False, False])
     False
@@ -346,7 +347,8 @@ def standard_error(values: Sequence[float]) -> float | None:
 
 
 def known_mean(values: Iterable[float]) -> float | None:
-    """Returns the mean of the values that are not NaN; None if there are none."""
+    """Returns the mean of the values that are not NaN; None if there are none. An infinite value
+    counts."""
     known = [float(value) for value in values if not math.isnan(value)]
     return math.fsum(known) / len(known) if known else None
 

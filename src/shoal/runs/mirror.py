@@ -81,7 +81,8 @@ class Fenced(ShoalError):
 
 class Lease:
     """The right to write to a run in a bucket, renewed by `renew`. Making one raises ShoalError if
-    another process holds it.
+    another process holds it. Nothing renews it by itself: it ends LEASE_SECONDS after the last
+    renewal, or at once with `renew(lives=False)`.
 
     Its age is measured with the bucket's clock: the time of its object against that of an object
     written just now. The clocks of machines differ by minutes, so they decide nothing. The id in it
@@ -95,7 +96,7 @@ class Lease:
         self.folder, self.id, self.number = f"{root}/{LOCKS}", secrets.token_hex(8), 0
         self.before = ""  # id of the lease before this one
         numbers: list[int] = []
-        while not self.number:
+        while not self.number:  # 0: the lease is not taken yet
             ages = with_retries(self._ages, url)
             numbers = sorted(ages)
             newest = max(numbers, default=0)
@@ -104,6 +105,7 @@ class Lease:
             if holder.get("id") == self.id:
                 self.number = newest
                 break
+            # No holder: there is no lease yet, or it was removed meanwhile.
             left = _seconds_left(holder, ages[newest]) if holder else 0.0
             if left > 0:
                 ends = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
@@ -135,7 +137,9 @@ class Lease:
     def _ages(self) -> dict[int, float]:
         """Returns number -> age of each lease in the bucket, in seconds since it was renewed, by
         the bucket's own clock, which is read by writing an object and removing it. Also removes
-        such objects that were left behind. ShoalError if this kind of storage has no such times."""
+        such objects that were left behind. ShoalError if this kind of storage has no such times;
+        ConnectionError, after which `with_retries` calls again, if the object just written is not
+        listed yet."""
         clock = f"{CLOCK}{secrets.token_hex(8)}"
         path = f"{self.folder}/{clock}"
         self.fs.pipe_file(path, b"-")
@@ -162,7 +166,8 @@ class Lease:
         return ages
 
     def check(self) -> None:
-        """Raises `Fenced` if another process has taken over; an error of the storage as it is."""
+        """Raises `Fenced` if another process has taken over, and an error of the storage as it is;
+        does nothing if this process still holds the lease, also if it is overdue."""
         newest = max(self.numbers(), default=0)
         if newest > self.number:
             name = self._holder(newest).get("name", "another process")
@@ -235,8 +240,8 @@ class _Closed(Exception):
 
 
 class Mirror:
-    """Keeps a bucket equal to a local run folder, in threads. The run calls `check`, `saved` and
-    `flush`.
+    """Keeps a bucket equal to a local run folder, in threads, until `close`. The run calls `check`,
+    `saved` and `flush`.
 
     >>> with closing(Mirror(folder, most_unsaved=3, console=console)) as mirror:
     ...     mirror.flush()
@@ -286,6 +291,7 @@ class Mirror:
         checkpoints the bucket has, and removes checkpoints whose upload was cut off."""
         marker = self.folder / MARKER
         objects = with_retries(partial(buckets.objects, self.fs, self.root), self.url)
+        # Whether the lease before this process's own was taken from this folder.
         wrote_last = False
         if marker.is_file() and "config.yaml" in objects:
             wrote_last = marker.read_text() == self.lease.before
@@ -294,7 +300,7 @@ class Mirror:
             buckets.fetch_into(self.folder, weights=False, may_be_empty=True)
         self.folder.mkdir(parents=True, exist_ok=True)
         marker.write_text(self.lease.id)
-        for left in self.folder.glob(".upload-*"):
+        for left in self.folder.glob(".upload-*"):  # staging folders of processes that were killed
             shutil.rmtree(left)
         self.staging = Path(tempfile.mkdtemp(prefix=".upload-", dir=self.folder))
         self.whole = {int(Path(name).stem) for name in objects if name.startswith(f"{MANIFESTS}/")}
@@ -336,8 +342,9 @@ class Mirror:
 
     def saved(self, version: int) -> None:
         """Notes that a checkpoint was saved to the local folder. If more than `most_unsaved`
-        checkpoints are newer than the newest one in the bucket, waits until enough are uploaded.
-        ShoalError if the bucket does not answer for UNSAVED_SECONDS."""
+        checkpoints are newer than the newest one in the bucket, waits until enough are uploaded,
+        else returns at once. ShoalError if the bucket does not answer for UNSAVED_SECONDS of the
+        wait, or if a thread has failed. Uploads nothing itself."""
         self.pending.append(version)
 
         def are_few_unsaved() -> bool:
@@ -353,8 +360,10 @@ class Mirror:
 
     def flush(self) -> None:
         """Waits until the bucket has everything that the folder holds now. ShoalError if it does
-        not answer for UNSAVED_SECONDS."""
-        self._asked = asked = self._asked + 1
+        not answer for UNSAVED_SECONDS, or if a thread has failed."""
+        self._asked = asked = (
+            self._asked + 1
+        )  # the uploading thread sets `_done` to what it has met
         self._wait_until(
             lambda: self._done >= asked, f"its newest files are in {self.folder} alone"
         )
@@ -375,7 +384,7 @@ class Mirror:
                 self._silent_since
                 and time.monotonic() - max(began, self._silent_since) > UNSAVED_SECONDS
             ):
-                self.fault = ShoalError(
+                self.fault = ShoalError(  # the next round's `_check` raises it
                     f"{self.url} has not answered for {UNSAVED_SECONDS:.0f} s ({self._cause}), and "
                     f"the newest state of the run is in {self.folder} alone: where it answers "
                     "again, the same command on this machine continues from there"
@@ -392,7 +401,9 @@ class Mirror:
             self._closed.set()
             self._wake.set()
             for thread in self._threads:
-                thread.join(0 if self.fault else 30)
+                thread.join(
+                    0 if self.fault else 30
+                )  # seconds; a daemon thread ends with the process
             if not self.fault:
                 with contextlib.suppress(Exception):  # if this fails, the lease ends by itself
                     self.lease.renew(lives=False)
@@ -401,8 +412,8 @@ class Mirror:
     # ---- threads
 
     def _run_thread(self, work: Callable[[], None]) -> None:
-        """Runs a thread's work. An error of it becomes `fault`, which the run raises at its next
-        call of `check`."""
+        """Runs a thread's work, and raises nothing. An error of it becomes `fault`, which the run
+        raises at its next call of `check`, `saved` or `flush`; `_Closed` is no error."""
         try:
             work()
         except _Closed:
@@ -447,7 +458,7 @@ class Mirror:
             self._upload_plain(self._plain_files())
             self._remove()
             self._done = asked
-            if self._asked == asked:
+            if self._asked == asked:  # otherwise a flush was asked for meanwhile: go on at once
                 self._wake.wait(PERIOD_SECONDS)
                 self._wake.clear()
 
@@ -485,7 +496,7 @@ class Mirror:
             for name in folders:
                 if name[0] != "." and folder / name != self.checkpoints:
                     kept.append(name)
-            folders[:] = kept
+            folders[:] = kept  # os.walk then enters only these
             for name in names:
                 path = folder / name
                 if name[0] == ".":
@@ -501,7 +512,7 @@ class Mirror:
         their order; a file that was removed meanwhile is passed over."""
         # Upload a copy: a file that grows meanwhile would not have the size that was announced.
         copy = self.staging / "copy"
-        for name, version in files.items():
+        for name, version in files.items():  # `version`: (size, time) of the file's content
             with contextlib.suppress(FileNotFoundError):
                 if self.sent.get(name) != version:
                     shutil.copyfile(self.folder / name, copy)
@@ -525,6 +536,7 @@ class Mirror:
         }
         for file in manifest:
             self._upload_file(stage / file, f"{name}/{file}")
+        # Checked before the manifest: a process that lost the lease must complete no checkpoint.
         self._repeat(self.lease.check)
         path, text = f"{MANIFESTS}/{version}.json", json.dumps(manifest)
         self._repeat(lambda: self.fs.pipe_file(f"{self.root}/{path}", text.encode()))
@@ -558,8 +570,9 @@ class Mirror:
 
 
 def _upload_order(name: str) -> tuple[int, str]:
-    """Returns the sort key of a file: first the settings of a run's parts, then config.yaml, which
-    makes the folder a run, then all others."""
+    """Returns the sort key of a file by its name within the run: first the settings and decisions
+    of a run's parts, then config.yaml, which makes the folder a run, then all others, each by
+    name."""
     if re.fullmatch(r"(config|decided)_\d+\.yaml", name):
         return 0, name
     if name == "config.yaml":

@@ -75,8 +75,10 @@ MAX_PROBLEMS, MAX_PARTS = 100, 50
 
 @dataclass
 class StoredRun:
-    """One run's folder, to be read. `name` is unique among the runs of a page, and is all that an
-    address on the page says of a run.
+    """One run's folder, to be read; it must exist, and nothing is read until it is asked for.
+    `name` is unique among the runs of a page, and is all that an address on the page says of a run.
+    `lenient`: what cannot be read becomes an entry of `problems`; otherwise it raises ShoalError.
+    `root` is the resolved path, `where` the path or the bucket's address for texts.
 
     >>> run = StoredRun(find_run("last"))
     >>> run.config.steps, run.metrics()[1]["reward/mean"], run.groups(step=1)[0].group.texts
@@ -128,8 +130,9 @@ class StoredRun:
                 self.problems[about] = bounded_line(f"{about}: {text}")
 
     def add_damaged_line(self, name: str, number: int, cause: str) -> None:
-        """Adds to `problems` that line `number` (from 1) of a file cannot be read, because of
-        `cause`; with strict reading raises ShoalError instead."""
+        """Adds to `problems` that line `number` (from 1) of the file `name` cannot be read, because
+        of `cause`; with strict reading raises ShoalError instead. As a file has one problem, only
+        its last damaged line is kept."""
         if not self.lenient:
             raise ShoalError(
                 f"{self.where}/{name}, line {number} is damaged ({cause}): restore the file from a "
@@ -255,6 +258,7 @@ class StoredRun:
     def process_has_ended(self) -> bool:
         """True if the process that last worked in this folder ran on this machine and no longer
         exists, however it ended. False if it exists, ran on another machine, or is unknown."""
+        # The two lines that `Lock` writes: the process and its machine; when the process started.
         holder = re.fullmatch(r"process (\d{1,9}) on (\S+)\s+(\d*)\s*", self.text(LOCK, 400))
         if not holder:
             return False
@@ -297,7 +301,8 @@ class StoredRun:
         return Evaluations(LineReader(self, EvaluationLine).read_all())
 
     def events(self) -> list[EventLine]:
-        """Returns warnings, errors and phases so far, in order; errors like `steps`."""
+        """Returns phases, notes, warnings and errors so far, in order, from the first
+        MAX_EVENT_BYTES of the file; errors like `steps`."""
         return LineReader(self, EventLine, MAX_EVENT_BYTES).read_all()
 
     def before_after(
@@ -316,7 +321,8 @@ class StoredRun:
 
     def group_files(self, name: str = "step") -> dict[int, Path]:
         """Returns step -> path of the files `groups/<name>_<step>.parquet`, in order of the steps.
-        `name`: "step" for training, `evaluate_<data set>` for an evaluation."""
+        `name`: "step" for training, `evaluate_<data set>` for an evaluation, whose step is the
+        version. {} if there are none. Reads no file."""
         files = {}
         for path in (self.path / "groups").glob(f"{name}_*.parquet"):
             matched = re.fullmatch(rf"{re.escape(name)}_(\d+)", path.stem)
@@ -325,8 +331,9 @@ class StoredRun:
         return dict(sorted(files.items()))
 
     def require_groups(self, name: str = "step") -> dict[int, Path]:
-        """Returns `group_files`. ShoalError if there are none, which says why: the run stores no
-        groups, or has not come so far."""
+        """Returns step -> path of the files `groups/<name>_<step>.parquet`, like `group_files`.
+        ShoalError if there are none, which says why: the run stores no groups, or has not come so
+        far."""
         files = self.group_files(name)
         if files:
             return files
@@ -355,8 +362,9 @@ class StoredRun:
         return read_file(files[step])
 
     def group(self, step: int, number: int, name: str = "step") -> StoredGroup:
-        """Returns group `number` (from 0) of a step. ShoalError if the step has fewer groups, and
-        if `groups`, which has the same `step` and `name`, raises it."""
+        """Returns group `number` (from 0) of a step (from 1; of an evaluation the version). `name`:
+        "step" for training, `evaluate_<data set>` for an evaluation. ShoalError if the step has
+        fewer groups or none, or if its file, all of which is read, is damaged."""
         groups = self.groups(step, name)
         if number >= len(groups):
             raise ShoalError(
@@ -398,14 +406,16 @@ MAX_ROWS = 5000
 
 
 class Evaluations:
-    """The evaluations of a run, in order."""
+    """The evaluations of a run, in the order in which they were written: `lines` has one line for
+    each version and data set."""
 
     def __init__(self, lines: Sequence[EvaluationLine] = ()) -> None:
         self.lines = list(lines)
 
     def read(self, reader: LineReader[EvaluationLine], seconds: float) -> None:
         """Adds the new lines of a file that a run may still be writing, reading for about
-        `seconds`. Starts over if the file was replaced. Keeps only the first MAX_ROWS lines."""
+        `seconds`. Starts over if the file was replaced. Keeps only the first MAX_ROWS lines, and
+        leaves out all later ones."""
         restarted, lines = reader.read_new(seconds)
         if restarted:
             self.lines = []
@@ -421,8 +431,8 @@ class Evaluations:
         self, summary: Summary | None
     ) -> tuple[Mapping[str, Mapping[str, Any]], Mapping[str, Mapping[str, Any]]]:
         """Returns (before, after), each as data set -> figures: before the first step and after the
-        last, from the summary. Without a summary they are the first and the newest evaluation so
-        far: {} if there is none yet, and `after` is {} if there is only one."""
+        last, from the summary. Without a summary they are the evaluations of the lowest and of the
+        highest version so far: {} if there is none yet, and `after` is {} if there is only one."""
         if summary is not None:
             return summary.before, summary.after
         by_step: dict[int, dict[str, Mapping[str, Any]]] = {}
@@ -483,8 +493,8 @@ def _interval(
     name: str, value: float, standard_error: float, figures: Mapping[str, Any]
 ) -> tuple[Any, Any]:
     """Returns (low, high) of a figure's 95% interval, None for an end that is unknown. An accuracy
-    has a stored interval in `figures`; that of any other figure follows from its standard error,
-    which is NaN if unknown."""
+    may have a stored interval in `figures`; that of any other figure, or of an accuracy without
+    one, follows from its standard error, which is NaN if unknown."""
     stored = figures.get("accuracy_interval")
     if name.endswith("/accuracy") and isinstance(stored, list):
         # The file may be of another program: a list of any length, with values of any type.
@@ -526,9 +536,9 @@ class LineReader(Generic[Line]):
     def __init__(
         self, run: StoredRun, line_type: type[Line], most_bytes: int = MAX_FILE_BYTES
     ) -> None:
-        """Opens nothing yet. `line_type`: the class of the lines, which names the file and parses
-        its lines. Lines after the first `most_bytes` of the file are not read, which is a problem
-        of the run."""
+        """Opens nothing yet. `line_type`: StepLine, EvaluationLine or EventLine, which names the
+        file and parses its lines. Lines after the first `most_bytes` of the file are not read,
+        which is a problem of the run."""
         self._run, self._type, self._most_bytes = run, line_type, most_bytes
         self._name = line_type.FILE
         self._inode = -1  # inode of the file that was read last; -1: there was no file
@@ -581,6 +591,7 @@ class LineReader(Generic[Line]):
                     piece = file.read(PIECE_BYTES)
                     self._offset += len(piece)
                     self.complete = len(piece) < PIECE_BYTES
+                    # What follows the last line end is the beginning of a line.
                     *lines, self._rest = (self._rest + piece).split(b"\n")
                     yield from self._parsed(lines)
                     if len(self._rest) > MAX_LINE_BYTES:
@@ -663,7 +674,8 @@ def open_runs(
     runs = []
     for root, path in new.items():
         name = names.get(root, "")
-        # A run without a name, or with one that another run has, is named by the end of its path.
+        # A run without a name ("", counted 0 times), or with one that another run has, is named by
+        # the end of its path.
         if num_uses[name] != 1:
             roots = list(known_roots) + list(new)
             name = short_name(root, roots)
@@ -784,8 +796,8 @@ def read_decisions(run: Path, file: str = CONFIG) -> dict[str, Decision]:
 
 
 def _decisions_in(text: str) -> dict[str, Decision]:
-    """Returns the decisions in the text of decided.yaml, which is empty if nothing was left
-    open."""
+    """Returns key -> decision, from the text of decided.yaml; {} for an empty text, if nothing was
+    left open. ValueError or ShoalError if the text holds anything else."""
     return decisions_of(bounded_yaml(text)) if text.strip() else {}
 
 
@@ -797,7 +809,7 @@ def read_config(run: Path, file: str = CONFIG) -> Config:
 
 def read_summary(run: Path) -> Summary | None:
     """Returns the summary of a finished run; None if the run has not finished, or the file is
-    damaged."""
+    damaged. Reads a file of any size, so not for runs that may be hostile (`StoredRun.summary`)."""
     try:
         return Summary.parse(json.loads((run / SUMMARY).read_text(encoding="utf-8")))
     # A file that a power cut truncated counts as missing, and is written again.

@@ -43,7 +43,8 @@ class Table:
             self.columns[name] = [row.get(name) for row in self.rows]
 
     def __getitem__(self, name: str) -> list[Any]:
-        """Returns a column. ShoalError, with the nearest name, if there is no such column."""
+        """Returns the values of a column, one a row; None where a row lacks it. It is not copied.
+        ShoalError, with the nearest name, if there is no such column."""
         if name not in self.columns:
             hint = ": the table is empty"
             if self.columns:
@@ -71,8 +72,9 @@ class Table:
         return pandas.DataFrame(self.columns)
 
     def __repr__(self) -> str:
-        """Returns a text table of the usual columns, or of the first 8 if it has none of them, and
-        of the first and last _SHOWN_ROWS rows; and a line that names all columns."""
+        """Returns a text table of the usual columns (_SHOWN), or of the first 8 if it has none of
+        them, with the first and last _SHOWN_ROWS rows, or all if there are no more; and a line that
+        names all columns."""
         names = [name for name in _SHOWN if name in self.columns]
         if not names:
             names = list(self.columns)[:8]
@@ -108,7 +110,9 @@ _SHOWN_ROWS = 10  # at either end
 
 
 class Result(Mapping[str, Any]):
-    """A run read from its folder. As a mapping it is the run's summary.
+    """A run read from its folder. As a mapping it is the run's summary, empty until the run has
+    finished. Metrics, evaluations and summary are read once and do not change when the run goes on;
+    groups are read at each call.
 
     >>> result = shoal.train(task=rows, reward=f)
     >>> result["accuracy_after"], result.metrics["reward/mean"], result.evaluations[-1]["accuracy"]
@@ -147,8 +151,9 @@ class Result(Mapping[str, Any]):
         return list(self._run.group_files())
 
     def groups(self, step: int) -> list[StoredGroup]:
-        """Returns a training step's groups, each with `.group` (prompt, texts, rewards) and
-        `.advantages`. ShoalError if there are none."""
+        """Returns the groups of a training step (from 1), each with `.group` (prompt, texts,
+        rewards) and `.advantages`; reads the file at each call. ShoalError if there are none, or if
+        the file is damaged."""
         return self._run.groups(step)
 
     @property
@@ -186,7 +191,8 @@ class Result(Mapping[str, Any]):
     # ---- for reading
 
     def __repr__(self) -> str:
-        """Returns the run's folder, how far it is, and the table before and after training."""
+        """Returns lines with the run's folder, how far it is, and the table before and after
+        training, which is left out if there is no evaluation."""
         rows = self._run.before_after(self._evaluations, self._summary)
         steps = count(len(self.metrics), "step")
         if self._summary is not None:
@@ -210,7 +216,8 @@ class Result(Mapping[str, Any]):
 
     def plot(self) -> Any:
         """Returns a matplotlib figure of reward, accuracy (mean reward if the task defines none),
-        entropy and KL, and length.
+        entropy and KL, and length. It is neither shown nor written; a panel whose figures the run
+        lacks is empty.
 
         ShoalError if matplotlib is not installed, or if there is no step and no evaluation yet."""
         try:
@@ -225,7 +232,7 @@ class Result(Mapping[str, Any]):
                 f"{self.folder} holds no step and no evaluation yet: there is nothing to plot"
             )
         has_accuracy = not self.evaluations or any("accuracy" in row for row in self.evaluations)
-        evaluated: dict[str, list[dict[str, Any]]] = {}  # by data set
+        evaluated: dict[str, list[dict[str, Any]]] = {}  # rows of the evaluations, by data set
         for row in self.evaluations:
             evaluated.setdefault(row["name"], []).append(row)
         if has_accuracy:
@@ -250,13 +257,14 @@ class Result(Mapping[str, Any]):
             if len(axis.lines) > 1 or axis is scores:
                 axis.legend()
         # closed, because a notebook would otherwise show the returned figure twice
-        pyplot.close(figure)
+        pyplot.close(figure)  # the figure stays usable
         return figure
 
 
 def _draw(axis: Any, rows: Sequence[Mapping[str, Any]], column: str, label: str) -> None:
     """Draws a column of the rows over their steps, as a line named `label`, with a mark at each
-    point if there are few; draws nothing if no row has the column."""
+    point if there are fewer than _FEW_POINTS. Rows without a value are left out; draws nothing if
+    no row has the column."""
     known = [row for row in rows if row.get(column) is not None]
     if not known:
         return
@@ -267,8 +275,8 @@ def _draw(axis: Any, rows: Sequence[Mapping[str, Any]], column: str, label: str)
 
 
 def _draw_interval(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draws the 95% intervals of the accuracy as a band over the steps; nothing if no row (of an
-    evaluation) has one."""
+    """Draws the 95% intervals of the accuracy as a band over the steps; rows (of evaluations)
+    without one are left out, and nothing is drawn if none has one."""
     known = [row for row in rows if row.get("accuracy_interval")]
     if not known:
         return
@@ -315,7 +323,7 @@ class Page:
 def make_page(folder: Path, groups: Sequence[str]) -> str:
     """Returns the text of the HTML page that `shoal view` writes for a run; `groups` as in
     `Result.view`. Runs `shoal view` in another process, since a run may be of any size. ShoalError,
-    with its last line, if that fails."""
+    with the last line that it printed to stderr, if that fails. Leaves no file behind."""
     with tempfile.TemporaryDirectory() as temporary:
         to = Path(temporary) / "page.html"
         command = [sys.executable, "-m", "shoal", "view", str(folder), f"to={to}"]
@@ -329,8 +337,9 @@ def make_page(folder: Path, groups: Sequence[str]) -> str:
 
 
 def load_run(folder: Any, base_output_directory: str = "outputs") -> Result:
-    """Reads a run's folder, or `last`, the newest run under a base directory. The run may be
-    finished, running or stopped. ShoalError if the folder is not a run's."""
+    """Reads a run's folder, or the run that was started last under a base directory if `folder` is
+    `last`, and returns its results. The run may be finished, running or stopped. ShoalError if the
+    folder is not a run's, or if a file is damaged."""
     path = find_run(str(folder), base_output_directory)
-    read_config(path)  # raises if the folder is not a run's
+    read_config(path)  # called for its error alone: raises if the folder is not a run's
     return Result(path)

@@ -43,8 +43,8 @@ _SHOWN_ABOVE_ZERO = ("tools/failure_frequency", "completions/ended_by_failed")
 
 def step_texts(metrics: Mapping[str, float], compiled: int = 0) -> list[str]:
     """Returns the texts on a step's line: its metrics in the order of STEP_FIGURES, then the number
-    of skipped updates, if any. The loss is left out if there is a reward, and failures if they are
-    0.
+    of skipped updates, if any. A metric that the step lacks is left out, the loss if there is a
+    reward, and failures if they are 0. [] if nothing is left.
 
     `compiled`: the number of programs compiled during the step. If it is not 0, the number is shown
     in place of speeds, because most of the time went into compiling.
@@ -95,10 +95,11 @@ _ABOUT = (
 
 
 def evaluation_text(figures: Mapping[str, Any]) -> str:
-    """Returns an evaluation's figures (name -> value) in one line; "" if there are none. After the
-    first figure stand, in parentheses, how all were measured: protocol, number of questions,
-    interval; after the first figure of sampled answers the protocol of these; after a figure with a
-    standard error that.
+    """Returns an evaluation's figures (name -> value) in one line; if there is none to show, only
+    the parentheses of how they were measured, and "" without that too. After the first figure
+    stand, in parentheses, how all were measured: protocol, number of questions, interval; after the
+    first figure of sampled answers the protocol of these; after a figure with a standard error
+    that. If an accuracy differs from `accuracy_any_form`, both are named.
 
     >>> evaluation_text({"accuracy": 0.5, "protocol": "greedy", "num_questions": 4})
     'accuracy 50.0% (greedy, 4 questions)'
@@ -107,6 +108,7 @@ def evaluation_text(figures: Mapping[str, Any]) -> str:
     about = _about_evaluation(figures, names)
     if not names:
         return f"({'; '.join(about)})" if about else ""
+    # "": no figure is of sampled answers
     first_sampled = next((name for name in names if name.startswith(_SAMPLED)), "")
     parts = []
     for number, name in enumerate(names):
@@ -147,8 +149,9 @@ def _about_evaluation(figures: Mapping[str, Any], names: Sequence[str]) -> list[
 
 
 def _sampled_questions(figures: Mapping[str, Any]) -> list[str]:
-    """Returns a list with a text such as "20 questions": the number of questions that got sampled
-    answers. Returns [] if all questions did, or if the number is unknown."""
+    """Returns a list with one text such as "20 questions": the number of questions that got sampled
+    answers. [] if all questions did, or if the number is unknown. `figures`: those of one data
+    set."""
     number = figures.get("sampled_num_questions")
     if number is None or number == figures.get("num_questions"):
         return []
@@ -197,7 +200,7 @@ def summary_rows(
     rows = []
     for subset in dict.fromkeys([*before, *after]):
         old, new = before.get(subset, {}), after.get(subset, {})
-        about = new or old
+        about = new or old  # what says how the answers were measured
         main = "accuracy" if "accuracy" in about else "mean_reward"
         for name in _shown({**old, **new}):
             if name in _NOT_IN_SUMMARY or name.startswith("rewards/"):
@@ -240,8 +243,8 @@ def _protocol_and_questions(old: Mapping[str, Any], new: Mapping[str, Any]) -> l
 
 
 def _change(name: str, old: Any, new: Any) -> str:
-    """Returns `new - old` of a figure as text with its sign, a share in points ("+24.0 points"); ""
-    if one of the two is not a finite number."""
+    """Returns `new - old` of the figure `name` as text with its sign: a share in points ("+24.0
+    points"), another one in its unit ("+0.12"); "" if one of the two is not a finite number."""
     if not is_number(old) or not is_number(new):
         return ""
     difference = float(new) - float(old)
@@ -255,8 +258,9 @@ def _change(name: str, old: Any, new: Any) -> str:
 
 def curve_text(evaluations: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> str:
     """Returns a line with the main figure of a run's evaluations, by version, with at most 13
-    points; "" if there are fewer than three evaluations. The main figure is the accuracy on the
-    first data set, else its mean reward.
+    points, the first and the last always; "" if there are fewer than three evaluations. The main
+    figure is the accuracy on the first data set, else its mean reward. `evaluations`: version ->
+    data set -> figures.
 
     >>> curve_text({step: {"held_out": {"accuracy": 0.37 + step / 200}} for step in (0, 20, 40)})
     'held_out accuracy by step: 0: 37.0%, 20: 47.0%, 40: 57.0%'
@@ -268,6 +272,7 @@ def curve_text(evaluations: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> st
             points.append((version, main_set, figures))
     if len(points) < 3:  # the table of before and after says the same
         return ""
+    # The evaluations before and after training may have more questions than those between.
     _, _, second = points[1]
     _, main_set, last = points[-1]
     name = "accuracy" if "accuracy" in last else "mean_reward"
@@ -276,7 +281,7 @@ def curve_text(evaluations: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> st
     note = ""
     if asked_between is not None and asked_between != asked_last:
         note = f" ({count(asked_between, 'question')}, {asked_last} at both ends)"
-    stride = math.ceil(len(points) / 12)
+    stride = math.ceil(len(points) / 12)  # 12 points and the last one
     kept = points[:-1:stride]
     kept.append(points[-1])
     values = [f"{version}: {figure_text(name, figures.get(name))}" for version, _, figures in kept]

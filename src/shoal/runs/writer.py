@@ -87,7 +87,8 @@ class RunWriter:
 
     def _open(self) -> None:
         """Takes the run's lock, and opens the files of lines, to which lines are appended. Removes
-        an incomplete last line of the events."""
+        an incomplete last line of the events. ShoalError if another process has the lock, a file
+        cannot be written, or a line of the events is damaged."""
         self._lock = Lock(self.path)
         self.metrics = JsonlSink(self.path / StepLine.FILE)
         self.evaluations = JsonlSink(self.path / EvaluationLine.FILE)
@@ -95,7 +96,7 @@ class RunWriter:
         # Unlike other lines, events of this process are written before `rewind` removes what was
         # lost; `rewind` keeps them. An incomplete last line, which they would follow, is removed
         # now.
-        self.events.keep(lambda line: True)
+        self.events.keep(lambda line: True)  # keeps all that is complete
         self._events_before = len(read_lines(self.events.path))
 
     @classmethod
@@ -105,8 +106,10 @@ class RunWriter:
         run_name: str = "",
         now: datetime | None = None,
     ) -> RunWriter:
-        """Makes a new folder, or opens the one of this name (see `make_run_folder`). ShoalError if
-        it cannot be written, or another process works in it."""
+        """Makes a new folder below `base`, or opens the one of this name, which may hold a run, and
+        takes its lock (see `make_run_folder`). The writer has no mirror, so nothing is uploaded if
+        `base` is in a bucket. Close it. ShoalError if the folder cannot be written, or if another
+        process works in it."""
         return cls(make_run_folder(base, run_name, now))
 
     @property
@@ -116,7 +119,8 @@ class RunWriter:
 
     def remember(self, base: str | os.PathLike[str]) -> None:
         """Writes this run to the file `last` under `base` (and to the bucket, if `base` is in one),
-        so that the word `last` means it. Does nothing if the run is not below `base`."""
+        so that the word `last` means it; replaces the name of an earlier run. Does nothing if the
+        run is not below `base`. ShoalError if the file cannot be written."""
         base = check_local(os.fspath(base), "base_output_directory", RUNS)
         if self.path.resolve().is_relative_to(base.resolve()):
             write_atomically(base / LAST, [os.path.relpath(self.path, base)])
@@ -139,6 +143,7 @@ class RunWriter:
         last_evaluation = version if evaluated else version - 1
 
         def is_kept_evaluation(number: int) -> bool:
+            # `number`: the version that was evaluated.
             return number not in evaluated_again and number <= last_evaluation
 
         def is_kept_event(line: Mapping[str, Any]) -> bool:
@@ -158,17 +163,18 @@ class RunWriter:
             files = list(self.groups_path.iterdir()) if self.groups_path.is_dir() else []
             for file in files:
                 name, _, digits = file.stem.rpartition("_")
-                if not digits.isdigit():
+                if not digits.isdigit():  # no file of groups
                     kept = True
                 elif name.startswith("evaluate"):
                     kept = is_kept_evaluation(int(digits))
                 else:
                     kept = int(digits) <= version
+                # A hidden file is the incomplete one of a process that was killed while it wrote.
                 if file.name.startswith(".") or not kept:
                     file.unlink()
             self.summary_path.unlink(missing_ok=True)
             for number, file in parts_of(self.path).items():
-                if number > max(version, 0):
+                if number > max(version, 0):  # part 0 stays, also if the run starts anew
                     file.unlink()
                     decided_file(file).unlink(missing_ok=True)
         if version >= 0:
@@ -182,7 +188,9 @@ class RunWriter:
         return [step for step in range(1, version + 1) if step not in written]
 
     def read_evaluations(self) -> dict[int, dict[str, Mapping[str, Any]]]:
-        """Returns version -> data set -> figures, of all evaluations written."""
+        """Returns version -> data set -> figures, of all evaluations written; of two lines of one
+        version and data set the last counts. {} if there are none; ShoalError if a line is
+        damaged."""
         evaluations: dict[int, dict[str, Mapping[str, Any]]] = {}
         for line in StoredRun(self.path).evaluations().lines:
             evaluations.setdefault(line.step, {})[line.name] = line.figures
@@ -190,9 +198,10 @@ class RunWriter:
 
     def write_config(self, config: str, decided: str, version: int = 0) -> None:
         """Writes config.yaml, the settings as requested, and decided.yaml, what the run decided;
-        both are YAML text. If a run is resumed at `version` with other settings or decisions, those
-        of each part are kept too: config_0.yaml and decided_0.yaml of the first part,
-        config_40.yaml and decided_40.yaml of the part that began at version 40."""
+        both are YAML text. `version`: at which the settings begin to count, 0 for a new run. If a
+        run is resumed at `version` with other settings or decisions, those of each part are kept
+        too: config_0.yaml and decided_0.yaml of the first part, config_40.yaml and decided_40.yaml
+        of the part that began at version 40."""
         parts = parts_of(self.path)
         # Not config.yaml if there are parts, because it may hold the settings of a part that was
         # lost together with its checkpoint.
@@ -204,7 +213,7 @@ class RunWriter:
             if newest_decided.is_file():
                 decided_before = newest_decided.read_text(encoding="utf-8")
             if (config_before, decided_before) != (config, decided):
-                if not parts:
+                if not parts:  # this is the first change, so the first part has no files yet
                     self._write_part(0, config_before, decided_before)
                 self._write_part(version, config, decided)
         # Settings before decisions: if the process is killed in between, decisions that belong to
@@ -220,9 +229,10 @@ class RunWriter:
         write_atomically(path, [config.rstrip("\n")])
 
     def write_hydra(self, config: str, overrides: Sequence[str]) -> None:
-        """Writes the files that Hydra writes, to .hydra/, for people who look for them there;
-        nothing in Shoal reads them. `config`: the settings as YAML text; `overrides`: the arguments
-        of the command line, such as "steps=3"."""
+        """Writes the files that Hydra writes (config.yaml, overrides.yaml, hydra.yaml) to the run's
+        folder `.hydra`, for people who look for them there; nothing in Shoal reads them. `config`:
+        the settings as YAML text; `overrides`: the arguments of the command line, such as
+        "steps=3"."""
         job = {
             "hydra": {
                 "job": {"name": self.path.name},
@@ -249,7 +259,8 @@ class RunWriter:
         self.evaluations.write(EvaluationLine(step, name, figures))
 
     def begin(self, phase: Phase, step: int) -> None:
-        """Sets the phase and the step (see `EventLine`) that events get from now on."""
+        """Sets the phase ("start", "training", "evaluation" or "end") and the step that events get
+        from now on. Writes nothing."""
         self.phase = phase
         self.step = step
 
@@ -266,8 +277,9 @@ class RunWriter:
 
     def write_event(self, level: EventLevel, text: str, key: str = "") -> None:
         """Appends a line to events.jsonl, with the time and the current phase and step (`begin`).
-        `text` becomes one line; `key`: the configuration key that helps, or "". Ignores errors: a
-        full disk shows when something is written that the run needs."""
+        `level`: "phase", "note", "warning", "wrong" or "error"; `text` becomes one line; `key`: the
+        configuration key that helps, or "". Ignores errors: a full disk shows when something is
+        written that the run needs."""
         event = EventLine(
             time=time.time(),
             step=self.step,
@@ -289,8 +301,9 @@ class RunWriter:
         """Writes a step's groups atomically to `groups/step_000012.parquet`, or those of an
         evaluation to `groups/evaluate_<data set>_000012.parquet`, and returns the path. The first
         group says which of the two it is; without groups it is a training step. `step`: from 1, of
-        an evaluation the version. `advantages`: by group and completion, [P, G]; `trainer_logprobs`
-        as in `write_file`; both None for an evaluation."""
+        an evaluation the version. `advantages`: by group and completion, [P, G];
+        `trainer_logprobs`: (number of the group, index of the completion) -> the trainer's
+        log-probs; both None for an evaluation. ShoalError if the file cannot be written."""
         purpose, subset = (groups[0].purpose, groups[0].subset) if groups else (Purpose.TRAIN, "")
         path = self.groups_path / groups_file(purpose, subset, step)
         write_file(path, groups, advantages, trainer_logprobs)
@@ -311,7 +324,7 @@ class RunWriter:
             new = stored_after.group
             if old.correct is None or new.correct is None:
                 continue
-            if new.correct[0] > old.correct[0]:
+            if new.correct[0] > old.correct[0]:  # [0]: the greedy answer; True > False
                 return old, new
         return None
 
@@ -337,14 +350,15 @@ class RunWriter:
             self.mirror.flush()
 
     def close(self) -> None:
-        """Closes the files and releases the lock; the mirror stays open."""
+        """Closes the files and releases the lock. The mirror stays open: who made it closes it."""
         self.metrics.close()
         self.evaluations.close()
         self.events.close()
         self._lock.release()
 
     def sync(self) -> None:
-        """Waits until the lines written so far would survive a power cut."""
+        """Waits until the lines of metrics, evaluations and events written so far would survive a
+        power cut. ShoalError if the disk reports an error."""
         self.metrics.sync()
         self.evaluations.sync()
         self.events.sync()
@@ -357,8 +371,9 @@ class RunWriter:
 
 
 class NullRunWriter(RunWriter):
-    """A `RunWriter` for processes other than process 0, which alone writes: reads the folder, and
-    writes nothing."""
+    """A `RunWriter` for processes other than process 0, which alone writes: reads the folder, takes
+    no lock, and its methods that write do nothing (but for `write_hydra`, which only process 0
+    calls)."""
 
     last_evaluation = sys.maxsize
     """The last version whose evaluation process 0 keeps; set by `rewind`."""

@@ -62,8 +62,8 @@ class Recorder:
 
     `steps`: the number of steps in the settings. `keep_groups`: True writes the groups of steps and
     evaluations. `read_stats` returns the source's figures since the last call. `compilations`
-    returns the number of programs compiled so far. `peak_bytes` returns the most memory of a device
-    that was in use. `mfu` returns the share of the devices' peak rate that a step used; its
+    returns the number of programs compiled so far. `peak_bytes` returns the most bytes of memory
+    that were in use so far. `mfu` returns the share of the devices' peak rate that a step used; its
     arguments are the groups, the (group, completion) that were trained on, and seconds."""
 
     folder: RunWriter

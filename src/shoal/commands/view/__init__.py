@@ -76,8 +76,9 @@ def view(config: ViewConfig, console: Console | None = None) -> dict[str, Any]:
 
 
 def _write(config: ViewConfig, console: Console) -> dict[str, Any]:
-    """Writes the page to the new file `config.to` and returns the paths of its runs (`runs`) and of
-    the file (`to`)."""
+    """Writes the page to the file `config.to`, prints that, and returns the paths of its runs
+    (`runs`) and of the file (`to`). ShoalError if the path cannot be that of a new file, if no run
+    is found, or if a run lacks groups that are named."""
     from shoal.commands.view.one_file import write_page
 
     to = check_new_file(config.to, "to")
@@ -89,8 +90,8 @@ def _write(config: ViewConfig, console: Console) -> dict[str, Any]:
 
 
 def _open_browser(address: str) -> None:
-    """Opens the address in a browser if there is a display; does nothing over SSH or if stdout is
-    no terminal."""
+    """Opens the address in a browser if there is a display; does nothing over SSH, if stdout is no
+    terminal, or if no browser can be started."""
     has_display = (
         sys.platform in ("darwin", "win32")
         or os.environ.get("DISPLAY")

@@ -27,7 +27,10 @@ axis."""
 
 class Curves:
     """The metrics of one run: one column of values for each name, one row for each step. In a very
-    long run only every 2nd, 4th, ... step is kept, so that there are fewer than MAX_ROWS rows."""
+    long run only every 2nd, 4th, ... step is kept, so that there are fewer than MAX_ROWS rows.
+
+    `steps`: the step of each row. `columns`: metric -> its value in each row, NaN where it is
+    missing. Nothing is read until `read`."""
 
     def __init__(self, run: StoredRun) -> None:
         self.run = run
@@ -39,8 +42,10 @@ class Curves:
         self.steps = array("d")
         self.columns: dict[str, array[float]] = {}
         self.stride = 1
+        # Every `stride`-th step is kept, counted by `revision`.
         self.revision = 0  # how many steps were read, also those that are not kept
-        self.last: dict[str, float] = {}  # the newest step with all its metrics
+        # "step" and all metrics of the newest step, also if it is not kept; {} before the first
+        self.last: dict[str, float] = {}
         # Sums over all steps so far, and the sums up to each of `steps`.
         self.totals = dict.fromkeys(AXES, 0.0)
         self.axes = {name: array("d") for name in AXES}
@@ -76,7 +81,7 @@ class Curves:
             self.totals[axis] += values.get(name, 0.0)
         if self.revision % self.stride:
             return
-        for name in values.keys() - self.columns.keys():
+        for name in values.keys() - self.columns.keys():  # metrics that no step had before
             if len(self.columns) >= MAX_NAMES:
                 self.run.add_problem(
                     StepLine.FILE, f"has more than {MAX_NAMES} names: the others are not shown"
@@ -152,8 +157,9 @@ class Curves:
 
 
 def _extremes(column: Sequence[float], rows: Sequence[int]) -> tuple[float, float]:
-    """Returns the smallest and the largest value among some rows of a column, in the order in which
-    they stand in the column; (NaN, NaN) if all of these rows are NaN."""
+    """Returns the smallest and the largest value among some rows of a column (`rows`: their
+    indices), in the order in which they stand in the column; twice the same value if it is the only
+    one; (NaN, NaN) if all of these rows are NaN."""
     known = [(column[row], row) for row in rows if not math.isnan(column[row])]
     if not known:
         return math.nan, math.nan
@@ -212,7 +218,7 @@ _EVALUATED = {
 
 
 def about(names: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Returns metric -> its `unit` and `meaning`, which the page shows beside its name; unknown
+    """Returns metric -> {"unit", "meaning"}, two texts that the page shows beside its name; unknown
     metrics are left out."""
     meanings = {}
     for name in names:
@@ -249,8 +255,11 @@ _WATCHED = (
 )
 
 SPIKE_DEVIATIONS, SPIKE_BEFORE, MOST_SPIKES, MOST_STEPS = 10.0, 20, 12, 20_000
+"""How far a jump is, in median deviations; from how many values before; the most events; and in how
+many of the last rows jumps are looked for."""
 
 SPIKE_GAP, COLLAPSE_STEPS = 3, 3
+"""The most rows from one jump of an event to the next, and the fewest rows of a collapse."""
 
 
 @dataclass(frozen=True)
@@ -266,7 +275,8 @@ class Move:
 
 def spikes(curves: Curves) -> list[dict[str, Any]]:
     """Returns the events at which the metrics in _WATCHED jump (`_moves`), as records sorted by
-    step; only the MOST_SPIKES strongest.
+    step; only the MOST_SPIKES strongest; [] if there are none. A record has `step` and `last_step`,
+    `metrics`, `text` and `level`: "spike" or "collapse".
 
     Jumps of all metrics are joined to one event if at most SPIKE_GAP rows lie from one to the next,
     because one usually explains the others. The event lists its metrics in the order in which they
@@ -310,7 +320,7 @@ def _moves(curves: Curves, name: str) -> list[Move]:
     # A metric that hardly moves must change by a part of its value, not only of its noise.
     least_deviation = np.maximum(0.03 * abs(middle), 1e-9)
     deviations = np.abs(values - middle) / np.maximum(deviation, least_deviation)
-    first_row = len(curves.steps) - len(values)
+    first_row = len(curves.steps) - len(values)  # row of values[0]
     compiled = curves.compiled[-len(values) :]
     moves = []
     for index in np.flatnonzero(deviations > SPIKE_DEVIATIONS).tolist():

@@ -27,6 +27,8 @@ from shoal.runs.metrics import is_clock
 from shoal.runs.reader import StoredRun
 
 MAX_TEXT, MAX_HITS, MOST_KEPT = 500, 200_000, 4
+"""The most characters of a text that is searched for, the most groups that a search finds, and the
+most searches that are kept."""
 
 
 SEARCH_SECONDS = 0.15
@@ -95,7 +97,7 @@ class Search:
         self._hits += len(values)
 
     def drop(self) -> None:
-        """Deletes the table of the groups found."""
+        """Deletes the table of the groups found, after which the search cannot be used."""
         with self._lock:
             self._index.database.run(f"DROP TABLE {self.table}")
 
@@ -109,15 +111,16 @@ class Searches:
         self._lock = threading.Lock()
 
     def get(self, index: GroupTable, text: str) -> Search:
-        """Returns the search for a text in a run's groups. Starts a new one if none is kept for
-        this run and text, and drops the least recently used if there are more than MOST_KEPT."""
+        """Returns the search for a text in a run's groups; searches nothing itself
+        (`Search.read_on`). Makes a new one if none is kept for this run and text, and drops the
+        least recently used if there are then more than MOST_KEPT."""
         key = (index.table, text)
         with self._lock:
             if key not in self._kept:
                 self._number += 1
                 self._kept[key] = Search(index, text, self._number)
             self._kept[key] = self._kept.pop(key)  # the last of the dict is the one used last
-            for old in list(self._kept)[:-MOST_KEPT]:
+            for old in list(self._kept)[:-MOST_KEPT]:  # all but the last MOST_KEPT
                 self._kept.pop(old).drop()
             return self._kept[key]
 
@@ -168,7 +171,7 @@ def group_detail(index: GroupTable, stem: str, number: int) -> dict[str, Any]:
         "coalesce(list_sum(CAST(loss_mask AS INTEGER[])), len(token_ids)) AS num_trained",
     ]
     rows = _read(index, file, ", ".join(chosen), number)
-    first = rows[0]
+    first = rows[0]  # has what all completions of the group share
     data = {}
     for column in columns:
         if column.startswith("column/"):
@@ -242,7 +245,7 @@ def _neighbours(index: GroupTable, file: GroupFile, number: int) -> dict[str, An
     """Returns what the page's links to the neighbours need: the numbers of the groups before and
     after this one in its file (`previous_group`, `next_group`), and the names of the files before
     and after its file (`previous_file`, `next_file`), among those of training or of the same
-    evaluation; None at an end."""
+    evaluation; None at an end. Groups and files that are not indexed yet are not known."""
     rows = index.database.rows(
         f'SELECT "group" AS number FROM {index.table} WHERE file = ? ORDER BY number', file.number
     )
@@ -269,7 +272,8 @@ def _before_and_after(items: Sequence[Any], item: Any) -> tuple[Any, Any]:
 
 
 def _file(index: GroupTable, stem: str) -> GroupFile:
-    """Returns the groups file of a name; ShoalError if the run has none, or it is not read yet."""
+    """Returns the indexed groups file of a name (`stem`, without ending); ShoalError if the run has
+    none, or if it is not indexed yet."""
     file = index.files.get(stem)
     if file is None:
         still = " yet: it is still being read" if index.waiting else ""
@@ -333,8 +337,9 @@ class Pieces:
         return self._pieces(list(ids)) if self._tokenizer is not None else []
 
     def _load(self) -> Any:
-        """Returns the tokenizer that the run has stored. Returns None, and adds a problem to the
-        run, if the file is missing, too large or damaged."""
+        """Returns the tokenizer that the run has stored in model/tokenizer.json. Returns None, and
+        adds a problem to the run (a strict reading raises it), if the file is missing, has more
+        than MAX_TOKENIZER_BYTES, or is damaged."""
         import tokenizers
 
         path = self._run.file("model", "tokenizer.json")
@@ -381,8 +386,8 @@ class Pieces:
         return pieces
 
     def _decode(self, ids: list[int]) -> str:
-        """Returns the text of tokens; negative ids are left out. Returns U+FFFD if an id is beyond
-        the vocabulary."""
+        """Returns the text of tokens, also of special ones; "" for none; negative ids are left out.
+        Returns U+FFFD, for all of them, if an id is beyond the vocabulary."""
         if not ids:
             return ""
         try:
@@ -436,6 +441,7 @@ def token_detail(
     high = 1 + _number(settings, "algorithm.clip_high", 0.2)
     is_beyond = np.where(advantage > 0, ratio > high, ratio < low)
     clipped = is_beyond & np.isfinite(ratio) & (advantage != 0)
+    # Versions are stored only if a token is of another version than the group.
     versions = row["versions"] or [row["version"]] * size
     support = None
     if row["support_ids"]:
@@ -449,7 +455,7 @@ def token_detail(
         "reward": row["reward"],
         "is_trained": row["trainer_logprobs"] is not None,
         "prompt": pieces((row["prompt_ids"] or [])[:MAX_TOKENS]),
-        "tokens": pieces(ids) or None,
+        "tokens": pieces(ids) or None,  # None: the run has no tokenizer, or there is no token
         "ids": ids,
         "logprob": _listed(sampler),
         "trainer": _listed(trainer),
@@ -510,7 +516,8 @@ def _listed(values: np.ndarray) -> list[float | None]:
 
 
 def _number(settings: Mapping[str, Any], key: str, default: float) -> float:
-    """Returns the setting `key` as a float; the default if it is missing or no number."""
+    """Returns the setting `key` (dotted) as a float; the default if it is missing or no number.
+    True and False count as 1 and 0."""
     value = settings.get(key, default)
     return float(value) if isinstance(value, int | float) else default
 
@@ -578,6 +585,7 @@ def _first_completion(
     these are equal, returns the step's first completion, with stage "update". Only completions that
     both runs have count. Returns None if the groups cannot be compared, because a run lacks them or
     a file is damaged."""
+    # A file that does not exist has the path "None", which DuckDB does not find.
     files = [str(run.file("groups", f"{_stem(step)}.parquet")) for run in runs]
     try:
         rows = database.rows(
@@ -594,6 +602,7 @@ def _first_completion(
     if not rows:
         return None
     row = rows[0]
+    # `stage`: 0 to 3, as the query computes it; GROUP_STAGES has the same order.
     what = ("data row", "text", "reward", "metrics")[row["stage"]]
     stage = GROUP_STAGES[row["stage"]]
     return GroupDifference(step, stage, what, row["group"], row["completion"])

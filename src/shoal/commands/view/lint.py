@@ -38,8 +38,10 @@ def finding(
     examples: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Returns the record of one finding, a dict with the arguments under their names. `kind`: one
-    of _KINDS. `level`: "warning", "note" or "ok". `filter` and `sort` (a column) are the parameters
-    of a link to the groups that show the finding; no link if both are ""."""
+    of _KINDS, else the finding is the last of its level. `level`: "warning", "note" or "ok".
+    `filter` and `sort` (a column) are the parameters of a link to the groups that show the finding;
+    no link if both are "". `examples`: records with `file`, `group`, `completion`, `reward` and
+    `text`; the list is copied."""
     return {
         "kind": kind,
         "level": level,
@@ -72,7 +74,7 @@ def number_findings(index: GroupTable) -> list[dict[str, Any]]:
         if card is None:
             continue
         for figure in figures:
-            shown = (card.kind, figure.subject)
+            shown = (card.kind, figure.subject)  # `subject`: a reward function, or ""
             if figure.name != row.figure or shown in shown_kinds or not row.has_evidence(figure):
                 continue
             if row.is_beyond_bound(figure.value):
@@ -112,6 +114,7 @@ def _examples(index: GroupTable, filter: str, sort: str) -> list[dict[str, Any]]
     first; the smallest if the filter asks for a negative effect of length. Each has `file`,
     `group`, `completion` (None: all), the mean `reward`, and the prompt as `text`. Groups whose
     file is gone are left out."""
+    # The filter has "length_effect<-0.7" if shorter completions score better (`_length_figures`).
     is_descending = "length_effect<" not in filter
     rows, _ = index.rows(filter, sort or "step", is_descending, limit=EXAMPLES // 2)
     examples = []
@@ -276,7 +279,8 @@ standard errors; the share of right answers if it has risen by SOLVED_RISE."""
 
 def _driver(totals: Mapping[str, Any], index: GroupTable) -> str:
     """Returns the name of the reward function whose rise, times its weight (1 if it is unknown),
-    adds most to the reward; "" if none rises."""
+    adds most to the reward; "" if none adds to it. `totals`: the first result of `_totals`, with
+    `rise/<function>`."""
     driver = ""
     most = 0.0
     for function in index.functions:
@@ -351,7 +355,7 @@ class TextLint:
         chosen = [files[position] for position in _spread(len(files))]
         self._most_per_file = max(16, TEXT_COMPLETIONS // max(1, len(chosen)))
         self.num_files = len(chosen)
-        self._left = chosen[::-1]
+        self._left = chosen[::-1]  # files that were not read yet; the last one is read next
         self._lock = threading.Lock()
 
     @property
@@ -368,7 +372,7 @@ class TextLint:
                 # If a file was replaced or is damaged, GroupTable reports it.
                 with contextlib.suppress(self._index.database.error):
                     self._add(self._left[-1])
-                self._left.pop()
+                self._left.pop()  # after the reading, because `num_read` counts what is left
 
     def _add(self, file: GroupFile) -> None:
         """Reads the completions of one file (its first `_most_per_file`), counts them, and counts
@@ -385,7 +389,7 @@ class TextLint:
             for row in siblings:
                 self.completions += 1
                 self.reward_sum += row["reward"] or 0
-                self.with_answer += extract_answer(row["text"]) is not None
+                self.with_answer += extract_answer(row["text"]) is not None  # True counts as 1
                 for check in _failed_checks(row, best, best_right):
                     self._flag(check, file, group, row)
 
@@ -505,8 +509,8 @@ def _failed_checks(
 
 
 def repeats(text: str) -> bool:
-    """True if a text repeats itself: compression makes it smaller than REPEATED_RATIO of its
-    size."""
+    """True if a text repeats itself: compression makes it smaller than REPEATED_RATIO of its size.
+    False for "". Short texts hardly shrink, so the result says little of them."""
     data = text.encode("utf-8", "replace")
     compressed = zlib.compress(data, 1, -15)  # -15: without zlib's header
     return len(compressed) < REPEATED_RATIO * len(data)

@@ -106,8 +106,9 @@ def _hash(text: str) -> str:
 
 
 def script_of(files: Mapping[str, str]) -> str:
-    """Returns all modules joined to one script, without imports and exports. `files`: texts by file
-    name."""
+    """Returns the modules in MODULES joined to one script, in that order, without imports and
+    without the word `export`. `files`: texts by file name, with one for each module (else
+    KeyError); others are not read."""
     parts = []
     for name in MODULES:
         text = re.sub(r"^import\b[^;]*;\n", "", files[name], flags=re.MULTILINE)
@@ -150,6 +151,7 @@ def _records(viewer: Viewer, specs: Sequence[str]) -> Iterator[tuple[str, Any]]:
         yield record("home")
         compared = [tuple(viewer.runs)]
         compared += itertools.permutations(list(viewer.runs)[:MAX_PAIRED], 2)
+        # The comparison of all runs, then that of each pair in both orders.
         for names in compared:
             key, comparison = record("compare", runs=",".join(names))
             yield key, comparison
@@ -177,6 +179,7 @@ def _whole_lint(viewer: Viewer, name: str) -> dict[str, Any]:
     """Returns the Lint record of a run after all texts were read, or LINT_SECONDS have passed;
     `done` is True in either case, so that the page does not wait for more."""
     until = time.monotonic() + LINT_SECONDS
+    # Each request reads further texts.
     lint = viewer.answer("lint", {"run": name})
     while not lint["done"] and time.monotonic() < until:
         lint = viewer.answer("lint", {"run": name})
@@ -189,7 +192,8 @@ def _chosen(
     """Returns rows of the Groups view, by step and group, for the groups that `specs` name
     ("12:0-7", see `_filter`); without any, for the newest step's groups and the examples of `lint`
     (the record of the Lint view), at most DEFAULT_GROUPS for each filter. `also`: filters of
-    further groups. Raises ShoalError if a spec matches nothing, or the groups are too many."""
+    further groups, which may match nothing. ShoalError if a spec matches nothing, or if there are
+    more than MAX_GROUPS groups."""
     if specs:
         filters = [_filter(spec) for spec in specs]
         limit = MAX_GROUPS
@@ -198,6 +202,7 @@ def _chosen(
         limit = DEFAULT_GROUPS
     rows: dict[tuple[str, int], dict[str, Any]] = {}
     for text in (*filters, *also):
+        # The first `limit` groups of the filter, in ascending order of their numbers.
         found, _ = opened.index.rows(text, "group", False, 0, limit)
         if specs and not found and text in filters:
             raise ShoalError(f"groups: {opened.run.name} has none with {text}")
@@ -211,8 +216,9 @@ def _chosen(
 
 
 def _default_filters(opened: OpenRun, lint: Mapping[str, Any]) -> list[str]:
-    """Returns filters of the Groups view for the groups of the newest training step, if there is
-    one, and for the first three examples of each finding."""
+    """Returns filters of the Groups view: one for all groups of the newest training step, if there
+    is one, and one for each of the first three examples of each finding in `lint`. [] if there is
+    neither."""
     filters = []
     steps = []
     for stem in opened.index.files:

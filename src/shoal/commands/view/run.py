@@ -80,8 +80,9 @@ def overview(
 
 
 def _columns_since(curves: Curves, since: int) -> dict[str, Sequence[float]]:
-    """Returns the metrics of the steps after a version, by name."""
-    first = bisect.bisect(curves.steps, since)
+    """Returns metric -> its values in the steps after version `since`, which are those that began
+    from it or a later one; all steps if it is 0."""
+    first = bisect.bisect(curves.steps, since)  # row of the first step above `since`
     return {name: column[first:] for name, column in curves.columns.items()}
 
 
@@ -161,7 +162,7 @@ def _reward_curve(curves: Curves) -> dict[str, list[Any]]:
     shorter) as points: `x`, the number of the stretch from 0, and `y`. Steps without a reward are
     left out."""
     rewards = [value for value in curves.columns.get("reward/mean", ()) if not math.isnan(value)]
-    size = math.ceil(len(rewards) / MAX_SPARK) or 1
+    size = math.ceil(len(rewards) / MAX_SPARK) or 1  # 1: there are no rewards
     means = []
     for start in range(0, len(rewards), size):
         stretch = rewards[start : start + size]
@@ -170,8 +171,9 @@ def _reward_curve(curves: Curves) -> dict[str, list[Any]]:
 
 
 def failure(events: Sequence[EventLine]) -> str:
-    """Returns, in one line, the error that ended a run: its last event, apart from warnings.
-    Returns "" if the last event is no error."""
+    """Returns, in one line, the error that ended a run: the text of its last event that is no
+    warning, if that is of level "error". Returns "" if it is of another level, because the run then
+    went on after an earlier error, or if there is no event."""
     for event in reversed(events):
         if event.level == "error":
             return bounded_line(event.text)
@@ -229,7 +231,8 @@ def progress(
 
 
 def _seconds_idle(run: StoredRun) -> float:
-    """Returns the seconds since the last step was written; infinity if there is none."""
+    """Returns the seconds since metrics.jsonl was last written; infinity if there is no such
+    file."""
     path = run.file(StepLine.FILE)
     return time.time() - path.stat().st_mtime if path else math.inf
 
@@ -273,6 +276,7 @@ def happened(
             level = _SHOWN_LEVELS[event.level]
             yield {"step": event.step, "level": level, "text": bounded_line(event.text)}
     yield from spikes(curves)
+    # filter: without part 0, with which the run began.
     for version in sorted(filter(None, parts_of(run.root)))[:50]:
         yield {
             "step": version,
@@ -340,8 +344,9 @@ def distinguishing_settings(
     differing: Sequence[SettingDifference], num_runs: int
 ) -> list[list[tuple[str, Any]]]:
     """Returns for each run the (key, value) pairs among the settings in which the runs differ,
-    without values that are the key's default, or that the run does not have. `differing`: the
-    differences of these runs, with values in their order."""
+    without values that are the key's default, or that the run does not have ([] if none is left).
+    `differing`: the differences of these runs, with values in their order; `num_runs`: how many
+    runs there are."""
     keys = keys_of(Config)
     by_run = []
     for run_index in range(num_runs):

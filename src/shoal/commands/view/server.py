@@ -51,8 +51,8 @@ MAX_URL = 16_384
 
 
 def page_files() -> dict[str, bytes]:
-    """Returns the contents of the page's own files by name, like "main.js"; those with an ending
-    in KINDS."""
+    """Returns name -> content of the page's own files, like "main.js": those in the package's
+    folder `page` whose endings are in KINDS. Reads them at each call."""
     folder = resources.files("shoal.commands.view") / "page"
     return {
         entry.name: entry.read_bytes()
@@ -104,7 +104,8 @@ def make_app(viewer: Viewer, token: str = "") -> ASGIApp:
 
 
 def _file(files: Mapping[str, bytes], name: str) -> Response:
-    """Returns the response with the page's file of this name, or an error of status 404."""
+    """Returns the response with the page's file of this name, or an error of status 404 if `files`
+    (name -> content) has none; nothing is read from disk."""
     if name not in files:
         return _json({"error": "there is no such page"}, 404)
     kind = KINDS["." + name.rpartition(".")[2]]
@@ -124,14 +125,16 @@ def _json(record: Any, status: int = 200) -> Response:
 
 class Guard:
     """An ASGI application around another one: refuses requests from other sites and machines, and
-    adds HEADERS to every answer."""
+    adds HEADERS to every answer. `token`: what requests for records must carry; "": none is asked
+    for."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app, self._token = app, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request: with an error if it is refused, otherwise by the inner
-        application."""
+        """Answers one request: with an error if it is refused, otherwise by the inner application.
+        Of what is no HTTP request, the inner application gets the events of start and end
+        (`lifespan`); anything else, such as a web socket, gets no answer."""
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
@@ -146,7 +149,7 @@ class Guard:
                 message["headers"] = headers
             await send(message)
 
-        refused = self._refusal(Request(scope))
+        refused = self._refusal(Request(scope))  # (status, reason) or None
         if refused:
             await _json({"error": refused[1]}, refused[0])(scope, receive, send_with_headers)
         else:

@@ -42,11 +42,12 @@ or more than this share of groups has equal rewards."""
 
 @dataclass(frozen=True)
 class Change:
-    """A figure before and after, and the confidence interval of the difference."""
+    """A figure before and after, and the ends `low` and `high` of the confidence interval of the
+    difference `after - before`."""
 
     before: float
     after: float
-    low: float
+    low: float  # of the difference, not of the figure
     high: float
 
     @property
@@ -56,12 +57,12 @@ class Change:
 
     @property
     def shares(self) -> str:
-        """Returns the change in percent, like `12% → 34%`."""
+        """Returns the figure before and after in percent, like `12% → 34%`, not the difference."""
         return f"{number_text(100 * self.before)}% → {number_text(100 * self.after)}%"
 
     @property
     def numbers(self) -> str:
-        """Returns the change as numbers, like `0.12 → 0.34`."""
+        """Returns the figure before and after, like `0.12 → 0.34`, not the difference."""
         return f"{number_text(self.before, 2)} → {number_text(self.after, 2)}"
 
 
@@ -75,8 +76,9 @@ def accuracy_change(
     curve: Mapping[str, Sequence[Any]], first: int = 0, last: int = -1
 ) -> Change | None:
     """Returns the change between two evaluations with its 95% interval; None if there are not two,
-    or if one has no interval. `curve`: lists x, y, low and high (`Evaluations.curves`); `first`,
-    `last`: positions in them, by default of the first and the newest evaluation.
+    or if one of these two has no interval. `curve`: lists x, y, low and high
+    (`Evaluations.curves`); `first`, `last`: positions in them, by default of the first and the
+    newest evaluation.
 
     The interval of the difference of two shares follows from the intervals of both: Newcombe
     (1998), method 10."""
@@ -96,7 +98,7 @@ def accuracy_change(
 def reward_change(values: Sequence[float]) -> Change | None:
     """Returns the change between the means of the first and the last steps (as many as `ends`
     says), with Welch's 99% interval; None if there are too few steps for PART_STEPS at each end.
-    NaN are left out before."""
+    `values`: one a step; NaN are left out first, and do not count as steps."""
     known = np.array(values)
     known = known[~np.isnan(known)]
     part = ends(len(known))
@@ -135,7 +137,7 @@ def drivers(
     for name in names:
         function = name.removeprefix("rewards/")
         rows.append(_driver(function, columns[name], weights.get(function), ends(size)))
-    rows.sort(key=lambda row: -abs(row["adds"] or 0))
+    rows.sort(key=lambda row: -abs(row["adds"] or 0))  # without a weight: last
     return [_driver("reward", columns["reward/mean"], 1.0, ends(size)), *rows]
 
 
@@ -241,6 +243,7 @@ def _sentence(
     rise = f"reward {reward.after - reward.before:+.2f}" if reward else ""
     if accuracy and accuracy.sign > 0:
         measured = count(curve["x"][-1], "step")
+        # Position of the evaluation whose interval has the highest lower end.
         best = max(range(len(curve["x"])), key=lambda position: curve["low"][position] or 0)
         # An earlier evaluation was better than the newest beyond the noise of both.
         if (curve["low"][best] or 0) > curve["high"][-1]:
@@ -336,11 +339,13 @@ def _lost(columns: Mapping[str, Sequence[float]], drivers: Sequence[Mapping[str,
     completions are cut off or nearly all groups have equal rewards: in others, one function may
     rightly give way to another."""
     size = ends(len(columns.get("reward/mean", ())))
+    # A run without these metrics counts as one without cut completions and with mixed groups.
     cut = float(np.mean(columns.get("completions/truncated", (0,))[-size:]))
     mixed = float(np.mean(columns.get("groups/nonzero_std", (1,))[-size:]))
     if not (cut > STUCK or mixed < 1 - STUCK):
         return ""
     for row in drivers[1:]:
+        # It adds less to the reward than at the start.
         is_falling = row["sign"] * (row["weight"] or 0) < 0
         if is_falling and row["first"] > 0 and row["last"] < GONE * row["first"]:
             first = number_text(row["first"], 2)

@@ -54,7 +54,9 @@ without the list of runs (`Viewer.has_home`); and the most runs of a page."""
 
 
 class OpenRun:
-    """A run together with everything that was read of it."""
+    """A run together with everything that was read of it. `settings`, `events` and `progress` read
+    a file again only if it was written since. Callers must not change what the properties
+    return."""
 
     def __init__(self, run: StoredRun, database: Database, number: int) -> None:
         """Prepares the reading, and reads nothing yet. `number`: the run's own among those of the
@@ -146,12 +148,13 @@ class OpenRun:
 
 class Viewer:
     """All runs that a page shows. `refresh` reads what is new; `start` does that in a thread until
-    `close`."""
+    `close`, which must be called. `runs`: name -> run."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        """Opens the runs that `words` name (`open_runs`): runs, or folders in which runs are and
-        may begin; without words the newest run. Reads none of their figures yet. Raises ShoalError
-        if a name is wrong."""
+        """Opens the runs that `words` name (`open_runs`): run folders, the word `last`, or folders
+        in which runs are and may begin; without words the newest run. Reads none of their figures
+        yet, and starts no thread. ShoalError if a word names none of these, or if duckdb is
+        missing."""
         runs = open_runs(words)
         self._folders: list[Path] = []  # the named folders in which runs may begin
         for word in words:
@@ -203,12 +206,13 @@ class Viewer:
             if opened is None:
                 opened = OpenRun(run, self.database, next(self._numbers))
             opened_runs[run.name] = opened
+        # A run that is shown already keeps what was read of it.
         # The dict is replaced, not changed: a request may be iterating over the old one.
         self.runs = opened_runs
 
     def find_new_runs(self) -> None:
         """Opens the runs that have begun in the named folders since the last call. An error becomes
-        the `notice` of the page."""
+        the `notice` of the page. Does nothing if no folder was named, only runs."""
         self._looked_last = time.monotonic()
         try:
             if self._folders:
@@ -267,7 +271,8 @@ class Viewer:
             self._wake.clear()
 
     def close(self) -> None:
-        """Ends the thread, and waits for it up to 10 seconds."""
+        """Ends the thread, if `start` began one, and waits for it up to 10 seconds. The database
+        stays open."""
         self._end.set()
         self._wake.set()
         if self._thread:
@@ -310,8 +315,9 @@ class Viewer:
             opened.all_read.wait(GROUP_SECONDS)
 
     def text_lint(self, opened: OpenRun) -> TextLint:
-        """Reads further texts of a run, and returns its `TextLint` with the counts so far. Starts a
-        new one if the last has read all its files and the run has written more groups since."""
+        """Reads further texts of a run, for about a third of a second, and returns its `TextLint`
+        with the counts so far. Starts a new one, with counts of 0, if there is none, or if the last
+        has read all its files and more groups were indexed since."""
         with self._lint_lock:
             texts = opened.lint
             is_outdated = False
@@ -334,14 +340,16 @@ class Query:
         self._values = values
 
     def text(self, name: str, most: int = 4000) -> str:
-        """Returns a parameter, cut off after `most` characters; '' if it is missing."""
+        """Returns a parameter, without an error cut off after `most` characters; '' if it is
+        missing."""
         return str(self._values.get(name, ""))[:most]
 
     def number(
         self, name: str, default: int | None = None, least: int = 0, most: int = MAX_NUMBER
     ) -> int:
-        """Returns a parameter as an integer from `least` to `most`, the default if it is missing or
-        empty; ShoalError if it is out of range, or missing without a default."""
+        """Returns a parameter as an integer from `least` to `most`, both included; the default,
+        which is not compared with them, if it is missing or empty. ShoalError if it is no integer,
+        is out of range, or is missing without a default."""
         text = self.text(name, MAX_NUMBER_CHARS)
         if not text and default is not None:
             return default
@@ -354,8 +362,8 @@ class Query:
         return value
 
     def real(self, name: str, default: float) -> float:
-        """Returns a parameter as a float, the default if it is missing, empty or NaN; ShoalError if
-        it is no number."""
+        """Returns a parameter as a float, also an infinite one; the default if it is missing, empty
+        or NaN. ShoalError if it is no number."""
         try:
             value = float(self.text(name, MAX_NUMBER_CHARS) or default)
         except ValueError:
@@ -370,7 +378,7 @@ class Query:
 def _runs(viewer: Viewer, query: Query) -> dict[str, Any]:
     """Returns the record that the page polls: for each run how far it is, and the revisions of its
     curves and groups, which change when the run writes; `notice`; and `home`, True if the page
-    begins with the list of runs."""
+    begins with the list of runs. The query is not read."""
     runs = []
     for name, opened in viewer.runs.items():
         runs.append(
@@ -390,7 +398,7 @@ def _runs(viewer: Viewer, query: Query) -> dict[str, Any]:
 
 def _home(viewer: Viewer, query: Query) -> dict[str, Any]:
     """Returns the record of the list of runs: `rows`, the newest first, each with the settings that
-    distinguish the run from the others (`chips`)."""
+    distinguish the run from the others (`chips`: pairs of key and value). The query is not read."""
     runs = viewer.runs
     settings = [opened.settings for opened in runs.values()]
     decided = [opened.decided_keys for opened in runs.values()]

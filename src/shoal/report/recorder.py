@@ -120,7 +120,8 @@ class Recorder:
         self.folder.begin("training", number)
 
     def _begin_phase(self, text: str) -> None:
-        """Prints a heading, and writes it to events.jsonl as the beginning of a phase."""
+        """Prints a heading, and writes it to events.jsonl as an event of level "phase". The phase
+        and step of the event are those set before (`RunWriter.begin`)."""
         self.console.heading(text)
         self.folder.write_event("phase", text)
 
@@ -245,7 +246,7 @@ class Recorder:
 
     def _count_failures(self, failures: Sequence[Failure]) -> None:
         """Counts failures of reward functions and environments for the summary, and warns of each
-        new one."""
+        (function, kind) that did not fail so before in this run."""
         self.failures.update((failure.function, failure.kind) for failure in failures)
         self._warn(self.watch.failures(failures))
 

@@ -92,7 +92,8 @@ class StepLine:
 
     @classmethod
     def parse(cls, record: Mapping[str, Any]) -> StepLine:
-        """Makes a line from a JSON record. ValueError if the record is not that of a step."""
+        """Makes a line from a JSON record, all of whose other entries are metrics, with values of
+        any type. ValueError if it has no integer `step`."""
         metrics = {name: value for name, value in record.items() if name != "step"}
         return cls(_step_of(record), metrics)
 
@@ -117,8 +118,8 @@ class EvaluationLine:
 
     @classmethod
     def parse(cls, record: Mapping[str, Any]) -> EvaluationLine:
-        """Makes a line from a JSON record. ValueError if the record is not that of an
-        evaluation."""
+        """Makes a line from a JSON record, all of whose other entries are figures, with values of
+        any type. ValueError if it has no integer `step` or no text `name`."""
         step = _step_of(record)
         name = record.get("name")
         if not isinstance(name, str):
@@ -160,7 +161,9 @@ class EventLine:
 
     @classmethod
     def parse(cls, record: Mapping[str, Any]) -> EventLine:
-        """Makes a line from a JSON record. ValueError if the record is not that of an event."""
+        """Makes a line from a JSON record; entries that are no field are left out, and a missing
+        `key` is "". ValueError if `step`, `time`, `phase`, `level` or `text` is missing, or if its
+        value is not one that the field can have."""
         step = _step_of(record)
         time = record.get("time")
         if not isinstance(time, int | float) or isinstance(time, bool) or not abs(time) < 1e15:
@@ -261,7 +264,7 @@ def _has_type(value: Any, annotation: str) -> bool:
 
 def _step_of(record: Mapping[str, Any]) -> int:
     """Returns the value of "step" in a JSON record. ValueError if it is missing, or is not an
-    integer of at most 15 digits."""
+    integer from -10**15 to 10**15."""
     step = record.get("step")
     if not isinstance(step, int) or isinstance(step, bool) or not abs(step) <= 10**15:
         raise ValueError("it has no step")
@@ -328,7 +331,8 @@ class JsonlSink:
             self._file = open_text(self.path, "a")
 
     def write(self, line: StepLine | EvaluationLine | EventLine) -> None:
-        """Appends one line and flushes it. ShoalError if it cannot be written."""
+        """Appends one line and flushes it; not after `close`. ShoalError if it cannot be
+        written."""
         text = json_line(line.record())
         with self._lock, explain_write_errors(self.path):
             self._file.write(text + "\n")
@@ -374,7 +378,8 @@ class _BoundedLoader(_Loader):
     """A YAML loader that refuses numbers with too many digits."""
 
     def construct_number(self, node: Any) -> int | float:
-        """Returns the number of a node. ValueError if it has too many digits."""
+        """Returns the number of a YAML node whose tag is that of an integer or a float. ValueError
+        if its text has more than MAX_DIGITS characters."""
         if len(node.value) > MAX_DIGITS:
             raise ValueError(f"it has a number of more than {MAX_DIGITS} digits")
         if node.tag.endswith(":int"):

@@ -222,7 +222,8 @@ def logged_name(name: object) -> str:
 @lru_cache(4096)
 def metric(name: str) -> Metric:
     """Returns the table's row for a metric's name. A row for many names, such as
-    `rewards/{function}`, is returned with this name. ValueError if the table has none."""
+    `rewards/{function}`, is returned with this name in place of its own; a row of exactly this name
+    counts first. ValueError if the table has none."""
     if name in METRICS:
         return METRICS[name]
     for family in FAMILIES:

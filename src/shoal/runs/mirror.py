@@ -129,7 +129,8 @@ class Lease:
                 with_retries(partial(buckets.remove, self.fs, self._path(number)), url)
 
     def numbers(self) -> list[int]:
-        """Returns the numbers of the leases in the bucket, in order."""
+        """Returns the numbers of the leases in the bucket, from 1, in order; the last one is the
+        newest. [] if there are none."""
         return sorted(
             int(name) for name in buckets.objects(self.fs, self.folder) if name.isdecimal()
         )
@@ -177,8 +178,9 @@ class Lease:
             )
 
     def renew(self, lives: bool = True) -> None:
-        """Renews the lease, or with `lives=False` gives it back, by writing its object anew. Raises
-        `Fenced` if another process has taken over."""
+        """Renews the lease, or with `lives=False` gives it back, by writing its object anew; its
+        object stays in the bucket. Does not try again. Raises `Fenced` if another process has taken
+        over, and an error of the storage as it is."""
         self.check()
         self.fs.pipe_file(self._path(self.number), self._record(lives))
 

@@ -98,7 +98,7 @@ class StoredRun:
 
     def file(self, *parts: str) -> Path | None:
         """Returns the path of a file of the run; None if there is no such file, or if it is a
-        folder.
+        folder. `parts`: the parts of its path within the run.
 
         A path that cannot be resolved (a cycle of links) is a problem, and so is, with lenient
         reading, a link that leads out of the run: ShoalError if strict, else None (`add_problem`).
@@ -169,11 +169,13 @@ class StoredRun:
     @cached_property
     def segments(self) -> dict[int, Config]:
         """The settings of each segment, by the version that the segment started at. A run that was
-        never resumed with other settings has one segment: 0 -> the settings of config.yaml. Errors
-        like `config`."""
+        never resumed with other settings has one segment: 0 -> the settings of config.yaml.
+        ShoalError if settings cannot be read, also with lenient reading."""
         segments = {0: self.config}
         for number, file in sorted(parts_of(self.path).items()):
-            segments[number] = read_config(self.path, file.name)
+            segments[number] = read_config(
+                self.path, file.name
+            )  # 0, too: config.yaml is the newest
         return segments
 
     def config_at(self, version: int) -> Config:
@@ -257,7 +259,8 @@ class StoredRun:
     @property
     def process_has_ended(self) -> bool:
         """True if the process that last worked in this folder ran on this machine and no longer
-        exists, however it ended. False if it exists, ran on another machine, or is unknown."""
+        exists, however it ended. False if it exists, if it ran on another machine, or if the file
+        `.lock` does not say which process it was."""
         # The two lines that `Lock` writes: the process and its machine; when the process started.
         holder = re.fullmatch(r"process (\d{1,9}) on (\S+)\s+(\d*)\s*", self.text(LOCK, 400))
         if not holder:
@@ -311,7 +314,7 @@ class StoredRun:
         """Returns the rows (figure, before training, after it, change) of the table that a run
         prints at its end. Without a summary, the rows compare the first evaluation so far with the
         newest. If a resume changed the reward before the newest evaluation, a mean reward has no
-        change, ""."""
+        change, "". [] if there is no evaluation."""
         since = self.reward_since
         newest = max((line.step for line in evaluations.lines), default=0)
         before, after = evaluations.before_after(summary)
@@ -347,8 +350,8 @@ class StoredRun:
 
     def groups(self, step: int, name: str = "step") -> list[StoredGroup]:
         """Returns the groups of one step (from 1), bit for bit as they were written, with
-        advantages and the trainer's log-probs. `name`: as in `group_files`; of an evaluation
-        `step` is the version.
+        advantages and the trainer's log-probs. `name`: "step" for training, `evaluate_<data set>`
+        for an evaluation, of which `step` is the version.
 
         ShoalError if the step has no groups (it lists the steps that have), or if the file is
         damaged."""
@@ -494,7 +497,8 @@ def _interval(
 ) -> tuple[Any, Any]:
     """Returns (low, high) of a figure's 95% interval, None for an end that is unknown. An accuracy
     may have a stored interval in `figures`; that of any other figure, or of an accuracy without
-    one, follows from its standard error, which is NaN if unknown."""
+    one, follows from its standard error, which is NaN if unknown. `name`: "evaluate/<data
+    set>/<figure>"."""
     stored = figures.get("accuracy_interval")
     if name.endswith("/accuracy") and isinstance(stored, list):
         # The file may be of another program: a list of any length, with values of any type.
@@ -649,7 +653,8 @@ def open_runs(
 
     A word is a run's folder, `last` (the newest run below `base`), or a folder with runs below it
     (perhaps none yet), which are named by their paths from there. Without words, opens the newest
-    run below `base`. ShoalError if a word names none of these; the text says what it names."""
+    run below `base`. Of the runs only their paths are read. ShoalError if a word names none of
+    these; the text says what it names."""
     paths: dict[Path, Path] = {}  # resolved path -> path as it was named
     names: dict[Path, str] = {}  # resolved path -> name, for runs found below a folder
     for word in words or [_newest(base)]:
@@ -715,7 +720,8 @@ _DATE_AND_TIME = re.compile(r"/(\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d)[^/]*$")
 
 def _newest(base: str) -> str:
     """Returns the word "last" if `base` has the file `last`, which names its newest run, else the
-    path of the run below `base` that began last. ShoalError if there is no run."""
+    path of the run below `base` that began last. ShoalError if there is no run. Whether the run
+    that the file names still exists is not checked."""
     if (Path(base) / LAST).is_file():
         return LAST
     runs = []
@@ -730,9 +736,9 @@ def _newest(base: str) -> str:
 
 
 def _runs_below(folder: Path) -> Iterator[Path]:
-    """Yields the run folders within a folder (also the folder itself), by name, down to MAX_DEPTH.
-    Links are not followed, and folders within a run are not searched. After MAX_FOLDERS folders no
-    further subfolders are."""
+    """Yields the run folders within a folder (also the folder itself), by name, down to MAX_DEPTH
+    levels below it. Links are not followed, and folders within a run are not searched. After
+    MAX_FOLDERS folders no further subfolders are."""
     for num_seen, (walked, names, files) in enumerate(os.walk(folder)):
         path = Path(walked)
         # os.walk then visits those of the subfolders that are left in `names`.

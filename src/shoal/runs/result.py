@@ -158,13 +158,13 @@ class Result(Mapping[str, Any]):
 
     @property
     def before(self) -> dict[str, Mapping[str, Any]]:
-        """Data set -> figures of the evaluation before the first step."""
+        """Data set -> figures of the evaluation before the first step; {} if there is none."""
         return dict(self._evaluations.before_after(self._summary)[0])
 
     @property
     def after(self) -> dict[str, Mapping[str, Any]]:
         """Data set -> figures after the last step; for an unfinished run those of its newest
-        evaluation."""
+        evaluation, {} if it has fewer than two."""
         return dict(self._evaluations.before_after(self._summary)[1])
 
     # ---- the summary
@@ -291,7 +291,8 @@ _FEW_POINTS = 30
 
 @dataclass(frozen=True)
 class Page:
-    """A page as one HTML file that needs no network."""
+    """A page as one HTML file that needs no network: `html` is its text, `folder` the run's folder,
+    `height` that of its frame in a notebook, in pixels. Nothing is written until `save`."""
 
     html: str
     folder: Path

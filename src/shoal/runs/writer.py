@@ -339,13 +339,15 @@ class RunWriter:
         )
 
     def saved(self, version: int) -> None:
-        """Notes that a checkpoint was saved. If the run is in a bucket, waits while too many
-        checkpoints exist only on this machine."""
+        """Notes that the checkpoint of `version` was saved; saves nothing itself. If the run is in
+        a bucket, waits while more than checkpoint.most_unsaved checkpoints exist only on this
+        machine; ShoalError if the bucket has failed. Does nothing for a run in no bucket."""
         if self.mirror:
             self.mirror.saved(version)
 
     def flush(self) -> None:
-        """Waits until the bucket, if the run is in one, holds everything."""
+        """Waits until the bucket, if the run is in one, holds everything that the folder holds now.
+        ShoalError if the bucket has failed."""
         if self.mirror:
             self.mirror.flush()
 

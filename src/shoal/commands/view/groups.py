@@ -412,12 +412,12 @@ def token_detail(
     file. `pieces(ids)` returns each token's text. `settings`: the run's, for the bounds of
     clipping.
 
-    Of the record, `ratio` is the probability of a token under the trainer before the update,
-    divided by that under the sampler; `gap` its logarithm; `weighted` the ratio times the
-    advantage; `clipped` tells whether the ratio is beyond the bound that the sign of the advantage
-    selects (False if the ratio is unknown, or the advantage is 0); `mask` whether the loss counts
-    the token; `support` the number of tokens that it was sampled from (None: all). At most
-    MAX_TOKENS tokens."""
+    Of the record, `logprob` is the sampler's log-prob of a token, `trainer` the trainer's, `ratio`
+    the probability of a token under the trainer before the update, divided by that under the
+    sampler; `gap` its logarithm; `weighted` the ratio times the advantage; `clipped` tells whether
+    the ratio is beyond the bound that the sign of the advantage selects (False if the ratio is
+    unknown, or the advantage is 0); `mask` whether the loss counts the token; `support` the number
+    of tokens that it was sampled from (None: all). At most MAX_TOKENS tokens."""
     file = _file(index, stem)
     columns, _ = _columns(index, file)
     prompt = "prompt_ids"
@@ -432,7 +432,7 @@ def token_detail(
     size = len(ids)
     sampler = _floats(row["logprobs"], size)
     trainer = _floats(row["trainer_logprobs"], size)
-    ratio = np.exp(np.clip(trainer - sampler, -50, 50))
+    ratio = np.exp(np.clip(trainer - sampler, -50, 50))  # clipped, so that none is infinite
     advantage = math.nan if row["advantage"] is None else row["advantage"]
     mask = [True] * size
     if row["loss_mask"] is not None:

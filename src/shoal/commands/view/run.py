@@ -298,7 +298,7 @@ def settings_rows(
     empty.
 
     `settings`: dotted key -> value; a key that this version does not know has no default, and
-    differs. `decided`: the keys whose values the run decided itself."""
+    differs. `decided`: the keys whose values the run decided itself; they never differ."""
     keys = keys_of(Config)
     automatic = automatic_keys(settings, decided)
     rows = []

@@ -433,8 +433,9 @@ def _compare(viewer: Viewer, query: Query) -> dict[str, Any]:
 
 
 def _overview(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
-    """Returns the record of the Run view: `overview`, with `progress` and the number of groups
-    files that are `waiting` to be read."""
+    """Returns the record of the Run view: verdict, table, topics of metrics, events, settings and
+    more (`overview`), with `progress` and the number of groups files that are `waiting` to be read.
+    All but the last two are cached until something of the run has changed."""
     progress = opened.progress
     events = opened.events
     revision = (
@@ -502,14 +503,17 @@ def _groups(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
 
 
 def _group(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
-    """Returns the record of one group (`group_detail`), which the query names by `file` and
-    `group`, with the `path` of its run."""
+    """Returns the record of one group, with its prompt, completions, rewards and neighbours
+    (`group_detail`), and the `path` of its run. The query names the group by `file` and `group`;
+    ShoalError if there is no such group."""
     detail = groups.group_detail(opened.index, query.text("file"), query.number("group"))
     return detail | {"path": str(opened.run.path)}
 
 
 def _tokens(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
-    """Returns the record of one completion with everything stored by token (`token_detail`)."""
+    """Returns the record of one completion with everything stored by token (`token_detail`). The
+    query names it by `file`, `group` and `completion` (0 if it is missing); ShoalError if there is
+    no such completion."""
     return groups.token_detail(
         index=opened.index,
         stem=query.text("file"),
@@ -521,8 +525,9 @@ def _tokens(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
 
 
 def _lint(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
-    """Returns the record of the Lint view (`lint`), with the number of groups files that are
-    `waiting`. Each request reads further texts, until `done`."""
+    """Returns the record of the Lint view: all `findings`, and how far the reading of texts has
+    come (`lint`), with the number of groups files that are `waiting` to be indexed. Each request
+    reads further texts, until `done`."""
 
     def make() -> list[dict[str, Any]]:
         return number_findings(opened.index)

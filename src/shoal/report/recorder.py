@@ -170,6 +170,7 @@ class Recorder:
         metrics.add("memory/peak_bytes", self.peak_bytes())
         metrics.add("compilations", self.compilations())
         result = metrics.result()
+        # The seconds of the update, and tokens/trained, are among the record's own metrics.
         for phase in ("sample", "reward", "update"):
             self.seconds[phase] += result[f"time/{phase}_seconds"]
         self.seconds["training"] += record.seconds

@@ -169,6 +169,7 @@ COLUMNS = {
 is the correlation of reward and length within the group."""
 
 MAX_TERMS, MAX_CHARS = 20, 2000
+"""The most conditions and characters of a filter."""
 _TERM = re.compile(r"([\w/@.-]+?)\s*(<=|>=|!=|==|=|<|>)\s*(\"[^\"]*\"|\S+)")
 """One condition of a filter: column, operator, value."""
 
@@ -258,6 +259,8 @@ def column_of(column: str, functions: Iterable[str]) -> str:
 # ---- the table
 
 FILES_AT_ONCE, MAX_FUNCTIONS, MAX_FILES, PROMPT_CHARS = 8, 32, 20_000, 160
+"""The most files that are indexed by one call of `refresh`, reward functions of these, files of a
+run, and characters of a prompt in the table."""
 _FILE = re.compile(r"(step|evaluate_[\w-]{1,200})_(\d{1,9})")
 Stamp = tuple[int, int]
 """(time, size) of a file, which show whether its content changed."""
@@ -369,7 +372,7 @@ class GroupTable:
                 )
                 return {}
             # Some file systems store times in seconds: a folder that has just changed may change
-            # again without a new time.
+            # again without a new time. 3 s, in nanoseconds.
             if self._listed[0] != changed or time.time_ns() - changed < 3_000_000_000:
                 self._listed = changed, self._list(folder)
         except FileNotFoundError:

@@ -221,7 +221,7 @@ def process_start(pid: int) -> str:
     try:
         # The name of the program, in parentheses, may have spaces; the fields are those after it.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        state, start = fields[0], fields[19]
+        state, start = fields[0], fields[19]  # the line's fields 3 and 22, see proc(5)
         has_ended = state in "ZX"  # a zombie, or dead
         return "" if has_ended else start
     except (OSError, IndexError):

@@ -149,7 +149,7 @@ class StoredRun:
             return ""
         try:
             with path.open("rb") as file:
-                data = file.read(most + 1)
+                data = file.read(most + 1)  # one more shows whether the file is longer
         except OSError as error:
             self.add_problem(name, f"cannot be read ({reason(error)})")
             return ""
@@ -525,6 +525,7 @@ def _rounded_float(number: Any) -> Any:
 # ---- lines
 
 PIECE_BYTES, MAX_LINE_BYTES, MAX_FILE_BYTES = 4 << 20, 1 << 20, 2 << 30
+"""How much of a file is read at once, and the most of a line and of a file that is read."""
 
 Line = TypeVar("Line", StepLine, EvaluationLine, EventLine)
 
@@ -642,6 +643,7 @@ class LineReader(Generic[Line]):
 # ---- finding runs
 
 MAX_DEPTH, MAX_FOLDERS = 4, 20_000
+"""How many levels below a folder runs are looked for, and after how many folders no more are."""
 
 
 def open_runs(

@@ -80,7 +80,7 @@ class Curves:
         for axis, name in AXES.items():
             self.totals[axis] += values.get(name, 0.0)
         if self.revision % self.stride:
-            return
+            return  # not one of the steps that are kept
         for name in values.keys() - self.columns.keys():  # metrics that no step had before
             if len(self.columns) >= MAX_NAMES:
                 self.run.add_problem(
@@ -199,7 +199,7 @@ def by_topic(names: Sequence[str]) -> list[dict[str, Any]]:
     for title, beginnings in TOPICS:
         own: list[str] = []
         for beginning in beginnings:
-            folder = f"{beginning.rstrip('/')}/"
+            folder = f"{beginning.rstrip('/')}/"  # "loss" has loss itself and loss/...
             for name in rest:
                 if (name == beginning or name.startswith(folder)) and name not in own:
                     own.append(name)

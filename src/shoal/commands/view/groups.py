@@ -133,6 +133,7 @@ MAX_PENDING = 8
 
 
 MAX_SIBLINGS, MAX_TEXT_CHARS, MAX_TOKENS = 1024, 200_000, 200_000
+"""The most completions of a group, characters of a text, and tokens of a completion in a record."""
 
 
 _LISTS = (

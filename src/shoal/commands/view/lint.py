@@ -353,6 +353,7 @@ class TextLint:
             if stem.startswith("step_"):
                 files.append(index.files[stem])
         chosen = [files[position] for position in _spread(len(files))]
+        # At least 16 completions of each file.
         self._most_per_file = max(16, TEXT_COMPLETIONS // max(1, len(chosen)))
         self.num_files = len(chosen)
         self._left = chosen[::-1]  # files that were not read yet; the last one is read next

@@ -29,6 +29,8 @@ from shoal.runs.summary import version_text
 # ---- the run
 
 MAX_EVENTS, IDLE_SECONDS = 500, 900
+"""The most events that the page shows, and the seconds without a new step after which a run counts
+as stopped."""
 
 
 def overview(
@@ -135,6 +137,7 @@ def home_row(
         shown_curve = _reward_curve(curves)
         shown_figure = "reward"
     ends = []
+    # The first and the newest point: a single one once, and none if there is no point.
     for position in sorted({0, num_points - 1}):
         if 0 <= position < num_points:
             ends.append({key: values[position] for key, values in curve.items()})

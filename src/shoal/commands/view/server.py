@@ -167,6 +167,7 @@ class Guard:
         refused = cross_site_refusal(request.headers, bool(self._token))
         if refused:
             return 403, refused
+        # The header says where a browser's request comes from; other programs do not send it.
         if request.headers.get("sec-fetch-site", "none") not in (
             "none",
             "same-origin",

@@ -198,7 +198,8 @@ def verdict(
     reward = reward_change(columns.get("reward/mean", ()))
     # If accuracy was measured before training, the next evaluation says more than rewards do.
     is_awaited = len(curve.get("x", ())) == 1 and curve["low"][0] is not None
-    # Early in a run, the compared ends have few steps, and may both lie within one jump.
+    # Early in a run, the compared ends have few steps, and may both lie within one jump. Without
+    # `total` only the next condition decides.
     is_early = steps <= (total or 0) / (2 if is_awaited else 4)
     if accuracy is None and steps < 4 * PART_STEPS:
         is_early = True

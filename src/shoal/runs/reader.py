@@ -173,9 +173,8 @@ class StoredRun:
         ShoalError if settings cannot be read, also with lenient reading."""
         segments = {0: self.config}
         for number, file in sorted(parts_of(self.path).items()):
-            segments[number] = read_config(
-                self.path, file.name
-            )  # 0, too: config.yaml is the newest
+            # Also of 0: config.yaml then has the settings of the newest segment.
+            segments[number] = read_config(self.path, file.name)
         return segments
 
     def config_at(self, version: int) -> Config:
@@ -497,8 +496,8 @@ def _interval(
 ) -> tuple[Any, Any]:
     """Returns (low, high) of a figure's 95% interval, None for an end that is unknown. An accuracy
     may have a stored interval in `figures`; that of any other figure, or of an accuracy without
-    one, follows from its standard error, which is NaN if unknown. `name`: "evaluate/<data
-    set>/<figure>"."""
+    one, follows from its standard error, which is NaN if unknown. `name`:
+    "evaluate/<set>/<figure>"."""
     stored = figures.get("accuracy_interval")
     if name.endswith("/accuracy") and isinstance(stored, list):
         # The file may be of another program: a list of any length, with values of any type.

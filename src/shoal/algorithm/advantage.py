@@ -210,8 +210,9 @@ def _centred(rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:
 
 
 def _centred_over(values: np.ndarray, counts: np.ndarray, axis: int | None) -> np.ndarray:
-    """Returns x - mean, for a mean in which each x counts `counts` times; 0 where that is 0. The
-    mean is of each group with axis 1, of all groups together with None."""
+    """Returns x - mean, for a mean in which each x counts `counts` times (bools or whole numbers);
+    0 where that is 0, whatever x is. The mean is of each group with axis 1, of all groups together
+    with None."""
     # Masked before the product: 0 times the NaN of an invalid sibling is NaN.
     kept = np.where(counts, values, 0.0).astype(np.float64)
     total = (counts * kept).sum(axis=axis, keepdims=True)

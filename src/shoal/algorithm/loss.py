@@ -356,9 +356,9 @@ def sapo(
     sapo_positive: float,
     sapo_negative: float,
 ) -> tuple[Tokens, Mask, Mask]:
-    """Returns -(4 / tau) sigmoid(tau (ratio - 1)) A, with tau by the sign of the advantage: in
-    place of a clip, a gate that closes smoothly on both sides. SAPO, arXiv 2511.20347. Both masks
-    of bounds are False everywhere."""
+    """Returns -(4 / tau) sigmoid(tau (ratio - 1)) A, with tau `sapo_positive` for an advantage
+    above 0, else `sapo_negative`: in place of a clip, a gate that closes smoothly on both sides.
+    SAPO, arXiv 2511.20347. Both masks of bounds are False everywhere."""
     # Above exp(88) the ratio is inf in float32, and its slope times that of the closed gate, 0,
     # would be NaN.
     ratio = jnp.exp(jnp.minimum(log_ratio, 80.0))

@@ -29,7 +29,8 @@ def make_adapter(
 
     `targets`, of which there is at least one, are names of products (q_proj, ...), ends of their
     paths (self_attn.q_proj), one regular expression over whole paths (`.*_attn\\.(q|v)_proj`), or
-    `all-linear`. The adapter's own targets are names of products, in the model's order.
+    `all-linear`. The adapter's own targets are names of products, in the model's order; `rank`,
+    `alpha` and `rslora` are its fields as they are.
     """
     paths = _paths_by_layer(a)
     covered: list[set[str]] = []  # by layer: the products that have an adapter

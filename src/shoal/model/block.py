@@ -127,7 +127,8 @@ def cast_weight(
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Computes x / sqrt(mean(x^2) + eps) * weight over the last dimension; mean and division are in
-    float32."""
+    float32. The quotient is rounded to x's type, which the result has, before the weight multiplies
+    it."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     # Rounded before the weight, as transformers' LlamaRMSNorm does: parity in bfloat16 needs the

@@ -135,7 +135,7 @@ def products_joined(block: Block) -> Block:
     """Returns a layer's block with the weights of q, k and v in one array, in the place of q's, and
     None for k and v: one product instead of three. Returns the block itself if the weights cannot
     be joined, because they have an adapter (whose weights are products of two) or are of different
-    classes."""
+    classes, for example if one has a bias and another none."""
     kernel = block.q.kernel if isinstance(block.q, Biased) else block.q
     weights = block.q, block.k, block.v
     kinds = {jax.tree.structure(weight) for weight in weights}

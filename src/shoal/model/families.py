@@ -231,7 +231,7 @@ def _max_positions(config: Mapping[str, Any], scaling: RopeScaling | None) -> in
 def weight_block(folder: Path) -> tuple[int, int] | None:
     """Returns (rows, columns) of a block of 8-bit floats with one scale, if a folder's weights are
     stored like that, as DeepSeek's and Qwen3's are; None if they are not quantised. ShoalError if
-    they are quantised in another way."""
+    they are quantised in another way, or if the folder has no config.json."""
     quantisation = read_config(folder).get("quantization_config") or {}
     method = quantisation.get("quant_method")
     is_known = (
@@ -331,8 +331,8 @@ def config_of(a: Architecture) -> dict[str, Any]:
 
 
 def _family_of(a: Architecture) -> tuple[str, Family]:
-    """Returns (model_type, family) of the first family that may have this architecture; ShoalError
-    if there is none."""
+    """Returns (model_type, family) of the first family, in the order of FAMILIES, that may have
+    this architecture; ShoalError if there is none."""
     for name, family in FAMILIES.items():
         if family.has(a):
             return name, family

@@ -32,7 +32,8 @@ def forward_flops(a: Architecture, prompt: int, completions: Sequence[int]) -> f
         prompt        2 N Tp            + 4 L H A Tp (Tp + 1) / 2
         completion    2 (N + D V) T     + 4 L H A (T Tp + T (T + 1) / 2)
 
-    because a prompt's tokens need no logits, and a completion's tokens attend to the prompt too.
+    because a prompt's tokens need no logits, and a completion's tokens attend to the prompt too. An
+    adapter's products are left out.
     """
     pairs = prompt * (prompt + 1) / 2
     for length in completions:
@@ -62,8 +63,9 @@ def model_flops(
     num_epochs: int = 1,
     num_scorings: int = 0,
 ) -> float:
-    """Returns the operations of a whole step: a forward pass over what was sampled; over what was
-    trained on, a forward and a backward pass for each epoch and a forward pass for each scoring
+    """Returns the operations of a whole step, whose prompts and completions are given as (tokens of
+    a prompt, tokens of each of its completions): a forward pass over what was sampled; over what
+    was trained on, a forward and a backward pass for each epoch and a forward pass for each scoring
     (the reference's, and the one before the first of several updates). With an adapter, the frozen
     weights get no gradient, so the backward pass counts as one forward pass over the products, not
     two."""

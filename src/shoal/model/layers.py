@@ -51,6 +51,7 @@ def ffn_chunks(a: Architecture, role: Role, dtype: Any) -> int:
         return 1
     itemsize = jnp.dtype(dtype).itemsize
     down = param_specs(a).blocks.down
+    # one array [L, F, D], without a bias, an adapter or a dimension of experts
     is_one_matrix = isinstance(down, ParamSpec) and down.indices == ("layer",)
     if not is_one_matrix or a.adapter or a.quantised or a.mlp_bias or itemsize != 2:
         return 0
@@ -68,7 +69,8 @@ def ffn_chunks(a: Architecture, role: Role, dtype: Any) -> int:
 
 def published_specs(model: Model) -> Parameters:
     """Returns the specs of the parameters as a sampler holds them: `param_specs`, whose block has
-    all layers stacked, if `model.ffn_chunks` is 0; else the same with a tuple of L blocks."""
+    all layers stacked, if `model.ffn_chunks` is 0; else the same with a tuple of L blocks. If it is
+    above 1, a feed-forward matrix has a tuple of so many specs, one a chunk."""
     specs = param_specs(model.architecture)
     num_chunks = model.ffn_chunks
     if not num_chunks:

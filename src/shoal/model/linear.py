@@ -68,8 +68,8 @@ QUANTISED = {"none": "", "int8": "int8", "fp8": "float8_e4m3fn"}
 
 def linear(weight: Weight, x: jax.Array, out_dtype: Any = None) -> jax.Array:
     """Computes x[..., in] times a weight of any kind -> [..., out], with its bias and its adapter's
-    change added if it has them. The weight is cast to x's type; the result has x's type, or
-    `out_dtype` if given."""
+    change added if it has them. The weight is cast to x's type, unless it is a `Cast`, which was
+    cast before; the result has x's type, or `out_dtype` if given."""
     product: jax.Array
     if isinstance(weight, Biased):
         product = linear(weight.kernel, x, out_dtype)

@@ -238,9 +238,9 @@ def _layer_spec(
 ) -> ParamSpec:
     """Returns the spec of a parameter that each layer has, stacked. `shape` and `axes` are those of
     one layer; `name` follows `model.layers.{layer}.` in files, which hold matrices transposed.
-    `scale` multiplies the standard deviation of 0.02 of its first values. Not trained if the model
-    has an adapter. `heads` is the number of heads that a dimension over the axis `heads` consists
-    of."""
+    `init` is "normal", "uniform", "ones" or "zeros". `scale` multiplies the standard deviation of
+    0.02 of its first values. Not trained if the model has an adapter. `heads` is the number of
+    heads that a dimension over the axis `heads` consists of."""
     return ParamSpec(
         shape=(a.num_layers, *shape),
         axes=("layers", *axes),
@@ -390,6 +390,7 @@ def without_adapter(a: Architecture, parameters: Parameters) -> Parameters:
     of `a.base`. Returns `parameters` itself if the architecture has no adapter."""
     if not a.adapter:
         return parameters
+    # None is no leaf: these are the base model's arrays, in the order of its tree.
     frozen = jax.tree.leaves(select(frozen_specs(a), parameters))
     return jax.tree.unflatten(jax.tree.structure(param_specs(a.base)), frozen)
 
@@ -522,8 +523,9 @@ def initialise(a: Architecture, seed: int, role: Role) -> Parameters:
 
 
 def initialise_specs(specs: Any, seed: int, role: Role) -> Any:
-    """Returns random float32 arrays for a tree of `ParamSpec`, created on the devices that hold
-    them. The seed of each array is `seed` folded with the leaf's number in the tree."""
+    """Returns first values for a tree of `ParamSpec`, float32 arrays of random numbers, ones or
+    zeros by each spec's `init`, created on the devices that hold them. The seed of each array is
+    `seed` folded with the leaf's number in the tree."""
     leaves, structure = jax.tree.flatten(specs)
 
     def make() -> Any:

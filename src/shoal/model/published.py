@@ -232,7 +232,7 @@ def model_named(name: str) -> NamedModel:
 
 def check_name(name: str, a: Architecture, where: object, key: str) -> None:
     """Raises ShoalError unless `a`, the model at `where`, has the architecture that `name` means
-    (`max_positions` is not compared), or if no model has the name; `key` is the setting that has
+    (`max_positions` is not compared); also if no model has the name. `key` is the setting that has
     `name` as its value."""
     if model_named(name).architecture != a:
         raise ShoalError(

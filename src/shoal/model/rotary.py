@@ -26,6 +26,7 @@ def frequencies(a: Architecture) -> jax.Array:
     # division.
     turns = scaling.original_max_position * base / (2 * jnp.pi)  # within the original length
     share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    # 1 for short wavelengths, which are kept; 0 for long ones, which are divided
     share = jnp.clip(share, 0.0, 1.0)
     return share * base + (1.0 - share) * base / scaling.factor
 

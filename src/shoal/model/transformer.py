@@ -133,7 +133,8 @@ def forward(
     decided by `attention` alone.
 
     aux is what `attention` returned next to its output, one entry a layer: None each in training,
-    the new caches in decoding. `caches` has one entry a layer, or is None.
+    (keys, values) in a prefill, the new caches in decoding. `caches` has one entry a layer, or is
+    None.
     """
     x = embed(model, parameters.embed_tokens, tokens)
     rope = rotary(model.architecture, positions)

@@ -240,15 +240,16 @@ def pack(
     teacher_bonus: TokenValues | None = None,
     max_support: int = 0,
 ) -> list[MicroBatch]:
-    """Packs the groups numbered in `include` into micro-batches of `shapes` (`row_shapes`), and
-    returns these.
+    """Packs the groups numbered in `include`, from 0, into micro-batches of `shapes`, which come
+    largest first, and returns these.
 
     `advantages[P, G]` and `weights[P, G]` have one number for all tokens of a completion.
     Completions that are not valid, or have no tokens, are left out. `old_logprobs` and
     `ref_logprobs` are 0 if they are None. `teacher_bonus` is added to the advantage of each token.
-    `max_support` is K, the number of tokens recorded for a truncating sampler; 0 if it kept all. At
-    least one micro-batch is returned: an update without rows applies a gradient of 0. Raises
-    ValueError if a prompt with one of its completions fits no row of the first shape.
+    `max_support` is K, the number of tokens recorded for a truncating sampler; 0 if it kept all.
+    Above 0, each completion must have `extra["support_ids"]`. At least one micro-batch is returned:
+    an update without rows applies a gradient of 0. Raises ValueError if a prompt with one of its
+    completions fits no row of the first shape.
     """
     # By (group, prompt of the group): the prompt's token ids; its number of tokens, with those of
     # its completions.
@@ -337,6 +338,7 @@ class OpenRows:
             number = len(self.rows)
             self.rows.append(Row(self.length))
         else:
+            # the row's entry with its free tokens until now
             del self._by_free[bisect_left(self._by_free, (self.rows[number].free, number))]
         row = self.rows[number]
         row.parts.append((group, sorted(members)))
@@ -375,6 +377,7 @@ class OpenRows:
             free, number = self._by_free[stop]
             room = free - prompt
             most_taken, _ = best_rank
+            # The rows that follow have less room: none can take more, or anything at all.
             if room < max(most_taken, shortest):
                 break
             taken = _completions_that_fit(members, room)

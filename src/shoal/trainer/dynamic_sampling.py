@@ -41,7 +41,8 @@ def select(
 ) -> tuple[list[Group], list[Group]]:
     """Chooses `wanted` groups to train on, and returns (these, the discarded others), both in the
     order of their prompts. Useful groups are chosen first, and if there are too few, others fill
-    up. The choice does not depend on which group finished first."""
+    up; if there are fewer than `wanted` groups, all are chosen. The choice does not depend on which
+    group finished first."""
     useful = []
     others = []
     for number, group in enumerate(groups):

@@ -47,8 +47,9 @@ class Evaluator:
         self, subset: str, full: bool
     ) -> list[tuple[Sequence[TokenizedExample], int, SamplingParams]]:
         """Returns the passes over a data set, each as (questions, completions a question, sampling
-        settings): a greedy one first, then in a full evaluation of the main set a sampled one, if
-        `pass_k` and the temperature are above 0."""
+        settings): a greedy one first, of all questions if `full`, else of the first
+        `quick_questions` (0: all); then in a full evaluation of the main set a sampled one, of the
+        first `quick_questions`, if `pass_k` and the temperature are above 0."""
         questions = self.sets[subset]
         quick_questions = questions[: self.quick_questions or None]
         greedy_questions = questions if full else quick_questions
@@ -71,7 +72,8 @@ class Evaluator:
 
     def request_answers(self, source: RolloutSource, step: int, version: int, full: bool) -> None:
         """Requests the answers of one version; `collect` waits for them. `step` is the number under
-        which they are collected; `full` is that of `passes`."""
+        which they are collected; with `full` all questions are asked and the main set may be
+        sampled too, else the first `quick_questions` of each set are asked."""
         for subset in self.sets:
             for questions, count, params in self.passes(subset, full):
                 requests = []
@@ -101,6 +103,7 @@ class Evaluator:
             by_pass = []
             for questions, _, _ in self.passes(subset, full):
                 by_pass.append(list(islice(taken, len(questions))))
+            # in the order of `passes`: greedy first
             sampled = by_pass[1] if len(by_pass) > 1 else ()
             answers[subset] = Answers(by_pass[0], sampled)
         return answers
@@ -151,6 +154,7 @@ def score_greedy(groups: Sequence[Group], task: Task) -> dict[str, Any]:
     if solved is None:
         figures["mean_reward"] = known_mean(rewards)
     else:
+        # a greedy group has one completion
         right = int(solved[:, 0].sum())
         figures["accuracy"] = right / total
         figures["accuracy_interval"] = list(wilson_interval(right, total))
@@ -212,8 +216,8 @@ def score_sampled(groups: Sequence[Group], params: SamplingParams, task: Task) -
 def _majorities(
     groups: Sequence[Group], solved: np.ndarray, extract: Callable[[str], Any]
 ) -> list[float]:
-    """Returns maj@k of each question. `solved` is bool[Q, k]: which answers are right; `extract`
-    returns the answer in a completion's text."""
+    """Returns maj@k of each question: 1.0 if its most frequent answer is right, else 0.0. `solved`
+    is bool[Q, k]: which answers are right; `extract` returns the answer in a completion's text."""
     majorities = []
     for group, row in zip(groups, solved, strict=True):
         answers = [extract(text) for text in group.answers]

@@ -225,6 +225,7 @@ class Run:
                 self.source, step=older_version, version=older_version, full=False
             )
         for older_version, params in self.restored.published.items():
+            # The step that the run resumes at decides what is kept.
             self.publish(older_version, params, step=version)
         # Decided by the present settings: `train.evaluate_every` may have changed, and with it what
         # must be published.
@@ -273,9 +274,10 @@ class Run:
             raise
 
     def end_if_warned(self, version: int, state: TrainState) -> None:
-        """Raises ShoalError if a warning since the last step is hopeless, or if there is any and
-        train.on_warning=stop; saves a checkpoint first in the second case only. A warning is
-        hopeless if its level is "wrong". Clears the recorder's list of warnings."""
+        """Raises ShoalError in two cases: if a warning since the last step is hopeless; or if there
+        is any warning and train.on_warning is "stop". Only in the second case a checkpoint is saved
+        first. A warning is hopeless if its level is "wrong". Clears the recorder's list of
+        warnings."""
         warned = self.recorder.warned
         self.recorder.warned = []
         hopeless = [finding for finding in warned if finding.level == "wrong"]
@@ -305,6 +307,7 @@ class Run:
         if first_skipped is None:
             return None
         # Skipped steps count from 1: this one began with version `first_skipped - 1`.
+        # The watch counts steps from 1: this is the version that the skipped update began with.
         first_bad = first_skipped - 1
         good = [number for number in self.checkpoints.versions() if number < first_bad]
         return max(good, default=None)
@@ -517,7 +520,8 @@ class Run:
         outcome: UpdateResult,
         seconds: float,
     ) -> dict[str, float]:
-        """Records one step in metrics, files and terminal, and returns its metrics by name."""
+        """Records one step in metrics, files and terminal, and returns its metrics by name.
+        `seconds` is the time of the whole step, with the waiting."""
         table = outcome.table
         record = StepRecord(
             step=step,

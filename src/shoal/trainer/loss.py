@@ -102,6 +102,7 @@ def batch_logprobs(
     # All tokens are computed, prompts' too: leaving out chunks of prompts by a condition costs a
     # second gradient of the head (docs/LOG.md).
     states = _states_at(role, hidden, before)
+    # On a TPU, if all tokens need several chunks: by slices of the vocabulary instead.
     if role.platform == "tpu" and role.tensor == 1 and chunk < length:
 
         def project(head_slice: Any, hidden: jax.Array) -> jax.Array:
@@ -174,7 +175,8 @@ def _states_at(role: Role, hidden: jax.Array, index: jax.Array) -> jax.Array:
 
 def batch_loss(model: Model, objective: Objective, parameters: Params, batch: LearnerBatch) -> Any:
     """Returns (loss, (sums, maxima, log-probs)) of a micro-batch: its part of the update's loss,
-    its metrics, and its tokens' log-probs float32[R, T] without gradient."""
+    its metrics (name -> (sum, count) and name -> (largest, count)), and its tokens' log-probs
+    float32[R, T] without gradient."""
     lp, entropy = batch_logprobs(
         model, parameters, batch, objective.chunk_elements, objective.entropy_coef > 0
     )

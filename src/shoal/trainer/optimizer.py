@@ -90,6 +90,7 @@ def make_optimizer(
     # A part that is left out has no state, so whether a setting is 0 is part of a checkpoint's
     # layout.
     parts = []
+    # 0: no clipping
     if section.clip_grad_norm:
         parts.append(clip_by_norm(section.clip_grad_norm))
     adamw = optax.adamw(

@@ -236,6 +236,7 @@ class PromptStream:
                 num_read += 1
             else:
                 break
+            # all prompts are retired
             if row is None:
                 break
             if row in by_row or row in taken:
@@ -325,8 +326,8 @@ class PromptStream:
         )
 
     def _return_to(self, position: _Position) -> None:
-        """Sets the cursor and all that goes with it (epoch, order, postponed rows, counts) back to
-        a position noted earlier."""
+        """Sets the cursor and all that goes with it (epoch, order, postponed rows, `dropped`, and
+        the rates that the epoch began with) back to a position noted earlier."""
         self.epoch = position.epoch
         self.cursor = position.cursor
         self.dropped = position.dropped
@@ -349,11 +350,14 @@ class PromptStream:
         return int(order[self.cursor - 1])
 
     def _order_of(self, epoch: int) -> np.ndarray:
-        """Returns the rows of an epoch in random order: each once, or with the curriculum as often
-        as `PassRates.times` says."""
+        """Returns the rows of an epoch in random order: each once, or with the curriculum not at
+        all, once or twice, by its pass rate. Only the epoch whose order was computed last is
+        kept."""
         if self._order[0] != epoch:
             # The order follows from (seed, epoch) alone, so that a checkpoint stores two numbers
             # and not an order or a generator's state.
+            # The epoch stands in the key's place for a step; its row and completion, 0, are not
+            # used.
             random = np.random.default_rng(NoiseKey(self.seed, "order", epoch, 0).key(0).tolist())
             order = random.permutation(len(self.examples))
             if self.rates.active:

@@ -67,8 +67,8 @@ class Schedule:
                     )
 
     def version(self, step: int) -> int:
-        """Returns the version that a step samples from; with newest weights, the oldest version on
-        which a group of the step may start."""
+        """Returns the version that a step samples from, by the formula of the class; with newest
+        weights, the oldest version on which a group of the step may start."""
         interval = self.weight_sync_interval
         wanted = interval * (max(0, step - self.lag) // interval)
         # Rising order: the first that is new enough is the oldest such. A new run has none.
@@ -117,9 +117,11 @@ class Lookahead:
 
     def note(self, waited: float, seconds: float) -> None:
         """Notes that the trainer waited for its groups for `waited` of a step's `seconds`, and
-        adjusts `steps`. One more step is requested ahead once the trainer has waited for more than
-        WAITED of the time, measured over FEWEST steps or more; one fewer after PATIENCE steps
-        without such waits. They stay between 1 and the schedule's `max_staleness`."""
+        adjusts `steps`; does nothing without newest weights. One more step is requested ahead once
+        the trainer has waited for more than WAITED of the time, measured over FEWEST steps or more;
+        one fewer after PATIENCE steps without such waits. Steps whose groups were requested before
+        the last change are not measured. `steps` stays between 1 and the schedule's
+        `max_staleness`."""
         if not self.adapts:
             return
         self._count += 1
@@ -129,12 +131,15 @@ class Lookahead:
         self._seconds += seconds
         waits = self._waited > WAITED * self._seconds
         if waits and self._count >= FEWEST and self.steps < self.most:
+            # The last change was one step fewer, which was too few: the next such change comes
+            # later.
             if self._was_lowered:
                 self._patience = min(2 * self._patience, MOST_PATIENCE)
             self._was_lowered = False
             self.steps += 1
             self._measure(after=self.steps)
         elif self._count >= self._patience:
+            # There is nothing to change.
             if waits or self.steps <= 1:
                 self._measure(after=0)
                 return
@@ -178,6 +183,7 @@ def step_seconds(schedule: Schedule, sampling: float, training: float, own_devic
         return sampling + training
     sampled = 0.0  # when the newest step's groups were complete
     trained = [0.0]  # when each step's update has ended; the first entry is the start
+    # the steps of each half of what is simulated
     steady = ROUNDS * schedule.weight_sync_interval
     for step in range(2 * steady):
         # A step is requested as early as its age allows, and sampled from the version that was

@@ -68,6 +68,7 @@ class ModelScorer:
         """Returns the log-probs float32[R, T] of the batch's tokens, without rows that were added
         as padding."""
         num_rows = len(batch.tokens)
+        # the default of the class, by which the platform decides
         score = score_program(self.model, Objective.chunk_elements)
         logprobs = score(self.parameters, self.put(batch))
         with dispatching(self.model.role.mesh.devices.flat):  # samplers may decode there
@@ -76,8 +77,8 @@ class ModelScorer:
             return logprobs
 
     def put(self, batch: LearnerBatch) -> LearnerBatch:
-        """Puts the batch on this model's devices; rows of padding are added if the devices do not
-        divide its rows."""
+        """Puts the batch on this model's devices; rows of zeros, which are padding, are added if
+        the devices do not divide its rows. The batch that was passed is unchanged."""
         num_padding = -len(batch.tokens) % self.model.role.batch_shards
         if num_padding == 0:
             return put_batch(self.model, batch)

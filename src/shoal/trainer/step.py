@@ -262,7 +262,7 @@ def _optimizer_programs(
     """Returns the optimizer, the layout (shardings) of the train state, and two programs: init and
     apply. `scaled` means that there is a loss scale. `num_updates` is where the learning rate's
     decay ends; `seed` is for random rounding. init is (trainable parameters) -> optimizer state;
-    apply is `_apply` without its first four arguments."""
+    apply is `_apply` without its first four arguments (optimizer, rate, by_layer, offloads)."""
     # The schedule counts updates applied, not steps: with several mini-batches a step moves it
     # several times.
     rate = learning_rate(section, num_updates)

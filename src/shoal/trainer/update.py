@@ -153,6 +153,7 @@ class Updater:
                     ref_logprobs=precomputed.ref_logprobs,
                     teacher_bonus=teacher_bonus,
                 )
+                # Before the first update a stop costs nothing: the state can still be saved.
                 patience_seconds = 0.0 if state is first_state else PATIENCE_SECONDS
                 state = self._update_once(
                     state,
@@ -198,6 +199,7 @@ class Updater:
         num_minibatches = self.algorithm.num_minibatches
         order = np.arange(count)
         if num_minibatches > 1:
+            # The epoch stands in the key's place for a row; its completion, 0, is not used.
             key = NoiseKey(self.seed, "minibatches", step, epoch).key(0)
             order = np.random.default_rng(key.tolist()).permutation(count)
         return np.array_split(order, num_minibatches)
@@ -214,9 +216,9 @@ class Updater:
         """Returns the micro-batches of one update, with the weight of each token. `members` are the
         numbers of the update's groups.
 
-        The setting `zero_std_groups` decides whether groups without variance count in the
-        denominator. With `mask_truncated`, a truncated completion counts as a completion, but none
-        of its tokens does.
+        With `zero_std_groups` "exclude", groups that are left out because nothing gives them a
+        gradient do not count in the denominator; else they do. With `mask_truncated`, a truncated
+        completion counts as a completion, but none of its tokens does.
         """
         a = self.algorithm
         included = self._included(table, members)

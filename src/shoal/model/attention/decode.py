@@ -275,6 +275,7 @@ def _attend_caches(
     prefix_len, position, num_prefix, num_own = slots
     row, slot, head = jnp.indices(k.shape[:3], sparse=True)
     index = position[..., None]
+    # No index is checked: a position is always within its cache.
     mode = "promise_in_bounds"
     if part is not None:  # the other parts write past the end
         parts = model.key_parts

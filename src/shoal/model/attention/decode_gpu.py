@@ -192,6 +192,7 @@ def _kernel(
         mask = key < length
         if is_reader is not None:
             mask = is_reader & mask
+        # [queries, keys], as the sum over both halves of a head
         scores_first = product32(q_first, read(k_ref, keys, pl.ds(0, half)).T)
         scores_second = product32(q_second, read(k_ref, keys, pl.ds(half, half)).T)
         scores = scores_first + scores_second

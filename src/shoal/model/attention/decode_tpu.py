@@ -62,6 +62,8 @@ class Tiles(NamedTuple):
         whole prompt and a whole slot; `page_bytes` are the bytes of one head's keys and values in a
         page. Each size divides its whole; the buffer of own keys stays within BUFFER_BYTES, unless
         one page of every slot takes more."""
+        # Pages of every slot that fit: the buffer holds two turns. They are spent on heads first,
+        # then on rows, then on pages of a turn.
         most_slot_pages = max(1, BUFFER_BYTES // (2 * page_bytes * slots))
         step_heads = largest_block(heads, most_slot_pages)
         # At least two steps, for devices of two cores.

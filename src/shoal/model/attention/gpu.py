@@ -255,6 +255,7 @@ def _forward_kernel(
         """Adds a block of keys to the softmax."""
         k = k_ref[other, :, key_head]
         v = v_ref[other, :, key_head]
+        # [queries, keys]
         scores = mask_scores(product32(q, k.T) * LOG2E)
 
         def weigh_values(weights: jax.Array) -> jax.Array:
@@ -293,6 +294,7 @@ def _query_kernel(
         """Adds the gradient that a block of keys gives to the queries."""
         k = k_ref[other, :, key_head]
         v = v_ref[other, :, key_head]
+        # [queries, keys], like all products with k.T and v.T here
         p = exp2(mask_scores(product32(q, k.T) * LOG2E - lse[:, None]))
         d_scores = p * (product32(d_out, v.T) - delta[:, None])
         return d_q + product32(d_scores.astype(q.dtype), k)

@@ -90,9 +90,9 @@ def accumulate(
     power: Power,
     keys_axis: int = -1,
 ) -> RunningSoftmax:
-    """Adds a block's weights, and its values times weights, which both are relative to the new
-    `top`: the second half of `add_block`. Returns the new state. `keys_axis` is the dimension of
-    `weights` that counts keys."""
+    """Adds a block's weights, and `weighted_values`, the product of weights and values; both are
+    relative to the new `top`: the second half of `add_block`. Returns the new state. `keys_axis` is
+    the dimension of `weights` that counts keys."""
     keeps_dimension = top.ndim == weights.ndim
     shrink = power(running.top - top)
     total = running.total * shrink + weights.sum(keys_axis, keepdims=keeps_dimension)

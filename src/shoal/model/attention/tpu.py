@@ -65,8 +65,8 @@ scalar core's memory."""
 
 
 def block_size(size: int) -> int:
-    """Returns the tokens of a block for rows of `size` tokens, which are filled up to whole
-    blocks."""
+    """Returns the tokens of a block for rows of `size` tokens, which are filled up to whole blocks:
+    128 up to 128 tokens, 256 up to LONG, 512 above."""
     if size <= LANES:
         return LANES
     if size <= LONG:
@@ -167,6 +167,7 @@ def attend_rows(
     out: Any = _attend(static, flat(q), flat(k), flat(v), flat(q_angles), flat(k_angles), pairs)
     if width == head_dim:
         return out.reshape(rows, -1, q.shape[2])[:, :size]
+    # Takes away the lanes that filled up each half of a head.
     halves = out.reshape(rows, out.shape[0] // rows, -1, 2, width // 2)
     return halves[:, :size, ..., : head_dim // 2].reshape(q.shape)
 
@@ -291,8 +292,9 @@ def _call(
 ) -> Any:
     """Calls a kernel over all pairs of blocks, one step a pair and some heads, and returns its
     results. Each of `inputs` and `results` is (array, key of `block_specs`): the key says which
-    part of the array a step gets. Of results only shapes and types are read. `products` is the
-    number of matrix products that a pair takes, for the cost estimate."""
+    part of the array a step gets. It is "queries", "keys", "query angles", "key angles" or "sums of
+    queries". Of results only shapes and types are read. `products` is the number of matrix products
+    that a pair takes, for the cost estimate."""
     block = static.block
     width = static.width
     key_heads = static.key_heads_at_once
@@ -491,6 +493,7 @@ def _query_kernel(
     d_ps = []
     for head in heads:
         d_ps.append(_product(values[head // static.share], d_out[:, static.lanes(head)], 1))
+    # [keys, queries], like `ps` and `d_ps`; delta has one number a query.
     d_scores = [ps[head] * (d_ps[head] - delta[0, pl.ds(head, 1)]) for head in heads]
     for head in heads:
         of_dimension = keys_by_dimension[head // static.share]
@@ -551,9 +554,11 @@ def _key_kernel(
     d_ps = []
     for head in heads:
         d_ps.append(_product(v[:, static.lanes(head // static.share)], d_outs[head], 1))
+    # [keys, queries], like `ps` and `d_ps`; delta has one number a query.
     d_scores = [ps[head] * (d_ps[head] - delta[0, pl.ds(head, 1)]) for head in heads]
     for key_head in key_heads:
         lanes = static.lanes(key_head)
+        # the query heads that read this key head
         readers = slice(key_head * static.share, (key_head + 1) * static.share)
         sum_v[:, lanes] += _sum_of_products(ps[readers], d_outs[readers])
         sum_k[:, lanes] += _sum_of_products(d_scores[readers], queries[readers])

@@ -98,7 +98,8 @@ def page_kernel_trial(
     device: Any, share: int, head_dim: int, dtype: str, interpret: bool
 ) -> tuple[tuple, tuple]:
     """Runs decoding's kernel for TPUs for a few slots of random numbers on scattered pages, in two
-    turns and two steps. Returns (result of the kernel,), (result of the reference,)."""
+    turns and two steps, with `share` query heads to each of two key heads. Returns (result of the
+    kernel,), (result of the reference,)."""
     # 2 rows of 2 slots with 6 pages of 128 keys each, in a pool of 24 pages.
     pages = np.random.default_rng(1).permutation(24).reshape(2, 2, 6)
     prefix_len = np.array([70, 128])
@@ -239,7 +240,8 @@ _ROW_RESULTS = ("values", "dq", "dk", "dv")
 
 
 def _row_trial_on_gpu(device: Any, share: int, head_dim: int, dtype: str, interpret: bool) -> Pairs:
-    """Runs the kernels for rows on a GPU, and the reference. Returns the pairs of _ROW_RESULTS."""
+    """Runs the kernels for rows on a GPU, and the reference. Returns (name, the kernel's result,
+    the reference's result) for values, dq, dk and dv."""
     block = block_size(head_dim, jnp.dtype(dtype))
     row = _RowInputs(device, block, share, head_dim, dtype)
 
@@ -252,7 +254,8 @@ def _row_trial_on_gpu(device: Any, share: int, head_dim: int, dtype: str, interp
 
 
 def _row_trial_on_tpu(device: Any, share: int, head_dim: int, dtype: str, interpret: bool) -> Pairs:
-    """Runs the kernels for rows on a TPU, and the reference. Returns the pairs of _ROW_RESULTS."""
+    """Runs the kernels for rows on a TPU, and the reference. Returns (name, the kernel's result,
+    the reference's result) for values, dq, dk and dv."""
     row = _RowInputs(device, tpu_attention.BLOCK, share, head_dim, dtype)
     angles = jnp.asarray(row.rng.uniform(0, 6, (1, row.size, 1, head_dim // 2)), jnp.float32)
     cos = jnp.cos(angles)

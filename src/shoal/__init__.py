@@ -126,6 +126,7 @@ def evaluate(
     if config.responses:
         from shoal.commands.responses import score_responses
 
+        # 0: all rows, because the responses may belong to any of them
         everything = replace(config, task=replace(config.task, num_eval_questions=0))
         with evaluating():
             data = _task_of_data(task, held_out, correct, everything, functions)

@@ -135,6 +135,7 @@ def address(path: str | os.PathLike[str]) -> str:
     scheme = parts[1]  # behind the area
     name = "/".join(parts[2:])
     if scheme in ("file", "local"):
+        # an absolute path, whose first slash is lost in the cache's path
         name = f"/{name}"
     return f"{scheme}://{name}"
 
@@ -480,6 +481,7 @@ def fetch(
     complete. `key`: the setting whose value the address is, for messages; "": none.
     """
     seen = (url, weights, groups, may_be_empty, str(cache_folder("buckets")))
+    # -FRESH_SECONDS: an address that was never fetched is always too old
     if time.monotonic() - _fetched.get(seen, -FRESH_SECONDS) > FRESH_SECONDS:
         root = url
         fs, path = connect(url, key)
@@ -565,9 +567,9 @@ def fetch_into(
 
 
 def is_partial(name: str, in_bucket: Iterable[str]) -> bool:
-    """True for a file of a run that another machine is still uploading: its lock, or a file of a
-    checkpoint whose manifest, which is uploaded last, is not there yet. `in_bucket` are the names
-    of all files there."""
+    """True for a file of a run that another machine is still uploading: its lock, or, while there
+    is a lock, a file of a checkpoint whose manifest, which is uploaded last, is not there yet.
+    `in_bucket` are the names of all files there."""
     parts = PurePosixPath(name).parts
     if LOCKS in parts:
         return True
@@ -617,6 +619,7 @@ def complete(path: Path) -> None:
     manifest = None
     matched = CHECKPOINT.fullmatch(path.as_posix())
     if matched:
+        # "": the run is the root folder
         manifest = Path(matched["run"] or "/", MANIFESTS, f"{matched['version']}.json")
     if manifest is None or not manifest.is_file():
         if area_of(path) == COPIES:  # a path in RUNS was written on this machine

@@ -139,6 +139,7 @@ def atomic_write(path: Path, key: str = "") -> Iterator[Path]:
     If `path` is a device or a pipe, `path` itself is yielded, because replacing would make
     /dev/null a file.
     """
+    # a device or a pipe
     if path.exists() and not path.is_file() and not path.is_dir():
         with explain_write_errors(path, key):
             yield path

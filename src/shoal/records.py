@@ -214,6 +214,7 @@ class RewardFunction:
             names = set(inspect.signature(self.function).parameters)
         except (TypeError, ValueError):
             return False
+        # `<=`: the signature has both
         return {"solution_str", "ground_truth"} <= names
 
     @functools.cached_property

@@ -28,7 +28,7 @@ def likeness(a: str, b: str) -> float:
 def nearest(key: str, names: Iterable[str]) -> str:
     """Returns the name that is most like `key`, as a whole or in the last of its dotted parts; the
     first if several are equally like it; "" if there are no names."""
-    best, most = "", -1.0
+    best, most = "", -1.0  # less than any score
     for name in names:
         # A quick upper bound of the score first: of 350 names only a few have enough letters in
         # common.
@@ -80,9 +80,9 @@ def did_you_mean(
     key: str, names: Iterable[str], shown: Mapping[str, str] | None = None, lists_all: bool = False
 ) -> str:
     """Returns the end of a message, `, did you mean X?`, if one of the names is near to `key`: at
-    least CLOSE, or with a last part that begins that of `key` or is begun by it. Else returns "",
-    or with `lists_all` a list of all names; "" also if there are no names. `shown`: name -> how the
-    message writes it.
+    least CLOSE, or with a last part that begins that of `key` or is begun by it (both of more than
+    3 letters). Else returns "", or with `lists_all` a list of all names; "" also if there are no
+    names. `shown`: name -> how the message writes it.
 
     >>> did_you_mean("optimizr.lr", ["optimizer.lr"]), did_you_mean("use_peft", ["task.subset"])
     (', did you mean optimizer.lr?', '')
@@ -219,8 +219,8 @@ def speed_text(value: float | None) -> str:
 
 def is_share(name: str) -> bool:
     """True if a metric of this name is a share from 0 to 1, which is shown in percent: if the name
-    begins with `accuracy`, `pass` or `maj`, or ends in a word for a share (`fraction`, `truncated`,
-    ...). Never for `rewards/...`."""
+    begins with `accuracy`, `pass` or `maj`, or ends in `accuracy`, `share`, `fraction`,
+    `well_formed`, `truncated`, `_strict` or `_loose`. Never for `rewards/...`."""
     if name.startswith("rewards/"):
         return False
     if name.startswith(("accuracy", "pass", "maj")):
@@ -239,9 +239,9 @@ def is_number(value: Any) -> bool:
 
 
 def figure_text(name: str, value: Any) -> str:
-    """Returns the value of a metric as text: shares in percent, seconds with their unit, other
-    numbers with a few digits; `-` for None, `not a number` for infinity or NaN, any other value as
-    one line."""
+    """Returns the value of a metric as text: shares (`is_share`) in percent, seconds and tokens a
+    second with their unit, whole numbers without decimals, other numbers with 4 digits; `-` for
+    None, `not a number` for infinity or NaN, any other value as one line."""
     if value is None:
         return "-"
     if not is_number(value):

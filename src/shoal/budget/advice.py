@@ -173,15 +173,15 @@ def saving_trials(budget: Budget, describe: Describe, changes: Iterable[Change])
 
 def suggest_fit(budget: Budget, describe: Describe, available: float) -> Advice:
     """Finds changes with which a device needs at most `available` bytes, and returns them as a
-    single piece of advice: its text lists all of them, its `key` and `values` are those of the
-    first.
+    single piece of advice: its text lists all of them, its `key`, `values` and `bytes` are those of
+    the first.
 
     Changes are added one by one, at most MOST_CHANGES: one that is enough, else the one that saves
     most. Changes that alter results are tried only if no other saves memory, and changes that turn
     out to be needless are removed. If all together are not enough, the text ends with the number of
-    devices that would be. If no change saves memory, the text has that alone, `key` is "model.path"
-    and `values` are empty.
-    """
+    devices that would be. If no change saves memory, the text has that alone ("" if the job, which
+    the compiler refused, seems to be small enough), `key` is "model.path" and `values` are
+    empty."""
     # a share, because on a CPU a change of the devices changes the memory of each
     share = available / budget.memory
     chain: dict[str, Trial] = {}
@@ -444,6 +444,7 @@ def _longer_rows(budget: Budget) -> tuple[list[Change], list[Change]]:
     tokens are computed if no prompt is computed twice and little of a row is padding. What layers
     store for the backward pass stays the same."""
     config = budget.config
+    # each of the `rows` rows of a micro-batch is shared by `context` devices
     shards = budget.batch.rows * config.mesh.context
     # of one update, rounded up
     prompts = -(-budget.prompts_per_step // config.algorithm.num_minibatches)

@@ -133,8 +133,8 @@ def with_update(
     weights: Budget, a: Architecture, role: Role, dtype: Any, tokens: int, remat: str
 ) -> Budget:
     """Returns the budget of a job's weights with the estimated memory of an update added, whose
-    micro-batches have `tokens` tokens on each device. `remat`: the value of `model.remat`,
-    decided."""
+    micro-batches have `tokens` tokens on each device. `remat`: a value of `model.remat`, except
+    `auto` and `none`."""
     activations = update_bytes(a, role, dtype, tokens) + activation_bytes(a, tokens, dtype, remat)
     update = {"accumulate": StepProgram("trainer")}
     return replace(weights, programs=update, activations=activations).estimated()
@@ -152,6 +152,7 @@ def free_cache_tokens(config: Config, roles: Roles, a: Architecture) -> int:
     held = open_budget(config, roles, a).held("sampler", "sampling")
     free = config.sampling.memory_share * memory - sum(held.values())
     dtype = compute_dtype(config.model.dtype, role.platform)
+    # at least 1, because 0 means that the memory is not known
     tokens_of_a_replica = max(1, int(free / key_bytes(a, role, dtype)))
     return tokens_of_a_replica * roles.hosts[0].row_shards
 
@@ -232,6 +233,7 @@ def cpu_micro_tokens(config: Config, row_shards: int) -> int:
     if max(rows) <= tokens:
         return tokens
     prompts = -(-config.batch.prompts_per_step // config.algorithm.num_minibatches)
+    # so many groups on each device are enough to compare sizes of rows
     prompts = min(prompts, SAMPLE_PROMPTS * row_shards)
     # A larger group has the same share of padding, and packing a million completions takes minutes.
     group_size = min(config.batch.group_size, SAMPLE_COMPLETIONS)

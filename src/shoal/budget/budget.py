@@ -134,7 +134,7 @@ class ProgramCost:
     compiled_seconds: float = 0.0  # how long its compilation took
     error: str = ""  # why the compiler refused the program; empty if it did not
     flops: float = 0.0
-    floor_seconds: float = 0.0
+    floor_seconds: float = 0.0  # the least that is possible
     # bytes besides the arguments: temporaries, and results that do not overwrite an argument
     extra_bytes: int = 0
     # kind -> bytes that the compiler reports
@@ -157,8 +157,8 @@ class DeviceRates:
     bytes a second."""
 
     peak_flops: float | None  # in the type of the computation; None: not known
-    link: float
-    hbm: float
+    link: float  # bytes a second between devices
+    hbm: float  # bytes a second of a device's memory
     kernels: float  # share of the peak rate that attention's kernels reach
     launch: float  # seconds until an operation begins
     is_tpu: bool
@@ -402,12 +402,14 @@ class Budget:
         step = self.step
         if step is None or step.rates is None or not step.published_bytes:
             return 0.0
+        # shared by the steps between two publications
         return step.published_bytes / step.rates.link / self.config.train.weight_sync_interval
 
     @property
     def step_seconds(self) -> tuple[float, float, float]:
-        """Seconds of a step in a long run, as the three bounds of `seconds`. Sampling and training
-        overlap if the schedule and the devices allow it."""
+        """Seconds of a step in a long run, as three bounds: (the least that is possible; if
+        transfers between devices are hidden behind computation; if none is hidden). Sampling and
+        training overlap if the schedule and the devices allow it."""
         sampler = []
         trainer = []
         scores_on_sampler = self.samples_apart and "reference" in self.colocated_roles("sampler")
@@ -443,8 +445,9 @@ class Budget:
         return "trainer" not in self.colocated_roles("sampler")
 
     def phase_seconds(self) -> dict[str, tuple[float, float, float]]:
-        """Returns phase -> the three bounds of `seconds`, summed over the programs that run in it;
-        only phases that have a program."""
+        """Returns phase -> seconds of a step in it, summed over the programs that run in it, as
+        three bounds: (the least that is possible; if transfers are hidden behind computation; if
+        none is hidden). Only phases with a program that has a cost."""
         phases: dict[str, tuple[float, float, float]] = {}
         for program in self.costs:
             phase = PROGRAM_PHASES[program]

@@ -367,6 +367,7 @@ def machine_memory(
         for name, number in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE):
             kibibytes[name] = int(number)
         total = kibibytes.get("MemTotal", total // 1024) * 1024
+        # old kernels do not report MemAvailable
         free = kibibytes.get("MemAvailable", kibibytes.get("MemFree", free // 1024)) * 1024
     for limit_file, used_file, cache in CONTROL_GROUP_FILES:
         limit = _read_number(groups / limit_file)

@@ -51,6 +51,7 @@ class KVCacheBudget(NamedTuple):
         if not self.tokens:
             return most
         tokens = self.tokens // self.replicas
+        # a row holds its prompt once, and the keys of each sibling
         rows_of_completions = tokens // (self.prompt + siblings * self.own)
         # All prompts must fit besides one row of the longest completions.
         rows_beside_the_longest = (tokens - siblings * self.longest) // self.prompt
@@ -233,8 +234,9 @@ def engine_states(
     config: Config, model: Model, roles: Roles, a: Architecture
 ) -> Iterator[tuple[str, DecodeState]]:
     """Yields (name, shapes of the state) of each engine of `run_engines` that a run uses:
-    "training", "evaluation" or "pass@k". Makes no engine. `a`: the architecture that memory is
-    estimated with."""
+    "training" (unless the run learns from data), "evaluation" (if the run evaluates) and "pass@k"
+    (if `pass_k` is set too). Makes no engine. `a`: the architecture that memory is estimated
+    with."""
     plan = training_slots(config, roles, a)
     own = model.on(roles.hosts[0])
     group_sizes = {}

@@ -324,6 +324,7 @@ def restore(
         )
     trees: dict[str, Any] = {}
     for name in wanted:
+        # all processes read the same tree at a time, in the order of `wanted`
         trees[name] = _read_everywhere(path, name, partial(read_arrays, name), world)
     for name, tree in trees.items():
         read_sum = _read_everywhere(path, name, partial(checksum, tree), world)

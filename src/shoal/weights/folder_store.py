@@ -174,7 +174,8 @@ class FolderVersion:
         return done
 
     def parameters(self, model: Model) -> Params:
-        """Returns the trained parameters: the adapter's, or all, read from the folder."""
+        """Returns the trained parameters: an adapter's as the trainer gave them (`model` is then
+        not used), or without an adapter all, read from the folder to the devices of `model`."""
         if self.adapter is not None:
             return self.adapter
         return huggingface.load(self.folder, model.architecture, model.role, model.dtype)

@@ -50,6 +50,7 @@ def locate(path: str | Path, token: str | None = None, weights: bool = True) -> 
     if HUB_ID.fullmatch(str(path)):
         if waits_for_hub():
             folder = cached_folder(str(path))
+            # a snapshot without a tokenizer is not a whole download
             if folder is None or (weights and not (folder / "tokenizer.json").is_file()):
                 raise NotHere(path)
             return folder

@@ -54,8 +54,8 @@ class ParamLayout:
     """The layout of one parameter on devices. Compiled programs are cached by it."""
 
     mesh: Mesh
-    spec: PartitionSpec
-    declared: ParamSpec
+    spec: PartitionSpec  # one entry for each dimension of the array
+    declared: ParamSpec  # the parameter's shape, and its tensors in files
 
     @classmethod
     def of(cls, declared: ParamSpec, role: Role) -> ParamLayout:

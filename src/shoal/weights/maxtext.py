@@ -347,6 +347,7 @@ class MaxTextCheckpoint:
                 in_file = spec.name
             num_rows = spec.tensor_shape[0]
             tensor_bytes = math.prod(spec.tensor_shape) * dtype.itemsize
+            # rows of about WINDOW_BYTES together
             step = max(1, num_rows * WINDOW_BYTES // tensor_bytes)
             for start in range(0, num_rows, step):
                 # Mapped again for each window, because pages that were read count as this process's

@@ -254,6 +254,7 @@ def leaf_types(on_written: Callable[[int], None] = lambda size: None) -> Any:
                 # in memory at the same time.
                 for saved in await super().serialize(values[batch], infos[batch], args[batch]):
                     saved.result()  # waits, so that a batch is written before the next is read
+            # nothing is left for Orbax to wait for
             return []
 
         async def _open_and_write(self, value: Any, tspec: Any, ts_context: Any) -> None:
@@ -296,6 +297,7 @@ def _batches(values: Sequence[LazyArray]) -> Iterator[slice]:
     start = 0
     total = 0
     for number, value in enumerate(values):
+        # `start < number`: the batch has an array already
         if start < number and total + value.nbytes > CHUNK_BYTES:
             yield slice(start, number)
             start = number

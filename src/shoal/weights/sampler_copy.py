@@ -95,8 +95,8 @@ def place_parameters(model: Model, params: Params) -> Params:
 def _placed(model: Model, params: Params, into_layers: bool, delete_source: bool = False) -> Params:
     """Returns the parameters for `model`; with `into_layers`, each stacked array is replaced by a
     tuple of its layers. None stays None. If nothing changes, `params` itself is returned. With
-    `delete_source` each array that was copied is deleted. RuntimeError if a copy's checksum
-    differs."""
+    `delete_source` each array of `params` in whose place there is another is deleted. RuntimeError
+    if a copy's checksum differs."""
     specs, structure = jax.tree.flatten(param_specs(model.architecture))
     placed: list[Any] = []
     sums = []

@@ -89,7 +89,7 @@ class ModelSource:
     def load(self, role: Role, dtype: Any, frozen_dtype: Any = None, seed: int = 0) -> Params:
         """Reads the weights and returns them on a role's devices: trained ones in `dtype`, those
         that an adapter freezes in `frozen_dtype` (None: also `dtype`). A new adapter, which no file
-        has, is made from `seed`."""
+        has, is made from `seed`. Without an adapter `frozen_dtype` and `seed` are not used."""
         if not self.architecture.adapter:
             return self.read(role, dtype)
         frozen = self.load_frozen(role, dtype if frozen_dtype is None else frozen_dtype)
@@ -368,6 +368,7 @@ def _folder_model(
     def digests() -> Mapping[str, str]:
         return tensor_digests(huggingface.open_tensors(folder, a))
 
+    # a packaged name comes before a folder of that name (`locate`)
     is_folder = local.is_dir() and path not in PACKAGED
     source = ModelSource(
         folder=folder,

@@ -454,6 +454,7 @@ class FileVersion(StoredVersion):
                 tensor.read(0, values)
                 return values
             size = dtype.itemsize * int(np.prod(tensor.shape))
+            # a plain array that views the mapping; nothing is copied
             tensor_bytes = np.asarray(mapped[tensor.offset : tensor.offset + size])
             return tensor_bytes.view(dtype).reshape(tensor.shape)
 

@@ -192,6 +192,8 @@ def with_scales(
         scales = stored.get(f"{name}_scale_inv")
         if scales is None or tensor.dtype != "F8_E4M3" or scales.dtype not in DTYPES:
             continue
+        # blocks along rows and columns, rounded up; not strict, because the tensor need not be a
+        # matrix
         num_blocks = tuple(
             -(-size // part) for size, part in zip(tensor.shape, block, strict=False)
         )
@@ -238,6 +240,7 @@ class StoredParameter:
         which_tensors = tuple(index[:-1])
         rows = index[-1]
         # the places in `tensors` of those that are read, in an array like `index_shape`
+        # (one number without dimensions, if the parameter is a single tensor)
         places = np.arange(len(self.tensors)).reshape(self.index_shape)[which_tensors]
         shape = list(places.shape)
         shape.append(rows.stop - rows.start)

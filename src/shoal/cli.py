@@ -156,10 +156,10 @@ def _known(word: str) -> str:
 
 def _run_command(command: str, words: list[str], job: Sequence[str] = ()) -> int:
     """Runs a command, or its dry run or sweep, and returns the exit code: 0; 1 if a run of a sweep
-    failed; 2 if the command's result has `ok` False. With `--plan`, `shoal plan` runs in place of
-    the command. With `json=true` the result is printed as JSON, alone on stdout. Raises ShoalError
-    for a mistake of the user. `words`: the arguments after the command; `job`: for `launch`, the
-    arguments after `--`."""
+    failed; 2 if the command's result is a mapping with `ok` False. With `--plan`, `shoal plan` runs
+    in place of the command. With `json=true` the result is printed as JSON, alone on stdout. Raises
+    ShoalError for a mistake of the user. `words`: the arguments after the command; `job`: for
+    `launch`, the arguments after `--`."""
     switches = {switch_of(word) for word in words}
     words = [word for word in words if not switch_of(word)]
     is_dry_run = "dryrun" in switches
@@ -257,9 +257,10 @@ def _in_their_names(resolved: Resolved) -> Callable[[str], str]:
 
 
 def _compose(command: str, words: list[str]) -> tuple[Any, Resolved]:
-    """Returns (configuration, Resolved) of a command's words. With `resume`, the run's own settings
-    have less precedence than the words and more than the defaults; likewise for `eval` with
-    `model=` a run's folder or bucket. Raises ShoalError for a mistake of the user."""
+    """Returns (configuration, Resolved) of a command's words. With `resume`, which some commands
+    have, the settings of the run that it names have less precedence than the words and more than
+    the defaults; likewise for `eval` with `model=` a run's folder or bucket. Raises ShoalError for
+    a mistake of the user."""
     if "resume" in keys_of(COMMANDS[command]):
         from shoal.job.resume import config_for_resume
 

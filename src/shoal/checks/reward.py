@@ -120,8 +120,9 @@ MakeModelText = Callable[[Example, str], ModelText]
 
 def as_model_text(tokenizer: Tokenizer, prompt: str, text: str) -> ModelText:
     """Returns what a reward would get if a model answered `prompt` (rendered by the template) with
-    `text`. A tag that the text begins with and the prompt ends with is removed, because the model
-    would not repeat it. Then the text is encoded, cut off at an end-of-sequence token or ended by
+    `text`. A tag that the text begins with and the prompt ends with (only white space may follow it
+    there) is removed, because the model would not repeat it. Then the text is encoded, cut off
+    behind its first end-of-sequence token, or ended by one if it has none and the tokenizer has
     one, and decoded without special tokens."""
     opened = ""
     tag_at_end = _OPENED.search(prompt)
@@ -147,8 +148,8 @@ def as_model_text(tokenizer: Tokenizer, prompt: str, text: str) -> ModelText:
 
 
 def model_text_maker(tokenizer: Tokenizer, encode: Callable[[Example], Any]) -> MakeModelText:
-    """Returns a function that calls `as_model_text` with an example's prompt. `encode`: example ->
-    the token ids of its prompt."""
+    """Returns a function (example, text) -> the text as a completion of the example's prompt, by
+    `as_model_text`. `encode`: example -> the token ids of its prompt."""
 
     def make(example: Example, text: str) -> ModelText:
         """Returns a text as a completion of the example's prompt. A prompt that the template
@@ -255,7 +256,8 @@ def probe(
     """Scores the known answers of the first NUM_EXAMPLES examples, as a model would write them, and
     returns their mean scores, in the form of FORMS that suits the reward best. If the data has no
     right answer for one of the examples, only an empty answer and some text are tried, on the first
-    example. If a function exceeds its time limit, the result has `stopped`.
+    example. If a function exceeds its time limit, the result has `stopped`: the means of answers
+    that were not tried are NaN, and `lost` is ''.
 
     ShoalError if a function breaks the convention, or if it fails and `on_error` (None:
     `reward.on_error`) is `error`. The pool must have no other request."""

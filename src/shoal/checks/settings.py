@@ -167,8 +167,8 @@ def check_trainable(config: Config) -> None:
 def check_model(section: ModelSection, key: str = "model.path") -> None:
     """Raises ShoalError if no model is given, its name is unknown, its folder or that of
     `model.tokenizer` is missing, or the folder's model is of an unknown family or not the one that
-    `model.name` names. A hub id is not looked up. `key`: the configuration key that names the
-    model, for the error."""
+    `model.name` names. A hub id is not looked up, and a `model.name` with a `/` is not checked.
+    `key`: the configuration key that names the model, for the error."""
     from shoal.model.families import architecture_of
     from shoal.model.published import check_name, model_named
     from shoal.weights.hub import HUB_ID, PACKAGED
@@ -230,7 +230,8 @@ def check_task(section: TaskSection) -> None:
 
 def algorithm_warnings(config: Config) -> Iterator[tuple[str, str]]:
     """Yields (key, warning) for each combination of settings that is allowed but probably a
-    mistake. Those of `unread_algorithm_keys` come last."""
+    mistake. Those about keys that the chosen loss, advantage or aggregation does not read come
+    last."""
     a = config.algorithm
     s = config.sampling
     oldest = oldest_samples(config)
@@ -361,6 +362,7 @@ def adapter_warnings(lora: LoraSection) -> Iterator[tuple[str, str]]:
     if lora.rank and not lora.path:
         return
     values = {name: value for name, value in vars(lora).items() if name not in ("rank", "path")}
+    # An attribute of the class is the field's default.
     changed = [name for name, value in values.items() if value != getattr(LoraSection, name)]
     if not changed:
         return
@@ -456,7 +458,7 @@ def check_settings(config: Config, findings: Findings) -> None:
 
 def stop_on_warnings(config: Config, findings: Findings) -> None:
     """Raises ShoalError if there are warnings or faults among the findings and `train.on_warning`
-    is `stop`."""
+    is `stop`. Otherwise does nothing."""
     faults = findings.at("wrong", "warning")
     if faults and config.train.on_warning == "stop":
         texts = [str(fault) for fault in faults]

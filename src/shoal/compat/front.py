@@ -217,8 +217,9 @@ class Effect:
 def translate(config_type: type, layers: Sequence[Layer]) -> Translation:
     """Replaces the flags of other systems in layers (lowest first) by settings of Shoal's keys. Of
     a flag that is given several times only the highest use counts. A flag whose text is one of
-    NOTHING sets nothing, unless the flag says otherwise (`keeps_nothing`). Errors do not raise:
-    they are collected in the Translation. The layers that were passed are not changed."""
+    NOTHING, in any case, sets nothing, unless its row has `keeps_nothing`. Errors do not raise:
+    they are collected in the Translation, whose `became` is empty if there are any. The layers that
+    were passed are not changed."""
     draft = Draft(config_type, layers)
     groups: dict[Group, list[FlagUse]] = {}
     by_rule: dict[Rule, list[FlagUse]] = {}
@@ -581,8 +582,9 @@ def _owner(uses: Sequence[FlagUse], key: str) -> FlagUse:
 def _became(draft: Draft, merged: Merged, values: Mapping[str, Any]) -> list[tuple[str, bool]]:
     """Returns (line, is_note) for each flag of the user's layers that has an effect: what it
     became, and whether the line is also shown at the start. The lines are in the order of the
-    flags. Left out are flags all of whose settings are overruled by higher ones. All flags of a
-    file that change nothing share one line, at the end. `values`: key -> final value."""
+    flags. Left out are flags all of whose settings are overruled by higher ones, and flags whose
+    rule was not called. All flags of a file that change nothing share one line, at the end.
+    `values`: key -> final value."""
     positions = _positions(merged)
     lines = []
     idle_names: dict[int, list[str]] = {}  # index of a file's layer -> flags that change nothing
@@ -704,6 +706,7 @@ def in_their_names(message: str, resolved: Resolved) -> str:
         if flag.is_pattern:
             continue
         for key in flag.keys:
+            # The whole dotted name, not a part of a longer one.
             is_mentioned = re.search(rf"(?<![\w.-]){re.escape(key)}(?![\w-]|\.\w)", message)
             if key not in resolved.origins and is_mentioned:
                 named.setdefault(key, flag.name)

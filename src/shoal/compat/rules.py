@@ -60,7 +60,7 @@ def maxtext_devices(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentenc
     """Converts MaxText's flags about devices. trainer_devices_fraction and sampler_devices_fraction
     become mesh.trainer and mesh.sampler: shares of all devices, of which the trainer gets the first
     and the sampler the last. If both shares are 1.0, both use the same devices; ShoalError if they
-    sum up to more otherwise.
+    sum up to more than 1 otherwise, or if one is not above 0 and at most 1.
 
     inference_devices_per_replica (by default 4) becomes mesh.sampler_tensor. Unless the sampler has
     a share, that number times inference_replicas (by default 1) becomes mesh.sampler, and, if
@@ -104,9 +104,9 @@ def maxtext_devices(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentenc
 
 
 def maxtext_pathways(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
-    """Converts MaxText's switch for Pathways to mesh.pathways. If no devices of roles are set, the
-    sentence says that here all roles then share all devices, while in MaxText the sampler has four
-    devices of its own."""
+    """Converts MaxText's switch for Pathways to mesh.pathways. If it is on and no devices of roles
+    are set, the sentence says that here all roles then share all devices, while in MaxText the
+    sampler has four devices of its own."""
     name, text = last_of(given)
     sentence = ""
     if to_bool(name, text) and not (get("mesh.trainer") or get("mesh.sampler")):
@@ -231,9 +231,10 @@ def torchrl_batch(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]
 
 def _slots_per_device(at_once: int, step: int, group: int, get: GetValue) -> tuple[int, Sentence]:
     """Returns (sampling.slots_per_device, a sentence on it) so that the sampler's devices together
-    sample `at_once` of the `step` completions of a step at a time, rounded up; (0, ...) if these
-    are all. If the keys leave the number of devices open, each device gets `at_once` slots. There
-    are never fewer than the `group` completions of a prompt, or those of pass@k."""
+    sample `at_once` of the `step` completions of a step at a time, rounded up; (0, a sentence) if
+    `at_once` is `step` or more. If the keys leave the number of devices open, each device gets
+    `at_once` slots. There are never fewer than the `group` completions of a prompt, or those of
+    pass@k."""
     if at_once >= step:
         return 0, "all at once"
     devices = _sampler_devices(get)
@@ -572,7 +573,7 @@ def epochs(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
         """Returns the number of steps in the run if a step has this many prompts."""
         if rounds_up:
             return max(1, math.ceil(epochs * math.ceil(rows / prompts)))
-        return max(1, int(rows // prompts * epochs))
+        return max(1, int(rows // prompts * epochs))  # an epoch has whole steps
 
     noun = "epoch" if epochs == 1 else "epochs"
     sentence = f"{exact(epochs)} {noun} of {rows:,} training rows in {path.name}"
@@ -646,7 +647,8 @@ def trl_schedule(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
 def verl_warmup(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts verl's warm-up to optimizer.warmup_steps, in updates: a number of training steps
     (lr_warmup_steps, if it is above 0) or a share of them (lr_warmup_steps_ratio, rounded down).
-    Sets nothing if neither is given. In verl all updates of a step have one learning rate."""
+    Sets nothing if lr_warmup_steps is missing, 0 or -1 and no share is given. In verl all updates
+    of a step have one learning rate."""
     named = last_part(given)
     each = _updates_of_a_step(get)
     steps = to_int("lr_warmup_steps", named.get("lr_warmup_steps", "-1"), -1)
@@ -673,7 +675,8 @@ def maxtext_warmup(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence
 def maxtext_schedule_length(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Checks the number of updates over which the learning rate warms up and falls in MaxText and
     Tunix, after which it is 0. Sets nothing, because here these are always all updates of the run;
-    ShoalError if the flag gives another positive number, unless the schedule is constant."""
+    ShoalError if the flag gives another positive number, unless the schedule is constant. 0 and -1
+    say nothing."""
     name, text = last_of(given)
     length = to_int(name, text, -1)
     updates = _updates(get)
@@ -752,7 +755,7 @@ def trl_delta(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     if text.lower() in NOTHING or not reads_delta:
         return {"algorithm.clip_dual": "0"}, ""
     bound = to_float("delta", text)
-    if bound < 1 + high - 1e-9:
+    if bound < 1 + high - 1e-9:  # 1e-9: rounding of floats
         raise ShoalError(
             f"delta={text}: expected {exact(1 + high)} (1 + epsilon_high) or more; below it TRL "
             "cuts positive advantages too, which algorithm.clip_dual does not"

@@ -78,7 +78,8 @@ _SCALES = {
 def read_advantage(given: FlagTexts) -> KeyValues:
     """Converts scale_rewards (by default `group`) to algorithm.advantage. With
     multi_objective_aggregation=normalize_then_sum it is gdpo, whatever scale_rewards says.
-    ShoalError for an unknown value of either."""
+    ShoalError for an unknown value of either; only in scale_rewards upper and lower case are the
+    same."""
     # text -> whether each reward function is normalised by itself
     orders = {"sum_then_normalize": False, "normalize_then_sum": True}
     name = "multi_objective_aggregation"
@@ -139,7 +140,7 @@ def read_correction(given: FlagTexts) -> KeyValues:
 def read_vllm(given: FlagTexts) -> KeyValues:
     """Converts the address of a vLLM server, vllm_server_base_url or host and port, to vllm.urls,
     and sets sampler.kind=vllm. Without use_vllm nothing is set. ShoalError for another vllm_mode
-    than server. The host is this machine by default, and the port 8000."""
+    than server. The host is this machine by default (also for 0.0.0.0), and the port 8000."""
     if not to_bool("use_vllm", given.get("use_vllm", "false")):
         return {}
     if given.get("vllm_mode", "colocate") != "server":

@@ -242,7 +242,7 @@ def read_rejection(given: FlagTexts) -> KeyValues:
         raise ShoalError(f"{head}_threshold={text}: expected numbers above 0")
     if not is_k1:
         cap = bounds[-1]
-        floor = "-1"
+        floor = "-1"  # the default; only k1 reads it
     elif low:
         cap = 1 / bounds[0]
         floor = repr(1 / bounds[-1])

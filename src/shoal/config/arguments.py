@@ -150,8 +150,8 @@ def read_arguments(command: str | type, argv: Sequence[str]) -> Arguments:
     Raises one ShoalError for all unknown names, and for another mistake a ShoalError at the
     first.
 
-    `config_name` and `preset` of the result are as typed: whether there are such files is not
-    checked, except for a file in a folder of `--config-path`."""
+    `config_name` and `preset` of the result are as typed, but with an option for a folder
+    `config_name` is the path of the file there. Other files are not looked for here."""
     config_type = dataclass_of(command)
     config_name, preset, arguments = _take_options(join_values(config_type, argv))
     arguments = _name_positionals(config_type, arguments)
@@ -252,9 +252,8 @@ def _is_value(argument: str) -> bool:
 def _is_text_with_equals(config_type: type, argument: str) -> bool:
     """True if an argument with `=`, like `x={q}` or `a.b={q}`, is the text value of the option
     before it, and not `key=value`: the part before `=` is no key and no flag, and, if it has a dot,
-    neither in a section of keys nor similar to a key. False if it begins with `--`. An argument
-    without `=` is taken as a name; callers ask only about arguments that are no values for
-    `_is_value`."""
+    neither in a section of keys nor similar to a key. False if it begins with `--`. `argument`: one
+    that `_is_value` refuses."""
     if argument.startswith("--"):
         return False
     name = _option_name(argument.partition("=")[0]).lstrip("+").rstrip()
@@ -416,6 +415,7 @@ def positionals_text(command: str) -> str:
     texts = []
     for key in POSITIONALS.get(command, ()):
         if keys_of(COMMANDS[command])[key].is_list:
+            # Each argument is one of them: `runs` is shown as `[RUN ...]`.
             texts.append(f"[{key.upper().removesuffix('S')} ...]")
         else:
             texts.append(key.upper())

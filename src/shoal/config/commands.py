@@ -369,8 +369,8 @@ class LaunchConfig:
         """Checks the values: raises ShoalError, which names the key, if a number is too small, or a
         text has characters that its place in the job's files or commands does not allow. The first
         fault found is raised. `restarts` is 0 or more, `grace_seconds` 1 or more. image, push,
-        cluster and storage have no spaces and no '-' at their start; they and `options` have no
-        line breaks; `job` can be written as UTF-8."""
+        cluster and storage have no spaces and no '-' at their start; they and `options` have only
+        printable characters; `job` can be written as UTF-8."""
         at_least(self, "", 0, "restarts")
         at_least(self, "", 1, "grace_seconds")
         for name in ("image", "push", "cluster", "storage"):

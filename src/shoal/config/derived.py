@@ -30,9 +30,10 @@ publications follows, over which its steps are averaged."""
 def for_devices(config: Config, devices: int, platform: str) -> Config:
     """Returns the configuration with the values that are known only once devices are:
     `batch.micro_tokens` if it is 0; `batch.prompts_per_step` if `batch.prompts_per_device` is set;
-    also `algorithm.correction` with auto decided. `devices`: the number of the trainer's devices;
-    `platform`: JAX's name, of which `cpu` has its own micro_tokens. Raises ShoalError if a step has
-    fewer prompts than mini-batches."""
+    also `algorithm.correction` with auto decided. `devices`: the number of the trainer's devices,
+    which counts only with batch.prompts_per_device; `platform`: JAX's name, of which `cpu` has its
+    own micro_tokens. Raises ShoalError if `devices` times batch.prompts_per_device are fewer
+    prompts than a step has mini-batches."""
     # This is not done when the configuration is made: devices are known only when JAX has started.
     micro_tokens = config.batch.micro_tokens
     if not micro_tokens:

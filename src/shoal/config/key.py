@@ -227,7 +227,7 @@ def _class_body(cls: type) -> list[ast.stmt]:
 
 def text_of(value: Any) -> str:
     """Returns a plain value as a user types it: `null`, `true`, `[a,b]`, `5`. A text is returned
-    unchanged; other values as `str` writes them."""
+    unchanged; other values as `str` writes them. Items are not put in quotes."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -239,8 +239,9 @@ def text_of(value: Any) -> str:
 
 def shown(value: Any) -> str:
     """Returns a configuration's value as a user types it: `[a,b]` for a tuple, a float in the
-    shortest form that reads back as the same number, so the text may be typed again; other values
-    as `text_of` writes them."""
+    shortest form that reads back as the same number, so the text may be typed again (but for a list
+    with a comma in an item, because items are not put in quotes); other values as `text_of` writes
+    them."""
     if isinstance(value, tuple):
         return "[" + ",".join(map(shown, value)) + "]"
     if isinstance(value, float):
@@ -270,8 +271,8 @@ def overridden_keys(config: Any) -> frozenset[str]:
 def open_keys(config: Any) -> list[str]:
     """Returns the names of the keys whose values the run decides itself, in the order of
     declaration: keys that can be decided (`decided_from` is not empty) and are at the default that
-    leaves them open, like `auto` or 0. With `batch.prompts_per_device` also
-    `batch.prompts_per_step`."""
+    leaves them open, like `auto` or 0. With `batch.prompts_per_device` set,
+    `batch.prompts_per_step` is one of them, whatever its value; without, it is none."""
     overridden = overridden_keys(config)
     names = []
     for name, declared in keys_of(type(config)).items():
@@ -298,7 +299,7 @@ def with_values(config: Any, values: Mapping[str, Any]) -> Any:
 
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:
     """Turns values by dotted name into nested dicts, `{"a.b": 1}` into `{"a": {"b": 1}}`; tuples
-    become lists."""
+    become lists. Other values stay the same objects."""
     nested: dict[str, Any] = {}
     for name, value in values.items():
         *sections, last = name.split(".")

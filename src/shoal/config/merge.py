@@ -181,11 +181,12 @@ def named_layers(config_type: type, key: str, name: str, where: str = "") -> lis
 
 
 def file_layers(config_type: type, file: Path, label: str) -> list[Layer]:
-    """Reads a YAML file and the files in its `defaults` into layers, lowest first. Leaves out empty
-    sections and, for other commands than training, the keys that only training reads; these are
-    listed in `Layer.skipped`. `label`: the label of all layers and the origin of all settings, like
-    `recipe trl`. If it is empty, the layers have the path of `file` as label, and the origin of
-    each setting is its file and line. Raises ShoalError if a file is missing or cannot be read."""
+    """Reads a YAML file and the files in its `defaults` into layers, lowest first. Layers of
+    packaged presets have `is_users` False. Leaves out empty sections and, for other commands than
+    training, the keys that only training reads; these are listed in `Layer.skipped`. `label`: the
+    label of all layers and the origin of all settings, like `recipe trl`. If it is empty, the
+    layers have the path of `file` as label, and the origin of each setting is its file and line.
+    Raises ShoalError if a file is missing or cannot be read."""
     layers = []
     is_key = keys_of(config_type).__contains__
     sections = sections_of(config_type) | sections_of(Config)
@@ -708,7 +709,8 @@ def _values_of_presets(config: Any, merged: Merged) -> Iterator[str]:
 
 def _replaced_in_files(merged: Merged) -> Iterator[str]:
     """Yields a line for each recipe or algorithm named on the command line whose preset replaces
-    settings of the user's file."""
+    settings of the user's file, because the preset lies directly beneath the command line and over
+    the file."""
     values, _ = merged.values_and_errors()
     for layer_index, layer in enumerate(merged.layers):
         files = [below for below in merged.layers[:layer_index] if below.is_users and below.file]

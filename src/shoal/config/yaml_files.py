@@ -125,8 +125,8 @@ def _walk(
 ) -> Iterator[tuple[str, Any, int]]:
     """Yields (dotted name, value, line) for every value below a YAML node; the value of a key may
     be a mapping. `loader`: makes values from nodes; `head`: what to put before each name, '' or
-    `section.`; `is_key`: as in `_leaves`. `lines`: name -> line so far, which is added to;
-    ValueError if a name is set twice. Names that are no texts, like numbers, become texts."""
+    `section.`; `is_key`: True for the name of a key. `lines`: name -> line so far, which is added
+    to; ValueError if a name is set twice. Names that are no texts, like numbers, become texts."""
     import yaml
 
     loader.flatten_mapping(node)  # puts in place what a YAML merge key, `<<: *anchor`, refers to
@@ -181,10 +181,10 @@ def interpolate(name: str, value: Any, get: Callable[[str], Any]) -> Any:
 
 def _referred(name: str, reference: str, get: Callable[[str], Any]) -> Any:
     """Returns the value that a reference in the value of `name` stands for; ShoalError if there is
-    none, or if it is None, even with a default. `reference`: the text between `${` and `}`; `get`:
-    as in `interpolate`. Only `oc.env` and `oc.select` may have a default, a text after a comma;
-    after another reference the comma and what follows are not read. Another word before `:` is not
-    read either: `${x:name}` is `${name}`."""
+    none, or if it is None, even with a default. `reference`: the text between `${` and `}`; `get`
+    returns the value of a name and raises KeyError if there is none. Only `oc.env` and `oc.select`
+    may have a default, a text after a comma; after another reference the comma and what follows are
+    not read. Another word before `:` is not read either: `${x:name}` is `${name}`."""
     resolver, colon, arguments = reference.partition(":")
     if not colon:  # `${other.name}`
         resolver, arguments = "", reference

@@ -176,7 +176,7 @@ def check_placement(config: PlanConfig, findings: Findings) -> None:
     known = known_architecture(config.model)
     model_source = None
     if known:
-        model_source = ModelSource(Path(), known)
+        model_source = ModelSource(Path(), known)  # no folder: nothing of the model is read
     with _quiet_job(config, findings, devices=devices, model_source=model_source) as job:
         if known:
             job.open("check_longest_sequence")

@@ -76,6 +76,7 @@ def with_environment(task: Task, given: Any) -> Task:
         task = replace(task, tools=(), environments={ROLLOUT: partial(RolloutCall, function)})
     if section.agent:
         first_word = section.agent.partition(" ")[0]
+        # a function, from Python or as file.py:NAME; anything else is the command line of a program
         is_function = section.agent.startswith(FROM_PYTHON) or ".py:" in first_word
         program = section.agent
         if is_function:
@@ -260,8 +261,8 @@ def enter_sandbox(task: Task, section: EnvironmentSection) -> Callable[[socket.s
     """Prepares `environment.sandbox=bwrap`. Returns a function that a forked process calls to
     become the supervisor of tools and environments in the sandbox: it executes bubblewrap, which
     starts `serve` there, and so does not return; its argument is the supervisor's end of a socket.
-    ShoalError if bubblewrap cannot be used, or if a tool or environment has no name by which the
-    new process could import it."""
+    Nothing is forked here. ShoalError if bubblewrap cannot be used, or if a tool or environment has
+    no name by which the new process could import it."""
     loaded = list(task.tools) + list(task.environments.values())
     files = []
     for function in loaded:

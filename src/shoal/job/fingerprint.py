@@ -66,8 +66,9 @@ def fingerprint(
 
 
 def machine() -> dict[str, str]:
-    """Returns this process's devices, threads and versions, by name. On CPU two runs in which all
-    of these are equal have numbers that are equal bit for bit."""
+    """Returns this process's devices, threads and versions, by name, as texts: `none` for a package
+    that is not installed, '' for XLA_FLAGS that are not set. On CPU two runs in which all of these
+    are equal have numbers that are equal bit for bit."""
     import jax
 
     facts = {

@@ -140,11 +140,11 @@ def training_fleet(
     cluster: Cluster | None = None,
     turns: TurnFormats | None = None,
 ) -> Fleet:
-    """Returns the fleet that samples for a training run: a `vllm_fleet` or `ray_fleet` if
-    `sampler.kind` says so; else a `thread_fleet` if the sampler has devices of its own, and a
-    `caller_fleet` if it shares the trainer's. The caller closes the fleet. `spec`: the model's
-    files and tokenizer. `cluster`: the Ray cluster; None if none was joined. `turns`: how turns are
-    written as tokens; None if rollouts are single answers."""
+    """Returns the fleet that samples for a training run: one of vLLM's servers or of Ray's workers
+    if `sampler.kind` says so; else, if the sampler has devices of its own, one with a thread for
+    each replica of the model; else one that samples in the thread that calls it. The caller closes
+    the fleet. `spec`: the model's files and tokenizer. `cluster`: the Ray cluster; None if none was
+    joined. `turns`: how turns are written as tokens; None if rollouts are single answers."""
     tokenizer = spec.tokenizer
     turn_driver = None
     if turns:
@@ -256,9 +256,9 @@ def make_store(
 ) -> WeightStore:
     """Returns the store through which hosts get published weights: arrays of this process for
     `publish.channel=memory`, Ray's objects for `ray`, else files in `publish.folder`; if that is
-    not set, in `default_folder`. `in_parts`: True if each host has only some of the sampler's
-    devices. Side effect: if Ray was started here, its watcher removes the files after this process
-    has ended."""
+    not set, in a folder that `default_folder` chooses for the size of the weights. `in_parts`: True
+    if each host has only some of the sampler's devices. Side effect: if Ray was started here, its
+    watcher removes the files after this process has ended."""
     folder = check_local(section.folder, KEY)
     if section.channel == "memory":
         return MemoryStore(model, in_parts)
@@ -267,7 +267,7 @@ def make_store(
 
         return RayStore(model)
     size = num_bytes(model) + num_bytes(model, trained=False)
-    if folder == Path():
+    if folder == Path():  # the key is not set
         folder = default_folder(size)
     store = FileStore(folder, model)
     if cluster is not None and cluster.connection.watcher is not None:
@@ -300,7 +300,8 @@ def open_cluster(config: Config, console: Console, stack: ExitStack) -> Cluster 
     `ray`. This must happen before JAX looks for devices, because Ray also assigns the trainer's
     devices: it sets the variable that hides the others from this process. Leaving `stack` closes
     the cluster and restores the environment's variables. In a dry run it only checks the address,
-    and returns None. ShoalError if Ray cannot be imported."""
+    and returns None. ShoalError if Ray cannot be imported, or if no accelerator is left for the
+    trainer. Prints a note about the cluster on `console`."""
     sampler = config.sampler
     if sampler.kind != "ray":
         return None
@@ -439,7 +440,7 @@ def vllm_fleet(
     longest = longest_sequence(config)
     woken = threading.Event()
     ids, beginnings, score = trainer_probe(model, longest, config.sampling.params)
-    if folder == Path():
+    if folder == Path():  # the key is not set
         folder = default_folder(size)
     store = FolderStore(
         parent=folder,
@@ -638,7 +639,7 @@ def trainer_proof(
     """Samples, in this process, the group that each worker samples when it starts, and returns the
     fingerprint that theirs must equal. Leaves out facts in which workers may differ: the number of
     devices, and on accelerators the host's processor. None if the trainer has fewer devices than a
-    worker, or too little memory, which is reported by `say`."""
+    worker, or too little memory, which is reported by `say`. Other errors of JAX are raised."""
     if len(jax.devices()) < config.sampler.devices_per_worker:
         return None
     try:

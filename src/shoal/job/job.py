@@ -351,9 +351,10 @@ class Job(StagedJob):
         forks=True,
     )
     def reward_pool(self) -> RewardPool:
-        """Starts the processes that score answers, and returns their pool (decision 0006).
-        ShoalError if the data lacks the answers that the functions compare with. The processes end
-        when the job is closed."""
+        """Starts the processes that score answers, and returns their pool. ShoalError if the data
+        lacks the answers that the functions compare with; that is not checked if the data could not
+        be loaded, or is not on this machine in a dry run. The processes end when the job is
+        closed."""
         if self.is_open("loaded_task"):
             check_truths(self.loaded_task, self.reward_functions)
         steps = (self.requested.steps,) if self.trains else ()
@@ -825,6 +826,7 @@ class Job(StagedJob):
             self.config.base_output_directory, "base_output_directory", RUNS
         )
         needed = checkpoint_bytes(self.learner.shapes())
+        # `nearest_folder` begins above its argument: at `base`.
         free = shutil.disk_usage(nearest_folder(base / "any")).free
         if free < needed and self.config.steps and jax.process_count() == 1:
             raise ShoalError(
@@ -869,10 +871,10 @@ class Job(StagedJob):
     )
     def rollout_source(self) -> Fleet | MultiProcessSource | DataSource:
         """Makes the source from which groups of completions are requested and taken. A command that
-        does not train samples in this thread (`caller_fleet`). Training has a `training_fleet`;
-        around that a `MultiProcessSource` if the run has several processes; and around that a
-        `DataSource` if training learns answers of the data, so that only evaluations are sampled.
-        The source is closed with the job."""
+        does not train samples in this thread, by a fleet with a single host. Training has the fleet
+        that its `sampler.kind` and devices ask for; around that a `MultiProcessSource` if the run
+        has several processes; and around that a `DataSource` if training learns answers of the
+        data, so that only evaluations are sampled. The source is closed with the job."""
         c = self.requested
         if not self.trains:
             turn_driver = None

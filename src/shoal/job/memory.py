@@ -42,8 +42,9 @@ if TYPE_CHECKING:
 
 def job_budget(job: Job) -> Budget:
     """Returns the memory budget of a job before anything is compiled: what its roles hold on each
-    device, and what an update is estimated to need besides. What compiled programs need is empty
-    in it; a plan and a trial fill it in."""
+    device, and what an update is estimated to need besides. What compiled programs need is empty in
+    it; a plan and a trial fill it in. Opens the stages of the job that it reads; the teacher counts
+    also if its stage is not open."""
     config = job.config
     model = job.model
     roles = job.roles

@@ -63,6 +63,7 @@ def _by_phase(config: Config, asked: int) -> tuple[str, str, str]:
     """Returns (text that says what a device holds in the phase that needs more, sampling or update;
     text with changes of keys that save memory in each phase; the key of the first change). `asked`:
     bytes that the failed allocation wanted. ShoalError if no key saves memory."""
+    # No folder: nothing of the model is read.
     spec = ModelSource(Path(), planned_architecture(config.model))
     with Job(config, Console(io.StringIO()), model_source=spec) as job:
         budget = job_budget(job)

@@ -108,6 +108,7 @@ def _require_objects(path: str, key: str, value: str | tuple[str, ...]) -> None:
     names = (value,) if isinstance(value, str) else value
     for name in names:
         if name.startswith(FROM_PYTHON) and name not in PYTHON_OBJECTS:
+            # the argument of shoal.evaluate that stands for the key
             argument = key.partition(".")[2].replace("factory", "environment")
             raise ShoalError(
                 f"model={path}: {key}={name} of this run came from Python: give it again there, "

@@ -38,7 +38,7 @@ def open_console(config: Config) -> tuple[Config, Console]:
     processes' text goes to the null device. Waits for no other process. ShoalError if the keys of
     `mesh` about processes are wrong."""
     config = replace(config, mesh=find_processes(config.mesh))
-    is_main = config.mesh.process <= 0
+    is_main = config.mesh.process <= 0  # -1: the run has one process
     return config, Console(None if is_main else open(os.devnull, "w"))
 
 
@@ -142,7 +142,7 @@ def check_shared(world: World, folder: Path, resumed: bool) -> None:
     others must see within SHARED_SECONDS, and removes it. Waits until all have called it. Both
     faults have the same text, which says that the folder is not shared. `resumed`: whether this
     process resumes a run."""
-    folder = nearest_folder(folder / "any")
+    folder = nearest_folder(folder / "any")  # begins above its argument
     mine = {"name": f".shoal-{secrets.token_hex(8)}", "resumed": resumed}
     first = world.exchange_json("the run folder", mine)[0]
     probe = folder / first["name"]

@@ -142,10 +142,12 @@ def describe_completion_difference(
     stored: Completion, sampled: Completion, tokenizer: Tokenizer, size: int | None = None
 ) -> dict[str, Any] | None:
     """Returns the first difference of two completions as a record for JSON: `completion` and
-    `token` (indices), `kind` (`token`, `log-prob`, `length` or `stop reason`), both tokens,
-    `stop_reasons`, and `logprob_difference` if both have such a token; None if their tokens and
-    log-probs are equal bit for bit. `size`: how many tokens of `stored` are compared; None: all of
-    them, and also the reason why each completion ended."""
+    `token` (indices), `kind` (`token`, `log-prob`, `length` or `stop reason`), the token of each
+    under `stored` and `sampled` (a dict with `id`, `text` and `logprob`; None if that completion
+    has ended before), `stop_reasons` (stored, sampled), and `logprob_difference` (sampled minus
+    stored) if both have such a token; None if what is compared is equal, tokens and log-probs bit
+    for bit. `size`: how many tokens of `stored` are compared; None: all of them, and also the
+    reason why each completion ended."""
     difference = completion_difference(stored, sampled)
     if difference is None:
         return None
@@ -300,10 +302,10 @@ class Replayer:
 
     def weights(self, version: int) -> tuple[Params, WeightsOrigin]:
         """Returns (the sampler's parameters of a version, where they come from). They come from the
-        newest checkpoint up to that version, or from the first weights; if it is an older version,
-        it is trained on the stored groups of the steps between. Then the log-probs of the next
-        step, if it is stored, are compared too, which shows whether retraining was exact. Prints a
-        note before it retrains."""
+        newest checkpoint up to that version, or from the first weights (version 0); if it is an
+        older version, it is trained on the stored groups of the steps between. Then the log-probs
+        of the next step, if it is stored, are compared too, which shows whether retraining was
+        exact. Prints a note before it retrains."""
         state = None
         start = 0
         source = f"first weights ({self.config.model.path})"

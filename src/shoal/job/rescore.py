@@ -255,9 +255,11 @@ def find_hacks(
     steps: Sequence[RescoredStep], files: Mapping[int, Path], old: np.ndarray, new: np.ndarray
 ) -> list[dict[str, Any]]:
     """Finds completions that may exploit the new reward: it scores them above its median, although
-    the stored reward gave them its lowest value. Returns the records of at most NUM_SHOWN of them,
-    the highest new rewards first, with their texts from `files` (step -> file); empty if the stored
-    rewards are all equal. `old`, `new`: the rewards of all completions that have both."""
+    the stored reward gave them its lowest value. Returns the records (keys `step`, `group`,
+    `completion`, `text`, `old_reward`, `reward`; steps count from 1, groups and completions from 0)
+    of at most NUM_SHOWN of them, the highest new rewards first, with their texts from `files` (step
+    -> file); empty if the stored rewards are all equal. `old`, `new`: the rewards of all
+    completions that have both."""
     if not len(old) or old.min() == old.max():
         return []
     lowest = old.min()
@@ -404,8 +406,8 @@ def score_texts(
     """Scores groups of completions in the pool, waits for all of them, and returns the scores of
     each group, arrays [1, G], in the order of `examples`. `texts` [P][G], `token_ids` [P][G][T]:
     each group's completions. `step`: the run's step, which functions may ask for. `progress` is
-    called with the number of groups that are done and of all. `messages`, [P][G]: the dialogue of
-    each rollout with turns, empty for others."""
+    called with the number of groups that are done and of all. The pool stays open. `messages`,
+    [P][G]: the dialogue of each rollout with turns, empty for others."""
     scores: dict[Any, Scores] = {}
 
     def take(wait: bool) -> None:
@@ -472,9 +474,9 @@ def load_with_data(section: TaskSection, console: Console) -> Task:
 
 def read_responses(path: Path, question: str, console: Console) -> list[Response]:
     """Reads the rows of a jsonl file, except empty lines, and returns them in order. `question`:
-    the column with the question. Warns of responses that are no text. ShoalError if the file cannot
-    be read or has no row, or a line has no question or no response; the error names the first such
-    line."""
+    the column with the question; a row that lacks it may have one of QUESTIONS in its place. Warns
+    of responses that are no text. ShoalError if the file cannot be read or has no row, or a line
+    has no question or no response; the error names the first such line."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
@@ -508,7 +510,8 @@ def read_responses(path: Path, question: str, console: Console) -> list[Response
 def _response(text: str, line: str, question: str) -> Response:
     """Parses one line of a jsonl file. `line`: the line's name in errors; `question`: the column
     with the question, or, if the row lacks it, the first one of QUESTIONS. A number as response
-    becomes text, null becomes ''. ShoalError if the line has no question or no response."""
+    becomes text, null becomes ''; true, false, a list or an object is an error. ShoalError if the
+    line has no question or no response."""
     try:
         row = json.loads(text)
         if "\\u" in text:  # half of a surrogate pair, which UTF-8 files cannot hold, becomes ?

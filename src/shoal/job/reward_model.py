@@ -194,7 +194,7 @@ class RewardModel:
         while len(ids) > 1 and ids[-1] == c.pad_id:
             ids.pop()
         most = c.architecture.max_positions
-        if not ids or 0 < most < len(ids):
+        if not ids or 0 < most < len(ids):  # 0: the classifier names no limit
             raise ValueError(
                 f"{len(ids):,} tokens: expected 1 to {most:,} (max_position_embeddings)"
             )

@@ -90,8 +90,9 @@ class TimedProgram:
 
     @property
     def extra_bytes(self) -> int:
-        """The most bytes that a call needs on a device besides its arguments: temporaries, and
-        results that do not overwrite an argument. 0 if the compiler does not report them."""
+        """The most bytes, of all shapes that were compiled, that a call needs on a device besides
+        its arguments: temporaries, and results that do not overwrite an argument. 0 if the compiler
+        does not report them."""
         most = 0
         for program in self.compiled.values():
             report = program.memory_analysis()
@@ -184,11 +185,11 @@ def try_step(
     parameters: Params,
     prompts: Sequence[TokenizedExample],
 ) -> StepTrial:
-    """Tries the run's first step: samples a group for each of `prompts`, up to as many as the
-    engine holds at once and for at most SAMPLING_SECONDS, scores them, and computes the gradients
-    of up to NUM_MICRO_BATCHES micro-batches. Returns what was measured; the updated weights are
-    discarded. Side effects: `engine` and `learner` get programs that measure their compilation
-    (`TimedProgram`), and the engine's caches are freed."""
+    """Tries the run's first step: samples a group of `batch.group_size` completions for each of
+    `prompts`, up to as many as the engine holds at once and for at most SAMPLING_SECONDS, scores
+    them, and computes the gradients of up to NUM_MICRO_BATCHES micro-batches. Returns what was
+    measured; the updated weights are discarded. Side effects: `engine` and `learner` get programs
+    that measure their compilation (`TimedProgram`), and the engine's caches are freed."""
     programs: dict[str, TimedProgram] = {}
     for owner in (engine, learner):
         timed = {name: TimedProgram(function) for name, function in owner.programs.items()}
@@ -280,9 +281,10 @@ def _sample(
 
 def _update(trial: StepTrial, config: Config, learner: Learner, parameters: Params) -> None:
     """Computes the gradients of up to NUM_MICRO_BATCHES micro-batches of the trial's groups (of
-    all, also those whose rewards do not differ), applies them, and writes into `trial` the times,
-    how the trainer's log-probs differ from the sampler's, the entropy, and whether the update was
-    skipped."""
+    all, also those whose rewards do not differ), applies them, and writes into `trial` their number
+    in a pass over all groups, the times, how the trainer's log-probs differ from the sampler's, the
+    entropy, and whether the update was skipped. A single micro-batch is computed twice, because the
+    first time compiles. The new weights are discarded."""
     table = StepTable.of(trial.groups, config.algorithm)
     # Completions whose reward is invalid are included, because their log-probs can be compared too.
     groups = [replace(group, valid=np.ones(group.size, bool)) for group in trial.groups]

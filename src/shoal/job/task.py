@@ -271,8 +271,8 @@ def longest_prompt(
 ) -> int:
     """Returns the number of tokens of the longest prompt in `train` and in the evaluation `sets`;
     prompts that will be dropped do not count. If there are more than MOST_MEASURED training rows,
-    they are not read, and the result is the limit `sampling.max_prompt_tokens`. 0 if there is
-    none."""
+    they are not read, and the result is the limit `sampling.max_prompt_tokens`. 0 if there is none.
+    `encode`: an example -> the token ids of its prompt."""
     if len(train) > MOST_MEASURED:
         return sampling.max_prompt_tokens
     longest = 0
@@ -297,7 +297,8 @@ def encode_all(
     """Returns the prompts of the evaluation set `name` with their tokens. Prompts that are too
     long, or that the template refuses, are dropped, and `warn` is called with how many; with
     `sampling.long_prompts=error` they raise ShoalError. ShoalError if no prompt remains, because
-    the set would have no figures."""
+    the set would have no figures. `examples`: at least one. `encode`: an example -> the token ids
+    of its prompt."""
     refused: list[str] = []
     limit = sampling.max_prompt_tokens
     prepared = []

@@ -147,10 +147,10 @@ def reads_own_model(job: Job) -> bool:
 
 
 def load_models(job: Job) -> LoadedModels:
-    """Reads the weights of a run's models onto their devices and returns them. A resumed run reads
-    only what its checkpoint lacks: the weights that an adapter freezes, the reference and the
-    teacher. ShoalError if a file is wrong, or if the processes of the run have different weights,
-    tokenizers or kernels of attention."""
+    """Reads the weights of a run's models onto their devices and returns them, None for a model
+    that the run does not use. A resumed run reads only what its checkpoint lacks: the weights that
+    an adapter freezes, the reference and the teacher. ShoalError if a file is wrong, or if the
+    processes of the run have different weights, tokenizers or kernels of attention."""
     spec = job.model_source
     if reads_own_model(job):
         check_same_model(job.world, "the model", "model.path", spec)
@@ -207,11 +207,12 @@ def open_folder(job: Job) -> RunWriter:
     and a warning if its file system grants no locks."""
     config, console, stack = job.config, job.console, job.stack
     if not job.world.is_main:
+        # This process has no name to give; process 0 gives it.
         folder_names = job.world.exchange_json("the run folder's name", "")
         return stack.enter_context(NullRunWriter(folder_names[0]))
     path = job.resumed or make_run_folder(config.base_output_directory, config.run_name)
     mirror = None
-    if area_of(path):
+    if area_of(path):  # "" for a path on this machine; else the run belongs into a bucket
         path = cache_path(address(path), RUNS)
         console.note(f"{address(path)} is mirrored from {path}")
         mirror = stack.enter_context(closing(Mirror(path, config.checkpoint.most_unsaved, console)))
@@ -339,9 +340,9 @@ def open_timeline(job: Job, folder: RunWriter, source: RolloutSource) -> Timelin
 
 
 def resume_command(folder: Path, config: Config, processes: int) -> str:
-    """Returns the command that resumes a run, as text: a line for the shell, or a call of
-    `shoal.train` if the run's task or functions were passed from Python. `processes`: how many
-    processes the run has; with several the text says that each has to give the command."""
+    """Returns the command that resumes the run in `folder`, as text: a line for the shell, or a
+    call of `shoal.train` if the run's task or functions were passed from Python. `processes`: how
+    many processes the run has; with several the text says that each has to give the command."""
     # The folder contains no code, so a shell could not load functions passed to shoal.train.
     where = address(folder)
     environment = config.environment

@@ -267,6 +267,7 @@ def read_calibration(file: str, device_kind: str, known: Accelerator | None) -> 
         calibration = json.loads(Path(file).read_text())
         figures = calibration["figures"]
         measured = {}
+        # Each name once. Those of MEASURED must be there: a missing one is a KeyError.
         for name in dict.fromkeys((*MEASURED, *figures)):
             measured[name] = [float(value) for value in figures[name]]
         device = str(calibration["device"])

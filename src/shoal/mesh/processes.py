@@ -112,6 +112,7 @@ def find_processes(section: MeshSection) -> MeshSection:
         section = replace(
             section,
             processes=section.processes or cluster.get_process_count(),
+            # -1: not given
             process=cluster.get_process_id() if section.process < 0 else section.process,
             coordinator=section.coordinator or cluster.get_coordinator_address(START_SECONDS, port),
         )

@@ -253,6 +253,7 @@ def _check_shape(text: str, kind: str, shape: tuple[int, ...]) -> None:
     fits = len(shape) == accelerator.torus and 0 not in shape and chips <= accelerator.largest
     if fits and chips > 1:
         # A host has four chips, 2x2; only one chip can be a part of a host.
+        # A torus of two dimensions has no third size.
         for size, of_host in zip(shape, (2, 2, 1), strict=False):
             fits = fits and size % of_host == 0
     if not fits:

@@ -344,7 +344,8 @@ class ScoreColumn:
 
     @property
     def _head(self) -> str:
-        """The subject of a message: `reward function 'f' after step 3`."""
+        """The subject of a message: `reward function 'f' after step 3`. In place of the last words:
+        `at the start` before the first step, `tried on known answers` in a trial."""
         step = self.batch.state.global_step
         if self.batch.trial:
             when = "tried on known answers"

@@ -93,10 +93,10 @@ def reasoning_accuracy_reward(
     reasoning_delimiters: Sequence[str] | None = None,
     **kwargs: Any,
 ) -> list[float | None]:
-    """Returns the `accuracy_reward` of each completion's text after the reasoning; 0.0 for a text
-    without a delimiter, also if no answer can be read in the solution; with one, None then. The
-    reasoning ends with the last occurrence of a delimiter: the first of `reasoning_delimiters` (by
-    default `</think>`) that occurs."""
+    """Returns 1.0 for each completion whose text after the reasoning has the solution's answer, in
+    LaTeX, else 0.0. A text without a delimiter gets 0.0; any other text gets None if no answer can
+    be read in the solution. The reasoning ends with the last occurrence of a delimiter: the first
+    of `reasoning_delimiters` (by default `</think>`) that occurs."""
     delimiters = reasoning_delimiters or ("</think>",)
     answers = []
     has_delimiter = []
@@ -142,8 +142,9 @@ def cosine_scaled_reward(
         completion_ids: Sequence[Sequence[int]],
         **kwargs: Any,
     ) -> list[float | None]:
-        """Returns the reward of each completion by its correctness and its number of tokens, as
-        `cosine_scaled_reward` describes; None if no answer can be read in its solution."""
+        """Returns the reward of each completion by its correctness and its number of tokens: from
+        `max_value_correct` down to `min_value_correct` for a right answer, from `min_value_wrong`
+        up to `max_value_wrong` for a wrong one; None if no answer can be read in its solution."""
         rewards: list[float | None] = []
         scores = accuracy_reward(completions, solution)
         for is_right, ids in zip(scores, completion_ids, strict=True):
@@ -227,10 +228,10 @@ def verl_reward(
     **kwargs: Any,
 ) -> list[float | None]:
     """Returns verl's default reward by each row's `data_source`. GSM8K: 1.0 if the number after the
-    last `####` is the ground truth, else 0.0. MATH: the `accuracy_reward`, which is None if no
-    answer can be read in the ground truth. ValueError for any other source, which needs a function
-    of its own, ShoalError for a row without ground truth. Each entry of `reward_model` is a dict
-    with `ground_truth`."""
+    last `####` is the ground truth, else 0.0. MATH: 1.0 if the completion's answer, in LaTeX, is
+    the ground truth, else 0.0; None if no answer can be read in the ground truth. ValueError for
+    any other source, which needs a function of its own, ShoalError for a row without ground truth.
+    Each entry of `reward_model` is a dict with `ground_truth`."""
     from shoal.tasks.gsm8k import load_reward_preset
 
     for row in reward_model:

@@ -46,7 +46,8 @@ class ExampleMaker:
     def __call__(self, number: int, place: str, row: Any) -> Example:
         """Returns the example of a row. Counts prompts that end with an assistant's message, and
         collects unknown roles. `number` is the row's number, `place` a text like `FILE, line 3`.
-        ShoalError: see the class."""
+        ShoalError if the row has no usable prompt, or another form of prompt (text, messages) or
+        other columns than the first row."""
         example = example_of(number, place, row)
         if self._first is None:
             _check_names(example, place)

@@ -255,7 +255,8 @@ def _get(url: str) -> Any:
 
 def _post(url: str, data: Mapping[str, Any]) -> Any:
     """Posts JSON to an address and returns the parsed answer; {} if the answer is an HTTP error,
-    which a server without tools sends."""
+    which a server without tools sends. OSError if nothing answers in CONNECT_SECONDS, ValueError if
+    the answer is no JSON."""
     request = urllib.request.Request(
         url, json.dumps(data).encode(), {"Content-Type": "application/json"}
     )

@@ -74,7 +74,7 @@ class Splits:
         Moves the last rows, at least one and at most `num_questions` (0: no limit), or with
         `spread` every tenth row, without a limit. Inside `evaluating()` moves all rows. Changes the
         report of files and adds a note. `source` names the data, for messages. ShoalError if there
-        is only one row."""
+        is only one row, except inside `evaluating()`."""
         rows = self.train
         total = len(rows)
         files = self.data.train_files

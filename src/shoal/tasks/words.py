@@ -209,7 +209,8 @@ class Problem:
 
     @property
     def values(self) -> tuple[int, ...]:
-        """The quantity at the start and after every step."""
+        """The quantity at the start and after every step. One number more than there are steps; the
+        last is the answer."""
         values = [self.start]
         for step in self.steps:
             values.append(_APPLY[step.operation](values[-1], step.operand))

@@ -201,12 +201,13 @@ class WorkerPool:
     ) -> None:
         """Sends a call to the supervisor; `receive` returns its reply.
 
-        `call` is a number that the reply repeats; `header` and `body` are for the handler.
-        `together` and `seat` (0: no seat) say where the call runs: see the class. `seconds` is the
-        time limit of this call (0: that of the pool). WorkersLost if the supervisor has ended and
-        is not replaced, or does not read. Does not wait for the reply. No open call may have the
-        same number. With `restarts` nothing is raised if the supervisor has ended: the next
-        `receive` replies "died".
+        `call` is a number that the reply repeats; `header` and `body` are for the handler. With
+        `together` the call runs on the event loop that such calls share, with a `seat` (0: none) on
+        the one worker of that seat, else on any worker that is free, one call at a time. `seconds`
+        is the time limit of this call (0: that of the pool). WorkersLost if the supervisor has
+        ended and is not replaced, or does not read. Does not wait for the reply. No open call may
+        have the same number. With `restarts` nothing is raised if the supervisor has ended: the
+        next `receive` replies "died".
         """
         # Silence counts from the latest call, since a supervisor without open calls sends nothing.
         self.heard = time.monotonic()
@@ -260,8 +261,8 @@ class WorkerPool:
         """Returns (call, reply) for all replies that have arrived; waits at most `seconds` for the
         first frame. It may return [] earlier, because a frame can be a sign of life without a
         reply. If the supervisor has ended it is replaced, and its open calls count as died; without
-        `restarts`, or if it ended before it was ready, raises WorkersLost. Signs of life are not
-        returned."""
+        `restarts`, or if it ended before it was ready, raises WorkersLost. After a replacement
+        returns the reply "died" for each call that was open."""
         try:
             frames = self._channel.receive(seconds)
         except EOFError:
@@ -399,8 +400,9 @@ class Supervisor:
         trainer: int,
     ) -> None:
         """`trainer_end` is this process's end of the socket to the trainer, `trainer` the trainer's
-        process id. The handlers are those of `WorkerPool` and run in the workers; `limits` are
-        those of the pool. Starts no worker yet."""
+        process id. `handle` is called in a worker with (header, body) of a call and returns the
+        reply, `handle_async` does the same for calls with `together` (None if there are none);
+        `limits` are those of the pool. Starts no worker yet."""
         self.trainer_end = trainer_end
         self.handle = handle
         self.handle_async = handle_async
@@ -525,7 +527,8 @@ class Supervisor:
     async def _serve_alone(self, call: _Call) -> None:
         """Runs one call on a worker that runs one call at a time, an idle one or a new one. Sends
         the reply and starts the next call of the queue. The reply has `alone` if the call was to
-        run on a shared event loop. If no worker can start, the reply is that of `_call_worker`."""
+        run on a shared event loop. If no worker can start, the reply is "died", or "timed out" if
+        that took too long."""
         while self.free and self.free[-1].has_ended():
             # The worker was killed from outside while it was idle.
             await self._end_worker(self.free[-1])

@@ -265,8 +265,8 @@ class Sessions:
         self, session: _Session, what: str, name: str = "", body: bytes = b"{}"
     ) -> None:
         """Queues a call of a session, and sends it if the session has no other call running. `what`
-        and `name` are those of `Reply`; `body` has the arguments, pickled for `open`, else in
-        JSON."""
+        is open, call, respond or end, `name` that of the tool ("" for the others); `body` has the
+        arguments, pickled for `open`, else in JSON."""
         session.queue.append((what, name, body))
         self._send_next(session)
 
@@ -299,8 +299,8 @@ class Sessions:
 
     def _submit(self, session: _Session, what: str, name: str, body: bytes, seconds: float) -> None:
         """Submits a session's call to the pool. A tool that is a function runs in any worker, all
-        else in the process of the session's environment. `what` and `name` are those of `Reply`,
-        `seconds` is the time limit."""
+        else in the process of the session's environment. `what` is open, call, respond or end,
+        `name` that of the tool ("" for the others), `seconds` is the time limit."""
         kind = session.kind
         header = {"what": what, "name": name, "seconds": seconds, "kind": kind and kind.name}
         if name in self.tools:  # a function without state: any process can run it

@@ -73,7 +73,7 @@ def solution_of(text: str) -> str:
     """Returns the part of a text that is the solution. Drops the thoughts up to the last `</think>`
     or `</reasoning>`, unless nothing follows. Drops a line that begins with `Question:` or `Q:` and
     what follows it, since base models invent the next task, unless no digit stands before that
-    line.
+    line. Nothing is stripped.
 
     >>> solution_of("<think>5?</think> It is 6.\\n\\nQuestion: and 7?")
     ' It is 6.\\n\\n'

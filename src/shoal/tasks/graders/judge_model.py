@@ -470,7 +470,8 @@ def _json_object(text: str) -> Mapping[str, Any]:
 
 
 def _short_json(reply: Mapping[str, Any]) -> str:
-    """Returns an object as short JSON, for messages."""
+    """Returns an object as short JSON, for messages. A sentence in its place if it is nested too
+    deeply."""
     try:
         return shorten(json.dumps(reply))
     except RecursionError:
@@ -519,7 +520,8 @@ def _completions_url(url: str) -> str:
 
 
 def _prompt_text(prompt: Prompt) -> str:
-    """Returns a prompt as text: several messages as `user: ...`, one message without its role."""
+    """Returns a prompt as text: several messages as `user: ...`, one message without its role.
+    Blank lines separate them; a message without content gives ""."""
     if isinstance(prompt, str):
         return prompt
     parts = []

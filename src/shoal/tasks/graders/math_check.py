@@ -378,7 +378,7 @@ Pair = tuple[str, str]
 
 
 def require_math_verify() -> None:
-    """Raises ShoalError if math-verify is not installed."""
+    """Raises ShoalError if math-verify is not installed. Does not import it."""
     if importlib.util.find_spec("math_verify") is None:
         raise ShoalError(
             "task math: math-verify is not installed: pip install '.[math]' in the clone of Shoal"

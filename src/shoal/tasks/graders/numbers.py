@@ -179,7 +179,8 @@ def has_digit(text: str) -> bool:
 
 def _as_typed(text: str) -> str:
     """Returns a text with LaTeX's signs, fractions and words as people type them:
-    `-\\frac{1}{2}\\text{ cup}` -> `-1/2  cup`. Minus signs and spaces become ASCII."""
+    `-\\frac{1}{2}\\text{ cup}` -> `-1/2 cup`. Minus signs and spaces become ASCII. € and £ become
+    `$`."""
     text = ascii_numbers(text)
     for latex, typed in _TYPED.items():
         text = text.replace(latex, typed)

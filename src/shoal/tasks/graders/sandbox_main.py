@@ -208,7 +208,8 @@ def run_candidate(channel: socket.socket) -> None:
     def handle(what: str, target: Any, *rest: Any) -> Any:
         """Answers one question of the tester. `exec`: executes the code `target`, and returns those
         of the names in `rest[0]` that it defined, as name -> value. `call` calls `target` with the
-        arguments `rest[0]` and keywords `rest[1]`; see ASKED for all others."""
+        arguments `rest[0]` and keywords `rest[1]`; any other question is answered by its function
+        in ASKED, called with `target` and `rest`."""
         if what == "exec":
             exec(compile(target, "<candidate>", "exec"), names)
             return {name: names[name] for name in rest[0] if name in names}
@@ -308,7 +309,7 @@ def candidate_exception(name: str, text: str) -> Exception:
 def end_candidate(pid: int) -> str:
     """Terminates the candidate's process and returns why it ended: "timed out" if the kernel killed
     it at its limit of CPU time, else "crashed". Called after its end of the channel closed; the
-    process may still run, so it gets SIGTERM first."""
+    process may still run, so it gets SIGTERM first. Waits until the process is gone."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
     # Negative if a signal ended the process.
@@ -405,7 +406,8 @@ def run(channel: socket.socket, pid: int, case: dict[str, Any], seconds: float) 
 def run_tests(case: dict[str, Any], candidate_process: Candidate) -> None:
     """Has the candidate execute its code, and runs the tests in this process, in globals that get
     the candidate's tested names. Raises whatever a test raises. CandidateEnded if the candidate
-    gives no answer. `case` has the keys of `sandbox.run` and those that `sandbox._sealed` adds."""
+    gives no answer. `case` has `code`, `given`, `imports`, `names`, `spare`, `setup`, `tests` and
+    `entry_point` ("": none)."""
     defined = candidate_process.ask("exec", case["code"], case["names"] + case["spare"])
     names: dict[str, Any] = {"__name__": "tests"}
     exec(compile(case["given"], "<given>", "exec"), names)

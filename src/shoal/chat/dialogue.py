@@ -61,11 +61,14 @@ def streams_of(
     first: int = 0,
 ) -> list[Stream]:
     """Returns the streams of a dialogue from which the assistant's messages with index `first` or
-    more are learned: one stream if the template only adds to its text from turn to turn, else a new
-    one after each turn that the template rewrites.
+    more (from 0) are learned: one stream if the template only adds to its text from turn to turn,
+    else a new one after each turn that the template rewrites. Each of these messages is learned in
+    one stream. Earlier messages and those of other roles are context. Of a template that marks the
+    assistant's text (`generation` blocks), only what it marks is learned.
 
     ShoalError if there is no such message, if one follows another message of the assistant or
-    comes first, or if the template writes one in another place than where it asks a model for it.
+    comes first, if the template raises, if it writes one in another place than where it asks a
+    model for it, or if no token of a stream is learned. `tools`: schemas that the template shows.
     """
     texts: list[_Text] = []
     for index, message in enumerate(messages):
@@ -96,7 +99,7 @@ def streams_of(
             spans = texts.pop().spans
         if marked:
             for start, stop in marked:
-                if stop > len(prompt_text):
+                if stop > len(prompt_text):  # the others are in earlier turns
                     spans.append((max(start, len(prompt_text)), stop))
         else:
             spans.append((len(prompt_text), len(text)))
@@ -112,7 +115,9 @@ def unwritten(
     """Returns the names of what a dialogue has and the chat template does not write: `tools`, keys
     of messages such as `reasoning_content`, `what role tool says`, and the text of messages with
     tool calls; [] if it writes everything. Each is found by rendering the dialogue without it: an
-    equal text shows that the template does not read it.
+    equal text shows that the template does not read it. If it fails without a thing, it reads that
+    thing. ShoalError if it raises for the whole dialogue. The contents of the assistant's messages
+    without tool calls are not tried.
 
     >>> unwritten(tokenizer_of_plain_chatml, messages, tools)
     ['tools', 'tool_calls']
@@ -185,15 +190,17 @@ templates leave them out."""
 def _rendering(
     tokenizer: Tokenizer, messages: Messages, tools: Sequence[dict[str, Any]] | None
 ) -> str:
-    """Returns the text of a dialogue: of a finished one if its last message is the assistant's,
-    else up to where the assistant's answer begins."""
+    """Returns the text that the chat template writes for a dialogue of at least one message: with
+    the end of the last turn if its last message is the assistant's, else up to where the
+    assistant's answer begins. ShoalError if the template raises."""
     return tokenizer.render(messages, finished=messages[-1]["role"] == ASSISTANT, tools=tools)
 
 
 def text_stream(tokenizer: Tokenizer, prompt: str, completion: str) -> Stream:
     """Returns the stream of a prompt and a completion of plain text, without the chat template. The
-    whole completion is learned, with an end-of-sequence token at its end if the model has one.
-    ShoalError if the prompt is empty, or if nothing follows it."""
+    whole completion is learned, with the model's first end-of-sequence token at its end if it has
+    one. The two are tokenized as one text, or separately if a token would span their border.
+    ShoalError if the prompt has no token, or if no token follows it."""
     prompt_ids = tokenizer.encode_prompt(prompt)
     ids = tokenizer.encode_prompt(prompt + completion)
     # If a token spans the border, the prompt that the model is asked with differs from the one in
@@ -210,8 +217,9 @@ def text_stream(tokenizer: Tokenizer, prompt: str, completion: str) -> Stream:
 def _stream(tokenizer: Tokenizer, text: _Text) -> Stream:
     """Tokenizes a rendered dialogue and returns its stream. Of a span that the template marked, all
     tokens are learned; of any other span those up to its last end-of-sequence token, because the
-    model does not sample what the template writes after it (a newline). Without a chat template an
-    end-of-sequence token is appended, which is learned too. ShoalError if no token is learned."""
+    model does not sample what the template writes after it (a newline); all of them if the span has
+    none. Without a chat template an end-of-sequence token is appended, which is learned too.
+    ShoalError if no token but the first is learned."""
     ids, token_spans = tokenizer.encode_spans(text.text, text.spans)
     mask = np.zeros(len(ids), bool)
     for start, stop in token_spans:

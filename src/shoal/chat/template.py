@@ -33,7 +33,8 @@ def compile_template(
     """Compiles the text of a chat template for `render_template`.
 
     `date`: the date that `strftime_now` writes; None for the time of rendering. `name`: how error
-    messages call the template. ShoalError if it is not valid Jinja, or does not use `messages`.
+    messages call the template; they begin with it. Nothing is rendered. ShoalError if it is not
+    valid Jinja, or does not use the name `messages` anywhere.
     """
 
     def strftime_now(format: str) -> str:
@@ -69,8 +70,9 @@ def render_template(template: jinja2.Template, **variables: Any) -> str:
 
 def plain_data(value: Any) -> Any:
     """Returns a copy of a value in JSON's types, as an untrusted template may see it: NumPy's
-    numbers and arrays become numbers and lists, and an object of any other class its `str`. Keys
-    become texts, tuples lists."""
+    numbers and arrays become numbers and lists, mappings dicts, tuples lists, and an object of any
+    other class its `str`. Keys become texts; TypeError for a key that is no text, number, bool or
+    None. NaN and infinity stay."""
 
     def default(item: Any) -> Any:
         """Returns what to write for an object that JSON does not know."""
@@ -98,7 +100,8 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Returns a value as JSON without the HTML escapes of Jinja's own filter, like transformers."""
+    """The filter `tojson`: returns a value as JSON without the HTML escapes of Jinja's own filter,
+    like transformers. The arguments are those of `json.dumps`."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -111,11 +114,12 @@ class _GenerationBlock(Extension):
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> Any:
-        """Parses a block, whose first word is the parser's next token. Returns its body between the
-        two variables of GENERATION."""
+        """Parses a block, whose first word is the parser's next token, to its end. Returns the
+        syntax tree of its body, with the two variables of GENERATION written before and after it.
+        Jinja calls it."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        begins, ends = GENERATION
+        begins, ends = GENERATION  # the variables' names
         body.insert(0, nodes.Output([nodes.Name(begins, "load")], lineno=line))
         body.append(nodes.Output([nodes.Name(ends, "load")], lineno=line))
         return nodes.Scope(body, lineno=line)

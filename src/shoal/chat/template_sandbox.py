@@ -84,8 +84,10 @@ def _check_size(size: int) -> None:
 
 
 def _count_memory(value: Any) -> Any:
-    """Counts the memory of a text, list or dict that a template has made, against MOST_BYTES.
-    Returns the value itself."""
+    """Counts the memory of a text, list, tuple or dict that a template has made: a byte for each
+    character, _ENTRY_BYTES for each entry (what is in an entry was counted when it was made).
+    Returns the value itself. Raises jinja2.TemplateError if the rendering has made more than
+    MOST_BYTES together. Any other value counts nothing."""
     if isinstance(value, str):
         _usage.num_bytes += len(value)
     elif isinstance(value, list | tuple | dict):
@@ -96,8 +98,9 @@ def _count_memory(value: Any) -> Any:
 
 
 def _written_text(value: Any) -> str:
-    """Returns the text that Jinja writes for a value, after counting its characters. All that the
-    rendering has written counts, not this value alone."""
+    """Returns the text that Jinja writes for a value, its `str`, after counting its characters.
+    Raises jinja2.TemplateError if all values that the rendering has written, not this one alone,
+    have more than MOST_CHARACTERS."""
     text = str(value)
     _usage.num_written += len(text)
     _check_size(_usage.num_written)
@@ -124,7 +127,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         functions: Mapping[str, Callable[..., Any]],
     ) -> None:
         """Adds `extensions`, and `filters` and `functions` (name -> function), to Jinja's own. All
-        filters get a limit; Jinja's function `lipsum` is removed."""
+        filters, Jinja's and these, get a limit; functions get none. Jinja's function `lipsum` is
+        removed."""
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -138,9 +142,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]  # it makes pages of text
 
     def compile_tree(self, tree: nodes.Template) -> jinja2.Template:
-        """Compiles a parsed template, whose syntax tree it changes: loops and macros call
-        `count_round`, `a ~ b` becomes a call of `joined_text`, and lists, dicts and slices become
-        arguments of `counted`."""
+        """Compiles a parsed template, whose syntax tree it changes in place: loops and macros call
+        `count_round` at the start of each round or call, `a ~ b` becomes a call of `joined_text`,
+        and lists, dicts and slices become arguments of `counted`."""
         for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
             node.body.insert(0, nodes.ExprStmt(_call("count_round", [])))
             if isinstance(node, nodes.For) and node.test is not None:
@@ -154,7 +158,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def count_round(self) -> bool:
         """Counts a round of a loop or a call of a macro. Returns True, so that it can be a part of
-        a loop's condition."""
+        a loop's condition. Raises jinja2.TemplateError after MOST_ROUNDS of them, or if the
+        rendering has taken more than RENDER_SECONDS."""
         _usage.num_rounds += 1
         if _usage.num_rounds > MOST_ROUNDS or time.monotonic() > _usage.deadline:
             raise jinja2.TemplateError(
@@ -163,7 +168,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return True
 
     def joined_text(self, *values: Any) -> str:
-        """Returns the texts of values joined, like Jinja's `~`."""
+        """Returns the texts of values joined, like Jinja's `~`, and counts the result's memory.
+        Raises jinja2.TemplateError, before it joins, if the result exceeds MOST_CHARACTERS."""
         texts = [str(value) for value in values]
         _check_size(sum(len(text) for text in texts))
         return _count_memory("".join(texts))
@@ -176,8 +182,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:
-        """Joins the pieces of a rendering, or of a block in it. All of them count, because a
-        template's own text does not go through `finalize`."""
+        """Joins the pieces of a rendering, or of a block in it, and counts the result's memory. All
+        pieces count towards MOST_CHARACTERS, because a template's own text does not go through
+        `finalize`. Raises jinja2.TemplateError at the first piece beyond it."""
         kept = []
         size = 0
         for piece in pieces:
@@ -188,14 +195,15 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Calls a function for the template. A method of a text, such as `"a".center(9)`, is called
-        only if its result is within the limit, and the memory of the result is counted; nothing of
-        this is done for other functions."""
+        only if its result is within the limit (else jinja2.TemplateError), and the memory of the
+        result is counted; nothing of this is done for other functions. Jinja's sandbox decides
+        which functions may be called at all. `context`: Jinja's state of the rendering."""
         positional = list(args)
         text = getattr(function, "__self__", None)
         is_method_of_text = isinstance(text, str)
         if is_method_of_text:
             name = getattr(function, "__name__", "")
-            if name == "join" and positional:
+            if name == "join" and positional:  # `text` is the separator
                 parts = list(positional[0])  # a generator's length is known only when it is read
                 positional[0] = parts
                 _check_join(text, parts)
@@ -223,8 +231,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return functools.update_wrapper(limited, value)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Computes `left + right`, `*`, `**` or `%`, if the result is within the limit. Counts the
-        memory of the result."""
+        """Computes and returns `left + right`, `*`, `**` or `%` (`operator`), if the result is
+        within the limit; else raises jinja2.TemplateError. Counts the memory of the result. `%` is
+        checked only if `left` is a text, which it formats."""
         if operator == "+":
             _check_sum(left, right)
         elif operator == "*":
@@ -269,7 +278,8 @@ class _CountMemory(NodeTransformer):
 
 def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a filter that calls `function`, the filter `name`, only if its result is within the
-    limit. The memory of the result is counted, except of filters in _PASSING_ON."""
+    limit; else it raises jinja2.TemplateError. The memory of the result is counted, except of
+    filters in _PASSING_ON."""
     # Some filters get the context, the environment or its state before the value.
     value_position = 1 if getattr(function, "jinja_pass_arg", None) is not None else 0
 
@@ -284,7 +294,7 @@ def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
             parts = list(value)  # a generator's length is known only when it is read
             positional[value_position] = parts
             separator = arguments[0] if arguments else ""
-            _check_join(kwargs.get("d", separator), parts)
+            _check_join(kwargs.get("d", separator), parts)  # `d`: Jinja's name of the separator
         else:
             _check_result(name, value, arguments + list(kwargs.values()))
         result = function(*positional, **kwargs)
@@ -315,8 +325,8 @@ much for each unit of that number: bytes, or for `tojson`, which indents each en
 
 def _check_result(name: str, value: Any, arguments: Sequence[Any]) -> None:
     """Raises jinja2.TemplateError if the filter or text method `name` would make too large a result
-    of a value and further arguments. Names that can make no large result pass; for `join` there is
-    `_check_join`."""
+    of a value and further arguments. The size is estimated from these, and nothing is computed.
+    Names that can make no large result pass; so does `join`, for which there is `_check_join`."""
     largest = 0  # the largest number among the arguments, or the longest text's length
     for argument in arguments:
         largest = max(largest, abs(_amount(argument)))
@@ -344,7 +354,8 @@ def _check_result(name: str, value: Any, arguments: Sequence[Any]) -> None:
 
 
 def _check_join(separator: Any, parts: Sequence[Any]) -> None:
-    """Raises jinja2.TemplateError if the joined text would exceed the limit."""
+    """Raises jinja2.TemplateError if the joined text would exceed the limit. Parts that are no
+    texts, which a filter turns into some, count as empty."""
     size = len(parts) * len(str(separator))
     for part in parts:
         if isinstance(part, str):
@@ -361,7 +372,8 @@ _NUMBER = re.compile(r"\d{1,20}")
 
 def _check_format(text_format: str, values: Iterable[Any]) -> None:
     """Raises jinja2.TemplateError if a format of texts asks for a width beyond the limit:
-    as a number, as in `"%1000000d"`, or as one of the `values`, as in `"%*d"` and `"{:{}}"`."""
+    as a number, as in `"%1000000d"`, or as one of the `values`, as in `"%*d"` and `"{:{}}"`; in the
+    second case no value may be beyond the limit, nor a text among them longer."""
     for spec in _FORMAT_SPEC.findall(text_format):
         for number in _NUMBER.findall(spec):
             _check_size(int(number))
@@ -385,8 +397,8 @@ def _check_product(left: Any, right: Any) -> None:
 
 
 def _check_power(left: Any, right: Any) -> None:
-    """Raises jinja2.TemplateError if `left ** right` would be too long a number, or is of numbers
-    whose product exceeds the limit."""
+    """Raises jinja2.TemplateError if `left ** right` would be too long a number, or is of whole
+    numbers whose product exceeds MOST_CHARACTERS. Fractions pass."""
     if isinstance(left, int) and isinstance(right, int):
         _check_bits(left.bit_length() * right)
     _check_size(_amount(left) * _amount(right))
@@ -404,8 +416,8 @@ def _has_length(value: Any) -> bool:
 
 
 def _amount(value: Any) -> int:
-    """Returns a whole number as it is, the length of a text, list or tuple, and 0 for anything
-    else."""
+    """Returns a whole number as it is (also a negative one), the length of a text, list or tuple,
+    and 0 for anything else, such as a float."""
     if isinstance(value, int):
         return value
     return len(value) if _has_length(value) else 0

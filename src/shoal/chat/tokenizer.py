@@ -87,8 +87,9 @@ class Tokenizer:
     ):
         """`backend`: the tokenizer of tokenizer.json, whose padding and truncation are turned off.
         `special`: role -> text, such as `bos_token` -> `<s>`. `pad_id`: for a model that has no pad
-        token among `special`. `template`: the default chat template, '' for none. ShoalError if it
-        is no valid template."""
+        token among `special`; None: the first of `eos_ids`, or 0. `template`: the default chat
+        template, '' for none. ShoalError if it is no valid template; `named_templates` are not
+        checked here. The other arguments are those of the class's fields."""
         # tokenizer.json may store both from training the tokenizer; they would change prompts
         # without an error.
         backend.no_padding()
@@ -108,6 +109,7 @@ class Tokenizer:
             # Any id will do, since no token attends to padding.
             pad_id = self.eos_ids[0] if self.eos_ids else 0
         self.pad_id: int = pad_id
+        # -1 without tokens: the size is then 0
         largest_id = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.vocab_size: int = largest_id + 1
         self.notes: list[Finding] = list(notes)
@@ -213,8 +215,10 @@ class Tokenizer:
 
     @property
     def turn_end(self) -> TurnEnd | None:
-        """What the chat template writes to end a turn of the assistant, found by rendering one;
-        None if there is no template, or if it does not write such a turn."""
+        """What the chat template writes to end a turn of the assistant, found by rendering one each
+        time; None if there is no template, or if it refuses or does not write such a turn. The
+        token is the first end-of-sequence token in that text, else the first added token, else
+        None."""
         if self._template is None:
             return None
         turns = [{"role": "user", "content": "What next?"}, {"role": "assistant", "content": MARK}]
@@ -237,8 +241,9 @@ class Tokenizer:
         return TurnEnd(text, None, is_eos=False)
 
     def _turn_note(self) -> str:
-        """Returns a warning if the template ends a turn with a token that does not end a
-        completion; else ""."""
+        """Returns the text of a warning if the template ends a turn with a token that does not end
+        a completion; else "", also if there is no such token, no template, or nothing that ends a
+        completion."""
         end = self.turn_end
         if end is None or end.id is None or end.is_eos or not self.eos_ids:
             return ""
@@ -254,10 +259,11 @@ class Tokenizer:
         self, prompt: Prompt, tools: Sequence[dict[str, Any]] | None = None
     ) -> np.ndarray:
         """Returns the token ids of a prompt, int32[T]: messages by the chat template, up to where
-        the answer begins; a text as it is, with the tokenizer's special tokens.
+        the answer begins; a text as it is, with the tokenizer's special tokens around it, but
+        without an eos that the tokenizer appends. A last message of the assistant is continued.
 
-        `tools`: schemas that the template shows. ShoalError if the template raises for these
-        messages.
+        `tools`: schemas that the template shows; without effect on a text. ShoalError if the
+        template raises for these messages, or if there are none. A text may give no token.
         """
         if isinstance(prompt, str):
             ids = self._encode_text(prompt)
@@ -270,8 +276,9 @@ class Tokenizer:
     def encode_answered(self, prompt: Prompt, answer: str) -> list[int]:
         """Returns the token ids of a prompt with its answer, as a reward model reads them: a text
         with the tokenizer's special tokens; messages, with the answer as the assistant's last
-        message, by the chat template. If the prompt ends with an assistant's message, the answer
-        continues that message."""
+        message, by the chat template, up to the end of that turn. If the prompt ends with an
+        assistant's message, the answer continues that message; `prompt` is not changed. ShoalError
+        if the template raises for these messages."""
         if isinstance(prompt, str):
             return self.encode(prompt + answer, special=True)
         messages = list(prompt)
@@ -291,11 +298,15 @@ class Tokenizer:
         """Returns the text that the chat template writes for messages, up to where the answer
         begins (transformers' `add_generation_prompt`). If the last message is the assistant's, the
         text ends at the end of its content, so that a model continues it (transformers'
-        `continue_final_message`). Without a template: lines such as `User: ...`.
+        `continue_final_message`); with empty content it is a turn like others, and a new answer
+        begins. Without a template: lines such as `User: ...`. Keys whose value is None are left
+        out. `messages` are not changed.
 
         `finished`: the conversation is over, and no answer follows. `tools`: schemas that the
-        template shows. `marked`: also write GENERATION's marks around the template's `generation`
-        blocks. ShoalError if the template raises for these messages.
+        template shows; with some, the model's template `tool_use` is taken, if there is one.
+        `marked`: also write GENERATION's marks around the template's `generation` blocks.
+        ShoalError if there are no messages, if the template raises for these, or if it leaves out
+        the message that is to be continued.
         """
         if not messages or not all(isinstance(message, Mapping) for message in messages):
             raise ShoalError(
@@ -348,9 +359,9 @@ class Tokenizer:
         return text if rest.startswith(" ") else text.rstrip()
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Returns the token ids of a text. `special`: with the tokens that the tokenizer puts
-        around a text, such as bos. Special tokens that the text spells out are found in either
-        case."""
+        """Returns the token ids of a text. `special`: True: with the tokens that the tokenizer puts
+        around a text, such as bos (or eos at the end, for some); False: without. Special tokens
+        that the text spells out become those tokens in either case."""
         if len(text) > LONG_TEXT:
             # Unlike `encode`, a batch lets other threads of Python run meanwhile: a server's, and a
             # fleet's.
@@ -361,8 +372,9 @@ class Tokenizer:
         self, text: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """Returns the token ids of a rendered text, int32[T], and for each span of its characters
-        the span (from, to) of its tokens. `to` is not included; a token of which only a part lies
-        in a span is."""
+        the span (from, to) of its tokens, in the order of `spans`. `to` is not included, in neither
+        kind of span; a token of which only a part lies in a span is. No tokens are put around the
+        text."""
         encoding = self._backend.encode(text, add_special_tokens=False)
         # A span has the tokens from the first that ends behind its start, which may reach over the
         # start as in transformers, up to the first that begins at its end or behind it. Offsets may
@@ -384,8 +396,8 @@ class Tokenizer:
 
     def token_text(self, id: int) -> str:
         """Returns one token as text, for tables: special tokens and leading spaces are shown, so
-        joining such texts does not give a text's exact characters. `<17>` for an id without a
-        token."""
+        joining such texts does not give a text's exact characters. `<17>` for an id (17) without a
+        token. A token that is only a part of a character becomes U+FFFD."""
         token = self._backend.id_to_token(int(id))
         if token is None:
             return f"<{int(id)}>"
@@ -399,8 +411,9 @@ class Tokenizer:
 
     def facts(self) -> dict[str, Any]:
         """Returns name -> short text for everything that prompts and answers depend on: hashes of
-        the tokenizer and its templates, and the special tokens. Two tokenizers with equal facts
-        behave the same; hosts and resumed runs compare them."""
+        the tokenizer, its templates and a rendered prompt, and the special tokens. Two tokenizers
+        with equal facts behave the same; hosts and resumed runs compare them. If the template
+        writes the present date, the facts differ from day to day."""
         question = [{"role": "user", "content": "2 + 3 = ?"}]
         try:
             rendered = self.encode_prompt(question).tolist()  # a template may write the date
@@ -419,7 +432,7 @@ class Tokenizer:
 
     def added_tokens(self) -> dict[int, tuple[str, bool]]:
         """Returns id -> (text, special) of the added tokens, which are found before a text is
-        split; `special`: decoding skips the token."""
+        split; `special`: True if `decode` leaves the token out by default."""
         return {
             id: (token.content, token.special)
             for id, token in self._backend.get_added_tokens_decoder().items()
@@ -431,7 +444,8 @@ class Tokenizer:
         tokenizer_files.write_templates(folder, self.template, self.named_templates)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises ShoalError if a token id is outside of an embedding with `vocab_size` entries."""
+        """Raises ShoalError if a token id of the tokenizer, its pad id or an end-of-sequence id is
+        outside of an embedding with `vocab_size` entries."""
         largest = max(self.vocab_size - 1, self.pad_id, max(self.eos_ids, default=0))
         if largest >= vocab_size:
             raise ShoalError(
@@ -441,7 +455,8 @@ class Tokenizer:
 
     def _encode_text(self, text: str) -> list[int]:
         """Returns the ids of a text with the tokenizer's special tokens around it, but without a
-        second bos and without an eos that the tokenizer appends.
+        second bos (if the text spells one out) and without an eos that the tokenizer appends; an
+        eos that the text itself ends with stays.
 
         Some tokenizers append eos: to a model a prompt that ends with it is finished, and it would
         go on with another text.
@@ -465,8 +480,9 @@ class Tokenizer:
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Returns a message with its reasoning under both keys that templates read, `thinking` and
-    `reasoning_content`; data sets use these or `reasoning`. A message without reasoning is returned
-    unchanged."""
+    `reasoning_content`; data sets use these or `reasoning`. Of several, `reasoning_content` counts,
+    then `thinking`; a `thinking` that the message has stays. A message without reasoning is
+    returned itself, any other as a copy."""
     for name in ("reasoning_content", "thinking", "reasoning"):
         if name in message:
             reasoning = message[name]
@@ -476,8 +492,9 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 def _plain_text(messages: Messages, opens_answer: bool) -> str:
     """Returns the text of messages for a model without a template: the system's text as it is,
-    other messages as lines `User: ...` and `Assistant: ...`. `opens_answer`: end with
-    `Assistant:`, for the model to continue."""
+    other messages as lines `User: ...` and `Assistant: ...`, with the role's first letter in
+    capitals. A message without a role is the user's; calls of tools are left out. `opens_answer`:
+    end with `Assistant:`, for the model to continue."""
     lines = []
     for message in messages:
         role = str(message.get("role", "user"))

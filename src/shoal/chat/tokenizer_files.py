@@ -45,7 +45,7 @@ _TEMPLATE_NAME = re.compile(r"\w[\w. -]{0,99}")
 
 def read_object(file: Path) -> dict[str, Any]:
     """Returns the JSON object in a file; {} if there is no such file. ShoalError if the file holds
-    anything else."""
+    anything else than one JSON object."""
     if not file.is_file():
         return {}
     return read_json(file)
@@ -68,8 +68,10 @@ def read_special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, st
     """Returns the texts of special tokens by their role, such as `bos_token`. `config`:
     tokenizer_config.json.
 
-    The older special_tokens_map.json counts only if tokenizer_config.json lists no added tokens, as
-    in transformers.
+    The older special_tokens_map.json counts only if tokenizer_config.json has no entry
+    `added_tokens_decoder`, and then replaces its entries, as in transformers. A role that is null
+    or missing is left out; further keys that end in `_token` count as roles. The usual roles come
+    first, in a fixed order.
     """
     entries = dict(config)
     if "added_tokens_decoder" not in config:
@@ -90,7 +92,9 @@ def add_tokens(
 ) -> None:
     """Adds to a tokenizer in place the added and special tokens that tokenizer_config.json
     (`config`) lists and tokenizer.json does not have. They are added in transformers' order, which
-    decides their ids. `special`: the special tokens' texts by role."""
+    decides their ids: the listed ones by their id in `config` (which is not taken over), then the
+    special ones, then further special ones. `special`: the special tokens' texts by role, in the
+    order of `read_special_tokens`."""
     # By their `repr`, which shows the flags too: a token with other flags is added again.
     known = {repr(token) for token in backend.get_added_tokens_decoder().values()}
     listed = config.get("added_tokens_decoder", {})
@@ -134,9 +138,10 @@ def read_templates(
     """Returns (default chat template of a model, "" if it has none; its other templates by name).
 
     `config`: tokenizer_config.json. `requested`: the value of model.template: the text of a
-    template, a file with one, or the name of one of the model's; '' for none. It is then the
-    default and the only template, like transformers' `chat_template=`. ShoalError if it is none of
-    these, or if without it no template of the model has the name `default`."""
+    template, a file with one, or the name of one of the model's; '' for the model's own. If it is
+    given, its template is the default and the only one (the second member is {}), like
+    transformers' `chat_template=`. ShoalError if it is none of these; and, without it, if the model
+    has templates but none with the name `default`."""
     own = _own_templates(folder, config)
     if requested in own:
         return own[requested], {}
@@ -190,7 +195,8 @@ def _own_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 def _listed_templates(entry: Any) -> dict[str, str] | None:
     """Returns name -> text of the templates in an entry `chat_template` of tokenizer_config.json
     that is a list, `[{"name": "rag", "template": "..."}]`, or an object, `{"rag": "..."}`, which
-    transformers reads too. None if it is neither. The last of several with one name counts."""
+    transformers reads too. None if it is neither, or if a name or template is no text. The last of
+    several with one name counts."""
     pairs: list[tuple[Any, Any]] = []
     if isinstance(entry, list):
         for item in entry:
@@ -221,9 +227,10 @@ def _read_template(file: Path) -> str:
 
 def _requested_template(requested: str, own: Mapping[str, str]) -> str:
     """Returns the text of the template that model.template asks for (`requested`): the value
-    itself if it has a brace or several lines, else the content of the file that it names.
-    ShoalError if there is no such file. `own`: the model's templates, whose names the error
-    message lists."""
+    itself if it has an opening brace or several lines, else the content of the file that it names
+    (`~` is the home folder). ShoalError if there is no such file, or if it is not UTF-8. `own`: the
+    model's templates, whose names the error message lists; a name among them is not looked up
+    here."""
     if "{" in requested or "\n" in requested:
         return requested
     file = Path(requested).expanduser()
@@ -238,7 +245,8 @@ def _requested_template(requested: str, own: Mapping[str, str]) -> str:
 
 def write_templates(folder: Path, default: str, named: Mapping[str, str]) -> None:
     """Writes chat templates into a model folder, in the files that transformers uses. `default`: ""
-    for none; `named`: name -> template. Replaces files of these names."""
+    for none; `named`: name -> template. Replaces files of these names, and removes none. The folder
+    must exist."""
     if default:
         (folder / DEFAULT_TEMPLATE).write_text(default, encoding="utf-8")
     for name, template in named.items():
@@ -251,7 +259,7 @@ def write_templates(folder: Path, default: str, named: Mapping[str, str]) -> Non
 
 def read_date(folder: Path) -> datetime | None:
     """Returns the date in a run's model folder that the chat template writes; None if there is no
-    such file. ShoalError if the file has no valid date."""
+    such file, or if it has no entry `strftime_now`. ShoalError if the entry is no valid date."""
     value = read_object(folder / DATE_FILE).get("strftime_now")
     if not value:
         return None

@@ -86,9 +86,9 @@ class CallReader:
         schemas: Sequence[dict] = (),
     ):
         """Prepares the patterns of a form of calls. `call_format`: a key of FORMATS, or `template`
-        for the tokenizer's own table. `start`: the ids that each turn begins with. `schemas`: of
-        the tools; arguments are converted to their types. ShoalError for a table that cannot be
-        used."""
+        for the tokenizer's own table. `start`: the ids that each turn begins with, which `read`
+        does not get. `schemas`: of the tools; arguments are converted to their types. ShoalError
+        for a table that cannot be used, and for any other `call_format`."""
         self._tokenizer = tokenizer
         self._schemas: dict[str, dict[str, Any]] = {}
         for tool in schemas:
@@ -111,6 +111,7 @@ class CallReader:
                 key,
             ) from error
         # Only what follows the last anchor belongs to the turn, such as a tag that opens a thought.
+        # Without an anchor in the text, nothing of it does.
         text = self._text(start)
         start_of_turn = len(text)
         anchors = list(self._anchor.finditer(text))
@@ -120,7 +121,8 @@ class CallReader:
 
     def _set_private_characters(self, table: Any) -> None:
         """Assigns a private character to each added token whose text occurs in the table, and fills
-        the mappings between tokens, ids and characters."""
+        the mappings between tokens, ids and characters, each longest token first. `table`: of the
+        form of `response_template`; it is not checked here."""
         # JSON's escapes and those of regular expressions are undone, to find tokens in patterns.
         used = json.dumps(table, ensure_ascii=False).replace("\\\\", "").replace('\\"', '"')
         markers = []
@@ -134,7 +136,7 @@ class CallReader:
         self._char_of_id: dict[int, str] = {}
         self._decoded: dict[str, str] = {}  # character -> its text where special tokens are skipped
         for marker_index, (token, token_id, is_special) in enumerate(markers):
-            char = chr(0xF0000 + marker_index)
+            char = chr(0xF0000 + marker_index)  # of Unicode's plane for private use, see _PRIVATE
             self._char_of_token[token] = char
             self._token_of_char[char] = token
             self._char_of_id[token_id] = char
@@ -165,8 +167,9 @@ class CallReader:
 
     def _pattern(self, field: Mapping[str, Any], name: str) -> str:
         """Returns the regular expression of a marker, `name` being open, close or start_anchor:
-        one that matches the field's literal texts under `name`, else its entry `{name}_pattern`;
-        "" if the field has neither. Markers in it are private characters."""
+        one that matches the field's literal texts under `name` (a text or a list), else its entry
+        such as `open_pattern`; "" if the field has neither. Markers in it are private
+        characters."""
         literals = field.get(name, [])
         if isinstance(literals, str):
             literals = [literals]
@@ -182,9 +185,11 @@ class CallReader:
 
     def read(self, ids: Sequence[int]) -> tuple[str, list[ToolCall]]:
         """Reads the ids of a turn. Returns (its text outside of calls, its calls in order). The
-        text is the whole turn if it has no call that could be read; a call that could not be read
-        has an `error`. Calls within a thought do not count. A turn of more than LONGEST characters
-        is not searched: its text comes with one call that has an error."""
+        text is the whole turn, without special tokens, if it has no call that could be read; else
+        calls that were read are cut out, and it has no spaces around it. A call that could not be
+        read has an `error`, and its region stays in the text. Calls within a thought do not count.
+        A turn of more than LONGEST characters is not searched: its text comes with one call that
+        has an error. Never raises for what a model wrote."""
         whole_text = self._tokenizer.decode(ids)
         text = self._start + self._text(ids)
         if len(text) > LONGEST:
@@ -209,7 +214,7 @@ class CallReader:
             # A region of calls that were read is left out of the text; any other one, such as a
             # thought, is kept.
             outside.append(text[position : opened.start() if is_read else end])
-            if end == position:  # an empty match would be found again
+            if end == position:  # an empty match at the same place would be found again
                 break
             position = end
             opened = self._opening.search(text, position)
@@ -220,7 +225,8 @@ class CallReader:
         return self._without_chars(content, self._decoded).strip(), calls
 
     def _text(self, ids: Sequence[int]) -> str:
-        """Returns the text of ids, with markers as private characters."""
+        """Returns the text of ids, with markers as private characters and without other special
+        tokens."""
         parts = []
         start = 0
         for position, token_id in enumerate(ids):
@@ -240,16 +246,17 @@ class CallReader:
         return _PRIVATE.sub(lambda match: texts[match[0]], text)
 
     def _read_calls(self, body: str, captured: dict[str, str], is_closed: bool) -> list[ToolCall]:
-        """Returns the calls in the text between two markers (`body`); a single call with an error
-        if any of them cannot be read, or if the closing marker is missing. `captured`: the groups
-        of the opening marker's match, such as the tool's name."""
+        """Returns the calls in the text between two markers (`body`), at least one; a single call
+        with an error if any of them cannot be read, or if the closing marker is missing
+        (`is_closed` False). `captured`: the groups of the opening marker's match, such as the
+        tool's name. A list of calls counts as these calls."""
         transform = self._field.get("transform", "{content}")
         try:
             if not is_closed:
                 raise ValueError("it does not end")
             contents = self._contents(body)
             if isinstance(contents[0], list):
-                contents = contents[0] or [None]
+                contents = contents[0] or [None]  # [None]: an empty list, for the error below
             calls = []
             for content in contents:
                 values = dict(content) if isinstance(content, dict) else {}
@@ -262,8 +269,10 @@ class CallReader:
 
     def _call(self, value: Any) -> ToolCall:
         """Returns the call that an object describes: `{"name": ..., "arguments": {...}}`, or with
-        `parameters`, or inside `function` as in OpenAI's messages. Arguments are converted to the
-        types of the tool's schema. ValueError if the object is not a call."""
+        `parameters`, or inside `function` as in OpenAI's messages. Arguments may be missing, or
+        JSON in a text. They are converted to the types of the tool's schema; a tool without a
+        schema is no error, and its arguments stay as they are. ValueError if the object is not a
+        call: without a name, or with arguments that are no object."""
         if isinstance(value, dict):
             value = value.get("function", value)
         if not isinstance(value, dict):
@@ -283,8 +292,9 @@ class CallReader:
 
     def _contents(self, text: str) -> list[Any]:
         """Returns the values in the text between two markers: one or several JSON values, or, if
-        the table has tags (`<parameter=x>1</parameter>`), one object `{"x": "1"}`. ValueError if
-        the text cannot be read."""
+        the table has tags (`<parameter=x>1</parameter>`), one object `{"x": "1"}`, whose values are
+        texts. ValueError if the text cannot be read, or gives a key twice; without any tag the
+        object is {}."""
         if self._field["content"] == "json":
             return _values(self._json(text))
         pairs = []
@@ -296,6 +306,7 @@ class CallReader:
             value = self._without_chars(match["value"] or "", self._token_of_char)
             pairs.append((match["key"].strip(), value))
             match = self._tag.match(text, position)
+        # Behind the last tag only one closing tag may stand, such as `</function>`.
         if not re.fullmatch(r"\s*(?:</\w+>\s*)?", text[position:]):
             begin = self._without_chars(text[position : position + 40], self._token_of_char)
             raise ValueError(f"{begin.strip()!r} is no argument")
@@ -303,8 +314,8 @@ class CallReader:
 
     def _json(self, text: str) -> str:
         """Returns a text as standard JSON: strings in the table's own quotes (`string_delims`) and,
-        if it allows them, keys without quotes get double quotes. Private characters become the
-        tokens' texts."""
+        if it allows them (`unquoted_keys`), keys without quotes get double quotes. Private
+        characters become the tokens' texts. Whether the result is valid is not checked."""
         quotes = []
         for begin, end in self._args.get("string_delims", ()):
             quotes += [re.escape(self._with_chars(begin)), re.escape(self._with_chars(end))]
@@ -319,8 +330,9 @@ class CallReader:
 
 
 def _quoted_key(match: re.Match[str]) -> str:
-    """Returns the replacement for a match of _BARE_KEY: the key with quotes. Strings, which the
-    pattern matches too so that keys in them are skipped, stay as they are."""
+    """Returns the replacement for a match of _BARE_KEY: what stands before the key (`{` or `,`),
+    the key in double quotes, and a colon. Strings, which the pattern matches too so that keys in
+    them are skipped, stay as they are."""
     if match[2]:
         return f'{match[1]}"{match[2]}":'
     return match[0]
@@ -344,8 +356,8 @@ _TYPES = {
 
 
 def _unread(why: str) -> ToolCall:
-    """Returns a call without a name whose `error` says why it could not be read. The error asks the
-    model to write the call again."""
+    """Returns a call with the name "" and no arguments, whose `error` says why it could not be read
+    (`why`: a clause, without a point). The error asks the model to write the call again."""
     return ToolCall(
         "",
         {},
@@ -366,8 +378,9 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 def _values(text: str) -> list[Any]:
     """Returns the JSON values in a text, in order: `'{"a": 1}; 2'` -> `[{"a": 1}, 2]`. Spaces,
-    commas and semicolons may be between them. ValueError if there is none, if one is not valid, for
-    NaN and infinity, and for values that are nested deeper than DEEPEST."""
+    commas and semicolons may be between them. ValueError if there is none, if one is not valid or
+    gives a key twice, for NaN, infinity and half a character, and for a text in which brackets are
+    nested deeper than DEEPEST (brackets in strings do not count)."""
     depth = deepest = 0
     for part in _BRACKET.findall(text):
         if part in ("[", "{"):
@@ -379,6 +392,7 @@ def _values(text: str) -> list[Any]:
         raise ValueError(f"it is nested deeper than {DEEPEST} levels")
     values = []
     position = len(text) - len(text.lstrip())
+    # `not values`: an empty text is tried once, for its error
     while position < len(text) or not values:
         try:
             value, position = _DECODER.raw_decode(text, position)
@@ -399,7 +413,8 @@ def _values(text: str) -> list[Any]:
 def _fill_placeholders(transform: Any, values: Mapping[str, Any]) -> Any:
     """Returns a table's `transform` with each string that is a placeholder, `{name}` or
     `{content.name}`, replaced by that entry of `values`, in the entry's own type. Looks into dicts,
-    not into lists; other strings stay as they are. ValueError if there is no such entry."""
+    not into lists; other strings, also those with more around a placeholder, stay as they are.
+    ValueError if there is no such entry. `transform` is not changed."""
     if isinstance(transform, dict):
         filled = {}
         for key, value in transform.items():
@@ -420,8 +435,10 @@ def _fill_placeholders(transform: Any, values: Mapping[str, Any]) -> Any:
 
 def _typed(value: Any, schema: Mapping[str, Any]) -> Any:
     """Converts an argument that came as text to a type that the tool's schema allows: `"2"` -> 2
-    for `{"type": "integer"}`. Returns any other argument, and a text that is no such value,
-    unchanged. True, False and None may be written like in Python."""
+    for `{"type": "integer"}`. Unchanged are any other argument, a text that is no such value, and
+    every text if the schema names no type but `string`; `"2"` becomes 2 even if `string` is allowed
+    beside `integer`. A whole number like `2.0` becomes 2 if `integer` is allowed. True, False and
+    None may be written like in Python. Of several values in the text the first counts."""
     if not isinstance(value, str):
         return value
     types = _types(schema)
@@ -440,7 +457,9 @@ def _typed(value: Any, schema: Mapping[str, Any]) -> Any:
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
     """Returns the names of the JSON types that a schema allows, `{"type": "integer", "nullable":
-    true}` -> `{"integer", "null"}`. Schemas come from users, so any entry may be of any type."""
+    true}` -> `{"integer", "null"}`: those of `type` and of the members of `anyOf`, but not deeper;
+    an empty set if it names none. Schemas come from users, so any entry may be of any type; what is
+    of another form is left out."""
     allowed: list[Any] = [schema]
     if isinstance(schema.get("anyOf"), list):
         allowed += schema["anyOf"]

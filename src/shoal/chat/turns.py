@@ -59,9 +59,10 @@ class TurnFormat:
         special: bool = True,
     ):
         """Renders short dialogues to find how the chat template writes turns. The arguments and the
-        errors are described at the class: `schemas` is empty without tools; `call_format` is `auto`
-        for the template's own form; with `special` False, texts of tools are encoded without added
-        tokens."""
+        errors are described at the class: `schemas` is empty without tools; `call_format` is
+        `hermes`, `xml`, `llama`, `gemma`, `template`, or `auto` for the template's own form; with
+        `special` False, texts of tools are encoded without added tokens. `call_format` is not read
+        without tools."""
         self._tokenizer = tokenizer
         self._schemas = list(schemas)
         self._reader: CallReader | None = None
@@ -82,6 +83,7 @@ class TurnFormat:
         if names:
             if call_format == "auto":
                 call_format = find_call_format(tokenizer, self._schemas)
+            # What stands behind the question: the end of its turn, and what opens the answer.
             generation_prompt = prompt.rpartition(_QUESTION["content"])[2]
             start = tokenizer.encode(generation_prompt)
             self._reader = CallReader(tokenizer, call_format, start, schemas)
@@ -97,9 +99,9 @@ class TurnFormat:
                     self.notes.append(note)
 
     def encode_prompt(self, prompt: Prompt) -> np.ndarray:
-        """Returns the token ids of a prompt of messages with the tools, int32[T]. Unless `special`,
-        answers of tools in it are encoded without added tokens. ShoalError if the prompt is a
-        text."""
+        """Returns the token ids of a prompt of messages with the tools, int32[T]. If `special` is
+        False, answers of tools in it are encoded without added tokens. ShoalError if the prompt is
+        a text, or if the chat template raises for it."""
         if isinstance(prompt, str):
             raise ShoalError(
                 f"Rollouts of several turns need prompts of messages, but {prompt!r:.60} is a "
@@ -113,6 +115,7 @@ class TurnFormat:
             if message["role"] == "tool":
                 message = self.split_special_tokens(message)
                 has_cuts = True  # or may have some
+            # Other messages may have been split before, those of an environment.
             has_cuts = has_cuts or _CUT in str(message.get("content"))
             messages.append(message)
         if not has_cuts:
@@ -122,8 +125,9 @@ class TurnFormat:
     def split_special_tokens(self, message: dict[str, Any]) -> dict[str, Any]:
         """Returns a message of a tool or an environment with the private character _CUT inside each
         added token that its text spells out: the text is encoded in pieces there, so that no piece
-        becomes that token. The message is returned unchanged if `special` is True, or if its
-        content is no text."""
+        becomes that token. The message is returned unchanged (the same object) if `special` is
+        True, if the tokenizer has no added token of more than one character, or if its content is
+        no text; else a copy. _CUT characters that the text had are removed."""
         text = message.get("content")
         if self._added is None or not isinstance(text, str):
             return message
@@ -131,7 +135,7 @@ class TurnFormat:
         pieces = []
         start = 0
         for match in self._added.finditer(text):
-            cut = match.start() + 1
+            cut = match.start() + 1  # behind the first character of what could become the token
             pieces.append(text[start:cut])
             start = cut
         pieces.append(text[start:])
@@ -139,7 +143,8 @@ class TurnFormat:
 
     def _encode_pieces(self, text: str) -> list[int]:
         """Returns the ids of a rendered text, whose pieces between _CUT characters are encoded
-        separately."""
+        separately. Without a chat template the first piece gets the tokens that begin a prompt,
+        such as bos."""
         text = text.encode(errors="replace").decode()  # tokenizers refuse half a character
         pieces = text.split(_CUT)
         if self._tokenizer.has_template:
@@ -155,7 +160,9 @@ class TurnFormat:
         """Reads the sampled ids of a turn. Returns (the assistant's message, all tool calls in
         order, including those that could not be read and have an `error`). The message's content is
         the turn's text with its thoughts and without the calls, or all of its text if no call could
-        be read; its `tool_calls` are the calls without an error, and missing if there are none."""
+        be read; its `tool_calls` are the calls without an error, in OpenAI's form, and missing if
+        there are none. Without tools all is text, and the calls are []. Never raises for what a
+        model wrote."""
         calls: list[ToolCall] = []
         if self._reader:
             content, calls = self._reader.read(ids)
@@ -171,8 +178,8 @@ class TurnFormat:
         self, messages: Messages, calls: Sequence[ToolCall] = (), last: int | None = None
     ) -> list[int]:
         """Returns the ids that follow a turn's last sampled token: the messages that answer the
-        turn, and the next generation prompt. The answers' texts are split by
-        `split_special_tokens`.
+        turn, and the next generation prompt. If `special` is False, no added token is made of the
+        answers' texts. ShoalError if the template does not take such answers.
 
         messages  of role tool, one for each of `calls` in their order, or of role user
         calls     the turn's tool calls; empty: the names are taken from `messages`
@@ -181,7 +188,7 @@ class TurnFormat:
         """
         called: list[str] = []
         answered = [message.get("name", "") for message in messages if message["role"] == "tool"]
-        if answered:
+        if answered:  # tools answer; else a user, and the turn is rendered without calls
             called = [call.name for call in calls] or answered
         end, ids = self._end_and_context(messages, called)
         if last is None or last == end:
@@ -204,8 +211,9 @@ class TurnFormat:
     ) -> tuple[int, list[int]]:
         """Renders a turn that calls the tools `names`, and the messages that answer it. Returns
         (the id that ends the turn, the ids after it: the answers and the next generation prompt).
-        ShoalError if the template writes no calls, or no token ends the turn. A name with
-        characters that are not usual in names is rendered as `unknown`."""
+        Without `names` the turn is one of text. ShoalError if the template raises or writes no
+        calls, or if no end-of-sequence token ends the turn. A name of other characters than
+        letters, digits, `_`, `.` and `-`, or of more than 64, is rendered as `unknown`."""
         # The model wrote the names: a text that is no name could contain the end of a turn.
         calls = []
         for call_index, name in enumerate(names):
@@ -236,7 +244,7 @@ class TurnFormat:
             ids = self._tokenizer.encode(rest.encode(errors="replace").decode())
         else:
             ids = self._encode_pieces(rest)
-        for position, id in enumerate(ids):
+        for position, id in enumerate(ids):  # what is behind the mark begins with the turn's end
             if id in self._tokenizer.eos_ids:
                 return id, ids[position + 1 :]
         raise ShoalError(
@@ -247,7 +255,9 @@ class TurnFormat:
 
     def _history_note(self, answer: dict[str, Any]) -> str:
         """Returns a note for the user if the chat template renders a turn differently once the
-        message `answer` follows it, for example without its thoughts; "" if it does not."""
+        message `answer` follows it, for example without its thoughts; "" if it does not. `answer`:
+        one of a user, or of a tool with its `name`, which the turn then calls. ShoalError if the
+        template refuses such a turn."""
         turn: dict[str, Any] = {
             "role": "assistant",
             "content": "<think>\nWhy?\n</think>\n\nSo.",
@@ -266,8 +276,8 @@ class TurnFormat:
 def find_call_format(tokenizer: Tokenizer, schemas: Sequence[dict[str, Any]]) -> str:
     """Returns the form in which the model writes calls of these tools: `template` if the tokenizer
     has a `response_template`, else the form of a call that the chat template renders: xml, gemma,
-    hermes or llama. ShoalError if it renders none of these. `schemas`: one or more; a call of the
-    first tool is rendered."""
+    hermes or llama. ShoalError if it renders none of these, or raises. `schemas`: one or more; a
+    call of the first tool is rendered."""
     if tokenizer.response_template:
         return "template"
     name = schemas[0]["function"]["name"]
@@ -276,6 +286,8 @@ def find_call_format(tokenizer: Tokenizer, schemas: Sequence[dict[str, Any]]) ->
     answer = {"role": "tool", "name": name, "content": ""}
     text = tokenizer.render([_QUESTION, turn, answer], False, list(schemas))
     before_mark = text.partition(MARK.strip())[0]
+    # What the template writes on both sides of the tool's name in the call; `after` ends before
+    # the argument's value.
     before, _, after = before_mark.rpartition(name)
     if before.endswith("<function="):
         return "xml"
@@ -306,7 +318,7 @@ def _added_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 
 
 def _in_message(call: ToolCall) -> dict[str, Any]:
-    """Returns a tool call in the form of a message's `tool_calls`."""
+    """Returns a tool call in the form of a message's `tool_calls`, without an id or an error."""
     return {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
@@ -331,7 +343,9 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
     description, is missing, or if JSON does not have the type.
 
     A description that ends with `(choices: ["a", "b"])` gives the argument these values. An
-    argument without a default is required. `self` and `cls` without a type are left out."""
+    argument without a default is required. `self` and `cls` without a type are left out. The
+    result's type and description, under `return`, are left out if the type is missing or not in
+    JSON. An attribute `schema` is returned itself, unchecked. The function is not called."""
     own_schema = getattr(function, "schema", None)
     if own_schema:
         return own_schema
@@ -382,8 +396,10 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
 
 def _split_docstring(text: str) -> tuple[str, dict[str, str], str]:
     """Splits a docstring in Google's style. Returns (what the tool does, argument -> description,
-    what it returns); what is missing is empty. Lines that continue a description are joined to it
-    with spaces."""
+    what it returns); what is missing is empty ("" or {}). A section begins with `Args:`, `Returns:`
+    or `Raises:` at the start of a line; what is raised is left out. Lines that are indented further
+    than their argument, or that name none, continue its description and are joined to it with
+    spaces."""
     # [about, title of a section, its text, title, text, ...]
     parts = re.split(r"(?:^|\n)[ \t]*(Args|Returns|Raises):", text.strip())
     about = parts[0]
@@ -407,8 +423,10 @@ def _split_docstring(text: str) -> tuple[str, dict[str, str], str]:
 
 def _json_type(hint: Any, where: str) -> dict[str, Any]:
     """Returns the JSON schema of a type hint, `list[int]` -> `{"type": "array", "items": {"type":
-    "integer"}}`; {} for Any, which allows all values. A union with None is `nullable`. ShoalError
-    for a type that JSON does not have. `where`: the tool and argument, for the message."""
+    "integer"}}`; {} for Any, which allows all values. A Literal or Enum becomes an `enum`, a
+    union with None is `nullable`, a tuple of types has `prefixItems`, and a dict's keys are not
+    looked at. ShoalError for a type that JSON does not have, such as `tuple[int, ...]` or `set`.
+    `where`: the tool and argument, for the message."""
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
     if hint is Any:
@@ -443,8 +461,9 @@ def _json_type(hint: Any, where: str) -> dict[str, Any]:
 
 def _union(schemas: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the schema of a union from the schemas of its members, one or more. A single member:
-    its own schema. Members that say nothing but a type: the types, sorted, each once, `{"type":
-    ["integer", "string"]}`; one name if they are the same. Else `{"anyOf": schemas}`."""
+    its own schema, the same object. Members that all say nothing but one type: the types, sorted,
+    each once, `{"type": ["integer", "string"]}`; one name, no list, if they are the same. Else
+    `{"anyOf": schemas}`."""
     if len(schemas) == 1:
         return schemas[0]
     are_simple = all(
@@ -482,12 +501,14 @@ def completion_record(
     with_token_texts: bool,
     start: int = 0,
 ) -> dict[str, Any]:
-    """Returns a completion as plain data, for an answer of the server: from token `start` on its
-    `ids`, `logprobs`, `versions` (of the weights, a number for each token) and `text`; its
-    `stop_reason`; and `message`, the assistant's with the tool calls in it.
+    """Returns a completion as plain data, for an answer of the server: from token `start` (from 0)
+    on its `ids`, `logprobs`, `versions` (of the weights, a number for each token) and `text`
+    (without special tokens); its `stop_reason`; and `message`, the assistant's with the tool calls
+    in it, of these tokens too.
 
-    `tools`: schemas of the tools that may be called. `with_token_texts`: also the text of each
-    token, under `tokens`, which is else empty."""
+    `tools`: schemas of the tools that may be called; empty: calls are not looked for.
+    `with_token_texts`: also the text of each token, special ones too, under `tokens`, which is else
+    empty. ShoalError if there are tools and the chat template has no place for them."""
     ids = completion.token_ids[start:].tolist()
     text = tokenizer.decode(ids)
     if tools:
@@ -516,9 +537,11 @@ def turn_format(tokenizer: Tokenizer, tools: str) -> TurnFormat:
 
 
 def encode(prompt: Any, tools: Sequence[Any], tokenizer: Tokenizer, most: int) -> np.ndarray:
-    """Returns the token ids of a prompt from a request, int32[T]: of ids, a text, or messages,
-    which may show tools. ShoalError if the prompt has no token or more than `most`; a text that is
-    much longer is refused without encoding all of it. `most`: the limit of tokens,
+    """Returns the token ids of a prompt from a request, int32[T]. A list of ids is taken as it is,
+    without a look into the vocabulary; a text is encoded, and refused if there are tools; messages
+    are rendered by the chat template, which shows the tools. ShoalError if the prompt has no token
+    or more than `most`, or if the template raises; a text or messages that are much longer are
+    refused without encoding all of them. `most`: the limit of tokens,
     `sampling.max_prompt_tokens`."""
     if _is_token_ids(prompt):
         ids = np.array(prompt, np.int32)
@@ -542,9 +565,9 @@ def _wrong_length(length: str, wanted: str) -> ShoalError:
 
 
 def check_size(prompt: Any, tools: Sequence[Any], most: int, key: str) -> None:
-    """Raises ShoalError if a prompt with its tools has more characters than `most` tokens can hold.
-    `key`: the setting that limits it, for the message. Characters are counted in the JSON of
-    both."""
+    """Raises ShoalError if a prompt with its tools has more characters than `most` tokens can hold,
+    TOKEN_CHARACTERS each. `key`: the setting that limits it, for the message. Characters are
+    counted in the JSON of both, so that keys and quotes count too."""
     size = len(json.dumps([prompt, *tools], ensure_ascii=False))
     if size > TOKEN_CHARACTERS * most:
         raise _wrong_length(f"{size} characters", f"what fits the {most} tokens of {key}")
@@ -554,7 +577,8 @@ def _check_count(prompt: Any, tokenizer: Tokenizer, most: int) -> None:
     """Raises ShoalError if a text or messages are so long that they certainly have more than `most`
     tokens. A long prompt's tokens are counted piece by piece up to there, because encoding takes
     some seconds and a gigabyte for each 4 million characters. A prompt that passes may still be
-    somewhat too long."""
+    too long: one of at most LIKELY_CHARACTERS for each token is not counted at all, and of messages
+    only the contents are."""
     if isinstance(prompt, str):
         texts = [prompt]
     else:

@@ -119,10 +119,10 @@ under the same file names, require nothing."""
 
 def compat(config: CompatConfig, console: Console | None = None) -> dict[str, Any]:
     """Writes a script at each path at which other systems' scripts stand, below the folder `to`;
-    each runs `shoal` in their place (`SHIMS`). Returns the folder and the number of scripts. Raises
-    ShoalError, and writes nothing, if a path holds a file that Shoal did not write. All but the
-    files that end in .txt are made executable. A console that was given can still be used
-    afterwards."""
+    each runs `shoal` in their place (`SHIMS`). Returns {"to": the folder, "scripts": the number of
+    files}. Raises ShoalError, and writes nothing, if `to` is missing or if a path holds a file that
+    Shoal did not write; files that it did write are replaced. All but the files that end in .txt
+    are made executable. A console that was given can still be used afterwards."""
     require_given(config, "to")
     with console or Console() as console:
         scripts = checked_scripts(config)
@@ -165,10 +165,11 @@ def checked_scripts(config: CompatConfig) -> dict[Path, str]:
 
 def shim_argv(name: str, words: Sequence[str]) -> list[str]:
     """Returns the arguments of `shoal` that do what another system's script would do with the
-    arguments `words`. `name`: the script's key in SHIMS. The user's file and words have precedence
-    over the script's preset and words. ShoalError if a script with subcommands gets none or an
-    unknown one. Reads the environment for flags that MaxText's trainers take from it, and the
-    current folder for the user's YAML files.
+    arguments `words`. `name`: the script's key in SHIMS; KeyError for another. The user's file and
+    words have precedence over the script's preset and words. ShoalError if a script with
+    subcommands gets none or an unknown one. Every script that trains reads the environment for
+    flags that MaxText's trainers take from it; one with `configs` also looks there, below the
+    current folder, for the user's YAML files, unless the words name a folder.
 
     >>> shim_argv("grpo_demo", ["--steps=4"])
     ['train', '--config-name', 'grpo_demo', '--steps=4']
@@ -200,6 +201,8 @@ def shim_argv(name: str, words: Sequence[str]) -> list[str]:
     line = [shim.command]
     if is_file_first:
         line.append(words.pop(0))
+    # With a file of the user the preset lies beneath it; without one it is the configuration. A
+    # folder may hold a file with the preset's name, which then lies above the packaged one.
     if names_file or folder:
         line += ["--preset", shim.preset]
     if not names_file:

@@ -52,8 +52,10 @@ PROGRESS_BYTES = 1 << 30
 def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, Any]:
     """Writes a Hugging Face folder, hub id or run as a MaxText checkpoint, or a MaxText checkpoint
     as a Hugging Face folder, as `format` says. The new folder is written completely or not at all.
-    Returns {"to": its path, "tensors": their number, "bytes": their size}. ShoalError if it exists
-    already, if the source has the wrong format, or if MaxText has no model of the name given."""
+    Returns {"to": its path, "tensors": their number, "bytes": their size}. `from` may be left out
+    if `model_name` names a model, which is then the hub's. ShoalError if the new folder holds files
+    already, if the source has the wrong format, or if MaxText has no model of the name given. A
+    `console` that is given can be used afterwards; None: one for this command."""
     if not (config.source or config.model_name):
         raise ShoalError(
             "from: nothing was given; expected a checkpoint, or model_name alone for the hub's "
@@ -92,8 +94,9 @@ def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, 
 
 def _target(config: ConvertConfig) -> Path:
     """Returns the folder to write: `to`, or for MaxText's own flags the one that
-    base_output_directory and run_name name. ShoalError if it exists already, or if neither or both
-    are given. With `format=maxtext` and MaxText's flags it is the folder of step 0 in that one."""
+    base_output_directory and run_name name (run_name may be left out). ShoalError if it holds files
+    already, or if neither or both are given. With `format=maxtext` and MaxText's flags it is the
+    folder `0/items` in that one. Creates nothing."""
     if config.to and (config.base_output_directory or config.run_name):
         raise ShoalError(
             f"to={config.to} is the folder that is written: give it, or base_output_directory with "
@@ -128,9 +131,11 @@ def _target_key(config: ConvertConfig) -> str:
 def _to_maxtext(
     config: ConvertConfig, source: str, target: Path, console: Console
 ) -> dict[str, Any]:
-    """Writes the model `source` as a checkpoint in MaxText's layout, and returns the numbers of
-    `tensors` and `bytes`. Warns of a tokenizer, which is not written, and of a type that rounds.
-    ShoalError if the model is not the one that `model_name` names."""
+    """Writes the model `source` as a checkpoint in MaxText's layout, and returns {"tensors": their
+    number, "bytes": their size}. Warns of a tokenizer, which is not written, and of bfloat16 if it
+    rounds values once more. The folder `target` is written completely or not at all. ShoalError if
+    the model is not the one that `model_name` names (only checked if `from` is given too), or if
+    it is an adapter."""
     if config.tokenizer:  # no error, because MaxText's own command lines name a tokenizer
         console.warning(
             f"tokenizer={config.tokenizer} is not used: MaxText's layout holds no tokenizer"
@@ -170,8 +175,10 @@ def _to_maxtext(
 
 def open_source(source: str) -> tuple[Architecture, maxtext.ReadPart]:
     """Returns (architecture, function that reads parts of the parameters) of a Hugging Face folder,
-    a hub id or a run. ShoalError for an adapter. The function gets a parameter's spec and an index,
-    a slice for each dimension of Shoal's array, and returns these values."""
+    a hub id or a run. The function gets a parameter's spec and an index, a slice for each dimension
+    of Shoal's array, and returns these values in Shoal's orientation. ShoalError for an adapter,
+    which is no whole model. A run's checkpoint (the newest, unless a checkpoint's folder is given)
+    is loaded here; of a folder or hub id, values are read when the function is called."""
     local = find_input(source, "from")
     checkpoint = find_checkpoint(local) if local.is_dir() else None
     folder = checkpoint[0] / MODEL_FOLDER if checkpoint else locate(source)
@@ -204,8 +211,9 @@ def open_source(source: str) -> tuple[Architecture, maxtext.ReadPart]:
 def _read_from_checkpoint(
     checkpoint: tuple[Path, int], architecture: Architecture
 ) -> maxtext.ReadPart:
-    """Returns a function that reads parts of the parameters of a run's checkpoint. Loads the
-    checkpoint whole."""
+    """Returns a function that reads parts of the parameters of a run's checkpoint: (spec of a
+    parameter, a slice for each dimension) -> values. Loads the checkpoint whole, at once.
+    `checkpoint`: (the run's folder, the version)."""
     role = make_roles(MeshSection(fsdp=1)).trainer
     leaves = jax.tree.leaves(load_parameters(*checkpoint, architecture, role))
     specs = jax.tree.leaves(param_specs(architecture))
@@ -220,8 +228,11 @@ def _read_from_checkpoint(
 def _to_hugging_face(
     config: ConvertConfig, tree: Path, target: Path, console: Console
 ) -> dict[str, Any]:
-    """Writes the MaxText checkpoint at `tree` as a Hugging Face folder, and returns the numbers of
-    `tensors` and `bytes`. Warns if no tokenizer was given."""
+    """Writes the MaxText checkpoint at `tree` as a Hugging Face folder, and returns {"tensors":
+    their number, "bytes": their size}, counted by Shoal's parameters. Warns if no tokenizer was
+    given; the folder then holds none. The tokenizer's folder also gives the config.json if that
+    describes this architecture; else one is made. The folder `target` is written completely or not
+    at all."""
     check_local(config.tokenizer, "tokenizer", COPIES)
     tokenizer = locate(config.tokenizer, weights=False) if config.tokenizer else None
     checkpoint = maxtext.open_checkpoint(
@@ -240,6 +251,7 @@ def _to_hugging_face(
     specs = jax.tree.leaves(param_specs(architecture))
     with explain_write_errors(target, _target_key(config)):
         target.parent.mkdir(parents=True, exist_ok=True)
+        # The file holds one tensor at a time (see the module).
         with tempfile.TemporaryFile(dir=target.parent) as file:
             huggingface.save(
                 target,

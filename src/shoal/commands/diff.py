@@ -21,9 +21,11 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def diff(config: DiffConfig, console: Console | None = None) -> dict[str, Any]:
-    """Compares two runs, prints what differs and the likely cause, and returns the comparison
-    (`Comparison.to_dict`). ShoalError if a run is not found, or a file of it is damaged. `console`:
-    where to print, by default stdout; it is closed at the end."""
+    """Compares two runs, prints what differs and the likely cause, and returns the comparison in
+    JSON's types: the fields of `Comparison` under their names, but the settings under `config` (key
+    -> both values), and the likeliest `stage` in place of the divergence. Runs that differ are no
+    error. ShoalError if a run is not found, or a file of it is damaged. `console`: where to print;
+    it can be used afterwards. None: stdout."""
     with console or Console() as console:
         run = StoredRun(find_run(config.run))
         other = StoredRun(find_run(config.other))
@@ -33,8 +35,9 @@ def diff(config: DiffConfig, console: Console | None = None) -> dict[str, Any]:
 
 
 def _report(comparison: Comparison, console: Console) -> None:
-    """Prints a comparison: what was compared, the tables of what differs, and last the sentence on
-    the likely cause."""
+    """Prints a comparison: what was compared and what could not be, the settings that differ, the
+    first metrics, group and evaluation that differ (each only if one does), and last the sentence
+    on the likely cause."""
     runs = [Path(comparison.run), Path(comparison.other)]
     names = [short_name(run, runs) for run in runs]
 
@@ -97,8 +100,9 @@ def _report(comparison: Comparison, console: Console) -> None:
 
 def exact_figure(value: Any) -> str:
     """Returns a figure as text with so many digits that two figures that differ look different: the
-    fewest that tell a float32 from all others, and 9 for a float64. An interval (a list or tuple)
-    becomes "low to high"; a text stays as it is."""
+    fewest that tell a float32 from all others, at most 9, and 9 for a float64 that is no float32
+    (two that differ after these look the same). An interval (a list or tuple) becomes "low to
+    high"; a text stays as it is; None becomes `-`."""
     if isinstance(value, (list, tuple)):  # an interval
         return " to ".join(map(exact_figure, value))
     if isinstance(value, float) and abs(value) < FLOAT32_MAX and float(np.float32(value)) == value:
@@ -108,7 +112,7 @@ def exact_figure(value: Any) -> str:
 
 def describe_difference(comparison: Comparison) -> str:
     """Returns the result of a comparison in a sentence: that the runs are identical, that nothing
-    can be compared, or what differs first and its likely cause."""
+    can be compared because no step is in both, or what differs first and its likely cause."""
     if comparison.identical:
         evaluations = count(comparison.evaluations_compared, "evaluation")
         return f"identical over steps {comparison.steps_compared} and {evaluations}, clocks aside"
@@ -119,8 +123,9 @@ def describe_difference(comparison: Comparison) -> str:
 
 
 def likely_cause(likely_keys: Sequence[str], differing: Iterable[SettingDifference]) -> str:
-    """Returns the sentence that names the likely cause of a difference: the `likely_keys`, or, if
-    there are none, what else than a setting may differ. `differing`: all settings that differ."""
+    """Returns the half of a sentence that names the likely cause of a difference: the
+    `likely_keys`, the likeliest first; or, if there are none, what else may differ. `differing`:
+    all settings that differ; only if one of them acts on steps may the cause be another key."""
     if likely_keys:
         first, *others = likely_keys
         text = f"the likeliest cause is {first}"

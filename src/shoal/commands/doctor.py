@@ -49,7 +49,8 @@ def doctor(
     """Checks a job, prints each finding as soon as it is made, and returns a record: `ok`, False if
     the run would stop or could not train; `findings`; `first_prompt`, its text; `rewards`, of known
     answers; and of the trial of a step `agreement`, `memory`, `time` and `advice`. What was not
-    reached is empty. The trial's update is not kept."""
+    reached is empty ("", [] or {}). The trial's update is not kept. `reward_functions`: given from
+    Python in place of those that the configuration names; empty for the configuration's."""
     with (
         console,
         Job(config, console, functions=reward_functions, findings=Findings(console)) as job,
@@ -88,7 +89,7 @@ def doctor(
 def check_data(job: Job) -> str | None:
     """Checks the data, adds findings to the job's, prints the run's first prompt, and returns its
     text. None if there is no such prompt, because the data, the tokenizer or a stage that needs
-    them is wrong."""
+    them is wrong. The finding that the data is good is added only if nothing is wrong so far."""
     if not job.is_open("loaded_task", "tokenizer"):
         return None
     data, check = job.loaded_task, job.findings.of("data", "task.path")
@@ -115,10 +116,10 @@ def check_data(job: Job) -> str | None:
 
 
 def check_reward(job: Job) -> list[dict[str, Any]] | None:
-    """Scores known answers (right, wrong, empty, ...) to the run's first prompt and to the first
-    two rows of data. Prints the scores as a table and returns them as records; None if the reward
-    functions fail. Faults of the reward become findings. Without a tokenizer each byte of an answer
-    counts as a token."""
+    """Scores known answers (right, wrong, empty, ...) to the run's first prompt (if it is known)
+    and to the first two rows of data. Prints their mean scores as a table, a row for each kind of
+    answer, and returns them as records; None if the reward functions fail. Faults of the reward
+    become findings. Without a tokenizer each byte of an answer counts as a token."""
     data = job.loaded_task
     examples = [data.train[row] for row in range(min(2, len(data.train)))]
     if "prompts" in job.opened:
@@ -142,8 +143,8 @@ def check_reward(job: Job) -> list[dict[str, Any]] | None:
 
 
 def bytes_as_model_text(_: Example, text: str) -> ModelText:
-    """Returns an answer as if a model had sampled it, with one token for each byte of its text.
-    Used in place of the tokenizer if the job has none."""
+    """Returns an answer as if a model had sampled it, with one token for each byte of its text; the
+    token ids are the bytes. Used in place of the tokenizer if the job has none."""
     return ModelText(text, list(text.encode()))
 
 
@@ -161,10 +162,12 @@ class StepRecords:
 
 
 def check_step(job: Job, tries: bool) -> StepRecords:
-    """Loads the weights, tries one step, and reports what it took. Loads nothing if the job's
-    budget already exceeds the memory. `tries`: False if another part of the job is wrong; then the
-    weights are loaded and checked, and no step is tried. Returns the records of what was reached. A
-    step that runs out of memory becomes a finding."""
+    """Loads the weights, tries one step, and reports what it took. `tries`: False if another part
+    of the job is wrong; then the weights are loaded and checked, and no step is tried. Returns the
+    records of what was reached: all four after a step; `memory` and `advice` alone if the job's
+    budget already exceeds the free memory, which is checked with `tries` alone and before anything
+    is loaded; else none. A ShoalError, and running out of memory, become findings; other errors are
+    raised."""
     records = StepRecords()
     check_lr_for_size(job.config_for_devices, parameter_count(job.model.architecture), job.findings)
     job.collect(through="engines")
@@ -172,6 +175,7 @@ def check_step(job: Job, tries: bool) -> StepRecords:
         return records
     budget = job_budget(job)
     available = available_memory(job.roles.trainer.mesh.devices.flat)
+    # free: 0 if it is not known; sharing: how many devices share one memory
     if tries and available.free and budget.peak() * available.sharing > available.free:
         records.memory, records.advice = report_memory(job, budget, available)
         return records
@@ -209,8 +213,8 @@ def check_step(job: Job, tries: bool) -> StepRecords:
 
 
 def check_weights(job: Job, parameters: Params) -> bool:
-    """Reports the number of weights, or the arrays that hold NaN or infinity. Returns True if all
-    weights are finite."""
+    """Adds a finding: the number of weights, or the names of the arrays that hold NaN or infinity
+    (at most five). Returns True if all weights are finite."""
     check = job.findings.of("model", "model.path")
 
     def is_finite(array: jax.Array) -> jax.Array:
@@ -219,7 +223,7 @@ def check_weights(job: Job, parameters: Params) -> bool:
     def are_finite(arrays: Params) -> Any:
         return jax.tree.map(is_finite, arrays)
 
-    finite = jax.device_get(jax.jit(are_finite)(parameters))
+    finite = jax.device_get(jax.jit(are_finite)(parameters))  # a bool in place of each array
     not_finite = []
     for path, is_good in jax.tree_util.tree_leaves_with_path(finite):
         if not is_good:
@@ -237,8 +241,8 @@ def check_weights(job: Job, parameters: Params) -> bool:
 
 def try_first_step(job: Job, parameters: Params) -> StepTrial | None:
     """Samples, scores and trains the first step of the run as a trial, without keeping its update.
-    Returns what was measured; None if the reward fails. Takes the first step's prompts from
-    `job.prompts`. The reward's error becomes a finding."""
+    Returns what was measured; None if the step raises ShoalError, which becomes a finding of the
+    reward. Takes the first step's prompts from `job.prompts`, which then stands behind them."""
     first_prompts = job.prompts.next(job.config.batch.prompts_per_step)
     with job.findings.of("reward", "reward.functions").errors():
         return try_step(
@@ -258,9 +262,11 @@ def try_first_step(job: Job, parameters: Params) -> StepTrial | None:
 
 
 def report_agreement(job: Job, trial: StepTrial) -> dict[str, Any]:
-    """Reports whether sampler and trainer agree on log-probs, and whether the samples can train the
-    model: that not too many are truncated, and that rewards differ within groups. Returns these
-    figures."""
+    """Adds findings: whether sampler and trainer agree on log-probs, and whether the samples can
+    train the model, for which not too many may be truncated and rewards must differ within groups.
+    Returns these figures by name. Differences of log-probs are absolute; `truncated` and
+    `nonzero_std` are shares from 0 to 1. The agreement is wrong if a difference or the gradient is
+    not finite, and warned of if the largest difference exceeds LARGEST_DIFFERENCE."""
     agreement = job.findings.of("agreement")
     samples = job.findings.of("samples")
     limit = job.config.sampling.max_completion_tokens
@@ -312,7 +318,7 @@ def report_agreement(job: Job, trial: StepTrial) -> dict[str, Any]:
         scores = set()
         for group in trial.groups:
             for reward in group.rewards[group.valid]:
-                scores.add(round(float(reward), 9))
+                scores.add(round(float(reward), 9))  # sums of scores may differ in the last bits
         same = "within each group all completions scored the same"
         if len(scores) == 1:
             same = f"every completion scored {next(iter(scores)):.3g}"
@@ -330,9 +336,11 @@ def report_agreement(job: Job, trial: StepTrial) -> dict[str, Any]:
 def report_memory(
     job: Job, budget: Budget, available: AvailableMemory
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Reports the memory needed and free on each device. Returns (these figures, advice with the
-    key whose change saves most); the advice is empty if the memory suffices. `needed_bytes` counts
-    all devices that share one memory."""
+    """Adds a finding about the memory needed and free on each device. Returns (these figures,
+    advice `{"text": ..., "key": the key whose change saves most}`); the advice is {} if the memory
+    suffices. `needed_bytes` counts all devices that share one memory; within `phases`, `parts` and
+    `devices` the bytes are of one device. `parts` are those of the program that needs most, the
+    largest first."""
     parts = sorted(budget.needed(budget.fullest).items(), key=lambda part: -part[1])
     devices = job.roles.trainer.mesh.devices.flat
     record = {

@@ -40,8 +40,10 @@ def evaluate(
 ) -> dict[str, Any]:
     """Evaluates a model on the task's sets of questions, with greedy answers and, for pass@k,
     samples. Prints and returns set -> figures, with how they were measured. Writes every answer to
-    `config.output`, if given; ShoalError if that file exists already. `reward_functions`, `task`:
-    given from Python in place of those that the configuration names."""
+    `config.output`, if given; ShoalError if that file exists already, if a set of questions has the
+    name of one of its fields, or if a check of the job fails. `reward_functions`, `task`: given
+    from Python in place of those that the configuration names; an empty sequence or None for the
+    configuration's. A `console` that is given can be used afterwards."""
     output = check_new_file(config.output, "output") if config.output else None
     check_model(config.model)
     with (
@@ -64,9 +66,9 @@ def evaluate(
                 "differ"
             )
         source = job.rollout_source
-        source.publish(0, job.load_weights())
+        source.publish(0, job.load_weights())  # as version 0
         evaluator = Evaluator(job.evaluation_sets, params, config.pass_k, task)
-        answers = evaluator.answers(source, 0, 0, full=True)
+        answers = evaluator.answers(source, 0, 0, full=True)  # of version 0
         failures = source.read_stats(Purpose.EVALUATE).failures
         set_of_row: dict[int, str] = {}
         for name, of_set in answers.items():
@@ -107,8 +109,8 @@ def evaluate(
 
 def read_in_any_form(answers: Answers, task: Task) -> dict[str, float]:
     """Returns `accuracy_any_form`, the share of questions whose greedy answer is right when it is
-    looked for anywhere in the text; {} if the task reads answers in only one way, or if there are
-    no greedy answers."""
+    looked for anywhere in the text: judged by `task.verdict`. {} if the task has no `verdict` or no
+    `extract`, and so reads answers in only one way, or if there are no greedy answers."""
     if task.verdict is None or task.extract is None or not answers.greedy:
         return {}
     num_correct = 0
@@ -120,7 +122,8 @@ def read_in_any_form(answers: Answers, task: Task) -> dict[str, float]:
 
 def well_formed_advice(task: Task) -> str:
     """Returns a sentence that advises `shoal sft` to teach a model the form of answers that the
-    task's prompt asks for."""
+    task's prompt asks for: on the task's own data if it is one of HAS_SOLUTIONS, else on a file of
+    dialogues."""
     data = "task.path=DIALOGUES.jsonl with answers in that form"
     if task.name in HAS_SOLUTIONS:
         data = f"task={task.name}"
@@ -135,8 +138,9 @@ def describe_data(
     section: TaskSection, task: Task, tokenizer: Tokenizer, template_given: bool
 ) -> str:
     """Returns where the questions come from and which chat template their messages get: `gsm8k,
-    split test, the model's chat template`. `template_given`: True if the key model.template chooses
-    it."""
+    split test, the model's chat template`. The split is left out for rows from Python and for a
+    task that generates its questions. `template_given`: True if the key model.template chooses the
+    template."""
     if section.name == ROWS:
         source = "rows from Python"
     elif section.path:
@@ -156,8 +160,9 @@ def describe_data(
 
 def answer_rows(subset: str, answers: Answers, task: Task) -> Iterator[dict[str, Any]]:
     """Yields a row for each question of a set named `subset`: `set`, `row` in the data, `question`,
-    `gold` (its ground truth), and the scored greedy answer (`_scored_completion`); with `verdict`
-    if the task makes one of an answer, and `samples`, the scored samples, if there are any."""
+    `gold` (its ground truth), and of the greedy answer `response`, `correct`, `reward`, `rewards`
+    (function -> score), `length` in tokens and `stop_reason`; with `verdict` if the task makes one
+    of an answer, and `samples`, a list of the samples with the same fields, if there are any."""
     for greedy, sampled in zip_longest(answers.greedy, answers.sampled):
         example = greedy.example
         row = {
@@ -175,8 +180,9 @@ def answer_rows(subset: str, answers: Answers, task: Task) -> Iterator[dict[str,
 
 
 def _scored_completion(group: Group, index: int) -> Mapping[str, Any]:
-    """Returns one completion in a group as a row: `response`, `correct` (None if the task does not
-    judge it), `reward`, `rewards` (function -> score), `length` in tokens, and `stop_reason`."""
+    """Returns completion `index`, counted from 0, of a group as a row: `response` (its text),
+    `correct` (None if the task does not judge it), `reward`, `rewards` (function -> score),
+    `length` in tokens, and `stop_reason`."""
     completion = group.completions[index]
     return {
         "response": group.texts[index],

@@ -30,9 +30,11 @@ from shoal.weights.source import open_model
 
 def export(config: ExportConfig, console: Console | None = None) -> dict[str, Any]:
     """Writes a run's or a folder's weights as a Hugging Face folder, completely or not at all, and
-    returns its path. Of a model with an adapter only the adapter is written, in PEFT's format,
-    unless `merge` asks for a whole model. ShoalError if the folder exists, if the source is a
-    MaxText checkpoint, or with `merge` if there is no adapter."""
+    returns {"to": its path}. Of a model with an adapter only the adapter is written, in PEFT's
+    format, unless `merge` asks for a whole model. Of a run the newest weights are written. The
+    values are of the type `config.dtype`. ShoalError if `from` or `to` is missing, if the folder
+    holds files already, if the source is a MaxText checkpoint, or with `merge` if there is no
+    adapter. A `console` that is given can be used afterwards; None: one for this command."""
     require_given(config, "source", "to")
     to = check_new_folder(config.to, "to")
     source = find_input(config.source, "from")
@@ -49,7 +51,7 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
         if config.merge and not architecture.adapter:
             raise ShoalError(f"merge=true: {config.source} has no adapter; leave merge out")
         adapter_alone = architecture.adapter is not None and not config.merge
-        itemsize = np.dtype(jnp.dtype(config.dtype)).itemsize
+        itemsize = np.dtype(jnp.dtype(config.dtype)).itemsize  # bytes of a weight in the files
         if adapter_alone:
             num_bytes = (
                 parameter_count(architecture) - parameter_count(architecture.base)
@@ -58,7 +60,7 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
                 f"reads {config.source}; writes {gib(num_bytes)} as {config.dtype}: the adapter on "
                 f"{model.base} alone; merge=true writes a whole model"
             )
-            adapter = model.read_adapter(role, np.float32, 0)
+            adapter = model.read_adapter(role, np.float32, 0)  # 0: the seed, not used
             with explain_write_errors(to, "to"):
                 peft.save(to, adapter, architecture, model.base, model.folder, config.dtype)
         else:

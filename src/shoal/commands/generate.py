@@ -44,7 +44,9 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
     """Samples `num_generations` completions of each prompt in a file, and writes them to
     `config.output` as JSON lines, in the order of the prompts, completely or not at all. Returns
     {"completions": the number of lines, "output": the file}. Raises ShoalError before the first
-    token is sampled if the output exists already, or if the model or a row cannot be used."""
+    token is sampled if a key is missing, if the output exists already, or if the model or a row
+    cannot be used. Nothing is written before all completions are sampled. A `console` that is given
+    can be used afterwards; None: one for this command."""
     require_given(config, "prompts", "output")
     output = check_new_file(config.output, "output")
     check_model(config.model)
@@ -64,11 +66,12 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
         prompts = encode_all(file.name, examples, job.encode, config.sampling, console.warning)
         console.note(f"prompts: {encoding_text(prompts, tokenizer, bool(config.model.template))}")
         engine = job.engine_maker()(Purpose.GENERATE, size)
+        # Version 0. delete_source: the weights as loaded are not needed beside the sampler's copy.
         engine.load(0, publish_to(job.model, job.load_weights(), delete_source=True))
         requests = []
         for prompt in prompts:
             row = prompt.example.row
-            noise = NoiseKey(config.seed, Purpose.GENERATE.value, 0, row)
+            noise = NoiseKey(config.seed, Purpose.GENERATE.value, 0, row)  # 0: there are no steps
             params = config.sampling.params
             requests.append(
                 SampleRequest(
@@ -87,8 +90,9 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
 
 
 def read_prompts(path: Path) -> list[Example]:
-    """Reads an example from every row of a file: its `prompt` (text or messages) or its `messages`.
-    ShoalError for the first row that has neither, and for a file without rows."""
+    """Reads an example from every row of a file, in order: its `prompt` (text or messages) or its
+    `messages`. Rows are numbered from 0. ShoalError for the first row that has neither, and for a
+    file without rows."""
     examples = []
     for row_index, (line, row) in enumerate(read_file(path)):
         examples.append(example_of(row_index, line, row))
@@ -101,8 +105,8 @@ def encoding_text(
     prompts: Sequence[TokenizedExample], tokenizer: Tokenizer, template_given: bool
 ) -> str:
     """Returns how prompts are encoded: `2 of messages, through the model's chat template; 3 of
-    text, as it is, past any chat template`. `template_given`: True if the key model.template
-    chooses the template."""
+    text, as it is, past any chat template`; a kind without a prompt is left out.
+    `template_given`: True if the key model.template chooses the template."""
     num_texts = sum(isinstance(prompt.example.prompt, str) for prompt in prompts)
     num_messages = len(prompts) - num_texts
     if not tokenizer.has_template:
@@ -126,9 +130,10 @@ def completion_rows(
     count: int,
 ) -> Iterator[str]:
     """Yields a JSON line for each completion, in the order of the prompts, and of the indices of
-    each. A line has the prompt's own columns, then the fields WRITTEN; a column with the name of
-    such a field is renamed (`output_names`). `completions`: (row, index) -> completion; `decode`:
-    ids -> text; `count`: the number of completions of each prompt."""
+    each, without a line break. A line has the prompt's own columns, then the fields WRITTEN, of
+    which `index` is the prompt's row, from 0; a column with the name of such a field is renamed to
+    `given_NAME`. `completions`: (row, index) -> completion, with every index below `count`;
+    `decode`: ids -> text; `count`: the number of completions of each prompt."""
     column_names: set[str] = set()
     for prompt in prompts:
         column_names.update(prompt.example.columns)

@@ -20,11 +20,14 @@ TABLE = ("step", "group", "set", "reward", "spread", "pass", "length", "truncate
 
 def groups(config: GroupsConfig, console: Console | None = None) -> dict[str, Any]:
     """Prints and returns a run's groups as a table like the one in `shoal view`; or, with the keys
-    `step` and `group`, all groups of a step or one of them in full. `group` alone is of step 1.
-    With `json` groups are not printed.
+    `step` and `group`, all groups of a step or one of them in full. Steps are counted from 1 (0:
+    all steps), groups from 0 (below 0: all groups); `group` alone is of step 1. With `json` groups
+    are not printed.
 
     Returns `run` and `groups`, which are rows of the table or records of groups; with the table
-    also `total`, the number of groups that the filter leaves, else `step`."""
+    also `total`, the number of groups that the filter leaves, else `step`. ShoalError if the run,
+    the step or the group does not exist. A `console` that is given can be used afterwards; None:
+    one for this command."""
     with console or Console() as console:
         run = StoredRun(find_run(config.run))
         if not config.step and config.group < 0:
@@ -43,12 +46,13 @@ def groups(config: GroupsConfig, console: Console | None = None) -> dict[str, An
 
 def _table(run: StoredRun, config: GroupsConfig, console: Console) -> dict[str, Any]:
     """Prints and returns the rows of the table of groups, filtered and sorted as the keys say.
-    Warns of each file that cannot be read, and leaves it out. ShoalError if the filter is wrong, or
-    if the database of groups cannot be opened. At most `config.limit` rows are returned; `total`
-    counts all."""
+    Warns of each file that cannot be read, and leaves it out. ShoalError if the run has no stored
+    groups, if the filter is wrong, or if the database of groups cannot be opened. At most
+    `config.limit` rows are returned; `total` counts all that the filter leaves. With `config.json`
+    only warnings are printed."""
     from shoal.runs.group_table import Database, GroupTable, reason
 
-    run.require_groups()
+    run.require_groups()  # called for its error alone
     lenient = StoredRun(run.path, lenient=True)
     try:
         database = Database([lenient.root])
@@ -57,7 +61,7 @@ def _table(run: StoredRun, config: GroupsConfig, console: Console) -> dict[str, 
     table = GroupTable(lenient, database)
     try:
         has_more = True
-        while has_more:
+        while has_more:  # each call reads some more files into the database
             has_more = table.refresh()
         rows, total = table.rows(
             config.filter, config.sort, descending=not config.ascending, limit=config.limit
@@ -79,7 +83,9 @@ def _table(run: StoredRun, config: GroupsConfig, console: Console) -> dict[str, 
 def _print_rows(
     rows: Sequence[Mapping[str, Any]], functions: Sequence[str], console: Console
 ) -> None:
-    """Prints rows of the table of groups, with a column for each reward function in `functions`."""
+    """Prints rows of the table of groups: the columns in TABLE, the mean of each reward function in
+    `functions`, and the beginning of the prompt. `rows`: column -> value, those functions' under
+    `mean/NAME`."""
     columns: list[str] = list(TABLE)
     titles: list[str] = list(TABLE)
     for function in functions:
@@ -95,8 +101,8 @@ def _print_rows(
 
 
 def _show(title: str, stored: StoredGroup, console: Console) -> None:
-    """Prints one group: a heading that begins with `title`, its prompt, and each completion with
-    rewards and lengths."""
+    """Prints one group: a heading that begins with `title`, its prompt, and each completion, from
+    0, with its rewards, length and end. The advantage is left out if it was not stored."""
     group = stored.group
     console.heading(
         f"{title}: row {group.example.row}, {len(group.prompt_ids)} prompt tokens, sampled by the "

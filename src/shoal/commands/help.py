@@ -70,7 +70,7 @@ TOPICS: Mapping[str, str] = {
 
 
 def overview() -> str:
-    """Returns the text of `shoal --help`."""
+    """Returns the text of `shoal --help`: the purpose of each command, and examples."""
     lines = [
         "Post-trains language models by reinforcement learning from verifiable rewards.",
         "",
@@ -86,7 +86,8 @@ def overview() -> str:
 
 def purpose(config_type: type) -> str:
     """Returns what a command does: the first sentence of its dataclass's docstring, without the
-    command's name."""
+    command's name (what stands before the first `: `), its final point and its capital. "" without
+    a docstring."""
     text = " ".join((config_type.__doc__ or "").partition("\n\n")[0].split())
     text = (text.partition(": ")[2] or text).partition(". ")[0]
     return text[:1].lower() + text[1:].rstrip(".")
@@ -94,8 +95,9 @@ def purpose(config_type: type) -> str:
 
 def command_help(command: str, topics: Sequence[str] = ()) -> str:
     """Returns the text of `shoal COMMAND --help`: every key by section with type, default and
-    meaning, and the short forms; with `topics` only these sections, keys or flags. ShoalError for a
-    topic that is none of these."""
+    meaning, and the short forms; with `topics` only these sections, keys, flags of other systems or
+    parts of dotted names, in the order given, with an empty line between two. ShoalError for a
+    topic that is none of these. `command`: a key of COMMANDS; KeyError for another."""
     config_type = COMMANDS[command]
     if topics:
         return "\n\n".join(_topic_help(config_type, topic) for topic in topics)
@@ -175,8 +177,10 @@ def _topic_help(config_type: type, topic: str) -> str:
 
 
 def _packaged_lines(config_type: type, topic: str) -> list[str]:
-    """Returns a line for each packaged preset that `recipe=` or `algorithm=` can name, with the
-    first sentence of its file, if `topic` is one of these two; else []."""
+    """Returns lines to put below a topic's help: an empty one, a title, and one for each packaged
+    preset that `recipe=` or `algorithm=` can name, with the first sentence of its file. [] if
+    `topic` is neither `recipe` nor `algorithm`, or if the command does not have that key."""
+    # "" for other topics is no key, so that the condition below holds for them, too
     key = {"recipe": "recipe", "algorithm": "algorithm.name"}.get(topic, "")
     if key not in keys_of(config_type):
         return []
@@ -185,6 +189,7 @@ def _packaged_lines(config_type: type, topic: str) -> list[str]:
         file = packaged(topic, name)
         if file:
             text = file.read_text(encoding="utf-8")
+            # Up to a point (but not that of "Dr."), a parenthesis or the end of the first line.
             sentence = re.split(r"(?<!Dr)[.] | \(|[.,]?\n", text)[0]
             heads[file.stem] = sentence.lstrip("# ")
     if not heads:
@@ -198,7 +203,8 @@ def _packaged_lines(config_type: type, topic: str) -> list[str]:
 
 def _flag_lines(config_type: type, rows: Sequence[Flag]) -> list[str]:
     """Returns the help of another system's flag, and of the keys that it sets. `rows`: one for each
-    system that has a flag of this name; the first one's meaning is shown."""
+    system that has a flag of this name, at least one; the first one's meaning and keys are shown.
+    Keys that the command does not have are left out."""
     flag = rows[0]
     lines = [f"  {flag.name} ({', '.join(row.system for row in rows)})"]
     lines += _wrapped(flag.meaning or "another name of this key")
@@ -210,8 +216,9 @@ def _flag_lines(config_type: type, rows: Sequence[Flag]) -> list[str]:
 
 
 def _listing(keys: Iterable[Key]) -> list[str]:
-    """Returns the help of keys, grouped by section under the section's title. Keys without a
-    section have no title. Sections are in the order of their first key."""
+    """Returns the lines of the help of keys, grouped by section under the section's title, with an
+    empty line between two sections. Keys without a section have no title. Sections are in the order
+    of their first key. KeyError for a section without a title in TOPICS."""
     lines: list[str] = []
     sections: dict[str, list[Key]] = {}
     for key in keys:
@@ -250,9 +257,11 @@ def _wrapped(text: str, indent: int = 6, break_on_hyphens: bool = False) -> list
 
 
 def dry_run(config: Any, resolved: Resolved, warnings: Sequence[str] = ()) -> str:
-    """Returns the text that a dry run prints: the resolved configuration as YAML, then comments:
-    what other systems' flags became, values that differ from the defaults with their origins, the
-    size of a step, and the lines `warnings`. For `shoal plan` it has no YAML."""
+    """Returns the text that a dry run prints: the resolved configuration as YAML, then comments
+    (lines that begin with `#`): notes of the merge, what other systems' flags became, values that
+    differ from the defaults with their origins, and the lines `warnings`; for a training also the
+    hub id that `model.name` loads and the size of a step. For `shoal plan` it has no YAML. Prints
+    nothing. `resolved`: the merge that made `config`."""
     from shoal.config.merge import origin_text
     from shoal.config.stored import difference_from_defaults
 
@@ -267,7 +276,7 @@ def dry_run(config: Any, resolved: Resolved, warnings: Sequence[str] = ()) -> st
     else:
         lines.append("nothing differs from the defaults")
     for name, value in changed.items():
-        if name not in overridden_keys(config):
+        if name not in overridden_keys(config):  # keys whose value another key replaces
             origin = origin_text(resolved.origins.get(name, "Shoal"))
             default = shown(keys[name].default) or "empty"
             lines.append(f"  {name}={shown(value)}  # {origin} (default {default})")

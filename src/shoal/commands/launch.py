@@ -86,8 +86,9 @@ never printed."""
 def launch(config: LaunchConfig, console: Console) -> None:
     """Prints the script, manifest or command that starts the job on `config.target`, and starts it
     with the target's client unless it is a dry run. Raises ShoalError if the job cannot run on
-    these devices, if the client is not installed, or if the client fails. Returns after the client
-    has ended; the job may still be waiting or running then."""
+    these devices, if the client is not installed, or if the client fails. The text is printed
+    before the last two errors. Returns after the client has ended. The job may still be waiting or
+    running then; with `docker` the client ends when the job does."""
     write = {
         "docker": docker_script,
         "ray": ray_script,
@@ -138,11 +139,12 @@ class Workload:
 
     @cached_property
     def pathways(self) -> bool:
-        """True if the job asks for Pathways: by its keys, or, if it is not a training, by words of
-        its command line."""
+        """True if the job asks for Pathways: a training by its key `mesh.pathways`; any other job
+        by a word of its command line, `use_pathways`, `use_pathways=true` (both also with dashes
+        before it) or `JAX_PLATFORMS=proxy`."""
         if self.training:
             return self.training.mesh.pathways
-        words = " ".join(self.config.job).split()
+        words = " ".join(self.config.job).split()  # also the words within a quoted command
         requests = ("use_pathways", "use_pathways=true", PROXY[0])
         return any(word.lstrip("-") in requests for word in words)
 
@@ -150,7 +152,8 @@ class Workload:
     def name(self) -> str:
         """The job's name in a form that Kubernetes allows: at most 40 of a-z, 0-9 and -, beginning
         with a letter and not ending with -. Taken from `name=`, else the run's name, else `shoal`.
-        `run-` is put before a name that begins with a digit."""
+        Capitals become small letters, and each series of other characters a single -. `run-` is put
+        before a name that begins with a digit. A name without any letter or digit gives `shoal`."""
         name = self.config.name
         if not name and self.training:
             name = self.training.run_name
@@ -176,9 +179,13 @@ class Workload:
     @cached_property
     def words(self) -> list[str]:
         """The job's command line. Keys are added to a training that has none of its own: run_name,
-        so that it can resume; mesh.fsdp and mesh.dcn_data, so that it uses all devices;
-        sampler.kind=ray in a Ray cluster. ShoalError if there is no job, or if it does not fit the
-        devices. A command that is not one of Shoal's stays unchanged."""
+        so that it can resume (not if it has `resume`); mesh.fsdp and mesh.dcn_data, so that it uses
+        all devices (only with a topology, if no key of `mesh` but `pathways` is set and samplers
+        are not remote); sampler.kind=ray for the target `ray`, unless samplers are remote already.
+
+        The first word is `shoal`; a command that is not one of Shoal's stays unchanged. ShoalError
+        if there is no job, or if a training does not fit the devices. Whether it fits is checked
+        only with a topology, not for the target `ray`, and not with remote samplers."""
         job = list(self.config.job)
         train = self.training
         topology = self.topology
@@ -195,6 +202,7 @@ class Workload:
         if self.config.target == "ray" and not train.sampler.is_remote:
             job.append("sampler.kind=ray")
         elif topology and not train.sampler.is_remote:
+            # pathways says how processes are started, not how devices share the work
             has_default_mesh = replace(train.mesh, pathways=False) == MeshSection()
             if topology.num_devices > 1 and has_default_mesh:
                 job.append("mesh.fsdp=-1")
@@ -205,9 +213,10 @@ class Workload:
 
     def check_roles(self, job: Sequence[str], topology: Topology) -> None:
         """Raises ShoalError if the roles of sampler and trainer do not fit the devices, or cannot
-        be split into one process on each host. `job`: the command line. Sets JAX's platform to cpu,
-        because the devices are only placeholders. Does nothing more for Pathways, where one process
-        has all devices."""
+        be split into one process on each host. `job`: the command line from `train` on, without
+        `shoal`. Sets JAX's platform to cpu for this process, because the devices are only
+        placeholders. For Pathways only the roles are checked, because one process has all
+        devices."""
         import jax
 
         from shoal.mesh.roles import make_roles, process_refusal
@@ -241,7 +250,8 @@ class Workload:
 
 def configuration(words: Sequence[str]) -> Config:
     """Composes and returns the configuration of `shoal train` with these words; for a sweep that of
-    its first run. ShoalError for wrong keys."""
+    its first run. `words`: the command line without `shoal train`; switches in it, such as
+    `--dry-run`, are left out. ShoalError for wrong keys."""
     switches = {switch_of(word) for word in words}
     keys = [word for word in words if not switch_of(word)]
     if "multirun" in switches:
@@ -264,10 +274,12 @@ def shell_part(name: str) -> str:
 
 def docker_script(work: Workload) -> str:
     """Returns a script with up to three steps, as the keys ask: it builds an image (`mode`), pushes
-    it (`push`), and runs the job in it on this machine (if there is a job, or nothing else to do).
-    ShoalError if an image is to be built and Shoal is not a clone."""
+    it (`push`; with the tag `latest` if the address has none), and runs the job in it on this
+    machine (if there is a job, or if neither `mode` nor `push` is set). The container sees the
+    current folder as /work. ShoalError if an image is to be built and Shoal is not a clone, and if
+    the job is to run and there is none."""
     config = work.config
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[3]  # of a clone: the folder above src/shoal/commands
     steps = []
     if config.mode:
         if not (root / "deploy" / "Dockerfile").is_file():
@@ -338,8 +350,9 @@ def ray_word(word: str) -> str:
 
 
 def slurm_script(work: Workload) -> str:
-    """Returns a script for sbatch. ShoalError for a TPU. Its first lines are options for sbatch; it
-    runs one process on each host."""
+    """Returns a script for sbatch. Its first lines are options for sbatch, those of
+    `config.options` last; then it runs one process of the job on each host. ShoalError for a TPU,
+    and if there is no job."""
     if work.topology and work.topology.accelerator.is_tpu:
         raise ShoalError(
             f"topology={work.topology}: Slurm has machines with GPUs here, as h100:8x8; use "
@@ -368,8 +381,9 @@ def slurm_script(work: Workload) -> str:
 
 
 def xpk_command(work: Workload) -> str:
-    """Returns the command of xpk that creates the job. ShoalError if the job, the cluster or the
-    topology is missing."""
+    """Returns the command of xpk that creates the job, as text for a shell over several lines;
+    with `create-pathways` for a job that asks for Pathways. Secrets stay names of variables, which
+    the shell fills in. ShoalError if the job, the cluster or the topology is missing."""
     config = work.config
     command = work.command  # raises ShoalError if there is no job
     topology = work.topology
@@ -378,6 +392,7 @@ def xpk_command(work: Workload) -> str:
         raise ShoalError(f"target=xpk needs {missing}=..., such as topology=v5p-256 cluster=NAME")
     name_of_machine = NAMES[topology.kind][1]
     if topology.accelerator.is_tpu:
+        # The number in xpk's name: the cores of one slice.
         cores = topology.num_chips // topology.slices * topology.accelerator.cores
         devices = [f"--tpu-type={name_of_machine}-{cores}", f"--num-slices={topology.slices}"]
     else:
@@ -418,7 +433,8 @@ DISRUPTED = {"type": "DisruptionTarget", "status": "True"}
 
 def manifest(work: Workload) -> str:
     """Returns a Kubernetes manifest as YAML: a Job for one host, a JobSet for several, a RayJob if
-    samplers are in a Ray cluster. ShoalError if there is no job."""
+    the job is a training with sampler.kind=ray. Two lines of comments come first. ShoalError if
+    there is no job, or if a RayJob is needed and Ray is not installed here."""
     train = work.training
     if train and train.sampler.kind == "ray":
         resource = ray_job(work, train)
@@ -426,14 +442,15 @@ def manifest(work: Workload) -> str:
         resource = job(work)
     else:
         resource = job_set(work, work.topology)
+    # width: no line is broken
     text = yaml.safe_dump(resource, sort_keys=False, allow_unicode=True, width=10**9)
     return script([f"# {work.summary}", "#   kubectl apply -f FILE"]) + text
 
 
 def job(work: Workload) -> dict[str, Any]:
-    """Returns the manifest of a Job on one host. The job ends at once if its container exits with
-    code 2, a mistake of the user; after other codes it is tried again, up to `config.restarts`
-    times."""
+    """Returns the manifest of a Job on one host. The job fails at once if its container exits with
+    code 2, a mistake of the user; after other codes than 0 it is tried again, up to
+    `config.restarts` times. A pod that the cluster takes away is replaced and does not count."""
     rules = [
         # A pod that the cluster takes away is no failed try: the next pod resumes the run.
         {"action": "Ignore", "onPodConditions": [dict(DISRUPTED)]},
@@ -459,8 +476,9 @@ def job(work: Workload) -> dict[str, Any]:
 def job_set(work: Workload, topology: Topology) -> dict[str, Any]:
     """Returns the manifest of a JobSet, which runs one process on each of several hosts: a replica
     for each slice, with a pod for each host of the slice. On GPUs a training also gets the keys
-    with which its processes find each other; on TPUs GKE tells them. All pods restart together if
-    one fails."""
+    with which its processes find each other (mesh.coordinator, mesh.processes, mesh.process); on
+    TPUs GKE tells them, and other commands get none. All pods restart together if one fails, up to
+    `config.restarts` times; restarts because the cluster takes a host away do not count."""
     metadata: dict[str, Any] = {"name": work.name}
     command = container_command(work)
     if topology.accelerator.is_tpu:  # GKE tells each process of a slice where the others are
@@ -468,6 +486,8 @@ def job_set(work: Workload, topology: Topology) -> dict[str, Any]:
             "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
         }
     elif work.training:
+        # The address of the first pod of the first replica, within the JobSet. The container's
+        # shell fills in the last variable.
         command += (
             f" mesh.coordinator={work.name}-workers-0-0.{work.name}:7777 "
             f"mesh.processes={work.hosts} mesh.process=$JOB_COMPLETION_INDEX"
@@ -510,7 +530,9 @@ def job_set(work: Workload, topology: Topology) -> dict[str, Any]:
 
 def ray_job(work: Workload, train: Config) -> dict[str, Any]:
     """Returns the manifest of a RayJob: the trainer on the head, a sampler on each worker. `train`:
-    the configuration of the job. ShoalError if Ray is not installed here."""
+    the configuration of the job. The head gets all accelerators of a host (`work.chips`), a worker
+    `sampler.devices_per_worker`. The cluster begins with `sampler.workers` workers. ShoalError if
+    Ray is not installed here, whose version the manifest names."""
     if find_spec("ray") is None:
         raise ShoalError(
             "sampler.kind=ray: the manifest names the version of Ray; pip install '.[ray]'"
@@ -546,15 +568,18 @@ def ray_job(work: Workload, train: Config) -> dict[str, Any]:
 
 
 def container_command(work: Workload) -> str:
-    """Returns the job as a command for `bash -c` in a container. Escapes `$(NAME)` and `$$`, which
-    Kubernetes would replace before bash reads them."""
+    """Returns the job as a command for `bash -c` in a container: `exec shoal train ...`. Escapes
+    `$(NAME)` and `$$`, which Kubernetes would replace before bash reads them. ShoalError if there
+    is no job, or if it does not fit the devices."""
     # With exec, SIGTERM reaches the run itself, which then saves its last complete step.
     return "exec " + re.sub(r"\$(?=[$(])", "$$", work.command)
 
 
 def pod(work: Workload, chips: int, command: str = "") -> dict[str, Any]:
     """Returns the specification of a pod with this many accelerators. `command`: what its container
-    runs; '' for a pod that Ray starts. `chips`: 0 for none."""
+    runs; '' for a pod that Ray starts, which then has no restart policy either. `chips`: 0 without
+    accelerators; ignored without a topology. The pod mounts the claim `config.storage` as /work,
+    and memory as /dev/shm."""
     topology = work.topology
     limits = {}
     selector = {}

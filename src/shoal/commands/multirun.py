@@ -82,8 +82,9 @@ def multirun(
     All combinations are validated before the first one starts. If run_name names the folder of an
     earlier sweep with the same values, that sweep is continued: each run resumes in its own folder.
     A failed run does not stop the others, Ctrl-C does (it raises KeyboardInterrupt). A dry run
-    prints the runs, starts none, and returns the same content with every state `not run`.
-    ShoalError for `resume=`, and if the folder holds a single run or another sweep."""
+    prints the runs, starts none, writes nothing, and returns the same content with every state
+    `not run`. ShoalError for `resume=`, for keys or values that are wrong in any combination, and
+    if the folder holds a single run or another sweep. Runs are numbered from 0."""
     combinations = list(combine(dataclass_of(command), words))
     configs = [compose(command, line)[0] for _, line in combinations]
     if configs[0].resume:
@@ -123,8 +124,9 @@ def combine(config_type: type, words: Sequence[str]) -> Iterator[tuple[dict[str,
     """Yields (swept values, command line) for every combination of the swept values in `words`, the
     last swept key varying fastest; a single one, with {}, if nothing is swept. The values are name
     -> text; the command line has every word, each swept one with its single value. A value in
-    quotes loses them. ShoalError for a key of the run's folder that is swept, and for a swept key
-    that is given twice.
+    quotes loses them. Words without `=`, and those that name a file, pass unchanged. ShoalError,
+    raised when the first combination is asked for: for a key of the run's folder that is swept, and
+    for a swept key that is given twice, even if only one of the two is swept.
 
     >>> list(combine(Config, ["optimizer.lr=1e-4,1e-5", "steps=3"]))
     [({'optimizer.lr': '1e-4'}, ['optimizer.lr=1e-4', 'steps=3']),
@@ -148,7 +150,7 @@ def combine(config_type: type, words: Sequence[str]) -> Iterator[tuple[dict[str,
                     "number; put quotes around a value that holds commas"
                 )
             choices[name] = texts
-        elif texts != [text]:
+        elif texts != [text]:  # quotes were removed
             line[position] = f"{name}={texts[0]}"
     for values in itertools.product(*choices.values()):
         chosen = dict(zip(choices, values, strict=True))
@@ -165,8 +167,10 @@ _RANGE = re.compile(r"range\((-?\d+)(?:,(-?\d+))?(?:,(-?[1-9]\d*))?\)")
 
 
 def sweep_texts(text: str) -> list[str]:
-    """Returns the texts that a value sweeps over; a list of one if the value is not swept. Quotes
-    around a text are removed. ShoalError for a range without a number.
+    """Returns the texts that a value sweeps over; a list of one if the value is not swept. Commas
+    in brackets or quotes do not separate. Quotes around one of several texts, or around the whole
+    value, are removed. `range(...)` counts like Python's: the stop is not included. ShoalError for
+    a range that holds no number.
 
     >>> sweep_texts("1e-4,1e-5"), sweep_texts("[a,b]"), sweep_texts("range(1,4)")
     (['1e-4', '1e-5'], ['[a,b]'], ['1', '2', '3'])
@@ -186,7 +190,7 @@ def sweep_texts(text: str) -> list[str]:
         return [str(number) for number in numbers]
     items = [item.strip() for item in _ITEM.findall(text)]
     if len(items) < 2 and text[:1] not in ("'", '"'):
-        return [text]
+        return [text]  # unchanged, with spaces around it
     texts = []
     for item in items:
         is_quoted = len(item) > 1 and item[0] == item[-1] and item[0] in "'\""
@@ -201,7 +205,7 @@ def root_of(config: Config, now: datetime | None = None) -> Path:
     """Returns the folder of a sweep, in which each run gets a folder by its number: the one that
     run_name and base_output_directory name, else a new one named after the time `now`. The new one
     is in MULTIRUN_FOLDER if base_output_directory is not set. `now`: None for the present time.
-    Makes no folder."""
+    Makes no folder. ShoalError for a run_name or base_output_directory that cannot name one."""
     base = config.base_output_directory
     if config.run_name:
         return named_folder(base, config.run_name)
@@ -212,9 +216,9 @@ def root_of(config: Config, now: datetime | None = None) -> Path:
 
 
 def check_same_sweep(root: Path, runs: Sequence[SweptRun]) -> None:
-    """Raises ShoalError if the folder holds a run, or a sweep whose multirun.json has other values
-    for one of these runs' numbers: a run that is resumed must keep its values. A number that
-    multirun.json does not list is accepted."""
+    """Raises ShoalError if the folder `root` itself is that of a run, or if its multirun.json has
+    other values for one of these runs' numbers: a run that is resumed must keep its values. A
+    number that multirun.json does not list is accepted, and so is a folder without one."""
     if (root / "config.yaml").is_file():
         raise ShoalError(f"{root} is the folder of a run, not of a sweep: choose another run_name")
     if not (root / SUMMARY).is_file():
@@ -223,7 +227,7 @@ def check_same_sweep(root: Path, runs: Sequence[SweptRun]) -> None:
     for record in read_json(root / SUMMARY).get("runs", ()):
         known[record["number"]] = record["values"]
     for run in runs:
-        if known.get(run.number, run.values) != run.values:
+        if known.get(run.number, run.values) != run.values:  # the same values if it is not known
             raise ShoalError(
                 f"{root} holds another sweep: its run {run.number} is {known[run.number]}, not "
                 f"{run.values}; choose another run_name"
@@ -264,9 +268,10 @@ def cost_text(configs: Sequence[Config]) -> str:
 
 
 def _run_all(command: str, root: Path, runs: Sequence[SweptRun], console: Console) -> bool:
-    """Runs each combination in its own process, and writes its exit code and figures into its
-    `SweptRun` and into multirun.json. Returns True if the user interrupted a run; the runs after it
-    are not started. A run that fails is warned of, and the next one starts."""
+    """Runs each combination in its own process, in order, and writes its exit code and figures into
+    its `SweptRun` and, after each run, into multirun.json; that file is also written before the
+    first run. Returns True if the user interrupted a run; the runs after it are not started. A run
+    that fails is warned of, and the next one starts. `command`: the subcommand, such as `train`."""
     _write_record(root, runs)
     for run in runs:
         console.heading(
@@ -289,8 +294,10 @@ def run_process(words: Sequence[str]) -> tuple[int, bool]:
     """Runs `shoal` with these words in a new process and waits for it. Returns (its exit code, True
     if the user interrupted it).
 
-    The terminal sends Ctrl-C to both processes. The new one saves and ends; this one ignores the
-    signal until then."""
+    The terminal sends Ctrl-C to both processes. The new one saves and ends; this one only notes the
+    signal until then, and raises no KeyboardInterrupt. The exit code is negative if a signal ended
+    the process. Only the main thread may call this function, because it sets a signal's
+    handler."""
     interrupts: list[int] = []
 
     def note_interrupt(number: int, frame: Any) -> None:
@@ -306,8 +313,8 @@ def run_process(words: Sequence[str]) -> tuple[int, bool]:
 
 def _read_figures(folder: Path) -> dict[str, Any]:
     """Returns three figures of a run's summary.json: `accuracy_before`, `accuracy_after` (or
-    `mean_reward_...` if the task defines no accuracy) and `seconds_total`. {} if there is no
-    summary. A figure that the summary lacks is None."""
+    `mean_reward_before` and `mean_reward_after` if the summary has no accuracy after training) and
+    `seconds_total`. {} if there is no summary. A figure that the summary lacks is None."""
     summary = read_summary(folder)
     if summary is None:
         return {}
@@ -324,7 +331,8 @@ def _read_figures(folder: Path) -> dict[str, Any]:
 def _record(root: Path, runs: Sequence[SweptRun]) -> dict[str, Any]:
     """Returns the content of multirun.json: `folder`; `keys`, the names of the swept values;
     `num_failed`, without interrupted runs and those not run; `runs`, for each run its number,
-    values, folder, state, exit code and figures."""
+    `number`, `values`, `folder`, `state`, `exit_code` (None if it has not run), and its figures
+    under their own names. `runs` must not be empty. Writes nothing."""
     records = []
     for run in runs:
         records.append(
@@ -354,7 +362,8 @@ def _write_record(root: Path, runs: Sequence[SweptRun]) -> None:
 
 def _table(runs: Sequence[SweptRun]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Returns (head, rows) of the table that is printed at the end: a row for each run with its
-    swept values, its state and its figures. A figure that is unknown is an empty text."""
+    number, its swept values, its state, its accuracy (or mean reward) before and after, its time
+    and its folder. A figure that is unknown is an empty text. `runs` must not be empty."""
     rows = []
     for run in runs:
         texts = {}

@@ -36,8 +36,9 @@ Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 def plan(config: PlanConfig, console: Console) -> dict[str, Any]:
     """Prints the job, then what its compiled programs cost, its verdict last. Returns the plan as a
-    record; `ok` is False if the job does not fit. After Ctrl-C or SIGTERM, prints what was compiled
-    until then, and raises KeyboardInterrupt. ShoalError if the settings cannot train."""
+    record for JSON (`job`, `programs`, `memory`, `seconds`, `mfu`, `advice`, `verdict`); its `ok`
+    is False if the job does not fit, which is no error. After Ctrl-C or SIGTERM, prints what was
+    compiled until then, and raises KeyboardInterrupt. ShoalError if the settings cannot train."""
     check_trainable(config)
     with console, terminate_as_interrupt():
         budget = make_plan(
@@ -54,8 +55,9 @@ def plan(config: PlanConfig, console: Console) -> dict[str, Any]:
 
 def estimate(config: PlanConfig) -> list[str]:
     """Returns the lines of a plan made without compiling or downloading anything, for a dry run:
-    the job, and the verdict by estimates. If that is impossible, one line with the reason. Nothing
-    is printed."""
+    the job, and the verdict by estimates. If a ShoalError makes that impossible, for example
+    because the model's config.json is not on this machine, one line `no estimate: ...` with the
+    reason. Nothing is printed."""
     stream = io.StringIO()
     console = Console(stream)
 
@@ -92,7 +94,8 @@ def show_job(budget: Budget, console: Console) -> None:
 
 
 def show_compiled(budget: Budget, console: Console) -> None:
-    """Prints the memory and the costs of the programs that were compiled before an interrupt."""
+    """Prints the memory and the costs of the programs that were compiled before an interrupt.
+    `budget`: one with these programs alone."""
     _show_memory(budget, console)
     console.heading("compiled before the interrupt; the same command keeps it")
     head, rows = _program_table(budget)
@@ -101,8 +104,9 @@ def show_compiled(budget: Budget, console: Console) -> None:
 
 def report(budget: Budget, console: Console) -> None:
     """Prints what is known after compiling: memory, time, transfers, the largest temporaries, what
-    the figures leave out or assume, and further advice. Without costs, because the job does not
-    fit, only the last two."""
+    the figures leave out or assume, and further advice. If nothing was compiled, because what the
+    roles hold does not fit, only the last two. The first advice is not printed here: it is a part
+    of the verdict."""
     if budget.costs:
         _show_memory(budget, console)
         _show_time(budget, console)
@@ -115,13 +119,14 @@ def report(budget: Budget, console: Console) -> None:
 
 
 def _head(budget: Budget) -> list[str]:
-    """Returns the first lines of a plan: the devices, the model, the roles' meshes, and the assumed
-    lengths."""
+    """Returns the first lines of a plan: the devices and the model, the roles' meshes, how several
+    hosts run it (only if there are several and `mesh.pathways` is not set), and the assumed
+    lengths and sizes."""
     config = budget.config
     step = _planned(budget)
     model = budget.model
     parameters = f"{model.parameters:,}"
-    if model.parameters > 1e8:
+    if model.parameters > 1e8:  # such as 7.62e9
         parameters = f"{model.parameters / 1e9:.2f}e9"
     lines = [
         f"{step.devices}; {parameters} parameters in {model.layers} layers, {model.dtype}, "
@@ -150,7 +155,8 @@ def _planned(budget: Budget) -> PlannedStep:
 
 def _meshes_text(budget: Budget) -> str:
     """Returns the devices and the mesh of each role that holds anything in memory, `trainer: 8
-    devices (fsdp 8), sampler: 1 device`; if all are the same, `all roles: ...`."""
+    devices (fsdp 8), sampler: 1 device`; if these texts are equal for all such roles (also if there
+    is one alone), `all roles: ...`. The trainer is always among them."""
     meshes = {}
     for name, placement in budget.roles.items():
         if not _holds_anything(budget, name):
@@ -171,8 +177,8 @@ def _holds_anything(budget: Budget, role: str) -> bool:
 
 
 def _show_memory(budget: Budget, console: Console) -> None:
-    """Prints a table of a device's memory for each set of roles that share devices, and a line on
-    what is in the host's memory."""
+    """Prints a table of a device's memory for each set of roles that share devices, and, if there
+    is any, a line on what is in the host's memory. Roles that hold nothing are left out."""
     shown = []
     for role in budget.roles:
         roles = [name for name in budget.colocated_roles(role) if _holds_anything(budget, name)]
@@ -191,10 +197,11 @@ def _show_memory(budget: Budget, console: Console) -> None:
 
 
 def _memory_table(budget: Budget, roles: list[str]) -> Table:
-    """Returns a table of memory: a row for each part, such as `gradient`, and a column for each
-    program that runs on the devices of these roles. Programs that need the same memory share a
-    column. If no program runs there, the only column is what is always held. The last row, `all`,
-    has the sums."""
+    """Returns a table of memory, as (head, rows): a row for each part, such as `gradient`, and a
+    column for each program of these roles (one or more, which share devices). Programs that need
+    the same memory share a column. If none of the roles has a program, the only column is what is
+    always held. A part that needs nothing in any column has no row; an empty cell is 0. The last
+    row, `all`, has the sums."""
     columns: list[tuple[list[str], dict[str, int]]] = []  # (programs, part -> bytes)
     for name, program in budget.programs.items():
         if program.role not in roles:
@@ -216,7 +223,7 @@ def _memory_table(budget: Budget, roles: list[str]) -> Table:
         totals.append(gib(sum(bytes_by_part.values())))
         for part, size in bytes_by_part.items():
             if size:
-                rows[part] = [part]
+                rows[part] = [part]  # the first cell; the cells of the columns follow below
     for _, bytes_by_part in columns:
         for part, cells in rows.items():
             size = bytes_by_part.get(part, 0)
@@ -227,7 +234,9 @@ def _memory_table(budget: Budget, roles: list[str]) -> Table:
 
 def _show_time(budget: Budget, console: Console) -> None:
     """Prints the table of programs. If the speeds of the devices are known, it has seconds and the
-    sums of a step, and a second table shows where the longest program takes its time."""
+    sums of a step, and a second table shows where the longest program takes its time: the SHOWN
+    lines of code with the most seconds in all runs of a step. Which program is longest is decided
+    with all transfers hidden. There must be costs."""
     console.heading("a step" if budget.is_timed else "programs")
     head, rows = _program_table(budget)
     if not budget.is_timed:
@@ -239,7 +248,7 @@ def _show_time(budget: Budget, console: Console) -> None:
         "to be read; hidden, with all transfers between devices behind the computation; not "
         "hidden, after it"
     )
-    longest = max(budget.costs, key=lambda name: budget.seconds(name)[1])
+    longest = max(budget.costs, key=lambda name: budget.seconds(name)[1])  # [1]: transfers hidden
     console.heading(f"where {longest} takes its time, without transfers")
     runs = budget.programs[longest].runs
     step_seconds = budget.step_seconds[1]
@@ -252,8 +261,10 @@ def _show_time(budget: Budget, console: Console) -> None:
 
 
 def _program_table(budget: Budget) -> Table:
-    """Returns a table with a row for each program: what it computes and moves in all its runs of a
-    step, and how long that takes. Seconds are left out if the speeds of the devices are unknown."""
+    """Returns a table, as (head, rows), with a row for each program that has a cost: its runs in a
+    step, what it computes and moves in all of them, and how long that takes (the least possible,
+    with transfers hidden, with none hidden). Seconds are left out if the speeds of the devices are
+    unknown."""
     head = ["", "runs", "TFLOPs", "moved"]
     if budget.is_timed:
         head += ["floor", "hidden", "not hidden"]
@@ -276,8 +287,9 @@ def _program_table(budget: Budget) -> Table:
 
 
 def _step_rows(budget: Budget) -> list[tuple[str, ...]]:
-    """Returns the last rows of the table of programs: the seconds of a whole step, tokens sampled a
-    second, and MFU. The devices' speeds must be known."""
+    """Returns the last three rows of the table of programs: the seconds of a whole step, tokens
+    sampled a second, and MFU in percent. The last two are given with all transfers hidden and with
+    none hidden, not for the floor. The devices' speeds must be known."""
     floor, low, high = budget.step_seconds
     title = "a step, the next being sampled" if budget.overlaps else "all"
     tokens = _planned(budget).sampled_tokens
@@ -292,8 +304,9 @@ def _step_rows(budget: Budget) -> list[tuple[str, ...]]:
 
 
 def _show_transfers(budget: Budget, console: Console) -> None:
-    """Prints the transfers between devices of one step that take longest; nothing if there are
-    none."""
+    """Prints the SHOWN transfers between devices that take longest in a step, the longest first;
+    nothing if there are none. Seconds, and the share of a step in which no transfer is hidden, are
+    empty if the devices' speeds are unknown."""
     rows = []
     for seconds, program, transfers in budget.transfers()[:SHOWN]:
         moved = budget.programs[program].runs * transfers.bytes
@@ -311,20 +324,22 @@ def _show_transfers(budget: Budget, console: Console) -> None:
 
 
 def _show_temporaries(budget: Budget, console: Console) -> None:
-    """Prints the largest temporary arrays of the program during which a device needs most
-    memory."""
+    """Prints the SHOWN largest temporary arrays of the program during which a device needs most
+    memory. If its cost was extrapolated, the arrays are those of the deeper program that was
+    compiled, which the heading says. That program must have a cost."""
     program = budget.fullest
     cost = budget.costs[program]
     title = program
     if cost.extrapolated:
-        title += f" of {cost.extrapolated[1]} layers"
+        title += f" of {cost.extrapolated[1]} layers"  # the larger of the two compiled depths
     console.heading(f"largest temporaries ({title})")
     rows = [(shape, gib(size), source) for size, shape, source in cost.largest[:SHOWN]]
     console.table(("array", "bytes", "made by"), rows)
 
 
 def _limits_of_figures(budget: Budget) -> list[str]:
-    """Returns lines on what the figures of a plan leave out or assume."""
+    """Returns lines on what the figures of a plan leave out or assume; a single one, that nothing
+    was compiled, if the budget has no costs."""
     if not budget.costs:
         return ["nothing was compiled: what the roles hold does not fit"]
     step = _planned(budget)
@@ -361,7 +376,8 @@ def _limits_of_figures(budget: Budget) -> list[str]:
 
 def _calibration_text(calibration: Any) -> str:
     """Returns a line on the measured speeds that are used in place of those that the devices' maker
-    states. `calibration`: the content of the file `calibration=`."""
+    states. `calibration`: the content of the file `calibration=`, whose `figures` are name ->
+    (median, least, most)."""
     figures = []
     for name, (middle, least, most) in calibration["figures"].items():
         figures.append(f"{name} {middle:.3g} ({least:.3g} to {most:.3g})")
@@ -374,7 +390,8 @@ def _calibration_text(calibration: Any) -> str:
 
 def _assumed_text(kernels: float, is_tpu: bool, launch: float) -> str:
     """Returns a line on what is assumed about kernels and transfers. `kernels`: the share of the
-    peak rate that attention's kernels reach; `launch`: seconds to launch an operation (GPU)."""
+    peak rate that attention's kernels reach, from 0 to 1; `launch`: seconds to launch an operation,
+    which the line names for GPUs alone."""
     text = (
         f"assumed: attention's kernels reach {kernels:.0%} of the peak rate, or the memory's; a "
         "transfer's first bytes take 1 us a chip on its way (TPU) or 10 (GPU), 30 over a network"
@@ -393,7 +410,9 @@ BOUNDS = ("floor", "hidden", "not_hidden")
 def record(budget: Budget) -> dict[str, Any]:
     """Returns the plan as a record for JSON. If the devices' speeds are unknown, its `seconds` are
     {} and its `mfu` is []; else `seconds` has those of the step and of each phase, by the names in
-    BOUNDS, and `mfu` is (all transfers hidden, none)."""
+    BOUNDS, and `mfu` is [all transfers hidden, none hidden], shares from 0 to 1. `ok`: True if the
+    job fits. `memory` is in bytes of one device, `programs` there program -> part -> bytes; the
+    other `programs` are the costs (`cost_record`)."""
     seconds = {}
     mfu = []
     if budget.is_timed:
@@ -423,8 +442,9 @@ def record(budget: Budget) -> dict[str, Any]:
 
 
 def job_record(budget: Budget) -> dict[str, Any]:
-    """Returns what is known of a planned job before anything is compiled, for JSON. Speeds are left
-    out if the kind of devices is unknown."""
+    """Returns what is known of a planned job before anything is compiled, for JSON. Sizes are in
+    bytes of one device. The speeds of `DeviceRates`, each under its own name beside the others, are
+    left out if the kind of devices is unknown."""
     step = _planned(budget)
     job = {
         "model": asdict(budget.model),
@@ -443,7 +463,7 @@ def job_record(budget: Budget) -> dict[str, Any]:
         "programs": {name: asdict(program) for name, program in budget.programs.items()},
     }
     if step.rates is not None:
-        job |= asdict(step.rates)
+        job |= asdict(step.rates)  # its peak_flops, too
     return job | {
         "devices": step.devices,
         "tokens": {"sampled": step.sampled_tokens, "prompts": step.prompt_tokens},
@@ -454,8 +474,10 @@ def job_record(budget: Budget) -> dict[str, Any]:
 
 
 def held_record(budget: Budget) -> dict[str, dict[str, dict[str, int]]]:
-    """Returns the bytes held on each device: role -> phase -> part -> bytes. For the trainer also,
-    under `host`, the bytes that its host's memory holds for each device, in whatever phase."""
+    """Returns the bytes held on each device: role -> phase (`always`, `sampling`, `update`) -> part
+    -> bytes. Every role and phase is there; one that holds nothing is {}. For the trainer also,
+    under `host`, part -> the bytes that its host's memory holds for each device, in whatever
+    phase."""
     held: dict[str, dict[str, dict[str, int]]] = {}
     for role in ROLES:
         held[role] = {"always": {}, "sampling": {}, "update": {}}
@@ -469,8 +491,9 @@ def held_record(budget: Budget) -> dict[str, dict[str, dict[str, int]]]:
 
 
 def cost_record(cost: ProgramCost) -> dict[str, Any]:
-    """Returns the costs of a program, for JSON; with `extrapolated` only if fewer than all layers
-    were compiled."""
+    """Returns the costs of a program for JSON, its fields under their own names; with
+    `extrapolated`, the two numbers of layers that were compiled, only if the costs were
+    extrapolated from these."""
     costs = asdict(cost)
     if not cost.extrapolated:
         del costs["extrapolated"]

@@ -17,10 +17,13 @@ def replay(
     config: ReplayConfig, console: Console | None = None, name: str = "step"
 ) -> dict[str, Any]:
     """Samples a stored group again, prints it and whether it was reproduced bit for bit, and
-    returns the comparison. The group is number `config.group` of the run's file
-    `groups/<name>_<config.step>`; `name` is `step` for training, else an evaluation's. The
-    comparison is the record of `sample_again`, whose `identical` is True if it was. ShoalError if
-    there is no such group."""
+    returns the comparison. The group is number `config.group`, counted from 0, of the run's file
+    `groups/<name>_<config.step>`; `name` is `step` for training, else the beginning of the file
+    names of an evaluation. The comparison has the group's `completions` with their tokens, whether
+    all is `identical`, where the `weights` come from, and the first `difference` (None if there is
+    none). With `config.likeliest` it is also written to `replays/` in the run's folder. ShoalError
+    if there is no such run or group, or if another engine sampled the group. A `console` that is
+    given can be used afterwards; None: one for this command."""
     with console or Console() as console:
         run = StoredRun(find_run(config.run))
         result = sample_again(
@@ -37,16 +40,16 @@ def replay(
 
 
 def report_replay(result: dict[str, Any], console: Console) -> None:
-    """Prints the result of `sample_again`: a table of the completions, the text of each with its
-    tokens' log-probs, and whether they were reproduced; if not, what differs between this machine
-    and the run's."""
+    """Prints a comparison that `replay` returns: a table of the completions, the text of each with
+    its tokens' log-probs (equal texts once), and whether they were reproduced; if not, what differs
+    between this machine and the run's."""
     weights = result["weights"]
     completions = result["completions"]
     console.heading(
         f"step {result['step']}, group {result['group']}: data row {result['row']}, version "
         f"{result['version']} from {weights['source']}"
     )
-    names = list(completions[0]["components"])
+    names = list(completions[0]["components"])  # of the reward functions
     rows = []
     indices_of_text: dict[str, list[int]] = {}  # a group may hold one completion many times
     for completion in completions:
@@ -79,10 +82,12 @@ def report_replay(result: dict[str, Any], console: Console) -> None:
 
 def _token_text(token: dict[str, Any]) -> str:
     """Returns a token's text with the sampler's log-prob, `'a'(-0.500)`, and the trainer's if it
-    differs, `'a'(-0.500|-0.600)`. Both are rounded to three decimals before they are compared."""
+    differs, `'a'(-0.500|-0.600)`. Both are rounded to three decimals before they are compared. An
+    unknown trainer's log-prob is left out; an unknown one of the sampler is `-`. `token`: an entry
+    of a completion's `tokens`, with `text`, `logprob` and `trainer_logprob`."""
     sampler = _logprob_text(token["logprob"])
     trainer = _logprob_text(token["trainer_logprob"])
-    if trainer in ("-", sampler):
+    if trainer in ("-", sampler):  # unknown, or the same
         return f"{token['text']!r}({sampler})"
     return f"{token['text']!r}({sampler}|{trainer})"
 
@@ -95,8 +100,10 @@ def _logprob_text(value: float | None) -> str:
 
 
 def describe_replay(result: dict[str, Any]) -> str:
-    """Returns the result of `sample_again` in a sentence: `identical: ...`, or the first
-    difference, which is another token, another log-prob, or another end."""
+    """Returns a comparison that `replay` returns in a sentence: `identical: ...`, or `not
+    identical: ...` with the first difference, which is another token, another log-prob, or another
+    end. It also says how many updates were trained again for the weights, or, of a difference, that
+    such weights could not be verified."""
     difference = result["difference"]
     weights = result["weights"]
     if difference is None:

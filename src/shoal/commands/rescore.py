@@ -26,9 +26,13 @@ SHOWN_FIGURES = (
 
 
 def rescore(config: RescoreConfig, console: Console | None = None) -> dict[str, Any]:
-    """Scores a run's stored groups with other reward functions, and prints and returns how the new
-    rewards compare with the stored ones (the record of `score_again`): the means, how many
-    advantages change their sign, and what is suspicious about the new reward."""
+    """Scores a run's stored training groups with other reward functions, and prints and returns how
+    the new rewards compare with the stored ones: the means and how many advantages change their
+    sign (`comparison`), what is suspicious about the new reward (`lint`), and completions that only
+    the new one scores high (`hacks`). The functions are `reward.functions`, by default the task's
+    own. `config.step`: a step, from 1, whose groups are then returned too; 0: all steps. Changes
+    nothing in the run's folder. ShoalError if the run has no stored groups, or not this step. A
+    `console` that is given can be used afterwards; None: one for this command."""
     with console or Console() as console:
         run = StoredRun(find_run(config.run))
         algorithm = run.config.algorithm
@@ -49,8 +53,9 @@ def rescore(config: RescoreConfig, console: Console | None = None) -> dict[str, 
 
 
 def _report(result: dict[str, Any], console: Console) -> None:
-    """Prints the result of `score_again`: stored and new rewards side by side, figures and warnings
-    about the new reward, and completions that only the new reward scores high."""
+    """Prints the record that `rescore` returns: stored and new rewards side by side, figures and
+    warnings about the new reward, and completions that only the new reward scores high, each with
+    the first 200 characters of its text."""
     comparison = result["comparison"]
     lint = result["lint"]
     heading = (

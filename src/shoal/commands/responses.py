@@ -40,12 +40,15 @@ def score_responses(
 ) -> dict[str, Any]:
     """Scores the answers in the file `config.responses`, which were made elsewhere. Prints and
     returns their figures, with the task's name under `task`; writes each row with its verdict to
-    `config.output`, if given. ShoalError if that file exists already.
+    `config.output`, if given. Answers without an example are not judged: their rows get `correct`
+    None and the reason under `unjudged`. ShoalError if the output exists already, if the file of
+    answers cannot be used, or if the task defines nothing correct and no rewards are computed.
 
     Rewards are computed if reward functions are given (in `config.reward.functions`, or as
     `functions` from Python), or if `reward.weights` or a preset asks for the task's own.
-    `python_task`: a task whose data came from Python, with its own rewards, if any; None for the
-    task that `config.task` names."""
+    `python_task`: a task whose data came from Python, with its own rewards, if any (then
+    `functions` and the keys of `reward` choose none); None for the task that `config.task` names.
+    A `console` that is given can be used afterwards; None: one for this command."""
     file = check_input(config.responses, "responses")
     output = None
     if config.output:
@@ -97,6 +100,7 @@ def score_responses(
         report_evaluation({task.name: shown}, failures, console)
     if output:
         columns: list[Mapping[str, Any]] = []
+        # Without a verdict the reason why, as text, stands in the example's place.
         for verdict, reason in zip(verdicts, examples, strict=True):
             columns.append({"correct": None, "unjudged": reason} if verdict is None else verdict)
         rows = output_rows(responses, columns)
@@ -105,8 +109,8 @@ def score_responses(
 
 
 def _report_unused_keys(config: EvalConfig, console: Console) -> None:
-    """Prints a note or warning for each key that was set and has no effect on answers made
-    elsewhere."""
+    """Prints a note if `model` was set, and a warning if `reward.overlong_buffer_tokens` was: both
+    have no effect on answers made elsewhere. Other keys are not looked at."""
     if config.model.path != type(config.model)().path:
         console.note(
             f"model={config.model.path} has no effect: answers made elsewhere need no model"
@@ -123,12 +127,14 @@ def _load_scoring_task(
 ) -> tuple[Task, Task | None, bool]:
     """Returns (the task that judges answers; the same task if its data was read, else None; True if
     rewards are asked for). Most tasks can judge without their data (`blank`), because each response
-    has its question and answer. `module`: the task's, None if it is not one of TASKS. Warns of a
-    reward preset that has no effect."""
+    has its question and answer. `module`: the task's; None if it is not one of TASKS, whose data is
+    then read. Rewards are asked for by `functions`, `reward.functions`, `reward.weights` or a
+    preset that has an effect; the task then has them. Warns of a reward preset that has none."""
     with_data = None
     if not hasattr(module, "blank"):
         with_data = load_with_data(config.task, console)
     has_preset = config.reward.preset != RewardSection.preset
+    # A task can be made without data for a preset alone if its `blank` has the argument `reward`.
     takes_preset = with_data is None and "reward" in inspect.signature(module.blank).parameters
     if has_preset and (functions or config.reward.functions or not takes_preset):
         console.warning(
@@ -152,8 +158,8 @@ def output_rows(
     responses: Sequence[Response], verdicts: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """Returns each response's row of the input joined with its verdict. An input column that some
-    verdict has too is renamed to `given_...` in all rows. `verdicts`: one for each response, column
-    -> value."""
+    verdict has too is renamed to `given_...` in all rows, like `output_names` says. `verdicts`: one
+    for each response, in their order, column -> value. Rows need not have the same columns."""
     input_columns: set[str] = set()
     verdict_columns: set[str] = set()
     for response in responses:
@@ -186,8 +192,8 @@ def output_names(columns: Iterable[str], taken: Collection[str]) -> dict[str, st
 def report_evaluation(
     figures: Mapping[str, Mapping[str, Any]], failures: Sequence[Failure], console: Console
 ) -> None:
-    """Prints the figures of each set of questions (set -> figures), and warns of reward functions
-    that failed."""
+    """Prints the figures of each set of questions (set -> name -> figure), and a warning for each
+    reward function that failed."""
     for name, values in figures.items():
         console.evaluation(name, values)
     for line in failure_lines(failures):

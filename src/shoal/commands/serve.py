@@ -18,9 +18,12 @@ from shoal.weights.store import MemoryStore
 
 
 def serve(config: ServeConfig, console: Console | None = None) -> dict[str, Any]:
-    """Serves a model over OpenAI's API until Ctrl-C, and returns its URL. Raises ShoalError if the
-    model cannot be used or the port is in use. The URL and the token are printed before the first
-    request is taken. `config.token`: `auto` for a random one."""
+    """Serves a model over OpenAI's API until Ctrl-C, and returns {"url": its URL}; Ctrl-C is no
+    error. Raises ShoalError if a package or the model cannot be used, if the port is in use, or if
+    other machines can reach the host and there is no token. The URL and the token are printed
+    before the first request is taken. `config.token`: `auto` for a random one, "" for none.
+    `config.port`: 0 for a free one from 8000 on. A `console` that is given can be used
+    afterwards."""
     require_packages("serve", "starlette", "uvicorn")
     from shoal.serve.app import Api
 
@@ -47,7 +50,8 @@ def serve(config: ServeConfig, console: Console | None = None) -> dict[str, Any]
 
 def open_sampler(job: Job) -> HostSampler:
     """Loads a job's weights and returns the sampler that answers requests with them. The caller
-    closes it."""
+    closes it. The weights as loaded are deleted once the sampler has its copy. The job must be one
+    of `shoal serve`, whose settings are read."""
     config: ServeConfig = job.requested
     return HostSampler(
         name=config.model.path,

@@ -28,9 +28,12 @@ def train(
 ) -> Summary:
     """Trains, and returns the run's summary, which is also stored in the run's folder. If the
     folder that the configuration names holds an unfinished run, that run is resumed; one that has
-    made all its steps is left unchanged, and its summary returned. `reward_functions`, `task`:
-    given from Python in place of those that the configuration names. An error is also written to
-    the run's log. Ctrl-C saves the last complete step and raises KeyboardInterrupt."""
+    made all its steps is left unchanged, and its summary returned. An unfinished run with the same
+    settings in another folder is only pointed to by a note. `reward_functions`, `task`: given from
+    Python in place of those that the configuration names; an empty sequence or None for the
+    configuration's. An error is also written to the run's log, and raised. Ctrl-C saves the last
+    complete step and raises KeyboardInterrupt. A `console` that is given can be used afterwards;
+    None: one for this command."""
     with console or Console() as console:
         plan = resolve_run(config, console)
         summary = read_summary(plan.run) if plan.run else None
@@ -74,8 +77,9 @@ def train(
 
 def unfinished(config: Config) -> Path | None:
     """Returns the folder of the newest run in the output folder if the configuration could resume
-    it: it has the same settings and a checkpoint, and its process ended before its last step.
-    Otherwise, and for a bucket, None."""
+    it: it has the same settings and a checkpoint, and its process ended before its last step. The
+    newest run is the one that was started last; older ones are not looked at. Otherwise, for a
+    bucket, and if that run cannot be read, None."""
     if is_bucket(config.base_output_directory):
         return None
     try:

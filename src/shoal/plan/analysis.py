@@ -45,10 +45,11 @@ ANSWER_SECONDS = 1e-5
 
 def analyse(job: PlannedJob, name: str) -> ProgramCost:
     """Compiles one program of a job, or reads the compiler's report from disk, and returns what one
-    run of the program costs on a device of its role. `name`: a key of `job.programs()`. If the
-    compiler refuses the program because memory does not suffice, the cost has only the FLOPs and
-    seconds that are known without compiling, an `error`, the bytes that the program needs besides
-    its arguments (`extra_bytes`), and its largest arrays."""
+    run of the program costs on a device of its role. `name`: a key of `job.programs()`; KeyError
+    for another. Seconds are 0 if the kind of devices is unknown. If the compiler refuses the
+    program because memory does not suffice, the cost has only the FLOPs and seconds that are known
+    without compiling, an `error`, the bytes that the program needs besides its arguments
+    (`extra_bytes`), and its largest arrays. Any other error of the compiler is raised."""
     planned = job.programs()[name]
     traced = planned.program.trace(*planned.args, **planned.kwargs)
     compiled = _compiled(job, planned, traced.lower())
@@ -105,10 +106,12 @@ def _longest_sources(costs: Costs, accelerator: Accelerator | None) -> dict[str,
 def traced_costs(job: PlannedJob, planned: Planned, traced: Any) -> tuple[float, float, float]:
     """Returns what is known of a program before it is compiled, for one device: (FLOPs of its
     matrix products, how many of these are in kernels, the least seconds that one run could take).
-    The seconds are those of the products at the peak rate or of reading the arguments from memory,
-    whichever take longer; 0 if the device is unknown."""
+    The seconds are those of the products at the peak rate or of reading the arguments from memory
+    (weights as often as `weights_read` says, rows that are looked up not at all), whichever take
+    longer; 0 if the device is unknown. `traced`: the program as JAX traced it with its
+    arguments."""
     # Removes dead code, as a compiler does: our own rule for recomputation (`gated_product`)
-    # traces a product that nothing reads.
+    # traces a product that nothing reads. All outputs are kept, and all inputs.
     full_jaxpr = traced.jaxpr.jaxpr
     jaxpr, _ = partial_eval.dce_jaxpr(
         full_jaxpr, [True] * len(full_jaxpr.outvars), instantiate=True
@@ -120,6 +123,7 @@ def traced_costs(job: PlannedJob, planned: Planned, traced: Any) -> tuple[float,
     if accelerator is None:
         return flops, kernel_flops, 0.0
     weights = planned.weights_read * (bytes_per_device(planned.args) - planned.looked_up)
+    # 0: unknown; then the arguments by name are read once
     keys = planned.keys_read or bytes_per_device(dict(planned.kwargs))
     peak = accelerator.peaks.get(job.model.dtype.name, math.inf)
     return flops, kernel_flops, max(flops / peak, (weights + keys) / accelerator.hbm)
@@ -174,8 +178,9 @@ class Compiled:
 def _compiled(job: PlannedJob, planned: Planned, lowered: Any) -> Compiled:
     """Compiles a program and returns the compiler's report; from disk if it was compiled before.
     `lowered`: the program as JAX lowered it, from whose text the name of the report's file follows.
-    A program that was refused for lack of memory also has a report; any other error is raised. A
-    new report is written to disk."""
+    A program that was refused for lack of memory also has a report (with `error`), which is kept
+    too; any other error is raised. A new report is written to disk. `seconds` is how long the
+    compiler took, also in a report from disk."""
     file = _folder() / f"{_key(job, planned, lowered.as_text())}.json.gz"
     stored = _read_compiled(file)
     if stored is not None:
@@ -220,8 +225,10 @@ def _read_compiled(file: Path) -> Compiled | None:
 
 def _exhausted(text: str) -> Compiled:
     """Parses the compiler's message about a program that needs more memory than the device has.
-    Returns a report with its first line as `error`; the bytes that the program needs, 0 if the
-    message does not say them; and its largest arrays, at most MOST_SHOWN."""
+    Returns a report with its first line as `error` (at most 300 characters); as `excess` all bytes
+    that the program needs, 0 if the message does not say them; and its largest arrays, in the
+    message's order and at most MOST_SHOWN, as [bytes, shape, operator], "" for an operator that is
+    not named."""
     size = re.search(r"(?:Used|requires?d?[^(]*\() ?([\d.]+)([KMGT])", text)
     excess = 0
     if size:
@@ -246,8 +253,9 @@ def _folder() -> Path:
 
 
 def _key(job: PlannedJob, planned: Planned, text: str) -> str:
-    """Returns a hash of everything that a compiled program depends on: its lowered `text`, the
-    devices, the compilers' versions and its compiler options."""
+    """Returns a hash, in hexadecimal digits, of everything that a compiled program depends on: its
+    lowered `text`, the devices and their numbers, the topology (or the platform of devices here),
+    the compilers' versions and its compiler options."""
     device = planned.role.mesh.devices.flat[0]
     numbers = [device.id for device in planned.role.mesh.devices.flat]
     parts = [
@@ -255,7 +263,7 @@ def _key(job: PlannedJob, planned: Planned, text: str) -> str:
         str(job.topology or device.client.platform_version),
         device.device_kind,
         str(numbers),
-        "with code",  # version of what is kept
+        "with code",  # names the form of what is kept: another text makes old reports unused
     ]
     for compiler in _COMPILERS:
         parts.append(f"{compiler} {package_version(compiler)}")
@@ -307,7 +315,7 @@ def jaxpr_flops(jaxpr: Any, assumed_trips: Sequence[float] = (), of_kernels: boo
 
 def _product_flops(equation: Any) -> float:
     """Returns the FLOPs of an equation `dot_general`: two for each element of the result and each
-    index of the contracted dimensions."""
+    index of the contracted dimensions of the left operand."""
     (contracted, _), _ = equation.params["dimension_numbers"]
     shape = equation.invars[0].aval.shape
     size = math.prod(equation.outvars[0].aval.shape) * math.prod(shape[dim] for dim in contracted)
@@ -316,7 +324,8 @@ def _product_flops(equation: Any) -> float:
 
 def inner_jaxprs(params: dict[str, Any]) -> list[Any]:
     """Returns the jaxprs among an equation's parameters, such as the body of a loop or the branches
-    of a condition, in the order of the parameters; for a closed jaxpr the one inside."""
+    of a condition, in the order of the parameters; for a closed jaxpr the one inside. Looks into
+    lists and tuples, but not into the jaxprs that it returns."""
     jaxprs = []
     for value in params.values():
         candidates = value if isinstance(value, tuple | list) else (value,)

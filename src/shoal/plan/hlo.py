@@ -253,7 +253,7 @@ class Module:
                 instruction = _instruction(line)
                 if current and instruction:
                     self.computations[current].append(instruction)
-            elif line.rstrip().endswith("{") and "->" in line:
+            elif line.rstrip().endswith("{") and "->" in line:  # `%name (parameters) -> shape {`
                 head = re.match(r"(ENTRY )?%?([\w.\-]+)", line)
                 assert head is not None
                 current = head[2]
@@ -266,9 +266,10 @@ class Module:
 
     def costs(self, assumed_trips: Sequence[float] = (), memory_rate: float = 0.0) -> Costs:
         """Returns the costs of one run of the program. `assumed_trips`: rounds of loops whose trip
-        count the compiler does not know, the outermost first. `memory_rate`: bytes a cycle of a
-        TPU's memory, for which `cycles` then include the waits for copies; 0: they do not.
-        `largest` of the result has each array once, at most 20, the largest first."""
+        count the compiler does not know, the outermost first; too few: 1. `memory_rate`: bytes a
+        cycle of a TPU's memory, for which `cycles` then include the waits for copies, and `memory`
+        is counted; 0: neither. `largest` of the result has each array (shape and source) once, at
+        most 20, the largest first."""
         visit = _Visit(self, memory_rate)
         visit.computation(self.entry, 1.0, tuple(assumed_trips))
         costs = visit.costs
@@ -281,8 +282,8 @@ class Module:
 
     def inside(self, computation: str) -> Iterator[Instruction]:
         """Yields the instructions of a computation, such as the one of a fusion, and of all
-        computations that these call. Bodies of loops and branches of conditions are not
-        followed."""
+        computations that these call, each call behind the instruction that makes it. Bodies of
+        loops and branches of conditions are not followed. An unknown name yields nothing."""
         for instruction in self.computations.get(computation, []):
             yield instruction
             if instruction.op in ("fusion", "call", "async-start"):
@@ -307,7 +308,9 @@ class Module:
     def source(self, instruction: Instruction) -> str:
         """Returns where an operation comes from: `model/linear.py:29 < model/transformer.py:251
         dot_general`, the line of code that made it, the line that called that one, and the
-        operation's name. The lines are left out if they are unknown."""
+        operation's name. The lines are left out if they are unknown. The name is the last part of
+        JAX's `op_name`, else XLA's own. A fusion without a name has the source of the last
+        operation in it that has one."""
         name = re.search(r'op_name="([^"]*)"', instruction.attributes)
         if name is None and instruction.op == "fusion":
             # A fusion of several operations has no name: the last of them that has one counts.
@@ -325,8 +328,9 @@ class Module:
 
     def _lines_of(self, instruction: Instruction) -> list[str]:
         """Returns the innermost two lines of this package that made an operation, such as
-        `["model/linear.py:29", "model/transformer.py:251"]`; empty if unknown. Only lines of the
-        program itself count, not those of the code that compiles it."""
+        `["model/linear.py:29", "model/transformer.py:251"]`; empty if unknown, and only one if XLA
+        says no more. Only lines of the program itself count, not those of the code that compiles
+        it; a line that follows itself counts once."""
         frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
         if frame is None:
             line = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes)
@@ -373,8 +377,9 @@ class Module:
     # ---- loops
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """Returns how many rounds a loop runs; None if the program's text does not say it. Rounded
-        up if the step does not divide the bound."""
+        """Returns how many rounds a loop runs: what XLA notes at it, else the bound of a condition
+        `counter < constant`, divided by what a round adds to the counter and rounded up. None if
+        the program's text says neither."""
         known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)
         if known:
             return int(known[1])
@@ -400,6 +405,7 @@ class Module:
         root = _root(body)
         if root is None or root.op != "tuple" or index is None:
             return 1
+        # The body returns the loop's values as a tuple; `index` is the counter's place in it.
         next_counter = _named(body, root.operands[int(index[1])])
         if next_counter is None or next_counter.op != "add":
             return 1
@@ -423,7 +429,8 @@ class Module:
     def moved_bytes(self, instruction: Instruction, shapes: Mapping[str, str]) -> int:
         """Returns the bytes that an operation reads and writes. Only what it needs of an operand
         counts, such as the slice that it takes; of an update in place only the new values, once
-        read and once written. `shapes`: operand -> text of its shape."""
+        read and once written. `shapes`: operand -> text of its shape; one that is missing counts 0
+        bytes. Operations that are free (`is_free`) are not told apart here."""
         op = instruction.op
         written = instruction.bytes
         # Bytes of each operand.
@@ -438,15 +445,17 @@ class Module:
         elif op == "copy-start":
             written = sum(read)
         elif op == "custom-call" and instruction.is_gpu_kernel:
+            # The result contains operands that it overwrites; they count as read alone.
             written -= sum(read[operand_index] for operand_index in _aliased(instruction))
         elif op.endswith("-start"):  # its shape also contains what it reads
             written = sum(arrays_of(_results(instruction)))
         return written + sum(read)
 
     def _fused_bytes(self, fusion: Instruction, operands: list[int]) -> tuple[int, list[int]]:
-        """Returns (bytes that a fusion writes, bytes that it reads of each operand). `operands`:
-        the bytes of the whole operands. Of an operand that the fusion only slices, only the slices
-        count; if it updates an operand in place, only the update counts, as written."""
+        """Returns (bytes that a fusion writes, bytes that it reads of each operand, in order).
+        `operands`: the bytes of the whole operands; the list is not changed. Of an operand that the
+        fusion only slices, only the slices count; if it only updates an operand in place, only the
+        update counts, as written, and 0 as read."""
         inside = self.computations.get(fusion.named("calls"), [])
         users: dict[str, list[Instruction]] = {}
         for instruction in inside:
@@ -459,7 +468,7 @@ class Module:
                 continue
             if not parameter.operands[0].isdigit() or int(parameter.operands[0]) >= len(read):
                 continue
-            operand_index = int(parameter.operands[0])
+            operand_index = int(parameter.operands[0])  # a parameter's only operand is its number
             uses = _through(parameter.name, users)
             if uses and all(use.op in _UPDATES for use in uses):
                 updates = [self.by_name[use.operands[_UPDATES[use.op]]].bytes for use in uses]
@@ -475,8 +484,9 @@ class Module:
 
     def _needed(self, use: Instruction, operand: Instruction) -> int:
         """Returns how many bytes of an operand the operation `use` in a fusion reads: those of the
-        slice if it takes one, else all. `use` may be a fusion itself."""
+        slice if it takes one, else all. `use` may be a fusion itself, which is then looked into."""
         if use.op == "fusion" and operand.name in use.operands:
+            # With 0 bytes for the other operands, the sum of what is read is this operand's.
             alone = [operand.bytes if name == operand.name else 0 for name in use.operands]
             _, read = self._fused_bytes(use, alone)
             return sum(read)
@@ -485,7 +495,9 @@ class Module:
         return operand.bytes
 
     def product_flops(self, instruction: Instruction, shapes: Mapping[str, str]) -> float:
-        """Returns the FLOPs of the matrix products of an instruction; of a fusion, of all in it."""
+        """Returns the FLOPs of the matrix products of an instruction; of a fusion, of all in it; 0
+        for any other. A custom call counts if its attributes name contracted dimensions. `shapes`:
+        operand -> text of its shape; not needed for a fusion."""
         if instruction.op != "fusion":
             if instruction.op in ("dot", "convolution", "custom-call"):
                 return _product_flops(instruction, shapes)
@@ -513,7 +525,8 @@ class _Visit:
 
     def computation(self, name: str, times: float, trips: tuple[float, ...]) -> None:
         """Adds the costs of a computation, and of all that it calls, to `costs`; it runs `times`
-        times. `trips`: rounds of loops in it without a known trip count, the outermost first."""
+        times. `trips`: rounds of loops in it without a known trip count, the outermost first. Loops
+        side by side get the same numbers. A `name` that the program lacks adds nothing."""
         instructions = self.module.computations.get(name, [])
         shapes = {instruction.name: instruction.shape for instruction in instructions}
         copies = _Copies(self.memory_rate)
@@ -530,7 +543,7 @@ class _Visit:
                 copies.left[instruction.name] = size
                 costs.memory += times * size
             elif instruction.op.endswith("-done"):
-                waited = copies.wait(instruction.operands[0])
+                waited = copies.wait(instruction.operands[0])  # the `-start`; 0 if it is no copy
                 if waited:
                     self.add_cycles(f"waits for {self.module.source(instruction)}", times * waited)
 
@@ -546,9 +559,11 @@ class _Visit:
         times: float,
         trips: tuple[float, ...],
     ) -> None:
-        """Adds the costs of one instruction, and of the computations that it calls. `shapes`:
-        instruction of the same computation -> text of its shape; the others are as in
-        `computation`."""
+        """Adds the costs of one instruction, and of the computations that it calls, to `costs`.
+        `shapes`: instruction of the same computation -> text of its shape. `computation`: the name
+        of the computation that it is in, which runs `times` times. `trips`: rounds of loops without
+        a known trip count, the outermost first. Of a condition one branch alone counts: the one
+        whose results have most bytes."""
         op = instruction.op
         if op == "while":
             self.loop(instruction, times, trips)
@@ -600,9 +615,10 @@ class _Visit:
         self, instruction: Instruction, around: Instruction, computation: str, times: float
     ) -> None:
         """Adds a transfer to `costs.collectives` if the instruction is a collective that was not
-        counted yet. `around`: the fusion that contains it, or the instruction itself.
-        `computation`: the name of the computation that it is in, which shows whether only a part of
-        a sum is kept. `times`: how often it runs."""
+        counted yet; else does nothing. Parts with one channel, operation and `times` count once.
+        `around`: the fusion that contains it, or the instruction itself. `computation`: the name of
+        the computation that it is in, which shows whether only a part of a sum is kept. `times`:
+        how often it runs."""
         kind = instruction.collective
         if not kind:
             return
@@ -614,7 +630,7 @@ class _Visit:
             key = f"{channel[1]} {instruction.op} {times}"
         if key and key in self.channels:
             return
-        self.channels.add(key)
+        self.channels.add(key)  # "" without a channel, which is never looked up
         groups = groups_text(instruction.attributes)
         size = _whole_bytes(instruction, kind, max(1, group_size(groups)))
         if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
@@ -631,7 +647,7 @@ class _Visit:
             sent = self.module.by_name.get(around.operands[0], around)
         for candidate in (instruction, around, sent):
             source = self.module.source(candidate)
-            if " " in source:
+            if " " in source:  # it has a line of code before the operation's name
                 return source
         return self.module.source(instruction)
 
@@ -643,9 +659,10 @@ class _Visit:
         trips: tuple[float, ...],
     ) -> Operation:
         """Adds the bytes and the memory traffic of one operation to the costs, and returns what it
-        does each time it runs. For the kernel of decoding, the first of `trips` is the share of its
-        caches that it reads. Its largest result goes into `costs.largest`, the bytes of kernels
-        into `costs.in_kernels`."""
+        does each time it runs: an `Operation`, which is not stored here. For the kernel of
+        decoding, the first of `trips` is the share of its caches that it reads, from 0 to 1. Its
+        largest result goes into `costs.largest`, the bytes of kernels into `costs.in_kernels`.
+        Memory traffic, without what stays on the chip, is counted for TPUs alone."""
         costs = self.costs
         source = self.module.source(instruction)
         share = 1.0
@@ -656,7 +673,7 @@ class _Visit:
         if instruction.is_gpu_kernel:
             costs.in_kernels += times * size
         if self.memory_rate and instruction.op not in _COPIES:
-            off_chip = {}
+            off_chip = {}  # operand -> its shape without arrays on the chip, which count 0 bytes
             for name in instruction.operands:
                 off_chip[name] = _ON_CHIP.sub("", shapes.get(name, ""))
             result = instruction._replace(shape=_ON_CHIP.sub("", instruction.shape))
@@ -691,7 +708,8 @@ def _root(computation: Sequence[Instruction]) -> Instruction | None:
 
 
 def _aliased(instruction: Instruction) -> list[int]:
-    """Returns the numbers of the operands that a custom call overwrites in place."""
+    """Returns the numbers, from 0, of the operands that a custom call overwrites in place; [] if
+    there are none."""
     aliases = re.search(r"output_to_operand_aliasing=\{(.*?)\}, \w+=", instruction.attributes)
     if aliases is None:
         return []
@@ -700,7 +718,8 @@ def _aliased(instruction: Instruction) -> list[int]:
 
 def _whole_bytes(instruction: Instruction, kind: str, devices: int) -> int:
     """Returns the bytes of the whole arrays of a collective: of the operand of a reduce-scatter, of
-    the result of any other. `devices`: how many exchange."""
+    the result of any other. `kind`: one of COLLECTIVES; `devices`: how many exchange, which only a
+    reduce-scatter needs."""
     if kind != "reduce-scatter":
         return sum(arrays_of(_results(instruction)))
     # The shape of its start contains the whole operands; otherwise the shape is only the part that
@@ -723,10 +742,12 @@ def _results(instruction: Instruction) -> str:
 
 
 def _copied_bytes(instruction: Instruction) -> int:
-    """Returns the bytes that a copy moves through the device's memory: once if one side is on the
-    chip, twice if neither is."""
+    """Returns the bytes that a copy (an operation in _COPIES) moves through the device's memory:
+    those of the copied array or slice once if one side is on the chip, twice if neither is."""
     parts = _parts(instruction.shape)
     first, second = parts[0], parts[1]
+    # A copy's shape is (target, source, ..), both whole; a slice's (source, target, ..), of which
+    # only the target has the slice's size.
     moved = sum(arrays_of(second))
     if instruction.op == "copy-start":
         moved = sum(arrays_of(first))
@@ -739,7 +760,7 @@ _DEPTHS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 
 def _parts(shape: str) -> list[str]:
-    """Returns the parts of a tuple's shape; empty for an array.
+    """Returns the parts of a tuple's shape, of the outermost tuple alone; empty for an array.
 
     >>> _parts("((f32[8]{0}, f32[16]{0}), (f32[2]{0}, f32[4]{0}))")
     ['(f32[8]{0}, f32[16]{0})', '(f32[2]{0}, f32[4]{0})']
@@ -762,7 +783,8 @@ def _through(
 ) -> list[Instruction]:
     """Returns the instructions that use a value. Bitcasts, copies and conversions, and operations
     in `more`, do not count themselves: the instructions that use their results count instead, if
-    there are any. `users`: value -> the instructions that use it."""
+    there are any. `users`: value -> the instructions that use it. An instruction is returned once
+    for each way to it."""
     seen_through = _BITCASTS | more
     uses: list[Instruction] = []
     for use in users.get(name, []):
@@ -774,7 +796,8 @@ def _through(
 
 
 def _constant(instruction: Instruction | None) -> int | None:
-    """Returns the value of an instruction that is a constant whole number; None for any other."""
+    """Returns the value of an instruction that is a constant whole number of 0 or more; None for
+    any other instruction, and for None."""
     if instruction is None or instruction.op != "constant":
         return None
     if not instruction.operands[0].isdigit():
@@ -784,7 +807,8 @@ def _constant(instruction: Instruction | None) -> int | None:
 
 def _product_flops(instruction: Instruction, shapes: Mapping[str, str]) -> float:
     """Returns the FLOPs of a matrix product: two for each element of the result and each index of
-    the contracted dimensions; 0 if a shape is unknown. `shapes`: operand -> text of its shape."""
+    the contracted dimensions of the left operand; 0 if a shape or these dimensions are unknown, so
+    for a convolution without them. `shapes`: operand -> text of its shape."""
     if not instruction.operands:
         return 0.0
     contracted = re.search(
@@ -803,8 +827,8 @@ def _product_flops(instruction: Instruction, shapes: Mapping[str, str]) -> float
 
 
 def _instruction(line: str) -> Instruction | None:
-    """Parses a line of a computation; None if it is no instruction. The operands are names; of a
-    constant its value, of a parameter its number.
+    """Parses a line of a computation; None if it is no instruction. The operands are names without
+    `%`; of a constant its value, of a parameter its number. `root` is True for `ROOT`.
 
         ROOT %add.3 = f32[8]{0} add(%x, %y), metadata={op_name="jit(f)/add"}
     """
@@ -832,7 +856,7 @@ def _instruction(line: str) -> Instruction | None:
 
 def _closing(text: str, start: int) -> int:
     """Returns the position of the parenthesis that closes the one at `start`. The text's length if
-    there is none."""
+    none closes it; `start` if no parenthesis opens there."""
     depth = 0
     for position in range(start, len(text)):
         if text[position] == "(":

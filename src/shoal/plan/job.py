@@ -79,7 +79,9 @@ def planned_job(
     """Yields a training job on the devices of a topology such as `v5p-8`; on the devices here if it
     is empty. Nothing of it is allocated. `layers`: fewer layers than the model has; 0: all.
     `compiles`: False: placeholders stand for the devices, so that no compiler for them need be
-    installed. ShoalError if such a job is impossible. The job is closed at the end of the block."""
+    installed, and `programs()` can be asked for, but not compiled; without effect for the devices
+    here. ShoalError if such a job is impossible, also for `optimizer.offload` if a topology is
+    given and `compiles` is False. The job is closed at the end of the block."""
     parsed = None
     if topology:
         if config.optimizer.offload and not compiles:
@@ -104,8 +106,8 @@ def planned_job(
 
 @lru_cache
 def _devices(topology: str, compiles: bool) -> Sequence[Any]:
-    """Returns the devices of a topology: described by its compiler (`compiles`), or
-    placeholders."""
+    """Returns the devices of a topology: described by its compiler if `compiles`, else
+    placeholders. The same arguments give the same objects."""
     parsed = parse_topology(topology)
     if compiles:
         return topology_devices(parsed)
@@ -117,9 +119,9 @@ class PlannedJob:
     it."""
 
     def __init__(self, job: Job, topology: Topology | None, layers: int) -> None:
-        """Makes the learner's programs of an open job. `topology`: None for the devices here.
-        `layers`: 0 for all of the model; a smaller number replaces the model that the job has
-        opened."""
+        """Makes the learner's programs of an open job, which the caller closes. `topology`: None
+        for the devices here. `layers`: 0 for all of the model; another number replaces the model
+        that the job has opened (`architecture` keeps all layers)."""
         self.job = job
         self.topology = topology
         self.roles = job.roles
@@ -129,6 +131,7 @@ class PlannedJob:
             # Made from the job's model, because with fewer layers model.remat=auto might choose
             # another program.
             shallow = replace(self.architecture, num_layers=layers)
+            # `job.model` from now on
             job.opened["model"] = replace(job.model, architecture=shallow)
         self.model = job.model
         self.learner = job.learner
@@ -145,7 +148,9 @@ class PlannedJob:
 
     @cached_property
     def calibration(self) -> Mapping[str, Any] | None:
-        """What was measured on such a device; None without `calibration`."""
+        """What was measured on such a device: the content of the file that the key `calibration`
+        names; None if that is empty, or if the configuration is none of `shoal plan`. ShoalError if
+        the file is of other devices or not valid."""
         if not isinstance(self.config, PlanConfig) or not self.config.calibration:
             return None
         return read_calibration(self.config.calibration, self.roles.trainer.device_kind, self.known)
@@ -167,7 +172,8 @@ class PlannedJob:
 
     def _copied(self) -> list[tuple[Any, Any]]:
         """Returns a pair (shape in the trainer, shape in the sampler) for each array that
-        publication copies."""
+        publication copies; [] if it copies none. Both have shardings; the sampler's may be
+        `Quantised`."""
         return copied_shapes(
             self.learner.shapes().trainable,
             trained_specs(self.model.architecture),
@@ -178,7 +184,8 @@ class PlannedJob:
 
     def _scorers(self) -> dict[str, Model]:
         """Returns name -> model of those that score completions on the reference's devices:
-        `reference` and `teacher`, if the job has them."""
+        `reference` if the algorithm compares with one, `teacher` if the job has one; {} if
+        neither."""
         models = {}
         model = self.model.on(self.roles.reference)
         if self.config.algorithm.scores_reference:
@@ -197,9 +204,9 @@ class PlannedJob:
 
     def _sampling(self) -> dict[str, Planned]:
         """Returns name -> program of the training engine: it prefills all prompts of a step, joins
-        further rows of slots to a prompt, and decodes all tokens. For the number of runs each
-        completion has the greatest length. A program that never runs is left out, like `join` if a
-        row holds a whole group."""
+        further rows of slots to a prompt, and decodes all tokens. `runs` are those of one host's
+        part of a step, if every completion has the greatest length. A program that never runs is
+        left out, like `join` if a row holds a whole group."""
         config = self.config
         role = self.roles.sampler
         engine = self.engines["training"]
@@ -251,8 +258,9 @@ class PlannedJob:
         """Returns how often the two nested loops of decoding run: (over the tokens of a dispatch,
         over blocks of keys). `chunk`: the tokens of a dispatch. The second number is the mean of
         the loops over a prompt's and over a completion's keys, 0 if neither needs one; if a kernel
-        decodes, it is instead the share of all keys that it reads, because the kernel declares the
-        cost of all."""
+        decodes, it is instead the share of all keys that it reads (0 to 1), because the kernel
+        declares the cost of all. Assumes the longest prompts and completions, of which the
+        kernel's share counts half of a completion (`_live_keys`)."""
         sampling = self.config.sampling
         if decodes_by_kernel(engine.model):  # the share of keys that lie in live blocks
             block = PAGE if by_pages(engine.model) else KEY_BLOCK
@@ -275,7 +283,8 @@ class PlannedJob:
 
     def _prefill_trips(self, engine: Engine) -> tuple[float, ...]:
         """Returns how often the two nested loops of prefilling run: (over the pieces of a long
-        prompt, over blocks of keys); empty if a prompt is one piece."""
+        prompt, over blocks of keys); empty if the longest prompt is one piece. The second number is
+        a mean: later pieces read more blocks."""
         piece = engine.scheduler.whole
         pieces = -(-self.config.sampling.max_prompt_tokens // piece)
         if pieces == 1:
@@ -291,7 +300,7 @@ class PlannedJob:
         sampling = self.config.sampling
         parts = engine.model.key_parts
         prompt = block * -(-sampling.max_prompt_tokens // block)
-        mean = sampling.mean_completion_tokens or sampling.max_completion_tokens
+        mean = sampling.mean_completion_tokens or sampling.max_completion_tokens  # 0: not set
         completion = (mean + block - 1) / 2
         num_bytes = 0.0
         for cache in engine.state_shapes().caches:
@@ -300,6 +309,7 @@ class PlannedJob:
             else:  # [pages, key heads, tokens of a page, ..]: a slot's share of the pool
                 tokens = cache.own_k.shape[0] * cache.own_k.shape[2]
                 slot_tokens = tokens / (engine.num_rows * engine.siblings)
+            # The bytes of each cache, times the tokens read for each token that it has room for.
             prompt_bytes = bytes_per_device((cache.prefix_k, cache.prefix_v))
             completion_bytes = bytes_per_device((cache.own_k, cache.own_v))
             num_bytes += prompt_bytes * prompt / (parts * cache.prefix_k.shape[-2])
@@ -307,8 +317,9 @@ class PlannedJob:
         return num_bytes
 
     def _learning(self) -> dict[str, Planned]:
-        """Returns name -> program of the trainer: `score` if it needs old log-probs, the models
-        that score for it, `accumulate` and `apply`."""
+        """Returns name -> program of the trainer, in the order in which they run: `score` if it
+        needs old log-probs, `reference` and `teacher` if the job has these models, `accumulate` and
+        `apply`. `runs` are those of a whole step, of all its epochs and mini-batches."""
         config = self.config
         algorithm = config.algorithm
         role = self.roles.trainer
@@ -369,29 +380,31 @@ class PlannedJob:
 
     def _moments_in_flight(self, trainable: Parameters) -> int:
         """Returns the bytes of Adam's moments that are on a device at a time during an update with
-        `optimizer.offload`; 0 without it. Needed for a GPU that is only described: JAX knows no
-        host memory there, and compiles the update as if all moments stayed on the device."""
+        `optimizer.offload`; 0 without it. These are the moments of one layer and of all weights
+        outside of the layers. Needed for a GPU that is only described: JAX knows no host memory
+        there, and compiles the update as if all moments stayed on the device."""
         section = self.config.optimizer
         if not section.offload:
             return 0
         layer = bytes_per_device(trainable.blocks) // self.model.architecture.num_layers
         masters = bytes_per_device(replace(trainable, blocks=None)) + layer
         of_a_moment = masters
-        if section.moments == "bfloat16":
+        if section.moments == "bfloat16":  # master weights are float32
             of_a_moment = masters // 2
         return 2 * 2 * of_a_moment  # two moments, in and out
 
     def _runs(self, prompts: int) -> float:
-        """Returns how often a program must run for the groups of `prompts` prompts, as a fraction:
-        the program of the full shape stands for all shapes, so a micro-batch of a shorter one
-        counts as a part of a run."""
+        """Returns how often a trainer's program must run for the groups of `prompts` prompts, as a
+        float: the program of the full shape stands for all shapes, so a micro-batch of a shorter
+        one counts as a part of a run."""
         return packed_tokens(self.config, self.shapes, prompts) / self.shape.tokens
 
     def _blocks_read(self, model: Model) -> tuple[float, ...]:
         """Returns the assumed rounds of attention's loop in the trainer's programs, as a tuple of
         one: how many blocks of keys are read for each block of queries, with the longest prompt and
         completion. For kernels, which declare the cost of all blocks, it is the share that they
-        read. Empty if attention computes all scores at once."""
+        read, at most 1. Empty if attention computes all scores at once. `model`: the trainer's or
+        a scorer's, on its own role."""
         size = self.shape.length
         context = model.role.context
         platform = model.role.platform
@@ -412,15 +425,16 @@ class PlannedJob:
             # The last part of a row reads most, and the devices with the others wait for it.
             share = 1 - 0.5 / context
             return (min(1.0, (prompt + completion * share + block) / size),)
-        # Each block of queries reads as many blocks as the one that needs most.
+        # Each block of queries reads as many blocks as the one that needs most. The prompt's keys
+        # and the completion's may each begin and end within a block: one block more for each.
         block = block_size(size // context, platform)
         return (min(size / block, (prompt + completion) / block + 2),)
 
     def _publishing(self) -> dict[str, Planned]:
         """Returns the program `publish`, which copies the largest array from the trainer to the
         sampler. A run has one such program for each array; this one counts as often as all arrays
-        together are larger than it. `runs` is the mean of a step: with `train.weight_sync_interval`
-        not every step publishes. {} if publication copies nothing."""
+        together are larger than it. `runs` is the mean of a step, and no whole number: with
+        `train.weight_sync_interval` not every step publishes. {} if publication copies nothing."""
         pairs = self._copied()
         if not pairs:
             return {}
@@ -443,16 +457,19 @@ class PlannedJob:
             "publish": Planned(
                 program,
                 self.roles.trainer,
+                # The second argument: the array's number, for its checksum.
                 (trainer_array, jax.ShapeDtypeStruct((), jnp.uint32)),
                 runs=num_arrays / self.config.train.weight_sync_interval,
             )
         }
 
     def _batch(self, role: Role) -> LearnerBatch:
-        """Returns the shapes of a micro-batch on a role's devices, laid out as `put_batch` lays it
-        out; the number of rows is rounded up to a multiple of its devices."""
+        """Returns the shapes of a micro-batch of the full shape on a role's devices: [rows, tokens
+        of a row], rows split over the devices, and their number rounded up to a multiple of
+        `role.batch_shards`. Nothing is allocated. `support_ids` is None unless the trainer needs
+        the tokens that were sampled from."""
         shape = self.shape
-        rows_to_add = -shape.rows % role.batch_shards
+        rows_to_add = -shape.rows % role.batch_shards  # up to the next multiple; 0 if it is one
         grid = (shape.rows + rows_to_add, shape.length)
 
         def rows(dtype: Any, sizes: tuple[int, ...] = grid) -> jax.ShapeDtypeStruct:
@@ -487,7 +504,8 @@ class PlannedJob:
 
     def budget(self) -> Budget:
         """Returns the budget of the job before anything is compiled: what `shoal train` knows too,
-        and the programs, machines and step that only the plan knows."""
+        and the programs, machines and step that only the plan knows. It has no costs and no advice.
+        `memory` is what the kind of devices leaves to programs, if that is known."""
         budget = job_budget(self.job)
         memory = budget.memory
         if self.accelerator and self.accelerator.usable_bytes:
@@ -517,7 +535,7 @@ class PlannedJob:
             hosts = self.topology.hosts(self.job.devices)
         else:
             devices = f"the {count(len(self.job.devices), 'device')} here"
-            hosts = dict.fromkeys(self.job.devices, 0)
+            hosts = dict.fromkeys(self.job.devices, 0)  # device -> number of its host
         prompts = config.batch.prompts_per_step
         prompt_tokens = config.sampling.max_prompt_tokens
         completions = [config.sampling.max_completion_tokens] * config.batch.group_size
@@ -544,7 +562,8 @@ class PlannedJob:
 
     def _rates(self) -> DeviceRates | None:
         """Returns the speeds that the plan assumes of a device: measured ones if there is a
-        calibration, else its maker's; None if its kind is unknown."""
+        calibration, else its maker's; None if its kind is unknown. `peak_flops` is always the
+        maker's, for the type of the model; None if the maker states none for it."""
         device = self.accelerator
         if device is None:
             return None

@@ -79,11 +79,13 @@ def make_plan(
     show_compiled  called if the user interrupts, with the costs of what was compiled until then
     compiles       False: the costs are estimated
 
-    If what the roles hold does not fit the devices, nothing is compiled and there are no costs.
-    Ctrl-C raises KeyboardInterrupt."""
+    If what the roles hold does not fit the devices, nothing is compiled and there are no costs; the
+    budget's `fits()` is then False, which is no error. ShoalError if the job is impossible on these
+    devices, or if a compiler's process ends without an answer. Ctrl-C raises KeyboardInterrupt."""
     size = parameter_count(planned_architecture(config.model))
     bytes_of_a_compiler = COMPILER_BYTES + LARGE_BYTES * size / 70e9
     _, available = machine_memory()
+    # How many processes compile at a time.
     count = max(1, min(num_cores(), int(available / bytes_of_a_compiler)))
     with compilers(count, config.topology) as answers:
         budget = answers([(describe, config, config.topology, compiles)])[0]
@@ -115,9 +117,10 @@ def _compile(
     say: Callable[[str], None],
     costs: dict[str, ProgramCost],
 ) -> None:
-    """Compiles the programs of a job in parallel, prints progress with `say`, and writes the cost
-    of each program into `costs` as soon as it is known. A program that is compiled with few layers
-    twice gets the cost that is extrapolated to all layers."""
+    """Compiles the programs of a job in parallel, calls `say` with a line of progress after each,
+    and writes the cost of each program into `costs` (name -> cost) as soon as it is known. A
+    program that is compiled with few layers twice gets the cost that is extrapolated to all layers,
+    when both are there. An error of a compilation is raised; `costs` keeps what it has then."""
     layers = budget.model.layers
     calls: dict[tuple[str, int], Call] = {}  # (program, layers: 0 for all)
     for name in sorted(budget.programs, key=_LONGEST_FIRST.index):
@@ -137,7 +140,7 @@ def _compile(
     def take(call: Call, answer: ProgramCost) -> None:
         """Stores the cost of one compiled program, and prints progress. Called for each answer as
         soon as it is there."""
-        name, depth = call[-2:]
+        name, depth = call[-2:]  # the last two arguments of `cost`
         done[name, depth] = answer
         if not depth:
             costs[name] = answer
@@ -158,8 +161,9 @@ def _compile(
 
 
 def _is_shallow(config: PlanConfig, program: str, layers: int) -> bool:
-    """True if a program is compiled with few layers, and its cost extrapolated: as `layers=` says,
-    for a model with more than DEEP layers; with `auto`, only decoding. Never `publish`."""
+    """True if a program is compiled with few layers, and its cost extrapolated. Never for a model
+    with at most DEEP layers (`layers` is their number), and never `publish`. Else by the key
+    `layers`: `auto`: decoding alone; `shallow`: all programs; `all`: none."""
     if layers <= DEEP or program == "publish":
         # Publication copies array by array, and which array is the largest depends on the layers.
         return False
@@ -171,8 +175,10 @@ def _is_shallow(config: PlanConfig, program: str, layers: int) -> bool:
 def extrapolate(shallow: ProgramCost, deeper: ProgramCost, layers: int) -> ProgramCost:
     """Returns the cost of a program with `layers` layers, extrapolated from its costs with two
     smaller numbers of layers on a straight line: each further layer costs as much as each of those
-    between the two. Sources and transfers that only the shallower one has are left out; `memory`,
-    `largest` and `assumed` are those of the deeper one."""
+    between the two. No value becomes less than 0. Sources and transfers that only the shallower one
+    has are left out, those that only the deeper one has count as 0 in the other; `memory`,
+    `largest` and `assumed` are those of the deeper one. If one has an `error`, so has the
+    result."""
     shallow_layers, deeper_layers = shallow.layers, deeper.layers
 
     def line(at_first: float, at_second: float) -> float:
@@ -220,23 +226,27 @@ def extrapolate(shallow: ProgramCost, deeper: ProgramCost, layers: int) -> Progr
 
 
 def describe(config: Config, topology: str, compiles: bool = True) -> Budget:
-    """Returns the budget of a job before anything is compiled. Called in a process that may
-    compile. `topology`: '' for the devices here; `compiles`: False for placeholders, which need no
-    compiler."""
+    """Returns the budget of a job before anything is compiled, without costs and advice. Called in
+    a process of `compilers`, because it looks for devices. `topology`: '' for the devices here;
+    `compiles`: False for placeholders, which need no compiler. ShoalError if such a job is
+    impossible."""
     with planned_job(config, topology, compiles=compiles) as job:
         return job.budget()
 
 
 def cost(config: Config, topology: str, program: str, layers: int) -> ProgramCost:
-    """Compiles one program of a job and returns its cost. `layers`: fewer than the model has; 0:
-    all."""
+    """Compiles one program of a job, or reads what its compiler said before from disk, and returns
+    the cost of one run on a device. `topology`: '' for the devices here; `program`: its name in the
+    job's budget; `layers`: fewer than the model has; 0: all. A program that the compiler refuses
+    for lack of memory has an `error` in its cost."""
     with planned_job(config, topology, layers) as job:
         return analyse(job, program)
 
 
 def advise_plan(budget: Budget, topology: str, compiles: bool = True) -> list[Advice]:
-    """Returns advice on a plan's budget: changes of keys that would make it fit or faster, each
-    tried on the devices of the plan."""
+    """Returns advice on a plan's budget, the best first: changes of keys that would make it fit or
+    faster, each tried with a budget on the devices of the plan, without compiling; [] if none
+    helps. `topology`: '' for the devices here; `compiles`: like in `describe`."""
     with planned_job(budget.config, topology, compiles=compiles) as job:
         return advise(budget, job.job.budget_for)
 
@@ -245,8 +255,8 @@ def advise_plan(budget: Budget, topology: str, compiles: bool = True) -> list[Ad
 def compilers(count: int, topology: str) -> Iterator[Answers]:
     """A context with a function `answers(calls, done)`: it makes the calls in at most `count`
     parallel processes, and returns their results in the order of the calls. `done(call, result)`,
-    if given, is called as soon as each result is there. Without a topology this process itself
-    makes the calls, for its own devices.
+    if given, is called in this process as soon as each result is there, in any order. Without a
+    topology this process itself makes the calls, one after the other, for its own devices.
 
         with compilers(4, "v5p-8") as answers:
             decode, apply = answers(
@@ -254,7 +264,8 @@ def compilers(count: int, topology: str) -> Iterator[Answers]:
             )
 
     Separate processes are needed, because a compiler reads its settings from the environment, and
-    JAX keeps the first backend that it finds. Leaving the block kills them.
+    JAX keeps the first backend that it finds. The environment of this process is changed within the
+    block, and restored after it. Leaving the block kills the processes.
     """
     if not topology:
         yield _answers_here
@@ -279,7 +290,7 @@ def compilers(count: int, topology: str) -> Iterator[Answers]:
 
 def _answers_here(calls: Sequence[Call], done: Done | None = None) -> list[Any]:
     """Makes the calls in this process, one after the other, and returns their results. `done(call,
-    result)`, if given, is called after each."""
+    result)`, if given, is called after each. The first error ends it and is raised."""
     answers = []
     for call in calls:
         function, *arguments = call
@@ -293,8 +304,8 @@ def _answers_here(calls: Sequence[Call], done: Done | None = None) -> list[Any]:
 def _answers(pool: ProcessPoolExecutor, calls: Sequence[Call], done: Done | None) -> list[Any]:
     """Makes the calls in the pool's processes, and returns their results in the order of the calls.
     `done(call, result)`, if given, is called as soon as each result is there. ShoalError if a
-    process ends without an answer, which happens if the machine runs out of memory; an error of a
-    call is raised as it is."""
+    process ends without an answer or lacks memory; any other error of a call is raised as it is, at
+    the first call that fails, while others may still run."""
     futures: dict[Future[Any], Call] = {pool.submit(*call): call for call in calls}
     try:
         for future in as_completed(futures):
@@ -310,9 +321,10 @@ def _answers(pool: ProcessPoolExecutor, calls: Sequence[Call], done: Done | None
 
 
 def _start() -> None:
-    """Prepares a process that compiles: it ends with its parent, is the first to be killed if
-    memory runs out, and prints nothing."""
+    """Prepares the process that calls this function to compile: it ends with its parent, is the
+    first to be killed if memory runs out, and prints nothing, neither output nor errors."""
     prctl(KILL_WITH_PARENT, signal.SIGKILL)
     limit_memory(0)  # no limit, but this process is killed first if memory runs out
-    for stream in (1, 2):  # libtpu prints much about a TPU that it does not find
+    # Standard output and error; libtpu prints much about a TPU that it does not find.
+    for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)

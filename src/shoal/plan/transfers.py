@@ -33,8 +33,9 @@ def transfer_rows(
 ) -> list[Transfers]:
     """Returns the transfers of a program: its collectives summed up by kind, mesh axes and source,
     the most bytes first. Each has the bytes of the whole arrays and the seconds that the links need
-    for them. `accelerator`: the kind of devices; None if it is unknown, for 0 seconds. `mesh`: the
-    mesh of the program's role."""
+    for them. Times, bytes and seconds are those of one run. `topology`: None for devices here;
+    `accelerator`: the kind of devices; None if it is unknown, for 0 seconds. `mesh`: the mesh of
+    the program's role, by whose order devices are numbered."""
     rows: dict[tuple[str, str, str], Transfers] = {}
     links: dict[tuple[str, bool], GroupLink] = {}
     for collective in collectives:
@@ -52,10 +53,9 @@ def transfer_rows(
             )
         row = rows[row_key]
         moving = _moved(collective.kind, collective.total, link.size) / link.rate
-        # An all-reduce is two transfers: it scatters, then gathers.
         waiting = collective.times * link.latency
         if collective.kind == "all-reduce":
-            waiting *= 2
+            waiting *= 2  # an all-reduce is two transfers: it scatters, then gathers
         rows[row_key] = replace(
             row,
             times=row.times + collective.times,
@@ -83,9 +83,11 @@ def _group_link(
     mesh: Any,
     in_parts: bool,
 ) -> GroupLink:
-    """Returns how the groups of devices of a collective exchange. `in_parts`: see `link_of`. The
-    first group stands for all, except that of pairs the slowest counts. Groups of an unknown form,
-    or with numbers that the mesh does not have, get the axes `?` and no time."""
+    """Returns how the groups of devices of a collective exchange. `in_parts`: True if what comes
+    from other machines or slices is sent once, a part to each device of a group, instead of whole
+    to each. The first group stands for all, except that of pairs the slowest counts. Groups of an
+    unknown form, or with numbers that the mesh does not have, get the axes `?` and no time (an
+    infinite rate, latency 0); the size still follows from the text."""
     unknown: list[list[int]] = [[]]
     groups = device_groups(collective.groups) or unknown
     highest = max((max(group) for group in groups if group), default=0)
@@ -106,8 +108,10 @@ def _group_link(
 
 
 def _moved(kind: str, size: float, devices: int) -> float:
-    """Returns the bytes that one device receives in a collective. `kind`: such as `all-gather`;
-    `size`: the bytes of the whole array; `devices`: how many devices a group has."""
+    """Returns the bytes that one device receives in a collective: with n devices (n - 1) / n of the
+    whole array; twice that for `all-reduce`; all of it for `collective-permute`. `kind`: one of
+    XLA's names, such as `all-gather`; `size`: the bytes of the whole array; `devices`: how many
+    devices a group has, at least 1."""
     share = (devices - 1) / devices
     if kind == "all-reduce":
         return 2 * share * size
@@ -140,7 +144,8 @@ def groups_text(attributes: str) -> str:
 
 def device_groups(text: str) -> list[list[int]]:
     """Returns the groups of devices that exchange, as lists of their numbers, parsed from any of
-    the forms in which XLA writes them; empty if the form is unknown.
+    the forms in which XLA writes them; empty if the form is unknown. Pairs (sender, receiver) are
+    groups of two.
 
     >>> device_groups("[2,2]<=[2,2]T(1,0)"), device_groups("mesh['a'=2,'b'=2] {'b'}")
     ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
@@ -163,7 +168,8 @@ def _numbers(text: str) -> list[int]:
 
 def _order(text: str) -> np.ndarray:
     """Returns the numbers of devices in the order that a text such as `[2,4]T(1,0)` describes: they
-    are counted row by row in a grid of these sizes, which is then transposed."""
+    are counted row by row in a grid of these sizes, which is then transposed. A flat array; without
+    `T(...)` the numbers from 0 in order."""
     dims, _, order = text.partition("T")
     shape = _numbers(dims)
     grid = np.arange(math.prod(shape)).reshape(shape)
@@ -192,9 +198,9 @@ def _mesh_groups(text: str) -> list[list[int]]:
     shape = []
     inside = []
     for name, size in sizes.items():
-        before, part = parts.get(name, (size, 1))
+        before, part = parts.get(name, (size, 1))  # an axis that is not named: a part of size 1
         shape += [before, part, size // before // part]
-        inside.append(len(shape) - 2)
+        inside.append(len(shape) - 2)  # the second of the three: the part
     outside = sorted(set(range(len(shape))) - set(inside))
     if not ids_text:
         numbers = np.arange(math.prod(shape))
@@ -239,7 +245,8 @@ def group_size(text: str) -> int:
 
 def axes_of(mesh: Any, group: Sequence[int]) -> str:
     """Returns the axes of a mesh along which a group of its devices lies, in the mesh's order,
-    `fsdp` or `data+fsdp`; "" for a single device, `?` for an empty group."""
+    `fsdp` or `data+fsdp`; "" for a single device, `?` for an empty group. `group`: numbers of
+    devices, counted row by row through `mesh.devices` from 0."""
     if not group:
         return "?"
     # [devices of the group, axes of the mesh]
@@ -259,16 +266,17 @@ def link_of(
     in_parts: bool = True,
 ) -> tuple[float, float]:
     """Returns (bytes a second that each device of a group can receive from the others, seconds
-    until the first byte arrives); (infinity, 0) for one device and for an unknown kind. `group`:
-    numbers of devices in the mesh. `in_parts`: True if what comes from other machines or slices is
-    sent once, a part to each of the group's devices here, instead of whole to each."""
+    until the first byte arrives); (infinity, 0) for fewer than two devices and for an unknown kind
+    (`accelerator` None). `topology`: None for devices here. `group`: numbers of devices, counted
+    row by row through `mesh.devices`. `in_parts`: True if what comes from other machines or slices
+    is sent once, a part to each of the group's devices here, instead of whole to each."""
     if accelerator is None or len(group) < 2:
         return math.inf, 0.0
     devices = [mesh.devices.flat[number] for number in group]
     slices = {getattr(device, "slice_index", None) or 0 for device in devices}
     coordinates = np.array(
         [getattr(device, "coords", None) or (0, 0, device.id) for device in devices]
-    )
+    )  # [devices of the group, dimensions]
     sizes = {}
     for axis in range(coordinates.shape[1]):
         sizes[axis] = len(set(coordinates[:, axis]))
@@ -287,9 +295,11 @@ def link_of(
 def _within(
     topology: Topology | None, accelerator: Accelerator, sizes: Mapping[int, int], count: int
 ) -> tuple[float, float]:
-    """Returns what `link_of` returns, for a group of `count` devices within one machine or slice.
-    `sizes`: dimension of the torus -> how many devices of the group lie along it. The dimensions
-    are of a TPU alone: a GPU's machine has one rate."""
+    """Returns (bytes a second that each device of a group can receive from the others, seconds
+    until the first byte arrives) for a group of `count` devices within one machine or slice.
+    `sizes`: dimension of the torus -> at how many places along it the group has devices. The
+    dimensions matter for a TPU alone: a GPU's machine has one rate. `topology`: None for devices
+    here, of which no dimension counts as a ring."""
     if not accelerator.is_tpu:
         return accelerator.link or accelerator.hbm / 2, MACHINE_SECONDS  # or devices in one memory
     shape = topology.shape if topology else ()
@@ -312,7 +322,8 @@ def _within(
 def _wraps(accelerator: Accelerator, shape: Sequence[int], axis: int) -> bool:
     """True if the two ends of a torus's dimension are connected: in a torus of two dimensions if
     this one has all 16 chips, in one of three if each dimension of the slice is a multiple of 4.
-    `shape`: the slice's; () if it is unknown, for False."""
+    `shape`: the slice's, in chips; () if it is unknown, for False. `axis`: the dimension's index in
+    it; False for one that it does not have."""
     if axis >= len(shape):
         return False
     if accelerator.torus == 2:

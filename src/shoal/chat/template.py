@@ -118,6 +118,7 @@ class _GenerationBlock(Extension):
         syntax tree of its body, with the two variables of GENERATION written before and after it.
         Jinja calls it."""
         line = next(parser.stream).lineno
+        # Up to the word `endgeneration`, which drop_needle removes from the stream.
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         begins, ends = GENERATION  # the variables' names
         body.insert(0, nodes.Output([nodes.Name(begins, "load")], lineno=line))

@@ -246,8 +246,10 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
 
 def _call(method: str, arguments: list[nodes.Expr], line: int | None = None) -> nodes.Call:
-    """Returns the syntax tree of a call of one of the sandbox's methods."""
+    """Returns the syntax tree of a call of the sandbox's method of this name. `line`: of the
+    template, for messages; None for none."""
     function = nodes.EnvironmentAttribute(method)
+    # [], None, None: no arguments by name, no *args, no **kwargs
     return nodes.Call(function, arguments, [], None, None, lineno=line)
 
 

@@ -144,8 +144,9 @@ class CallReader:
 
     def _compile(self, table: Any) -> None:
         """Compiles the patterns of a table: one that matches any opening marker, whose group says
-        which field it opens, and for each field one for the closing marker. Raises errors of
-        various types if the table is not valid."""
+        which field it opens (`_NAME`), and for each field one for the closing marker (without one:
+        the end of the text). Raises KeyError, TypeError, AttributeError, ValueError or re.error if
+        the table is not valid."""
         openings = []
         self._closing: dict[str, re.Pattern[str]] = {}
         for name, field in table["fields"].items():

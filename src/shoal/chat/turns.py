@@ -306,8 +306,8 @@ def find_call_format(tokenizer: Tokenizer, schemas: Sequence[dict[str, Any]]) ->
 
 def _added_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     """Returns a pattern that matches, without consuming text, at the start of each place where a
-    text spells out an added token of more than one character. None if the tokenizer has no such
-    token."""
+    text spells out an added token of more than one character, special or not. None if the tokenizer
+    has no such token."""
     texts = [text for text, _ in tokenizer.added_tokens().values() if len(text) > 1]
     if not texts:
         return None

@@ -139,8 +139,9 @@ def compat(config: CompatConfig, console: Console | None = None) -> dict[str, An
 
 def checked_scripts(config: CompatConfig) -> dict[Path, str]:
     """Returns path -> text of all scripts that `compat` writes, without writing them. Raises
-    ShoalError if a path holds a file that Shoal did not write, as in a checkout of the other
-    system, or if the folder `to` cannot be written."""
+    ShoalError if a path holds a file without MARK, which Shoal did not write, as in a checkout of
+    the other system, or if the folder `to` cannot be written. Paths are below the folder `to`;
+    files that end in .txt are no scripts, but are among them."""
     folder = check_local(config.to, "to")
     check_writable(folder, "to", within=True)
     scripts = {}
@@ -177,7 +178,7 @@ def shim_argv(name: str, words: Sequence[str]) -> list[str]:
     shim = SHIMS[name]
     words = list(words)
     beneath = []  # words that stand before the user's, so that the user's have precedence
-    if shim.configs:
+    if shim.configs:  # only TorchRL's scripts have some
         beneath += _torchrl_words()
     beneath += shim.words
     if shim.command == "train":
@@ -215,7 +216,7 @@ def shim_argv(name: str, words: Sequence[str]) -> list[str]:
 def _torchrl_words() -> list[str]:
     """Returns words for what TorchRL's recipe also writes: Hydra's files, the KL divergence as a
     metric (which costs a forward pass each step if its weight is 0), and Weights & Biases if the
-    package is installed."""
+    package is installed. All are words `key=value` of `shoal train`."""
     words = ["report.hydra=true", "algorithm.kl_metric=true"]
     if find_spec("wandb"):
         words.append("report.wandb.mode=auto")

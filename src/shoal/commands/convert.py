@@ -269,8 +269,8 @@ def _to_hugging_face(
 
 def _progress(size: int, console: Console) -> Callable[[int], None]:
     """Returns a function to call with the number of bytes that were just written. It prints a line
-    whenever the sum reaches another tenth of `size`; nothing if `size` is less than
-    PROGRESS_BYTES."""
+    whenever the sum reaches another tenth of `size`, the bytes of all; nothing if `size` is less
+    than PROGRESS_BYTES. Seconds count from this call on."""
     done = 0
     started = time.perf_counter()
 
@@ -279,6 +279,7 @@ def _progress(size: int, console: Console) -> Callable[[int], None]:
         nonlocal done
         before = done
         done += count
+        # done * 10 // size: how many tenths are complete
         reached_next_tenth = size and done * 10 // size > before * 10 // size
         if size >= PROGRESS_BYTES and reached_next_tenth:
             console.note(

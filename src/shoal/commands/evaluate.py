@@ -78,6 +78,7 @@ def evaluate(
         figures = {}
         shares = []
         for name, of_set in answers.items():
+            # Failures of the reward functions on rows of this set.
             failed = [failure for failure in failures if set_of_row.get(failure.row) == name]
             of_name: dict[str, Any] = dict(evaluator.figures(of_set))
             of_name |= read_in_any_form(of_set, task)

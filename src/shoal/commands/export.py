@@ -46,7 +46,7 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
         )
     with console or Console() as console, orbax_silenced():
         model = open_model(ModelSection(path=config.source), console, as_stored=True)
-        role = make_roles(MeshSection()).trainer
+        role = make_roles(MeshSection()).trainer  # the devices here, on which weights are loaded
         architecture = model.architecture
         if config.merge and not architecture.adapter:
             raise ShoalError(f"merge=true: {config.source} has no adapter; leave merge out")

@@ -136,7 +136,8 @@ def command_help(command: str, topics: Sequence[str] = ()) -> str:
 def options_of(command: str) -> dict[str, str]:
     """Returns option -> help text of the options that a command accepts, such as `--dry-run`.
     Options are not keys. All have --dry-run and --help; only `train` has --multirun and --plan; a
-    command with arguments that are not keys takes no preset."""
+    command in POSITIONALS, which takes arguments that are not keys, has no --config-name and no
+    --preset."""
     options = dict(OPTIONS)
     if command != "train":
         del options["--multirun"]
@@ -149,8 +150,9 @@ def options_of(command: str) -> dict[str, str]:
 
 def _topic_help(config_type: type, topic: str) -> str:
     """Returns the help of one topic of `shoal COMMAND --help TOPIC`: of the first of these that has
-    this name: a section, a key, another system's flag, a part of dotted names such as `lora`.
-    ShoalError if there is none."""
+    this name: a section, a key (or a short form of one), another system's flag, a part of dotted
+    names such as `lora`, for all keys with this part. ShoalError if there is none. `config_type`:
+    the command's dataclass."""
     keys = keys_of(config_type).values()
     names = names_of(config_type)
     if topic in sections_of(config_type):
@@ -240,8 +242,9 @@ def _key_lines(key: Key) -> list[str]:
 
 
 def _wrapped(text: str, indent: int = 6, break_on_hyphens: bool = False) -> list[str]:
-    """Wraps a text to the terminal's width, but at least 60 and at most 140 columns, and returns
-    its lines, each indented."""
+    """Wraps a text to the terminal's width (110 if unknown), but at least 60 and at most 140
+    columns, and returns its lines, each indented by `indent` spaces, which count as columns. A
+    longer word without a break is split."""
     width = max(60, min(shutil.get_terminal_size((110, 24)).columns, 140))
     margin = " " * indent
     return textwrap.wrap(

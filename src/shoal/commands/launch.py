@@ -317,7 +317,8 @@ def docker_script(work: Workload) -> str:
 
 
 def ray_script(work: Workload) -> str:
-    """Returns a script that submits the job to a Ray cluster. ShoalError if there is no job."""
+    """Returns a script that submits the job to the Ray cluster at RAY_API_SERVER_ADDRESS, with
+    `config.options` as further options of `ray job submit`. ShoalError if there is no job."""
     words = ["ray", "job", "submit", *work.config.options, "--"]
     for word in work.words:
         words.append(ray_word(word))
@@ -331,8 +332,9 @@ def ray_script(work: Workload) -> str:
 
 
 def ray_word(word: str) -> str:
-    """Returns a word of a job in the form that `ray job submit` hands on unchanged. An empty word
-    or one with a space or tab is escaped in another way than others, because Ray quotes it.
+    """Returns a word of a job in the form that `ray job submit` hands on unchanged: the word itself
+    if a shell reads it as it is. An empty word or one with a space or tab is escaped in another way
+    than others, because Ray quotes it.
 
     `ray job submit` joins words by the rules of Windows (`subprocess.list2cmdline`: double quotes
     around a word with a space, a backslash before a double quote), and a shell reads the result, in
@@ -342,6 +344,7 @@ def ray_word(word: str) -> str:
     if " " in word or "\t" in word or not word:  # Ray puts such a word in double quotes
         # Ray already doubles a backslash before a double quote or at the end.
         return re.sub(r'\\(?!\\*("|\Z))|[$`]', r"\\\g<0>", word)
+    # Single quotes around all but double quotes, before which Ray puts a backslash.
     quoted = []
     for part in word.split('"'):
         escaped = part.replace("'", "'\\''")
@@ -420,6 +423,7 @@ def xpk_command(work: Workload) -> str:
     if options:
         parts.append(shlex.join(options))
     # The shell fills in the variables, so that secrets are not printed.
+    # `${A:+--env A="$A"}`: the option only if A is set and not empty.
     parts.append(" ".join(f'${{{name}:+--env {name}="${name}"}}' for name in SECRETS))
     parts.append(f"--command={shlex.quote(command)}")
     return script([f"# {work.summary}", " \\\n    ".join(parts)])

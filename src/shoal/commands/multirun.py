@@ -64,7 +64,7 @@ class SweptRun:
     @property
     def state(self) -> str:
         """Returns the run's state in words: `not run`, `interrupted`, `done`, or `failed (1)` with
-        the exit code."""
+        the exit code, which is negative for a signal."""
         if self.exit_code is None:
             return "not run"
         if self.exit_code in INTERRUPTED:
@@ -82,9 +82,9 @@ def multirun(
     All combinations are validated before the first one starts. If run_name names the folder of an
     earlier sweep with the same values, that sweep is continued: each run resumes in its own folder.
     A failed run does not stop the others, Ctrl-C does (it raises KeyboardInterrupt). A dry run
-    prints the runs, starts none, writes nothing, and returns the same content with every state
-    `not run`. ShoalError for `resume=`, for keys or values that are wrong in any combination, and
-    if the folder holds a single run or another sweep. Runs are numbered from 0."""
+    prints the runs, starts none, does not write multirun.json, and returns the same content with
+    every state `not run`. ShoalError for `resume=`, for keys or values that are wrong in any
+    combination, and if the folder holds a single run or another sweep. Runs are numbered from 0."""
     combinations = list(combine(dataclass_of(command), words))
     configs = [compose(command, line)[0] for _, line in combinations]
     if configs[0].resume:
@@ -163,6 +163,7 @@ def combine(config_type: type, words: Sequence[str]) -> Iterator[tuple[dict[str,
 _ITEM = re.compile(r"""(?:\[[^]]*\]|\([^)]*\)|\{[^}]*\}|"[^"]*"|'[^']*'|[^,])+""")
 """Matches what stands between two commas; commas in brackets or quotes do not count."""
 
+# Matches range(stop), range(start,stop) or range(start,stop,step), without a step of 0.
 _RANGE = re.compile(r"range\((-?\d+)(?:,(-?\d+))?(?:,(-?[1-9]\d*))?\)")
 
 
@@ -179,7 +180,7 @@ def sweep_texts(text: str) -> list[str]:
     if match:
         first, stop, step = match.groups()
         if stop is None:
-            numbers = range(int(first))
+            numbers = range(int(first))  # the only number is the stop
         else:
             numbers = range(int(first), int(stop), int(step or 1))
         if not numbers:
@@ -354,7 +355,8 @@ def _record(root: Path, runs: Sequence[SweptRun]) -> dict[str, Any]:
 
 
 def _write_record(root: Path, runs: Sequence[SweptRun]) -> None:
-    """Writes multirun.json, and copies it to the bucket if the folder is one."""
+    """Writes multirun.json into the sweep's folder `root`, completely or not at all, and copies it
+    to the bucket if the folder is in one. Replaces an earlier one."""
     text = json.dumps(json_ready(_record(root, runs)), indent=2, allow_nan=False)
     write_atomically(root / SUMMARY, [text])
     send(root / SUMMARY)

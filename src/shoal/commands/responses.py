@@ -178,7 +178,7 @@ def output_rows(
 def output_names(columns: Iterable[str], taken: Collection[str]) -> dict[str, str]:
     """Returns input column -> its name in the output: `given_NAME` if the output has a column NAME
     of its own (`taken`), else unchanged. `given_` is put before it again if that name is taken or
-    another input column has it."""
+    another input column has it. Every input column has an entry."""
     columns = set(columns)
     names = {}
     for name in sorted(columns):
@@ -201,5 +201,6 @@ def report_evaluation(
 
 
 def write_answers(output: Path, content: Mapping[str, Any]) -> None:
-    """Writes the JSON file of an evaluation, completely or not at all."""
+    """Writes the JSON file of an evaluation, completely or not at all. Whether `output` exists
+    already is not checked here."""
     write_text(output, json.dumps(json_ready(content), indent=2, ensure_ascii=False) + "\n")

@@ -62,7 +62,7 @@ def train(
                         "stopped before the first step: give the same command again"
                     ) from None
                 summary = run.train()
-                job.reward_pool.watch.check_end()
+                job.reward_pool.watch.check_end()  # called for its error alone
                 return summary
             except KeyboardInterrupt as stop:
                 console.keep(one_line(stop))  # the command prints it

@@ -74,7 +74,7 @@ def analyse(job: PlannedJob, name: str) -> ProgramCost:
     costs = Module(compiled.text).costs(planned.assumed_trips, memory_rate)
     collectives = transfer_rows(costs.collectives, job.topology, accelerator, planned.role.mesh)
     memory = compiled.memory
-    results = max(0, memory["output"] - memory["alias"])
+    results = max(0, memory["output"] - memory["alias"])  # those not written over arguments
     return replace(
         cost,
         extra_bytes=memory["temp"] + results + planned.batch_bytes,
@@ -98,7 +98,7 @@ def _longest_sources(costs: Costs, accelerator: Accelerator | None) -> dict[str,
     rate = math.inf  # cycles or bytes a second
     if accelerator is not None:
         rate = accelerator.clock if accelerator.is_tpu else accelerator.hbm
-    by_source = costs.cycles or costs.bytes
+    by_source = costs.cycles or costs.bytes  # cycles are known for TPUs alone
     longest = sorted(by_source.items(), key=lambda item: -item[1] / rate)
     return {source: amount / rate for source, amount in longest[:MOST_SHOWN]}
 

@@ -228,7 +228,7 @@ class _Copies:
 
     def wait(self, name: str) -> float:
         """Completes a copy and those before it, removes them, and returns the cycles that this
-        takes; 0 if the copy is done already."""
+        takes; 0 if the copy is done already, and for a name that is no copy."""
         waited = 0.0
         while name in self.left:
             oldest = next(iter(self.left))
@@ -598,8 +598,9 @@ class _Visit:
         return sum(instruction.bytes for instruction in self.module.computations[computation])
 
     def loop(self, loop: Instruction, times: float, trips: tuple[float, ...]) -> None:
-        """Adds the costs of a loop. Its trip count is the known one, else the first of `trips`,
-        which then counts as assumed, else 1."""
+        """Adds the costs of a loop, which is entered `times` times. Its trip count is the known
+        one, else the first of `trips`, else 1; the last two are listed in `costs.assumed`. Loops
+        inside get `trips` without the number that this one took."""
         count: float | None = self.module.trip_count(loop)
         if count is None:
             count = 1
@@ -733,7 +734,7 @@ def _whole_bytes(instruction: Instruction, kind: str, devices: int) -> int:
 def _results(instruction: Instruction) -> str:
     """Returns the shape of what an operation returns. The shape of a `-start` is `(operands,
     results, ...)`, each one array or several in parentheses; that of an `all-reduce-start` is only
-    the results."""
+    the results, and so is the shape of an operation that is no `-start`."""
     if instruction.op.endswith("-start") and instruction.op != "all-reduce-start":
         parts = _parts(instruction.shape)
         if len(parts) > 1:

@@ -94,6 +94,7 @@ def planned_job(
         devices = _devices(topology, compiles)
     else:
         devices = available_devices(config.mesh)
+    # Path(): a model without a folder; only its architecture is read
     spec = ModelSource(Path(), planned_architecture(config.model))
     with Job(config, Console(io.StringIO()), devices=devices, model_source=spec) as job:
         job.open("check_longest_sequence")
@@ -199,7 +200,8 @@ class PlannedJob:
     # ---- what they run
 
     def programs(self) -> dict[str, Planned]:
-        """Returns the programs of a step by name, in the order in which they run."""
+        """Returns the programs of a step by name, in the order in which they run: sampling, then
+        the trainer's, then `publish`."""
         return {**self._sampling(), **self._learning(), **self._publishing()}
 
     def _sampling(self) -> dict[str, Planned]:
@@ -239,6 +241,7 @@ class PlannedJob:
         for name, calls in runs.items():
             if not calls:
                 continue
+            # A call of the engine runs one program or several, each `times` times.
             for program_name, (times, args, arrays) in engine.calls(name, parameters).items():
                 planned[program_name] = Planned(
                     engine.programs[program_name],
@@ -350,7 +353,8 @@ class PlannedJob:
                 assumed_trips=self._blocks_read(model),
                 batch_bytes=bytes_per_device(scorer_batch),
             )
-        total = programs["zero"].eval_shape()
+        total = programs["zero"].eval_shape()  # shapes of the sums that `accumulate` adds to
+        # Mini-batches differ by at most one prompt.
         minibatches = algorithm.num_minibatches
         num_larger = prompts % minibatches  # this many mini-batches have one prompt more
         num_smaller = minibatches - num_larger

@@ -89,7 +89,7 @@ def _group_link(
     unknown form, or with numbers that the mesh does not have, get the axes `?` and no time (an
     infinite rate, latency 0); the size still follows from the text."""
     unknown: list[list[int]] = [[]]
-    groups = device_groups(collective.groups) or unknown
+    groups = device_groups(collective.groups) or unknown  # one group without a device
     highest = max((max(group) for group in groups if group), default=0)
     if highest >= mesh.size:
         groups = unknown
@@ -273,11 +273,11 @@ def link_of(
     if accelerator is None or len(group) < 2:
         return math.inf, 0.0
     devices = [mesh.devices.flat[number] for number in group]
-    slices = {getattr(device, "slice_index", None) or 0 for device in devices}
+    slices = {getattr(device, "slice_index", None) or 0 for device in devices}  # 0: only one
     coordinates = np.array(
         [getattr(device, "coords", None) or (0, 0, device.id) for device in devices]
     )  # [devices of the group, dimensions]
-    sizes = {}
+    sizes = {}  # dimension -> at how many places along it the group has devices
     for axis in range(coordinates.shape[1]):
         sizes[axis] = len(set(coordinates[:, axis]))
     num_parts = len(slices)

@@ -363,9 +363,8 @@ class Mirror:
     def flush(self) -> None:
         """Waits until the bucket has everything that the folder holds now. ShoalError if it does
         not answer for UNSAVED_SECONDS, or if a thread has failed."""
-        self._asked = asked = (
-            self._asked + 1
-        )  # the uploading thread sets `_done` to what it has met
+        # The uploading thread sets `_done` to the number of flushes that it has done.
+        self._asked = asked = self._asked + 1
         self._wait_until(
             lambda: self._done >= asked, f"its newest files are in {self.folder} alone"
         )
@@ -403,9 +402,8 @@ class Mirror:
             self._closed.set()
             self._wake.set()
             for thread in self._threads:
-                thread.join(
-                    0 if self.fault else 30
-                )  # seconds; a daemon thread ends with the process
+                # In seconds. A thread that goes on, a daemon, ends with the process.
+                thread.join(0 if self.fault else 30)
             if not self.fault:
                 with contextlib.suppress(Exception):  # if this fails, the lease ends by itself
                     self.lease.renew(lives=False)

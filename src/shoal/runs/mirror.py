@@ -193,7 +193,8 @@ class Lease:
         removed meanwhile, because another process took the next one.
 
         If the record cannot be read, for example after a write that was cut off, the holder is
-        unknown, and the lease ends by its age."""
+        unknown, and the lease ends by its age. A result that is not {} always has `name`; it may
+        lack all else."""
         try:
             record = json.loads(self.fs.cat_file(self._path(number)))
         except FileNotFoundError:
@@ -330,8 +331,10 @@ class Mirror:
         self._check(f"training continues, and what it writes is kept in {self.folder}")
 
     def _check(self, without_answer: str) -> None:
-        """Does what `check` does. `without_answer`: the end of the warning, which says what the run
-        does while the bucket does not answer; a warning with another end is printed again."""
+        """Raises the error that ends the run, if there is one. Otherwise prints that the bucket
+        does not answer, or that it answers again, once each. `without_answer`: the end of the
+        warning, which says what the run does meanwhile; a warning with another end is printed
+        again."""
         if self.fault:
             raise self.fault
         if not self._silent_since:
@@ -551,7 +554,8 @@ class Mirror:
 
     def _remove(self) -> None:
         """Removes from the bucket the files and checkpoints that the local folder no longer has, of
-        a checkpoint the manifest first."""
+        a checkpoint the manifest first. `Fenced` if another process has taken over when a
+        checkpoint is to be removed."""
         for name in self.sent.keys() - self._plain_files().keys():
             self._remove_object(name)
             del self.sent[name]

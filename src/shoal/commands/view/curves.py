@@ -139,7 +139,8 @@ class Curves:
     @property
     def step_seconds(self) -> float | None:
         """Returns the seconds that a step lately took: the median of those of the last 20 steps
-        that compiled nothing. None if all of them compiled, or if there is no step yet."""
+        that compiled nothing. None if all of them compiled, if no step has a time, or if there is
+        no step yet."""
         seconds = self.columns.get("time/step_seconds", ())[-20:]
         known = []
         for value, has_compiled in zip(seconds, self.compiled[-20:], strict=False):

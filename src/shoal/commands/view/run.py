@@ -241,10 +241,10 @@ def _seconds_idle(run: StoredRun) -> float:
 
 
 def before_after(run: StoredRun, evaluations: Evaluations) -> list[list[Any]]:
-    """Returns the rows of `StoredRun.before_after`, each with one more cell: 1 or -1 if the figure
-    has risen or fallen between the first and the newest evaluation, 0 if the interval of the change
-    contains 0 or is unknown. Returns [], and adds a problem to the run, if the evaluations are
-    damaged."""
+    """Returns the rows (figure, before training, after it, change: texts) of the table of a run
+    (`StoredRun.before_after`), each with one more cell: 1 or -1 if the figure has risen or fallen
+    between the first and the newest evaluation, 0 if the interval of the change contains 0 or is
+    unknown. Returns [], and adds a problem to the run, if the evaluations are damaged."""
     curves = evaluations.curves()
     rows: list[list[Any]] = []
     try:
@@ -298,7 +298,7 @@ def settings_rows(
 ) -> list[dict[str, Any]]:
     """Returns a row for each setting of a run: key, value, default, help text, and `differs`, which
     is True if somebody chose another value than the default. None counts as the default if that is
-    empty.
+    "" or an empty list.
 
     `settings`: dotted key -> value; a key that this version does not know has no default, and
     differs. `decided`: the keys whose values the run decided itself; they never differ."""

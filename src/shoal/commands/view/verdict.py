@@ -81,7 +81,7 @@ def accuracy_change(
     newest evaluation.
 
     The interval of the difference of two shares follows from the intervals of both: Newcombe
-    (1998), method 10."""
+    (1998), method 10. A curve of mean rewards is treated likewise."""
     if len(curve.get("x", ())) < 2:
         return None
     if curve["low"][first] is None or curve["low"][last] is None:
@@ -191,8 +191,8 @@ def verdict(
     sentence), and `detail` (the intervals as text, "" if none is known).
 
     `curve`: the main curve of the evaluations; `columns`: metrics by step; `drivers`: the result of
-    `drivers`; `events`: records of spikes, warnings and the like; `steps`: the number made so far,
-    of `total` (None if unknown)."""
+    the function `drivers`; `events`: records of spikes, warnings and the like; `steps`: the number
+    made so far, of `total` (None if unknown)."""
     # Each is None if there is too little to tell.
     accuracy = accuracy_change(curve)
     reward = reward_change(columns.get("reward/mean", ()))

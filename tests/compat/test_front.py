@@ -71,6 +71,11 @@ def test_words_that_yield_to_all_else_are_a_layer_beneath_all():
     assert Merged(Config, [beneath, preset, line]).get("task.name") == "gsm8k"
 
 
+def test_files_with_absolute_and_relative_paths_are_one_error():
+    [error] = translate(Config, [layer("data.train_files=[/data/a.parquet,b.parquet]")]).errors
+    assert error.startswith("data.train_files=") and "absolute paths or relative ones" in error
+
+
 def test_errors_of_flags_and_of_our_own_keys_come_together():
     translation = translate(Config, [layer("grpo_epsilon=x", "stepz=3")])
     assert [error.partition(":")[0] for error in translation.errors] == [

@@ -211,6 +211,8 @@ def test_by_default_the_run_ends_with_the_example_named(
     [
         ([1.0] * 3, "returned 3 values for 4 completions.*row 17"),
         (1.0, "returned 1.0: it must return a list .*; 4 were given"),
+        # A set of the right length has no order.
+        ({0.0, 1.0, 2.0, 3.0}, r"returned \{.*\}: it must return a list .*; 4 were given"),
         (
             None,
             r"returned None: it must return a list with one number \(or None where .*; 4 were "

@@ -330,12 +330,14 @@ def read_betas(name: str, text: str) -> KeyValues:
 def read_train_files(name: str, text: str) -> KeyValues:
     """Converts data.train_files, Parquet files: one file becomes task.path; for several, task.path
     is the folder above them all, and task.files has their paths in it. The task is `custom` unless
-    something else names one. ShoalError if no file is named. ValueError if some paths are absolute
-    and others are not."""
+    something else names one. ShoalError if no file is named, or if some paths are absolute and
+    others are not."""
     files = flags.items_of(text)
     if not files or text == "null":
         raise ShoalError(f"{name}={text}: expected a file, or a list of files")
     values: dict[str, Any] = {"task.name": Yielding("custom", to_all=True), "task.path": files[0]}
+    if len({PurePath(file).is_absolute() for file in files}) > 1:
+        raise ShoalError(f"{name}={text}: expected absolute paths or relative ones, not both")
     if len(files) > 1:
         folder = PurePath(os.path.commonpath([PurePath(file).parent for file in files]))
         values["task.path"] = str(folder)

@@ -19,7 +19,7 @@ import inspect
 import math
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain, groupby
@@ -491,15 +491,15 @@ def _result_of_return(
 
 def _checked_list(result: Any, batch: Batch) -> list[Any]:
     """Returns the result of a function of TRL's convention as a list. _BrokenConvention unless it
-    has a length and can be iterated (a list, an array, a set, ...) with one entry for each
-    completion. Text, bytes and dicts are refused. What the entries are is not checked."""
+    has a length and can be iterated (a list, a tuple, an array, ...) with one entry for each
+    completion. Text, bytes, dicts and sets are refused. What the entries are is not checked."""
     wanted = (
         "it must return a list with one number (or None where it cannot judge) for each "
         f"completion; {count(len(batch), 'was', 'were')} given, the first {batch.describe(0)}"
     )
-    if isinstance(result, str | bytes | Mapping) or not (
-        hasattr(result, "__len__") and hasattr(result, "__iter__")
-    ):
+    # A set has no order, so its entries could be given to the wrong completions.
+    is_refused = isinstance(result, str | bytes | Mapping | Set)
+    if is_refused or not (hasattr(result, "__len__") and hasattr(result, "__iter__")):
         raise _BrokenConvention(f"returned {shorten(repr(result))}: {wanted}")
     values = list(result)
     if len(values) != len(batch):

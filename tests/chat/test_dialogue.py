@@ -241,3 +241,19 @@ def test_what_a_template_does_not_write_is_found(
         for message in given
     ]
     assert unwritten(Tokenizer.load(folder, template), given, tools) == left_out
+
+
+def test_a_model_without_template_and_end_has_no_token_appended(tmp_path: Path):
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    shutil.copy(TINY / "tokenizer.json", folder)
+    config = json.loads((TINY / "tokenizer_config.json").read_text())
+    for key in ("chat_template", "eos_token"):
+        config.pop(key, None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.eos_ids == () and not tokenizer.has_template
+    messages = [{"role": "user", "content": "2 + 3 = ?"}, {"role": "assistant", "content": "5"}]
+    [stream] = streams_of(tokenizer, messages)
+    assert len(stream.loss_mask) == len(stream.token_ids)
+    assert learned(tokenizer, stream) == [" 5"]

@@ -218,7 +218,8 @@ def _stream(tokenizer: Tokenizer, text: _Text) -> Stream:
     """Tokenizes a rendered dialogue and returns its stream. Of a span that the template marked, all
     tokens are learned; of any other span those up to its last end-of-sequence token, because the
     model does not sample what the template writes after it (a newline); all of them if the span has
-    none. Without a chat template an end-of-sequence token is appended, which is learned too.
+    none. Without a chat template an end-of-sequence token is appended, if the model has one; it is
+    learned too.
     ShoalError if no token but the first is learned."""
     ids, token_spans = tokenizer.encode_spans(text.text, text.spans)
     mask = np.zeros(len(ids), bool)
@@ -229,8 +230,9 @@ def _stream(tokenizer: Tokenizer, text: _Text) -> Stream:
                 stop = start + ends[-1] + 1
         mask[start:stop] = True
     if not tokenizer.has_template:  # without a template nothing marks the end of a turn
-        ids = np.append(ids, np.asarray(tokenizer.eos_ids[:1], np.int32))
-        mask = np.append(mask, True)
+        end = np.asarray(tokenizer.eos_ids[:1], np.int32)  # empty if the model has none
+        ids = np.append(ids, end)
+        mask = np.append(mask, np.ones(len(end), bool))
     if not mask[1:].any():
         raise ShoalError(
             "the chat template leaves out what the assistant says: give another with "

@@ -26,7 +26,14 @@ from shoal.report.console import Console, Pace, printable
 from shoal.report.recorder import Recorder, StepRecord
 from shoal.runs.groups import group_record, read_file
 from shoal.runs.layout import decided_file, parts_of
-from shoal.runs.lines import JsonlSink, StepLine, Summary, json_line, json_ready
+from shoal.runs.lines import (
+    EvaluationLine,
+    JsonlSink,
+    StepLine,
+    Summary,
+    json_line,
+    json_ready,
+)
 from shoal.runs.metrics import (
     _TABLE,
     METRICS,
@@ -36,7 +43,7 @@ from shoal.runs.metrics import (
     pass_at_k,
     wilson_interval,
 )
-from shoal.runs.reader import StoredRun, read_summary
+from shoal.runs.reader import Evaluations, StoredRun, read_summary
 from shoal.runs.summary import (
     account_text,
     curve_text,
@@ -401,6 +408,18 @@ def test_a_summary_of_another_version_has_defaults_and_a_damaged_one_is_an_error
         assert read_summary(tmp_path) is None
         run = StoredRun(tmp_path, lenient=True)
         assert run.summary() is None and "summary.json" in run.problems
+
+
+def test_evaluations_stand_in_for_those_that_a_summary_lacks():
+    lines = []
+    for version in (0, 3):
+        lines.append(EvaluationLine(version, "held_out", {"accuracy": version / 10}))
+    evaluations = Evaluations(lines)
+    of_lines = ({"held_out": {"accuracy": 0.0}}, {"held_out": {"accuracy": 0.3}})
+    assert evaluations.before_after(None) == of_lines
+    assert evaluations.before_after(Summary(steps=3)) == of_lines
+    before = {"held_out": {"accuracy": 0.1}}
+    assert evaluations.before_after(Summary(steps=3, before=before)) == (before, {})
 
 
 def make_completion(

@@ -479,6 +479,7 @@ WORKING = "She eats 3 of 16, so 16 - 3 = 13 are left.\nShe sells 9 * 2 = 18 doll
         ("The answer is 1\u202f234\u202f567.", "1234567"),
         ("#### 12\u2009345.5", "12345.5"),
         ("12\u2009eggs", "12"),
+        ("2024\u2009100", "100"),  # no groups of three digits: two numbers
         ("<think>The answer is 3. #### 4</think>\nThe answer is 18.", "18"),
         ("<think>\\boxed{3}</think>It is 18.", "18"),
         ("<reasoning>#### 3</reasoning> so 18", "18"),

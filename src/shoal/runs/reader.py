@@ -433,9 +433,10 @@ class Evaluations:
         self, summary: Summary | None
     ) -> tuple[Mapping[str, Mapping[str, Any]], Mapping[str, Mapping[str, Any]]]:
         """Returns (before, after), each as data set -> figures: before the first step and after the
-        last, from the summary. Without a summary they are the evaluations of the lowest and of the
-        highest version so far: {} if there is none yet, and `after` is {} if there is only one."""
-        if summary is not None:
+        last, from the summary. Without a summary, or if it has neither, they are the evaluations of
+        the lowest and of the highest version so far: {} if there is none yet, and `after` is {} if
+        there is only one."""
+        if summary is not None and (summary.before or summary.after):
             return summary.before, summary.after
         by_step: dict[int, dict[str, Mapping[str, Any]]] = {}
         for (step, name), figures in self.by_version().items():

@@ -41,7 +41,8 @@ _SEPARATORS = re.compile(rf"{_SPACE}|,")
 MINUS_SIGNS = {"\u2212": "-", "\u2013": "-", "\u2011": "-"}
 """Characters that models write for `-`: minus sign, en dash, non-breaking hyphen."""
 _MINUS_SIGNS = str.maketrans(MINUS_SIGNS)
-_THIN_SPACE_IN_NUMBER = re.compile("(?<=[0-9])[\u2009\u202f](?=[0-9]{3}(?![0-9]))")
+_THIN_SPACES = "[\u2009\u202f]"
+_BY_THIN_SPACES = re.compile(f"(?<![0-9])[0-9]{{1,3}}(?:{_THIN_SPACES}[0-9]{{3}})+(?![0-9])")
 _SPACES = str.maketrans({"\u00a0": " ", "\u2009": " ", "\u202f": " "})
 
 
@@ -52,8 +53,11 @@ def ascii_numbers(text: str) -> str:
     >>> ascii_numbers("–12\u202f000\u2009km")
     '-12000 km'
     """
-    text = _THIN_SPACE_IN_NUMBER.sub("", text.translate(_MINUS_SIGNS))
-    return text.translate(_SPACES)
+
+    def without_spaces(match: re.Match[str]) -> str:
+        return re.sub(_THIN_SPACES, "", match[0])
+
+    return _BY_THIN_SPACES.sub(without_spaces, text.translate(_MINUS_SIGNS)).translate(_SPACES)
 
 
 # ---- a text that is a number

@@ -462,7 +462,7 @@ def download(fs: Any, wanted: Mapping[Path, Object], key: str = "") -> list[Path
 
 # ---- reading
 
-_fetched: dict[tuple[str, bool, bool, bool, str], float] = {}
+_fetched: dict[tuple[str, bool, bool, str], float] = {}
 """(address, weights, groups, the cache's folder) -> when `fetch` last fetched it, by
 time.monotonic()."""
 
@@ -480,7 +480,8 @@ def fetch(
     exist. ShoalError if there is nothing at the address, or if it cannot be read or is not
     complete. `key`: the setting whose value the address is, for messages; "": none.
     """
-    seen = (url, weights, groups, may_be_empty, str(cache_folder("buckets")))
+    copy = cache_path(url, COPIES, key)
+    seen = (url, weights, groups, str(cache_folder("buckets")))
     # -FRESH_SECONDS: an address that was never fetched is always too old
     if time.monotonic() - _fetched.get(seen, -FRESH_SECONDS) > FRESH_SECONDS:
         root = url
@@ -491,8 +492,10 @@ def fetch(
             if with_retries(partial(fs.exists, config_file), url, key):
                 root = re.sub(r"/checkpoints(/\d+)?/*$", "", url)
         fetch_into(cache_path(root, COPIES, key), key, weights, groups, may_be_empty)
-        _fetched[seen] = time.monotonic()
-    return cache_path(url, COPIES, key)
+        # An address that holds nothing is not remembered: the next caller may need files there.
+        if copy.exists():
+            _fetched[seen] = time.monotonic()
+    return copy
 
 
 def fetch_matching(pattern: str, key: str) -> list[Path]:

@@ -16,7 +16,7 @@ from typing import Any
 from shoal.budget.budget import FULL, Advice, Budget
 from shoal.budget.shapes import computed_tokens, group_rows
 from shoal.config.derived import MICRO_TOKENS, longest_sequence, oldest_samples
-from shoal.config.key import build, get_value, keys_of
+from shoal.config.key import build, get_value, keys_of, values_of
 from shoal.config.train import Config
 from shoal.records import ShoalError
 from shoal.text import gib
@@ -149,7 +149,7 @@ def try_changes(budget: Budget, describe: Describe, changes: Iterable[Change]) -
     """Computes the budget of the job with each change alone. Returns a trial for each change, in
     order, but none for a change whose `values` are those of now (`kept` does not count), and none
     for an impossible one, for example because sizes do not divide."""
-    values = {name: get_value(budget.config, name) for name in keys_of(Config)}
+    values = values_of(budget.config)
     trials = []
     for change in changes:
         if all(values[key] == value for key, value in change.values.items()):

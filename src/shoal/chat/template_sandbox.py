@@ -168,11 +168,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return True
 
     def joined_text(self, *values: Any) -> str:
-        """Returns the texts of values joined, like Jinja's `~`, and counts the result's memory.
-        Raises jinja2.TemplateError, before it joins, if the result exceeds MOST_CHARACTERS."""
-        texts = [str(value) for value in values]
-        _check_size(sum(len(text) for text in texts))
-        return _count_memory("".join(texts))
+        """Returns the texts of values joined, like Jinja's `~`, within the limits of `concat`."""
+        return self.concat(map(str, values))
 
     def counted(self, value: Any) -> Any:
         """Counts the memory of a list, dict or slice, and returns it."""

@@ -170,7 +170,8 @@ class Tokenizer:
             )
         if not eos_ids:
             findings.wrong(
-                f"no end-of-sequence token in {folder}: every completion runs to its limit"
+                f"no end-of-sequence token in {folder}: every completion would run to "
+                "sampling.max_completion_tokens; put eos_token_id into its generation_config.json"
             )
         elif own_eos is not None and own_eos not in eos_ids:
             findings.warning(

@@ -133,25 +133,12 @@ def reference_text(config: Config, roles: Roles) -> str:
 
 
 def check_tokenizer(tokenizer: Tokenizer, notes: Sequence[Finding], findings: Findings) -> None:
-    """Adds findings about the tokenizer: an error if there is no end-of-sequence token, and the
-    `notes` that were made when the model was opened; if there are none of these, a finding with its
-    size and end-of-sequence tokens. Notes that are faults are left out: they say the same as the
-    error."""
-    check = findings.of("tokenizer")
-    before = len(findings.found)
-    if not tokenizer.eos_ids:
-        check.wrong(
-            "the model has no end-of-sequence token: every completion would run to "
-            "sampling.max_completion_tokens; put eos_token_id into its generation_config.json",
-            "model.path",
-        )
-    # A wrong note says that there is no end-of-sequence token, which is reported above.
-    for note in notes:
-        if note.level != "wrong":
-            findings.extend([note])
-    if len(findings.found) == before:
+    """Adds the notes that were made when the model and its tokenizer were opened to the findings;
+    if there are none, a finding with the tokenizer's size and end-of-sequence tokens."""
+    findings.extend(notes)
+    if not notes:
         ends = " or ".join(tokenizer.token_text(id) for id in tokenizer.eos_ids)
-        check.ok(f"{tokenizer.vocab_size:,} tokens, ends with {ends}")
+        findings.of("tokenizer").ok(f"{tokenizer.vocab_size:,} tokens, ends with {ends}")
 
 
 def check_prompts(

@@ -481,11 +481,9 @@ def held_record(budget: Budget) -> dict[str, dict[str, dict[str, int]]]:
     held: dict[str, dict[str, dict[str, int]]] = {}
     for role in ROLES:
         held[role] = {"always": {}, "sampling": {}, "update": {}}
-    held["trainer"]["host"] = {}
+    held["trainer"]["host"] = budget.on_host()
     for item in budget.items:
-        if item.on_host:
-            held[item.role]["host"][item.part] = item.bytes
-        else:
+        if not item.on_host:
             held[item.role][item.phase][item.part] = item.bytes
     return held
 

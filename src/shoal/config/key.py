@@ -287,14 +287,18 @@ def open_keys(config: Any) -> list[str]:
     return names
 
 
+def values_of(config: Any) -> dict[str, Any]:
+    """Returns dotted key -> value for all keys of a configuration."""
+    return {name: get_value(config, name) for name in keys_of(type(config))}
+
+
 def with_values(config: Any, values: Mapping[str, Any]) -> Any:
     """Returns a copy of a configuration in which the given keys (by dotted name) have other values,
     which must be of the keys' types. Names that are no key are ignored. If no values are given,
     returns the configuration itself. Raises ShoalError if a value is out of range."""
     if not values:
         return config
-    by_name = {name: get_value(config, name) for name in keys_of(type(config))}
-    return build(type(config), {**by_name, **values})
+    return build(type(config), {**values_of(config), **values})
 
 
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from shoal.buckets import RUNS, area_of
-from shoal.config.key import get_value, keys_of
+from shoal.config.key import values_of
 from shoal.config.sections.devices import MeshSection
 from shoal.config.train import Config
 from shoal.files import check_local, explain_write_errors, nearest_folder
@@ -64,7 +64,7 @@ def open_world(process_mesh: MeshSection, config: Config, run: Path | None) -> W
     devices = jax.local_devices()
     device_facts = {"number of devices": len(devices), "kind of devices": devices[0].device_kind}
     check_same(world, "devices", device_facts)
-    values = {key: repr(get_value(config, key)) for key in keys_of(Config)}
+    values = {key: repr(value) for key, value in values_of(config).items()}
     check_same(world, "configuration", values)
     base = check_local(config.base_output_directory, "base_output_directory", RUNS)
     check_shared(world, run or base, run is not None)

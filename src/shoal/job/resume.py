@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.buckets import RUNS, address
 from shoal.config.arguments import COMMAND_LINE, PYTHON, Arguments, Setting, read_arguments
-from shoal.config.key import keys_of, open_keys, shown
+from shoal.config.key import keys_of, open_keys, shown, values_of
 from shoal.config.keywords import python_leaves
 from shoal.config.merge import Resolved, from_overrides, given_values, load
 from shoal.config.names import key_of
@@ -21,7 +21,7 @@ from shoal.findings import Findings
 from shoal.job.fingerprint import compare_facts
 from shoal.records import Params, ShoalError
 from shoal.report.console import Console
-from shoal.runs.compare import SettingDifference, setting_differences, settings_of
+from shoal.runs.compare import SettingDifference, setting_differences
 from shoal.runs.layout import CONFIG, find_named, find_run, is_run
 from shoal.runs.reader import StoredRun, read_decisions, read_requested, read_summary
 from shoal.runs.writer import RunWriter
@@ -244,7 +244,7 @@ def changed_settings(stored: Config, requested: Config) -> list[SettingDifferenc
     keys = keys_of(Config)
     left_open = open_keys(requested)
     changed = []
-    for setting in setting_differences([settings_of(stored), settings_of(requested)]):
+    for setting in setting_differences([values_of(stored), values_of(requested)]):
         if keys[setting.key].on_resume != "free" and setting.key not in left_open:
             changed.append(setting)
     return changed

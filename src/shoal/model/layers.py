@@ -51,9 +51,10 @@ def ffn_chunks(a: Architecture, role: Role, dtype: Any) -> int:
         return 1
     itemsize = jnp.dtype(dtype).itemsize
     down = param_specs(a).blocks.down
-    # one array [L, F, D], without a bias, an adapter or a dimension of experts
+    # One array [L, F, D]: not quantised, without a bias and without a dimension of experts.
     is_one_matrix = isinstance(down, ParamSpec) and down.indices == ("layer",)
-    if not is_one_matrix or a.adapter or a.quantised or a.mlp_bias or itemsize != 2:
+    # An adapter may be on other matrices alone.
+    if not is_one_matrix or a.adapter or itemsize != 2:
         return 0
     _, width, hidden_size = down.shape
     # each device's part of the inner features

@@ -588,6 +588,7 @@ def _add_turn_metrics(metrics: MetricSet, groups: Sequence[Group]) -> None:
     for rollout in rollouts:
         if rollout.messages or rollout.branches or not rollout.loss_mask.all():
             has_turns = True
+            break
     if not has_turns:
         return
     for rollout in rollouts:

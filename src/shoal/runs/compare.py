@@ -25,7 +25,7 @@ import numpy as np
 
 from shoal.buckets import address
 from shoal.config.commands import stages_of
-from shoal.config.key import get_value, keys_of
+from shoal.config.key import keys_of, values_of
 from shoal.config.sections.task import GENERATED_TASKS
 from shoal.config.train import Config
 from shoal.records import Completion
@@ -147,7 +147,7 @@ def compare(a: StoredRun, b: StoredRun) -> Comparison:
     metrics_b = b.metrics()
     evaluations_a = a.evaluations().by_version()
     evaluations_b = b.evaluations().by_version()
-    settings = [settings_of(a.config), settings_of(b.config)]
+    settings = [values_of(a.config), values_of(b.config)]
     differing = chosen_differences(settings, [a.decided_keys, b.decided_keys])
 
     in_metrics = metric_difference(metrics_a, metrics_b)
@@ -219,11 +219,6 @@ def automatic_keys(settings: Mapping[str, Any], decided: Collection[str] = ()) -
     if settings.get("task.name") in GENERATED_TASKS and not settings.get("task.path"):
         keys.update(name for name, key in keys_of(Config).items() if key.acts_if == "data is read")
     return keys
-
-
-def settings_of(config: Config) -> dict[str, Any]:
-    """Returns the settings of a configuration as dotted key -> value."""
-    return {key: get_value(config, key) for key in keys_of(Config)}
 
 
 def setting_differences(runs: Sequence[Mapping[str, Any]]) -> list[SettingDifference]:

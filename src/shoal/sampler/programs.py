@@ -9,7 +9,7 @@ enters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from operator import attrgetter
@@ -278,7 +278,7 @@ def _save(
 def _read_rows(state: DecodeState, rows: jax.Array, pages: jax.Array | None) -> DecodeState:
     """Returns what one replica holds of rows[M], as arrays of M rows: `_save` for a replica.
     pages[M, W, T]: the pages of the rows' completions; None if keys are not stored in pages."""
-    saved = jax.tree.map(lambda x: _slices(x, zip(rows, strict=True)), _without_pools(state, pages))
+    saved = jax.tree.map(lambda x: _slices(x, rows), _without_pools(state, pages))
     if pages is None:
         return saved
     caches = []
@@ -298,20 +298,17 @@ def _without_pools(state: DecodeState, pages: jax.Array | None) -> DecodeState:
     return replace(state, caches=caches)
 
 
-def _slices(x: jax.Array, indices: Iterable[tuple[jax.Array, ...]]) -> jax.Array:
-    """Returns x[index] for each of a few indices, at least one, joined along a new first axis; an
-    index past the end reads the last entry. Each index is a tuple of numbers for the first axes of
-    x, like (row,) or (row, slot). Uses slices, because XLA for TPU reads all of x if it gathers
-    rows of a cache."""
-    rest: tuple[int, ...] = ()
+def _slices(x: jax.Array, *indices: jax.Array) -> jax.Array:
+    """Returns x[rows] for indices [M] of the first axis of x, or x[rows, slots] for those of the
+    first two, as an array whose first axis is M, at least 1; an index past the end reads the last
+    entry. Uses slices, because XLA for TPU reads all of x if it gathers rows of a cache."""
+    rest = x.shape[len(indices) :]
+    # [1, .., 1, rest]: one entry, which keeps the axes that the index selects from
+    sizes = (1,) * len(indices) + rest
     slices = []
-    for index in indices:
-        rest = x.shape[len(index) :]
-        # [1, .., 1, rest]: one entry, which keeps the axes that the index selects from
-        sizes = (1,) * len(index) + rest
+    for index in zip(*indices, strict=True):
         slices.append(jax.lax.dynamic_slice(x, index + (0,) * len(rest), sizes))
-    joined = jnp.concatenate(slices)
-    return joined.reshape(joined.shape[:1] + rest)
+    return jnp.concatenate(slices).reshape(len(slices), *rest)
 
 
 def _restore(
@@ -582,7 +579,7 @@ def _embed(
     first = jnp.zeros(len(tokens), jnp.int32)
     layer_inputs: dict[str, Any] = {}
     if prefix_len is not None:
-        layer_inputs["prefix_len"] = _slices(prefix_len, zip(where["rows"], strict=True))
+        layer_inputs["prefix_len"] = _slices(prefix_len, where["rows"])
         first = layer_inputs["prefix_len"] + where["start"]
     elif size <= piece:
         layer_inputs["reads"] = prompt_reads(model, where["length"], size)
@@ -832,12 +829,12 @@ def _feed_layers(
     None if keys are not stored in pages."""
 
     def prompt_keys(keys: jax.Array) -> jax.Array:
-        return _slices(keys, zip(rows, strict=True))
+        return _slices(keys, rows)
 
     def own_keys(keys: jax.Array) -> jax.Array:
         """Returns the cached keys (or values) of the completions."""
         if pages is None:
-            return _slices(keys, zip(rows, slots, strict=True))
+            return _slices(keys, rows, slots)
         return kv_caches.read_pages(keys, pages)
 
     read = []

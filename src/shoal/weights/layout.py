@@ -134,6 +134,12 @@ class ParamLayout:
             axis for axis, size in self.mesh.shape.items() if size > 1 and axis not in splitting
         )
 
+    @property
+    def run_axes(self) -> tuple[str, ...]:
+        """Mesh axes over which rows are split if each device has a run of its own: all of them, in
+        the order of `runs`."""
+        return self.row_axes + self.column_axes + self.copy_axes
+
     def runs(self, axes: tuple[str, ...]) -> PartitionSpec:
         """Returns how a window in file order is split into runs of rows: its rows over the mesh
         axes `axes`, and the dimensions that number tensors like those of the array.
@@ -331,8 +337,7 @@ def _put_rows(stored: StoredParameter, layout: ParamLayout, window: tuple[slice,
         return np.pad(values, padding)
 
     shape = tuple(all_sizes) + stored.shape[row_dim + 1 :]
-    axes = layout.row_axes + layout.column_axes + layout.copy_axes
-    sharding = NamedSharding(layout.mesh, layout.runs(axes))
+    sharding = NamedSharding(layout.mesh, layout.runs(layout.run_axes))
     return jax.make_array_from_callback(shape, sharding, read, moved_dtype)
 
 
@@ -363,15 +368,18 @@ def _move(
             # long on CPU.
             x = _split_dimension(x, dim, layout.parts(axes))
             x = lax.all_to_all(x, axes, split_axis=dim, concat_axis=row_dim, tiled=True)
-            x = _join_dimensions(x, dim)
+            x = lax.collapse(x, dim, dim + 2)
         x = layout.declared.transpose(lax.slice_in_dim(x, 0, height, axis=row_dim))
         # the bits moved as integers become values again, are cast, and become integers again
         x = lax.bitcast_convert_type(x, stored).astype(dtype)
         return lax.bitcast_convert_type(x, transfer_dtype(dtype, layout.mesh))
 
-    axes = layout.row_axes + layout.column_axes + layout.copy_axes
     return jax.shard_map(
-        local, mesh=layout.mesh, in_specs=layout.runs(axes), out_specs=layout.spec, check_vma=False
+        local,
+        mesh=layout.mesh,
+        in_specs=layout.runs(layout.run_axes),
+        out_specs=layout.spec,
+        check_vma=False,
     )(block)
 
 
@@ -380,13 +388,6 @@ def _split_dimension(x: jax.Array, dim: int, parts: int) -> jax.Array:
     must divide its size."""
     shape = list(x.shape)
     shape[dim : dim + 1] = [parts, shape[dim] // parts]
-    return x.reshape(shape)
-
-
-def _join_dimensions(x: jax.Array, dim: int) -> jax.Array:
-    """Returns the array with dimensions `dim` and `dim + 1` joined into one."""
-    shape = list(x.shape)
-    shape[dim : dim + 2] = [shape[dim] * shape[dim + 1]]
     return x.reshape(shape)
 
 
@@ -584,7 +585,7 @@ def _take(
             for dim, axes in layout.split_columns:
                 x = _split_dimension(x, row_dim, layout.parts(axes))
                 x = lax.all_to_all(x, axes, split_axis=row_dim, concat_axis=dim + 1, tiled=True)
-                x = _join_dimensions(x, row_dim)
+                x = lax.collapse(x, row_dim, row_dim + 2)
             x = lax.bitcast_convert_type(x, dtype)
         return x
 

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from shoal.commands.view.curves import Curves
-from shoal.records import ShoalError, ground_truth
+from shoal.records import Purpose, ShoalError, ground_truth
 from shoal.runs.compare import (
     GROUP_STAGES,
-    GroupDifference,
     SettingDifference,
     likely_keys,
     without_idle_limits,
 )
 from shoal.runs.group_table import Database, GroupFile, GroupTable, column_sql, reason
+from shoal.runs.groups import groups_file
 from shoal.runs.lines import bounded_json, bounded_line
 from shoal.runs.metrics import is_clock
 from shoal.runs.reader import StoredRun
@@ -557,37 +557,32 @@ def first_difference(
     record = {"num_shared": len(steps), "step": step, "causes": [], "stage": None}
     if completion is None:
         return record
-    stages = (completion.stage,)
+    stage = completion["stage"]
+    stages = (stage,)
     # Texts may differ because weights do, and weights because rewards do. Unlike `shoal diff`, this
     # has not compared the groups of the steps before, so rewards are not ruled out.
-    if completion.stage == "sampling":
+    if stage == "sampling":
         stages = ("sampling", "rewards", "update")
     dropped: list[float] = []
     for run in (a, b):
         dropped += run.columns.get("prompts/dropped", ())
     record["causes"] = likely_keys(stages, without_idle_limits(differing, dropped))
-    record["stage"] = completion.stage
-    record["file"] = _stem(step)
-    record["group"] = completion.group
-    record["completion"] = completion.completion
-    return record
-
-
-def _stem(step: int) -> str:
-    """Returns the name of a training step's groups file, without its ending."""
-    return f"step_{step:06d}"
+    record["file"] = groups_file(Purpose.TRAIN, "", step).removesuffix(".parquet")
+    return record | completion
 
 
 def _first_completion(
     database: Database, runs: Sequence[StoredRun], step: int
-) -> GroupDifference | None:
+) -> dict[str, Any] | None:
     """Returns the first completion of a step that has another data row in the two runs; if there is
     none, the first with another text; if there is none, the first with another reward. If all of
     these are equal, returns the step's first completion, with stage "update". Only completions that
-    both runs have count. Returns None if the groups cannot be compared, because a run lacks them or
-    a file is damaged."""
+    both runs have count. The record has `group`, `completion` and `stage` (of GROUP_STAGES).
+    Returns None if the groups cannot be compared, because a run lacks them or a file is
+    damaged."""
     # A file that does not exist has the path "None", which DuckDB does not find.
-    files = [str(run.file("groups", f"{_stem(step)}.parquet")) for run in runs]
+    file = groups_file(Purpose.TRAIN, "", step)
+    files = [str(run.file("groups", file)) for run in runs]
     try:
         rows = database.rows(
             """SELECT "group", completion, CASE WHEN a."row" IS DISTINCT FROM b."row" THEN 0
@@ -602,8 +597,5 @@ def _first_completion(
         return None
     if not rows:
         return None
-    row = rows[0]
-    # `stage`: 0 to 3, as the query computes it; GROUP_STAGES has the same order.
-    what = ("data row", "text", "reward", "metrics")[row["stage"]]
-    stage = GROUP_STAGES[row["stage"]]
-    return GroupDifference(step, stage, what, row["group"], row["completion"])
+    # The query computes 0 to 3, in the order of GROUP_STAGES.
+    return rows[0] | {"stage": GROUP_STAGES[rows[0]["stage"]]}

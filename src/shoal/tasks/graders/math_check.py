@@ -263,13 +263,20 @@ def _root_in_latex(match: re.Match[str]) -> str:
     return f"\\sqrt{{{inside}}}"
 
 
+def _with_commands(answer: str) -> str:
+    """Returns an answer with the signs of its numbers in ASCII, and Unicode's other signs as LaTeX
+    commands: `2 × –3` -> `2 \\times  -3`."""
+    answer = ascii_numbers(answer)
+    for sign, command in _SIGNS.items():
+        answer = answer.replace(sign, command)
+    return answer
+
+
 def _unwrapped(answer: str) -> str:
     """Returns an answer with LaTeX's spaces as plain spaces, its signs as LaTeX commands, and words
     without \\text or the like around them: `5\\,\\text{cm}` -> `5 cm `. A run of spaces becomes
     one."""
-    answer = ascii_numbers(answer)
-    for sign, command in _SIGNS.items():
-        answer = answer.replace(sign, command)
+    answer = _with_commands(answer)
     # One space for a run of them, since the search for units tries each.
     return re.sub(r"\s+", " ", _WRAPPED.sub(r" \1 ", _SPACE.sub(" ", answer)))
 
@@ -281,9 +288,7 @@ def _spelled_out(answer: str) -> str:
     >>> _spelled_out("2 1/2 × 1e3"), _spelled_out("0.\\\\overline{3}"), _spelled_out("\\\\sin 30°")
     ('2\\\\frac{1}{2} \\\\times  1000', '\\\\frac{1}{3}', '\\\\sin {(\\\\frac{30\\\\pi}{180})}')
     """
-    answer = ascii_numbers(answer)
-    for sign, command in _SIGNS.items():
-        answer = answer.replace(sign, command)
+    answer = _with_commands(answer)
     answer = _BARE_FUNCTION.sub(r"\\\1", answer)
     answer = _EMPTY_SET.sub(r"\\emptyset ", answer)
     return _in_radians(latex_numerals(answer))

@@ -1,21 +1,110 @@
-"""Sizes and switches of a decoder, as its config.json says them."""
+"""Sizes and switches of a decoder, as its config.json says them, and the pattern of its layers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Scaling of rotary frequencies beyond the pretraining length: `llama3` (by wavelength) or
-    `linear`."""
+    """Scaling of rotary frequencies beyond the pretraining length: `llama3` and `yarn` (by
+    wavelength) or `linear`."""
 
-    kind: Literal["llama3", "linear"]
+    kind: Literal["llama3", "linear", "yarn"]
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    # of `yarn`: turns within the original length between which frequencies are interpolated
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    # of `yarn`: factor of cosine and sine; and whether the bounds are rounded to whole dimensions
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary positions of a layer's queries and keys."""
+
+    theta: float = 10000.0
+    scaling: RopeScaling | None = None
+    # Part of a head's dimensions that is rotated: the first ones, and the others stay.
+    share: float = 1.0
+    # True: the frequencies are those of a whole head, and the pairs (i, i + A/2) beyond `share`
+    # are not rotated. False: the first `share` of the dimensions are rotated like a narrower head.
+    over_whole_head: bool = False
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One kind of layer. What is 0 or None is as the architecture says."""
+
+    mixer: Literal["attention", "delta_net"] = "attention"
+    # Most keys that a query reads, its own included; 0: all before it.
+    window: int = 0
+    rotary: Rotary | None = None
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    # True: there is no product for values; they are the product for keys, before norm and rotation.
+    values_are_keys: bool = False
+    # The layer has no keys and values of its own: it reads those of the layer with this number.
+    keys_of: int | None = None
+    intermediate_size: int = 0
+    # Its feed-forward part: a gated MLP, experts, or the sum of both.
+    feed_forward: Literal["mlp", "experts", "mlp+experts"] = "mlp"
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Sizes of gated delta net layers (Yang et al. 2024, arXiv:2412.06464)."""
+
+    num_key_heads: int
+    num_value_heads: int  # a multiple of num_key_heads
+    key_dim: int  # of a head
+    value_dim: int  # of a head
+    conv_size: int = 4  # tokens that the causal convolution reads
+
+    @property
+    def key_width(self) -> int:
+        """Dimensions of all key heads."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        """Dimensions of all value heads."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def conv_width(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_width + self.value_width
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Sizes and switches of feed-forward parts with experts."""
+
+    num_experts: int  # E
+    experts_per_token: int  # k
+    intermediate_size: int  # F of one expert
+    # True: the weights of a token's experts sum up to 1.
+    normalise: bool = True
+    # F of an expert that every token has beside the chosen ones; 0: none. Its output is multiplied
+    # by a gate, the sigmoid of a product with the token.
+    shared_size: int = 0
+    router_bias: bool = False
+    bias: bool = False  # on the products of each expert
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Layers of one kind whose parameters are stacked in one array each."""
+
+    layer: Layer
+    numbers: range  # the layers' numbers in the model
 
 
 @dataclass(frozen=True)
@@ -64,6 +153,29 @@ class Architecture:
     qk_norm: bool = False
     # None, or an adapter, which is then the only part that is trained
     adapter: Adapter | None = None
+    # The pattern of layers, which repeats: layer i is of kind layers[i % len(layers)].
+    layers: tuple[Layer, ...] = (Layer(),)
+    # Part of a head's dimensions that is rotated, see `Rotary`.
+    rotary_share: float = 1.0
+    # Sizes of the layers of these kinds, if the pattern has any.
+    delta_net: DeltaNet | None = None
+    experts: Experts | None = None
+    # What the feed-forward part has between its products: silu(gate) * up; gelu, approximated by
+    # tanh, in place of silu; or gate * sigmoid(1.702 gate) * (up + 1), both bounded to 7.
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
+    # How norms multiply by their weight: by the weight; or in float32, by the weight or 1 + weight.
+    norm: Literal["weight", "weight_float32", "one_plus_weight"] = "weight"
+    post_norms: bool = False  # norms on the outputs of attention and of the feed-forward part, too
+    query_scale: float = 0.0  # factor of the scores; 0: 1/sqrt(A)
+    output_gate: bool = False  # attention's output is multiplied by the sigmoid of a product
+    sinks: bool = False  # each query head has a number that enters the softmax like a key's score
+    score_cap: float = 0.0  # c: scores become c tanh(score / c); 0: they stay
+    logit_cap: float = 0.0  # the same for logits
+    embedding_scale: float = 1.0
+    v_norm: bool = False  # values have a norm, without a weight
+    layer_scale: bool = False  # each layer's output is multiplied by a frozen number
+    # Width of an embedding that each layer has for itself (Gemma 4); 0: none.
+    layer_embedding_size: int = 0
     # the type of the weights of frozen products; "": like all others
     quantised: Literal["", "int8", "float8_e4m3fn"] = ""
     # Tokens of the longest sequence that its positions are made for; 0: not known. Architectures
@@ -75,7 +187,79 @@ class Architecture:
         positions of the head's cache."""
         return max(1, tensor // self.num_kv_heads)
 
+    def layer(self, number: int) -> Layer:
+        """Returns the kind of the layer with this number."""
+        return self.layers[number % len(self.layers)]
+
+    def rotary_of(self, layer: Layer) -> Rotary:
+        """Returns the rotary positions of a kind of layer."""
+        if layer.rotary is not None:
+            return layer.rotary
+        return Rotary(self.rope_theta, self.rope_scaling, self.rotary_share)
+
+    def kv_heads_of(self, layer: Layer) -> int:
+        """Returns the number of key/value heads of a kind of layer."""
+        return layer.num_kv_heads or self.num_kv_heads
+
+    def head_dim_of(self, layer: Layer) -> int:
+        """Returns the dimensions of a head of a kind of layer."""
+        return layer.head_dim or self.head_dim
+
+    def intermediate_size_of(self, layer: Layer) -> int:
+        """Returns the width of the gated MLP of a kind of layer."""
+        return layer.intermediate_size or self.intermediate_size
+
+    @cached_property
+    def kinds(self) -> tuple[Layer, ...]:
+        """The different kinds of layers, in the order of their first layers."""
+        return tuple(dict.fromkeys(self.layer(number) for number in range(self.num_layers)))
+
+    @cached_property
+    def runs(self) -> tuple[tuple[Stack, ...], ...]:
+        """The layers in runs, each of which is scanned: a pattern of kinds that repeats. A run has
+        a stack for each place in its pattern, all with equally many layers.
+
+        Found from the first layer on: the pattern whose repetitions have most layers; of several,
+        the shortest. Layers that repeat nothing are a run of their own.
+        """
+        kinds = [self.layer(number) for number in range(self.num_layers)]
+        runs = []
+        start = 0
+        while start < self.num_layers:
+            length, repeats = _longest_run(kinds[start:])
+            stop = start + length * repeats
+            stacks = []
+            for place in range(start, start + length):
+                stacks.append(Stack(kinds[place], range(place, stop, length)))
+            runs.append(tuple(stacks))
+            start = stop
+        return tuple(runs)
+
+    @property
+    def stacks(self) -> tuple[Stack, ...]:
+        """The stacks of all runs, one after the other."""
+        return tuple(stack for run in self.runs for stack in run)
+
     @property
     def base(self) -> Architecture:
         """The architecture without its adapter."""
         return replace(self, adapter=None)
+
+
+def _longest_run(kinds: list[Layer]) -> tuple[int, int]:
+    """Returns (length of a pattern, how often it repeats) at the beginning of a list of layers:
+    the pattern of at least two repetitions that covers most layers, of several the shortest; (1, 1)
+    if nothing repeats.
+
+    >>> local, whole = Layer(window=4), Layer()
+    >>> _longest_run([local, local, whole, local, local, whole, local])
+    (3, 2)
+    """
+    best = (1, 1)
+    for length in range(1, len(kinds) // 2 + 1):
+        repeats = 1
+        while kinds[:length] == kinds[repeats * length : (repeats + 1) * length]:
+            repeats += 1
+        if repeats > 1 and length * repeats > best[0] * best[1]:
+            best = length, repeats
+    return best

@@ -6,6 +6,8 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 from functools import partial
+from itertools import product
+from operator import itemgetter
 from pathlib import Path
 
 import jax
@@ -27,9 +29,9 @@ from shoal.model.attention import trials as kernel_trials
 from shoal.model.attention.blocked import attend_by_blocks
 from shoal.model.attention.caches import cache_size, keys_at_once
 from shoal.model.attention.reference import attend_at_once
-from shoal.model.attention.rule import Tokens, blocks_of, full_blocks, needed_blocks
+from shoal.model.attention.rule import Tokens, blocks_of, full_blocks, needed_blocks, reads
 from shoal.model.attention.selector import attention_kind
-from shoal.model.attention.softmax import largest_block
+from shoal.model.attention.softmax import PLAIN, Scoring, kernel_fault_of, largest_block
 from shoal.model.parameters import shardings
 from shoal.model.rotary import rotate
 from shoal.model.transformer import Model
@@ -58,8 +60,20 @@ def rows_of(size: int) -> tuple[np.ndarray, np.ndarray]:
     return segment, prompt
 
 
-def allowed(segment: np.ndarray, prompt: np.ndarray) -> np.ndarray:
-    """The rule, token by token: [R, T, T]."""
+def places(segment: np.ndarray, prompt: np.ndarray) -> np.ndarray:
+    """The position in its sequence of each token: those of its segment before it, and of its
+    prompt's. Padding has any, here -7."""
+    found = np.full(segment.shape, -7, np.int32)
+    for row, at in zip(*segment.nonzero(), strict=True):
+        own, first = segment[row, at], prompt[row, at]
+        found[row, at] = (segment[row, :at] == own).sum()
+        if first != own:
+            found[row, at] += (segment[row] == first).sum()
+    return found
+
+
+def allowed(segment: np.ndarray, prompt: np.ndarray, window: int = 0) -> np.ndarray:
+    """The rule, token by token: [R, T, T]. With a window, the last so many keys of a sequence."""
     rows, size = segment.shape
     found = np.zeros((rows, size, size), bool)
     for row in range(rows):
@@ -68,6 +82,8 @@ def allowed(segment: np.ndarray, prompt: np.ndarray) -> np.ndarray:
                 found[row, query, key] = segment[row, query] > 0 and (
                     segment[row, key] in (segment[row, query], prompt[row, query])
                 )
+            if window:
+                found[row, query, found[row, query].nonzero()[0][:-window]] = False
     return found
 
 
@@ -92,8 +108,9 @@ def inputs(size: int, heads: int, key_heads: int, head_dim: int) -> list[np.ndar
 
 
 def blocked(block: int, at_once: int):
-    def attention(q, k, v, query, key):
-        return attend_by_blocks(q, k, v, blocks_of(query, key, block), at_once)
+    def attention(q, k, v, query, key, scoring=PLAIN, sinks=None):
+        blocks = blocks_of(query, key, block, window=scoring.window)
+        return attend_by_blocks(q, k, v, blocks, at_once, scoring, sinks)
 
     return attention
 
@@ -128,11 +145,13 @@ def by_pallas(block: int):
 def in_parts(attention, count: int):
     """Each part of the rows' queries by itself, as on the devices of `mesh.context`."""
 
-    def whole(q, k, v, query, key):
-        parts = zip(*(jnp.split(x, count, axis=1) for x in (q, *query)), strict=True)
-        return jnp.concatenate(
-            [attention(q, k, v, Tokens(*tokens), key) for q, *tokens in parts], 1
-        )
+    def whole(q, k, v, query, key, *rest):
+        parts = jax.tree.map(lambda x: jnp.stack(jnp.split(x, count, 1)), (q, query))
+        results = []
+        for number in range(count):
+            own, tokens = jax.tree.map(itemgetter(number), parts)
+            results.append(attention(own, k, v, tokens, key, *rest))
+        return jnp.concatenate(results, 1)
 
     return whole
 
@@ -190,6 +209,198 @@ def test_values_and_gradients_are_the_references(attention, size, heads, key_hea
     half, rounded = results(attention, jnp.bfloat16), results(attend_at_once, jnp.bfloat16)
     for one, reference, other in zip(half, rounded, exact, strict=True):
         assert relative(one, other) < 1.5 * max(relative(reference, other), 2e-3)
+
+
+def with_a_column_of_sinks(q, k, v, sinks, mask, scoring):
+    """What gpt-oss computes in transformers: the sinks are one more column of scores, which is
+    dropped after the softmax. A query without keys gives 0."""
+    share = q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, share, 2) for x in (k, v))
+    scores = jnp.einsum("rqha,rtha->rhqt", q, k) * (scoring.scale or q.shape[-1] ** -0.5)
+    if scoring.cap:
+        scores = scoring.cap * jnp.tanh(scores / scoring.cap)
+    has_keys = mask.any(-1)[:, None, :, None]
+    scores = jnp.where(mask[:, None] | ~has_keys, scores, -jnp.inf)
+    column = jnp.full((*scores.shape[:-1], 1), -jnp.inf)
+    if sinks is not None:
+        column = jnp.broadcast_to(sinks[:, None, None], column.shape)
+    p = jax.nn.softmax(jnp.concatenate([scores, column], -1), -1)[..., :-1]
+    return jnp.einsum("rhqt,rtha->rqha", jnp.where(has_keys, p, 0.0), v)
+
+
+def value_and_gradients(function, arrays, weight) -> list[np.ndarray]:
+    """Of the sum of weight * function(*arrays), as float64: the function's result and the gradients
+    of all arrays."""
+
+    def total(args):
+        out = function(*args)
+        return (out.astype(weight.dtype) * weight).sum(), out
+
+    (_, out), gradients = jax.jit(jax.value_and_grad(total, has_aux=True))(tuple(arrays))
+    return [np.asarray(x, np.float64) for x in (out, *gradients)]
+
+
+SCORINGS = [
+    pytest.param(
+        Scoring(scale, cap, window),
+        has_sinks,
+        marks=[] if (scale, cap, window, has_sinks) == (0.6, 1.5, 5, True) else pytest.mark.slow,
+    )
+    for scale, cap, window, has_sinks in product(
+        (0.0, 0.6), (0.0, 1.5), (0, 1, 5, 40), (False, True)
+    )
+]
+
+
+@pytest.mark.parametrize(("scoring", "has_sinks"), SCORINGS)
+def test_windows_caps_sinks_and_scales_are_those_of_float64(scoring, has_sinks):
+    """In value and gradient. Windows are shorter than a block of 16 tokens, and longer; prompts are
+    longer than most windows, and have several completions in a row."""
+    segment, prompt = rows_of(96)
+    mask = allowed(segment, prompt, scoring.window)
+    *arrays, weight = inputs(96, 4, 2, 8)
+    if has_sinks:
+        arrays.append(np.random.default_rng(2).standard_normal(4) + 1)
+
+    def oracle(q, k, v, sinks=None):
+        return with_a_column_of_sinks(q, k, v, sinks, jnp.asarray(mask), scoring)
+
+    with jax.enable_x64(True):
+        wanted = value_and_gradients(oracle, [jnp.asarray(x) for x in arrays], jnp.asarray(weight))
+    tokens = Tokens.of(*(jnp.asarray(x) for x in (segment, prompt, places(segment, prompt))))
+    for form in (attend_at_once, blocked(16, 4)):
+
+        def ours(q, k, v, sinks=None, form=form):
+            return form(q, k, v, tokens, tokens, scoring, sinks)
+
+        single = [jnp.asarray(x, jnp.float32) for x in arrays]
+        found = value_and_gradients(ours, single, jnp.asarray(weight, jnp.float32))
+        for one, other in zip(found, wanted, strict=True):
+            if other.any():
+                assert relative(one, other) < 1e-6
+            else:  # queries that read one key each give it the weight 1, whatever its score
+                assert np.abs(one).max() < 2e-6
+        assert not found[0][2].any() and not any(x[2].any() for x in found[1:4])  # padding
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [blocked(16, 0), in_parts(blocked(16, 0), 3)])
+def test_windows_caps_and_sinks_in_bfloat16_and_in_parts_of_rows(form):
+    segment, prompt = rows_of(96)
+    tokens = Tokens.of(*(jnp.asarray(x) for x in (segment, prompt, places(segment, prompt))))
+    *arrays, weight = inputs(96, 4, 2, 8)
+    arrays.append(np.random.default_rng(2).standard_normal(4) + 1)
+
+    def results(form, dtype):
+        def attention(q, k, v, sinks):
+            q, k, v = (x.astype(dtype) for x in (q, k, v))
+            return form(q, k, v, tokens, tokens, Scoring(0.6, 1.5, 5), sinks)
+
+        single = [jnp.asarray(x, jnp.float32) for x in arrays]
+        return value_and_gradients(attention, single, jnp.asarray(weight, jnp.float32))
+
+    exact = results(attend_at_once, jnp.float32)
+    for one, other in zip(results(form, jnp.float32), exact, strict=True):
+        assert relative(one, other) < 1e-6
+    half, rounded = results(form, jnp.bfloat16), results(attend_at_once, jnp.bfloat16)
+    for one, reference, other in zip(half, rounded, exact, strict=True):
+        assert relative(one, other) < 1.5 * max(relative(reference, other), 2e-3)
+
+
+def test_a_completion_reads_through_its_window_the_last_keys_of_its_prompt_alone():
+    """A prompt of 10 tokens with completions of 3 and 4, through a window of 4."""
+    segment = np.array([[1] * 10 + [2] * 3 + [3] * 4 + [0]])
+    prompt = np.array([[1] * 17 + [0]])
+    tokens = Tokens.of(segment, prompt, places(segment, prompt))
+    mask = np.asarray(reads(tokens.to_meet(2), tokens.to_meet(1), window=4))[0]
+    read = {query: mask[query].nonzero()[0].tolist() for query in (2, 9, 10, 12, 13, 16, 17)}
+    assert read == {
+        2: [0, 1, 2],
+        9: [6, 7, 8, 9],
+        10: [7, 8, 9, 10],
+        12: [9, 10, 11, 12],
+        13: [7, 8, 9, 13],
+        16: [13, 14, 15, 16],
+        17: [],
+    }
+
+
+@pytest.mark.parametrize("form", [attend_at_once, blocked(16, 0)])
+def test_padding_gives_sinks_no_gradient(form):
+    (q, k, v, _), padding = inputs(32, 4, 2, 8), jnp.zeros((3, 32), jnp.int32)
+    tokens = Tokens.of(padding, padding)
+
+    def total(sinks):
+        out = form(*(jnp.asarray(x) for x in (q, k, v)), tokens, tokens, Scoring(), sinks)
+        return out.sum(), out
+
+    gradient, out = jax.grad(total, has_aux=True)(jnp.array([-90.0, 0.0, 1.0, 90.0]))
+    assert not gradient.any() and not out.any()
+
+
+@pytest.mark.slow
+@pytest.mark.bitwise
+@pytest.mark.parametrize("form", [attend_at_once, blocked(16, 4)])
+def test_a_window_longer_than_all_sequences_changes_no_bit(form):
+    segment, prompt = rows_of(96)
+    tokens = Tokens.of(*(jnp.asarray(x) for x in (segment, prompt, places(segment, prompt))))
+    *arrays, weight = (jnp.asarray(x, jnp.float32) for x in inputs(96, 4, 2, 8))
+    found = []
+    for scoring in (Scoring(), Scoring(8**-0.5, 0.0, 96)):
+        attention = partial(form, query=tokens, key=tokens, scoring=scoring)
+        found.append(value_and_gradients(attention, arrays, weight))
+    for ours, plain in zip(*found, strict=True):
+        np.testing.assert_array_equal(ours, plain)
+
+
+def test_a_window_over_tokens_without_places_is_an_error():
+    tokens = Tokens.of(*[jnp.ones((1, 16), jnp.int32)] * 2)
+    with pytest.raises(ValueError, match="place in the sequence"):
+        needed_blocks(tokens, tokens, 8, window=4)
+    with pytest.raises(ValueError, match="place in the sequence"):
+        reads(tokens.to_meet(2), tokens.to_meet(1), window=4)
+
+
+def test_what_the_kernels_cannot_compute_is_named():
+    assert kernel_fault_of(Scoring(), sinks=False) == ""
+    assert kernel_fault_of(Scoring(window=8), sinks=False) == "the kernels have no windows"
+    assert kernel_fault_of(Scoring(0.5, 30.0, 8), sinks=True) == (
+        "the kernels have no windows and no soft caps and no sinks "
+        "and no scale other than 1/sqrt(head_dim)"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [1, 5, 12, 40])
+@pytest.mark.parametrize("block", [8, 32])
+def test_a_window_leaves_out_the_blocks_before_it_and_none_that_is_needed(block, window):
+    segment, prompt = rows_of(96)
+    tokens = Tokens.of(*(jnp.asarray(x) for x in (segment, prompt, places(segment, prompt))))
+    pairs = allowed(segment, prompt, window).reshape(3, 96 // block, block, 96 // block, block)
+    wanted, whole = pairs.any((2, 4)), np.asarray(full_blocks(tokens, tokens, block, window))
+    one = (segment.reshape(3, -1, block).min(-1) == segment.reshape(3, -1, block).max(-1))[:, None]
+    np.testing.assert_array_equal(whole, pairs.all((2, 4)) & one)
+    found = np.asarray(needed_blocks(tokens, tokens, block, window))
+    assert (found >= wanted).all()
+    np.testing.assert_array_equal(found[1], wanted[1])  # a single sequence
+    assert (found & ~wanted).sum() <= len(np.unique(segment[0]))
+    # Queries of a part of the rows.
+    half = jax.tree.map(lambda x: x[:, 32:64], tokens)
+    np.testing.assert_array_equal(
+        needed_blocks(half, tokens, block, window), found[:, 32 // block : 64 // block]
+    )
+
+
+def test_the_end_of_a_completion_in_a_block_does_not_make_its_beginning_needed():
+    """Two completions of 44 and 42 tokens after a prompt of 8, through a window of 4, in blocks of
+    8: each block reads itself and the one before, or the prompt. Padding in the last block reads
+    nothing."""
+    segment = np.repeat([[1, 2, 3, 0]], [8, 44, 42, 2], 1)
+    prompt = (segment > 0).astype(np.int32)
+    tokens = Tokens.of(*(jnp.asarray(x) for x in (segment, prompt, places(segment, prompt))))
+    found = np.asarray(needed_blocks(tokens, tokens, 8, window=4))[0]
+    wanted = allowed(segment, prompt, 4).reshape(12, 8, 12, 8).any((1, 3))
+    np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from shoal.model.attention.decode_gpu import attend_slots, block_keys, slots_at_
 from shoal.model.attention.decode_tpu import Tiles, attend_pages
 from shoal.model.attention.reference import attend
 from shoal.model.attention.selector import decodes_by_kernel
+from shoal.model.attention.softmax import RunningSoftmax, Scoring
 from shoal.model.rotary import rotary, rotate
 from shoal.model.transformer import Model
 from shoal.records import ShoalError
@@ -124,6 +125,44 @@ def test_each_slot_may_read_other_keys_of_its_rows_prompt():
         v = jnp.concatenate([prefix_v[row], own_v[row, slot]], 1).swapaxes(0, 1)
         wanted = attend(q[row, slot][None, None], k[None], v[None], mask[None, None])
         np.testing.assert_allclose(out[row, slot], wanted[0], atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("cap", [0.0, 1.5])
+@pytest.mark.parametrize("scale", [0.0, 0.6])
+def test_scales_caps_and_sinks_over_caches_are_those_of_float64(scale, cap, has_sinks):
+    """Over keys that two devices have, too: their sums are joined before the sinks are added."""
+    heads, _, _, (prefix_k, prefix_v, own_k, own_v) = drawn(2, 32)
+    q = heads[:, :, :4]
+    sinks = np.random.default_rng(1).standard_normal(4) + 2
+    first = (PREFIX_LEN[:, None] + POSITION - 69)[..., None]  # of a window of 70
+    number = np.arange(128)
+    prompt_mask = (number < PREFIX_LEN[:, None, None]) & (number >= first)
+    own_mask = (number <= POSITION[..., None]) & (PREFIX_LEN[:, None, None] + number >= first)
+    prompt = Keys(prefix_k, prefix_v, jnp.asarray(prompt_mask))
+    own = Keys(own_k, own_v, jnp.asarray(own_mask))
+
+    def twice(running: RunningSoftmax) -> RunningSoftmax:
+        return RunningSoftmax(running.top, 2 * running.total, 2 * running.out)
+
+    for devices, merge in ((1, None), (2, twice)):
+        count = jnp.int32(128)
+        inputs = q[:, :, None], prompt, own, count, count, (64, 64), merge
+        of_heads = jnp.asarray(sinks, jnp.float32) if has_sinks else None
+        out = online_softmax(*inputs, Scoring(scale, cap), of_heads)
+        for row, slot, head in np.ndindex(3, 2, 4):
+            mask = np.concatenate([prompt_mask[row, slot], own_mask[row, slot]])
+            of_head = []
+            for before, after in ((prefix_k, own_k), (prefix_v, own_v)):
+                both = np.concatenate([before[row, head // 2], after[row, slot, head // 2]])
+                of_head.append(both.astype(np.float64)[mask])
+            k, v = of_head
+            scores = k @ np.asarray(q[row, slot, head], np.float64) * (scale or 32**-0.5)
+            if cap:
+                scores = cap * np.tanh(scores / cap)
+            weights = devices * np.exp(scores)
+            total = weights.sum() + has_sinks * np.exp(sinks[head])
+            np.testing.assert_allclose(out[row, slot, 0, head], weights @ v / total, atol=2e-6)
 
 
 @pytest.mark.slow

@@ -23,8 +23,11 @@ from shoal.model.attention.rule import cache_masks
 from shoal.model.attention.selector import by_pages, decodes_by_kernel
 from shoal.model.attention.softmax import (
     LOWEST,
+    PLAIN,
     RunningSoftmax,
+    Scoring,
     by_key_head,
+    capped,
     einsum32,
     largest_block,
     masked,
@@ -53,6 +56,8 @@ def online_softmax(
     num_own: jax.Array,
     blocks: tuple[int, int],
     merge: Merge | None = None,
+    scoring: Scoring = PLAIN,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Computes attention of one token in each slot, q[R, S, 1, H, A] -> the same shape, as an
     online softmax over fixed blocks of keys: first those of the row's prompt (`prefix`), then the
@@ -62,12 +67,13 @@ def online_softmax(
     blocks; keys beyond them must be masked. A wholly masked block changes no bit of a row that
     already has a key, so neither the padding of a row nor the other rows of the batch affect its
     result. `blocks` are the most keys of a block of the prompt's and of the own keys: the block is
-    the largest divisor of the number of keys up to that. Scores are scaled by 1/sqrt(A). There is
-    no gradient. `merge` is called with the sums before the division; None if each device has whole
-    heads.
+    the largest divisor of the number of keys up to that. Scores are scaled and capped as `scoring`
+    says; its window is not read, since the masks have it. There is no gradient. `merge` is called
+    with the sums before the division; None if each device has whole heads. sinks[H] are those of
+    `reference.attend`, of the heads that are left after `merge`: they are added once, after it.
     """
     prefix_block, own_block = blocks
-    q = by_key_head(q, own.k.shape[-3])[:, :, 0]  # [R, S, K, g, A]
+    q = by_key_head(q, own.k.shape[-3], scoring.scale)[:, :, 0]  # [R, S, K, g, A]
     rows, slots, key_heads, share, head_dim = q.shape
     # The slots of a row are the queries of one product with the prompt's keys and values.
     of_row = jax.lax.collapse(q.swapaxes(1, 2), 2, 4)  # [R, K, S * g, A]
@@ -77,7 +83,7 @@ def online_softmax(
     if prefix_mask.shape[1] > 1:  # slots read different keys: each row of the mask is for g queries
         prefix_mask = jnp.repeat(prefix_mask, share, axis=1)
     prefix = prefix._replace(mask=prefix_mask[:, None])  # [R, 1, 1 or S * g, T]
-    running = _add_keys(running, of_row, prefix, num_prefix, prefix_block)
+    running = _add_keys(running, of_row, prefix, num_prefix, prefix_block, scoring.cap)
 
     def by_slot(x: jax.Array) -> jax.Array:
         """Separates the slots again: [R, K, S * g, ...] -> [R, S, K, g, ...]."""
@@ -86,25 +92,34 @@ def online_softmax(
 
     running = RunningSoftmax(by_slot(running.top), by_slot(running.total), by_slot(running.out))
     own = own._replace(mask=own.mask[:, :, None, None])
-    running = _add_keys(running, q, own, num_own, own_block)
+    running = _add_keys(running, q, own, num_own, own_block, scoring.cap)
     if merge is not None:
         running = merge(running)
+    if sinks is not None:
+        by_head = sinks.astype(jnp.float32).reshape(running.top.shape[2:])  # [K, g]
+        running = softmax.add_sinks(running, by_head, jnp.exp)
     out = softmax.attention_of(running)
     return out.reshape(rows, slots, 1, -1, head_dim).astype(q.dtype)
 
 
 def _add_keys(
-    running: RunningSoftmax, q: jax.Array, keys: Keys, num_keys: jax.Array, most: int
+    running: RunningSoftmax,
+    q: jax.Array,
+    keys: Keys,
+    num_keys: jax.Array,
+    most: int,
+    cap: float = 0.0,
 ) -> RunningSoftmax:
     """Adds the first `num_keys` of keys[..., K, T, A] to the softmax of queries q[..., K, M, A], in
     blocks of at most `most` keys. The keys' mask has a shape that broadcasts against the scores
-    [..., K, M, T]. Returns the new state."""
+    [..., K, M, T], which have the soft cap `cap` (0: none). Returns the new state."""
     count = keys.k.shape[-2]
     size = largest_block(count, most)
 
     def add(k: jax.Array, v: jax.Array, mask: jax.Array, running: RunningSoftmax) -> RunningSoftmax:
         """Adds one block of keys."""
-        scores = masked(einsum32("...ma,...ta->...mt", q, k), mask)
+        scores = capped(einsum32("...ma,...ta->...mt", q, k), cap)
+        scores = masked(scores, mask)
 
         def weigh_values(weights: jax.Array) -> jax.Array:
             return einsum32("...mt,...ta->...ma", weights.astype(v.dtype), v)

@@ -1,5 +1,5 @@
 """The rule which keys a query reads: those at or before it in its own sequence, which is its prompt
-and its completion up to itself.
+and its completion up to itself; with a window the last of these.
 
 `reads` is the rule for packed rows (training, scoring, prefill), `needed_blocks` and `full_blocks`
 are the rule for blocks of these rows, and `cache_masks` is the rule for the caches of sampling. The
@@ -15,37 +15,47 @@ import jax.numpy as jnp
 
 from shoal.model.transformer import Model
 
+NO_PLACE = "a window compares tokens by their place in the sequence, and these have none"
+"""Error of a window over `Tokens` whose `place` is None."""
+
 
 class Tokens(NamedTuple):
     """Tokens of rows, or of the same part of each row, as `reads` compares them: int32[R, T]
-    each."""
+    each. Only windows need `place`."""
 
     segment: jax.Array
     prompt: jax.Array
     position: jax.Array  # position in the row, not in the sequence
+    # position in the sequence, from 0: a completion counts on after its prompt. None: not needed
+    place: jax.Array | None = None
 
     @classmethod
-    def of(cls, segment: jax.Array, prompt: jax.Array) -> Tokens:
+    def of(cls, segment: jax.Array, prompt: jax.Array, place: jax.Array | None = None) -> Tokens:
         """Returns the tokens of whole rows."""
-        # A rule that compares positions in the sequence, such as a window, would compute them here,
-        # from whole rows: the tokens since the segment's first one, and in a completion also the
-        # number of tokens in its prompt's segment.
         position = jnp.broadcast_to(jnp.arange(segment.shape[1], dtype=jnp.int32), segment.shape)
-        return cls(segment, prompt, position)
+        return cls(segment, prompt, position, place)
 
     def to_meet(self, axis: int) -> tuple[jax.Array, ...]:
-        """Returns the three arrays, each with one more dimension at `axis`, along which it is
-        broadcast against others."""
-        return tuple(jnp.expand_dims(x, axis) for x in self)
+        """Returns the arrays that are there, three or four, each with one more dimension at `axis`,
+        along which it is broadcast against others."""
+        return tuple(jnp.expand_dims(x, axis) for x in self if x is not None)
 
 
-def reads(query: tuple[jax.Array, ...], key: tuple[jax.Array, ...]) -> jax.Array:
+def reads(query: tuple[jax.Array, ...], key: tuple[jax.Array, ...], window: int = 0) -> jax.Array:
     """Returns a mask of bools which queries read which keys, each given as (segment, prompt,
-    position) in shapes that broadcast. A query reads the keys at or before it in its own segment
-    and in its prompt's. Padding, segment 0, reads nothing."""
-    own, prompt, position = query
-    segment, _, key_position = key
-    return ((segment == own) | (segment == prompt)) & (own > 0) & (key_position <= position)
+    position), with a window also place, in shapes that broadcast. A query reads the keys at or
+    before it in its own segment and in its prompt's; with a window, those of them that are less
+    than so many places before it. Padding, segment 0, reads nothing."""
+    own, prompt, position = query[:3]
+    segment, _, key_position = key[:3]
+    mask = ((segment == own) | (segment == prompt)) & (own > 0) & (key_position <= position)
+    if window == 0:
+        return mask
+    if len(query) < 4 or len(key) < 4:
+        raise ValueError(NO_PLACE)
+    place = query[3]
+    key_place = key[3]
+    return mask & (place - key_place < window)
 
 
 class BlockTokens(NamedTuple):
@@ -54,15 +64,20 @@ class BlockTokens(NamedTuple):
     segment: jax.Array  # int32[N, b]
     prompt: jax.Array  # int32[N, b]
     first: jax.Array  # int32[N]: position in the row of a block's first token; the others follow it
+    place: jax.Array | None = None  # int32[N, b]: position in the sequence; None: not needed
 
     @classmethod
     def of(cls, tokens: Tokens, block: int) -> BlockTokens:
         """Divides tokens [R, T] into blocks; each row is filled up with padding to whole blocks.
         Their segment is then 0."""
+        place = tokens.place
+        if place is not None:
+            place = _filled(place, block).reshape(-1, block)
         return cls(
             segment=_filled(tokens.segment, block).reshape(-1, block),
             prompt=_filled(tokens.prompt, block).reshape(-1, block),
             first=tokens.position[:, ::block].reshape(-1),
+            place=place,
         )
 
     def at(self, number: jax.Array) -> Tokens:
@@ -72,13 +87,14 @@ class BlockTokens(NamedTuple):
         prompt = self.prompt[number]
         # Computed from the first one, so that a kernel need not hold positions next to the others.
         position = self.first[number] + jnp.arange(self.segment.shape[1])
-        return Tokens(segment, prompt, position)
+        place = None if self.place is None else self.place[number]
+        return Tokens(segment, prompt, position, place)
 
     @property
     def tokens(self) -> Tokens:
         """The tokens of all blocks, as arrays [N, b]."""
         position = self.first[:, None] + jnp.arange(self.segment.shape[1])
-        return Tokens(self.segment, self.prompt, position)
+        return Tokens(self.segment, self.prompt, position, self.place)
 
 
 class Blocks(NamedTuple):
@@ -97,7 +113,12 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(
-    query: Tokens, key: Tokens, block: int, of_keys: bool = False, full_first: bool = False
+    query: Tokens,
+    key: Tokens,
+    block: int,
+    of_keys: bool = False,
+    full_first: bool = False,
+    window: int = 0,
 ) -> Blocks:
     """Returns, for each block of queries, the list of the blocks of keys that it reads; with
     `of_keys`, for each block of keys the list of the blocks of queries that read it. `query` may be
@@ -105,9 +126,9 @@ def blocks_of(
 
     With `full_first`, blocks of keys that are read in full come first in a list, and `num_full` of
     the result says how many they are; it cannot be combined with `of_keys`, which is not checked.
-    `block` is the tokens of a block, of queries and of keys.
+    `block` is the tokens of a block, of queries and of keys. `window` is that of `reads`.
     """
-    is_needed = needed_blocks(query, key, block)
+    is_needed = needed_blocks(query, key, block, window)
     if of_keys:
         is_needed = is_needed.mT
     rows, _, others = is_needed.shape
@@ -115,7 +136,7 @@ def blocks_of(
     rank = ~is_needed
     num_full = None
     if full_first:
-        is_full = full_blocks(query, key, block)
+        is_full = full_blocks(query, key, block, window)
         # -1 (full) comes before 0 (needed) and 1 (not needed)
         rank = jnp.where(is_full, -1, rank)
         num_full = is_full.sum(-1).reshape(-1)
@@ -132,11 +153,13 @@ def blocks_of(
     )
 
 
-def needed_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
+def needed_blocks(query: Tokens, key: Tokens, block: int, window: int = 0) -> jax.Array:
     """Returns bool[R, n, m]: False if no query of block n reads any key of block m, so that the
     pair need not be computed. n counts the blocks of queries of a row and m those of keys, from 0.
     Decided by positions and by segments, whose numbers rise along a row: a block has all segments
-    from its first to its last. It may be True for a pair without a key to read."""
+    from its first to its last. With a window (`reads`) also by the lowest place of the queries and
+    the highest of the keys: blocks that lie wholly before it are left out. It may be True for a
+    pair without a key to read."""
 
     def span(numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the lowest and the highest segment number in each block; 0, padding, does not
@@ -157,16 +180,25 @@ def needed_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
         return (key_first[:, None] <= last[..., None]) & (key_last[:, None] >= first[..., None])
 
     # Among the prompts of a block's tokens, only the first token's can begin before the block.
-    has_keys = overlaps(first, last) | (overlaps(prompt, prompt) & (prompt > 0)[..., None])
+    has_own = overlaps(first, last)
+    has_prompt = overlaps(prompt, prompt) & (prompt > 0)[..., None]
+    if window > 0:
+        lowest, _ = _place_span(query, block)
+        _, key_highest = _place_span(key, block)
+        # The highest place of a key is within the window of the query that looks back furthest.
+        has_prompt &= lowest[..., None] - window < key_highest[:, None]
+        # A key of a query's own segment is as many places before it as positions in the row; so
+        # the first query of a block is compared with the last key.
+        has_own &= position[..., None] - window < key_position[:, None] + block - 1
     # Some key of the block comes no later than the last query: the first key of the block does.
-    return has_keys & (key_position[:, None] < position[..., None] + block)
+    return (has_own | has_prompt) & (key_position[:, None] < position[..., None] + block)
 
 
-def full_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
+def full_blocks(query: Tokens, key: Tokens, block: int, window: int = 0) -> jax.Array:
     """Returns bool[R, n, m]: True if every query of block n reads every key of block m, and so
     needs no mask. It may be False for such a pair, which then gets a mask in vain. Found by
     segments: True only if all keys of the block are of one segment, which is the queries' own or
-    their prompt."""
+    their prompt; with a window, also by the block's lowest and highest place."""
 
     def common(numbers: jax.Array) -> jax.Array:
         """Returns the number that all tokens of a block have; 0, as for padding, if they differ."""
@@ -180,7 +212,27 @@ def full_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
     key_segment = common(key.segment)[:, None]
     is_read = (key_segment > 0) & ((key_segment == segment) | (key_segment == prompt))
     # The whole block of keys comes before the block of queries.
-    return is_read & (key.position[:, None, ::block] + block <= query.position[:, ::block, None])
+    is_full = is_read & (key.position[:, None, ::block] + block <= query.position[:, ::block, None])
+    if window == 0:
+        return is_full
+    _, highest = _place_span(query, block)
+    key_lowest, _ = _place_span(key, block)
+    # The first key of the block is within the window of the last query.
+    return is_full & (highest[..., None] - window < key_lowest[:, None])
+
+
+def _place_span(tokens: Tokens, block: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the lowest and the highest place in the sequence of each block's tokens, int32[R, n]
+    each; padding does not count. For a block of padding alone they are the largest int32 and
+    -1."""
+    place = tokens.place
+    if place is None:
+        raise ValueError(NO_PLACE)
+    is_token = _filled(tokens.segment > 0, block).reshape(len(place), -1, block)
+    place = _filled(place, block).reshape(is_token.shape)
+    lowest = jnp.where(is_token, place, jnp.iinfo(jnp.int32).max).min(-1)
+    highest = jnp.where(is_token, place, -1).max(-1)
+    return lowest, highest
 
 
 def cache_masks(

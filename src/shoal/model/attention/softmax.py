@@ -34,6 +34,31 @@ Power = Callable[[jax.Array], jax.Array]
 """The base raised to an array of exponents: `jnp.exp`, `jnp.exp2`, or a device's own function."""
 
 
+class Scoring(NamedTuple):
+    """How a layer scores keys. It is static: numbers known when a program is compiled."""
+
+    scale: float = 0.0  # factor of the scores; 0: 1/sqrt(A)
+    cap: float = 0.0  # soft cap c: scores become c * tanh(score / c); 0: none
+    window: int = 0  # a query reads at most so many keys, its own included; 0: all
+
+
+PLAIN = Scoring()
+"""Scores scaled by 1/sqrt(A), without cap or window."""
+
+
+def kernel_fault_of(scoring: Scoring, sinks: bool) -> str:
+    """Returns why the kernels for GPUs and TPUs, of rows and of decoding, cannot compute a layer's
+    attention; "" if they can. `sinks` is whether the layer has sinks."""
+    wanted = {
+        "windows": scoring.window > 0,
+        "soft caps": scoring.cap > 0,
+        "sinks": sinks,
+        "scale other than 1/sqrt(head_dim)": scoring.scale > 0,
+    }
+    missing = [f"no {name}" for name, is_wanted in wanted.items() if is_wanted]
+    return f"the kernels have {' and '.join(missing)}" if missing else ""
+
+
 class RunningSoftmax(NamedTuple):
     """The state of the softmax of some queries over the keys that were added so far.
 
@@ -100,6 +125,16 @@ def accumulate(
     return RunningSoftmax(top, total, out)
 
 
+def add_sinks(running: RunningSoftmax, sinks: jax.Array, power: Power) -> RunningSoftmax:
+    """Adds sinks, scores without a key or a value: they enter the sum of weights alone. `sinks`
+    broadcast against `top`. Returns the new state. To be called once for each query; a query
+    without any key gives 0 with sinks, too (gpt-oss, OpenAI 2025, arXiv 2508.10925)."""
+    top = jnp.maximum(running.top, sinks)
+    weights = power(sinks - top)[..., None]  # a block of one key
+    no_values = jnp.zeros((), jnp.float32)
+    return accumulate(running, top, weights, no_values, power)
+
+
 def attention_of(running: RunningSoftmax) -> jax.Array:
     """Returns the weighted mean of values after the last block. Each query must have had a key, or
     its result means nothing."""
@@ -127,11 +162,22 @@ def masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.where(mask, scores, LOWEST)
 
 
-def by_key_head(q: jax.Array, num_kv_heads: int) -> jax.Array:
-    """Scales queries by 1/sqrt(A) and groups their heads by key head: [..., H, A] -> [..., K, H //
-    K, A]. H // K consecutive query heads belong to one key head."""
+def capped(scores: jax.Array, cap: float) -> jax.Array:
+    """Returns cap * tanh(scores / cap); the scores themselves if `cap` is 0 (Gemma 2, arXiv
+    2408.00118, section 2)."""
+    return cap * jnp.tanh(scores / cap) if cap else scores
+
+
+def before_cap(d_capped: jax.Array, capped_scores: jax.Array, cap: float) -> jax.Array:
+    """Returns the gradient of scores before `capped`, from that of its result `capped_scores`."""
+    return d_capped * (1.0 - jnp.square(capped_scores / cap)) if cap else d_capped
+
+
+def by_key_head(q: jax.Array, num_kv_heads: int, scale: float = 0.0) -> jax.Array:
+    """Scales queries by `scale` (0: 1/sqrt(A)) and groups their heads by key head: [..., H, A] ->
+    [..., K, H // K, A]. H // K consecutive query heads belong to one key head."""
     head_dim = q.shape[-1]
-    q = q * jnp.asarray(head_dim**-0.5, q.dtype)
+    q = q * jnp.asarray(scale or head_dim**-0.5, q.dtype)
     return q.reshape((*q.shape[:-2], num_kv_heads, -1, head_dim))
 
 

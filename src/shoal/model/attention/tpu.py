@@ -87,7 +87,7 @@ def block_pairs(query: Tokens, key: Tokens) -> RowPairs:
         up to whole blocks: each row is filled up with tokens of segment 0, which read nothing and
         are not read."""
         columns = []
-        for numbers in tokens:
+        for numbers in (tokens.segment, tokens.prompt, tokens.position):
             filled = jnp.pad(numbers, ((0, 0), (0, -numbers.shape[1] % block)))
             columns.append(filled.reshape(-1))
         return jnp.stack(columns, -1)

@@ -95,7 +95,7 @@ def test_what_tpus_compute_in_another_way_has_the_same_values_and_gradients(dtyp
     order."""
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.standard_normal((2, 5, 3, QWEN3.head_dim)), dtype)
-    rope = rotary(QWEN3, jnp.arange(10).reshape(2, 5))
+    (rope,) = rotary(QWEN3, jnp.arange(10).reshape(2, 5))
     model = Model(QWEN3, roles().trainer, dtype)
     gate, up, down = (
         jnp.asarray(rng.standard_normal(shape), dtype)

@@ -18,6 +18,7 @@ from small import QWEN3, roles
 from shoal.config.commands import GenerateConfig
 from shoal.job.job import Job
 from shoal.mesh import Role
+from shoal.model.architecture import Layer
 from shoal.model.attention import decode_gpu, decode_tpu, selector
 from shoal.model.attention import tpu as tpu_attention
 from shoal.model.attention import trials as kernel_trials
@@ -292,7 +293,7 @@ def test_a_tpus_slots_bits_are_its_own_wherever_its_pages_are():
 def test_on_several_devices_each_has_its_heads(monkeypatch, platform):
     """Two of them, each with one of two key heads, as on one."""
 
-    def decode_kernel_refusal(model):
+    def decode_kernel_refusal(model, layer=None):
         return ""
 
     monkeypatch.setattr(selector, "decode_kernel_refusal", decode_kernel_refusal)
@@ -319,8 +320,8 @@ def test_on_several_devices_each_has_its_heads(monkeypatch, platform):
             live,
             pages,
         )
-        attention = decode_attention(model, *slots)
-        given = {"rope": rotary(a, slots[0][:, None] + slots[1])} if platform == "gpu" else {}
+        attention = decode_attention(model, Layer(), *slots)
+        given = {"rope": rotary(a, slots[0][:, None] + slots[1])[0]} if platform == "gpu" else {}
         step = jax.jit(lambda *args: attention(*args, **given))
         return [np.asarray(x) for x in jax.tree.leaves(step(q, k, v, keys))]
 

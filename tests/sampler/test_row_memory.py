@@ -94,7 +94,7 @@ def by_pages() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Role, "platform", "tpu")
 
-        def decode_kernel_refusal(model):
+        def decode_kernel_refusal(model, layer=None):
             return ""
 
         patch.setattr(selector, "decode_kernel_refusal", decode_kernel_refusal)

@@ -71,7 +71,7 @@ def test_an_accelerators_programs_draw_the_same_tokens(monkeypatch, base, platfo
     monkeypatch.setattr(Role, "platform", platform)
     if by_kernel:
         # SMALL's heads are for no tensor core
-        def decode_kernel_refusal(model):
+        def decode_kernel_refusal(model, layer=None):
             return ""
 
         monkeypatch.setattr(selector, "decode_kernel_refusal", decode_kernel_refusal)

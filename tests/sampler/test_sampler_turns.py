@@ -269,7 +269,7 @@ def test_turns_by_pages(monkeypatch):
     theirs = played(600)
     monkeypatch.setattr(Role, "platform", "tpu")
 
-    def decode_kernel_refusal(model):
+    def decode_kernel_refusal(model, layer=None):
         return ""
 
     monkeypatch.setattr(selector, "decode_kernel_refusal", decode_kernel_refusal)

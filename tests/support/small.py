@@ -14,7 +14,7 @@ from shoal.config.sections.algorithm import AlgorithmSection
 from shoal.config.sections.devices import MeshSection
 from shoal.config.sections.optimizer import OptimizerSection
 from shoal.mesh import Program, Roles, make_roles
-from shoal.model.architecture import Architecture, RopeScaling
+from shoal.model.architecture import Architecture, Layer, RopeScaling
 from shoal.model.attention.reference import attend
 from shoal.model.head import logits
 from shoal.model.parameters import Parameters, ParamSpec, param_specs
@@ -157,6 +157,19 @@ def relative(a, b) -> float:
     return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30))
 
 
+class AttentionOnly:
+    """A `Mixing` in which all layers have this attention."""
+
+    def __init__(self, attention: Any) -> None:
+        self.of_all = attention
+
+    def attention(self, layer: Layer) -> Any:
+        return self.of_all
+
+    def recurrence(self, layer: Layer) -> Any:
+        raise AssertionError("no layer has a recurrence")
+
+
 def causal(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
     """Each row attends to itself."""
     length = q.shape[1]
@@ -173,7 +186,7 @@ def shoal_logits(a: Architecture, parameters: Parameters, tokens: np.ndarray) ->
     @jax.jit
     def run(parameters: Parameters, ids: jax.Array) -> jax.Array:
         positions = jnp.arange(ids.shape[1])[None]
-        hidden, _ = forward(model, parameters, ids, positions, causal)
+        hidden, _ = forward(model, parameters, ids, positions, AttentionOnly(causal))
         return logits(model, parameters, hidden)[0]
 
     return np.asarray(run(parameters, jnp.asarray(tokens, jnp.int32)[None]))

@@ -113,7 +113,7 @@ def test_on_a_gpu_an_adapters_products_stay_three(a, monkeypatch):
     biases."""
     monkeypatch.setattr(Role, "platform", "gpu")
 
-    def decode_kernel_refusal(model):
+    def decode_kernel_refusal(model, layer=None):
         return ""
 
     monkeypatch.setattr(selector, "decode_kernel_refusal", decode_kernel_refusal)

@@ -261,7 +261,7 @@ def test_two_processes_read_each_row_once_between_them():
 def test_a_file_cut_short_while_it_is_read_is_named_with_the_byte(tmp_path):
     folder = write_model(tmp_path)
     down = huggingface.open_tensors(folder, architecture_of(folder))[
-        "model.layers.{layer}.mlp.down_proj.weight"
+        "model.layers.0.mlp.down_proj.weight"
     ]
     file, last = folder / "model.safetensors", down.tensors[1]
     os.truncate(file, last.offset + 100)

@@ -198,7 +198,7 @@ def open_source(source: str) -> tuple[Architecture, maxtext.ReadPart]:
         Shoal's arrays, which is transposed for some."""
         # Of `index`: the entries for layers or experts, and for the first dimension of a tensor.
         num_indices = len(spec.indices)
-        values = tensors[spec.name].read(spec.in_file_order(index)[: num_indices + 1])
+        values = tensors[spec.key].read(spec.in_file_order(index)[: num_indices + 1])
         if not spec.transposed:
             return values
         matrices = values.reshape((-1, values.shape[-2], values.shape[-1]))
@@ -217,10 +217,10 @@ def _read_from_checkpoint(
     role = make_roles(MeshSection(fsdp=1)).trainer
     leaves = jax.tree.leaves(load_parameters(*checkpoint, architecture, role))
     specs = jax.tree.leaves(param_specs(architecture))
-    arrays = {spec.name: leaf for spec, leaf in zip(specs, leaves, strict=True)}
+    arrays = {spec.key: leaf for spec, leaf in zip(specs, leaves, strict=True)}
 
     def read(spec: ParamSpec, index: tuple[slice, ...]) -> np.ndarray:
-        return np.asarray(arrays[spec.name])[index]
+        return np.asarray(arrays[spec.key])[index]
 
     return read
 

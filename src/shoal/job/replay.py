@@ -27,8 +27,8 @@ from shoal.config.sections.model import ModelSection
 from shoal.config.train import Config
 from shoal.job.fingerprint import machine
 from shoal.job.job import Job
-from shoal.model.attention.selector import segment_attention
 from shoal.model.head import head_projection, output_head
+from shoal.model.mixing import row_mixing
 from shoal.model.parameters import frozen_specs, select
 from shoal.model.transformer import Model, forward
 from shoal.protocols import GroupRequest, SampleRequest
@@ -652,8 +652,9 @@ def _states(model: Model, params: Params, tokens: jax.Array, length: Any) -> jax
     """Returns the hidden states [1, T, D] of tokens[1, T], of which the first `length` are real,
     the rest padding."""
     segment = (jnp.arange(tokens.shape[1]) < length)[None].astype(jnp.int32)
-    attention = segment_attention(model, segment, segment)
-    return forward(model, params, tokens, jnp.arange(tokens.shape[1])[None], attention)[0]
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    mixing = row_mixing(model, segment, segment, positions)
+    return forward(model, params, tokens, positions, mixing)[0]
 
 
 @partial(jax.jit, static_argnums=(0, 1))

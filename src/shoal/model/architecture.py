@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -183,9 +184,15 @@ class Architecture:
     max_positions: int = field(default=0, compare=False)
 
     def key_parts(self, tensor: int) -> int:
-        """Returns how many devices of `tensor` share a key/value head; each holds a part of the
-        positions of the head's cache."""
-        return max(1, tensor // self.num_kv_heads)
+        """Returns how many devices of `tensor` share a key/value head, of the kind of layer with
+        fewest heads; each holds a part of the positions of the head's cache."""
+        return max(self.key_parts_of(layer, tensor) for layer in self.kinds)
+
+    def key_parts_of(self, layer: Layer, tensor: int) -> int:
+        """Returns how many devices of `tensor` share a key/value head of a kind of layer."""
+        if layer.mixer != "attention":
+            return 1
+        return max(1, tensor // self.kv_heads_of(layer))
 
     def layer(self, number: int) -> Layer:
         """Returns the kind of the layer with this number."""
@@ -210,9 +217,28 @@ class Architecture:
         return layer.intermediate_size or self.intermediate_size
 
     @cached_property
+    def rotaries(self) -> tuple[tuple[int, Rotary], ...]:
+        """(dimensions of a head, its rotary positions) of attention's kinds of layers, each
+        once."""
+        found: dict[tuple[int, Rotary], None] = {}
+        for layer in self.kinds:
+            if layer.mixer == "attention":
+                found[self.head_dim_of(layer), self.rotary_of(layer)] = None
+        return tuple(found)
+
+    def rotary_index(self, layer: Layer) -> int:
+        """Returns the index in `rotaries` of a kind of layer with attention."""
+        return self.rotaries.index((self.head_dim_of(layer), self.rotary_of(layer)))
+
+    @cached_property
+    def layers_in_order(self) -> tuple[Layer, ...]:
+        """The kind of each layer."""
+        return tuple(self.layer(number) for number in range(self.num_layers))
+
+    @cached_property
     def kinds(self) -> tuple[Layer, ...]:
         """The different kinds of layers, in the order of their first layers."""
-        return tuple(dict.fromkeys(self.layer(number) for number in range(self.num_layers)))
+        return tuple(dict.fromkeys(self.layers_in_order))
 
     @cached_property
     def runs(self) -> tuple[tuple[Stack, ...], ...]:
@@ -222,7 +248,7 @@ class Architecture:
         Found from the first layer on: the pattern whose repetitions have most layers; of several,
         the shortest. Layers that repeat nothing are a run of their own.
         """
-        kinds = [self.layer(number) for number in range(self.num_layers)]
+        kinds = self.layers_in_order
         runs = []
         start = 0
         while start < self.num_layers:
@@ -246,8 +272,8 @@ class Architecture:
         return replace(self, adapter=None)
 
 
-def _longest_run(kinds: list[Layer]) -> tuple[int, int]:
-    """Returns (length of a pattern, how often it repeats) at the beginning of a list of layers:
+def _longest_run(kinds: Sequence[Layer]) -> tuple[int, int]:
+    """Returns (length of a pattern, how often it repeats) at the beginning of some layers:
     the pattern of at least two repetitions that covers most layers, of several the shortest; (1, 1)
     if nothing repeats.
 

@@ -4,85 +4,160 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from shoal.model.architecture import Layer
 from shoal.model.compiler_habits import Habits, gated, habits_of, split_product
 from shoal.model.linear import Cast, broadcast, linear
 from shoal.model.parameters import Block
+from shoal.model.recurrence import delta_net
+from shoal.model.rotary import Ropes, no_rotation, rotate_part
 
 if TYPE_CHECKING:
     from shoal.model.transformer import Model
 
 
 AttentionFn = Callable[..., tuple[jax.Array, Any]]
-"""(q[R, T, H, A], k[R, T, K, A], v[R, T, K, A], cache of the layer) -> (out[R, T, H, A], new
-cache). An AttentionFn with a true attribute `rotates` rotates q and k itself: it gets both without
-rotary positions, and as `rope` what `rotary` returns."""
+"""(q[R, T, H, A], k[R, T, K, A], v[R, T, K, A], cache of the layer, sinks[H] or None) -> (out[R, T,
+H, A], new cache). An AttentionFn with a true attribute `rotates` rotates q and k itself: it gets
+both without rotary positions, and as `rope` what `rotary` returns."""
+
+RecurrenceFn = Callable[..., tuple[jax.Array, Any]]
+"""(inputs: `DeltaNetInputs` of [R, T] tokens, convolution[C, 1, size], cache of the layer) ->
+(out[R, T, Hv, dv], new cache)."""
+
+
+class Mixing(Protocol):
+    """How the tokens of a pass read each other: those of packed rows in training and scoring, of a
+    prompt, of a piece of one, a token in each slot, context after a completion
+    (`shoal.model.mixing`)."""
+
+    def attention(self, layer: Layer) -> AttentionFn:
+        """Returns the attention of a kind of layer."""
+        ...
+
+    def recurrence(self, layer: Layer) -> RecurrenceFn:
+        """Returns the recurrence of a kind of layer whose mixer is a delta net."""
+        ...
+
+
+class LayerAux(NamedTuple):
+    """What a layer returns next to its output."""
+
+    cache: Any  # the new cache; None in training
 
 
 def block(
     model: Model,
+    layer: Layer,
     w: Block,
     x: jax.Array,
     *,
+    rope: Ropes,
+    mixing: Mixing,
+    cache: Any,
+) -> tuple[jax.Array, LayerAux]:
+    """Computes one layer of the kind `layer` with the weights `w`: x[R, T, D] -> (x[R, T, D],
+    `LayerAux`). `rope` are the angles of `rotary`, for all kinds of layers; `cache` is passed to
+    the layer's attention or recurrence, and what that returns as the new cache is returned. A layer
+    with a cache is compiled as one that decodes (`habits_of`)."""
+    habits = habits_of(model, is_decoding=cache is not None)
+    norm = partial(layer_norm, model)
+    kept = partial(checkpoint_name, name="attention")
+    x = checkpoint_name(x, "input")
+    h = habits.normed(norm(x, w.attention_norm))
+    if layer.mixer == "attention":
+        own_rope = rope[model.architecture.rotary_index(layer)]
+        mixed, cache = _attend(model, layer, w, h, own_rope, mixing.attention(layer), cache, habits)
+    else:
+        mixed, cache = delta_net(model, w.delta_net, h, mixing.recurrence(layer), cache)
+    if w.post_attention_norm is not None:
+        mixed = norm(mixed, w.post_attention_norm)
+    x = kept(x + mixed)
+    h = habits.normed(norm(x, w.mlp_norm))
+    out = _feed_forward(model, w, h, habits)
+    if w.post_mlp_norm is not None:
+        out = norm(out, w.post_mlp_norm)
+    x = x + out
+    return model.role.constrain(x, "rows", None, None), LayerAux(cache)
+
+
+def _attend(
+    model: Model,
+    layer: Layer,
+    w: Block,
+    h: jax.Array,
     rope: tuple[jax.Array, jax.Array],
     attention: AttentionFn,
     cache: Any,
+    habits: Habits,
 ) -> tuple[jax.Array, Any]:
-    """Computes one layer with the weights `w`: x[R, T, D] -> (x[R, T, D], new cache). `rope` are
-    the (cos, sin) of `rotary`; `cache` is passed to `attention`, and what that returns as the new
-    cache is returned. A layer with a cache is compiled as one that decodes (`habits_of`). If the
-    model has fewer key/value heads than `model.key_heads`, k and v are repeated before `attention`
-    gets them."""
+    """Computes the attention of a layer with its products: h[R, T, D] -> (out[R, T, D], new cache).
+    `rope` are the (cos, sin) of this kind of layer. If the layer has fewer key/value heads than
+    `model.key_heads`, k and v are repeated before `attention` gets them."""
     a = model.architecture
-    habits = habits_of(model, is_decoding=cache is not None)
     kept = partial(checkpoint_name, name="attention")
-    x = checkpoint_name(x, "input")
-    h = habits.normed(rms_norm(x, w.attention_norm, a.norm_eps))
-    q, k, v = _heads(model, w, h, habits)
+    q, k, v = _heads(model, layer, w, h, habits)
+    gate = None
+    if a.output_gate:
+        q, gate = jnp.split(q, 2, axis=-1)
     if a.qk_norm:
-        q = rms_norm(q, w.q_norm, a.norm_eps)
-        k = rms_norm(k, w.k_norm, a.norm_eps)
+        q = layer_norm(model, q, w.q_norm)
+        k = layer_norm(model, k, w.k_norm)
+    cos, sin = rope
+    rotates_halves = 2 * cos.shape[-1] == q.shape[-1]
     if getattr(attention, "rotates", False):
+        if not rotates_halves:
+            # These forms rotate the halves of a whole head: what is rotated here they get with
+            # angles of 0.
+            q = rotate_part(q, cos, sin)
+            k = rotate_part(k, cos, sin)
+            rope = no_rotation(cos, q.shape[-1])
         attention = partial(attention, rope=rope)
     else:
-        cos, sin = rope
-        q = habits.rotate(q, cos, sin)
-        k = habits.rotate(k, cos, sin)
-    # above 1 if `tensor` has more devices than the model has key/value heads
-    repeats = model.key_heads // a.num_kv_heads
+        rotate = habits.rotate if rotates_halves else rotate_part
+        q = rotate(q, cos, sin)
+        k = rotate(k, cos, sin)
+    # above 1 if `tensor` has more devices than the layer has key/value heads
+    repeats = model.key_heads_of(layer) // a.kv_heads_of(layer)
     if repeats > 1:
         k = model.role.constrain(jnp.repeat(k, repeats, axis=-2), "rows", None, "heads", None)
         v = model.role.constrain(jnp.repeat(v, repeats, axis=-2), "rows", None, "heads", None)
+    if w.sinks is not None:
+        attention = partial(attention, sinks=w.sinks)
     out: Any
     out, cache = attention(kept(q), kept(k), kept(v), cache)
-    x = kept(x + linear(w.o, jax.lax.collapse(out, out.ndim - 2)))
-    h = habits.normed(rms_norm(x, w.mlp_norm, a.norm_eps))
-    x = x + _feed_forward(model, w, h, habits)
-    return model.role.constrain(x, "rows", None, None), cache
+    if gate is not None:
+        out = out * jax.nn.sigmoid(gate)
+    return linear(w.o, jax.lax.collapse(out, out.ndim - 2)), cache
 
 
 def _heads(
-    model: Model, w: Block, h: jax.Array, habits: Habits
+    model: Model, layer: Layer, w: Block, h: jax.Array, habits: Habits
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes q[R, T, H, A], k[R, T, K, A] and v[R, T, K, A] from h[R, T, D], without rotary
-    positions and norms of q and k."""
+    positions and norms of q and k. With an output gate q is [R, T, H, 2 A]: each head's gate stands
+    after its query."""
     if w.k is None:  # the three weights are joined in one (`products_joined`)
         return split_product(model, linear(w.q, h))
 
     rows, size, _ = h.shape
 
-    def by_head(product: jax.Array) -> jax.Array:
-        return product.reshape(rows, size, -1, model.architecture.head_dim)
+    head_dim = model.architecture.head_dim_of(layer)
 
-    q = linear(w.q, h)
-    k = linear(w.k, h)
-    v = linear(w.v, h)
-    return by_head(habits.queries(q)), by_head(k), by_head(v)
+    def by_head(product: jax.Array) -> jax.Array:
+        return product.reshape(rows, size, -1, head_dim)
+
+    q = habits.queries(linear(w.q, h))
+    k = by_head(linear(w.k, h))
+    v = by_head(linear(w.v, h))
+    if model.architecture.output_gate:
+        return q.reshape(rows, size, -1, 2 * head_dim), k, v
+    return by_head(q), k, v
 
 
 def _feed_forward(model: Model, w: Block, h: jax.Array, habits: Habits) -> jax.Array:
@@ -123,6 +198,19 @@ def cast_weight(
         return weight
     kernel = gathered(jax.lax.stop_gradient(weight).astype(model.dtype))
     return Cast(kernel, weight, model.reduce_dtype)
+
+
+def layer_norm(model: Model, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Computes a norm of the model's kind (`Architecture.norm`) over the last dimension of x, in
+    x's type."""
+    a = model.architecture
+    if a.norm == "weight":
+        return rms_norm(x, weight, a.norm_eps)
+    offset = 1.0 if a.norm == "one_plus_weight" else 0.0
+    # Multiplied in float32, as the RMS norms of transformers' Gemma and Qwen3.5 do.
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + a.norm_eps)
+    return (wide * (broadcast(weight.astype(jnp.float32), wide) + offset)).astype(x.dtype)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

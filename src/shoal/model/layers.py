@@ -1,13 +1,15 @@
 """How a sampler holds the layers of a model: stacked in one array, or each in its own arrays; and
 access to single layers.
 
-A trainer stacks all layers along a first dimension. A sampler does the same if its arrays may be
-the trainer's own, which costs no copy; or it has separate arrays for each layer, if its compiler
-reads those faster (`ffn_chunks` decides). Programs read either form through `by_layer`.
+A trainer stacks layers of one kind along a first dimension (`Architecture.stacks`). A sampler does
+the same if its arrays may be the trainer's own, which costs no copy; or it has separate arrays for
+each layer, if its compiler reads those faster (`ffn_chunks` decides). Programs read either form
+through `by_layer`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -19,7 +21,7 @@ import jax.numpy as jnp
 from shoal.mesh import Role
 from shoal.mesh.programs import CHUNKED_OPTIONS
 from shoal.model.architecture import Architecture
-from shoal.model.parameters import Block, Parameters, ParamSpec, param_specs
+from shoal.model.parameters import Block, Parameters, ParamSpec, Stacks, param_specs
 
 if TYPE_CHECKING:
     from shoal.model.transformer import Model
@@ -50,15 +52,19 @@ def ffn_chunks(a: Architecture, role: Role, dtype: Any) -> int:
         # copied ahead.
         return 1
     itemsize = jnp.dtype(dtype).itemsize
-    down = param_specs(a).blocks.down
-    # One array [L, F, D]: not quantised, without a bias and without a dimension of experts.
-    is_one_matrix = isinstance(down, ParamSpec) and down.indices == ("layer",)
-    # An adapter may be on other matrices alone.
-    if not is_one_matrix or a.adapter or itemsize != 2:
+    widths = set()
+    for block in stacked_blocks(param_specs(a).blocks):
+        # One array [n, F, D]: not quantised, without a bias and without a dimension of experts.
+        is_one_matrix = isinstance(block.down, ParamSpec) and block.down.indices == ("layer",)
+        # An adapter may be on other matrices alone.
+        if not is_one_matrix or a.adapter or itemsize != 2:
+            return 0
+        widths.add(block.down.shape[1])
+    if len(widths) > 1:
         return 0
-    _, width, hidden_size = down.shape
+    hidden_size = a.hidden_size
     # each device's part of the inner features
-    width //= role.tensor
+    width = widths.pop() // role.tensor
     num_chunks = 1
     while hidden_size * width * itemsize > num_chunks * FFN_CHUNK_BYTES:
         num_chunks *= 2
@@ -76,8 +82,13 @@ def published_specs(model: Model) -> Parameters:
     num_chunks = model.ffn_chunks
     if not num_chunks:
         return specs
-    block = jax.tree.map(partial(_unstacked_spec, num_chunks=num_chunks), specs.blocks)
-    return replace(specs, blocks=(block,) * model.architecture.num_layers)
+    layers = []
+    for block in stacked_blocks(specs.blocks):
+        layers.append(jax.tree.map(partial(_unstacked_spec, num_chunks=num_chunks), block))
+    by_number: dict[int, Any] = {}
+    for stack, layer in zip(model.architecture.stacks, layers, strict=True):
+        by_number |= dict.fromkeys(stack.numbers, layer)
+    return replace(specs, blocks=in_order(by_number))
 
 
 def _unstacked_spec(spec: ParamSpec, num_chunks: int) -> ParamSpec | tuple[ParamSpec, ...]:
@@ -86,7 +97,7 @@ def _unstacked_spec(spec: ParamSpec, num_chunks: int) -> ParamSpec | tuple[Param
     `num_chunks` is 1 or more."""
     shape = list(spec.shape[1:])
     axes = spec.axes[1:]
-    layer = replace(spec, shape=tuple(shape), axes=axes, indices=spec.indices[1:])
+    layer = replace(spec, shape=tuple(shape), axes=axes, indices=spec.indices[1:], layers=range(0))
     if num_chunks == 1 or "mlp" not in axes:
         return layer
     shape[axes.index("mlp")] //= num_chunks
@@ -120,27 +131,49 @@ def split_layers(
     return tuple(zip(*chunks, strict=True))
 
 
-def unstack_layers(parameters: Parameters, num_layers: int) -> Parameters:
-    """Converts parameters with one block, each leaf of which is a tuple of L layers (from
+def unstack_layers(a: Architecture, parameters: Parameters) -> Parameters:
+    """Converts parameters with stacked blocks, each leaf of which is a tuple of layers (from
     `split_layers`), to parameters with a tuple of L blocks."""
-    blocks = []
-    for number in range(num_layers):
-        layer = jax.tree.map(
-            itemgetter(number), parameters.blocks, is_leaf=lambda leaf: isinstance(leaf, tuple)
-        )
-        blocks.append(layer)
-    return replace(parameters, blocks=tuple(blocks))
+
+    def is_split(leaf: Any) -> bool:
+        return isinstance(leaf, tuple)
+
+    by_number: dict[int, Block] = {}
+    for stack, block in zip(a.stacks, stacked_blocks(parameters.blocks), strict=True):
+        for index, number in enumerate(stack.numbers):
+            by_number[number] = jax.tree.map(itemgetter(index), block, is_leaf=is_split)
+    return replace(parameters, blocks=in_order(by_number))
+
+
+def stacked_blocks(blocks: Block | Stacks) -> tuple[Block, ...]:
+    """Returns the block of each stack of layers, in the order of `Architecture.stacks`."""
+    return blocks.blocks if isinstance(blocks, Stacks) else (blocks,)
+
+
+def stacked_again(blocks: Block | Stacks, new: Sequence[Block]) -> Block | Stacks:
+    """Returns the blocks `new`, one a stack, in the form of `blocks`: the inverse of
+    `stacked_blocks`."""
+    return Stacks(tuple(new)) if isinstance(blocks, Stacks) else new[0]
 
 
 def by_layer(model: Model, blocks: Any) -> tuple[Block, ...]:
     """Returns the L layers as a tuple of blocks, whether `blocks` is stacked or a tuple of layers
     already."""
-    if isinstance(blocks, Block):
-        return unstacked(blocks, model.architecture.num_layers)
-    return blocks
+    if isinstance(blocks, tuple):
+        return blocks
+    by_number: dict[int, Block] = {}
+    for stack, block in zip(model.architecture.stacks, stacked_blocks(blocks), strict=True):
+        by_number |= zip(stack.numbers, unstacked(block, len(stack.numbers)), strict=True)
+    return in_order(by_number)
+
+
+def in_order(by_number: Mapping[int, Any]) -> tuple[Any, ...]:
+    """Returns what belongs to each layer, in the order of the layers' numbers, which count from
+    0."""
+    return tuple(by_number[number] for number in range(len(by_number)))
 
 
 def unstacked(tree: Any, num_layers: int) -> tuple[Any, ...]:
-    """Returns the L layers of a tree whose leaves have L in front, as a tuple of L trees of the
-    same form."""
+    """Returns the layers of a tree whose leaves have `num_layers` in front, as a tuple of trees of
+    the same form."""
     return tuple(jax.tree.map(itemgetter(number), tree) for number in range(num_layers))

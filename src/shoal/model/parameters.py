@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from shoal.mesh import Role, listed, listed_divisors
-from shoal.model.architecture import Architecture
+from shoal.model.architecture import Architecture, Stack
 from shoal.model.linear import Adapted, Biased, Quantised, quantise
 from shoal.records import ShoalError
 
@@ -24,11 +24,31 @@ INIT_STDDEV = 0.02
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class DeltaNetWeights:
+    """Parameters of a gated delta net, of one layer or stacked. Hk and Hv are the numbers of key
+    and value heads, C the channels of the convolution."""
+
+    qkv: Any  # [D, C]: queries and keys of all key heads, then values
+    z: Any  # [D, Hv*dv]: the gate of the output
+    b: Any  # [D, Hv]: its sigmoid is how much of a key's value is replaced
+    a: Any  # [D, Hv]: decides how much of the state is kept
+    convolution: Any  # [C, 1, conv_size]
+    dt_bias: Any  # [Hv]
+    a_log: Any  # [Hv]
+    norm: Any  # [dv]
+    out: Any  # [Hv*dv, D]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Block:
-    """Parameters of one layer, or of all L layers stacked along a first dimension."""
+    """Parameters of one layer, or of n layers of one kind stacked along a first dimension. None is
+    what this kind of layer does not have."""
 
     attention_norm: Any  # [D]
-    q: Any  # [D, H*A]; if k and v are None, as in decoding, all three: [D, (H + 2*K)*A]
+    # [D, H*A], with an output gate [D, H*2*A]; if k and v are None, as in decoding, all three:
+    # [D, (H + 2*K)*A]
+    q: Any
     k: Any  # [D, K*A]
     v: Any  # [D, K*A]
     o: Any  # [H*A, D]
@@ -38,6 +58,18 @@ class Block:
     down: Any  # [F, D]
     q_norm: Any = None  # [A]
     k_norm: Any = None  # [A]
+    sinks: Any = None  # [H]
+    post_attention_norm: Any = None  # [D]
+    post_mlp_norm: Any = None  # [D]
+    delta_net: DeltaNetWeights | Any = None  # in place of q, k, v and o
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Stacks:
+    """Layers of several kinds: a block of stacked layers for each of `Architecture.stacks`."""
+
+    blocks: tuple[Block, ...]
 
 
 @jax.tree_util.register_dataclass
@@ -47,8 +79,8 @@ class Parameters:
     gradients."""
 
     embed_tokens: Any  # [V, D]
-    # A Block whose leaves have L in front; or a tuple of L Blocks, if a sampler reads each layer
-    # from its own arrays.
+    # A Block whose leaves have L in front; Stacks, if there are layers of several kinds; or a tuple
+    # of L Blocks, if a sampler reads each layer from its own arrays.
     blocks: Any
     final_norm: Any  # [D]
     lm_head: Any = None  # [D, V]; None if tied to the embedding
@@ -62,12 +94,18 @@ class ParamSpec:
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    init: Literal["normal", "uniform", "ones", "zeros"] = "normal"
+    # `log_uniform`: the logarithm of a uniform number from 0 to 16
+    init: Literal["normal", "uniform", "ones", "zeros", "log_uniform"] = "normal"
     stddev: float = INIT_STDDEV
     heads: int = 0  # number of heads that a dimension over `heads` consists of
     # What the first dimensions count, if files hold a tensor for each of their indices: ("layer",)
     # for a parameter of every layer, ("layer", "expert") for one of every expert of every layer
     indices: tuple[str, ...] = ()
+    # Numbers of the layers along the first dimension, if `indices` begins with "layer"; empty: from
+    # 0 on.
+    layers: range = range(0)
+    # True for the kernel of a product: `linear` multiplies by it.
+    is_product: bool = False
     # True if tensors in files have the last two dimensions in the other order: kernels as [out, in]
     transposed: bool = False
     # Name of its tensors in files. Each of `indices` stands in it in braces, like `{layer}`.
@@ -96,8 +134,20 @@ class ParamSpec:
         {(): "lm_head.weight"} for a single tensor."""
         names = {}
         for index in np.ndindex(self.index_shape):
-            names[index] = self.name.format(**dict(zip(self.indices, index, strict=True)))
+            numbers = dict(zip(self.indices, index, strict=True))
+            if self.layers:
+                numbers["layer"] = self.layers[index[0]]
+            names[index] = self.name.format(**numbers)
         return names
+
+    @property
+    def key(self) -> str:
+        """The name of the parameter's first tensor in files, which no other parameter has; stacks
+        of layers may share `name`."""
+        first: dict[str, int] = dict.fromkeys(self.indices, 0)
+        if self.layers:
+            first["layer"] = self.layers.start
+        return self.name.format(**first)
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
@@ -177,58 +227,176 @@ def param_specs(a: Architecture) -> Parameters:
         ),
         blocks=_block_specs(a),
         final_norm=ParamSpec(
-            (a.hidden_size,), ("embed",), "ones", name="model.norm.weight", trained=trained
+            (a.hidden_size,),
+            ("embed",),
+            "zeros" if a.norm == "one_plus_weight" else "ones",
+            name="model.norm.weight",
+            trained=trained,
         ),
         lm_head=lm_head,
     )
 
 
-def _block_specs(a: Architecture) -> Block:
-    """Returns the specs of the parameters of all layers, stacked. q_norm and k_norm are None if the
-    architecture has no such norms."""
+def _block_specs(a: Architecture) -> Block | Stacks:
+    """Returns the specs of the parameters of all layers: one block if all are of one kind in one
+    stack, else a block for each stack."""
+    blocks = tuple(_stack_specs(a, stack) for stack in a.stacks)
+    if len(blocks) == 1:
+        return blocks[0]
+    return Stacks(blocks)
+
+
+def _stack_specs(a: Architecture, stack: Stack) -> Block:
+    """Returns the specs of the parameters of a stack of layers, with None for what this kind of
+    layer does not have."""
+    layer = stack.layer
     hidden = a.hidden_size
-    inner = a.intermediate_size
-    queries = a.num_heads * a.head_dim
-    keys = a.num_kv_heads * a.head_dim
-    # Weights of outputs to the residual stream start smaller, as in GPT-2.
-    depth = (2 * a.num_layers) ** -0.5
-    product = partial(_product_specs, a)
-    norm = partial(_norm_spec, a)
-    to_queries = partial(product, axes=("embed", "heads"), bias=a.qkv_bias, heads=a.num_heads)
-    to_keys = partial(product, axes=("embed", "heads"), bias=a.qkv_bias, heads=a.num_kv_heads)
-    to_inner = partial(product, axes=("embed", "mlp"), bias=a.mlp_bias)
-    q_norm = None
-    k_norm = None
-    if a.qk_norm:
-        q_norm = norm("self_attn.q_norm", a.head_dim, None)
-        k_norm = norm("self_attn.k_norm", a.head_dim, None)
-    return Block(
+    inner = a.intermediate_size_of(layer)
+    norm = partial(_norm_spec, a, stack)
+    to_inner = partial(_product_specs, a, stack, axes=("embed", "mlp"), bias=a.mlp_bias)
+    block = Block(
         attention_norm=norm("input_layernorm", hidden, "embed"),
-        q=to_queries("self_attn.q_proj", hidden, queries),
-        k=to_keys("self_attn.k_proj", hidden, keys),
-        v=to_keys("self_attn.v_proj", hidden, keys),
-        o=product(
+        q=None,
+        k=None,
+        v=None,
+        o=None,
+        mlp_norm=norm("post_attention_layernorm", hidden, "embed"),
+        gate=to_inner("mlp.gate_proj", hidden, inner),
+        up=to_inner("mlp.up_proj", hidden, inner),
+        down=_product_specs(
+            a,
+            stack,
+            "mlp.down_proj",
+            inner,
+            hidden,
+            axes=("mlp", "embed"),
+            bias=a.mlp_bias,
+            scale=_output_scale(a),
+        ),
+    )
+    if a.post_norms:
+        # With norms before and after, Gemma's files call the one after attention what others call
+        # the one before the feed-forward part.
+        block = replace(
+            block,
+            mlp_norm=norm("pre_feedforward_layernorm", hidden, "embed"),
+            post_attention_norm=norm("post_attention_layernorm", hidden, "embed"),
+            post_mlp_norm=norm("post_feedforward_layernorm", hidden, "embed"),
+        )
+    if layer.mixer == "delta_net":
+        return replace(block, delta_net=_delta_net_specs(a, stack))
+    return replace(block, **_attention_specs(a, stack))
+
+
+def _output_scale(a: Architecture) -> float:
+    """Returns the factor of the first values of products that add to the residual stream: they
+    start smaller, as in GPT-2."""
+    return (2 * a.num_layers) ** -0.5
+
+
+def _attention_specs(a: Architecture, stack: Stack) -> dict[str, Any]:
+    """Returns the specs of attention's parameters, by the names of `Block`'s fields."""
+    layer = stack.layer
+    hidden = a.hidden_size
+    head_dim = a.head_dim_of(layer)
+    key_heads = a.kv_heads_of(layer)
+    queries = a.num_heads * head_dim
+    keys = key_heads * head_dim
+    product = partial(_product_specs, a, stack)
+    to_keys = partial(product, axes=("embed", "heads"), bias=a.qkv_bias, heads=key_heads)
+    specs: dict[str, Any] = {
+        "q": product(
+            "self_attn.q_proj",
+            hidden,
+            # the gate of each head stands beside its query
+            2 * queries if a.output_gate else queries,
+            axes=("embed", "heads"),
+            bias=a.qkv_bias,
+            heads=a.num_heads,
+        ),
+        "o": product(
             "self_attn.o_proj",
             queries,
             hidden,
             axes=("heads", "embed"),
             bias=a.output_bias,
-            scale=depth,
+            scale=_output_scale(a),
             heads=a.num_heads,
         ),
-        mlp_norm=norm("post_attention_layernorm", hidden, "embed"),
-        gate=to_inner("mlp.gate_proj", hidden, inner),
-        up=to_inner("mlp.up_proj", hidden, inner),
-        down=product(
-            "mlp.down_proj", inner, hidden, axes=("mlp", "embed"), bias=a.mlp_bias, scale=depth
+    }
+    has_keys = layer.keys_of is None
+    if has_keys:
+        specs["k"] = to_keys("self_attn.k_proj", hidden, keys)
+    if has_keys and not layer.values_are_keys:
+        specs["v"] = to_keys("self_attn.v_proj", hidden, keys)
+    if a.qk_norm:
+        specs["q_norm"] = _norm_spec(a, stack, "self_attn.q_norm", head_dim, None)
+    if a.qk_norm and has_keys:
+        specs["k_norm"] = _norm_spec(a, stack, "self_attn.k_norm", head_dim, None)
+    if a.sinks:
+        specs["sinks"] = _layer_spec(
+            a,
+            stack,
+            "self_attn.sinks",
+            (a.num_heads,),
+            ("heads",),
+            init="zeros",
+            heads=a.num_heads,
+        )
+    return specs
+
+
+def _delta_net_specs(a: Architecture, stack: Stack) -> DeltaNetWeights:
+    """Returns the specs of a gated delta net's parameters."""
+    sizes = a.delta_net
+    assert sizes is not None, "a pattern with delta nets has their sizes"
+    hidden = a.hidden_size
+    value_heads = sizes.num_value_heads
+    product = partial(_product_specs, a, stack, bias=False)
+    to_values = partial(product, axes=("embed", "heads"), heads=value_heads)
+    of_value_heads = partial(
+        _layer_spec, a, stack, shape=(value_heads,), axes=("heads",), heads=value_heads
+    )
+    return DeltaNetWeights(
+        qkv=product(
+            "linear_attn.in_proj_qkv",
+            hidden,
+            sizes.conv_width,
+            axes=("embed", "heads"),
+            # Its columns are those of queries, keys and values, each a multiple of these heads.
+            heads=sizes.num_key_heads,
         ),
-        q_norm=q_norm,
-        k_norm=k_norm,
+        z=to_values("linear_attn.in_proj_z", hidden, sizes.value_width),
+        b=to_values("linear_attn.in_proj_b", hidden, value_heads),
+        a=to_values("linear_attn.in_proj_a", hidden, value_heads),
+        convolution=_layer_spec(
+            a,
+            stack,
+            "linear_attn.conv1d.weight",
+            (sizes.conv_width, 1, sizes.conv_size),
+            (None, None, None),
+            init="uniform",
+            scale=(3 * sizes.conv_size) ** -0.5 / INIT_STDDEV,
+        ),
+        dt_bias=of_value_heads("linear_attn.dt_bias", init="ones"),
+        a_log=of_value_heads("linear_attn.A_log", init="log_uniform"),
+        norm=_layer_spec(
+            a, stack, "linear_attn.norm.weight", (sizes.value_dim,), (None,), init="ones"
+        ),
+        out=product(
+            "linear_attn.out_proj",
+            sizes.value_width,
+            hidden,
+            axes=("heads", "embed"),
+            scale=_output_scale(a),
+            heads=value_heads,
+        ),
     )
 
 
 def _layer_spec(
     a: Architecture,
+    stack: Stack,
     name: str,
     shape: tuple[int, ...],
     axes: tuple[str | None, ...],
@@ -236,40 +404,44 @@ def _layer_spec(
     scale: float = 1.0,
     heads: int = 0,
 ) -> ParamSpec:
-    """Returns the spec of a parameter that each layer has, stacked. `shape` and `axes` are those of
+    """Returns the spec of a parameter of a stack of layers. `shape` and `axes` are those of
     one layer; `name` follows `model.layers.{layer}.` in files, which hold matrices transposed.
     `init` is "normal", "uniform", "ones" or "zeros". `scale` multiplies the standard deviation of
     0.02 of its first values. Not trained if the model has an adapter. `heads` is the number of
     heads that a dimension over the axis `heads` consists of."""
     return ParamSpec(
-        shape=(a.num_layers, *shape),
+        shape=(len(stack.numbers), *shape),
         axes=("layers", *axes),
         init=init,
         stddev=INIT_STDDEV * scale,
         heads=heads,
         indices=("layer",),
+        layers=stack.numbers,
         transposed=len(shape) == 2,
         name=f"model.layers.{{layer}}.{name}",
         trained=a.adapter is None,
     )
 
 
-def _norm_spec(a: Architecture, name: str, size: int, axis: str | None) -> ParamSpec:
-    return _layer_spec(a, f"{name}.weight", (size,), (axis,), init="ones")
+def _norm_spec(a: Architecture, stack: Stack, name: str, size: int, axis: str | None) -> ParamSpec:
+    """Returns the spec of a norm's weight, which begins as a factor of 1."""
+    init = "zeros" if a.norm == "one_plus_weight" else "ones"
+    return _layer_spec(a, stack, f"{name}.weight", (size,), (axis,), init=init)
 
 
 def _product_specs(
     a: Architecture,
+    stack: Stack,
     name: str,
     rows: int,
     columns: int,
-    axes: tuple[str, str],
+    axes: tuple[str | None, str | None],
     bias: bool,
     scale: float = 1.0,
     heads: int = 0,
 ) -> Any:
-    """Returns the specs of a product that each layer has, in the tree that `linear` takes: the spec
-    of its kernel[rows, columns], put into a `Quantised` if the architecture is quantised, that into
+    """Returns the specs of a product of a stack, in the tree that `linear` takes: the spec of its
+    kernel[rows, columns], put into a `Quantised` if the architecture is quantised, that into
     an `Adapted` if an adapter targets it, and that into a `Biased` if `bias` is set.
 
     `name` is the product's name within a layer in files, like `mlp.up_proj`; its last part is what
@@ -278,10 +450,13 @@ def _product_specs(
     dimension over the axis `heads` consists of; 0 if there is none.
     """
     row_axis, column_axis = axes
-    kernel: Any = _layer_spec(a, f"{name}.weight", (rows, columns), axes, scale=scale, heads=heads)
+    kernel: Any = _layer_spec(
+        a, stack, f"{name}.weight", (rows, columns), axes, scale=scale, heads=heads
+    )
+    kernel = replace(kernel, is_product=True)
     if a.quantised:
         scales = _layer_spec(
-            a, f"{name}.weight_scale", (columns,), (column_axis,), init="ones", heads=heads
+            a, stack, f"{name}.weight_scale", (columns,), (column_axis,), init="ones", heads=heads
         )
         kernel = Quantised(replace(kernel, dtype=a.quantised), replace(scales, dtype="float32"))
     adapter = a.adapter
@@ -289,6 +464,7 @@ def _product_specs(
     if adapter is not None and target in adapter.targets:
         down = _layer_spec(
             a,
+            stack,
             f"{name}.lora_A.weight",
             (rows, adapter.rank),
             (row_axis, None),
@@ -298,27 +474,28 @@ def _product_specs(
         )
         up = _layer_spec(
             a,
+            stack,
             f"{name}.lora_B.weight",
             (adapter.rank, columns),
             (None, column_axis),
             init="zeros",
             heads=heads,
         )
-        down = replace(down, name=ADAPTER_PREFIX + down.name, trained=True)
-        up = replace(up, name=ADAPTER_PREFIX + up.name, trained=True)
+        down = replace(down, name=ADAPTER_PREFIX + down.name, trained=True, is_product=True)
+        up = replace(up, name=ADAPTER_PREFIX + up.name, trained=True, is_product=True)
         kernel = Adapted(kernel, down, up, adapter.scale)
     if not bias:
         return kernel
     bias_spec = _layer_spec(
-        a, f"{name}.bias", (columns,), (column_axis,), init="zeros", heads=heads
+        a, stack, f"{name}.bias", (columns,), (column_axis,), init="zeros", heads=heads
     )
     return Biased(kernel, bias_spec)
 
 
 def kernel_specs(a: Architecture) -> list[ParamSpec]:
-    """Returns the specs of the kernels that a layer's products have, each for all layers; none of
-    an adapter."""
-    return [spec for spec in jax.tree.leaves(param_specs(a.base).blocks) if not spec.is_vector]
+    """Returns the specs of the kernels that the layers' products have, each for a stack of layers;
+    none of an adapter."""
+    return [spec for spec in jax.tree.leaves(param_specs(a.base).blocks) if spec.is_product]
 
 
 def classifier_specs(a: Architecture) -> Parameters:
@@ -438,8 +615,8 @@ def keep_as_read(spec: ParamSpec, array: jax.Array) -> Any:
 
 
 def quantised_specs(a: Architecture) -> dict[str, Quantised]:
-    """Returns the specs of an architecture's quantised weights, by the tensor name (in files) of
-    the kernel that each replaces. Empty if the architecture is not quantised."""
+    """Returns the specs of an architecture's quantised weights, by the `ParamSpec.key` of the
+    kernel that each replaces. Empty if the architecture is not quantised."""
 
     def is_quantised(weight: Any) -> bool:
         return isinstance(weight, Quantised)
@@ -447,7 +624,7 @@ def quantised_specs(a: Architecture) -> dict[str, Quantised]:
     by_name: dict[str, Quantised] = {}
     for weight in jax.tree.leaves(param_specs(a), is_leaf=is_quantised):
         if isinstance(weight, Quantised):
-            by_name[weight.values.name] = weight
+            by_name[weight.values.key] = weight
     return by_name
 
 
@@ -460,9 +637,9 @@ def quantiser(a: Architecture, role: Role) -> Keep:
     def keep(spec: ParamSpec, array: jax.Array) -> Any:
         """Quantises the array, on the devices that hold it, if its parameter is a quantised kernel;
         else returns the array itself."""
-        if spec.name not in by_name:
+        if spec.key not in by_name:
             return array
-        layout = shardings_of(by_name[spec.name], role)
+        layout = shardings_of(by_name[spec.key], role)
         return role.jit(partial(quantise, dtype=a.quantised), out_shardings=layout)(array)
 
     return keep
@@ -548,6 +725,8 @@ def _initial(spec: ParamSpec, key: jax.Array) -> jax.Array:
         return jnp.zeros(spec.shape)
     if spec.init == "normal":
         return jax.random.normal(key, spec.shape) * spec.stddev
+    if spec.init == "log_uniform":
+        return jnp.log(jax.random.uniform(key, spec.shape, minval=1e-3, maxval=16.0))
     # Uniform numbers from -b to b have the standard deviation b / sqrt(3).
     bound = 3**0.5 * spec.stddev
     return jax.random.uniform(key, spec.shape, minval=-bound, maxval=bound)

@@ -6,18 +6,28 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from shoal.model.architecture import Architecture
+from shoal.model.architecture import Architecture, Rotary
+
+Ropes = tuple[tuple[jax.Array, jax.Array], ...]
+"""The (cos, sin) of each of `Architecture.rotaries`."""
 
 
-def frequencies(a: Architecture) -> jax.Array:
-    """Returns the rotary frequencies, float32[A/2], scaled by the architecture's rule: none,
-    `linear`, which divides all by `factor`, or `llama3`.
+def frequencies(rotary: Rotary, head_dim: int) -> jax.Array:
+    """Returns the rotary frequencies of heads of A = `head_dim` dimensions, float32[n]: n is half
+    of the dimensions that are rotated. They are scaled by the rule of `rotary.scaling`: none,
+    `linear`, which divides all by `factor`, `llama3` or `yarn`.
 
     Llama 3's rule divides the frequencies of long wavelengths by `factor`, keeps those of short
     ones and interpolates between. https://github.com/meta-llama/llama-models, `apply_scaling`.
     """
-    base = a.rope_theta ** -(jnp.arange(0, a.head_dim, 2, dtype=jnp.float32) / a.head_dim)
-    scaling = a.rope_scaling
+    rotated = int(head_dim * rotary.share)
+    if rotary.over_whole_head:
+        # Pairs beyond the share have the frequency 0: they are not rotated.
+        base = _powers(rotary.theta, head_dim, rotated // 2)
+        base = jnp.pad(base, (0, head_dim // 2 - rotated // 2))
+    else:
+        base = _powers(rotary.theta, rotated, rotated // 2)
+    scaling = rotary.scaling
     if scaling is None:
         return base
     if scaling.kind == "linear":
@@ -31,10 +41,33 @@ def frequencies(a: Architecture) -> jax.Array:
     return share * base + (1.0 - share) * base / scaling.factor
 
 
-def rotary(a: Architecture, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (cos, sin) of the angles at positions[R, T], float32[R, T, 1, A/2] each."""
-    angles = positions[..., None, None].astype(jnp.float32) * frequencies(a)
-    return jnp.cos(angles), jnp.sin(angles)
+def _powers(theta: float, dims: int, count: int) -> jax.Array:
+    """Returns theta ** -(2 i / dims) for i from 0 to `count` - 1, float32."""
+    return theta ** -(jnp.arange(0, 2 * count, 2, dtype=jnp.float32) / dims)
+
+
+def rotary(a: Architecture, positions: jax.Array) -> Ropes:
+    """Returns for each of `a.rotaries` the (cos, sin) of the angles at positions[R, T], float32[R,
+    T, 1, n] each, with n frequencies."""
+    angles = []
+    for head_dim, kind in a.rotaries:
+        of_kind = positions[..., None, None].astype(jnp.float32) * frequencies(kind, head_dim)
+        angles.append((jnp.cos(of_kind), jnp.sin(of_kind)))
+    return tuple(angles)
+
+
+def no_rotation(cos: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the (cos, sin) that rotate nothing, for whole heads of `head_dim` dimensions; `cos`
+    has the tokens' dimensions."""
+    shape = (*cos.shape[:-1], head_dim // 2)
+    return jnp.ones(shape, cos.dtype), jnp.zeros(shape, cos.dtype)
+
+
+def rotate_part(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates the first 2 n dimensions of x[R, T, heads, A] by angles of n frequencies, like a
+    narrower head; the others stay."""
+    rotated = 2 * cos.shape[-1]
+    return jnp.concatenate([rotate(x[..., :rotated], cos, sin), x[..., rotated:]], axis=-1)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -1,14 +1,14 @@
 """The model: its static description, and the one `forward` that every use of it shares.
 
-`forward` runs on rows of tokens [R, T] and takes attention as an `AttentionFn`: in training and
-scoring, completions attend to a shared prompt; in prefill, a prompt attends to itself and its keys
-and values are returned; in decoding, one new token in each row attends to caches. Everything else,
-and so every number, comes from the same code.
+`forward` runs on rows of tokens [R, T] and takes as a `Mixing` what they read of each other: in
+training and scoring, completions read a shared prompt; in prefill, a prompt reads itself and its
+keys and values, or its last state, are returned; in decoding, one new token in each row reads
+caches. Everything else, and so every number, comes from the same code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 
 from shoal.mesh import PINNED_HOST, Role
-from shoal.model.architecture import Architecture
-from shoal.model.block import AttentionFn, block, cast_weight, rms_norm
+from shoal.model.architecture import Architecture, Layer
+from shoal.model.block import LayerAux, Mixing, block, cast_weight, layer_norm
 from shoal.model.compiler_habits import computed_once
-from shoal.model.layers import by_layer, ffn_chunks, unstacked
-from shoal.model.parameters import Block, Parameters, check_mesh, param_specs
+from shoal.model.layers import by_layer, ffn_chunks, in_order, stacked_blocks, unstacked
+from shoal.model.parameters import Block, Parameters, Stacks, check_mesh, param_specs
 from shoal.model.rotary import rotary
 from shoal.records import ShoalError
 
@@ -51,17 +51,22 @@ class Model:
             )
         check_mesh(self.architecture, self.role)
 
-    @property
-    def key_heads(self) -> int:
-        """Number of key/value heads that attention computes with: if `tensor` has more devices than
-        the model has heads, each head is repeated, one copy for each device. Caches have as many
-        entries, but instead of copies each holds a part of a head's positions (`key_parts`)."""
-        return max(self.architecture.num_kv_heads, self.role.tensor)
+    def key_heads_of(self, layer: Layer) -> int:
+        """Returns the number of key/value heads that a kind of layer computes with: if `tensor` has
+        more devices than the layer has heads, each head is repeated, one copy for each device.
+        Caches have as many entries, but instead of copies each holds a part of a head's positions
+        (`key_parts_of`)."""
+        return max(self.architecture.kv_heads_of(layer), self.role.tensor)
+
+    def key_parts_of(self, layer: Layer) -> int:
+        """Returns the number of parts that the positions of a key/value head's cache are split into
+        in a kind of layer, one on each device that has the head."""
+        return self.architecture.key_parts_of(layer, self.role.tensor)
 
     @property
     def key_parts(self) -> int:
-        """Number of parts that the positions of a key/value head's cache are split into, one on
-        each device that has the head."""
+        """The largest `key_parts_of` of the model's kinds of layers: sizes of caches are divided by
+        it."""
         return self.architecture.key_parts(self.role.tensor)
 
     @property
@@ -125,36 +130,40 @@ def forward(
     parameters: Parameters,
     tokens: jax.Array,
     positions: jax.Array,
-    attention: AttentionFn,
+    mixing: Mixing,
     caches: Any = None,
-) -> tuple[jax.Array, Any]:
-    """Returns (hidden states [R, T, D] after the last norm, aux) of tokens[R, T]. positions[R, T]
-    are those in each token's sequence, which its rotation depends on; what a token attends to is
-    decided by `attention` alone.
+) -> tuple[jax.Array, tuple[LayerAux, ...]]:
+    """Returns (hidden states [R, T, D] after the last norm, `LayerAux` of each layer) of tokens[R,
+    T]. positions[R, T] are those in each token's sequence, which its rotation depends on; what a
+    token reads is decided by `mixing` alone.
 
-    aux is what `attention` returned next to its output, one entry a layer: None each in training,
-    (keys, values) in a prefill, the new caches in decoding. `caches` has one entry a layer, or is
-    None.
+    The caches in the result are None in training, those of the prompts in a prefill, the new caches
+    in decoding. `caches` has one entry a layer, or is None.
     """
     x = embed(model, parameters.embed_tokens, tokens)
     rope = rotary(model.architecture, positions)
     if caches is not None:
         # Otherwise XLA for CPU would compute each cosine again for each head and layer.
         rope = computed_once(rope)
-    layer = partial(block, model, rope=rope, attention=attention)
-    x, aux = through_layers(model, parameters.blocks, x, layer, caches)
-    return rms_norm(x, parameters.final_norm, model.architecture.norm_eps), aux
+    compute = partial(block, model, rope=rope, mixing=mixing)
+    x, aux = through_layers(model, parameters.blocks, x, compute, caches)
+    return layer_norm(model, x, parameters.final_norm), aux
+
+
+ComputeLayer = Callable[..., tuple[jax.Array, LayerAux]]
+"""(kind of the layer, its weights, x[R, T, D], cache) -> (x, `LayerAux`)."""
 
 
 def through_layers(
     model: Model,
     blocks: Any,
     x: jax.Array,
-    layer: Callable[..., tuple[jax.Array, Any]],
+    compute: ComputeLayer,
     caches: Any = None,
-) -> tuple[jax.Array, tuple]:
-    """Passes x[R, T, D] through all layers, and returns (x, a tuple of the aux of each layer).
-    `layer` is (weights, x, cache) -> (x, aux).
+    kinds: Sequence[Layer] = (),
+) -> tuple[jax.Array, tuple[LayerAux, ...]]:
+    """Passes x[R, T, D] through layers, and returns (x, the aux of each layer). `blocks` are all
+    layers of the model, or some with arrays of their own, whose kinds are then given as `kinds`.
 
     Stacked layers without caches are scanned; with caches (one a layer), or if each layer has its
     own arrays, the layers are unrolled.
@@ -162,48 +171,82 @@ def through_layers(
     # Decoding is unrolled because a scan copies each layer's cache in and out: 46M parameters, 16
     # rows and 256 keys on two CPU cores take 67 ms a token with the caches as the scan's input and
     # output, 44 as its carry, 29 unrolled.
-    if isinstance(blocks, Block) and caches is None:
-        return _scanned(model, blocks, x, layer)
-    return _unrolled(by_layer(model, blocks), x, layer, caches)
+    if isinstance(blocks, Block | Stacks) and caches is None:
+        return _scanned(model, blocks, x, compute)
+    kinds = kinds or model.architecture.layers_in_order
+    return _unrolled(kinds, by_layer(model, blocks), x, compute, caches)
 
 
 def _scanned(
-    model: Model, blocks: Block, x: jax.Array, layer: Callable[..., tuple[jax.Array, Any]]
-) -> tuple[jax.Array, tuple]:
-    """Passes x through stacked layers by a scan, and returns (x, a tuple of the aux of each layer):
-    one layer is compiled, and its backward pass computes again what `model.remat` says. The
-    result's tuple has each layer's part of the stacked aux."""
-    specs = param_specs(model.architecture).blocks
+    model: Model, blocks: Block | Stacks, x: jax.Array, compute: ComputeLayer
+) -> tuple[jax.Array, tuple[LayerAux, ...]]:
+    """Passes x through stacked layers, and returns (x, the aux of each layer). Each of the
+    architecture's runs is a scan over its pattern: the pattern's layers are compiled once, and a
+    layer's backward pass computes again what `model.remat` says."""
+    a = model.architecture
+    stacks = stacked_blocks(blocks)
+    specs = stacked_blocks(param_specs(a).blocks)
+    by_number: dict[int, LayerAux] = {}
+    first = 0  # number of the run's first stack
+    for run in a.runs:
+        of_run = slice(first, first + len(run))
+        pattern = [stack.layer for stack in run]
+        step = partial(_pattern_step, model, compute, pattern, specs[of_run])
+        x, aux = jax.lax.scan(step, x, stacks[of_run])
+        for stack, of_stack in zip(run, aux, strict=True):
+            of_layers = unstacked(of_stack, len(stack.numbers))
+            by_number |= zip(stack.numbers, of_layers, strict=True)
+        first += len(run)
+    return x, in_order(by_number)
+
+
+def _pattern_step(
+    model: Model,
+    compute: ComputeLayer,
+    pattern: Sequence[Layer],
+    specs: Sequence[Block],
+    x: jax.Array,
+    weights: Sequence[Block],
+) -> tuple[jax.Array, tuple[LayerAux, ...]]:
+    """Passes x through one layer of each stack of a run, which have the kinds in `pattern`: the
+    step of a scan. `specs` are those of the stacks."""
 
     def cast(weight: jax.Array, spec: Any) -> Any:
-        """Returns a matrix in the form that a layer reads (`cast_weight`); a vector as it is."""
-        if spec.is_vector:
+        """Returns a product's kernel in the form that a layer reads (`cast_weight`); any other
+        weight as it is."""
+        if not spec.is_product:
             return weight
         axes = spec.axes_on(model.role)[1:]  # without the layers'
         # A matrix with a type of its own is quantised: it is read in the bytes that are stored.
         return cast_weight(model, weight, axes, spec.trained and not spec.dtype)
 
-    @REMAT[model.remat]
-    def step(x: jax.Array, weights: Block) -> tuple[jax.Array, Any]:
-        return layer(jax.tree.map(cast, weights, specs), x, cache=None)
+    aux = []
+    for layer, of_stack, of_layer in zip(pattern, specs, weights, strict=True):
 
-    x, aux = jax.lax.scan(step, x, blocks)
-    return x, unstacked(aux, model.architecture.num_layers)
+        @REMAT[model.remat]
+        def step(
+            x: jax.Array, weights: Block, layer: Layer = layer, specs: Block = of_stack
+        ) -> tuple[jax.Array, LayerAux]:
+            return compute(layer, jax.tree.map(cast, weights, specs), x, cache=None)
+
+        x, of_this = step(x, of_layer)
+        aux.append(of_this)
+    return x, tuple(aux)
 
 
 def _unrolled(
-    layers: tuple[Block, ...],
+    kinds: Sequence[Layer],
+    layers: Sequence[Block],
     x: jax.Array,
-    layer: Callable[..., tuple[jax.Array, Any]],
+    compute: ComputeLayer,
     caches: Any,
-) -> tuple[jax.Array, tuple]:
-    """Passes x through layers one after the other, each compiled separately, and returns (x, a
-    tuple of the aux of each layer). `caches` has one entry a layer, or is None: then each layer
-    gets None. `layer` is (weights, x, cache) -> (x, aux)."""
+) -> tuple[jax.Array, tuple[LayerAux, ...]]:
+    """Passes x through layers one after the other, each compiled separately, and returns (x, the
+    aux of each layer). `caches` has one entry a layer, or is None: then each layer gets None."""
     aux = ()
     caches = caches or (None,) * len(layers)
-    for weights, cache in zip(layers, caches, strict=True):
-        x, new = layer(weights, x, cache=cache)
+    for layer, weights, cache in zip(kinds, layers, caches, strict=True):
+        x, new = compute(layer, weights, x, cache=cache)
         aux += (new,)
     return x, aux
 

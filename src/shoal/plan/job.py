@@ -7,7 +7,6 @@ The learner and the engines are made as in a run; nothing is loaded or allocated
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -37,11 +36,12 @@ from shoal.mesh.reshard import in_order_of
 from shoal.mesh.roles import process_refusal
 from shoal.mesh.topology import Topology, parse_topology, placeholder_devices, topology_devices
 from shoal.model.attention.blocked import block_size
-from shoal.model.attention.caches import KEY_BLOCK, PAGE, keys_at_once
+from shoal.model.attention.caches import KEY_BLOCK, PAGE, is_ring, keys_at_once
 from shoal.model.attention.selector import attention_kind, by_pages, decodes_by_kernel
 from shoal.model.flops import model_flops
 from shoal.model.linear import Quantised
 from shoal.model.parameters import Parameters, param_shapes, param_specs, trained_specs
+from shoal.model.recurrence import StateCache
 from shoal.model.transformer import Model
 from shoal.records import ShoalError
 from shoal.report.console import Console
@@ -297,26 +297,36 @@ class PlannedJob:
         return pieces, (blocks + 1) / 2
 
     def _live_keys(self, engine: Engine, block: int = 1) -> float:
-        """Returns the bytes of keys and values that a device reads to sample one token in every
-        slot, rounded up to whole blocks of `block` tokens. Assumes the longest prompts, and that
-        completions are half done; their length is the mean one, if it is set, else the greatest."""
+        """Returns the bytes of keys, values and states that a device reads to sample one token in
+        every slot, keys rounded up to whole blocks of `block` tokens. Assumes the longest prompts,
+        and that completions are half done; their length is the mean one, if it is set, else the
+        greatest."""
         sampling = self.config.sampling
-        parts = engine.model.key_parts
+        model = engine.model
         prompt = block * -(-sampling.max_prompt_tokens // block)
         mean = sampling.mean_completion_tokens or sampling.max_completion_tokens  # 0: not set
         completion = (mean + block - 1) / 2
         num_bytes = 0.0
-        for cache in engine.state_shapes().caches:
-            if cache.own_k.ndim == 5:  # [rows, siblings, key heads x parts, tokens / parts, ..]
-                slot_tokens = math.prod(cache.own_k.shape[2:-1]) // engine.model.key_heads
+        layers = model.architecture.layers_in_order
+        for layer, cache in zip(layers, engine.state_shapes().caches, strict=True):
+            if isinstance(cache, StateCache):
+                num_bytes += bytes_per_device((cache.own_state, cache.own_tail))
+                continue
+            parts = model.key_parts_of(layer)
+            if cache.own_k.ndim == 5:  # [rows, siblings, heads x parts, tokens / parts, ..]
+                slot_tokens = cache.own_k.shape[3] * parts
             else:  # [pages, key heads, tokens of a page, ..]: a slot's share of the pool
                 tokens = cache.own_k.shape[0] * cache.own_k.shape[2]
                 slot_tokens = tokens / (engine.num_rows * engine.siblings)
+            prompt_tokens = cache.prefix_k.shape[-2] * parts
+            prompt_share = prompt / prompt_tokens
+            completion_share = completion / slot_tokens
+            if is_ring(model, layer):  # which may have room for fewer tokens
+                prompt_share = min(1.0, prompt_share)
+                completion_share = min(1.0, completion_share)
             # The bytes of each cache, times the tokens read for each token that it has room for.
-            prompt_bytes = bytes_per_device((cache.prefix_k, cache.prefix_v))
-            completion_bytes = bytes_per_device((cache.own_k, cache.own_v))
-            num_bytes += prompt_bytes * prompt / (parts * cache.prefix_k.shape[-2])
-            num_bytes += completion_bytes * completion / (parts * slot_tokens)
+            num_bytes += prompt_share * bytes_per_device((cache.prefix_k, cache.prefix_v))
+            num_bytes += completion_share * bytes_per_device((cache.own_k, cache.own_v))
         return num_bytes
 
     def _learning(self) -> dict[str, Planned]:

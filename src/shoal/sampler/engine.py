@@ -189,7 +189,9 @@ class Engine:
         self._state: DecodeState | None = None
         swapped_sizes = self._sizes._replace(rows=self.scheduler.swap_rows, pages=0)
         swapped_shapes = state_shapes(model, swapped_sizes)
-        self.parked = ParkedRows(swapped_shapes, model.key_parts)
+        layers = model.architecture.layers_in_order
+        key_parts = [model.key_parts_of(layer) for layer in layers]
+        self.parked = ParkedRows(swapped_shapes, key_parts)
         # True during a call of a program whose shapes are new: it may compile for minutes.
         self.starting = False
         # (program, prompt length) that were called before, so that they are compiled
@@ -381,7 +383,9 @@ class Engine:
             return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
         shapes = jax.tree.map(shape_of, arrays)
-        return recorded_calls(self.programs, program, parameters, self.state_shapes(), shapes)
+        return recorded_calls(
+            self.model, self.programs, program, parameters, self.state_shapes(), shapes
+        )
 
     def limit_of(self, request: SampleRequest, index: int) -> int:
         """Returns the most tokens of the request's completion `index` (within its group): the
@@ -723,7 +727,7 @@ class Engine:
         assert self.parameters is not None and self._state is not None
         with self._may_compile(program, prompt_size):
             self._state, sampled = run_program(
-                self.programs, program, self.parameters, self._state, arrays
+                self.model, self.programs, program, self.parameters, self._state, arrays
             )
         return sampled
 

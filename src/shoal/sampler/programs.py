@@ -9,11 +9,11 @@ enters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,17 +22,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shoal.mesh import Program, Role
 from shoal.mesh.programs import CHUNKED_OPTIONS, SAMPLER_OPTIONS
+from shoal.model.architecture import Layer
 from shoal.model.attention import caches as kv_caches
-from shoal.model.attention import decode, selector
+from shoal.model.attention import selector
 from shoal.model.attention.blocked import block_size
-from shoal.model.attention.caches import LayerCache
-from shoal.model.attention.selector import attention_kind, prefill_attention, prompt_reads
-from shoal.model.block import block, rms_norm
+from shoal.model.attention.caches import Cache, LayerCache
+from shoal.model.attention.selector import attention_kind, prompt_reads
+from shoal.model.block import LayerAux, block, layer_norm
 from shoal.model.compiler_habits import products_joined
 from shoal.model.head import logits
 from shoal.model.layers import by_layer
+from shoal.model.mixing import context_mixing, piece_mixing, prompt_mixing, slot_mixing
 from shoal.model.parameters import Block
-from shoal.model.rotary import rotary
+from shoal.model.recurrence import StateCache, empty_state
+from shoal.model.rotary import Ropes, rotary
 from shoal.model.transformer import Model, embed, forward, through_layers
 from shoal.records import Params
 from shoal.sampler.sample_tokens import (
@@ -80,7 +83,7 @@ class DecodeState:
     """State of all slots [N, W] on the device between steps. The engine owns the only one; each
     step takes it and returns the next (it is donated)."""
 
-    caches: tuple[LayerCache, ...]
+    caches: tuple[Cache, ...]
     prefix_len: Any  # int32[N]
     # [N, D]: the hidden state of the prompt's last token, which first tokens are sampled from
     last: Any
@@ -194,22 +197,36 @@ def make_programs(
         # None: a feed samples no tokens
         programs["feed"] = jit(_feed, (by_row, None), (layout, None))
         return programs
+    kinds = model.architecture.kinds
     embed_specs = (by_row, by_row, by_row)
     embed_shardings = (placed, placed, placed)
     programs["embed"] = jit(partial(_embed, piece=piece), embed_specs, embed_shardings, donated=())
     layer_specs = (by_row, by_row)
-    layer_shardings = (placed, layout.caches[:1])
-    jit_layer = partial(
-        jit, specs=layer_specs, shardings=layer_shardings, donated=("x", "caches"), queued=False
-    )
-    programs["prefill"] = jit_layer(partial(_prefill_layers, piece=piece))
-    programs["feed"] = jit_layer(_feed_layers)
+    for number, layer in enumerate(kinds):
+        first = next(i for i in range(len(layout.caches)) if model.architecture.layer(i) == layer)
+        jit_layer = partial(
+            jit,
+            specs=layer_specs,
+            shardings=(placed, layout.caches[first : first + 1]),
+            donated=("x", "caches"),
+            queued=False,
+        )
+        prefill = partial(_prefill_layers, piece=piece, kinds=(layer,))
+        programs[_of_kind("prefill", number)] = jit_layer(prefill)
+        programs[_of_kind("feed", number)] = jit_layer(partial(_feed_layers, kinds=(layer,)))
     enter_shardings = (replace(layout, caches=()), sampled)
     programs["enter"] = jit(partial(_enter_prompts, choice=choice), specs, enter_shardings)
     return programs
 
 
+def _of_kind(name: str, number: int) -> str:
+    """Returns the name of the program that computes one layer, of the kind with this number in
+    `Architecture.kinds`: the step's name for the first kind."""
+    return f"{name} {number}" if number else name
+
+
 def run_program(
+    model: Model,
     programs: Mapping[str, Callable],
     name: str,
     parameters: Params,
@@ -239,8 +256,10 @@ def run_program(
     layer_inputs |= where
     enter_inputs |= where
     caches = ()
-    for layer, cache in zip(parameters.blocks, state.caches, strict=True):
-        x, written = programs[name]((layer,), x=x, caches=(cache,), **layer_inputs)
+    a = model.architecture
+    for number, (weights, cache) in enumerate(zip(parameters.blocks, state.caches, strict=True)):
+        program = programs[_of_kind(name, a.kinds.index(a.layer(number)))]
+        x, written = program((weights,), x=x, caches=(cache,), **layer_inputs)
         caches += written
     if name == "prefill":
         # This program needs neither the layers nor the caches.
@@ -278,24 +297,26 @@ def _save(
 def _read_rows(state: DecodeState, rows: jax.Array, pages: jax.Array | None) -> DecodeState:
     """Returns what one replica holds of rows[M], as arrays of M rows: `_save` for a replica.
     pages[M, W, T]: the pages of the rows' completions; None if keys are not stored in pages."""
-    saved = jax.tree.map(lambda x: _slices(x, rows), _without_pools(state, pages))
-    if pages is None:
-        return saved
+    saved = jax.tree.map(lambda x: _slices(x, rows), _without_pools(state))
     caches = []
     for of_rows, cache in zip(saved.caches, state.caches, strict=True):
-        # a page has keys and values in one array, `own_k`
-        caches.append(replace(of_rows, own_k=kv_caches.read_pages(cache.own_k, pages)))
+        if isinstance(cache, LayerCache) and kv_caches.is_paged(cache):
+            assert pages is not None, "a cache with pages has a table of them"
+            # a page has keys and values in one array, `own_k`
+            of_rows = replace(of_rows, own_k=kv_caches.read_pages(cache.own_k, pages))
+        caches.append(of_rows)
     return replace(saved, caches=tuple(caches))
 
 
-def _without_pools(state: DecodeState, pages: jax.Array | None) -> DecodeState:
-    """Returns a state whose arrays all have a dimension of rows: the state itself, or if keys are
-    stored in pages (`pages` is not None) the state without the pools of pages."""
-    if pages is None:
-        return state
-    # a page has keys and values in one array, so `own_v` is None already
-    caches = tuple(replace(cache, own_k=None) for cache in state.caches)
-    return replace(state, caches=caches)
+def _without_pools(state: DecodeState) -> DecodeState:
+    """Returns a state whose arrays all have a dimension of rows: without the pools of pages."""
+    caches: list[Any] = []
+    for cache in state.caches:
+        if isinstance(cache, LayerCache) and kv_caches.is_paged(cache):
+            # a page has keys and values in one array, so `own_v` is None already
+            cache = replace(cache, own_k=None)
+        caches.append(cache)
+    return replace(state, caches=tuple(caches))
 
 
 def _slices(x: jax.Array, *indices: jax.Array) -> jax.Array:
@@ -331,16 +352,16 @@ def _write_rows(
     row or page past the end."""
     restored = jax.tree.map(
         lambda x, new: x.at[rows].set(new, mode="drop"),
-        _without_pools(state, pages),
-        _without_pools(saved, pages),
+        _without_pools(state),
+        _without_pools(saved),
     )
-    if pages is None:
-        return restored
-    caches = []
+    caches: list[Any] = []
     for of_rows, old, new in zip(restored.caches, state.caches, saved.caches, strict=True):
-        # a page has keys and values in one array, `own_k`
-        own_k = old.own_k.at[pages].set(new.own_k, mode="drop")
-        caches.append(replace(of_rows, own_k=own_k))
+        if isinstance(new, LayerCache) and kv_caches.is_paged(new):
+            # a page has keys and values in one array, `own_k`
+            own_k = cast(LayerCache, old).own_k.at[pages].set(new.own_k, mode="drop")
+            of_rows = replace(of_rows, own_k=own_k)
+        caches.append(of_rows)
     return replace(restored, caches=tuple(caches))
 
 
@@ -381,14 +402,19 @@ def _layout(role: Role, shapes: DecodeState) -> DecodeState:
     """Returns the shardings of a state's arrays: rows are split over the replicas, and key/value
     heads over the mesh's axis `tensor`."""
 
-    def sharding(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+    def by_row(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         """Returns the sharding of one array, whose first axis is rows."""
-        axes: list[str | None] = ["rows"] + [None] * (leaf.ndim - 1)
-        if leaf.ndim >= 4:  # only caches have heads: [.., K, T, A]
-            axes[-3] = "heads"
-        return role.sharding(tuple(axes), leaf.shape)
+        axes = ("rows",) + (None,) * (leaf.ndim - 1)
+        return role.sharding(axes, leaf.shape)
 
-    return jax.tree.map(sharding, shapes)
+    def of_axes(leaf: jax.ShapeDtypeStruct, axes: tuple[str | None, ...]) -> NamedSharding:
+        return role.sharding(axes, leaf.shape)
+
+    caches = []
+    for cache in shapes.caches:
+        caches.append(jax.tree.map(of_axes, cache, kv_caches.axes_of(cache)))
+    outside = jax.tree.map(by_row, replace(shapes, caches=()))
+    return replace(outside, caches=tuple(caches))
 
 
 def _tokens_by_row(role: Role, max_support: int) -> SampledTokens:
@@ -441,6 +467,7 @@ def _is_eos(token: jax.Array, eos_ids: tuple[int, ...]) -> jax.Array:
 
 
 def recorded_calls(
+    model: Model,
     programs: Mapping[str, Program],
     name: str,
     parameters: Params,
@@ -461,7 +488,7 @@ def recorded_calls(
         return programs[name].eval_shape(*args, **arrays)
 
     recorders = {program: partial(record, program) for program in programs}
-    run_program(recorders, name, parameters, state, arrays)
+    run_program(model, recorders, name, parameters, state, arrays)
     return calls
 
 
@@ -593,24 +620,28 @@ def _prefill_layers(
     blocks: Any,
     *,
     x: jax.Array,
-    rope: Any,
+    rope: Ropes,
     reads: tuple,
-    caches: tuple[LayerCache, ...],
+    caches: tuple[Cache, ...],
     length: jax.Array,
     rows: jax.Array,
     model: Model,
     piece: int,
-) -> tuple[jax.Array, tuple[LayerCache, ...]]:
+    kinds: Sequence[Layer] = (),
+) -> tuple[jax.Array, tuple[Cache, ...]]:
     """Runs prompts x[R, T, D] of length[R] through layers. Returns the layers' output and the
-    caches with the prompts' keys written to rows[R]. `rope` and `reads` are those of `_embed`. If T
-    is more than `piece`, the layers compute the prompts in pieces of that many tokens."""
+    caches with what the prompts left written to rows[R]. `rope` and `reads` are those of `_embed`.
+    If T is more than `piece`, the layers compute the prompts in pieces of that many tokens. `kinds`
+    are those of the layers, without them those of all layers of the model."""
     size = x.shape[1]
-    layer: Any = partial(_in_pieces, model, rope=rope, length=length, piece=piece)
+    kinds = kinds or model.architecture.layers_in_order
+    compute: Any = partial(_in_pieces, model, rope=rope, length=length, piece=piece)
     if size <= piece:
-        attention = prefill_attention(model, length, size, reads)
-        layer = partial(block, model, rope=rope, attention=attention)
-    x, keys = through_layers(model, blocks, x, layer)
-    return x, kv_caches.write_prefixes(model, caches, keys, rows)
+        mixing = prompt_mixing(model, length, size, reads)
+        compute = partial(block, model, rope=rope, mixing=mixing)
+    x, aux = through_layers(model, blocks, x, compute, kinds=kinds)
+    left = [of_layer.cache for of_layer in aux]
+    return x, kv_caches.write_prefixes(model, caches, left, rows, length, kinds)
 
 
 def _enter_prompts(
@@ -632,7 +663,7 @@ def _enter_prompts(
     truncation."""
     # Only the prompt's last state goes through the head: [R, V] logits, not [R, T, V].
     last = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)[:, 0]  # [R, D]
-    last = rms_norm(last, parameters.final_norm, model.architecture.norm_eps)
+    last = layer_norm(model, last, parameters.final_norm)
     return _enter(parameters, state, rows, length, last, limit, keys, sampling, model, choice)
 
 
@@ -643,29 +674,42 @@ def piece_size(model: Model, longest: int) -> int:
 
     An attention kernel takes the longest prompt whole: in pieces 8B on a v6e takes twice as long
     for one of 16k tokens."""
-    if attention_kind(model, 1, longest) in ("reference", "blocked"):
-        return PIECE
+    for layer in model.architecture.kinds:
+        if layer.mixer != "attention":
+            continue
+        if attention_kind(model, 1, longest, layer) in ("reference", "blocked"):
+            return PIECE
     return longest
 
 
 def _in_pieces(
     model: Model,
+    layer: Layer,
     weights: Block,
     x: jax.Array,
     *,
-    rope: Any,
+    rope: Ropes,
     length: jax.Array,
     piece: int,
     cache: None,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+) -> tuple[jax.Array, LayerAux]:
     """Computes one layer of prompts x[R, T, D] of length[R], `piece` tokens at a time; T is a
-    multiple of `piece`. Returns (the layer's output, (keys, values) of [R, T, K, A]). `cache` is
-    unused: the argument that a layer has in decoding."""
+    multiple of `piece`. Returns (the layer's output, aux with (keys, values) of [R, T, K, A], or
+    with the (state, tail) of a delta net). `cache` is unused: the argument that a layer has in
+    decoding."""
     count, size, _ = x.shape
     longest = length.max()
     block_keys = block_size(piece, model.role.platform)
-    head_dim = model.architecture.head_dim
-    zeros = jnp.zeros((count, model.key_heads, size, head_dim), model.dtype)
+    # what the prompts leave: there are no completions yet
+    left: Any
+    if layer.mixer == "delta_net":
+        sizes = model.architecture.delta_net
+        assert sizes is not None, "a pattern with delta nets has their sizes"
+        left = empty_state(sizes, (count,), model.dtype)
+    else:
+        head_dim = model.architecture.head_dim_of(layer)
+        zeros = jnp.zeros((count, model.key_heads_of(layer), size, head_dim), model.dtype)
+        left = LayerCache(zeros, zeros, None, None)
 
     def has_next(carry: tuple) -> jax.Array:
         number, _, _ = carry
@@ -673,8 +717,9 @@ def _in_pieces(
 
     def one_piece(carry: tuple) -> tuple:
         """Computes the layer for the next piece of all prompts. `carry`: (number of the piece; x,
-        the layer's output for earlier pieces and its input for the others; the keys so far)."""
-        number, x, keys = carry
+        the layer's output for earlier pieces and its input for the others; what they left so
+        far)."""
+        number, x, left = carry
         start = number * piece
 
         def own_tokens(whole: jax.Array) -> jax.Array:
@@ -682,18 +727,18 @@ def _in_pieces(
             return jax.lax.dynamic_slice_in_dim(whole, start, piece, 1)
 
         own, own_rope = jax.tree.map(own_tokens, (x, rope))
-        attention = decode.piece_attention(model, start, longest, block_keys)
-        own, keys = block(model, weights, own, rope=own_rope, cache=keys, attention=attention)
+        mixing = piece_mixing(model, start, length, piece, block_keys)
+        own, aux = block(model, layer, weights, own, rope=own_rope, cache=left, mixing=mixing)
         next_number = number + 1
         x = jax.lax.dynamic_update_slice_in_dim(x, own, start, 1)
-        return next_number, x, keys
+        return next_number, x, aux.cache
 
     # Compute as many pieces as the longest prompt has: what the other prompts compute beyond their
     # ends is masked, like padding.
-    # only keys and values of the prompts: there are no completions yet
-    start = jnp.int32(0), x, LayerCache(zeros, zeros, None, None)
-    _, x, keys = jax.lax.while_loop(has_next, one_piece, start)
-    return x, (keys.prefix_k.swapaxes(1, 2), keys.prefix_v.swapaxes(1, 2))
+    _, x, left = jax.lax.while_loop(has_next, one_piece, (jnp.int32(0), x, left))
+    if isinstance(left, LayerCache):
+        left = left.prefix_k.swapaxes(1, 2), left.prefix_v.swapaxes(1, 2)
+    return x, LayerAux(left)
 
 
 def _join(
@@ -813,55 +858,94 @@ def _feed_layers(
     blocks: Any,
     *,
     x: jax.Array,
-    rope: Any,
-    caches: tuple[LayerCache, ...],
+    rope: Ropes,
+    caches: tuple[Cache, ...],
     rows: jax.Array,
     slots: jax.Array,
     start: jax.Array,
     prefix_len: jax.Array,
     model: Model,
     pages: jax.Array | None = None,
-) -> tuple[jax.Array, tuple[LayerCache, ...]]:
+    kinds: Sequence[Layer] = (),
+) -> tuple[jax.Array, tuple[Cache, ...]]:
     """Runs context x[M, C, D] through layers. Returns the layers' output and the caches with the
     context's keys written for the completions at rows[M], slots[M], which have start[M] tokens
     before it; nothing is written for a row past the end. `rope`: the context's rotary angles.
     prefix_len[M]: lengths of the prompts. pages[M, T]: the pages that hold the completions' keys;
     None if keys are not stored in pages."""
 
+    kinds = kinds or model.architecture.layers_in_order
+    read = [_read_context(cache, rows, slots, start, pages) for cache in caches]
+    mixing = context_mixing(model, prefix_len, start, x.shape[1])
+    rope = jax.lax.optimization_barrier(rope)  # as in `forward`
+    compute = partial(block, model, rope=rope, mixing=mixing)
+    x, aux = through_layers(model, blocks, x, compute, read, kinds)
+    written = []
+    for cache, of_layer in zip(caches, aux, strict=True):
+        written.append(_write_context(cache, of_layer.cache, rows, slots, pages))
+    return x, tuple(written)
+
+
+def _read_context(
+    cache: Cache,
+    rows: jax.Array,
+    slots: jax.Array,
+    start: jax.Array,
+    pages: jax.Array | None,
+) -> Any:
+    """Returns what one layer's cache holds of the completions at rows[M], slots[M], which have
+    start[M] tokens: a `LayerCache` without pages, or the (state, tail) of a delta net."""
+    if isinstance(cache, StateCache):
+        # A completion that is computed from its first token on begins with its prompt's state.
+        is_first = start == 0
+
+        def of_completion(prefix: jax.Array, own: jax.Array) -> jax.Array:
+            prompts = _slices(prefix, rows)
+            at_start = jnp.expand_dims(is_first, range(1, prompts.ndim))
+            return jnp.where(at_start, prompts, _slices(own, rows, slots))
+
+        return (
+            of_completion(cache.prefix_state, cache.own_state),
+            of_completion(cache.prefix_tail, cache.own_tail),
+        )
+
     def prompt_keys(keys: jax.Array) -> jax.Array:
         return _slices(keys, rows)
 
     def own_keys(keys: jax.Array) -> jax.Array:
         """Returns the cached keys (or values) of the completions."""
-        if pages is None:
-            return _slices(keys, rows, slots)
-        return kv_caches.read_pages(keys, pages)
+        if kv_caches.is_paged(cache):
+            assert pages is not None, "a cache with pages has a table of them"
+            return kv_caches.read_pages(keys, pages)
+        return _slices(keys, rows, slots)
 
-    read = []
-    for cache in caches:
-        prefix_k, prefix_v = jax.tree.map(prompt_keys, (cache.prefix_k, cache.prefix_v))
-        own_k, own_v = jax.tree.map(own_keys, (cache.own_k, cache.own_v))
-        read.append(kv_caches.out_of_pages(LayerCache(prefix_k, prefix_v, own_k, own_v)))
-    attention = decode.context_attention(model, prefix_len, start)
-    rope = jax.lax.optimization_barrier(rope)  # as in `forward`
-    layer = partial(block, model, rope=rope, attention=attention)
-    x, new_keys = through_layers(model, blocks, x, layer, read)
+    prefix_k, prefix_v = jax.tree.map(prompt_keys, (cache.prefix_k, cache.prefix_v))
+    own_k, own_v = jax.tree.map(own_keys, (cache.own_k, cache.own_v))
+    return kv_caches.out_of_pages(LayerCache(prefix_k, prefix_v, own_k, own_v))
+
+
+def _write_context(
+    cache: Cache, new: Any, rows: jax.Array, slots: jax.Array, pages: jax.Array | None
+) -> Cache:
+    """Returns one layer's cache with (keys, values) or (state, tail) `new` of the completions at
+    rows[M], slots[M]; nothing is written for a row past the end."""
     index: Any = (rows, slots)
-    if pages is not None:
-        index = pages
-        # a page has keys and values in one array
-        new_keys = [(kv_caches.in_pages(k, v), None) for k, v in new_keys]
 
-    def put(keys: jax.Array, new: jax.Array) -> jax.Array:
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
         # Write whole slots: to write the new keys alone, XLA for TPU copies the whole cache to
         # another layout and back.
-        return keys.at[index].set(new, mode="drop")
+        return old.at[index].set(new, mode="drop")
 
-    written = []
-    for cache, new in zip(caches, new_keys, strict=True):
-        own_k, own_v = jax.tree.map(put, (cache.own_k, cache.own_v), new)
-        written.append(replace(cache, own_k=own_k, own_v=own_v))
-    return x, tuple(written)
+    if isinstance(cache, StateCache):
+        state, tail = new
+        own_tail = put(cache.own_tail, tail)
+        return replace(cache, own_state=put(cache.own_state, state), own_tail=own_tail)
+    if kv_caches.is_paged(cache):
+        index = pages
+        # a page has keys and values in one array
+        new = kv_caches.in_pages(*new), None
+    own_k, own_v = jax.tree.map(put, (cache.own_k, cache.own_v), new)
+    return replace(cache, own_k=own_k, own_v=own_v)
 
 
 def empty_feed(positions: int, pages: int = 0) -> dict[str, Any]:
@@ -978,11 +1062,10 @@ def _decode(
         position = s.length - 1
         # Most keys that a live slot has: attention reads no block beyond them.
         num_own = jnp.max(jnp.where(s.done, 1, s.length))
-        attention = decode.decode_attention(
-            model, s.prefix_len, position, num_prefix, num_own, ~s.done, pages
-        )
+        mixing = slot_mixing(model, s.prefix_len, position, num_prefix, num_own, ~s.done, pages)
         positions = s.prefix_len[:, None] + position
-        hidden, caches = forward(model, parameters, s.token, positions, attention, s.caches)
+        hidden, aux = forward(model, parameters, s.token, positions, mixing, s.caches)
+        caches = tuple(of_layer.cache for of_layer in aux)
         token, logprob, support_ids = _next_tokens(
             model, parameters, hidden, s.sampling, noise[step], choice
         )

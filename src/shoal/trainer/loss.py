@@ -20,8 +20,8 @@ from shoal.algorithm.loss import Objective, token_losses
 from shoal.config.choices import CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES, REJECTIONS
 from shoal.config.sections.algorithm import AlgorithmSection
 from shoal.mesh import Role
-from shoal.model.attention.selector import segment_attention
 from shoal.model.head import head_projection, head_slices, logits, output_head
+from shoal.model.mixing import row_mixing
 from shoal.model.transformer import Model, forward
 from shoal.records import Params
 from shoal.trainer.batch import LearnerBatch
@@ -67,8 +67,8 @@ def hidden_states(
     position = role.split_rows(batch.position)
     segment = role.split_rows(batch.segment)
     prompt = role.split_rows(batch.prompt)
-    attention = segment_attention(model, segment, prompt)
-    hidden, _ = forward(model, parameters, tokens, position, attention)
+    mixing = row_mixing(model, segment, prompt, position)
+    hidden, _ = forward(model, parameters, tokens, position, mixing)
     return hidden, tokens
 
 

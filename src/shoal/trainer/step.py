@@ -23,6 +23,7 @@ from shoal.config.sections.optimizer import OptimizerSection
 from shoal.mesh import PINNED_HOST, Program, Role, put
 from shoal.mesh.programs import UPDATE_OPTIONS
 from shoal.model.architecture import Architecture
+from shoal.model.layers import stacked_again, stacked_blocks
 from shoal.model.parameters import (
     Block,
     Parameters,
@@ -482,10 +483,11 @@ def _change_by_layer(
     other parts; for a layer also its number, `layer`."""
 
     def update_layer(
-        layer: jax.Array, buffers: tuple[Block, list[Block]]
+        stack: Block, layer: jax.Array, buffers: tuple[Block, list[Block]]
     ) -> tuple[Block, list[Block]]:
-        """Returns the buffers (gradient, moments) of all layers, with this layer's new parameters
-        and moments written over its gradient and moments."""
+        """Returns the buffers (gradient, moments) of a stack of layers, whose parameters are
+        `stack`, with this layer's new parameters and moments written over its gradient and
+        moments."""
 
         def of_layer(stacked: jax.Array) -> jax.Array:
             return jax.lax.dynamic_index_in_dim(stacked, index=layer, axis=0, keepdims=False)
@@ -494,7 +496,7 @@ def _change_by_layer(
             return jax.lax.dynamic_update_index_in_dim(stacked, new, layer, 0)
 
         layer_gradient, layer_moments = jax.tree.map(of_layer, buffers)
-        layer_parameters = jax.tree.map(of_layer, parameters.blocks)
+        layer_parameters = jax.tree.map(of_layer, stack)
         # `moments` gives only the form, like Adam's counter and two moments: this layer's moments
         # take the place of its trees of parameters.
         new_parameters, new_state = change(
@@ -512,16 +514,28 @@ def _change_by_layer(
         _replace_parts(moments, moments_outside),
         replace(parameters, blocks=None),
     )
-    buffers = (gradient.blocks, [part.blocks for part in _parts(moments)])
-    # All leaves have the layers in front, so their first dimensions are the same number.
-    num_layers = 0  # if no parameter of the layers is trained
-    leaves = jax.tree.leaves(buffers)
-    if leaves:
-        (num_layers,) = {leaf.shape[0] for leaf in leaves}
-    blocks, block_moments = jax.lax.fori_loop(0, num_layers, update_layer, buffers)
+    gradients = stacked_blocks(gradient.blocks)
+    moments_by_part = [stacked_blocks(part.blocks) for part in _parts(moments)]
+    new_stacks: list[Block] = []
+    new_moments_by_part: list[list[Block]] = [[] for _ in moments_by_part]
+    for number, stack in enumerate(stacked_blocks(parameters.blocks)):
+        of_stack = [stacks[number] for stacks in moments_by_part]
+        buffers = gradients[number], of_stack
+        # All leaves have the layers in front, so their first dimensions are the same number.
+        num_layers = 0  # if no parameter of the layers is trained
+        leaves = jax.tree.leaves(buffers)
+        if leaves:
+            (num_layers,) = {leaf.shape[0] for leaf in leaves}
+        new_stack, new_of_stack = jax.lax.fori_loop(
+            0, num_layers, partial(update_layer, stack), buffers
+        )
+        new_stacks.append(new_stack)
+        for new_moments, new in zip(new_moments_by_part, new_of_stack, strict=True):
+            new_moments.append(new)
     new_parts = []
-    for part_outside, part_blocks in zip(_parts(new_state), block_moments, strict=True):
-        new_parts.append(replace(part_outside, blocks=part_blocks))
+    for part_outside, stacks in zip(_parts(new_state), new_moments_by_part, strict=True):
+        new_parts.append(replace(part_outside, blocks=stacked_again(parameters.blocks, stacks)))
+    blocks = stacked_again(parameters.blocks, new_stacks)
     return replace(new_parameters, blocks=blocks), _replace_parts(new_state, new_parts)
 
 

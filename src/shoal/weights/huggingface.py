@@ -89,12 +89,12 @@ def read_tensors(
     keep: Keep = keep_as_read,
 ) -> Any:
     """Reads the parameters in a tree of `ParamSpec`, and returns them in the same tree, as arrays
-    of `dtype` on the role's devices. `stored`: the parameters by `ParamSpec.name`. `keep` is called
+    of `dtype` on the role's devices. `stored`: the parameters by `ParamSpec.key`. `keep` is called
     with each spec and array as soon as the array is read, and returns what takes its place (for
     example the quantised weight). KeyError if `stored` lacks a parameter."""
 
     def read(spec: ParamSpec) -> Any:
-        array = load_sharded(stored[spec.name], ParamLayout.of(spec, role), dtype)
+        array = load_sharded(stored[spec.key], ParamLayout.of(spec, role), dtype)
         return keep(spec, array)
 
     return jax.tree.map(read, specs)
@@ -201,7 +201,7 @@ def check_tensors(
     parameters = {}
     for spec in specs:
         tensors = [stored[name] for name in spec.names_by_index.values()]
-        parameters[spec.name] = StoredParameter(tensors, spec.index_shape)
+        parameters[spec.key] = StoredParameter(tensors, spec.index_shape)
     return parameters
 
 

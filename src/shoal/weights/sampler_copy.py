@@ -56,7 +56,7 @@ def publish_to(model: Model, params: Params, delete_source: bool = False) -> Par
     if not model.ffn_chunks:
         return place_parameters(model, params)
     placed = _placed(model, params, into_layers=True, delete_source=delete_source)
-    return unstack_layers(placed, model.architecture.num_layers)
+    return unstack_layers(model.architecture, placed)
 
 
 def quantised(model: Model, params: Params) -> Params:
@@ -276,7 +276,7 @@ def _verified(
     params = jax.tree.unflatten(structure, [arrays[name] for name in specs])
     if not into_layers:
         return params
-    return unstack_layers(params, model.architecture.num_layers)
+    return unstack_layers(model.architecture, params)
 
 
 @lru_cache(PROGRAMS_KEPT)

@@ -1,5 +1,11 @@
-"""Caches of the keys and values of sampling, one for each layer: a prompt's once for its row, a
-completion's in its own slot."""
+"""Caches of sampling, one for each layer: a prompt's once for its row, a completion's in its own
+slot.
+
+    LayerCache    keys and values: of all tokens, or of a window's last ones, as a ring
+    StateCache    the states of a delta net
+
+A kind of layer without keys of its own has no cache, None.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from shoal.model.architecture import Layer
+from shoal.model.attention.rule import ring_places
 from shoal.model.attention.selector import by_pages
+from shoal.model.recurrence import StateCache, empty_state
 from shoal.model.transformer import Model
 
 KEY_BLOCK = 64
@@ -26,6 +35,12 @@ multiples of it."""
 
 NO_PAGE = 2**31 - 1
 """A page number in a table that is past the end of any pool: nothing is written there."""
+
+
+RING_SLACK = 128
+"""Keys of a completion that a ring holds beyond its window. Tokens that were sampled after the end
+of a turn, before the host saw that end, are dropped, but have been written: these are fewer, so the
+keys that they replaced lie before the window."""
 
 
 MOST_SIBLINGS = 32
@@ -75,6 +90,9 @@ class LayerCache:
     before each product. If a head is on several devices (`Model.key_parts`), K counts parts of
     heads, and part p % parts holds position p at p // parts: all parts grow alike.
 
+    A layer with a window keeps only the last keys if that is less (`ring_size`): position p is at p
+    % Tp of a prompt, at p % C of a completion.
+
     If decoding reads by pages (`by_pages`), values stand next to their keys, [.., 2 A], in prefix_k
     and own_k, and prefix_v and own_v are None; own_k is then a pool of pages for all slots, [P, K,
     PAGE, 2 A]. A table int32[N, W, C / PAGE] on the host says which pages are whose. For rows that
@@ -87,28 +105,54 @@ class LayerCache:
     own_v: Any
 
 
+Cache = LayerCache | StateCache
+"""The cache of one layer."""
+
+
 def empty(
     model: Model, rows: int, siblings: int, prefix: int, own: int, pages: int = 0
-) -> tuple[LayerCache, ...]:
+) -> tuple[Cache, ...]:
     """Returns one cache of zeros for each layer, in the type of the computation, for `rows` rows of
     `siblings` slots. `prefix` and `own` are how many keys of a prompt and of a slot it holds, over
-    all parts of a head. If decoding reads by pages (`by_pages`), all slots share a pool of `pages`
-    pages; with `pages` 0 each slot has pages of its own, as saved rows have."""
-    if by_pages(model):
-        # The dimensions in front of a page: of one pool, or of each slot's own pages.
-        pool = (pages,) if pages else (rows, siblings, own // PAGE)
-        make_layer = partial(_empty_of_pages, model, rows, prefix, pool)
-    else:
-        parts = model.key_parts
-        make_layer = partial(_empty_of_slots, model, rows, siblings, prefix // parts, own // parts)
-    return tuple(make_layer() for _ in range(model.architecture.num_layers))
+    all parts of a head. If a kind of layer decodes by pages (`by_pages`), all slots share a pool of
+    `pages` pages; with `pages` 0 each slot has pages of its own, as saved rows have."""
+    # The dimensions in front of a page: of one pool, or of each slot's own pages.
+    pool = (pages,) if pages else (rows, siblings, own // PAGE)
+    caches = []
+    for number in range(model.architecture.num_layers):
+        layer = model.architecture.layer(number)
+        if layer.mixer == "delta_net":
+            caches.append(_empty_states(model, rows, siblings))
+        elif by_pages(model, layer):
+            caches.append(_empty_of_pages(model, layer, rows, prefix, pool))
+        else:
+            caches.append(_empty_of_slots(model, layer, rows, siblings, prefix, own))
+    return tuple(caches)
 
 
-def _empty_of_slots(model: Model, rows: int, siblings: int, prefix: int, own: int) -> LayerCache:
-    """Returns a cache of zeros of one layer, without pages; `prefix` and `own` are the keys of one
-    part of a head."""
-    heads = model.key_heads
-    head_dim = model.architecture.head_dim
+def is_ring(model: Model, layer: Layer) -> bool:
+    """True if a kind of layer keeps its keys in rings. A layer whose positions are split over
+    devices keeps all of them."""
+    return layer.window > 0 and model.key_parts_of(layer) == 1
+
+
+def ring_size(window: int, slack: int, size: int) -> int:
+    """Returns the keys of a ring for a window, at most `size`, which has room for all keys."""
+    return min(size, KEY_BLOCK * -(-(window + slack) // KEY_BLOCK))
+
+
+def _empty_of_slots(
+    model: Model, layer: Layer, rows: int, siblings: int, prefix: int, own: int
+) -> LayerCache:
+    """Returns a cache of zeros of one layer, without pages."""
+    parts = model.key_parts_of(layer)
+    prefix //= parts
+    own //= parts
+    if is_ring(model, layer):
+        prefix = ring_size(layer.window, 0, prefix)
+        own = ring_size(layer.window, RING_SLACK, own)
+    heads = model.key_heads_of(layer)
+    head_dim = model.architecture.head_dim_of(layer)
     of_row = (rows, heads, prefix, head_dim)
     of_slot = (rows, siblings, heads, own, head_dim)
     return LayerCache(
@@ -119,11 +163,13 @@ def _empty_of_slots(model: Model, rows: int, siblings: int, prefix: int, own: in
     )
 
 
-def _empty_of_pages(model: Model, rows: int, prefix: int, pool: tuple[int, ...]) -> LayerCache:
+def _empty_of_pages(
+    model: Model, layer: Layer, rows: int, prefix: int, pool: tuple[int, ...]
+) -> LayerCache:
     """Returns a cache of zeros of one layer whose own keys are in pages: `pool` are the dimensions
     in front of each page's."""
-    heads = model.key_heads
-    width = 2 * model.architecture.head_dim  # keys and values
+    heads = model.key_heads_of(layer)
+    width = 2 * model.architecture.head_dim_of(layer)  # keys and values
     return LayerCache(
         prefix_k=jnp.zeros((rows, heads, prefix, width), model.dtype),
         prefix_v=None,
@@ -132,41 +178,117 @@ def _empty_of_pages(model: Model, rows: int, prefix: int, pool: tuple[int, ...])
     )
 
 
+def _empty_states(model: Model, rows: int, siblings: int) -> StateCache:
+    """Returns a cache of zeros of one delta net."""
+    sizes = model.architecture.delta_net
+    assert sizes is not None, "a pattern with delta nets has their sizes"
+    of_rows = empty_state(sizes, (rows,), model.dtype)
+    of_slots = empty_state(sizes, (rows, siblings), model.dtype)
+    return StateCache(*of_rows, *of_slots)
+
+
+def is_paged(cache: Cache) -> bool:
+    """True for the cache of a layer that decodes by pages."""
+    return isinstance(cache, LayerCache) and cache.own_v is None
+
+
+def axes_of(cache: Cache) -> Cache:
+    """Returns the logical axes of a cache's arrays, in the same tree: a tuple for each array. Rows
+    come first, also of a pool of pages, and key or value heads are split."""
+
+    def axes(array: Any, heads_from_end: int) -> tuple[str | None, ...]:
+        named: list[str | None] = ["rows"] + [None] * (array.ndim - 1)
+        if heads_from_end:
+            named[-heads_from_end] = "heads"
+        return tuple(named)
+
+    if isinstance(cache, StateCache):
+        return StateCache(
+            axes(cache.prefix_state, 3),
+            axes(cache.prefix_tail, 0),
+            axes(cache.own_state, 3),
+            axes(cache.own_tail, 0),
+        )
+    # all are [.., K, T, A]
+    return jax.tree.map(lambda array: axes(array, 3), cache)
+
+
 def write_prefixes(
     model: Model,
-    caches: tuple[LayerCache, ...],
-    keys: Sequence[tuple[jax.Array, jax.Array]],
+    caches: tuple[Cache, ...],
+    new: Sequence[Any],
     rows: jax.Array,
-) -> tuple[LayerCache, ...]:
-    """Writes prompts' keys and values, (k, v) a layer [R, T, K, A], to rows[R] of the caches, and
-    returns the new caches. A row number past the end is dropped.
+    length: jax.Array,
+    kinds: Sequence[Layer],
+) -> tuple[Cache, ...]:
+    """Writes what prompts of length[R] left in each layer to rows[R] of the caches, and returns the
+    new caches. `new` has for each layer (k, v) [R, T, K, A], or (state, tail) of a delta net;
+    `kinds` are the layers' kinds. A row number past the end is dropped.
 
     T may be padded beyond the size of the caches; what is beyond is padding and not written. Keys
     beyond T keep their old values.
     """
-    if model.key_parts > 1:
+    written = []
+    for layer, cache, of_layer in zip(kinds, caches, new, strict=True):
+        if isinstance(cache, StateCache):
+            written.append(_write_states(cache, of_layer, rows))
+        else:
+            written.append(_write_keys(model, layer, cache, of_layer, rows, length))
+    return tuple(written)
+
+
+def _write_states(
+    cache: StateCache, new: tuple[jax.Array, jax.Array], rows: jax.Array
+) -> StateCache:
+    """Writes prompts' last (state, tail) [R, ...] to rows[R], for the prompt and for each of its
+    completions, which begin with them."""
+
+    def write(old: jax.Array, new: jax.Array) -> jax.Array:
+        return old.at[rows].set(new.astype(old.dtype), mode="drop")
+
+    def write_to_slots(old: jax.Array, new: jax.Array) -> jax.Array:
+        return write(old, jnp.broadcast_to(new[:, None], (len(new), *old.shape[1:])))
+
+    state, tail = new
+    return StateCache(
+        prefix_state=write(cache.prefix_state, state),
+        prefix_tail=write(cache.prefix_tail, tail),
+        own_state=write_to_slots(cache.own_state, state),
+        own_tail=write_to_slots(cache.own_tail, tail),
+    )
+
+
+def _write_keys(
+    model: Model,
+    layer: Layer,
+    cache: LayerCache,
+    new: tuple[jax.Array, jax.Array],
+    rows: jax.Array,
+    length: jax.Array,
+) -> LayerCache:
+    """Writes prompts' keys and values [R, T, K, A] to rows[R] of one layer's cache."""
+    parts = model.key_parts_of(layer)
+    if parts > 1:
         heads = PartitionSpec(None, None, "tensor")
-        keys = on_tensor_devices(
-            model, partial(_select_part, model.key_parts), (heads,), heads, keys
-        )
+        select = partial(_select_part, parts)
+        new = on_tensor_devices(model, select, (heads,), heads, new, parts=parts)
+    k, v = new
     # The buckets of prompts are 64 x 2^n and may exceed the caches, which are sized by
     # max_prompt_tokens.
-    first_k, _ = keys[0]
-    size = min(first_k.shape[1], caches[0].prefix_k.shape[2])
+    room = cache.prefix_k.shape[2]
+    if is_ring(model, layer) and k.shape[1] > room:
+        # The last keys of each prompt, at their places in a ring.
+        index = jnp.maximum(ring_places(length - 1, room), 0)[..., None, None]
+        k = jnp.take_along_axis(k, index, axis=1)
+        v = jnp.take_along_axis(v, index, axis=1)
+    size = min(k.shape[1], room)
 
     def write(cache: jax.Array, new: jax.Array) -> jax.Array:
         return cache.at[rows, :, :size].set(new[:, :size].swapaxes(1, 2), mode="drop")
 
-    written = []
-    for cache, (k, v) in zip(caches, keys, strict=True):
-        if cache.prefix_v is None:  # beside each other
-            prefix_k = write(cache.prefix_k, jnp.concatenate([k, v], -1))
-            written.append(replace(cache, prefix_k=prefix_k))
-        else:
-            prefix_k = write(cache.prefix_k, k)
-            prefix_v = write(cache.prefix_v, v)
-            written.append(replace(cache, prefix_k=prefix_k, prefix_v=prefix_v))
-    return tuple(written)
+    if cache.prefix_v is None:  # beside each other
+        return replace(cache, prefix_k=write(cache.prefix_k, jnp.concatenate([k, v], -1)))
+    return replace(cache, prefix_k=write(cache.prefix_k, k), prefix_v=write(cache.prefix_v, v))
 
 
 def _select_part(parts: int, keys: Any, part: jax.Array) -> Any:
@@ -184,18 +306,23 @@ def _select_part(parts: int, keys: Any, part: jax.Array) -> Any:
 
 
 def copy_prefixes(
-    caches: tuple[LayerCache, ...], sources: jax.Array, rows: jax.Array
-) -> tuple[LayerCache, ...]:
-    """Copies prompts' keys and values from rows sources[M] to rows[M], and returns the caches. A
-    row number past the end in `rows` is dropped. The slots' own keys are not copied."""
+    caches: tuple[Cache, ...], sources: jax.Array, rows: jax.Array
+) -> tuple[Cache, ...]:
+    """Copies what prompts left from rows sources[M] to rows[M], and returns the caches; the slots
+    of these rows begin with their prompt's state. A row number past the end in `rows` is dropped.
+    The slots' own keys are not copied."""
 
     def copy(cache: jax.Array) -> jax.Array:
         return cache.at[rows].set(cache[sources], mode="drop")
 
     copied = []
     for cache in caches:
-        prefix_k, prefix_v = jax.tree.map(copy, (cache.prefix_k, cache.prefix_v))
-        copied.append(replace(cache, prefix_k=prefix_k, prefix_v=prefix_v))
+        if isinstance(cache, StateCache):
+            new = cache.prefix_state[sources], cache.prefix_tail[sources]
+            copied.append(_write_states(cache, new, rows))
+        else:
+            prefix_k, prefix_v = jax.tree.map(copy, (cache.prefix_k, cache.prefix_v))
+            copied.append(replace(cache, prefix_k=prefix_k, prefix_v=prefix_v))
     return tuple(copied)
 
 
@@ -232,14 +359,17 @@ def out_of_pages(cache: LayerCache) -> LayerCache:
     return LayerCache(prefix_k, prefix_v, own_k, own_v)
 
 
-def on_tensor_devices(model: Model, function: Callable, specs: tuple, out: Any, *args: Any) -> Any:
+def on_tensor_devices(
+    model: Model, function: Callable, specs: tuple, out: Any, *args: Any, parts: int
+) -> Any:
     """Calls a function of arrays on each device of `tensor`, and returns its results; `specs` and
     `out` say how `args` and the results are split. If a head's positions are split over devices
-    (`Model.key_parts`), the function gets one more argument: the number of the device's part,
-    int32[1]."""
+    (`parts`, see `Model.key_parts_of`, is above 1), the function gets one more argument: the number
+    of the device's part, int32[1]."""
     mesh = model.role.mesh
-    if model.key_parts > 1:
-        part = jnp.arange(model.key_heads) % model.key_parts
+    if parts > 1:
+        # As many entries as devices, or more heads than devices: each device gets its heads' parts.
+        part = jnp.arange(model.role.tensor) % parts
         specs += (PartitionSpec("tensor"),)
         args += (part,)
     # All axes that are not manual already: in kernels for TPUs there may be no axis that XLA could

@@ -17,10 +17,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from shoal.model.architecture import Layer
 from shoal.model.attention import softmax
-from shoal.model.attention.caches import PAGE, LayerCache, keys_at_once, on_tensor_devices
-from shoal.model.attention.rule import cache_masks
-from shoal.model.attention.selector import by_pages, decodes_by_kernel
+from shoal.model.attention.caches import (
+    PAGE,
+    LayerCache,
+    is_ring,
+    keys_at_once,
+    on_tensor_devices,
+)
+from shoal.model.attention.rule import cache_masks, places, ring_places
+from shoal.model.attention.selector import by_pages, decodes_by_kernel, scoring_of
 from shoal.model.attention.softmax import (
     LOWEST,
     PLAIN,
@@ -157,7 +164,7 @@ class SlotKernel:
     ) -> tuple[jax.Array, LayerCache]:
         cos, sin = rope
         slots = cos[:, :, 0], sin[:, :, 0], self.prefix_len, self.position
-        return _attend_on_each_device(self.model, _attend_slots, q, k, v, cache, slots)
+        return _attend_on_each_device(self.model, _attend_slots, q, k, v, cache, slots=slots)
 
 
 def _attend_slots(
@@ -208,17 +215,22 @@ def _attend_on_each_device(
     k: jax.Array,
     v: jax.Array,
     cache: LayerCache,
+    sinks: jax.Array | None = None,
+    *,
     slots: tuple,
+    parts: int = 1,
 ) -> Any:
-    """Calls attend(q, k, v, cache, slots) on each device, and returns its (out, new cache).
+    """Calls attend(q, k, v, cache, slots) on each device, and returns its (out, new cache); with
+    sinks[H] also the keyword `sinks`, of the device's heads.
 
     A device gets its heads of q, k, v [N, W, heads, A] and of the layer's cache, and all of
     `slots`, a tuple of arrays by row or slot. If a key head's positions are split over devices
-    (`Model.key_parts`), `attend` gets one more argument: the number of the device's part, int32[1].
-    On a single device `attend` is called as it is.
+    (`parts`, see `Model.key_parts_of`, is above 1), `attend` gets one more argument: the number of
+    the device's part, int32[1]. On a single device `attend` is called as it is.
     """
+    given = {} if sinks is None else {"sinks": sinks}
     if model.role.mesh.size == 1:
-        return attend(q, k, v, cache, slots)
+        return attend(q, k, v, cache, slots, **given)
     heads = PartitionSpec(None, None, "tensor")
 
     def by_head(keys: jax.Array) -> PartitionSpec:
@@ -226,22 +238,28 @@ def _attend_on_each_device(
         leading = (None,) * (keys.ndim - 3)
         return PartitionSpec(*leading, "tensor")
 
+    def on_device(given: dict[str, jax.Array], *args: Any) -> Any:
+        return attend(*args, **given)
+
     of_cache = jax.tree.map(by_head, cache)
     return on_tensor_devices(
         model,
-        attend,
-        (heads, heads, heads, of_cache, PartitionSpec()),
+        on_device,
+        (PartitionSpec("tensor"), heads, heads, heads, of_cache, PartitionSpec()),
         (heads, of_cache),
+        given,
         q,
         k,
         v,
         cache,
         slots,
+        parts=parts,
     )
 
 
 def decode_attention(
     model: Model,
+    layer: Layer,
     prefix_len: jax.Array,
     position: jax.Array,
     num_prefix: jax.Array,
@@ -249,7 +267,8 @@ def decode_attention(
     live: jax.Array,
     pages: jax.Array | None = None,
 ) -> AttentionFn:
-    """Returns the `AttentionFn` of decoding: one token for each of [N, W] slots.
+    """Returns the `AttentionFn` of decoding for a kind of layer: one token for each of [N, W]
+    slots.
 
     The token's key and value are written at position[N, W] of its slot; it then attends to its
     row's prompt and to its slot. `num_prefix` and `num_own` are upper bounds of the number of keys
@@ -257,24 +276,30 @@ def decode_attention(
     not live[N, W] mean nothing, and the kernel for TPUs neither reads nor writes their keys.
     `pages` is that kernel's table of pages; without that kernel it is not read, and may be None.
     """
-    if by_pages(model):
+    if by_pages(model, layer):
         slots = live, prefix_len, position, pages
         return partial(_attend_on_each_device, model, _attend_pages, slots=slots)
-    if decodes_by_kernel(model):
+    if decodes_by_kernel(model, layer):
         return SlotKernel(model, prefix_len, position)
     slots = prefix_len, position, num_prefix, num_own
     if model.role.tensor == 1:
-        return partial(_attend_caches, model, slots=slots)
+
+        def attend_here(
+            q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, sinks: Any = None
+        ) -> tuple[jax.Array, LayerCache]:
+            return _attend_caches(model, layer, q, k, v, cache, slots, sinks=sinks)
+
+        return attend_here
     # On each device, even if key heads are not split: otherwise the partitioner gathers for each
     # device what all devices of a replica write.
-    attend = partial(_attend_caches, model)
-    if model.key_parts > 1:
-        attend = partial(_attend_part, model)
-    return partial(_attend_on_each_device, model, attend, slots=slots)
+    parts = model.key_parts_of(layer)
+    attend = partial(_attend_part if parts > 1 else _attend_caches, model, layer)
+    return partial(_attend_on_each_device, model, attend, slots=slots, parts=parts)
 
 
 def _attend_caches(
     model: Model,
+    layer: Layer,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -282,20 +307,31 @@ def _attend_caches(
     slots: tuple[jax.Array, ...],
     part: jax.Array | None = None,
     merge: Merge | None = None,
+    sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, LayerCache]:
     """Writes the key and value of each slot's token into a cache, and attends to the cache's keys
     without a kernel. Returns (out, new cache). `slots` are prefix_len, position, num_prefix and
-    num_own. If a key head's positions are split (`Model.key_parts`), `part` says which of them this
-    device has, and `merge` joins the sums of all parts."""
+    num_own. If a key head's positions are split (`Model.key_parts_of`), `part` says which of them
+    this device has, and `merge` joins the sums of all parts."""
     prefix_len, position, num_prefix, num_own = slots
+    prompt_size = cache.prefix_k.shape[2]
+    own_size = cache.own_k.shape[3]
     row, slot, head = jnp.indices(k.shape[:3], sparse=True)
     index = position[..., None]
     # No index is checked: a position is always within its cache.
     mode = "promise_in_bounds"
+    parts = model.key_parts_of(layer)
     if part is not None:  # the other parts write past the end
-        parts = model.key_parts
-        index = jnp.where(index % parts == part, index // parts, cache.own_k.shape[3])
+        index = jnp.where(index % parts == part, index // parts, own_size)
         mode = "drop"
+    prompt_place = places(prompt_size, parts, part)
+    own_place = places(own_size, parts, part)
+    if is_ring(model, layer):
+        index = index % own_size
+        prompt_place = ring_places(prefix_len - 1, prompt_size)[:, None]
+        own_place = ring_places(position, own_size)
+        num_prefix = jnp.minimum(num_prefix, prompt_size)
+        num_own = jnp.minimum(num_own, own_size)
 
     def write(keys: jax.Array, new: jax.Array) -> jax.Array:
         # XLA for TPU compiles a scatter to a loop over slots if two of them might coincide. If all
@@ -308,39 +344,49 @@ def _attend_caches(
     own_k = write(cache.own_k, k)
     own_v = write(cache.own_v, v)
     cache = LayerCache(cache.prefix_k, cache.prefix_v, own_k, own_v)
-    prompt_size = cache.prefix_k.shape[2]
-    own_size = cache.own_k.shape[3]
-    prompt_mask, own_mask = cache_masks(model, prefix_len, position, prompt_size, own_size, part)
+    prompt_mask, own_mask = cache_masks(prefix_len, position, prompt_place, own_place, layer.window)
     prompt = Keys(cache.prefix_k, cache.prefix_v, prompt_mask)
     own = Keys(cache.own_k, cache.own_v, own_mask)
     platform = model.role.platform
     blocks = keys_at_once(platform, prompt_size), keys_at_once(platform, own_size)
-    out = online_softmax(q[:, :, None], prompt, own, num_prefix, num_own, blocks, merge)
+    out = online_softmax(
+        q[:, :, None],
+        prompt,
+        own,
+        num_prefix,
+        num_own,
+        blocks,
+        merge,
+        scoring_of(model.architecture, layer),
+        sinks,
+    )
     return out[:, :, 0], cache
 
 
 def _attend_part(
     model: Model,
+    layer: Layer,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     cache: LayerCache,
     slots: tuple[jax.Array, ...],
     part: jax.Array,
+    sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, LayerCache]:
     """Writes each slot's key and value and attends, if a key head's positions are split over
     several devices. Returns (out, new cache): this device computes all queries of the head against
     its part of the keys, exchanges the sums with the others, and returns the output of its own
     queries."""
-    key_heads = model.key_heads
-    parts = model.key_parts
+    key_heads = model.key_heads_of(layer)
+    parts = model.key_parts_of(layer)
     # devices next to each other share a head
     groups = [list(range(first, first + parts)) for first in range(0, key_heads, parts)]
     q = jax.lax.all_gather(q, "tensor", axis=2, axis_index_groups=groups, tiled=True)
     prefix_len, position, num_prefix, num_own = slots
     slots = prefix_len, position, -(-num_prefix // parts), -(-num_own // parts)
     merge = partial(_merge_parts, parts, groups)
-    return _attend_caches(model, q, k, v, cache, slots, part, merge)
+    return _attend_caches(model, layer, q, k, v, cache, slots, part, merge, sinks)
 
 
 def _merge_parts(parts: int, groups: list[list[int]], running: RunningSoftmax) -> RunningSoftmax:
@@ -364,18 +410,25 @@ def _merge_parts(parts: int, groups: list[list[int]], running: RunningSoftmax) -
     return RunningSoftmax(largest, total[..., 0], out)
 
 
-def piece_attention(model: Model, start: jax.Array, longest: jax.Array, block: int) -> AttentionFn:
-    """Returns the `AttentionFn` of a piece of R prompts: C tokens of each, from position `start`
-    on. `longest` is the length of the longest prompt. `block`, a divisor of C, is how many queries
-    are computed at once.
+def piece_attention(
+    model: Model, layer: Layer, start: jax.Array, longest: jax.Array, block: int
+) -> AttentionFn:
+    """Returns the `AttentionFn` of a piece of R prompts for a kind of layer: C tokens of each, from
+    position `start` on. `longest` is the length of the longest prompt. `block`, a divisor of C, is
+    how many queries are computed at once.
 
     The cache holds the keys of the pieces before, [R, K, T, A], and afterwards those of this piece,
     too. A token reads its prompt up to itself. Results beyond the longest prompt mean nothing. T
     must have room for start + C tokens.
     """
+    scoring = scoring_of(model.architecture, layer)
 
     def attention(
-        q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: LayerCache,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache]:
         """Writes the piece's keys and values into the cache, and attends to all keys up to each
         token."""
@@ -395,13 +448,21 @@ def piece_attention(model: Model, start: jax.Array, longest: jax.Array, block: i
             # The block is read as a completion is, and what comes before it as its prompt.
             num_tokens = jnp.broadcast_to(first, (rows,))
             position = jnp.broadcast_to(jnp.arange(block), (rows, block))
-            size = prefix_k.shape[2]
-            mask_before, own_mask = cache_masks(model, num_tokens, position, size, block)
+            mask_before, own_mask = cache_masks(
+                num_tokens,
+                position,
+                places(prefix_k.shape[2]),
+                places(block),
+                layer.window,
+            )
             before = Keys(prefix_k, prefix_v, mask_before)
             own = Keys(own_k, own_v, own_mask)
             num_before = jnp.where(first < longest, first, 0)  # padding reads its own block alone
             num_own = jnp.int32(block)
-            out = online_softmax(q[:, :, None], before, own, num_before, num_own, (block, block))
+            blocks = block, block
+            out = online_softmax(
+                q[:, :, None], before, own, num_before, num_own, blocks, None, scoring, sinks
+            )
             return out[:, :, 0]
 
         # By blocks of queries, which do not compute keys after their own block: half of all pairs,
@@ -416,38 +477,78 @@ def piece_attention(model: Model, start: jax.Array, longest: jax.Array, block: i
     return attention
 
 
-def context_attention(model: Model, prefix_len: jax.Array, start: jax.Array) -> AttentionFn:
+def context_attention(
+    model: Model, layer: Layer, prefix_len: jax.Array, start: jax.Array
+) -> AttentionFn:
     """Returns the `AttentionFn` of C tokens of context for each of M completions, after start[M]
-    tokens of the completion.
+    tokens of the completion, for a kind of layer.
 
     The cache holds the prompts of their rows, [M, K, Tp, A], of prefix_len[M] tokens, and their own
     keys, [M, K, T, A]. A token reads its prompt, and its completion up to itself. In place of a new
     cache, the completion's keys and values are returned, with the new ones. The cache is not
-    changed. T must have room for start + C tokens: writes past the end would be moved back over
-    older keys.
+    changed. T must have room for start + C tokens, unless it is a ring: writes past the end would
+    be moved back over older keys.
     """
 
     def attention(
-        q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: LayerCache,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple]:
         """Appends the context's keys and values to the completions' own, and attends to prompt and
         completion."""
-        append = jax.vmap(partial(jax.lax.dynamic_update_slice_in_dim, axis=1))
+        size = q.shape[1]
         # [M, C, K, A] -> [M, K, C, A], in the cache's order
-        own_k = append(cache.own_k, k.swapaxes(1, 2), start)
-        own_v = append(cache.own_v, v.swapaxes(1, 2), start)
-        position = start[:, None] + jnp.arange(q.shape[1])  # [M, C]
+        new_k = k.swapaxes(1, 2)
+        new_v = v.swapaxes(1, 2)
+        position = start[:, None] + jnp.arange(size)  # [M, C]
         prompt_size = cache.prefix_k.shape[2]
-        own_size = own_k.shape[2]
-        prompt_mask, own_mask = cache_masks(model, prefix_len, position, prompt_size, own_size)
+        ring = cache.own_k.shape[2]
+        if is_ring(model, layer):
+            # A ring may be shorter than the context: its keys are read beside the new ones.
+            own_k = jnp.concatenate([cache.own_k, new_k], axis=2)
+            own_v = jnp.concatenate([cache.own_v, new_v], axis=2)
+            of_ring = ring_places(start - 1, ring)
+            own_place = jnp.concatenate([of_ring, position], axis=1)[:, None]
+            prompt_place = ring_places(prefix_len - 1, prompt_size)[:, None]
+            written = _in_ring(cache.own_k, new_k, start), _in_ring(cache.own_v, new_v, start)
+            num_prefix = jnp.minimum(prefix_len.max(), prompt_size)
+            num_own = jnp.int32(ring + size)
+        else:
+            append = jax.vmap(partial(jax.lax.dynamic_update_slice_in_dim, axis=1))
+            own_k = append(cache.own_k, new_k, start)
+            own_v = append(cache.own_v, new_v, start)
+            own_place = places(own_k.shape[2])
+            prompt_place = places(prompt_size)
+            written = own_k, own_v
+            num_prefix = prefix_len.max()
+            num_own = position.max() + 1
+        prompt_mask, own_mask = cache_masks(
+            prefix_len, position, prompt_place, own_place, layer.window
+        )
         prompt = Keys(cache.prefix_k, cache.prefix_v, prompt_mask)
         # A completion is a row, and its C tokens are the slots, which share one set of own keys:
         # [M, 1, K, T, A]. Queries are [M, C, 1, H, A].
         own = Keys(own_k[:, None], own_v[:, None], own_mask)
         platform = model.role.platform
-        blocks = keys_at_once(platform, prompt_size), keys_at_once(platform, own_size)
-        num_own = position.max() + 1
-        out = online_softmax(q[:, :, None], prompt, own, prefix_len.max(), num_own, blocks)
-        return out[:, :, 0], (own_k, own_v)
+        blocks = keys_at_once(platform, prompt_size), keys_at_once(platform, own_k.shape[2])
+        scoring = scoring_of(model.architecture, layer)
+        out = online_softmax(
+            q[:, :, None], prompt, own, num_prefix, num_own, blocks, None, scoring, sinks
+        )
+        return out[:, :, 0], written
 
     return attention
+
+
+def _in_ring(ring: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+    """Writes new[M, K, C, A] at positions start[M] to start + C - 1 of rings [M, K, T, A], and
+    returns the rings. If C is more than T, the last T are kept."""
+    size = new.shape[2]
+    place = ring_places(start + size - 1, ring.shape[2])  # [M, T]
+    is_new = place >= start[:, None]
+    index = jnp.clip(place - start[:, None], 0, size - 1)
+    at_place = jnp.take_along_axis(new, index[:, None, :, None], axis=2)
+    return jnp.where(is_new[:, None, :, None], at_place, ring)

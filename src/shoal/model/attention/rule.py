@@ -13,8 +13,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shoal.model.transformer import Model
-
 NO_PLACE = "a window compares tokens by their place in the sequence, and these have none"
 """Error of a window over `Tokens` whose `place` is None."""
 
@@ -236,35 +234,53 @@ def _place_span(tokens: Tokens, block: int) -> tuple[jax.Array, jax.Array]:
 
 
 def cache_masks(
-    model: Model,
     prefix_len: jax.Array,
     position: jax.Array,
-    prompt_size: int,
-    own_size: int,
-    part: jax.Array | None = None,
+    prompt_place: jax.Array,
+    own_place: jax.Array,
+    window: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns which keys in caches each query reads: bool[R, 1, prompt_size] for the keys of its
-    row's prompt, bool[R, S, own_size] for the keys of its completion.
+    """Returns which keys in caches each query reads: bool[R, 1 or S, Tp] for the keys of its row's
+    prompt, bool[R, S, T] for the keys of its completion.
 
     A query is the token at position[R, S] of its completion, after a prompt of prefix_len[R]
-    tokens. It reads the whole prompt, and its completion up to itself. The first mask has size 1 in
-    place of S because all queries of a row read the same prompt. `prompt_size` and `own_size` are
-    the numbers of keys that the caches can hold. `part` is None if they hold all positions, else
-    which part of the positions this device holds (`Model.key_parts`).
+    tokens. It reads the whole prompt, and its completion up to itself; with a window only the last
+    `window` keys of these, its own included. `prompt_place`, [Tp] or [R, 1, Tp], are the positions
+    in the prompt of the keys in a cache; `own_place`, [T] or [R, S, T], those in the completion. A
+    place below 0 has no key. Without a window the first mask has size 1 in place of S, because all
+    queries of a row read the same prompt.
     """
-
-    def positions(size: int) -> jax.Array:
-        """Returns the position in prompt or completion of each key in a cache."""
-        index = jnp.arange(size)
-        # part p of n parts holds the positions p, n + p, 2 n + p, ...
-        return index if part is None else model.key_parts * index + part
-
     # Only lengths and positions count: what an earlier prompt or completion left in a cache lies
-    # beyond them. A query's position in its sequence, which a window would compare, is prefix_len +
-    # position; then the first mask differs by query, and has size S.
-    prompt_mask = positions(prompt_size) < prefix_len[:, None]
-    own_mask = positions(own_size) <= position[..., None]
-    return prompt_mask[:, None], own_mask
+    # beyond them.
+    prompt_mask = prompt_place < prefix_len[:, None, None]
+    own_mask = own_place <= position[..., None]
+    if not window:
+        return prompt_mask, own_mask
+    # Positions in the completion: a prompt's are below 0.
+    first_read = position[..., None] - window + 1
+    in_window = prompt_place - prefix_len[:, None, None] >= first_read
+    prompt_mask = prompt_mask & in_window & (prompt_place >= 0)
+    return prompt_mask, own_mask & (own_place >= first_read) & (own_place >= 0)
+
+
+def places(size: int, parts: int = 1, part: jax.Array | None = None) -> jax.Array:
+    """Returns the position of each of `size` keys in a cache that keeps all of them, int32[size].
+    `part` is None if it has all positions, else which of `parts` parts of the positions it has."""
+    index = jnp.arange(size)
+    # part p of n parts holds the positions p, n + p, 2 n + p, ...
+    return index if part is None else parts * index + part
+
+
+def ring_places(newest: jax.Array, size: int) -> jax.Array:
+    """Returns the position of each key in a ring of `size` keys, which keeps position p at index p
+    % size: int32[..., size] for newest[...], the last position that was written. A place below 0
+    has no key.
+
+    >>> ring_places(jnp.int32(5), 4).tolist(), ring_places(jnp.int32(1), 4).tolist()
+    ([4, 5, 2, 3], [0, 1, -2, -1])
+    """
+    newest = newest[..., None]
+    return newest - (newest - jnp.arange(size)) % size
 
 
 def _filled(x: jax.Array, block: int) -> jax.Array:

@@ -13,9 +13,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shoal.mesh import Role, listed
+from shoal.model.architecture import Architecture, Layer
 from shoal.model.attention.blocked import SCORES_AT_ONCE, attend_by_blocks, block_size
 from shoal.model.attention.reference import attend_at_once
 from shoal.model.attention.rule import Tokens, blocks_of
+from shoal.model.attention.softmax import Scoring, kernel_fault_of
 from shoal.model.block import AttentionFn
 from shoal.model.rotary import rotate_by_product
 from shoal.model.transformer import Model
@@ -48,31 +50,51 @@ MOST_TPU_TOKENS = 2**16
 scalar core's memory."""
 
 
-def attention_kind(model: Model, rows: int, size: int) -> str:
+def attention_kind(model: Model, rows: int, size: int, layer: Layer | None = None) -> str:
     """Returns "reference", "blocked" or "pallas": how attention is computed for `rows` rows of
-    `size` tokens. It is `model.attention`; for `auto` it depends on device and shape. ShoalError if
-    `model.attention` is `pallas` and its kernels cannot compute these rows; the other values are
-    returned unchecked. `size` is that of whole rows, also if `mesh.context` splits them."""
+    `size` tokens by a kind of layer, without one by the model's first kind with attention. It is
+    `model.attention`; for `auto` it depends on device and shape. ShoalError if `model.attention` is
+    `pallas` and its kernels cannot compute these rows; the other values are returned unchecked.
+    `size` is that of whole rows, also if `mesh.context` splits them."""
+    layer = layer or first_attention(model.architecture)
     if model.attention == "auto":
-        return _fitting_kind(model, rows, size)
+        return _fitting_kind(model, layer, rows, size)
     if model.attention == "pallas":
-        refusal = _row_kernel_refusal(model, size)
+        refusal = _row_kernel_refusal(model, layer, size)
         if refusal:
             raise ShoalError(
                 f"model.attention=pallas: {refusal}; model.attention=auto uses "
-                f"{_fitting_kind(model, rows, size)} here"
+                f"{_fitting_kind(model, layer, rows, size)} here"
             )
     return model.attention
 
 
-def _fitting_kind(model: Model, rows: int, size: int) -> str:
+def first_attention(a: Architecture) -> Layer:
+    """Returns the first kind of layer with attention, of those without a window if there is
+    one."""
+    kinds = [layer for layer in a.kinds if layer.mixer == "attention"]
+    for layer in kinds:
+        if not layer.window:
+            return layer
+    return kinds[0]
+
+
+def scoring_of(a: Architecture, layer: Layer) -> Scoring:
+    """Returns how a kind of layer computes scores."""
+    # The usual factor is not named: with any other there is no kernel.
+    is_usual = a.query_scale == a.head_dim_of(layer) ** -0.5
+    scale = 0.0 if is_usual else a.query_scale
+    return Scoring(scale=scale, cap=a.score_cap, window=layer.window)
+
+
+def _fitting_kind(model: Model, layer: Layer, rows: int, size: int) -> str:
     """Returns the kind of attention that `auto` chooses for these rows: on CPU by blocks, but for
     short rows; elsewhere the kernels if they can, else all scores at once if these fit
     (`SCORE_BYTES`), else by blocks."""
     role = model.role
     if role.platform == "cpu":
         return "reference" if size <= SHORT else "blocked"
-    if size >= KERNEL_TOKENS and not _row_kernel_refusal(model, size):
+    if size >= KERNEL_TOKENS and not _row_kernel_refusal(model, layer, size):
         return "pallas"
     a = model.architecture
     layers = a.num_layers if model.remat == "none" else 1
@@ -92,7 +114,12 @@ def kernel_fault(model: Model) -> str:
     Never call this inside of a compiled function. If there is a fault, a model is made with
     `blocked`.
     """
-    if model.attention != "auto" or _row_kernel_refusal(model, KERNEL_TOKENS):
+    a = model.architecture
+    kinds = []
+    for layer in a.kinds:
+        if layer.mixer == "attention" and not _row_kernel_refusal(model, layer, KERNEL_TOKENS):
+            kinds.append(layer)
+    if model.attention != "auto" or not kinds:
         return ""
     devices = set(model.role.mesh.devices.flat) & set(jax.local_devices())
     if not devices:  # the devices of a plan are not here
@@ -100,8 +127,12 @@ def kernel_fault(model: Model) -> str:
     from shoal.model.attention.trials import fault_on  # Pallas takes a second to import
 
     device = min(devices, key=lambda device: device.id)
-    a = model.architecture
-    return fault_on(device, a.num_heads // a.num_kv_heads, a.head_dim, model.dtype.name)
+    for layer in kinds:
+        share = a.num_heads // a.kv_heads_of(layer)
+        fault = fault_on(device, share, a.head_dim_of(layer), model.dtype.name)
+        if fault:
+            return fault
+    return ""
 
 
 def platform_fault(attention: str, platform: str) -> str:
@@ -111,16 +142,19 @@ def platform_fault(attention: str, platform: str) -> str:
     return f"pallas attention is for GPUs and TPUs, and this is a {platform.upper()}"
 
 
-def _row_kernel_refusal(model: Model, size: int) -> str:
-    """Returns why the kernels for rows cannot compute a model's rows of so many tokens; "" if they
-    can."""
+def _row_kernel_refusal(model: Model, layer: Layer, size: int) -> str:
+    """Returns why the kernels for rows cannot compute a kind of layer in rows of so many tokens; ""
+    if they can."""
+    a = model.architecture
     fault = platform_fault("pallas", model.role.platform)
+    fault = fault or kernel_fault_of(scoring_of(a, layer), a.sinks)
     if fault:
         return fault
-    if model.architecture.head_dim > MOST_PALLAS_HEAD:
+    head_dim = a.head_dim_of(layer)
+    if head_dim > MOST_PALLAS_HEAD:
         return (
             f"pallas attention needs heads of at most {MOST_PALLAS_HEAD}, and the model's head_dim "
-            f"is {model.architecture.head_dim}"
+            f"is {head_dim}"
         )
     if size > MOST_TPU_TOKENS and model.role.platform == "tpu":
         return f"a row has {size:,} tokens, and at most {MOST_TPU_TOKENS:,} are supported"
@@ -133,56 +167,64 @@ class RowForm(NamedTuple):
     # (tokens of queries, tokens of keys) -> a description of what each token reads, a tree of
     # arrays by row
     find_reads: Callable[[Tokens, Tokens], Any]
-    # (q[R, T, H, A], k[R, S, K, A], v, result of find_reads) -> [R, T, H, A]. A form that rotates
-    # takes heads side by side in one dimension, and the angles of queries and keys after v
+    # (q[R, T, H, A], k[R, S, K, A], v, result of find_reads, sinks[H] if the model has them) ->
+    # [R, T, H, A]. A form that rotates takes heads side by side in one dimension, and the angles of
+    # queries and keys after v
     attend: Callable[..., jax.Array]
     rotates: bool = False
 
 
-def _row_form(model: Model, rows: int, size: int) -> RowForm:
-    """Returns the form that computes arrays [rows, size] (`attention_kind`). With `mesh.context`
-    above 1 these are parts of rows: so many of them are one row."""
+def _row_form(model: Model, layer: Layer, rows: int, size: int) -> RowForm:
+    """Returns the form that computes a kind of layer for arrays [rows, size] (`attention_kind`).
+    With `mesh.context` above 1 these are parts of rows: so many of them are one row."""
     role = model.role
-    kind = attention_kind(model, rows // role.context, size * role.context)
+    kind = attention_kind(model, rows // role.context, size * role.context, layer)
     if kind == "reference":
-        return _reference_form()
+        return _reference_form(model, layer)
     if kind == "blocked":
-        return _blocked_form(model, size)
+        return _blocked_form(model, layer, size)
     if role.platform == "tpu":
         return _tpu_form()
-    return _gpu_form(model)
+    return _gpu_form(model, layer)
 
 
-def _reference_form() -> RowForm:
+def _reference_form(model: Model, layer: Layer) -> RowForm:
     """Returns the form that computes all scores at once."""
+    scoring = scoring_of(model.architecture, layer)
 
     def find_reads(query: Tokens, key: Tokens) -> tuple[Tokens, Tokens]:
         return query, key
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, reads: Any) -> jax.Array:
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, reads: Any, sinks: jax.Array | None = None
+    ) -> jax.Array:
         query, key = reads
-        return attend_at_once(q, k, v, query, key)
+        return attend_at_once(q, k, v, query, key, scoring, sinks)
 
     return RowForm(find_reads, attend)
 
 
-def _blocked_form(model: Model, size: int) -> RowForm:
+def _blocked_form(model: Model, layer: Layer, size: int) -> RowForm:
     """Returns the form that computes by blocks, without a kernel. On CPU a pass computes as many
     blocks of queries together as keep their scores within SCORES_AT_ONCE; elsewhere all (0)."""
     role = model.role
+    scoring = scoring_of(model.architecture, layer)
     block = block_size(size, role.platform)
     at_once = 0
     if role.platform == "cpu":
         scores = block**2 * model.architecture.num_heads // role.tensor
         at_once = max(1, SCORES_AT_ONCE // scores)
-    return RowForm(partial(blocks_of, block=block), partial(attend_by_blocks, at_once=at_once))
+    return RowForm(
+        partial(blocks_of, block=block, window=scoring.window),
+        partial(attend_by_blocks, at_once=at_once, scoring=scoring),
+    )
 
 
-def _gpu_form(model: Model) -> RowForm:
+def _gpu_form(model: Model, layer: Layer) -> RowForm:
     """Returns the form by the kernels for GPUs."""
     from shoal.model.attention import gpu  # Pallas takes a second to import
 
-    block = gpu.block_size(model.architecture.head_dim, model.dtype)
+    block = gpu.block_size(model.architecture.head_dim_of(layer), model.dtype)
     return RowForm(partial(gpu.block_lists, block=block), gpu.attend_rows)
 
 
@@ -208,23 +250,39 @@ class RowAttention:
         return self.form.rotates
 
     def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, _: None, rope: Any = None
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        _: None,
+        sinks: jax.Array | None = None,
+        rope: Any = None,
     ) -> tuple[jax.Array, Any]:
         """Returns (out, (keys, values) in a prefill, else None). The keys in the new cache are
-        rotated. With a form that rotates, `rope` is the (cos, sin) of `rotary`, and q and k are not
-        rotated yet."""
+        rotated. With a form that rotates, `rope` is the (cos, sin) of the layer, and q and k are
+        not rotated yet. `sinks` are [H], or None."""
         if self.rotates:
             out, k = self._rotate_and_attend(q, k, v, rope)
-        else:
+        elif sinks is None:
             out = _on_each_device(self.role, self._attend, (q, k, v), self.reads)
+        else:
+            # like heads of one token, so that they are split by heads
+            by_row = jnp.broadcast_to(sinks, (len(q), 1, len(sinks)))
+            out = _on_each_device(self.role, self._attend, (q, k, v, by_row), self.reads)
         return out, (k, v) if self.is_prefill else None
 
     def _attend(self, heads: tuple[jax.Array, ...], reads: Any) -> jax.Array:
-        """Computes attention on one device, for a form that does not rotate."""
-        q, k, v = heads
+        """Computes attention on one device, for a form that does not rotate. `heads` are q, k, v,
+        and [R, 1, H] copies of the sinks if there are any."""
+        q, k, v, *by_row = heads
         # Queries stay where they are. The keys and values of a row, which have few heads, are
         # gathered: for one layer at a time, as the backward pass gathers them again.
-        return self.form.attend(q, _whole(self.role, k), _whole(self.role, v), reads)
+        k = _whole(self.role, k)
+        v = _whole(self.role, v)
+        if not by_row:
+            return self.form.attend(q, k, v, reads)
+        (sinks,) = by_row
+        return self.form.attend(q, k, v, reads, sinks=sinks[0, 0])
 
     def _rotate_and_attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, rope: Any
@@ -260,50 +318,64 @@ class RowAttention:
         return out.reshape(q.shape), k
 
 
-def segment_attention(model: Model, segment: jax.Array, prompt: jax.Array) -> AttentionFn:
-    """Returns the `AttentionFn` of training and scoring, for rows of several sequences given by
-    segment[R, T] (0 at padding) and prompt[R, T], which are those of a `LearnerBatch`. It returns
-    None as the new cache."""
+def row_reads(model: Model, segment: jax.Array, prompt: jax.Array, position: jax.Array) -> Any:
+    """Returns which keys the tokens of rows read, for each of `Architecture.kinds` in the form that
+    its attention takes: a tuple of trees of arrays by row; () for a kind without attention. The
+    arguments are [R, T], those of a `LearnerBatch`; found once and not in every layer."""
     rows, size = segment.shape
-    form = _row_form(model, rows, size)
-    return RowAttention(model.role, form, _find_reads(model, form, segment, prompt))
-
-
-def prefill_attention(model: Model, length: jax.Array, size: int, reads: Any = ()) -> AttentionFn:
-    """Returns the `AttentionFn` of a prefill: prompts [R, T] of length[R] attend to themselves, and
-    their keys and values are the new cache. `reads` is what `prompt_reads` returned, if an earlier
-    program has computed it. `size` is T; the empty tuple means that `reads` is computed here."""
-    form = _row_form(model, len(length), size)
-    if not reads:
-        segment = _prompt_segment(length, size)
-        reads = _find_reads(model, form, segment, segment)
-    return RowAttention(model.role, form, reads, is_prefill=True)
+    found: dict[Any, Any] = {}  # kinds that find the same share it
+    by_kind = []
+    for layer in model.architecture.kinds:
+        if layer.mixer != "attention":
+            by_kind.append(())
+            continue
+        kind = attention_kind(model, rows // model.role.context, size * model.role.context, layer)
+        same = kind, layer.window, model.architecture.head_dim_of(layer)
+        if same not in found:
+            form = _row_form(model, layer, rows, size)
+            place = position if layer.window else None
+            found[same] = _find_reads(model, form, segment, prompt, place)
+        by_kind.append(found[same])
+    return tuple(by_kind)
 
 
 def prompt_reads(model: Model, length: jax.Array, size: int) -> Any:
-    """Returns which keys the tokens of prompts read, in the form that the model's attention takes:
-    a tree of arrays by row."""
-    form = _row_form(model, len(length), size)
-    segment = _prompt_segment(length, size)
-    return _find_reads(model, form, segment, segment)
+    """Returns which keys the tokens of prompts [R, `size`] of length[R] read, like `row_reads`."""
+    segment = (jnp.arange(size) < length[:, None]).astype(jnp.int32)
+    position = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), segment.shape)
+    return row_reads(model, segment, segment, position)
 
 
-def _prompt_segment(length: jax.Array, size: int) -> jax.Array:
-    """Returns int32[R, T]: 1 at the tokens of prompts of length[R], 0 at padding."""
-    return (jnp.arange(size) < length[:, None]).astype(jnp.int32)
+def row_attention(
+    model: Model, layer: Layer, shape: tuple[int, ...], reads: Any, is_prefill: bool = False
+) -> AttentionFn:
+    """Returns the `AttentionFn` of a kind of layer for arrays of tokens of this shape, [R, T].
+    `reads` is what `row_reads` returned. With `is_prefill`, keys and values are returned as the new
+    cache, else None."""
+    rows, size = shape
+    form = _row_form(model, layer, rows, size)
+    own_reads = reads[model.architecture.kinds.index(layer)]
+    return RowAttention(model.role, form, own_reads, is_prefill)
 
 
-def _find_reads(model: Model, form: RowForm, segment: jax.Array, prompt: jax.Array) -> Any:
+def _find_reads(
+    model: Model,
+    form: RowForm,
+    segment: jax.Array,
+    prompt: jax.Array,
+    place: jax.Array | None,
+) -> Any:
     """Returns what `form.find_reads` returns for these tokens, computed on each device for its own
-    rows: a tree of arrays by row, which `form.attend` takes. `segment` and `prompt` are [R, T], of
-    whole rows or of the parts that `mesh.context` splits them into."""
+    rows: a tree of arrays by row, which `form.attend` takes. `segment`, `prompt` and `place` are
+    [R, T], of whole rows or of the parts that `mesh.context` splits them into; `place`, the
+    positions in the tokens' sequences, is None where no window needs it."""
     role = model.role
     size = segment.shape[1]
 
-    def find(tokens: tuple[jax.Array, jax.Array], _: None) -> Any:
+    def find(tokens: tuple[jax.Array, ...], _: None) -> Any:
         """Finds what each token reads, on one device, whose queries may be a part of each row."""
-        segment, prompt = tokens
-        key = Tokens.of(_whole(role, segment), _whole(role, prompt))
+        whole = [_whole(role, of_tokens) for of_tokens in tokens]
+        key = Tokens.of(*whole)
         query = key
         if role.context > 1:
             first = jax.lax.axis_index("context") * size
@@ -314,7 +386,8 @@ def _find_reads(model: Model, form: RowForm, segment: jax.Array, prompt: jax.Arr
             query = jax.tree.map(part_of_row, key)
         return form.find_reads(query, key)
 
-    return _on_each_device(role, find, (segment, prompt), None)
+    tokens = (segment, prompt) if place is None else (segment, prompt, place)
+    return _on_each_device(role, find, tokens, None)
 
 
 def _whole(role: Role, x: jax.Array) -> jax.Array:
@@ -346,18 +419,24 @@ def _on_each_device(role: Role, function: Callable, own: tuple[jax.Array, ...], 
     )(own, by_row)
 
 
-def decode_kernel_refusal(model: Model) -> str:
-    """Returns why decoding's kernel for the model's devices cannot compute it; "" if it can. Always
-    a reason on a CPU."""
+def decode_kernel_refusal(model: Model, layer: Layer | None = None) -> str:
+    """Returns why decoding's kernel for the model's devices cannot compute a kind of layer, without
+    one the model's first kind with attention; "" if it can. Always a reason on a CPU."""
+    a = model.architecture
+    layer = layer or first_attention(a)
     platform = model.role.platform
     if platform == "cpu":
         return f"it is for GPUs and TPUs, and this is a {platform.upper()}"
-    if model.key_parts > 1:
+    fault = kernel_fault_of(scoring_of(a, layer), a.sinks)
+    if fault:
+        return fault
+    parts = model.key_parts_of(layer)
+    if parts > 1:
         return (
-            f"a key head would be on {model.key_parts} devices: it needs mesh.sampler_tensor of at "
-            f"most {model.architecture.num_kv_heads}, the model's key/value heads"
+            f"a key head would be on {parts} devices: it needs mesh.sampler_tensor of at most "
+            f"{a.kv_heads_of(layer)}, the model's key/value heads"
         )
-    head_dim = model.architecture.head_dim
+    head_dim = a.head_dim_of(layer)
     if platform == "tpu":
         if head_dim % 64 == 0:
             return ""
@@ -369,11 +448,12 @@ def decode_kernel_refusal(model: Model) -> str:
     return f"it needs heads of {listed(HEADS)} dimensions, and the model's head_dim is {head_dim}"
 
 
-def decodes_by_kernel(model: Model) -> bool:
-    """True if decoding uses its kernel: with `model.attention` `auto` or `pallas`, and a kernel
-    that can compute this model. False on a CPU, also with `pallas`. ShoalError if it is `pallas` on
-    a GPU or TPU whose kernel cannot compute the model."""
-    reason = decode_kernel_refusal(model)
+def decodes_by_kernel(model: Model, layer: Layer | None = None) -> bool:
+    """True if a kind of layer, without one the model's first kind with attention, decodes by its
+    kernel: with `model.attention` `auto` or `pallas`, and a kernel that can compute it. False on a
+    CPU, also with `pallas`. ShoalError if it is `pallas` on a GPU or TPU whose kernel cannot
+    compute the layer."""
+    reason = decode_kernel_refusal(model, layer)
     if reason and model.attention == "pallas" and model.role.platform != "cpu":
         raise ShoalError(
             f"model.attention=pallas: decoding's kernel cannot compute this model, {reason}; with "
@@ -383,7 +463,8 @@ def decodes_by_kernel(model: Model) -> bool:
     return not reason and model.attention in ("auto", "pallas")
 
 
-def by_pages(model: Model) -> bool:
-    """True if decoding reads a slot's own keys by pages, as the kernel for TPUs does: on a TPU, if
-    `decodes_by_kernel`. ShoalError if that raises it."""
-    return model.role.platform == "tpu" and decodes_by_kernel(model)
+def by_pages(model: Model, layer: Layer | None = None) -> bool:
+    """True if a kind of layer, without one the model's first kind with attention, reads a slot's
+    own keys by pages, as the kernel for TPUs does: on a TPU, if `decodes_by_kernel`. ShoalError if
+    that raises it."""
+    return model.role.platform == "tpu" and decodes_by_kernel(model, layer)

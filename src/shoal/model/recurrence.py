@@ -1,0 +1,173 @@
+"""Gated delta net layers: their products, and the recurrence of each pass over tokens.
+
+The recurrence reads a token's queries, keys and values after a short causal convolution. Both carry
+a state from token to token: the convolution its last inputs (the tail), the delta rule a matrix for
+each head. `shoal.model.delta_net` has the maths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from shoal.model.architecture import DeltaNet
+from shoal.model.delta_net import (
+    convolve,
+    convolve_after,
+    delta_rows,
+    delta_sequence,
+    delta_step,
+)
+from shoal.model.linear import broadcast, linear
+from shoal.model.parameters import DeltaNetWeights
+
+if TYPE_CHECKING:
+    from shoal.model.block import RecurrenceFn
+    from shoal.model.transformer import Model
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StateCache:
+    """A delta net's states and tails in sampling, for N rows of W siblings: after each row's
+    prompt, and after the tokens so far of each slot's completion, which begins with its
+    prompt's."""
+
+    prefix_state: Any  # float32[N, Hv, dk, dv]
+    prefix_tail: Any  # [N, conv_size - 1, C]
+    own_state: Any  # float32[N, W, Hv, dk, dv]
+    own_tail: Any  # [N, W, conv_size - 1, C]
+
+
+class DeltaNetInputs(NamedTuple):
+    """What a delta net reads of each token."""
+
+    mixed: jax.Array  # [R, T, C]: queries, keys and values before the convolution
+    log_decay: jax.Array  # float32[R, T, Hv]: logarithm of the part of the state that is kept
+    beta: jax.Array  # [R, T, Hv]: how much of a key's value is replaced
+
+
+def delta_net(
+    model: Model, w: DeltaNetWeights, h: jax.Array, recurrence: RecurrenceFn, cache: Any
+) -> tuple[jax.Array, Any]:
+    """Computes a gated delta net (Yang et al. 2024, arXiv:2412.06464): h[R, T, D] -> (out[R, T, D],
+    new cache)."""
+    a = model.architecture
+    sizes = a.delta_net
+    assert sizes is not None, "a pattern with delta nets has their sizes"
+    constrain = model.role.constrain
+    rows, size, _ = h.shape
+    # Queries, keys and values stand in one array: a device that has a part of its columns has no
+    # whole head of each.
+    mixed = constrain(linear(w.qkv, h), "rows", None, None)
+    # In float32: the state multiplies by the decay at each token.
+    wide = linear(w.a, h).astype(jnp.float32) + w.dt_bias.astype(jnp.float32)
+    log_decay = -jnp.exp(w.a_log.astype(jnp.float32)) * jax.nn.softplus(wide)
+    beta = jax.nn.sigmoid(linear(w.b, h))
+    inputs = DeltaNetInputs(mixed, log_decay, beta)
+    out: Any
+    out, cache = recurrence(inputs, w.convolution, cache)
+    z = linear(w.z, h).reshape(rows, size, sizes.num_value_heads, sizes.value_dim)
+    out = _gated_norm(out, z, w.norm, a.norm_eps)
+    return linear(w.out, out.reshape(rows, size, sizes.value_width)), cache
+
+
+def _gated_norm(out: jax.Array, z: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Computes the norm of each head of out[R, T, Hv, dv], times silu of its gate z."""
+    wide = out.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    # Rounded before the weight, and multiplied by the gate in float32, as transformers'
+    # Qwen3_5RMSNormGated does.
+    normed = broadcast(weight, out) * wide.astype(out.dtype)
+    return (normed * jax.nn.silu(z.astype(jnp.float32))).astype(out.dtype)
+
+
+def _by_head(sizes: DeltaNet, convolved: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Splits the convolution's output [R, T, C] into q and k [R, T, Hk, dk] and v [R, T, Hv,
+    dv]."""
+    leading = convolved.shape[:-1]
+    q, k, v = jnp.split(convolved, (sizes.key_width, 2 * sizes.key_width), axis=-1)
+    q = q.reshape(*leading, sizes.num_key_heads, sizes.key_dim)
+    k = k.reshape(*leading, sizes.num_key_heads, sizes.key_dim)
+    v = v.reshape(*leading, sizes.num_value_heads, sizes.value_dim)
+    return q, k, v
+
+
+@dataclass(frozen=True)
+class RowRecurrence:
+    """The `RecurrenceFn` of packed rows, in training and scoring: the state after a prompt is the
+    first state of each of its completions."""
+
+    sizes: DeltaNet
+    segment: jax.Array  # [R, T]
+    prompt: jax.Array  # [R, T]
+    before: Any  # [R, T, conv_size - 1]: see `chain_before`
+
+    def __call__(
+        self, inputs: DeltaNetInputs, convolution: jax.Array, cache: None
+    ) -> tuple[jax.Array, None]:
+        mixed, log_decay, beta = inputs
+        convolved = convolve(mixed, convolution[:, 0], self.before)
+        q, k, v = _by_head(self.sizes, convolved)
+        return delta_rows(q, k, v, log_decay, beta, self.segment, self.prompt), cache
+
+
+@dataclass(frozen=True)
+class SequenceRecurrence:
+    """The `RecurrenceFn` of R sequences of T tokens, of which count[R] are real: prompts, pieces of
+    prompts, and context after a completion. The cache is (state[R, Hv, dk, dv], tail[R, conv_size -
+    1, C]) before the first token, and afterwards after the last real one; None: zeros."""
+
+    sizes: DeltaNet
+    count: jax.Array
+
+    def __call__(
+        self, inputs: DeltaNetInputs, convolution: jax.Array, cache: Any
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        mixed, log_decay, beta = inputs
+        if cache is None:
+            cache = empty_state(self.sizes, (len(mixed),), mixed.dtype)
+        state, tail = cache
+        convolved, tail = convolve_after(mixed, tail, convolution[:, 0], self.count)
+        q, k, v = _by_head(self.sizes, convolved)
+        out, state = delta_sequence(q, k, v, log_decay, beta, state, self.count)
+        return out, (state, tail)
+
+
+@dataclass(frozen=True)
+class SlotRecurrence:
+    """The `RecurrenceFn` of decoding: one token in each of [N, W] slots. The states of slots that
+    are not live[N, W] stay as they are."""
+
+    sizes: DeltaNet
+    live: jax.Array
+
+    def __call__(
+        self, inputs: DeltaNetInputs, convolution: jax.Array, cache: StateCache
+    ) -> tuple[jax.Array, StateCache]:
+        mixed, log_decay, beta = inputs
+        live = self.live[..., None]
+        tokens = jnp.concatenate([cache.own_tail, mixed[:, :, None]], axis=2)
+        kernel = convolution[:, 0].T.astype(jnp.float32)  # [conv_size, C]
+        convolved = (tokens.astype(jnp.float32) * kernel).sum(2)
+        q, k, v = _by_head(self.sizes, jax.nn.silu(convolved).astype(mixed.dtype))
+        # Nothing decays and nothing is replaced: the state stays.
+        log_decay = jnp.where(live, log_decay, 0.0)
+        beta = jnp.where(live, beta, 0.0)
+        out, state = delta_step(q, k, v, log_decay, beta, cache.own_state)
+        tail = jnp.where(live[..., None], tokens[:, :, 1:], cache.own_tail)
+        return out, replace(cache, own_state=state, own_tail=tail)
+
+
+def empty_state(
+    sizes: DeltaNet, leading: tuple[int, ...], dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the state and the tail before the first token of sequences: zeros [leading, Hv, dk,
+    dv] in float32, and [leading, conv_size - 1, C] of `dtype`."""
+    state = jnp.zeros(
+        (*leading, sizes.num_value_heads, sizes.key_dim, sizes.value_dim), jnp.float32
+    )
+    return state, jnp.zeros((*leading, sizes.conv_size - 1, sizes.conv_width), dtype)

@@ -3,7 +3,7 @@ are distinguished here alone."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -66,116 +66,214 @@ QUANTISED = {"none": "", "int8": "int8", "fp8": "float8_e4m3fn"}
 """The type of quantised weights for each value of `model.quantise`."""
 
 
-def linear(weight: Weight, x: jax.Array, out_dtype: Any = None) -> jax.Array:
+def linear(
+    weight: Weight, x: jax.Array, out_dtype: Any = None, group_sizes: jax.Array | None = None
+) -> jax.Array:
     """Computes x[..., in] times a weight of any kind -> [..., out], with its bias and its adapter's
     change added if it has them. The weight is cast to x's type, unless it is a `Cast`, which was
-    cast before; the result has x's type, or `out_dtype` if given."""
+    cast before; the result has x's type, or `out_dtype` if given.
+
+    With `group_sizes`, int32[E], the weight is a stack of E weights, each array with E in front,
+    and the rows of x[M, in] are sorted: the first group_sizes[0] of them are multiplied by weight
+    0, the next group_sizes[1] by weight 1, and so on. The sizes may sum up to less than M; results
+    of the remaining rows are undefined, and the rows have no part in the weights' gradients.
+    """
     product: jax.Array
     if isinstance(weight, Biased):
-        product = linear(weight.kernel, x, out_dtype)
-        return product + broadcast(weight.bias, product)
+        product = linear(weight.kernel, x, out_dtype, group_sizes)
+        return product + _bias_of_rows(weight.bias, product, group_sizes)
     if isinstance(weight, Adapted):
-        product = adapted_product(weight.scale, out_dtype, x, weight.kernel, (weight.a, weight.b))
+        pair = (weight.a, weight.b)
+        product = adapted_product(weight.scale, out_dtype, x, weight.kernel, pair, group_sizes)
         return checkpoint_name(product, "product")
     if isinstance(weight, Quantised):
         # Without a barrier XLA for GPU widens the values of all layers at the start of a token,
         # because widening waits for nothing.
         values, x = jax.lax.optimization_barrier((weight.values, x))
-        product = linear(values, x, out_dtype)
-        return product * weight.scale.astype(product.dtype)
+        product = linear(values, x, out_dtype, group_sizes)
+        if group_sizes is None:
+            return product * weight.scale.astype(product.dtype)
+        scale: jax.Array = _vector_of_rows(weight.scale, group_sizes, len(x), product.dtype)
+        return product * scale
     # Flattened to two dimensions: on CPU the weight's gradient over several batch dimensions is a
     # fifth slower.
     flat = x.reshape(-1, x.shape[-1])
     if isinstance(weight, Cast):
-        product = cast_product(flat, weight.kernel, weight.master, out_dtype, weight.reduce_dtype)
+        product = cast_product(
+            flat, weight.kernel, weight.master, out_dtype, weight.reduce_dtype, group_sizes
+        )
     elif out_dtype in (None, x.dtype):
-        product = jnp.matmul(flat, weight.astype(x.dtype))
+        product = _matmul(flat, weight.astype(x.dtype), None, group_sizes)
     else:
-        product = cast_product(flat, weight.astype(x.dtype), None, out_dtype, None)
+        product = cast_product(flat, weight.astype(x.dtype), None, out_dtype, None, group_sizes)
     return product.reshape((*x.shape[:-1], -1))
+
+
+def weighted_linear(
+    weight: Weight, x: jax.Array, factors: jax.Array, group_sizes: jax.Array | None = None
+) -> jax.Array:
+    """Computes factors[...] * linear(weight, x[..., in]) -> [..., out] in x's type, with float32
+    factors. They multiply x, in place of the product, which their gradient then does not need."""
+    if isinstance(weight, Biased):
+        product = weighted_linear(weight.kernel, x, factors, group_sizes)
+        bias = _bias_of_rows(weight.bias, product, group_sizes)
+        return product + _multiplied(bias, factors)
+    return linear(weight, _multiplied(x, factors), group_sizes=group_sizes)
+
+
+def _multiplied(x: jax.Array, factors: jax.Array) -> jax.Array:
+    """Returns x[..., F] times factors[...], rounded to x's type after the product."""
+    return (x.astype(factors.dtype) * factors[..., None]).astype(x.dtype)
+
+
+def trained_part(weight: Weight) -> Any:
+    """Returns a weight of any kind with None in place of what `linear` gives no gradient: the
+    kernel of a `Cast` or of an `Adapted`, and a `Quantised` as a whole. A plain array is returned
+    as it is."""
+    if isinstance(weight, Biased):
+        return replace(weight, kernel=trained_part(weight.kernel))
+    if isinstance(weight, Adapted):
+        return replace(weight, kernel=None, a=trained_part(weight.a), b=trained_part(weight.b))
+    if isinstance(weight, Quantised):
+        return None
+    if isinstance(weight, Cast):
+        return replace(weight, kernel=None)
+    return weight
+
+
+def _matmul(
+    x: jax.Array, kernel: jax.Array, out_dtype: Any, group_sizes: jax.Array | None
+) -> jax.Array:
+    """Computes x[..., M, in] times kernel[..., in, out]; or, with group sizes, the rows of x[M, in]
+    times the matrices of their groups in kernel[E, in, out]."""
+    if group_sizes is None:
+        return jnp.matmul(x, kernel, preferred_element_type=out_dtype)
+    return jax.lax.ragged_dot(x, kernel, group_sizes, preferred_element_type=out_dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def cast_product(
-    x: jax.Array, kernel: jax.Array, master: jax.Array | None, out_dtype: Any, reduce_dtype: Any
+    x: jax.Array,
+    kernel: jax.Array,
+    master: jax.Array | None,
+    out_dtype: Any,
+    reduce_dtype: Any,
+    group_sizes: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes x[..., T, in] times the kernel[..., in, out] of a `Cast`. The gradient goes to
-    `master`; if that is None, to the kernel."""
-    return jnp.matmul(x, kernel, preferred_element_type=out_dtype)
+    """Computes x[..., T, in] times the kernel[..., in, out] of a `Cast`, or, with group sizes, the
+    product of `linear` with kernel[E, in, out]. The gradient goes to `master`; if that is None, to
+    the kernel."""
+    return _matmul(x, kernel, out_dtype, group_sizes)
 
 
 def _cast_product_forward(
-    x: jax.Array, kernel: jax.Array, master: jax.Array | None, out_dtype: Any, reduce_dtype: Any
+    x: jax.Array,
+    kernel: jax.Array,
+    master: jax.Array | None,
+    out_dtype: Any,
+    reduce_dtype: Any,
+    group_sizes: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
     # Not `cast_product` again: no policy of `jax.checkpoint` looks into a custom_vjp, so none would
     # keep the product.
-    return jnp.matmul(x, kernel, preferred_element_type=out_dtype), (x, kernel)
+    return _matmul(x, kernel, out_dtype, group_sizes), (x, kernel, group_sizes)
+
+
+_SUM_OVER_GROUPS = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(([0], [0]), ([], [])),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[],
+)
+"""x[M, in] and y[M, out] -> [E, in, out]: for each group the sum of its rows' outer products."""
 
 
 def _cast_product_backward(
     out_dtype: Any, reduce_dtype: Any, kept: Any, gradient: jax.Array
 ) -> tuple:
-    """Returns the gradients of (x, kernel, master). The weight's gradient is the master's, in
-    float32, and the kernel's is None; without a master (`reduce_dtype` is None) it is the reverse,
-    in the type of the product. With x[..., T, in] the result's gradient is [..., T, out], the
-    weight's [..., in, out]. `out_dtype` is not read; it is here because custom_vjp passes all
-    static arguments."""
-    x, kernel = kept
+    """Returns the gradients of (x, kernel, master, group sizes), the last of which is None. The
+    weight's gradient is the master's, in float32, and the kernel's is None; without a master
+    (`reduce_dtype` is None) it is the reverse, in the type of the product. With x[..., T, in] the
+    result's gradient is [..., T, out], the weight's [..., in, out]. `out_dtype` is not read; it is
+    here because custom_vjp passes all static arguments."""
+    x, kernel, group_sizes = kept
     # The gradient is cast to x's type even if the product is float32 (logits): otherwise the whole
     # kernel would be converted for float32 products.
     gradient = gradient.astype(x.dtype)
     # The partitioner sums this product over devices, so the product's type is that of the
     # reduction.
-    of_kernel = jnp.matmul(x.mT, gradient, preferred_element_type=reduce_dtype)
-    of_x = jnp.matmul(gradient, kernel.mT)
+    if group_sizes is None:
+        of_kernel = jnp.matmul(x.mT, gradient, preferred_element_type=reduce_dtype)
+    else:
+        of_kernel = jax.lax.ragged_dot_general(
+            x, gradient, group_sizes, _SUM_OVER_GROUPS, preferred_element_type=reduce_dtype
+        )
+    of_x = _matmul(gradient, kernel.mT, None, group_sizes)
     if reduce_dtype is None:  # without a master
-        return of_x, of_kernel, None
-    return of_x, None, of_kernel.astype(jnp.float32)
+        return of_x, of_kernel, None, None
+    return of_x, None, of_kernel.astype(jnp.float32), None
 
 
 cast_product.defvjp(_cast_product_forward, _cast_product_backward)
 
 
 def _adapted(
-    scale: float, out_dtype: Any, x: jax.Array, kernel: Weight, pair: tuple[Weight, Weight]
+    scale: float,
+    out_dtype: Any,
+    x: jax.Array,
+    kernel: Weight,
+    pair: tuple[Weight, Weight],
+    group_sizes: jax.Array | None,
 ) -> jax.Array:
     """Computes the product of a kernel with an adapter, without a rule of its own for the gradient:
-    x kernel + (x a) b * scale, with `pair` = (a, b)."""
+    x kernel + (x a) b * scale, with `pair` = (a, b); each product by groups if there are any."""
     # The adapter is never merged into the kernel, whose type would round an update's change away.
     a, b = pair
-    product = linear(kernel, x, out_dtype)
-    return product + linear(b, linear(a, x) * scale, out_dtype)
+    product = linear(kernel, x, out_dtype, group_sizes)
+    low_rank = linear(a, x, group_sizes=group_sizes) * scale
+    return product + linear(b, low_rank, out_dtype, group_sizes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def adapted_product(
-    scale: float, out_dtype: Any, x: jax.Array, kernel: Weight, pair: tuple[Weight, Weight]
+    scale: float,
+    out_dtype: Any,
+    x: jax.Array,
+    kernel: Weight,
+    pair: tuple[Weight, Weight],
+    group_sizes: jax.Array | None,
 ) -> jax.Array:
     """Computes x[..., in] kernel + (x a) b * scale -> [..., out], with `pair` = (a, b); the kernel
-    is frozen and has no gradient.
+    is frozen and has no gradient. `group_sizes` is that of `linear`, or None.
 
     No policy of `jax.checkpoint` looks into a custom_vjp: the sum, named `product`, is kept in
     place of its terms, and the backward pass computes only x a again, which is little.
     """
-    return _adapted(scale, out_dtype, x, kernel, pair)
+    return _adapted(scale, out_dtype, x, kernel, pair, group_sizes)
 
 
 def _adapted_product_forward(
-    scale: float, out_dtype: Any, x: jax.Array, kernel: Weight, pair: tuple[Weight, Weight]
+    scale: float,
+    out_dtype: Any,
+    x: jax.Array,
+    kernel: Weight,
+    pair: tuple[Weight, Weight],
+    group_sizes: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
-    return adapted_product(scale, out_dtype, x, kernel, pair), (x, kernel, pair)
+    kept = (x, kernel, pair, group_sizes)
+    return adapted_product(scale, out_dtype, *kept), kept
 
 
 def _adapted_product_backward(
     scale: float, out_dtype: Any, kept: Any, gradient: jax.Array
 ) -> tuple:
-    """Returns the gradients of (x, kernel, the pair of the adapter's matrices); the kernel is
-    frozen, and its gradient is None. `kept` are the arguments of the product."""
-    x, kernel, pair = kept
+    """Returns the gradients of (x, kernel, the pair of the adapter's matrices, group sizes); the
+    kernel is frozen, and its gradient is None, as that of the sizes. `kept` are the arguments of
+    the product."""
+    x, kernel, pair, group_sizes = kept
 
     def of_trained(x: jax.Array, pair: tuple[Weight, Weight]) -> jax.Array:
         """Computes the product from the arguments that have a gradient."""
-        return _adapted(scale, out_dtype, x, kernel, pair)
+        return _adapted(scale, out_dtype, x, kernel, pair, group_sizes)
 
     _, backward = jax.vjp(of_trained, x, pair)
     of_x, (of_a, of_b) = backward(gradient)
@@ -185,7 +283,7 @@ def _adapted_product_backward(
     def transposed_first(gradient: jax.Array) -> jax.Array:
         return jax.lax.optimization_barrier(gradient.mT).mT
 
-    return of_x, None, (jax.tree.map(transposed_first, of_a), of_b)
+    return of_x, None, (jax.tree.map(transposed_first, of_a), of_b), None
 
 
 adapted_product.defvjp(_adapted_product_forward, _adapted_product_backward)
@@ -210,6 +308,57 @@ def quantise(kernel: jax.Array, dtype: Any) -> Quantised:
     if is_integer:
         values = jnp.round(values)
     return Quantised(values.astype(dtype), scale)
+
+
+def _bias_of_rows(bias: jax.Array, like: jax.Array, group_sizes: jax.Array | None) -> jax.Array:
+    """Returns a bias[out] in the form of `broadcast`; or, with group sizes, of bias[E, out] that of
+    each row's group, in the type of `like`[M, out]. Its gradient is summed in float32."""
+    if group_sizes is None:
+        return broadcast(bias, like)
+    return _vector_of_rows(bias, group_sizes, len(like), like.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _vector_of_rows(
+    vectors: jax.Array, group_sizes: jax.Array, num_rows: int, dtype: Any
+) -> jax.Array:
+    """Returns for each of M sorted rows the vector of its group, of vectors[E, out] -> [M, out] in
+    `dtype`: of the first group_sizes[0] rows vector 0, and so on; any vector for rows past the last
+    group. The gradient is summed in float32."""
+    return vectors.astype(dtype)[_group_of_rows(group_sizes, num_rows)]
+
+
+def _group_of_rows(group_sizes: jax.Array, num_rows: int) -> jax.Array:
+    """Returns the number of each row's group, int32[M]; E for rows past the last group."""
+    ends = jnp.cumsum(group_sizes)
+    return jnp.searchsorted(ends, jnp.arange(num_rows), side="right").astype(jnp.int32)
+
+
+def _vector_of_rows_forward(
+    vectors: jax.Array, group_sizes: jax.Array, num_rows: int, dtype: Any
+) -> tuple[jax.Array, tuple]:
+    # The empty array says the vectors' type.
+    kept = group_sizes, vectors[:0]
+    return _vector_of_rows(vectors, group_sizes, num_rows, dtype), kept
+
+
+def _vector_of_rows_backward(num_rows: int, dtype: Any, kept: tuple, gradient: jax.Array) -> tuple:
+    """Returns the gradient of the vectors, the sum over the rows of each group, and None for the
+    group sizes."""
+    group_sizes, vectors = kept
+    groups = _group_of_rows(group_sizes, num_rows)
+    num_groups = len(group_sizes)
+    # A product may have left NaN in rows past the last group.
+    gradient = jnp.where((groups < num_groups)[:, None], gradient, 0)
+    # A product, because accelerators are slow at adding rows to given places.
+    is_of_group = (groups == jnp.arange(num_groups)[:, None]).astype(dtype)  # [E, M]
+    sums = jnp.matmul(
+        is_of_group, gradient, precision="highest", preferred_element_type=jnp.float32
+    )
+    return sums.astype(vectors.dtype), None
+
+
+_vector_of_rows.defvjp(_vector_of_rows_forward, _vector_of_rows_backward)
 
 
 def broadcast(vector: jax.Array, like: jax.Array) -> jax.Array:

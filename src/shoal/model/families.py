@@ -2,54 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shoal.files import read_json
-from shoal.model.architecture import Architecture, RopeScaling
+from shoal.model.architecture import Architecture, Layer, RopeScaling, Rotary
 from shoal.records import ShoalError
-
-
-@dataclass(frozen=True)
-class Family:
-    """What a `model_type` of config.json implies besides the entries of the file.
-
-    Entries that the family's class in transformers does not read are ignored here too; `config_of`
-    writes those that it reads.
-    """
-
-    transformers_class: str
-    # entries for biases that the class reads: attention_bias, mlp_bias
-    biases: tuple[str, ...] = ()
-    qkv_bias: bool = False  # True: always, whatever attention_bias says
-    qk_norm: bool = False
-    head_dim: int = 0  # without the entry head_dim; 0: hidden_size / heads
-    windows: bool = True  # the class reads use_sliding_window
-    # like COMPUTED, for this family only
-    computed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-
-    def has(self, a: Architecture) -> bool:
-        """True if a model of this family may have the biases and norms of an architecture. An
-        attention bias that the family can switch is on q, k, v and the output together; norms on q
-        and k must be there if, and only if, the family has them."""
-        possible = [(self.qkv_bias, False)]
-        if "attention_bias" in self.biases:
-            possible.append((True, True))
-        has_attention_biases = (a.qkv_bias, a.output_bias) in possible
-        has_mlp_bias = not a.mlp_bias or "mlp_bias" in self.biases
-        return has_attention_biases and has_mlp_bias and a.qk_norm == self.qk_norm
-
-
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family("LlamaForCausalLM", ("attention_bias", "mlp_bias"), windows=False),
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
-    "qwen3": Family("Qwen3ForCausalLM", ("attention_bias",), qk_norm=True, head_dim=128),
-}
-"""`model_type` in config.json -> its family."""
 
 MOST_LAYERS, MOST_HEADS, MOST_OF_A_SIZE = 10_000, 100_000, 2**31 - 1
 """Largest values that a config.json may have: a list of 10^9 layers would be made before the first
@@ -57,21 +19,35 @@ of their weights is missed."""
 MOST_OF_A_NUMBER = 1e18
 """Larger numbers are infinity, or such that no position can be multiplied by them."""
 
-COMPUTED: Mapping[str, Sequence[Any]] = {
-    "hidden_act": ("silu",),
-    "partial_rotary_factor": (1,),
-    "rope_type": ("default", "linear", "llama3"),
-}
-"""Entry of config.json -> the values that `forward` computes; absent, null or empty is accepted,
-too. Any other is an error, which is better than wrong logits."""
 
+class Entries:
+    """The entries that describe a model in a folder's config.json, checked when they are read."""
 
-class _Entries:
-    """The entries of a folder's config.json, checked when they are read."""
-
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, Any], inside: str = "") -> None:
+        """`inside`: the entry of the file that has these entries, like `text_config`; "": they
+        stand in the file itself."""
         self.folder = folder
         self.config = config
+        self.inside = inside
+
+    def title(self, key: str) -> str:
+        """Returns what messages call an entry: the file, and the entry's name in it."""
+        inside = f"{self.inside}." if self.inside else ""
+        return f"{self.folder}/config.json: {inside}{key}"
+
+    def with_changes(self, changes: Mapping[str, Any]) -> Entries:
+        """Returns these entries with some changed or added. A change that is None, null in a file,
+        leaves a value that is there."""
+        changed = dict(self.config)
+        for key, value in changes.items():
+            if value is not None or key not in changed:
+                changed[key] = value
+        return Entries(self.folder, changed, self.inside)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Returns an entry as it is; `default` if it is absent or null."""
+        value = self.config.get(key)
+        return default if value is None else value
 
     def is_set(self, key: str) -> bool:
         """True if an entry is present and not empty, 0 or false."""
@@ -82,9 +58,7 @@ class _Entries:
         `words` name the type in the message."""
         value = self.config.get(key)
         if value and not isinstance(value, expected):
-            raise ShoalError(
-                f"{self.folder}/config.json: {key} is {value!r:.60}; expected {words}."
-            )
+            raise ShoalError(f"{self.title(key)} is {value!r:.60}; expected {words}.")
 
     def check_value(self, key: str, supported: Sequence[Any]) -> None:
         """Raises ShoalError if an entry is present and not empty, 0 or false, but none of these
@@ -92,7 +66,7 @@ class _Entries:
         value = self.config.get(key)
         if value and value not in supported:
             raise ShoalError(
-                f"{self.folder}/config.json: {key} is {value!r:.60}, which is not supported; "
+                f"{self.title(key)} is {value!r:.60}, which is not supported; "
                 f"expected {' or '.join(map(str, supported)) or 'none'}."
             )
 
@@ -106,8 +80,8 @@ class _Entries:
         if not is_number or not least <= value < MOST_OF_A_NUMBER:
             text = "missing" if value is None else repr(value)
             raise ShoalError(
-                f"{self.folder}/config.json: {key} is {text}; expected a "
-                f"{'whole ' * whole}number of {least:g} or more."
+                f"{self.title(key)} is {text}; expected a {'whole ' * whole}number of {least:g} or "
+                "more."
             )
         return value
 
@@ -116,10 +90,227 @@ class _Entries:
         else, or missing."""
         value = self.number(key, least=1, whole=True)
         if value > most:
-            raise ShoalError(
-                f"{self.folder}/config.json: {key} is {value}; expected {most:,} at most."
-            )
+            raise ShoalError(f"{self.title(key)} is {value}; expected {most:,} at most.")
         return value
+
+
+# Rotary positions
+
+
+def _linear(rope: Entries, rotary: Rotary) -> Rotary:
+    return replace(rotary, scaling=RopeScaling("linear", float(rope.number("factor"))))
+
+
+def _llama3(rope: Entries, rotary: Rotary) -> Rotary:
+    original = "max_position_embeddings"
+    if rope.is_set("original_max_position_embeddings"):
+        original = "original_max_position_embeddings"
+    scaling = RopeScaling(
+        "llama3",
+        float(rope.number("factor")),
+        float(rope.number("low_freq_factor")),
+        float(rope.number("high_freq_factor")),
+        int(rope.number(original, least=1)),
+    )
+    return replace(rotary, scaling=scaling)
+
+
+def _default(rope: Entries, rotary: Rotary) -> Rotary:
+    return rotary
+
+
+ROPE_TYPES: Mapping[str, Callable[[Entries, Rotary], Rotary]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+}
+"""`rope_type` -> (`rope_entries`, rotary positions by theta and share alone) -> rotary positions as
+the type has them. ShoalError if a number that it needs is missing."""
+
+
+def rope_entries(entries: Entries, layer_type: str = "full_attention") -> Entries:
+    """Returns the entries, with those about the rotary positions of one type of layer as if they
+    stood beside the others: `rope_type`, `rope_theta`, `factor` and so on.
+
+    `rope_scaling` is written by transformers 4, `rope_parameters` by 5, which may write one for
+    each type of layer. A file with both means the first, as in transformers. Older files say `type`
+    for `rope_type`."""
+    for key in ("rope_scaling", "rope_parameters"):
+        entries.check_type(key, dict, "a mapping")
+    rope = entries.get("rope_scaling") or entries.get("rope_parameters") or {}
+    of_layers = rope.get(layer_type, rope)
+    return entries.with_changes({"rope_type": of_layers.get("type")}).with_changes(of_layers)
+
+
+def rotary_of(rope: Entries) -> Rotary:
+    """Returns the rotary positions that `rope_entries` describe. ShoalError if their type is
+    unknown, or lacks a number."""
+    rope.check_value("rope_type", tuple(ROPE_TYPES))
+    share = 1.0
+    if rope.is_set("partial_rotary_factor"):
+        share = float(rope.number("partial_rotary_factor"))
+    rotary = Rotary(float(rope.number("rope_theta")), share=share)
+    rope_type = rope.get("rope_type") or "default"
+    return ROPE_TYPES[rope_type](rope, rotary)
+
+
+def scaling_entries(scaling: RopeScaling) -> dict[str, Any]:
+    """Returns the content of the entry `rope_scaling` for a scaling of rotary frequencies."""
+    entries = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "llama3":
+        entries |= {
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_position,
+        }
+    return entries
+
+
+# Layers
+
+
+def repeating(kinds: Sequence[Layer]) -> tuple[Layer, ...]:
+    """Returns the shortest pattern of layers that gives these kinds, one a layer, when it is
+    repeated: `Architecture.layers`. The last repetition may be a part."""
+    for length in range(1, len(kinds)):
+        if all(kind == kinds[number % length] for number, kind in enumerate(kinds)):
+            return tuple(kinds[:length])
+    return tuple(kinds)
+
+
+def layer_types(entries: Entries, num_layers: int, known: Sequence[str]) -> list[str]:
+    """Returns the entry `layer_types`, the type of each layer; empty if it is absent. ShoalError if
+    it names another type than the `known` ones, or not as many as there are layers."""
+    entries.check_type("layer_types", list, "a list")
+    types = entries.get("layer_types") or []
+    unknown = sorted({str(kind) for kind in types} - set(known))
+    if unknown:
+        raise ShoalError(
+            f"{entries.title('layer_types')} has {', '.join(unknown)}, which is not supported; "
+            f"expected {' or '.join(known)}."
+        )
+    if types and len(types) != num_layers:
+        raise ShoalError(
+            f"{entries.title('layer_types')} has {len(types)} layers; expected "
+            f"num_hidden_layers={num_layers}."
+        )
+    return types
+
+
+def _refuse_qwen_windows(entries: Entries, num_layers: int) -> None:
+    """Raises ShoalError if any layer has a sliding window by the entries of Qwen's older files:
+    `use_sliding_window`, and windows from layer max_window_layers on."""
+    if entries.get("layer_types") or not entries.is_set("use_sliding_window"):
+        return
+    first_with_window = entries.get("max_window_layers", 28)  # 28 is the default of transformers
+    if entries.is_set("sliding_window") and first_with_window < num_layers:
+        raise ShoalError(
+            f"{entries.title('use_sliding_window')} is true, which is not supported; expected full "
+            "attention in all layers."
+        )
+
+
+# Families
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the config.json of a `model_type` describes a model: what it adds to the entries that all
+    families have (`_common`), and how they differ.
+
+    Entries that the family's class in transformers does not read are ignored here too.
+    """
+
+    transformers_class: str
+    # (entries, architecture of the common ones) -> architecture of all: adds what the family has
+    read: Callable[[Entries, Architecture], Architecture]
+    # The way back: architecture -> entries that are added to the common ones, or take their place.
+    # It is given architectures of other families too; whatever it writes of these is not used.
+    write: Callable[[Architecture], dict[str, Any]]
+    # Entry -> its value where it is absent or null, as the class in transformers has it. Common
+    # entries without one must be there.
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    # Common entry -> what the family's files call it.
+    names: Mapping[str, str] = field(default_factory=dict)
+    # Entry -> the values that are computed, in place of those in COMPUTED or in addition to them;
+    # None: any, because `read` decides.
+    computed: Mapping[str, Sequence[Any] | None] = field(default_factory=dict)
+    # Values of `layer_types` that are computed.
+    layer_types: Sequence[str] = ("full_attention",)
+    # `model_type` of files for several kinds of input that have the entries of this family in
+    # `text_config`; "": none.
+    multimodal: str = ""
+
+
+def _attention_bias(entries: Entries, common: Architecture) -> Architecture:
+    """Reads `attention_bias`: biases on q, k, v and the output together."""
+    has_bias = entries.is_set("attention_bias")
+    return replace(common, qkv_bias=has_bias, output_bias=has_bias)
+
+
+def _llama(entries: Entries, common: Architecture) -> Architecture:
+    """Adds what Llama has: biases that can be switched on."""
+    a = _attention_bias(entries, common)
+    return replace(a, mlp_bias=entries.is_set("mlp_bias"))
+
+
+def _llama_entries(a: Architecture) -> dict[str, Any]:
+    return {"attention_bias": a.qkv_bias, "mlp_bias": a.mlp_bias}
+
+
+def _qwen2(entries: Entries, common: Architecture) -> Architecture:
+    """Adds what Qwen2 has: biases on q, k and v, always."""
+    _refuse_qwen_windows(entries, common.num_layers)
+    return replace(common, qkv_bias=True)
+
+
+def _qwen2_entries(a: Architecture) -> dict[str, Any]:
+    return {"use_sliding_window": False}
+
+
+def _qwen3(entries: Entries, common: Architecture) -> Architecture:
+    """Adds what Qwen3 has: norms on q and k, and biases that can be switched on."""
+    _refuse_qwen_windows(entries, common.num_layers)
+    return replace(_attention_bias(entries, common), qk_norm=True)
+
+
+def _qwen3_entries(a: Architecture) -> dict[str, Any]:
+    return {"attention_bias": a.qkv_bias, "use_sliding_window": False}
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family("LlamaForCausalLM", _llama, _llama_entries),
+    "qwen2": Family("Qwen2ForCausalLM", _qwen2, _qwen2_entries),
+    "qwen3": Family("Qwen3ForCausalLM", _qwen3, _qwen3_entries, defaults={"head_dim": 128}),
+}
+"""`model_type` in config.json -> its family. `config_of` takes the first that has an
+architecture."""
+
+MULTIMODAL: Mapping[str, str] = {
+    family.multimodal: name for name, family in FAMILIES.items() if family.multimodal
+}
+"""`model_type` of a file with a `text_config` -> the `model_type` in that, which is in FAMILIES."""
+
+COMPUTED: Mapping[str, Sequence[Any] | None] = {
+    "hidden_act": ("silu",),
+    "partial_rotary_factor": (1,),
+}
+"""Entry of config.json -> the values that `forward` computes; absent, null or empty is accepted,
+too. Any other is an error, which is better than wrong logits."""
+
+ACTIVATIONS: Mapping[str, Any] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""`hidden_act` in config.json -> `Architecture.activation`."""
+
+COMMON_DEFAULTS: Mapping[str, Any] = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+}
+"""Entries that all families have -> values where they are absent or null, unless a family has
+another."""
+
+
+# Files
 
 
 def architecture_of(folder: str | Path) -> Architecture:
@@ -128,91 +319,83 @@ def architecture_of(folder: str | Path) -> Architecture:
     type or size, or if the model is not supported. An entry that may be missing gets the default of
     transformers. `max_positions` is 0 if the file does not say it."""
     folder = Path(folder)
-    config = read_config(folder)
-    family = FAMILIES.get(str(config.get("model_type")))
-    if family is None:
-        raise ShoalError(
-            f"{folder}: model_type is {config.get('model_type')!r}; supported are "
-            f"{', '.join(FAMILIES)}."
-        )
-    entries = _Entries(folder, config)
-    entries.check_type("rope_scaling", dict, "a mapping")
-    entries.check_type("rope_parameters", dict, "a mapping")
-    entries.check_type("quantization_config", dict, "a mapping")
-    entries.check_type("layer_types", list, "a list")
-    # rope_scaling is written by transformers 4, rope_parameters by 5, which may write one for each
-    # kind of layer. Its entries are read as if they stood in the file itself; older files say type
-    # for rope_type.
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    rope = rope.get("full_attention", rope)
-    # the older name first: an entry rope_type overwrites it below
-    config["rope_type"] = rope.get("type")
-    for key, value in rope.items():
-        if value is not None:
-            config[key] = value
-    computed = dict(COMPUTED) | dict(family.computed)
-    for entry, values in computed.items():
-        entries.check_value(entry, values)
-    layers = entries.size("num_hidden_layers", MOST_LAYERS)
-    heads = entries.size("num_attention_heads", MOST_HEADS)
-    _refuse_windows(config, layers, folder)
+    a = _architecture(folder, read_config(folder))
     # Called for its error alone: weights quantised in an unknown way.
     weight_block(folder)
+    return a
+
+
+def _architecture(folder: Path, config: Mapping[str, Any]) -> Architecture:
+    """Returns the architecture that the content of a folder's config.json describes."""
+    name, entries = _model_entries(folder, config)
+    family = FAMILIES[name]
+    own_names = {common: entries.config.get(own) for common, own in family.names.items()}
+    defaults = Entries(folder, {**COMMON_DEFAULTS, **family.defaults}, entries.inside)
+    entries = defaults.with_changes(entries.config).with_changes(own_names)
+    rope = rope_entries(entries)
+    for entry, values in {**COMPUTED, **family.computed}.items():
+        if values is not None:
+            rope.check_value(entry, values)
+    layer_types(entries, entries.size("num_hidden_layers", MOST_LAYERS), family.layer_types)
+    return family.read(entries, _common(entries, rope))
+
+
+def _model_entries(folder: Path, config: Mapping[str, Any]) -> tuple[str, Entries]:
+    """Returns (name of the family, entries that describe its model): those of the file itself, or
+    of its `text_config` if it is for several kinds of input. ShoalError if the `model_type` is not
+    supported."""
+    name = str(config.get("model_type"))
+    entries = Entries(folder, config)
+    if name in MULTIMODAL:
+        entries.check_type("text_config", dict, "a mapping")
+        text = dict(entries.get("text_config") or {})
+        # The head belongs to the whole model, whose entry counts.
+        if config.get("tie_word_embeddings") is not None:
+            text["tie_word_embeddings"] = config["tie_word_embeddings"]
+        text.setdefault("model_type", MULTIMODAL[name])
+        entries = Entries(folder, text, "text_config")
+        name = str(text["model_type"])
+    if name not in FAMILIES:
+        inside = f"{entries.inside}." if entries.inside else ""
+        raise ShoalError(
+            f"{folder}: {inside}model_type is {entries.get('model_type')!r}; supported "
+            f"are {', '.join([*FAMILIES, *MULTIMODAL])}."
+        )
+    return name, entries
+
+
+def _common(entries: Entries, rope: Entries) -> Architecture:
+    """Returns the architecture that the entries which all families have describe. `entries` with
+    the family's defaults, under the common names; `rope`: their `rope_entries`."""
+    heads = entries.size("num_attention_heads", MOST_HEADS)
     key_heads = heads
     if entries.is_set("num_key_value_heads"):
         key_heads = entries.size("num_key_value_heads", MOST_HEADS)
     if heads % key_heads:
         raise ShoalError(
-            f"{folder}: num_attention_heads={heads} is no multiple of "
+            f"{entries.folder}: num_attention_heads={heads} is no multiple of "
             f"num_key_value_heads={key_heads}."
         )
-    scaling = _rope_scaling(entries)
-    attention_bias = "attention_bias" in family.biases and entries.is_set("attention_bias")
-    mlp_bias = "mlp_bias" in family.biases and entries.is_set("mlp_bias")
-    head_dim = family.head_dim
+    hidden_size = entries.size("hidden_size")
+    head_dim = hidden_size // heads
     if entries.is_set("head_dim"):
         head_dim = entries.size("head_dim", MOST_HEADS)
-    rope_theta = entries.number("rope_theta") if entries.is_set("rope_theta") else 10000.0
-    norm_eps = entries.number("rms_norm_eps") if "rms_norm_eps" in config else 1e-6
+    rotary = rotary_of(rope)
     return Architecture(
         vocab_size=entries.size("vocab_size"),
-        hidden_size=entries.size("hidden_size"),
+        hidden_size=hidden_size,
         intermediate_size=entries.size("intermediate_size"),
-        num_layers=layers,
+        num_layers=entries.size("num_hidden_layers", MOST_LAYERS),
         num_heads=heads,
         num_kv_heads=key_heads,
-        head_dim=head_dim or entries.size("hidden_size") // heads,
-        rope_theta=float(rope_theta),
-        rope_scaling=scaling,
-        norm_eps=float(norm_eps),
+        head_dim=head_dim,
+        rope_theta=rotary.theta,
+        rope_scaling=rotary.scaling,
+        rotary_share=rotary.share,
+        norm_eps=float(entries.number("rms_norm_eps")),
         tie_embeddings=entries.is_set("tie_word_embeddings"),
-        qkv_bias=family.qkv_bias or attention_bias,
-        output_bias=attention_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=family.qk_norm,
-        max_positions=_max_positions(config, scaling),
-    )
-
-
-def _rope_scaling(entries: _Entries) -> RopeScaling | None:
-    """Returns the scaling of rotary frequencies; None if there is none, which is so for every kind
-    but `linear` and `llama3`; unknown kinds were refused before. ShoalError if a number that it
-    needs is missing. Reads the entries as `architecture_of` has merged them."""
-    kind = entries.config["rope_type"]
-    if kind == "linear":
-        return RopeScaling("linear", float(entries.number("factor")))
-    if kind != "llama3":
-        return None
-    original = "max_position_embeddings"
-    if entries.is_set("original_max_position_embeddings"):
-        original = "original_max_position_embeddings"
-    original_max_position = entries.number(original, least=1)
-    return RopeScaling(
-        "llama3",
-        float(entries.number("factor")),
-        float(entries.number("low_freq_factor")),
-        float(entries.number("high_freq_factor")),
-        int(original_max_position),
+        activation=ACTIVATIONS[entries.get("hidden_act")],
+        max_positions=_max_positions(entries.config, rotary.scaling),
     )
 
 
@@ -257,23 +440,6 @@ def weight_block(folder: Path) -> tuple[int, int] | None:
     )
 
 
-def _refuse_windows(config: Mapping[str, Any], layers: int, folder: Path) -> None:
-    """Raises ShoalError if any layer has a sliding window, or anything else but full attention.
-    `layers` is the number of layers. Newer files name each layer's kind in `layer_types`; older
-    ones have the switch `use_sliding_window`, and windows from layer max_window_layers on."""
-    layer_types = config.get("layer_types")
-    if not layer_types and config.get("use_sliding_window") and config.get("sliding_window"):
-        first_with_window = config.get("max_window_layers", 28)  # 28 is the default of transformers
-        # These files name no kind of layer: the message names the switch instead.
-        layer_types = ["use_sliding_window"] if first_with_window < layers else []
-    refused = sorted(set(layer_types or ()) - {"full_attention"})
-    if refused:
-        raise ShoalError(
-            f"{folder}/config.json: {', '.join(refused)}, which is not supported; expected full "
-            "attention in all layers."
-        )
-
-
 def read_config(folder: Path) -> dict[str, Any]:
     """Returns the content of a model folder's config.json; ShoalError if there is none."""
     file = folder / "config.json"
@@ -285,15 +451,36 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def config_of(a: Architecture) -> dict[str, Any]:
-    """Returns a config.json for an architecture; ShoalError if no family of transformers has it.
+    """Returns a config.json for an architecture: that of the first of FAMILIES whose entries can
+    say all of it; ShoalError if there is none. An adapter and the type of weights are not in it.
     `max_position_embeddings` is 32,768 if it is not known; the ids of special tokens are None."""
-    name, family = _family_of(a)
+    base = replace(a, adapter=None, quantised="")
+    for name, family in FAMILIES.items():
+        config = {
+            "architectures": [family.transformers_class],
+            "model_type": name,
+            **_common_entries(base),
+        }
+        for common, own in family.names.items():
+            config[own] = config.pop(common)
+        config |= family.write(base)
+        try:
+            is_described = _architecture(Path(), config) == base
+        except ShoalError:  # the family has other entries, or does not compute such a model
+            continue
+        if is_described:
+            return config
+    raise ShoalError(f"No model of transformers has this mixture of biases and norms: {a}.")
+
+
+def _common_entries(a: Architecture) -> dict[str, Any]:
+    """Returns the entries that all families have, as `_common` reads them, without those that a
+    family's `write` adds."""
     positions = a.max_positions or 32768
     if a.rope_scaling and a.rope_scaling.kind == "linear":  # the file has the number before scaling
         positions = round(positions / a.rope_scaling.factor)
+    by_activation = {activation: name for name, activation in ACTIVATIONS.items()}
     config: dict[str, Any] = {
-        "architectures": [family.transformers_class],
-        "model_type": name,
         "vocab_size": a.vocab_size,
         "hidden_size": a.hidden_size,
         "intermediate_size": a.intermediate_size,
@@ -301,7 +488,7 @@ def config_of(a: Architecture) -> dict[str, Any]:
         "num_attention_heads": a.num_heads,
         "num_key_value_heads": a.num_kv_heads,
         "head_dim": a.head_dim,
-        "hidden_act": "silu",
+        "hidden_act": by_activation.get(a.activation),
         "max_position_embeddings": positions,
         "rms_norm_eps": a.norm_eps,
         "rope_theta": a.rope_theta,
@@ -312,31 +499,9 @@ def config_of(a: Architecture) -> dict[str, Any]:
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    if "attention_bias" in family.biases:
-        config["attention_bias"] = a.qkv_bias
-    if "mlp_bias" in family.biases:
-        config["mlp_bias"] = a.mlp_bias
-    if family.windows:
-        config["use_sliding_window"] = False
-    scaling = a.rope_scaling
-    if scaling:
-        config["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling.kind == "llama3":
-            config["rope_scaling"] |= {
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
-                "original_max_position_embeddings": scaling.original_max_position,
-            }
+    if a.rope_scaling:
+        config["rope_scaling"] = scaling_entries(a.rope_scaling)
     return config
-
-
-def _family_of(a: Architecture) -> tuple[str, Family]:
-    """Returns (model_type, family) of the first family, in the order of FAMILIES, that may have
-    this architecture; ShoalError if there is none."""
-    for name, family in FAMILIES.items():
-        if family.has(a):
-            return name, family
-    raise ShoalError(f"No model of transformers has this mixture of biases and norms: {a}.")
 
 
 def config_to_save(

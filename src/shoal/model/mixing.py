@@ -121,15 +121,17 @@ def slot_mixing(
     return _ByKind(model, attention, recurrence)
 
 
-def context_mixing(model: Model, prefix_len: jax.Array, start: jax.Array, size: int) -> Mixing:
-    """Returns the `Mixing` of `size` tokens of context for each of M completions, after start[M]
-    tokens of the completion. A delta net's cache is (state, tail) before the context, and after
-    it."""
+def context_mixing(
+    model: Model, prefix_len: jax.Array, start: jax.Array, count: jax.Array
+) -> Mixing:
+    """Returns the `Mixing` of C tokens of context for each of M completions, after start[M] tokens
+    of the completion; the first count[M] are real. A delta net's cache is (state, tail) before the
+    context, and after it."""
 
     def attention(layer: Layer) -> AttentionFn:
-        return decode.context_attention(model, layer, prefix_len, start)
+        return decode.context_attention(model, layer, prefix_len, start, count)
 
     def recurrence(sizes: DeltaNet) -> RecurrenceFn:
-        return SequenceRecurrence(sizes, jnp.full(len(start), size, jnp.int32))
+        return SequenceRecurrence(sizes, count)
 
     return _ByKind(model, attention, recurrence)

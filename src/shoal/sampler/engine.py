@@ -32,7 +32,7 @@ from shoal.model.attention.caches import NO_PAGE, PAGE, cache_size
 from shoal.model.attention.selector import by_pages, decodes_by_kernel
 from shoal.model.transformer import Model
 from shoal.protocols import Cancel, End, Extend, Message, SampleRequest
-from shoal.records import Completion, Params, StopReason
+from shoal.records import Completion, Params, ShoalError, StopReason
 from shoal.sampler.partial import (
     ActiveRequest,
     Decode,
@@ -119,6 +119,8 @@ class Engine:
         shards = model.role.row_shards
         self.model = model
         self.truncated = truncated
+        # True if a layer's cache is a state, which cannot drop a completion's last tokens.
+        self.has_states = model.architecture.delta_net is not None
         self.siblings = min(siblings_per_row, group_size) or group_size
         self.max_support = min(max_support, model.architecture.vocab_size) if truncated else 0
         self.num_rows = num_rows(slots, self.siblings, shards)
@@ -219,6 +221,13 @@ class Engine:
         if self.parameters is None:
             raise RuntimeError("no weights are loaded")
         for request in requests:
+            if request.has_turns and self.has_states and self.model.key_parts > 1:
+                raise ShoalError(
+                    "turns of a model with recurrent layers: the sampler's mesh splits the "
+                    f"positions of its key heads over {self.model.key_parts} devices; give "
+                    "mesh.sampler_tensor at most as many as key heads",
+                    "mesh.sampler_tensor",
+                )
             check_request(
                 request,
                 self.max_prompt_tokens,
@@ -617,29 +626,39 @@ class Engine:
         time, in the rows of `owners`, for completions that were extended and not sampled since.
         Starts nothing if no context is that long. Moves these tokens to the completions' `tokens`;
         the rest of a context, shorter than FEED, is left for the next decode. So a context's length
-        alone decides which tokens are computed in which way."""
+        alone decides which tokens are computed in which way.
+
+        If the model has states, a completion whose last turn the host has cut is computed anew
+        before its context, from its prompt's state on: the device may have sampled further."""
         while True:
-            long_contexts: list[tuple[int, int, PartialCompletion]] = []
+            to_feed: list[tuple[int, int, PartialCompletion]] = []
             for _, row, subgroup, active in owners:
                 for slot, partial in enumerate(self._partials(subgroup, active)):
-                    if partial.resumes and len(partial.context) >= FEED:
-                        long_contexts.append((row, slot, partial))
-            if not long_contexts:
+                    rewinds = self.has_states and partial.rewinds
+                    if partial.resumes and (rewinds or len(partial.context) >= FEED):
+                        to_feed.append((row, slot, partial))
+            if not to_feed:
                 return
             arrays = self._empty_feed()
             take_position = self.scheduler.position_taker(FEED_ROWS * self.scheduler.replicas)
-            for row, slot, partial in long_contexts:
+            for row, slot, partial in to_feed:
                 position = take_position(row)
                 if position is None:
                     # this feed is full: the next turn of the outer loop has the rest
                     continue
                 arrays["rows"][position] = row % self.replica_rows
                 arrays["slots"][position] = slot
-                # the feed begins with the last token before the context, which has no key yet
-                arrays["start"][position] = len(partial.tokens) - 1
                 if self.pool:
                     arrays["pages"][position] = self.pool.table[row, slot]
-                arrays["tokens"][position] = partial.feed(FEED, self.version, self.max_support)
+                if self.has_states and partial.rewinds:
+                    start, tokens = partial.refeed(FEED)
+                else:
+                    # the feed begins with the last token before the context, which has no key yet
+                    start = len(partial.tokens) - 1
+                    tokens = partial.feed(FEED, self.version, self.max_support)
+                arrays["start"][position] = start
+                arrays["count"][position] = len(tokens)
+                arrays["tokens"][position, : len(tokens)] = tokens
             self._run("feed", arrays)
 
     def _empty_feed(self) -> dict[str, Any]:

@@ -44,6 +44,10 @@ class PartialCompletion:
     # True if the turn has ended and the completion is to be extended or ended next
     waits: bool = False
     resumes: bool = False  # True if the completion was extended and no decode has begun since
+    # True if the state after all tokens but the last is to be computed anew, from the first token
+    # on, before the completion goes on (see `extend`). `refed` tokens of it are computed.
+    rewinds: bool = False
+    refed: int = 0
     context: list[int] = field(default_factory=list)  # context to be appended, not yet in `tokens`
 
     @property
@@ -87,6 +91,10 @@ class PartialCompletion:
                 f"{least}, and room for one more within {self.limit}"
             )
         self.context = list(context)
+        # The device may have sampled beyond a turn that the host has cut. Keys of dropped tokens
+        # are written over; a state cannot go back.
+        self.rewinds = self.reason is not StopReason.EOS
+        self.refed = 0
         self.reason = None
         self.waits = False
         self.resumes = True
@@ -101,6 +109,16 @@ class PartialCompletion:
         has_room = len(self.tokens) < self.limit - 1  # for one token of context, and one after it
         is_turn = reason in (StopReason.EOS, StopReason.STOP) or len(self.tokens) == self.turn_end
         self.waits = has_turns and has_room and is_turn
+
+    def refeed(self, count: int) -> tuple[int, list[int]]:
+        """Returns (index of the first, tokens) of the next tokens to be computed anew, at most
+        `count`, and counts them as computed; no token if there is only one, whose state is the
+        prompt's. Only if the completion `rewinds`, which ends with the last of them."""
+        start = self.refed
+        last = len(self.tokens) - 1
+        self.refed = min(start + count, last)
+        self.rewinds = self.refed < last
+        return start, self.tokens[start : self.refed]
 
     def feed(self, count: int, version: int, max_support: int) -> list[int]:
         """Moves the first `count` tokens of `context` to `tokens`, as tokens of `version` with

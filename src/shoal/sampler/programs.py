@@ -824,12 +824,14 @@ def _feed(
     rows: jax.Array,
     slots: jax.Array,
     start: jax.Array,
+    count: jax.Array,
     model: Model,
     pages: jax.Array | None = None,
 ) -> tuple[DecodeState, None]:
-    """Computes the keys of context tokens, tokens[M, C], and writes them to the caches of the
-    completions at rows[M], slots[M], which have start[M] tokens before them. Writes nothing for a
-    row past the end. Returns (state, None), because nothing is sampled. pages[M, T]: the pages that
+    """Computes the keys (and states) of context tokens, the first count[M] of tokens[M, C], and
+    writes them to the caches of the completions at rows[M], slots[M], which have start[M] tokens
+    before them. Writes nothing for a row past the end. Returns (state, None), because nothing is
+    sampled. pages[M, T]: the pages that
     hold the completions' keys; None if keys are not stored in pages."""
     x, layer_inputs, _ = _embed(
         parameters.embed_tokens,
@@ -847,6 +849,7 @@ def _feed(
         rows=rows,
         slots=slots,
         start=start,
+        count=count,
         prefix_len=layer_inputs["prefix_len"],
         model=model,
         pages=pages,
@@ -863,6 +866,7 @@ def _feed_layers(
     rows: jax.Array,
     slots: jax.Array,
     start: jax.Array,
+    count: jax.Array,
     prefix_len: jax.Array,
     model: Model,
     pages: jax.Array | None = None,
@@ -870,13 +874,13 @@ def _feed_layers(
 ) -> tuple[jax.Array, tuple[Cache, ...]]:
     """Runs context x[M, C, D] through layers. Returns the layers' output and the caches with the
     context's keys written for the completions at rows[M], slots[M], which have start[M] tokens
-    before it; nothing is written for a row past the end. `rope`: the context's rotary angles.
-    prefix_len[M]: lengths of the prompts. pages[M, T]: the pages that hold the completions' keys;
-    None if keys are not stored in pages."""
+    before it; nothing is written for a row past the end. The first count[M] tokens are real.
+    `rope`: the context's rotary angles. prefix_len[M]: lengths of the prompts. pages[M, T]: the
+    pages that hold the completions' keys; None if keys are not stored in pages."""
 
     kinds = kinds or model.architecture.layers_in_order
     read = [_read_context(cache, rows, slots, start, pages) for cache in caches]
-    mixing = context_mixing(model, prefix_len, start, x.shape[1])
+    mixing = context_mixing(model, prefix_len, start, count)
     rope = jax.lax.optimization_barrier(rope)  # as in `forward`
     compute = partial(block, model, rope=rope, mixing=mixing)
     x, aux = through_layers(model, blocks, x, compute, read, kinds)
@@ -951,13 +955,15 @@ def _write_context(
 def empty_feed(positions: int, pages: int = 0) -> dict[str, Any]:
     """Returns the arguments of `_feed` as NumPy arrays with all positions unused. `positions`: M,
     completions that one feed can have. `pages`: most pages of a completion; 0 if keys are not
-    stored in pages. Keys: `rows`, `slots`, `start`, `tokens`, and `pages` unless that is 0."""
+    stored in pages. Keys: `rows`, `slots`, `start`, `count`, `tokens`, and `pages` unless that is
+    0."""
     arrays: dict[str, Any] = {}
     if pages:
         arrays["pages"] = np.full((positions, pages), kv_caches.NO_PAGE, np.int32)
     arrays["rows"] = np.full(positions, OUT_OF_RANGE_ROW, np.int32)
     arrays["slots"] = np.zeros(positions, np.int32)
     arrays["start"] = np.zeros(positions, np.int32)
+    arrays["count"] = np.full(positions, FEED, np.int32)
     arrays["tokens"] = np.zeros((positions, FEED), np.int32)
     return arrays
 

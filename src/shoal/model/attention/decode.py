@@ -478,16 +478,16 @@ def piece_attention(
 
 
 def context_attention(
-    model: Model, layer: Layer, prefix_len: jax.Array, start: jax.Array
+    model: Model, layer: Layer, prefix_len: jax.Array, start: jax.Array, count: jax.Array
 ) -> AttentionFn:
     """Returns the `AttentionFn` of C tokens of context for each of M completions, after start[M]
-    tokens of the completion, for a kind of layer.
+    tokens of the completion, for a kind of layer. The first count[M] of them are real: without
+    delta nets all C are.
 
     The cache holds the prompts of their rows, [M, K, Tp, A], of prefix_len[M] tokens, and their own
     keys, [M, K, T, A]. A token reads its prompt, and its completion up to itself. In place of a new
     cache, the completion's keys and values are returned, with the new ones. The cache is not
-    changed. T must have room for start + C tokens, unless it is a ring: writes past the end would
-    be moved back over older keys.
+    changed. T must have room for start + count tokens, unless it is a ring.
     """
 
     def attention(
@@ -513,13 +513,19 @@ def context_attention(
             of_ring = ring_places(start - 1, ring)
             own_place = jnp.concatenate([of_ring, position], axis=1)[:, None]
             prompt_place = ring_places(prefix_len - 1, prompt_size)[:, None]
-            written = _in_ring(cache.own_k, new_k, start), _in_ring(cache.own_v, new_v, start)
+            newest = start + count - 1
+            written = (
+                _in_ring(cache.own_k, new_k, start, newest),
+                _in_ring(cache.own_v, new_v, start, newest),
+            )
             num_prefix = jnp.minimum(prefix_len.max(), prompt_size)
             num_own = jnp.int32(ring + size)
         else:
-            append = jax.vmap(partial(jax.lax.dynamic_update_slice_in_dim, axis=1))
-            own_k = append(cache.own_k, new_k, start)
-            own_v = append(cache.own_v, new_v, start)
+            # Tokens past the end would be moved back over older keys: if not all are real, they
+            # get room there, which is cut off again.
+            room = size if model.architecture.delta_net else 0
+            own_k = _appended(cache.own_k, new_k, start, room)
+            own_v = _appended(cache.own_v, new_v, start, room)
             own_place = places(own_k.shape[2])
             prompt_place = places(prompt_size)
             written = own_k, own_v
@@ -543,11 +549,21 @@ def context_attention(
     return attention
 
 
-def _in_ring(ring: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-    """Writes new[M, K, C, A] at positions start[M] to start + C - 1 of rings [M, K, T, A], and
-    returns the rings. If C is more than T, the last T are kept."""
+def _appended(own: jax.Array, new: jax.Array, start: jax.Array, room: int) -> jax.Array:
+    """Returns keys or values own[M, K, T, A] with new[M, K, C, A] at positions start[M] to start +
+    C - 1; those past T, of which there are at most `room`, are dropped."""
+    append = jax.vmap(partial(jax.lax.dynamic_update_slice_in_dim, axis=1))
+    if not room:
+        return append(own, new, start)
+    longer = jnp.pad(own, ((0, 0), (0, 0), (0, room), (0, 0)))
+    return append(longer, new, start)[:, :, : own.shape[2]]
+
+
+def _in_ring(ring: jax.Array, new: jax.Array, start: jax.Array, newest: jax.Array) -> jax.Array:
+    """Writes the first of new[M, K, C, A] at positions start[M] to newest[M] of rings [M, K, T, A],
+    and returns the rings. If these are more than T, the last T are kept."""
     size = new.shape[2]
-    place = ring_places(start + size - 1, ring.shape[2])  # [M, T]
+    place = ring_places(newest, ring.shape[2])  # [M, T]
     is_new = place >= start[:, None]
     index = jnp.clip(place - start[:, None], 0, size - 1)
     at_place = jnp.take_along_axis(new, index[:, None, :, None], axis=2)

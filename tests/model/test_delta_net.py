@@ -140,7 +140,7 @@ def test_a_completion_does_not_depend_on_its_neighbours():
         assert not np.asarray(gradient)[others].any()
     for gradient in gradients[1:]:  # all but the queries, which leave no trace in a state
         assert np.asarray(gradient)[segment == 1].any()
-    changed = [jnp.where(np.expand_dims(others, range(2, x.ndim)), -0.1, x) for x in arrays]
+    changed = [jnp.where(np.expand_dims(others, tuple(range(2, x.ndim))), -0.1, x) for x in arrays]
     before = np.asarray(delta_rows(*arrays, segment, prompt))[second]
     after = np.asarray(delta_rows(*changed, segment, prompt))[second]
     assert relative(after, before) < 1e-6

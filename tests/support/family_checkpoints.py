@@ -514,7 +514,7 @@ CHECKPOINTS: Mapping[str, Checkpoint] = {
     ),
 }
 
-SUPPORTED = ("llama3", "qwen2", "qwen3-tied")
+SUPPORTED = ("llama3", "qwen2", "qwen3-tied", "qwen3_5_text")
 """The checkpoints that Shoal reads."""
 
 

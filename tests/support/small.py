@@ -17,6 +17,7 @@ from shoal.mesh import Program, Roles, make_roles
 from shoal.model.architecture import Architecture, Layer, RopeScaling
 from shoal.model.attention.reference import attend
 from shoal.model.head import logits
+from shoal.model.mixing import row_mixing
 from shoal.model.parameters import Parameters, ParamSpec, param_specs
 from shoal.model.transformer import Model, forward
 from shoal.records import Completion, Example, Group, Purpose, StopReason
@@ -185,8 +186,10 @@ def shoal_logits(a: Architecture, parameters: Parameters, tokens: np.ndarray) ->
 
     @jax.jit
     def run(parameters: Parameters, ids: jax.Array) -> jax.Array:
-        positions = jnp.arange(ids.shape[1])[None]
-        hidden, _ = forward(model, parameters, ids, positions, AttentionOnly(causal))
+        positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
+        segment = jnp.ones(ids.shape, jnp.int32)
+        mixing = row_mixing(model, segment, segment, positions)
+        hidden, _ = forward(model, parameters, ids, positions, mixing)
         return logits(model, parameters, hidden)[0]
 
     return np.asarray(run(parameters, jnp.asarray(tokens, jnp.int32)[None]))

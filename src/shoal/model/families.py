@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shoal.files import read_json
-from shoal.model.architecture import Architecture, Layer, RopeScaling, Rotary
+from shoal.model.architecture import Architecture, DeltaNet, Layer, RopeScaling, Rotary
 from shoal.records import ShoalError
 
 MOST_LAYERS, MOST_HEADS, MOST_OF_A_SIZE = 10_000, 100_000, 2**31 - 1
@@ -278,10 +278,81 @@ def _qwen3_entries(a: Architecture) -> dict[str, Any]:
     return {"attention_bias": a.qkv_bias, "use_sliding_window": False}
 
 
+def _qwen3_5(entries: Entries, common: Architecture) -> Architecture:
+    """Adds what Qwen3.5 has: delta nets, and attention with an output gate in every fourth layer;
+    norms that multiply by 1 + weight."""
+    if entries.get("attn_output_gate") is False:
+        raise ShoalError(
+            f"{entries.title('attn_output_gate')} is false, which is not supported; expected true."
+        )
+    types = layer_types(entries, common.num_layers, _QWEN3_5_LAYERS)
+    kinds = [Layer() if kind == "full_attention" else _DELTA_NET for kind in types]
+    if not types:
+        interval = entries.size("full_attention_interval")
+        kinds = [_DELTA_NET] * (interval - 1) + [Layer()]
+    return replace(
+        _attention_bias(entries, common),
+        layers=repeating(kinds[: common.num_layers]),
+        delta_net=DeltaNet(
+            num_key_heads=entries.size("linear_num_key_heads", MOST_HEADS),
+            num_value_heads=entries.size("linear_num_value_heads", MOST_HEADS),
+            key_dim=entries.size("linear_key_head_dim", MOST_HEADS),
+            value_dim=entries.size("linear_value_head_dim", MOST_HEADS),
+            conv_size=entries.size("linear_conv_kernel_dim", MOST_HEADS),
+        ),
+        qk_norm=True,
+        norm="one_plus_weight",
+        output_gate=True,
+    )
+
+
+_QWEN3_5_LAYERS = ("linear_attention", "full_attention")
+_DELTA_NET = Layer(mixer="delta_net")
+
+
+def _qwen3_5_entries(a: Architecture) -> dict[str, Any]:
+    sizes = a.delta_net or DeltaNet(0, 0, 0, 0)
+    types = []
+    for layer in a.layers_in_order:
+        types.append("full_attention" if layer.mixer == "attention" else "linear_attention")
+    return {
+        "attention_bias": a.qkv_bias,
+        "layer_types": types,
+        "linear_num_key_heads": sizes.num_key_heads,
+        "linear_num_value_heads": sizes.num_value_heads,
+        "linear_key_head_dim": sizes.key_dim,
+        "linear_value_head_dim": sizes.value_dim,
+        "linear_conv_kernel_dim": sizes.conv_size,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": a.rope_theta,
+            "partial_rotary_factor": a.rotary_share,
+        },
+    }
+
+
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("LlamaForCausalLM", _llama, _llama_entries),
     "qwen2": Family("Qwen2ForCausalLM", _qwen2, _qwen2_entries),
     "qwen3": Family("Qwen3ForCausalLM", _qwen3, _qwen3_entries, defaults={"head_dim": 128}),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM",
+        _qwen3_5,
+        _qwen3_5_entries,
+        defaults={
+            "head_dim": 256,
+            "partial_rotary_factor": 0.25,
+            "full_attention_interval": 4,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+        },
+        computed={"partial_rotary_factor": None},
+        layer_types=_QWEN3_5_LAYERS,
+        multimodal="qwen3_5",
+    ),
 }
 """`model_type` in config.json -> its family. `config_of` takes the first that has an
 architecture."""

@@ -905,7 +905,7 @@ def _read_context(
 
         def of_completion(prefix: jax.Array, own: jax.Array) -> jax.Array:
             prompts = _slices(prefix, rows)
-            at_start = jnp.expand_dims(is_first, range(1, prompts.ndim))
+            at_start = jnp.expand_dims(is_first, tuple(range(1, prompts.ndim)))
             return jnp.where(at_start, prompts, _slices(own, rows, slots))
 
         return (

@@ -328,7 +328,11 @@ CHECKPOINTS: Mapping[str, Checkpoint] = {
             "qwen3_5",
             "Qwen3_5ForConditionalGeneration",
             {
-                "text_config": {"model_type": "qwen3_5_text", **_QWEN3_5},
+                "text_config": {
+                    "model_type": "qwen3_5_text",
+                    "tie_word_embeddings": True,
+                    **_QWEN3_5,
+                },
                 "vision_config": {"model_type": "qwen3_5", **_QWEN_VISION},
                 "tie_word_embeddings": True,
             },

@@ -1,0 +1,155 @@
+"""Layers of several kinds in the engine: a recurrent state, a ring of keys, and all keys. What is
+sampled has the log-probs of one pass over the whole sequence, however it came about."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import scipy.special
+from small_engine import SMALL, TOLERANCE, full_logits, make, prompt, request, same, text, weights
+
+from shoal.model.architecture import Architecture, DeltaNet, Layer
+from shoal.model.transformer import Model
+from shoal.protocols import SampleRequest
+from shoal.records import Completion, StopReason
+from shoal.sampler.engine import Engine
+from shoal.weights.sampler_copy import publish_to
+
+WINDOW = 24
+HYBRID = replace(
+    SMALL,
+    num_layers=4,
+    layers=(Layer("delta_net"), Layer(window=WINDOW), Layer("delta_net"), Layer()),
+    delta_net=DeltaNet(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=6),
+)
+LIMIT = 700  # more tokens than the rings have keys
+SIZES = (20, 1, 100)  # of the prompts
+STOP = (text([40]), text([41]), text([42]), text([43]))
+
+Key = tuple[int, int]
+
+
+def engine_of(a: Architecture = HYBRID, **changes) -> Engine:
+    sizes = {"slots": 8, "max_completion_tokens": LIMIT, "siblings_per_row": 2}
+    engine = make(a, **{**sizes, **changes})
+    # smaller than others: with weights ten times as large as the first ones, differences of
+    # rounding grow from layer to layer
+    engine.load(0, publish_to(engine.model, weights(a, scale=7.0)))
+    return engine
+
+
+def in_turns(row: int, count: int = 3) -> SampleRequest:
+    asked = request(row, SIZES[row], count=count, max_tokens=LIMIT, stop=STOP)
+    return replace(asked, has_turns=True)
+
+
+def answer(row: int, index: int, turn: int) -> list[int]:
+    """A tool's answer: shorter and longer than a feed."""
+    rng = np.random.default_rng([row, index, turn])
+    return rng.integers(50, 60, (3, 256, 300, 40)[(row + index + turn) % 4]).tolist()
+
+
+def turn_limit(row: int, index: int, turn: int) -> int:
+    return (0, 5, 33, 1)[(row + index + turn) % 4]
+
+
+def play(engine: Engine, rows: tuple[int, ...]) -> dict[Key, Completion]:
+    """Plays each completion for up to four turns, which end by a stop string, a limit or an end."""
+    requests = [in_turns(row) for row in rows]
+    engine.submit(requests)
+    by_id = {one.id: one.noise_key.row for one in requests}
+    done: dict[Key, Completion] = {}
+    turns: dict[Key, int] = {}
+    reasons = set()
+    while not engine.idle:
+        for completions in engine.step().values():
+            for one in completions:
+                key = by_id[one.request_id], one.index
+                turns[key] = turns.get(key, 0) + 1
+                reasons.add(one.stop_reason)
+                context = answer(*key, turns[key])
+                if not one.waits:
+                    done[key] = one
+                elif turns[key] == 4 or len(one) + len(context) >= LIMIT - 1:
+                    engine.end(one.request_id, one.index)
+                    done[key] = one
+                else:
+                    limit = turn_limit(*key, turns[key])
+                    engine.extend(one.request_id, one.index, context, limit)
+    assert {StopReason.STOP, StopReason.LENGTH} <= reasons
+    return done
+
+
+def check_logprobs(engine: Engine, done: dict[Key, Completion]) -> None:
+    """Each sampled token has the log-prob of one pass over prompt and completion."""
+    for (row, _), one in done.items():
+        logits = full_logits(engine, prompt(row, SIZES[row]), one).astype(np.float64)
+        logprobs = scipy.special.log_softmax(logits, -1)[np.arange(len(one)), one.token_ids]
+        assert np.abs(logprobs - one.logprobs)[one.loss_mask].max() < TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return engine_of()
+
+
+@pytest.fixture(scope="module")
+def played(engine: Engine) -> dict[Key, Completion]:
+    return play(engine, (0, 1, 2))
+
+
+@pytest.mark.slow
+def test_turns_that_the_host_has_cut_go_on_from_the_right_state(engine, played):
+    """The device has sampled beyond a stop string or a turn's limit: keys are written over, a state
+    is computed anew; contexts enter in pieces, and rings are written over and over."""
+    assert max(len(one) for one in played.values()) > 400
+    check_logprobs(engine, played)
+
+
+@pytest.mark.slow
+def test_company_changes_no_bit_of_turns(engine, played):
+    same(play(engine, (2,)), played)
+
+
+@pytest.mark.slow
+def test_rows_that_give_way_keep_their_states(played, monkeypatch):
+    monkeypatch.setattr("shoal.sampler.engine.SWAP_SHARE", 2)
+    engine = engine_of(slots=4)
+    done = play(engine, (0, 1, 2))
+    assert {"save", "restore"} <= {name for name, _ in engine._started}
+    for key, one in done.items():
+        assert one.token_ids.tolist() == played[key].token_ids.tolist()
+    check_logprobs(engine, done)
+
+
+@pytest.mark.slow
+def test_layers_with_arrays_of_their_own_are_computed_kind_by_kind(played, monkeypatch):
+    monkeypatch.setattr(Model, "ffn_chunks", 1)
+    engine = engine_of(slots=6)  # a set of programs of its own
+    done = play(engine, (0, 1, 2))
+    assert {"prefill 1", "feed 2"} <= engine.programs.keys()
+    for key, one in done.items():
+        assert one.token_ids.tolist() == played[key].token_ids.tolist()
+    check_logprobs(engine, done)
+
+
+@pytest.mark.slow
+def test_long_prompts_in_pieces_and_completions_beyond_the_rings(monkeypatch):
+    """Prompts of several pieces, in whose caches a window's keys are the last ones."""
+    monkeypatch.setattr("shoal.sampler.programs.PIECE", 64)
+    sizes = {0: 200, 1: 30, 2: 129}
+    engine = engine_of(max_prompt_tokens=200, max_completion_tokens=300, eos_ids=())
+    requests = [request(row, size, count=3, max_tokens=300) for row, size in sizes.items()]
+    engine.submit(requests)
+    found = 0
+    while not engine.idle:
+        for id, completions in engine.step().items():
+            for one in completions:
+                logits = full_logits(engine, prompt(id, sizes[id]), one).astype(np.float64)
+                scores = scipy.special.log_softmax(logits, -1)
+                logprobs = scores[np.arange(len(one)), one.token_ids]
+                assert np.abs(logprobs - one.logprobs).max() < TOLERANCE
+                found = max(found, len(one))
+    assert found > 192  # the keys of a ring

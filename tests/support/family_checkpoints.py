@@ -518,7 +518,14 @@ CHECKPOINTS: Mapping[str, Checkpoint] = {
     ),
 }
 
-SUPPORTED = ("llama3", "qwen2", "qwen3-tied", "qwen3_5_text")
+SUPPORTED = (
+    "llama3",
+    "qwen2",
+    "qwen3-tied",
+    "qwen3_5_text",
+    "mistral",
+    "gemma3_text",
+)
 """The checkpoints that Shoal reads."""
 
 

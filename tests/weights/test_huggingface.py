@@ -25,7 +25,7 @@ from shoal.config.sections.devices import MeshSection
 from shoal.config.sections.model import LoraSection, ModelSection
 from shoal.mesh import make_roles
 from shoal.model import families
-from shoal.model.architecture import Architecture, RopeScaling
+from shoal.model.architecture import Architecture, Layer, RopeScaling, Rotary
 from shoal.model.families import architecture_of, config_of
 from shoal.model.parameters import initialise, param_specs
 from shoal.records import ShoalError
@@ -200,11 +200,28 @@ BY_BLOCKS = {
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type is 'longrope'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor is missing"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"layer_types": LAYERS}, "has sliding_attention; expected use_sliding_window"),
+        ({"layer_types": ["chunked_attention"] * 2}, "layer_types has chunked_attention, which is"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 layers; expected num_hidden"),
+        ({"model_type": "llama", "layer_types": LAYERS}, "layer_types has sliding_attention"),
+        ({"model_type": "qwen3_7", "text_config": {}}, "model_type is 'qwen3_7'; supported are"),
         (
-            {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
-            "use_sliding_window",
+            {"model_type": "gemma3", "text_config": {"model_type": "gemma9_text"}},
+            "text_config.model_type is 'gemma9_text'",
         ),
-        ({"layer_types": LAYERS}, "sliding_attention"),
+        (
+            {"model_type": "gemma3", "text_config": {"hidden_activation": "relu"}},
+            "text_config.hidden_activation is 'relu'",
+        ),
+        (
+            {"model_type": "gemma3", "text_config": {"attn_logit_softcapping": 50.0}},
+            "text_config.attn_logit_softcapping is 50.0, which is not supported",
+        ),
+        (
+            {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+            "use_bidirectional_attention is True",
+        ),
+        ({"model_type": "gemma3", "text_config": 3}, "text_config is 3; expected a mapping"),
     ],
 )
 def test_what_shoal_does_not_compute_is_refused(tmp_path, changes, said):
@@ -213,12 +230,88 @@ def test_what_shoal_does_not_compute_is_refused(tmp_path, changes, said):
     assert said in str(error.value) and str(tmp_path) in str(error.value)
 
 
-def test_a_sliding_window_that_no_layer_uses_is_accepted(tmp_path):
-    architecture_of(config_folder(tmp_path, sliding_window=16, use_sliding_window=False))
-    architecture_of(
-        config_folder(tmp_path, sliding_window=16, use_sliding_window=True, max_window_layers=2)
-    )
-    architecture_of(config_folder(tmp_path, layer_types=["full_attention"] * 2))
+def test_windows_of_each_family(tmp_path):
+    def layers(family: str = "qwen3", **changes) -> tuple[Layer, ...]:
+        return architecture_of(config_folder(tmp_path, family, **changes)).layers
+
+    window, full = Layer(window=16), Layer()
+    switched_on = {"sliding_window": 16, "use_sliding_window": True}
+    # Qwen's switch, and the layers that it is for
+    assert layers(sliding_window=16, use_sliding_window=False) == (full,)
+    assert layers(**switched_on, max_window_layers=2) == (full,)
+    assert layers(**switched_on) == (full,)  # from layer 28 on
+    assert layers(**switched_on, max_window_layers=1) == (full, window)
+    assert layers(**switched_on, max_window_layers=0) == (window,)
+    assert layers(**switched_on, layer_types=LAYERS) == (full, window)
+    assert layers("qwen2", **switched_on, layer_types=LAYERS[1:] * 2) == (window,)
+    assert layers(layer_types=["full_attention"] * 2) == (full,)
+    # Mistral's on all layers, which must be null for none
+    assert layers(model_type="mistral") == (Layer(window=4096),)
+    assert layers(model_type="mistral", sliding_window=16) == (window,)
+    assert layers(model_type="mistral", sliding_window=None) == (full,)
+    # one that is written down means nothing to Llama
+    assert layers("llama2", sliding_window=16) == (full,)
+
+
+OLD_GEMMA = {"rope_theta": 1e6, "rope_local_base_freq": 5e3, "sliding_window_pattern": 3}
+NEW_GEMMA = {
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+    },
+    "layer_types": [*LAYERS[1:] * 2, "full_attention"] * 2 + ["sliding_attention"],
+}
+BY_EIGHT = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {**OLD_GEMMA, **BY_EIGHT},
+        NEW_GEMMA,
+        {**NEW_GEMMA, "sliding_window_pattern": 6},  # the list of layers counts
+    ],
+)
+def test_gemma_3_in_every_form(tmp_path, changes):
+    described = {"num_hidden_layers": 7, "sliding_window": 16, **changes}
+    text = {"model_type": "gemma3_text", **described}
+    in_text = {"model_type": "gemma3", "text_config": described}
+    for config in (text, in_text, {**in_text, "text_config": text}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        a = architecture_of(tmp_path)
+        local = Layer(window=16, rotary=Rotary(5e3))
+        assert a.layers == (local, local, Layer())
+        assert a.rotary_of(Layer()) == Rotary(1e6, RopeScaling("linear", 8.0))
+        # scaling has no part in it
+        assert a.max_positions == 131072
+        sizes = (a.vocab_size, a.hidden_size, a.intermediate_size, a.num_heads, a.num_kv_heads)
+        assert sizes == (262208, 2304, 9216, 8, 4) and a.head_dim == 256 and a.tie_embeddings
+        assert a.embedding_scale == 48.0 and a.activation == "gelu_tanh" and a.post_norms
+        (tmp_path / "config.json").write_text(json.dumps(config_of(a)))
+        assert architecture_of(tmp_path) == a
+        assert architecture_of(tmp_path).max_positions == 131072
+
+
+def test_a_head_of_a_model_for_images_is_tied_as_the_whole_model_says(tmp_path):
+    for said, in_text, tied in ((False, True, False), (True, False, True), (None, False, False)):
+        config = {
+            "model_type": "gemma3",
+            "tie_word_embeddings": said,
+            "text_config": {"tie_word_embeddings": in_text},
+        }
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert architecture_of(tmp_path).tie_embeddings == tied
+
+
+def test_scores_are_scaled_as_the_file_says(tmp_path):
+    for scalar, scale in ((256, 0.0), (168, 168**-0.5)):
+        config = {"model_type": "gemma3_text", "query_pre_attn_scalar": scalar}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        a = architecture_of(tmp_path)
+        # 0: by the dimensions of a head, which are 256
+        assert a.query_scale == scale
+        made = config_of(replace(a, logit_cap=30.0))
+        assert made["query_pre_attn_scalar"] == scalar and made["final_logit_softcapping"] == 30.0
 
 
 def test_config_missing_or_broken(tmp_path):

@@ -161,8 +161,8 @@ def _heads(
 
 
 def _feed_forward(model: Model, w: Block, h: jax.Array, habits: Habits) -> jax.Array:
-    """Computes the gated feed-forward part, [R, T, D] -> [R, T, D]: down of silu(gate h) * (up h),
-    without its norm and without the sum with x."""
+    """Computes the gated feed-forward part, [R, T, D] -> [R, T, D]: down of `gated` of gate h and
+    up h, without its norm and without the sum with x."""
     if not isinstance(w.down, tuple):
         return habits.gated_product(model, linear(w.gate, h), linear(w.up, h), w.down)
     # The matrices are split into chunks, each of which gives a term of the sum.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from shoal.model.activations import ACTIVATIONS
 from shoal.model.linear import Adapted, Biased, Weight, linear
 from shoal.model.parameters import Block
 from shoal.model.rotary import rotate, rotate_by_product
@@ -52,19 +53,21 @@ separate_gradient.defvjp(_separate_gradient_forward, _separate_gradient_backward
 
 
 def gated(model: Model, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Computes what the feed-forward part has between its products: silu(gate) * up."""
-    return model.role.constrain(jax.nn.silu(gate) * up, "rows", None, "mlp")
+    """Computes what the feed-forward part has between its products: silu(gate) * up, or another
+    `Architecture.activation`."""
+    activation = ACTIVATIONS[model.architecture.activation]
+    return model.role.constrain(activation(gate, up), "rows", None, "mlp")
 
 
 def plain_gated_product(model: Model, gate: jax.Array, up: jax.Array, down: Weight) -> jax.Array:
-    """Computes `down` of silu(gate) * up, the end of the feed-forward part, without barriers."""
+    """Computes `down` of what `gated` returns, the end of the feed-forward part; no barriers."""
     return linear(down, gated(model, gate, up))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gated_product(model: Model, gate: jax.Array, up: jax.Array, down: Weight) -> jax.Array:
-    """Computes `plain_gated_product` in a form for TPU: without it XLA would compute silu and its
-    gradient within the products, again for each of their blocks."""
+    """Computes `plain_gated_product` in a form for TPU: without it XLA would compute the activation
+    and its gradient within the products, again for each of their blocks."""
     return linear(down, computed_once(gated(model, gate, up)))
 
 
@@ -75,8 +78,8 @@ def _gated_product_forward(
 
 
 def _gated_product_backward(model: Model, kept: tuple, gradient: jax.Array) -> tuple:
-    """Returns the gradients of (gate, up, down); silu(gate) * up is computed again, with barriers
-    around it."""
+    """Returns the gradients of (gate, up, down); what `gated` returns is computed again, with
+    barriers around it."""
     gate, up, down = kept
     gate, up = computed_once((gate, up))
     inner, backward_of_gated = jax.vjp(partial(gated, model), gate, up)

@@ -197,17 +197,24 @@ def layer_types(entries: Entries, num_layers: int, known: Sequence[str]) -> list
     return types
 
 
-def _refuse_qwen_windows(entries: Entries, num_layers: int) -> None:
-    """Raises ShoalError if any layer has a sliding window by the entries of Qwen's older files:
-    `use_sliding_window`, and windows from layer max_window_layers on."""
-    if entries.get("layer_types") or not entries.is_set("use_sliding_window"):
-        return
-    first_with_window = entries.get("max_window_layers", 28)  # 28 is the default of transformers
-    if entries.is_set("sliding_window") and first_with_window < num_layers:
-        raise ShoalError(
-            f"{entries.title('use_sliding_window')} is true, which is not supported; expected full "
-            "attention in all layers."
-        )
+def window_layers(types: Sequence[str], window: Layer, full: Layer) -> tuple[Layer, ...]:
+    """Returns the pattern of layers by their types: `window` is the kind of those with
+    `sliding_attention`, `full` that of the others."""
+    return repeating([window if kind == "sliding_attention" else full for kind in types])
+
+
+def window_types(a: Architecture) -> list[str]:
+    """Returns the entry `layer_types` of layers with windows and without, as `window_layers` reads
+    it."""
+    return [
+        "sliding_attention" if layer.window else "full_attention" for layer in a.layers_in_order
+    ]
+
+
+def largest_window(a: Architecture) -> int | None:
+    """Returns the entry `sliding_window`: the window of the layers that have one; None if none
+    has."""
+    return max(layer.window for layer in a.kinds) or None
 
 
 # Families
@@ -227,8 +234,8 @@ class Family:
     # The way back: architecture -> entries that are added to the common ones, or take their place.
     # It is given architectures of other families too; whatever it writes of these is not used.
     write: Callable[[Architecture], dict[str, Any]]
-    # Entry -> its value where it is absent or null, as the class in transformers has it. Common
-    # entries without one must be there.
+    # Entry -> its value where it is absent, as the class in transformers has it. Common entries
+    # without one must be there.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     # Common entry -> what the family's files call it.
     names: Mapping[str, str] = field(default_factory=dict)
@@ -258,24 +265,94 @@ def _llama_entries(a: Architecture) -> dict[str, Any]:
     return {"attention_bias": a.qkv_bias, "mlp_bias": a.mlp_bias}
 
 
+LLAMA = Family("LlamaForCausalLM", _llama, _llama_entries)
+
+
+def _mistral(entries: Entries, common: Architecture) -> Architecture:
+    """Adds what Mistral has: a window on all layers, or on none if the entry is null."""
+    window = entries.size("sliding_window") if entries.is_set("sliding_window") else 0
+    return replace(common, layers=(Layer(window=window),))
+
+
+def _mistral_entries(a: Architecture) -> dict[str, Any]:
+    return {"sliding_window": largest_window(a)}
+
+
+MISTRAL = Family(
+    "MistralForCausalLM",
+    _mistral,
+    _mistral_entries,
+    defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+)
+
+
+_WINDOWS = ("full_attention", "sliding_attention")
+_QWEN_WINDOWS: Mapping[str, Any] = {"sliding_window": 4096, "max_window_layers": 28}
+
+
+def _qwen_windows(entries: Entries, common: Architecture) -> Architecture:
+    """Reads the windows that Qwen2 and Qwen3 may have: on layers that `layer_types` names, in older
+    files on those from number max_window_layers on."""
+    has_window = entries.is_set("use_sliding_window") and entries.is_set("sliding_window")
+    window = entries.size("sliding_window") if has_window else 0
+    types = entries.get("layer_types")
+    if not types:
+        first_window = common.num_layers
+        if window:
+            first_window = entries.number("max_window_layers", whole=True)
+        types = []
+        for number in range(common.num_layers):
+            types.append("sliding_attention" if number >= first_window else "full_attention")
+    if "sliding_attention" in types and not window:
+        raise ShoalError(
+            f"{entries.title('layer_types')} has sliding_attention; expected use_sliding_window "
+            "and sliding_window, too."
+        )
+    return replace(common, layers=window_layers(types, Layer(window=window), Layer()))
+
+
+def _qwen_window_entries(a: Architecture) -> dict[str, Any]:
+    window = largest_window(a)
+    if not window:
+        return {"use_sliding_window": False}
+    return {
+        "use_sliding_window": True,
+        "sliding_window": window,
+        "layer_types": window_types(a),
+    }
+
+
 def _qwen2(entries: Entries, common: Architecture) -> Architecture:
     """Adds what Qwen2 has: biases on q, k and v, always."""
-    _refuse_qwen_windows(entries, common.num_layers)
-    return replace(common, qkv_bias=True)
+    return replace(_qwen_windows(entries, common), qkv_bias=True)
 
 
-def _qwen2_entries(a: Architecture) -> dict[str, Any]:
-    return {"use_sliding_window": False}
+QWEN2 = Family(
+    "Qwen2ForCausalLM",
+    _qwen2,
+    _qwen_window_entries,
+    defaults=_QWEN_WINDOWS,
+    layer_types=_WINDOWS,
+)
 
 
 def _qwen3(entries: Entries, common: Architecture) -> Architecture:
     """Adds what Qwen3 has: norms on q and k, and biases that can be switched on."""
-    _refuse_qwen_windows(entries, common.num_layers)
-    return replace(_attention_bias(entries, common), qk_norm=True)
+    a = _attention_bias(entries, _qwen_windows(entries, common))
+    return replace(a, qk_norm=True)
 
 
 def _qwen3_entries(a: Architecture) -> dict[str, Any]:
-    return {"attention_bias": a.qkv_bias, "use_sliding_window": False}
+    return {"attention_bias": a.qkv_bias, **_qwen_window_entries(a)}
+
+
+QWEN3 = Family(
+    "Qwen3ForCausalLM",
+    _qwen3,
+    _qwen3_entries,
+    defaults={"head_dim": 128, **_QWEN_WINDOWS},
+    layer_types=_WINDOWS,
+)
 
 
 def _qwen3_5(entries: Entries, common: Architecture) -> Architecture:
@@ -331,28 +408,117 @@ def _qwen3_5_entries(a: Architecture) -> dict[str, Any]:
     }
 
 
+QWEN3_5 = Family(
+    "Qwen3_5ForCausalLM",
+    _qwen3_5,
+    _qwen3_5_entries,
+    defaults={
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+    computed={"partial_rotary_factor": None},
+    layer_types=_QWEN3_5_LAYERS,
+    multimodal="qwen3_5",
+)
+
+
+def _gemma3(entries: Entries, common: Architecture) -> Architecture:
+    """Adds what Gemma 3 has: norms before and after, which multiply by 1 + weight, norms on q and
+    k, a scaled embedding, and windows on most layers, with rotary positions of their own."""
+    types = entries.get("layer_types")
+    if not types:
+        step = entries.size("sliding_window_pattern")
+        types = []
+        for number in range(1, common.num_layers + 1):
+            types.append("sliding_attention" if number % step else "full_attention")
+    window = Layer(window=entries.size("sliding_window"), rotary=_gemma3_window_rotary(entries))
+    query_scale = float(entries.number("query_pre_attn_scalar", least=1e-9)) ** -0.5
+    logit_cap = 0.0
+    if entries.is_set("final_logit_softcapping"):
+        logit_cap = float(entries.number("final_logit_softcapping"))
+    return replace(
+        _attention_bias(entries, common),
+        layers=window_layers(types, window, Layer()),
+        qk_norm=True,
+        norm="one_plus_weight",
+        post_norms=True,
+        query_scale=0.0 if query_scale == common.head_dim**-0.5 else query_scale,
+        logit_cap=logit_cap,
+        embedding_scale=common.hidden_size**0.5,
+        # The number is the stretched one, also with linear scaling.
+        max_positions=_max_positions(entries.config, None),
+    )
+
+
+def _gemma3_window_rotary(entries: Entries) -> Rotary:
+    """Reads the rotary positions of Gemma 3's layers with windows. Older files have only their base
+    and scale nothing there."""
+    of_layers = (entries.get("rope_parameters") or {}).get("sliding_attention") or {}
+    plain = Entries(entries.folder, {"rope_theta": entries.get("rope_local_base_freq", 10000.0)})
+    return rotary_of(plain.with_changes(of_layers))
+
+
+def _gemma3_entries(a: Architecture) -> dict[str, Any]:
+    of_windows = [a.rotary_of(layer) for layer in a.kinds if layer.window]
+    scalar = a.query_scale**-2 if a.query_scale else a.head_dim
+    return {
+        "attention_bias": a.qkv_bias,
+        "layer_types": window_types(a),
+        "sliding_window": largest_window(a) or 4096,
+        "rope_local_base_freq": of_windows[0].theta if of_windows else 10000.0,
+        # without the last digits of the two roots
+        "query_pre_attn_scalar": round(scalar, 9),
+        "final_logit_softcapping": a.logit_cap or None,
+        "max_position_embeddings": a.max_positions or 32768,
+    }
+
+
+GEMMA3 = Family(
+    "Gemma3ForCausalLM",
+    _gemma3,
+    _gemma3_entries,
+    # published files of the larger models have few entries
+    defaults={
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "query_pre_attn_scalar": 256,
+        "rope_theta": 1e6,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "tie_word_embeddings": True,
+    },
+    names={"hidden_act": "hidden_activation"},
+    computed={
+        "hidden_act": None,
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "attn_logit_softcapping": (),
+        "use_bidirectional_attention": (),
+    },
+    layer_types=_WINDOWS,
+    multimodal="gemma3",
+)
+
+
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family("LlamaForCausalLM", _llama, _llama_entries),
-    "qwen2": Family("Qwen2ForCausalLM", _qwen2, _qwen2_entries),
-    "qwen3": Family("Qwen3ForCausalLM", _qwen3, _qwen3_entries, defaults={"head_dim": 128}),
-    "qwen3_5_text": Family(
-        "Qwen3_5ForCausalLM",
-        _qwen3_5,
-        _qwen3_5_entries,
-        defaults={
-            "head_dim": 256,
-            "partial_rotary_factor": 0.25,
-            "full_attention_interval": 4,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 32,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_conv_kernel_dim": 4,
-        },
-        computed={"partial_rotary_factor": None},
-        layer_types=_QWEN3_5_LAYERS,
-        multimodal="qwen3_5",
-    ),
+    "llama": LLAMA,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "qwen3_5_text": QWEN3_5,
+    "mistral": MISTRAL,
+    "gemma3_text": GEMMA3,
 }
 """`model_type` in config.json -> its family. `config_of` takes the first that has an
 architecture."""
@@ -400,9 +566,13 @@ def _architecture(folder: Path, config: Mapping[str, Any]) -> Architecture:
     """Returns the architecture that the content of a folder's config.json describes."""
     name, entries = _model_entries(folder, config)
     family = FAMILIES[name]
-    own_names = {common: entries.config.get(own) for common, own in family.names.items()}
-    defaults = Entries(folder, {**COMMON_DEFAULTS, **family.defaults}, entries.inside)
-    entries = defaults.with_changes(entries.config).with_changes(own_names)
+    described = {**family.defaults, **entries.config}
+    for common, own in family.names.items():
+        described[common] = described.get(own)
+    for key, value in COMMON_DEFAULTS.items():
+        if described.get(key) is None:
+            described[key] = family.defaults.get(key, value)
+    entries = Entries(folder, described, entries.inside)
     rope = rope_entries(entries)
     for entry, values in {**COMPUTED, **family.computed}.items():
         if values is not None:

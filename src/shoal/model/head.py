@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def logits(model: Model, parameters: Parameters, hidden: jax.Array) -> jax.Array:
     """Computes logits float32[..., V] from hidden[..., D]."""
-    return _project(output_head(parameters), hidden.astype(model.dtype))
+    return _project(model, output_head(parameters), hidden.astype(model.dtype))
 
 
 def output_head(parameters: Parameters) -> jax.Array:
@@ -30,10 +30,16 @@ def output_head(parameters: Parameters) -> jax.Array:
     return parameters.lm_head
 
 
-def _project(head: Weight, hidden: jax.Array) -> jax.Array:
+def _project(model: Model, head: Weight, hidden: jax.Array) -> jax.Array:
     # float32, because bfloat16 has 8 significant bits, and ratios are computed from differences of
     # logits.
-    return linear(head, hidden, jnp.float32)
+    return _capped(model, linear(head, hidden, jnp.float32))
+
+
+def _capped(model: Model, scores: jax.Array) -> jax.Array:
+    """Bounds logits by the model's `logit_cap`, if it has one."""
+    cap = model.architecture.logit_cap
+    return cap * jnp.tanh(scores / cap) if cap else scores
 
 
 def head_slices(head: jax.Array, size: int) -> jax.Array:
@@ -54,7 +60,7 @@ def head_projection(model: Model, head: jax.Array) -> Callable[[jax.Array], jax.
     role = model.role
     shards = role.row_shards
     if shards == 1:
-        return partial(_project, cast_weight(model, head, ("embed", model.vocab_axis)))
+        return partial(_project, model, cast_weight(model, head, ("embed", model.vocab_axis)))
     # Each part of the rows gets its own copy of the head, on that part's devices: in a loop over
     # chunks the products are then local, and so is the sum of their gradients. The gradient of a
     # single head would be summed over the devices in every chunk.
@@ -69,7 +75,7 @@ def head_projection(model: Model, head: jax.Array) -> Callable[[jax.Array], jax.
         product: jax.Array = cast_product(flat, kernel, master, jnp.float32, jnp.float32)
         rows, size, _ = hidden.shape
         scores = product.reshape(rows, size, -1)
-        return role.constrain(scores, "rows", None, model.vocab_axis)
+        return role.constrain(_capped(model, scores), "rows", None, model.vocab_axis)
 
     return project
 

@@ -252,12 +252,17 @@ def _unrolled(
 
 
 def embed(model: Model, table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Looks up the embeddings of tokens[R, T] in table[V, D]; returns [R, T, D] in the type of the
-    computation."""
+    """Looks up the embeddings of tokens[R, T] in table[V, D], times the model's scale; returns [R,
+    T, D] in the type of the computation."""
     constrain = model.role.constrain
+    scale = model.architecture.embedding_scale
 
     def look_up(tokens: jax.Array) -> jax.Array:
-        return table[tokens].astype(model.dtype)  # the other way round would copy the whole table
+        rows = table[tokens].astype(model.dtype)  # the other way round would copy the whole table
+        if scale == 1.0:
+            return rows
+        # The scale is rounded first, as transformers does.
+        return rows * jnp.asarray(scale, model.dtype)
 
     if "fsdp" not in model.role.row_axes:
         return constrain(look_up(tokens), "rows", None, None)

@@ -153,3 +153,29 @@ def test_long_prompts_in_pieces_and_completions_beyond_the_rings(monkeypatch):
                 assert np.abs(logprobs - one.logprobs).max() < TOLERANCE
                 found = max(found, len(one))
     assert found > 192  # the keys of a ring
+
+
+OTHERS = {
+    "embeddings of layers": replace(
+        SMALL,
+        num_layers=3,
+        layers=(Layer(window=9), Layer(), Layer(window=9)),
+        layer_embedding_size=6,
+    ),
+}
+"""Architectures by what their layers have."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("apart", [0, 1], ids=["stacked", "apart"])
+@pytest.mark.parametrize("a", OTHERS.values(), ids=OTHERS.keys())
+def test_other_kinds_of_layers(a, apart, monkeypatch):
+    """Prompts in pieces, siblings that join, contexts that are fed, rows that give way."""
+    monkeypatch.setattr(Model, "ffn_chunks", apart)
+    monkeypatch.setattr("shoal.sampler.programs.PIECE", 64)
+    monkeypatch.setattr("shoal.sampler.engine.SWAP_SHARE", 2)
+    engine = engine_of(a, slots=4)
+    done = play(engine, (0, 1, 2))
+    used = {name for name, _ in engine._started}
+    assert used == {"prefill", "join", "decode", "feed", "save", "restore"}
+    check_logprobs(engine, done)

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from shoal.model.activations import ACTIVATIONS
 from shoal.model.architecture import Layer
 from shoal.model.compiler_habits import Habits, gated, habits_of, split_product
 from shoal.model.linear import Cast, broadcast, linear
-from shoal.model.parameters import Block
+from shoal.model.parameters import Block, LayerInputWeights
 from shoal.model.recurrence import delta_net
 from shoal.model.rotary import Ropes, no_rotation, rotate_part
 
@@ -45,6 +46,16 @@ class Mixing(Protocol):
         ...
 
 
+class LayerInputs(NamedTuple):
+    """What each layer gets beside x, a tree of arrays of all L layers; of one layer without the
+    first dimension. None is what the model's layers do not get."""
+
+    embedding: Any = None  # [L, R, T, P]: of `layer_embeddings`
+
+
+NO_INPUTS = LayerInputs()
+
+
 class LayerAux(NamedTuple):
     """What a layer returns next to its output."""
 
@@ -60,11 +71,12 @@ def block(
     rope: Ropes,
     mixing: Mixing,
     cache: Any,
+    inputs: LayerInputs = NO_INPUTS,
 ) -> tuple[jax.Array, LayerAux]:
     """Computes one layer of the kind `layer` with the weights `w`: x[R, T, D] -> (x[R, T, D],
     `LayerAux`). `rope` are the angles of `rotary`, for all kinds of layers; `cache` is passed to
     the layer's attention or recurrence, and what that returns as the new cache is returned. A layer
-    with a cache is compiled as one that decodes (`habits_of`)."""
+    with a cache is compiled as one that decodes (`habits_of`). `inputs` are the layer's own."""
     habits = habits_of(model, is_decoding=cache is not None)
     norm = partial(layer_norm, model)
     kept = partial(checkpoint_name, name="attention")
@@ -83,6 +95,8 @@ def block(
     if w.post_mlp_norm is not None:
         out = norm(out, w.post_mlp_norm)
     x = x + out
+    if w.layer_input is not None:
+        x = x + _of_layer_input(model, w.layer_input, x, inputs.embedding)
     return model.role.constrain(x, "rows", None, None), LayerAux(cache)
 
 
@@ -172,6 +186,16 @@ def _feed_forward(model: Model, w: Block, h: jax.Array, habits: Habits) -> jax.A
         part = linear(down, inner, jnp.float32)
         total = part if total is None else total + part
     return total.astype(h.dtype)
+
+
+def _of_layer_input(
+    model: Model, w: LayerInputWeights, x: jax.Array, embedding: jax.Array
+) -> jax.Array:
+    """Computes what a layer adds to its output x[R, T, D] for its own embedding[R, T, P] of each
+    token: [R, T, D]."""
+    activation = ACTIVATIONS[model.architecture.activation]
+    inner = activation(linear(w.gate, x), embedding)
+    return layer_norm(model, linear(w.projection, inner), w.norm)
 
 
 def cast_weight(

@@ -41,6 +41,17 @@ class DeltaNetWeights:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class LayerInputWeights:
+    """Parameters with which a layer adds its own embedding of each token, of one layer or stacked.
+    P is `Architecture.layer_embedding_size`."""
+
+    gate: Any  # [D, P]
+    projection: Any  # [P, D]
+    norm: Any  # [D]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Block:
     """Parameters of one layer, or of n layers of one kind stacked along a first dimension. None is
     what this kind of layer does not have."""
@@ -62,6 +73,7 @@ class Block:
     post_attention_norm: Any = None  # [D]
     post_mlp_norm: Any = None  # [D]
     delta_net: DeltaNetWeights | Any = None  # in place of q, k, v and o
+    layer_input: LayerInputWeights | Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -70,6 +82,17 @@ class Stacks:
     """Layers of several kinds: a block of stacked layers for each of `Architecture.stacks`."""
 
     blocks: tuple[Block, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerEmbedding:
+    """Parameters of the embeddings that layers have for themselves, those of all L layers side by
+    side. P is `Architecture.layer_embedding_size`."""
+
+    tokens: Any  # [V, L*P]
+    projection: Any  # [D, L*P]: of the embedding that enters the first layer
+    norm: Any  # [P]
 
 
 @jax.tree_util.register_dataclass
@@ -84,6 +107,7 @@ class Parameters:
     blocks: Any
     final_norm: Any  # [D]
     lm_head: Any = None  # [D, V]; None if tied to the embedding
+    layer_embedding: LayerEmbedding | Any = None
 
 
 @dataclass(frozen=True)
@@ -229,11 +253,40 @@ def param_specs(a: Architecture) -> Parameters:
         final_norm=ParamSpec(
             (a.hidden_size,),
             ("embed",),
-            "zeros" if a.norm == "one_plus_weight" else "ones",
+            _norm_init(a),
             name="model.norm.weight",
             trained=trained,
         ),
         lm_head=lm_head,
+        layer_embedding=_layer_embedding_specs(a) if a.layer_embedding_size else None,
+    )
+
+
+def _layer_embedding_specs(a: Architecture) -> LayerEmbedding:
+    """Returns the specs of the embeddings that layers have for themselves."""
+    trained = a.adapter is None
+    width = a.num_layers * a.layer_embedding_size
+    return LayerEmbedding(
+        tokens=ParamSpec(
+            (a.vocab_size, width),
+            ("vocab", "embed"),
+            name="model.embed_tokens_per_layer.weight",
+            trained=trained,
+        ),
+        projection=ParamSpec(
+            (a.hidden_size, width),
+            ("embed", None),
+            transposed=True,
+            name="model.per_layer_model_projection.weight",
+            trained=trained,
+        ),
+        norm=ParamSpec(
+            (a.layer_embedding_size,),
+            (None,),
+            _norm_init(a),
+            name="model.per_layer_projection_norm.weight",
+            trained=trained,
+        ),
     )
 
 
@@ -283,6 +336,8 @@ def _stack_specs(a: Architecture, stack: Stack) -> Block:
             post_attention_norm=norm("post_attention_layernorm", hidden, "embed"),
             post_mlp_norm=norm("post_feedforward_layernorm", hidden, "embed"),
         )
+    if a.layer_embedding_size:
+        block = replace(block, layer_input=_layer_input_specs(a, stack))
     if layer.mixer == "delta_net":
         return replace(block, delta_net=_delta_net_specs(a, stack))
     return replace(block, **_attention_specs(a, stack))
@@ -344,6 +399,24 @@ def _attention_specs(a: Architecture, stack: Stack) -> dict[str, Any]:
             heads=a.num_heads,
         )
     return specs
+
+
+def _layer_input_specs(a: Architecture, stack: Stack) -> LayerInputWeights:
+    """Returns the specs of the parameters with which layers add embeddings of their own."""
+    size = a.layer_embedding_size
+    product = partial(_product_specs, a, stack, bias=False)
+    return LayerInputWeights(
+        # The embedding is too narrow to be split.
+        gate=product("per_layer_input_gate", a.hidden_size, size, axes=("embed", None)),
+        projection=product(
+            "per_layer_projection",
+            size,
+            a.hidden_size,
+            axes=(None, "embed"),
+            scale=_output_scale(a),
+        ),
+        norm=_norm_spec(a, stack, "post_per_layer_input_norm", a.hidden_size, "embed"),
+    )
 
 
 def _delta_net_specs(a: Architecture, stack: Stack) -> DeltaNetWeights:
@@ -424,9 +497,13 @@ def _layer_spec(
 
 
 def _norm_spec(a: Architecture, stack: Stack, name: str, size: int, axis: str | None) -> ParamSpec:
-    """Returns the spec of a norm's weight, which begins as a factor of 1."""
-    init = "zeros" if a.norm == "one_plus_weight" else "ones"
-    return _layer_spec(a, stack, f"{name}.weight", (size,), (axis,), init=init)
+    """Returns the spec of a norm's weight."""
+    return _layer_spec(a, stack, f"{name}.weight", (size,), (axis,), init=_norm_init(a))
+
+
+def _norm_init(a: Architecture) -> Literal["ones", "zeros"]:
+    """Returns how a norm's weight is initialised: as a factor of 1."""
+    return "zeros" if a.norm == "one_plus_weight" else "ones"
 
 
 def _product_specs(
@@ -672,14 +749,19 @@ def check_mesh(a: Architecture, role: Role) -> None:
             f"is a multiple of it; {use}",
             "mesh.tensor",
         )
-    if a.hidden_size % (fsdp * context):
-        # "" without `context`
-        both = f" x mesh.context={context}" * (context > 1)
-        raise ShoalError(
-            f"{on}fsdp={fsdp}{both} does not divide the model's hidden_size={a.hidden_size}; use "
-            f"{listed_divisors(a.hidden_size, role.mesh.size)}",
-            "mesh.fsdp",
-        )
+    split_sizes = {"hidden_size": a.hidden_size}
+    if a.layer_embedding_size:
+        width = a.num_layers * a.layer_embedding_size
+        split_sizes["num_hidden_layers x hidden_size_per_layer_input"] = width
+    for name, size in split_sizes.items():
+        if size % (fsdp * context):
+            # "" without `context`
+            both = f" x mesh.context={context}" * (context > 1)
+            raise ShoalError(
+                f"{on}fsdp={fsdp}{both} does not divide the model's {name}={size}; use "
+                f"{listed_divisors(size, role.mesh.size)}",
+                "mesh.fsdp",
+            )
 
 
 def tensor_sizes(a: Architecture, count: int) -> list[int]:

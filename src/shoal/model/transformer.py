@@ -18,10 +18,26 @@ import jax.numpy as jnp
 
 from shoal.mesh import PINNED_HOST, Role
 from shoal.model.architecture import Architecture, Layer
-from shoal.model.block import LayerAux, Mixing, block, cast_weight, layer_norm
+from shoal.model.block import (
+    NO_INPUTS,
+    LayerAux,
+    LayerInputs,
+    Mixing,
+    block,
+    cast_weight,
+    layer_norm,
+)
 from shoal.model.compiler_habits import computed_once
 from shoal.model.layers import by_layer, ffn_chunks, in_order, stacked_blocks, unstacked
-from shoal.model.parameters import Block, Parameters, Stacks, check_mesh, param_specs
+from shoal.model.linear import linear
+from shoal.model.parameters import (
+    Block,
+    LayerEmbedding,
+    Parameters,
+    Stacks,
+    check_mesh,
+    param_specs,
+)
 from shoal.model.rotary import rotary
 from shoal.records import ShoalError
 
@@ -141,17 +157,18 @@ def forward(
     in decoding. `caches` has one entry a layer, or is None.
     """
     x = embed(model, parameters.embed_tokens, tokens)
+    inputs = LayerInputs(layer_embeddings(model, parameters.layer_embedding, tokens, x))
     rope = rotary(model.architecture, positions)
     if caches is not None:
         # Otherwise XLA for CPU would compute each cosine again for each head and layer.
         rope = computed_once(rope)
     compute = partial(block, model, rope=rope, mixing=mixing)
-    x, aux = through_layers(model, parameters.blocks, x, compute, caches)
+    x, aux = through_layers(model, parameters.blocks, x, compute, caches, inputs=inputs)
     return layer_norm(model, x, parameters.final_norm), aux
 
 
 ComputeLayer = Callable[..., tuple[jax.Array, LayerAux]]
-"""(kind of the layer, its weights, x[R, T, D], cache) -> (x, `LayerAux`)."""
+"""(kind of the layer, its weights, x[R, T, D], cache, its `LayerInputs`) -> (x, `LayerAux`)."""
 
 
 def through_layers(
@@ -161,9 +178,11 @@ def through_layers(
     compute: ComputeLayer,
     caches: Any = None,
     kinds: Sequence[Layer] = (),
+    inputs: LayerInputs = NO_INPUTS,
 ) -> tuple[jax.Array, tuple[LayerAux, ...]]:
     """Passes x[R, T, D] through layers, and returns (x, the aux of each layer). `blocks` are all
     layers of the model, or some with arrays of their own, whose kinds are then given as `kinds`.
+    `inputs` have these layers in front.
 
     Stacked layers without caches are scanned; with caches (one a layer), or if each layer has its
     own arrays, the layers are unrolled.
@@ -172,13 +191,17 @@ def through_layers(
     # rows and 256 keys on two CPU cores take 67 ms a token with the caches as the scan's input and
     # output, 44 as its carry, 29 unrolled.
     if isinstance(blocks, Block | Stacks) and caches is None:
-        return _scanned(model, blocks, x, compute)
+        return _scanned(model, blocks, x, compute, inputs)
     kinds = kinds or model.architecture.layers_in_order
-    return _unrolled(kinds, by_layer(model, blocks), x, compute, caches)
+    return _unrolled(kinds, by_layer(model, blocks), x, compute, caches, inputs)
 
 
 def _scanned(
-    model: Model, blocks: Block | Stacks, x: jax.Array, compute: ComputeLayer
+    model: Model,
+    blocks: Block | Stacks,
+    x: jax.Array,
+    compute: ComputeLayer,
+    inputs: LayerInputs,
 ) -> tuple[jax.Array, tuple[LayerAux, ...]]:
     """Passes x through stacked layers, and returns (x, the aux of each layer). Each of the
     architecture's runs is a scan over its pattern: the pattern's layers are compiled once, and a
@@ -192,12 +215,22 @@ def _scanned(
         of_run = slice(first, first + len(run))
         pattern = [stack.layer for stack in run]
         step = partial(_pattern_step, model, compute, pattern, specs[of_run])
-        x, aux = jax.lax.scan(step, x, stacks[of_run])
+        of_stacks = tuple(_of_layers(inputs, stack.numbers) for stack in run)
+        x, aux = jax.lax.scan(step, x, (stacks[of_run], of_stacks))
         for stack, of_stack in zip(run, aux, strict=True):
             of_layers = unstacked(of_stack, len(stack.numbers))
             by_number |= zip(stack.numbers, of_layers, strict=True)
         first += len(run)
     return x, in_order(by_number)
+
+
+def _of_layers(inputs: LayerInputs, numbers: range) -> LayerInputs:
+    """Returns the inputs of the layers with these numbers."""
+
+    def select(of_all: jax.Array) -> jax.Array:
+        return of_all[numbers.start : numbers.stop : numbers.step]
+
+    return jax.tree.map(select, inputs)
 
 
 def _pattern_step(
@@ -206,10 +239,11 @@ def _pattern_step(
     pattern: Sequence[Layer],
     specs: Sequence[Block],
     x: jax.Array,
-    weights: Sequence[Block],
+    of_step: tuple[Sequence[Block], Sequence[LayerInputs]],
 ) -> tuple[jax.Array, tuple[LayerAux, ...]]:
     """Passes x through one layer of each stack of a run, which have the kinds in `pattern`: the
-    step of a scan. `specs` are those of the stacks."""
+    step of a scan. `specs` are those of the stacks; `of_step` are the layers' weights and
+    inputs."""
 
     def cast(weight: jax.Array, spec: Any) -> Any:
         """Returns a product's kernel in the form that a layer reads (`cast_weight`); any other
@@ -221,15 +255,19 @@ def _pattern_step(
         return cast_weight(model, weight, axes, spec.trained and not spec.dtype)
 
     aux = []
-    for layer, of_stack, of_layer in zip(pattern, specs, weights, strict=True):
+    for layer, of_stack, weights, inputs in zip(pattern, specs, *of_step, strict=True):
 
         @REMAT[model.remat]
         def step(
-            x: jax.Array, weights: Block, layer: Layer = layer, specs: Block = of_stack
+            x: jax.Array,
+            weights: Block,
+            inputs: LayerInputs,
+            layer: Layer = layer,
+            specs: Block = of_stack,
         ) -> tuple[jax.Array, LayerAux]:
-            return compute(layer, jax.tree.map(cast, weights, specs), x, cache=None)
+            return compute(layer, jax.tree.map(cast, weights, specs), x, cache=None, inputs=inputs)
 
-        x, of_this = step(x, of_layer)
+        x, of_this = step(x, weights, inputs)
         aux.append(of_this)
     return x, tuple(aux)
 
@@ -240,13 +278,15 @@ def _unrolled(
     x: jax.Array,
     compute: ComputeLayer,
     caches: Any,
+    inputs: LayerInputs,
 ) -> tuple[jax.Array, tuple[LayerAux, ...]]:
     """Passes x through layers one after the other, each compiled separately, and returns (x, the
     aux of each layer). `caches` has one entry a layer, or is None: then each layer gets None."""
     aux = ()
     caches = caches or (None,) * len(layers)
-    for layer, weights, cache in zip(kinds, layers, caches, strict=True):
-        x, new = compute(layer, weights, x, cache=cache)
+    by_layer = unstacked(inputs, len(layers))
+    for layer, weights, cache, own in zip(kinds, layers, caches, by_layer, strict=True):
+        x, new = compute(layer, weights, x, cache=cache, inputs=own)
         aux += (new,)
     return x, aux
 
@@ -271,3 +311,30 @@ def embed(model: Model, table: jax.Array, tokens: jax.Array) -> jax.Array:
     # device if `data` splits rows too.
     columns = constrain(look_up(constrain(tokens, "fsdp_rows", None)), "fsdp_rows", None, "embed")
     return constrain(columns, "rows", None, None)
+
+
+def layer_embeddings(
+    model: Model, w: LayerEmbedding | None, tokens: jax.Array, x: jax.Array
+) -> jax.Array | None:
+    """Computes the embeddings that layers have for themselves of tokens[R, T], whose embeddings
+    enter the first layer as x[R, T, D]: the sum of a table's entry and of a product with x, over
+    sqrt(2), as transformers' Gemma4TextModel does. Returns [L, R, T, P], or None if the model has
+    none."""
+    if w is None:
+        return None
+    a = model.architecture
+    size = a.layer_embedding_size
+
+    def by_layer(side_by_side: jax.Array) -> jax.Array:
+        return side_by_side.reshape(*tokens.shape, a.num_layers, size)
+
+    def scaled(values: jax.Array, factor: float) -> jax.Array:
+        # The factor is not rounded to the values' type.
+        return (values.astype(jnp.float32) * factor).astype(values.dtype)
+
+    scale = jnp.asarray(size**0.5, model.dtype)  # as that of `Architecture.embedding_scale`
+    of_tokens = by_layer(embed(model, w.tokens, tokens) * scale)
+    projection = cast_weight(model, w.projection, ("embed", None), a.adapter is None)
+    of_stream = by_layer(scaled(linear(projection, x), a.hidden_size**-0.5))
+    of_stream = layer_norm(model, of_stream, w.norm)
+    return jnp.moveaxis(scaled(of_stream + of_tokens, 2**-0.5), 2, 0)

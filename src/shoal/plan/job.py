@@ -232,11 +232,16 @@ class PlannedJob:
             "decode": self._decode_trips(engine, chunk),
         }
         parameters = published_shapes(engine.model)
-        # If the embedding is not used as the head too, only single rows of it are read.
+        # Only single rows are read of the layers' own embeddings, and of the model's if it is not
+        # used as the head too.
         embedding = bytes_per_device(parameters.embed_tokens)
-        looked_up = {"embed": embedding}
+        of_layers = 0
+        if parameters.layer_embedding is not None:
+            of_layers = bytes_per_device(parameters.layer_embedding.tokens)
+        looked_up = {"embed": embedding + of_layers, "decode": of_layers, "enter": of_layers}
         if parameters.lm_head is not None:
-            looked_up |= {"decode": embedding, "enter": embedding}
+            looked_up["decode"] += embedding
+            looked_up["enter"] += embedding
         planned = {}
         for name, calls in runs.items():
             if not calls:

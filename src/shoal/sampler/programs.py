@@ -28,7 +28,7 @@ from shoal.model.attention import selector
 from shoal.model.attention.blocked import block_size
 from shoal.model.attention.caches import Cache, LayerCache
 from shoal.model.attention.selector import attention_kind, prompt_reads
-from shoal.model.block import LayerAux, block, layer_norm
+from shoal.model.block import LayerAux, LayerInputs, block, layer_norm
 from shoal.model.compiler_habits import products_joined
 from shoal.model.head import logits
 from shoal.model.layers import by_layer
@@ -36,7 +36,7 @@ from shoal.model.mixing import context_mixing, piece_mixing, prompt_mixing, slot
 from shoal.model.parameters import Block
 from shoal.model.recurrence import StateCache, empty_state
 from shoal.model.rotary import Ropes, rotary
-from shoal.model.transformer import Model, embed, forward, through_layers
+from shoal.model.transformer import Model, embed, forward, layer_embeddings, through_layers
 from shoal.records import Params
 from shoal.sampler.sample_tokens import (
     BLOCK,
@@ -198,9 +198,10 @@ def make_programs(
         programs["feed"] = jit(_feed, (by_row, None), (layout, None))
         return programs
     kinds = model.architecture.kinds
-    embed_specs = (by_row, by_row, by_row)
-    embed_shardings = (placed, placed, placed)
-    programs["embed"] = jit(partial(_embed, piece=piece), embed_specs, embed_shardings, donated=())
+    embed_specs = (by_row, by_row, by_row, by_row)
+    embed_shardings = (placed, placed, placed, placed)
+    embed_step = partial(_embed_by_layer, piece=piece)
+    programs["embed"] = jit(embed_step, embed_specs, embed_shardings, donated=())
     layer_specs = (by_row, by_row)
     for number, layer in enumerate(kinds):
         first = next(i for i in range(len(layout.caches)) if model.architecture.layer(i) == layer)
@@ -251,15 +252,17 @@ def run_program(
             enter_inputs[key] = embed_inputs.pop(key)
     if name == "feed":
         embed_inputs["prefix_len"] = state.prefix_len
-    x, layer_inputs, where = programs["embed"](parameters.embed_tokens, **embed_inputs)
+    tables = parameters.embed_tokens, parameters.layer_embedding
+    x, inputs, shared, where = programs["embed"](tables, **embed_inputs)
     # `where`: `rows` and `length` of prompts; `rows`, `slots`, `start` and `pages` of contexts
-    layer_inputs |= where
+    shared |= where
     enter_inputs |= where
     caches = ()
     a = model.architecture
-    for number, (weights, cache) in enumerate(zip(parameters.blocks, state.caches, strict=True)):
+    by_layer = zip(parameters.blocks, state.caches, inputs, strict=True)
+    for number, (weights, cache, own) in enumerate(by_layer):
         program = programs[_of_kind(name, a.kinds.index(a.layer(number)))]
-        x, written = program((weights,), x=x, caches=(cache,), **layer_inputs)
+        x, written = program((weights,), x=x, caches=(cache,), inputs=own, **shared)
         caches += written
     if name == "prefill":
         # This program needs neither the layers nor the caches.
@@ -557,14 +560,16 @@ def _prefill(
     temperature and truncation. Nothing is written for a row past the end. If T is more than
     `piece`, the prompts are computed in pieces of that many tokens, and T is a multiple of it.
     Returns (state, sampled tokens)."""
-    x, layer_inputs, _ = _embed(
-        parameters.embed_tokens, tokens=tokens, model=model, piece=piece, length=length, rows=rows
+    tables = parameters.embed_tokens, parameters.layer_embedding
+    x, inputs, shared, _ = _embed(
+        tables, tokens=tokens, model=model, piece=piece, length=length, rows=rows
     )
     x, caches = _prefill_layers(
         parameters.blocks,
         x=x,
-        rope=layer_inputs["rope"],
-        reads=layer_inputs["reads"],
+        inputs=inputs,
+        rope=shared["rope"],
+        reads=shared["reads"],
         caches=state.caches,
         length=length,
         rows=rows,
@@ -586,40 +591,61 @@ def _prefill(
 
 
 def _embed(
-    table: Any,
+    tables: Any,
     *,
     tokens: jax.Array,
     model: Model,
     piece: int = 0,
     prefix_len: jax.Array | None = None,
     **where: jax.Array,
-) -> tuple[jax.Array, dict[str, Any], dict[str, jax.Array]]:
+) -> tuple[jax.Array, LayerInputs, dict[str, Any], dict[str, jax.Array]]:
     """Prepares tokens[R, T] for the layers, in "prefill" and "feed". Returns (x[R, T, D], which
-    enters the first layer; inputs that all layers share: `rope`, the rotary angles, and
-    `prefix_len`[R] of contexts or `reads` of prompts, the blocks of keys that attention reads;
-    `where`). `reads` is () if the prompts are computed in pieces, of `piece` tokens each.
+    enters the first layer; the layers' own inputs [R, L, ...]; what all layers share: `rope`, the
+    rotary angles, and `prefix_len`[R] of contexts or `reads` of prompts, the blocks of keys that
+    attention reads; `where`). `reads` is () if the prompts are computed in pieces, of `piece`
+    tokens each.
 
-    `where`: the arguments that say at which rows and positions the tokens stand, returned
-    unchanged. With `prefix_len`[N], the lengths of all rows' prompts, the tokens are context of
-    completions in the rows; else they are prompts."""
+    `tables`: the model's `embed_tokens` and `layer_embedding`. `where`: the arguments that say at
+    which rows and positions the tokens stand, returned unchanged. With `prefix_len`[N], the lengths
+    of all rows' prompts, the tokens are context of completions in the rows; else they are
+    prompts."""
     size = tokens.shape[1]
     first = jnp.zeros(len(tokens), jnp.int32)
-    layer_inputs: dict[str, Any] = {}
+    shared: dict[str, Any] = {}
     if prefix_len is not None:
-        layer_inputs["prefix_len"] = _slices(prefix_len, where["rows"])
-        first = layer_inputs["prefix_len"] + where["start"]
+        shared["prefix_len"] = _slices(prefix_len, where["rows"])
+        first = shared["prefix_len"] + where["start"]
     elif size <= piece:
-        layer_inputs["reads"] = prompt_reads(model, where["length"], size)
+        shared["reads"] = prompt_reads(model, where["length"], size)
     else:
-        layer_inputs["reads"] = ()
-    layer_inputs["rope"] = rotary(model.architecture, first[:, None] + jnp.arange(size))
-    return embed(model, table, tokens), layer_inputs, where
+        shared["reads"] = ()
+    shared["rope"] = rotary(model.architecture, first[:, None] + jnp.arange(size))
+    embed_tokens, layer_embedding = tables
+    x = embed(model, embed_tokens, tokens)
+    inputs = LayerInputs(layer_embeddings(model, layer_embedding, tokens, x))
+    # rows in front, as all that passes between programs has
+    rows_first = jax.tree.map(partial(jnp.swapaxes, axis1=0, axis2=1), inputs)
+    return x, rows_first, shared, where
+
+
+def _embed_by_layer(
+    tables: Any, **arguments: Any
+) -> tuple[jax.Array, tuple[LayerInputs, ...], dict[str, Any], dict[str, jax.Array]]:
+    """Computes `_embed`, and returns what it does, but the inputs of each layer, [R, 1, ...], by
+    themselves."""
+    model: Model = arguments["model"]
+    x, inputs, shared, where = _embed(tables, **arguments)
+    by_layer = []
+    for number in range(model.architecture.num_layers):
+        by_layer.append(jax.tree.map(lambda of_all, n=number: of_all[:, n : n + 1], inputs))
+    return x, tuple(by_layer), shared, where
 
 
 def _prefill_layers(
     blocks: Any,
     *,
     x: jax.Array,
+    inputs: LayerInputs,
     rope: Ropes,
     reads: tuple,
     caches: tuple[Cache, ...],
@@ -630,7 +656,8 @@ def _prefill_layers(
     kinds: Sequence[Layer] = (),
 ) -> tuple[jax.Array, tuple[Cache, ...]]:
     """Runs prompts x[R, T, D] of length[R] through layers. Returns the layers' output and the
-    caches with what the prompts left written to rows[R]. `rope` and `reads` are those of `_embed`.
+    caches with what the prompts left written to rows[R]. `rope`, `reads` and `inputs`, those of
+    these layers, are of `_embed`.
     If T is more than `piece`, the layers compute the prompts in pieces of that many tokens. `kinds`
     are those of the layers, without them those of all layers of the model."""
     size = x.shape[1]
@@ -639,9 +666,14 @@ def _prefill_layers(
     if size <= piece:
         mixing = prompt_mixing(model, length, size, reads)
         compute = partial(block, model, rope=rope, mixing=mixing)
-    x, aux = through_layers(model, blocks, x, compute, kinds=kinds)
+    x, aux = through_layers(model, blocks, x, compute, kinds=kinds, inputs=_layers_first(inputs))
     left = [of_layer.cache for of_layer in aux]
     return x, kv_caches.write_prefixes(model, caches, left, rows, length, kinds)
+
+
+def _layers_first(inputs: LayerInputs) -> LayerInputs:
+    """Returns layers' inputs [R, L, ...] as [L, R, ...]."""
+    return jax.tree.map(partial(jnp.swapaxes, axis1=0, axis2=1), inputs)
 
 
 def _enter_prompts(
@@ -692,11 +724,12 @@ def _in_pieces(
     length: jax.Array,
     piece: int,
     cache: None,
+    inputs: LayerInputs,
 ) -> tuple[jax.Array, LayerAux]:
     """Computes one layer of prompts x[R, T, D] of length[R], `piece` tokens at a time; T is a
     multiple of `piece`. Returns (the layer's output, aux with (keys, values) of [R, T, K, A], or
-    with the (state, tail) of a delta net). `cache` is unused: the argument that a layer has in
-    decoding."""
+    with the (state, tail) of a delta net). `inputs` are those of the layer. `cache` is unused: the
+    argument that a layer has in decoding."""
     count, size, _ = x.shape
     longest = length.max()
     block_keys = block_size(piece, model.role.platform)
@@ -726,9 +759,18 @@ def _in_pieces(
             """Returns the piece's tokens of an array of whole prompts."""
             return jax.lax.dynamic_slice_in_dim(whole, start, piece, 1)
 
-        own, own_rope = jax.tree.map(own_tokens, (x, rope))
+        own, own_rope, own_inputs = jax.tree.map(own_tokens, (x, rope, inputs))
         mixing = piece_mixing(model, start, length, piece, block_keys)
-        own, aux = block(model, layer, weights, own, rope=own_rope, cache=left, mixing=mixing)
+        own, aux = block(
+            model,
+            layer,
+            weights,
+            own,
+            rope=own_rope,
+            mixing=mixing,
+            cache=left,
+            inputs=own_inputs,
+        )
         next_number = number + 1
         x = jax.lax.dynamic_update_slice_in_dim(x, own, start, 1)
         return next_number, x, aux.cache
@@ -833,8 +875,8 @@ def _feed(
     before them. Writes nothing for a row past the end. Returns (state, None), because nothing is
     sampled. pages[M, T]: the pages that
     hold the completions' keys; None if keys are not stored in pages."""
-    x, layer_inputs, _ = _embed(
-        parameters.embed_tokens,
+    x, inputs, shared, _ = _embed(
+        (parameters.embed_tokens, parameters.layer_embedding),
         tokens=tokens,
         model=model,
         prefix_len=state.prefix_len,
@@ -844,13 +886,14 @@ def _feed(
     _, caches = _feed_layers(
         parameters.blocks,
         x=x,
-        rope=layer_inputs["rope"],
+        inputs=inputs,
+        rope=shared["rope"],
         caches=state.caches,
         rows=rows,
         slots=slots,
         start=start,
         count=count,
-        prefix_len=layer_inputs["prefix_len"],
+        prefix_len=shared["prefix_len"],
         model=model,
         pages=pages,
     )
@@ -861,6 +904,7 @@ def _feed_layers(
     blocks: Any,
     *,
     x: jax.Array,
+    inputs: LayerInputs,
     rope: Ropes,
     caches: tuple[Cache, ...],
     rows: jax.Array,
@@ -875,15 +919,16 @@ def _feed_layers(
     """Runs context x[M, C, D] through layers. Returns the layers' output and the caches with the
     context's keys written for the completions at rows[M], slots[M], which have start[M] tokens
     before it; nothing is written for a row past the end. The first count[M] tokens are real.
-    `rope`: the context's rotary angles. prefix_len[M]: lengths of the prompts. pages[M, T]: the
-    pages that hold the completions' keys; None if keys are not stored in pages."""
+    `rope`: the context's rotary angles. `inputs`[M, layers, C, ...]: what each layer gets of the
+    context beside x. prefix_len[M]: lengths of the prompts. pages[M, T]: the pages that hold the
+    completions' keys; None if keys are not stored in pages."""
 
     kinds = kinds or model.architecture.layers_in_order
     read = [_read_context(cache, rows, slots, start, pages) for cache in caches]
     mixing = context_mixing(model, prefix_len, start, count)
     rope = jax.lax.optimization_barrier(rope)  # as in `forward`
     compute = partial(block, model, rope=rope, mixing=mixing)
-    x, aux = through_layers(model, blocks, x, compute, read, kinds)
+    x, aux = through_layers(model, blocks, x, compute, read, kinds, _layers_first(inputs))
     written = []
     for cache, of_layer in zip(caches, aux, strict=True):
         written.append(_write_context(cache, of_layer.cache, rows, slots, pages))

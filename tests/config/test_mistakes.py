@@ -38,9 +38,9 @@ MISTAKES = """
 train steps=1k                        | steps='1k' | whole number
 train clouds.yml                      | base_output_directory=zz://a: | model.path=zz://b: | \
 clouds.yml:2
-train model_name=gemma3-12b           | Gemma, mixtures of experts and other families are not \
-supported | qwen3-14b
-train model_name=qwen3-30b-a3b        | mixtures of experts and other families are not supported
+train model_name=deepseek3-671b       | this family or size is not known; families are llama | \
+qwen3-14b
+train model_name=kimi-k2-1t           | this family or size is not known
 plan compile_topology=v5p-8           | there it is topology=v5p-8 | v5p-8@2
 plan topology=v5p-8x2                 | 2 slices are written v5p-8@2
 train steps=2 num_batches=3           | steps and num_batches both set steps; write one of them

@@ -562,6 +562,12 @@ def architecture_of(folder: str | Path) -> Architecture:
     return a
 
 
+def architecture_in(config: Mapping[str, Any], where: str) -> Architecture:
+    """Returns the architecture that the content of a config.json describes; `where` says in
+    messages whose it is. ShoalError like `architecture_of`."""
+    return _architecture(Path(where), config)
+
+
 def _architecture(folder: Path, config: Mapping[str, Any]) -> Architecture:
     """Returns the architecture that the content of a folder's config.json describes."""
     name, entries = _model_entries(folder, config)

@@ -1,28 +1,40 @@
-"""Models that MaxText has a name for, with their sizes.
+"""Published models with their sizes, by name: MaxText's, or the last part of the hub id where it
+has none.
 
-Sizes are those of MaxText's `src/maxtext/configs/models/<name>.yml`, hub ids those of its
-`src/maxtext/utils/globals.py` if it has the name. For Llama 3.2, and for Qwen2.5 in sizes that
-MaxText does not have, the sizes are those of the hub's config.json. Llama 3.1 to 3.3 stretch their
-rotary frequencies as their config.json on the hub says.
-"""
+Families since Qwen3.5 stand in `assets/published_models.json`: for each model the entries of its
+published config.json that describe it, where these were read, and its number of parameters. Another
+model of a known family is another row there. Sizes of the others, below, are those of MaxText's
+`src/maxtext/configs/models/<name>.yml`, hub ids those of its `src/maxtext/utils/globals.py` if it
+has the name. For Llama 3.2, and for Qwen2.5 in sizes that MaxText does not have, the sizes are
+those of the hub's config.json. Llama 3.1 to 3.3 stretch their rotary frequencies as their
+config.json on the hub says."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib import resources
 
 from shoal.model.architecture import Architecture, RopeScaling
+from shoal.model.families import FAMILIES, MULTIMODAL, architecture_in
 from shoal.records import ShoalError
 from shoal.text import nearest
 
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model that MaxText has a name for."""
+    """A published model."""
 
     hub_id: str
     architecture: Architecture
+    also: tuple[str, ...] = ()  # hub ids of other weights of the same architecture
+
+    @property
+    def hub_ids(self) -> tuple[str, ...]:
+        """All hub ids with this architecture."""
+        return (self.hub_id, *self.also)
 
 
 _LLAMA3 = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
@@ -140,6 +152,18 @@ _QWEN3_8B = _qwen3(4096, 12288, 36, 32)
 _QWEN3_14B = _qwen3(5120, 17408, 40, 40)
 
 
+def _described() -> dict[str, NamedModel]:
+    """Returns the models of `assets/published_models.json` whose families Shoal computes."""
+    text = resources.files("shoal").joinpath("assets", "published_models.json").read_text("utf-8")
+    models = {}
+    for name, row in json.loads(text).items():
+        config = row["config"]
+        if config["model_type"] in FAMILIES or config["model_type"] in MULTIMODAL:
+            a = architecture_in(config, row["hub_id"])
+            models[name] = NamedModel(row["hub_id"], a, tuple(row["also"]))
+    return models
+
+
 MODELS: Mapping[str, NamedModel] = {
     "llama2-7b": NamedModel(
         "meta-llama/Llama-2-7b-hf", _llama(4096, 11008, 32, 32, 32, 32000, 10000.0)
@@ -194,14 +218,15 @@ MODELS: Mapping[str, NamedModel] = {
     "qwen3-14b": NamedModel("Qwen/Qwen3-14B", _QWEN3_14B),
     "qwen3-14b-base": NamedModel("Qwen/Qwen3-14B-Base", _QWEN3_14B),
     "qwen3-32b": NamedModel("Qwen/Qwen3-32B", _qwen3(5120, 25600, 64, 64)),
+    **_described(),
 }
-"""MaxText's name -> the model, for those of MaxText's families that Shoal computes."""
+"""Name -> the model, for families that Shoal computes."""
 
 
 UNSUPPORTED = re.compile(
     "gemma|mi[sx]tral|deepseek|qwen3.*-a[0-9]+b|qwen3-next|llama4|gpt|kimi|olmo|vision|simple"
 )
-"""Matches the beginnings of MaxText's names of other families."""
+"""Matches the beginnings of names of other families."""
 
 
 def model_named(name: str) -> NamedModel:
@@ -220,8 +245,8 @@ def model_named(name: str) -> NamedModel:
         )
     if UNSUPPORTED.match(lower):
         raise ShoalError(
-            f"model.name={name}: Gemma, mixtures of experts and other families are not supported; "
-            f"Llama 2 and 3.x, Qwen2, Qwen2.5 and dense Qwen3 are. Names: {', '.join(MODELS)}",
+            f"model.name={name}: this family or size is not known; families are "
+            f"{', '.join(FAMILIES)}. Names: {', '.join(MODELS)}",
             "model.name",
         )
     raise ShoalError(

@@ -564,7 +564,7 @@ def known_architecture(section: ModelSection) -> Architecture | None:
     if section.name and "/" not in section.name:
         return _with_settings(section, model_named(section.name).architecture)
     for published in MODELS.values():
-        if published.hub_id.lower() == path.lower():
+        if path.lower() in (hub_id.lower() for hub_id in published.hub_ids):
             return _with_settings(section, published.architecture)
     return None
 

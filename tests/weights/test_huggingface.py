@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import socket
@@ -137,6 +138,53 @@ def test_rope_of_type_default_scales_nothing(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("entries", "expected", "positions"),
+    [
+        (
+            {"factor": 4.0, "original_max_position_embeddings": 64},
+            {"factor": 4.0, "attention_factor": 0.1 * math.log(4) + 1},
+            256,
+        ),
+        # the factor is that of the positions, here 128 / 64
+        (
+            {"factor": None, "original_max_position_embeddings": 64, "beta_fast": 8},
+            {"factor": 2.0, "attention_factor": 0.1 * math.log(2) + 1, "beta_fast": 8.0},
+            128,
+        ),
+        (
+            {"factor": 4.0, "original_max_position_embeddings": 64, "truncate": False}
+            | {"mscale": 2.0, "mscale_all_dim": 1.0, "beta_slow": 2},
+            {
+                "factor": 4.0,
+                "attention_factor": (0.2 * math.log(4) + 1) / (0.1 * math.log(4) + 1),
+                "beta_slow": 2.0,
+                "truncate": False,
+            },
+            256,
+        ),
+        (
+            {"factor": 0.5, "original_max_position_embeddings": 64},
+            {"factor": 0.5, "attention_factor": 1.0},
+            128,
+        ),
+        (
+            {"factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.5},
+            {"factor": 4.0, "attention_factor": 1.5},
+            256,
+        ),
+    ],
+)
+def test_entries_of_yarn_and_their_way_back(tmp_path, entries, expected, positions):
+    rope = {"rope_type": "yarn", **entries}
+    a = architecture_of(config_folder(tmp_path, rope_scaling=rope, max_position_embeddings=128))
+    assert a.rope_scaling == RopeScaling("yarn", original_max_position=64, **expected)
+    assert a.max_positions == positions
+    (tmp_path / "config.json").write_text(json.dumps(config_of(a)))
+    again = architecture_of(tmp_path)
+    assert again == a and again.max_positions == positions
+
+
 LAYERS = ["full_attention", "sliding_attention"]
 BY_BLOCKS = {
     "activation_scheme": "dynamic",
@@ -193,10 +241,10 @@ BY_BLOCKS = {
             "activation_scheme static",
         ),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "rope_type is 'yarn', which is not supported",
+            {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+            "rope_type is 'dynamic', which is not supported",
         ),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type is 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, "factor is '4'"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type is 'longrope'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor is missing"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

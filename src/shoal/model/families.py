@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -101,16 +102,49 @@ def _linear(rope: Entries, rotary: Rotary) -> Rotary:
     return replace(rotary, scaling=RopeScaling("linear", float(rope.number("factor"))))
 
 
+def _original_positions(rope: Entries) -> int:
+    """Returns the positions that a model had before its rotary frequencies were scaled."""
+    name = "original_max_position_embeddings"
+    return int(rope.number(name if rope.is_set(name) else "max_position_embeddings", least=1))
+
+
 def _llama3(rope: Entries, rotary: Rotary) -> Rotary:
-    original = "max_position_embeddings"
-    if rope.is_set("original_max_position_embeddings"):
-        original = "original_max_position_embeddings"
     scaling = RopeScaling(
         "llama3",
         float(rope.number("factor")),
         float(rope.number("low_freq_factor")),
         float(rope.number("high_freq_factor")),
-        int(rope.number(original, least=1)),
+        _original_positions(rope),
+    )
+    return replace(rotary, scaling=scaling)
+
+
+def _yarn(rope: Entries, rotary: Rotary) -> Rotary:
+    original = _original_positions(rope)
+    if rope.get("factor") is None:
+        factor = rope.size("max_position_embeddings") / original
+    else:
+        factor = float(rope.number("factor"))
+
+    def attention_factor(strength: float = 1.0) -> float:
+        """Returns what YaRN's authors found best (equation 22 of arXiv:2309.00071)."""
+        return 0.1 * strength * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    length = attention_factor()
+    if rope.get("attention_factor") is not None:
+        length = float(rope.number("attention_factor"))
+    elif rope.is_set("mscale") and rope.is_set("mscale_all_dim"):
+        length = attention_factor(rope.number("mscale"))
+        length /= attention_factor(rope.number("mscale_all_dim"))
+    scaling = RopeScaling(
+        "yarn",
+        factor,
+        original_max_position=original,
+        beta_fast=float(rope.number("beta_fast")) if rope.is_set("beta_fast") else 32.0,
+        beta_slow=float(rope.number("beta_slow")) if rope.is_set("beta_slow") else 1.0,
+        attention_factor=length,
+        # null is false in transformers
+        truncate=bool(rope.config.get("truncate", True)),
     )
     return replace(rotary, scaling=scaling)
 
@@ -123,6 +157,7 @@ ROPE_TYPES: Mapping[str, Callable[[Entries, Rotary], Rotary]] = {
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,
+    "yarn": _yarn,
 }
 """`rope_type` -> (`rope_entries`, rotary positions by theta and share alone) -> rotary positions as
 the type has them. ShoalError if a number that it needs is missing."""
@@ -162,6 +197,14 @@ def scaling_entries(scaling: RopeScaling) -> dict[str, Any]:
             "low_freq_factor": scaling.low_freq_factor,
             "high_freq_factor": scaling.high_freq_factor,
             "original_max_position_embeddings": scaling.original_max_position,
+        }
+    if scaling.kind == "yarn":
+        entries |= {
+            "attention_factor": scaling.attention_factor,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "original_max_position_embeddings": scaling.original_max_position,
+            "truncate": scaling.truncate,
         }
     return entries
 
@@ -649,12 +692,14 @@ def _common(entries: Entries, rope: Entries) -> Architecture:
 def _max_positions(config: Mapping[str, Any], scaling: RopeScaling | None) -> int:
     """Returns the tokens of the longest sequence; 0 if the file does not say. Linear scaling
     stretches max_position_embeddings; with Llama 3's rule that entry already is the stretched
-    number."""
+    number; with YaRN it may be either."""
     positions = config.get("max_position_embeddings")
     if not isinstance(positions, int) or isinstance(positions, bool) or positions < 1:
         return 0
     if scaling and scaling.kind == "linear":
         return int(positions * scaling.factor)
+    if scaling and scaling.kind == "yarn":
+        return max(positions, int(scaling.original_max_position * scaling.factor))
     return positions
 
 

@@ -3,10 +3,12 @@ angles that grow with the position."""
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
-from shoal.model.architecture import Architecture, Rotary
+from shoal.model.architecture import Architecture, RopeScaling, Rotary
 
 Ropes = tuple[tuple[jax.Array, jax.Array], ...]
 """The (cos, sin) of each of `Architecture.rotaries`."""
@@ -15,10 +17,8 @@ Ropes = tuple[tuple[jax.Array, jax.Array], ...]
 def frequencies(rotary: Rotary, head_dim: int) -> jax.Array:
     """Returns the rotary frequencies of heads of A = `head_dim` dimensions, float32[n]: n is half
     of the dimensions that are rotated. They are scaled by the rule of `rotary.scaling`: none,
-    `linear`, which divides all by `factor`, `llama3` or `yarn`.
-
-    Llama 3's rule divides the frequencies of long wavelengths by `factor`, keeps those of short
-    ones and interpolates between. https://github.com/meta-llama/llama-models, `apply_scaling`.
+    `linear`, which divides all by `factor`, or `llama3` or `yarn`, which divide those of long
+    wavelengths, keep those of short ones and interpolate between.
     """
     rotated = int(head_dim * rotary.share)
     if rotary.over_whole_head:
@@ -32,13 +32,47 @@ def frequencies(rotary: Rotary, head_dim: int) -> jax.Array:
         return base
     if scaling.kind == "linear":
         return base / scaling.factor
+    if scaling.kind == "yarn":
+        kept = _kept_by_yarn(rotary.theta, scaling, rotated)
+    else:
+        kept = _kept_by_llama3(base, scaling)
+    return kept * base + (1.0 - kept) * base / scaling.factor
+
+
+def _kept_by_llama3(base: jax.Array, scaling: RopeScaling) -> jax.Array:
+    """Returns the part of each of the frequencies `base` that Llama 3's rule keeps, float32[n].
+    https://github.com/meta-llama/llama-models, `apply_scaling`."""
     # Llama 3.1's rule is computed from turns instead of wavelengths: the same bounds, without a
     # division.
     turns = scaling.original_max_position * base / (2 * jnp.pi)  # within the original length
     share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     # 1 for short wavelengths, which are kept; 0 for long ones, which are divided
-    share = jnp.clip(share, 0.0, 1.0)
-    return share * base + (1.0 - share) * base / scaling.factor
+    return jnp.clip(share, 0.0, 1.0)
+
+
+def _kept_by_yarn(theta: float, scaling: RopeScaling, rotated: int) -> jax.Array:
+    """Returns the part of each frequency of `rotated` dimensions that YaRN keeps, float32[rotated /
+    2] (Peng et al. 2023, arXiv:2309.00071, section 3.2). Between its bounds it falls by the number
+    of the frequency, not by its turns."""
+
+    def number_with(turns: float) -> float:
+        """Returns the number, with a fraction, of the frequency that makes so many turns within
+        the original length."""
+        wavelength = scaling.original_max_position / turns
+        return rotated * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
+
+    first = number_with(scaling.beta_fast)
+    last = number_with(scaling.beta_slow)
+    if scaling.truncate:
+        first = math.floor(first)
+        last = math.ceil(last)
+    # Bounded by the dimensions, as in transformers, although there are half as many frequencies.
+    first = max(first, 0)
+    last = min(last, rotated - 1)
+    if first == last:
+        last += 0.001
+    numbers = jnp.arange(rotated // 2, dtype=jnp.float32)
+    return 1.0 - jnp.clip((numbers - first) / (last - first), 0.0, 1.0)
 
 
 def _powers(theta: float, dims: int, count: int) -> jax.Array:
@@ -48,11 +82,13 @@ def _powers(theta: float, dims: int, count: int) -> jax.Array:
 
 def rotary(a: Architecture, positions: jax.Array) -> Ropes:
     """Returns for each of `a.rotaries` the (cos, sin) of the angles at positions[R, T], float32[R,
-    T, 1, n] each, with n frequencies."""
+    T, 1, n] each, with n frequencies. YaRN multiplies both by a factor, which makes queries and
+    keys longer."""
     angles = []
     for head_dim, kind in a.rotaries:
         of_kind = positions[..., None, None].astype(jnp.float32) * frequencies(kind, head_dim)
-        angles.append((jnp.cos(of_kind), jnp.sin(of_kind)))
+        length = kind.scaling.attention_factor if kind.scaling else 1.0
+        angles.append((jnp.cos(of_kind) * length, jnp.sin(of_kind) * length))
     return tuple(angles)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from small import ON_POLICY, QWEN3, batches, learner, random_groups, relative, roles
+from small import ON_POLICY, QWEN3, SINKS, batches, learner, random_groups, relative, roles
 from tiny_runs import forget_programs
 
 from shoal.config.sections.algorithm import AlgorithmSection
@@ -78,13 +78,13 @@ class Updated:
     norm: float
 
 
-def update(where: Roles, micro_batches: int = 1) -> Updated:
+def update(where: Roles, micro_batches: int = 1, a: Architecture = SMALL) -> Updated:
     """Twelve groups, in one micro-batch or two, and one update."""
-    one = learner(SMALL, where=where)
-    state = before = one.init(jax.device_put(weights(), shardings(SMALL, where.trainer)))
+    one = learner(a, where=where)
+    state = before = one.init(jax.device_put(weights(a=a), shardings(a, where.trainer)))
     total, lps = None, []
     for batch in batches(
-        random_groups(SMALL, 12, 3, 16, 16), replace(SHAPE, rows=SHAPE.rows // micro_batches)
+        random_groups(a, 12, 3, 16, 16), replace(SHAPE, rows=SHAPE.rows // micro_batches)
     ):
         total, lp = one.accumulate(total, state, batch)
         lps.append(np.asarray(lp))
@@ -165,6 +165,15 @@ def test_one_update_is_that_of_one_device(alone, spread):
         assert relative(ours, theirs) < 1e-5
         moved = max(moved, relative(theirs, start))
     assert moved > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [FEW_HEADS, (2, 2, 2), (1, 2, 2, 2)])
+def test_sinks_and_windows_are_split_too(mesh):
+    """By heads, also where a key/value head has two devices; and in rows of two parts."""
+    spread = update(roles(*mesh), a=SINKS)
+    assert share(spread.state.trainable.blocks.blocks[0].sinks) == 1 / mesh[2]
+    test_one_update_is_that_of_one_device(update(roles(), a=SINKS), spread)
 
 
 def test_parameters_and_moments_are_split(spread):
@@ -316,8 +325,8 @@ def test_sampled_log_probs_are_those_of_one_device(section, alone, monkeypatch):
             assert np.abs(lp - groups[g].completions[i].logprobs).max() < 2e-5
 
 
-def engine_of_long_rows(section: MeshSection) -> Engine:
-    a = replace(SMALL, num_heads=8)
+def engine_of_long_rows(section: MeshSection, a: Architecture = SMALL) -> Engine:
+    a = replace(a, num_heads=8)
     model = Model(a, make_roles(section).sampler)
     one = Engine(
         model,
@@ -377,6 +386,22 @@ def test_with_keys_split_by_position_tokens_are_those_of_one_device(
     for key, one in sampled(engine, (65,)).items():
         # without companions, where others left their keys
         assert one.logprobs.tobytes() == ours[key].logprobs.tobytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tensor", "piece"), [(2, 1024), (4, 1024), (8, 64)])
+def test_sinks_and_windows_on_several_devices_give_the_tokens_of_one(tensor, piece, monkeypatch):
+    """Windows are rings if each device has whole key/value heads (tensor=2), else all keys are
+    kept, in parts by position."""
+    monkeypatch.setattr(programs, "PIECE", piece)
+    expected = sampled(engine_of_long_rows(MeshSection(), SINKS), (300, 1, 65))
+    ours = sampled(
+        engine_of_long_rows(MeshSection(fsdp=8, sampler_tensor=tensor), SINKS), (300, 1, 65)
+    )
+    assert max(map(len, ours.values())) > 120 and ours.keys() == expected.keys()
+    for key, one in expected.items():
+        assert one.token_ids.tolist() == ours[key].token_ids.tolist()
+        assert np.abs(one.logprobs - ours[key].logprobs).max() < 2e-5
 
 
 @pytest.mark.slow

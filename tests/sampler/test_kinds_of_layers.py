@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import scipy.special
+from small import SINKS
 from small_engine import SMALL, TOLERANCE, full_logits, make, prompt, request, same, text, weights
 
 from shoal.model.architecture import Architecture, DeltaNet, Layer
@@ -162,6 +163,7 @@ OTHERS = {
         layers=(Layer(window=9), Layer(), Layer(window=9)),
         layer_embedding_size=6,
     ),
+    "sinks": replace(SINKS, num_layers=3),
 }
 """Architectures by what their layers have."""
 

@@ -41,6 +41,19 @@ QWEN3 = replace(LLAMA3, rope_scaling=None, qk_norm=True, tie_embeddings=True)
 PLAINEST, FULLEST = LLAMA2, replace(LLAMA3, qkv_bias=True, qk_norm=True, tie_embeddings=True)
 """The families' parts: none of them, and all. (Each family as it is: test_parity.py and
 test_huggingface.py.)"""
+SINKS = replace(
+    LLAMA3,
+    num_layers=2,
+    layers=(Layer(window=9), Layer()),
+    qkv_bias=True,
+    output_bias=True,
+    norm="weight_float32",
+    sinks=True,
+    rope_scaling=RopeScaling(
+        "yarn", 8.0, original_max_position=64, attention_factor=1.2, truncate=False
+    ),
+)
+"""gpt-oss's attention."""
 ON_POLICY = make_objective(AlgorithmSection())
 
 

@@ -407,7 +407,7 @@ def _merge_parts(parts: int, groups: list[list[int]], running: RunningSoftmax) -
     share = jnp.exp(top - largest)  # 0 of a part that holds no key: its maximum is LOWEST
     total = (packed[..., 1:2] * share[..., None]).sum(3)
     out = (packed[..., 2:] * share[..., None]).sum(3)
-    return RunningSoftmax(largest, total[..., 0], out)
+    return RunningSoftmax(largest[:, :, :, 0], total[..., 0], out)
 
 
 def piece_attention(

@@ -523,8 +523,10 @@ SUPPORTED = (
     "qwen2",
     "qwen3-tied",
     "qwen3_5_text",
+    "qwen3_5",
     "mistral",
     "gemma3_text",
+    "gemma3",
 )
 """The checkpoints that Shoal reads."""
 

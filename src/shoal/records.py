@@ -305,7 +305,8 @@ class Group:
     example: Example
     prompt_ids: np.ndarray  # int32[Tp]
     completions: tuple[Completion, ...]  # G, in order of their index
-    texts: tuple[str, ...]  # the completions' decoded text, without special tokens
+    # the completions' text without special tokens, thoughts in tags (`Tokenizer.text`)
+    texts: tuple[str, ...]
     rewards: np.ndarray  # float64[G]
     reward_components: Mapping[str, np.ndarray]  # name -> float64[G]
     valid: np.ndarray  # bool[G]

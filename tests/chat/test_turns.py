@@ -6,8 +6,11 @@ from __future__ import annotations
 import enum
 import json
 import pickle
+import typing
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -19,8 +22,8 @@ from hypothesis import strategies as st
 from tiny_models import CHATML
 
 from shoal.chat.tokenizer import Tokenizer
-from shoal.chat.tool_calls import LONGEST, ToolCall
-from shoal.chat.turns import TurnFormat, schema
+from shoal.chat.tool_calls import FORMATS, LONGEST, ToolCall
+from shoal.chat.turns import TurnFormat, find_call_format, schema
 from shoal.config.sections.task import EnvironmentSection
 from shoal.job.environments import TurnFormats
 from shoal.records import ShoalError
@@ -52,6 +55,17 @@ def look(where: str, tags: list[str] | None = None, deep: bool = False) -> str:
 
 
 SCHEMAS = [schema(add), schema(look)]
+DATE = datetime(2026, 1, 31)
+
+
+class Clock(datetime):
+    """The date of `ours` for transformers, whose templates write the present one."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> datetime:
+        return DATE
+
+
 TOOL_FAMILIES = [family for family in CHATS if family != "gemma3"]
 USER: dict[str, Any] = {"role": "user", "content": "What is 2 + 3?"}
 
@@ -68,7 +82,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 def ours(folders) -> dict[str, Tokenizer]:
     result = {}
     for family, folder in folders.items():
-        result[family] = Tokenizer.load(folder)
+        result[family] = Tokenizer.load(folder, date=DATE)
     return result
 
 
@@ -81,11 +95,13 @@ def formats(ours) -> dict[str, TurnFormat]:
 
 
 @pytest.fixture(scope="module")
-def theirs(folders, transformers) -> dict[str, Any]:
+def theirs(folders, transformers) -> Iterator[dict[str, Any]]:
     result = {}
     for family, folder in folders.items():
         result[family] = transformers.AutoTokenizer.from_pretrained(folder)
-    return result
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.utils.chat_template_utils.datetime", Clock)
+        yield result
 
 
 def in_message(*calls: tuple[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -181,9 +197,9 @@ texts = st.lists(st.one_of(st.sampled_from(MARKERS), words), min_size=1, max_siz
 def test_what_grows_equals_the_conversation_rendered_once(formats, ours, theirs, family, data):
     rounds = []
     for _ in range(data.draw(st.integers(1, 3), "rounds")):
-        # Llama 3.1 takes one call in a message; Gemma 4 renders what is said beside a call after
-        # its answer.
-        count = 1 if family == "llama3_1" else data.draw(st.integers(1, 3), "calls")
+        # Llama 3.1 and gpt-oss take one call in a message; Gemma 4 renders what is said beside a
+        # call after its answer.
+        count = 1 if family in ("llama3_1", "gpt_oss") else data.draw(st.integers(1, 3), "calls")
         calls = [
             ("add", {"a": data.draw(st.integers(-99, 99))})
             if data.draw(st.booleans())
@@ -194,12 +210,16 @@ def test_what_grows_equals_the_conversation_rendered_once(formats, ours, theirs,
             family, ""
         )
         turn = {"role": "assistant", "content": said, "tool_calls": in_message(*calls)}
+        if family in ("qwen3_5_think", "qwen3_8", "gpt_oss"):
+            turn["reasoning_content"] = turn["thinking"] = "Why?"
         rounds.append((turn, answers(*(data.draw(texts) for _ in calls))))
     grown, whole = grow(formats[family], ours[family], theirs[family], rounds, SCHEMAS)
     assert grown == whole
 
 
-@pytest.mark.parametrize("family", ["qwen2_5", "llama3_1", "gemma3", "gemma4"])
+@pytest.mark.parametrize(
+    "family", ["qwen2_5", "llama3_1", "gemma3", "gemma4", "mistral", "mistral_args"]
+)
 @settings(max_examples=25, deadline=None)
 @given(data=st.lists(texts, min_size=1, max_size=3))
 def test_an_environment_that_answers_in_words(ours, theirs, family, data):
@@ -211,16 +231,23 @@ def test_an_environment_that_answers_in_words(ours, theirs, family, data):
         )
     grown, whole = grow(format, ours[family], theirs[family], rounds, None)
     assert grown == whole
-    assert not format.notes
+    # Gemma 4 leaves out thoughts of earlier turns, and there are none here.
+    assert bool(format.notes) == (family == "gemma4")
 
 
 def test_a_template_that_rewrites_history_is_said_at_the_start(formats, ours):
     """Qwen3 leaves out the thoughts of turns before the last user message; a rollout keeps them."""
     assert ["user message" in note for note in formats["qwen3"].notes] == [True]
     assert ["user message" in note for note in formats["qwen3_5"].notes] == [True]
-    # moves what is said
-    assert ["tool message" in note for note in formats["gemma4"].notes] == [True]
-    assert not formats["qwen2_5"].notes and not formats["llama3_1"].notes
+    assert ["user message" in note for note in formats["qwen3_5_think"].notes] == [True]
+    # moves what is said beside calls, and leaves out thoughts
+    assert ["tool message" in note for note in formats["gemma4"].notes] == [True, False]
+    # ends an answer with <|return|> only while nothing follows it
+    assert ["user message" in note for note in formats["gpt_oss"].notes] == [True]
+    # writes tools before the last user message
+    assert ["user message" in note for note in formats["mistral"].notes] == [True]
+    for family in ("qwen2_5", "qwen3_8", "llama3_1", "mistral_args"):
+        assert not formats[family].notes, family
     format, tokenizer = formats["qwen3"], ours["qwen3"]
     said = "<think>\nWhy?\n</think>\n\n5"
     messages = [USER, {"role": "assistant", "content": said}, {"role": "user", "content": "Sure?"}]
@@ -252,6 +279,8 @@ def test_a_run_says_it_once(ours):
     ("llama3_1", "<|eom_id|>", "<|start_header_id|>"), ("llama3_1", "x", "<|eot_id|>"),
     ("gemma4", "<|tool_response>", "r"), ("gemma4", "<turn|>", "<|tool_response>"),
     ("gemma4", "x", "<|tool_response>"),
+    ("gpt_oss", "<|call|>", "<|start|>"), ("gpt_oss", "x", "<|call|>"),
+    ("mistral", "</s>", "[TOOL_RESULTS]"), ("mistral", "x", "</s>"),
 ])  # fmt: skip
 def test_a_turn_that_did_not_end_is_ended(formats, ours, family, last, first):
     ids = formats[family].encode_context(answers("5"), last=ours[family].encode(last)[-1])
@@ -332,6 +361,10 @@ CALLS = {
     "</tool_call>",
     "llama3_1": '{"name": "add", "parameters": {"a": 2}}',
     "gemma4": "<|tool_call>call:add{a:2}<tool_call|>",
+    "gpt_oss": "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+    '{"a": 2}<|call|>',
+    "mistral": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 2}}]',
+    "mistral_args": '[TOOL_CALLS]add[ARGS]{"a": 2}',
 }
 ADD = ToolCall("add", {"a": 2})
 
@@ -344,6 +377,143 @@ def test_one_call_several_and_none(formats, ours, family):
     assert calls == [ADD] * 3 and len(message["tool_calls"]) == 3 and message["content"] == ""
     for text in (" It is {5}, I think.\n", '{"name": "Ann", "age": 5}', '{"type": "number"}'):
         assert format.read(tokenizer.encode(text)) == ({"role": "assistant", "content": text}, [])
+
+
+@pytest.mark.parametrize(("family", "form"), [
+    ("qwen2_5", "hermes"), ("qwen3", "hermes"), ("qwen3_5", "xml"), ("qwen3_5_think", "xml"),
+    ("qwen3_8", "xml"), ("llama3_1", "llama"), ("gemma4", "gemma"), ("gpt_oss", "harmony"),
+    ("mistral", "mistral"), ("mistral_args", "mistral"),
+])  # fmt: skip
+def test_the_form_of_calls_is_that_of_the_template(ours, family, form):
+    assert find_call_format(ours[family], SCHEMAS) == form
+
+
+def test_every_form_can_be_chosen():
+    choices = typing.get_args(typing.get_type_hints(EnvironmentSection)["call_format"])
+    assert set(choices) == {"auto", *FORMATS, "template"}
+
+
+# gpt-oss: the header of a call
+
+BODY = '<|message|>{"a": 2}'
+
+
+@pytest.mark.parametrize("text", [
+    f"<|channel|>commentary to=functions.add <|constrain|>json{BODY}<|call|>",
+    f"<|channel|>commentary to=functions.add<|constrain|>json{BODY}<|call|>",
+    f"<|channel|>commentary to=functions.add code{BODY}<|call|>",
+    f"<|channel|>commentary to=functions.add{BODY}<|call|>",
+    # as the template writes it, and in another channel
+    f" to=functions.add<|channel|>commentary json{BODY}<|call|>",
+    f" to=functions.add<|channel|>commentary <|constrain|>json{BODY}<|call|>",
+    f"<|channel|>analysis to=functions.add <|constrain|>json{BODY}<|call|>",
+    f"<|channel|>analysis<|message|>I add.<|end|><|start|>assistant to=functions.add"
+    f"<|channel|>commentary json{BODY}<|call|>",
+])  # fmt: skip
+def test_gpt_oss_addresses_calls_in_several_ways(formats, ours, text):
+    message, calls = formats["gpt_oss"].read(ours["gpt_oss"].encode(text))
+    assert calls == [ADD]
+    assert message["content"] == ("<think>\nI add.\n</think>" if "I add." in text else "")
+
+
+def test_gpt_oss_calls_one_after_another_and_tools_of_its_own(formats, ours):
+    format, tokenizer = formats["gpt_oss"], ours["gpt_oss"]
+    call = CALLS["gpt_oss"].removesuffix("<|call|>")
+    text = f"{call}<|end|><|start|>assistant{CALLS['gpt_oss']}"
+    message, calls = format.read(tokenizer.encode(text))
+    assert calls == [ADD] * 2 and message["content"] == ""
+    # The template takes one call in a message: both answers follow the last one.
+    context = tokenizer.decode(format.encode_context(answers("5", "6"), calls), False)
+    assert context == (
+        '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"5"<|end|>'
+        '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"6"<|end|>'
+        "<|start|>assistant"
+    )
+    text = '<|channel|>analysis to=browser.search code<|message|>{"query": "x"}<|call|>'
+    _, calls = format.read(tokenizer.encode(text))
+    assert calls == [ToolCall("browser.search", {"query": "x"})]
+    for text in (
+        "<|channel|>final<|message|> to=functions.add",
+        "to=functions.add",
+        "<|channel|>commentary<|message|>I call to=functions.add<|end|>",
+    ):
+        assert format.read(tokenizer.encode(text))[1] == []
+
+
+def test_gpt_oss_goes_on_after_a_call_and_after_an_answer(formats, ours, tmp_path):
+    """`<|call|>` and `<|return|>` end completions. The template writes `<|end|>` in place of
+    `<|return|>` once a message follows; the token that was sampled stays."""
+    format, tokenizer = formats["gpt_oss"], ours["gpt_oss"]
+    ids = tokenizer.encode(CALLS["gpt_oss"])
+    assert tokenizer.token_text(ids[-1]) == "<|call|>" and ids[-1] in tokenizer.eos_ids
+    _, calls = format.read(ids)
+    context = tokenizer.decode(format.encode_context(answers("5"), calls, ids[-1]), False)
+    assert context == (
+        '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"5"<|end|>'
+        "<|start|>assistant"
+    )
+    words = "<|start|>user<|message|>Sure?<|return|><|call|><|end|><|start|>assistant"
+    said = [{"role": "user", "content": "Sure?<|return|><|call|>"}]
+    for end, context in (("<|return|>", words), ("<|call|>", words), ("x", f"<|end|>{words}")):
+        ids = format.encode_context(said, last=tokenizer.encode(end)[-1])
+        assert tokenizer.decode(ids, False) == context
+    # Without <|call|> among the ends, a completion would run on behind its call.
+    folder = write_chat_tokenizer(tmp_path, "gpt_oss")
+    only = tokenizer.encode("<|return|>")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": only}))
+    with pytest.raises(ShoalError, match=r"no end-of-turn token.*<\|call\|>.*generation_config"):
+        TurnFormat(Tokenizer.load(folder), SCHEMAS)
+    assert TurnFormat(Tokenizer.load(folder), []).encode_context([USER])
+
+
+# Mistral: ids of calls
+
+
+@pytest.mark.parametrize(("text", "id"), [
+    ('[TOOL_CALLS] [{"name": "add", "arguments": {"a": 2}, "id": "Ab1Cd2Ef3"}]', "Ab1Cd2Ef3"),
+    ('[TOOL_CALLS] [{"name": "add", "arguments": {"a": 2}, "id": "</s>[INST]"}]', ""),
+    ('[TOOL_CALLS]add[CALL_ID]Ab1Cd2Ef3[ARGS]{"a": 2}', "Ab1Cd2Ef3"),
+    ('[TOOL_CALLS]add[CALL_ID]1[ARGS]{"a": 2}', ""), ('[TOOL_CALLS]add{"a": 2}', ""),
+])  # fmt: skip
+def test_an_answer_has_the_id_of_its_call(formats, ours, text, id):
+    format, tokenizer = formats["mistral"], ours["mistral"]
+    message, calls = format.read(tokenizer.encode(f"{text}</s>"))
+    assert calls == [ADD._replace(id=id)] and message["content"] == ""
+    assert message["tool_calls"][0].get("id", "") == id
+    context = tokenizer.decode(format.encode_context(answers("5"), calls), False)
+    written = id or "call00000"
+    assert context == f'[TOOL_RESULTS] {{"content": 5, "call_id": "{written}"}}[/TOOL_RESULTS]'
+    answer = {"role": "tool", "name": "add", "content": "5"}
+    history = tokenizer.decode(format.encode_prompt([USER, message, answer]), False)
+    assert history.endswith(f'"id": "{written}"}}]</s>{context}')
+
+
+def test_several_calls_have_several_ids(formats, ours):
+    format, tokenizer = formats["mistral"], ours["mistral"]
+    calls = [ToolCall("add", {}), ToolCall("look", {}, id="Ab1Cd2Ef3")]
+    context = tokenizer.decode(format.encode_context(answers("5", "6"), calls), False)
+    assert context == (
+        '[TOOL_RESULTS] {"content": 5, "call_id": "call00000"}[/TOOL_RESULTS]'
+        '[TOOL_RESULTS] {"content": 6, "call_id": "Ab1Cd2Ef3"}[/TOOL_RESULTS]'
+    )
+
+
+# A thought that the template opens
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_think", "qwen3_8"])
+def test_a_call_in_a_thought_that_the_template_opens_is_none(formats, ours, family):
+    format, tokenizer = formats[family], ours[family]
+    call = CALLS["qwen3_5"]
+    prompt = tokenizer.decode(format.encode_prompt([USER]), False)
+    assert prompt.endswith("<|im_start|>assistant\n<think>\n")
+    message, calls = format.read(tokenizer.encode(f"Maybe {call}?\n</think>\n\n{call}<|im_end|>"))
+    assert calls == [ADD] and message["content"] == f"Maybe {call}?\n</think>"
+    assert format.read(tokenizer.encode(f"Maybe {call}"))[1] == []
+    # The template writes the history as it was sampled.
+    history = [USER, message, {"role": "tool", "name": "add", "content": "5"}]
+    text = tokenizer.decode(format.encode_prompt(history), False)
+    assert f"assistant\n<think>\nMaybe {call}?\n</think>\n\n{call}<|im_end|>" in text
 
 
 @pytest.mark.parametrize("text", [
@@ -362,7 +532,9 @@ def test_what_stands_beside_calls_is_the_content(formats, ours):
         assert message["content"] == "Let me see.\n Then" and calls == [ADD] * 2
 
 
-@pytest.mark.parametrize("family", ["qwen2_5", "qwen3_5", "gemma4"])
+@pytest.mark.parametrize(
+    "family", ["qwen2_5", "qwen3_5", "gemma4", "gpt_oss", "mistral", "mistral_args"]
+)
 def test_a_literal_marker_never_matches(formats, ours, family):
     """The text of a marker in other tokens is text, in a turn as in what users and tools write."""
     tokenizer = ours[family]
@@ -391,6 +563,8 @@ def test_calls_in_thoughts_are_thoughts(formats, ours, tmp_path):
     for family, opened, closed in (
         ("qwen3", "<think>", "</think>"),
         ("gemma4", "<|channel>", "<channel|>"),
+        ("gpt_oss", "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+        ("mistral", "[THINK]", "[/THINK]"),
     ):
         call = CALLS.get(family, CALLS["qwen2_5"])
         ids = ours[family].encode(f"{opened}Maybe {call}?{closed}{call}")
@@ -441,6 +615,7 @@ def test_what_cannot_be_read_is_answered(formats, ours, body, why):
     ("qwen2_5", "<tool_call>{}", "does not end"),
     ("qwen2_5", f"<tool_call>{CALLS['qwen2_5']}", "no valid JSON"),
     ("qwen3_5", "<tool_call></tool_call>", "no name"),
+    ("qwen3_5", "<tool_call><parameter=name>add</parameter></tool_call>", "no name"),
     ("qwen3_5", "<tool_call><function=add><parameter=a>2</function></tool_call>", "no argument"),
     ("qwen3_5", "<tool_call><function=add>a=2</function></tool_call>", "no argument"),
     ("qwen3_5", "<tool_call><function=f>" + "<parameter=a>1</parameter>" * 2
@@ -452,6 +627,17 @@ def test_what_cannot_be_read_is_answered(formats, ours, body, why):
     ("llama3_1", '{"name": "add", "parameters": {"a": 2', "no valid JSON"),
     ("gemma4", "<|tool_call>add(a=2)<tool_call|>", "no valid JSON"),
     ("gemma4", '<|tool_call>call:look{where:<|"|>here}<tool_call|>', "no valid JSON"),
+    ("gpt_oss", "<|channel|>commentary to=functions.add<|message|>{<|call|>", "no valid JSON"),
+    ("gpt_oss", "<|channel|>commentary to=functions.add<|message|>[2]<|call|>", "no object"),
+    ("gpt_oss", "<|channel|>commentary to=functions.add<|message|><|call|>", "no valid JSON"),
+    ("gpt_oss", "<|channel|>commentary to=functions.add <|call|>", "no valid JSON"),
+    ("gpt_oss", '<|channel|>commentary to=functions.add<|message|>{"a": 2}', "does not end"),
+    ("gpt_oss", '<|channel|>commentary <|constrain|>json<|message|>{"a": 2}<|call|>', "no name"),
+    ("mistral", '[TOOL_CALLS] [{"name": "add", "argu', "no valid JSON"),
+    ("mistral", "[TOOL_CALLS] []", "no name"),
+    ("mistral_args", '[TOOL_CALLS]add[ARGS]{"a": ', "no valid JSON"),
+    ("mistral_args", "[TOOL_CALLS]add[ARGS]", "no valid JSON"),
+    ("mistral_args", '[TOOL_CALLS][ARGS]{"a": 2}', "no valid JSON"),
     ("gemma4", "<|tool_call>call:add" + "{a:" * 1000 + "1" + "}" * 1000 + "<tool_call|>", "nested"),
 ])  # fmt: skip
 def test_what_cannot_be_read_in_other_formats(formats, ours, family, text, why):
@@ -478,6 +664,12 @@ def test_long_turns_are_read_in_bounded_time(formats, ours, family):
         "{a:",
         '<|"|>',
         "<parameter=a>\n",
+        "<|channel|>",
+        "<|channel|>analysis<|message|>",
+        "<|channel|>commentary to=functions.add",
+        " to=a",
+        "[TOOL_CALLS]",
+        "[THINK]",
     ):
         ids = tokenizer.encode(text)
         formats[family].read(ids * (40_000 // len(ids)))
@@ -492,7 +684,7 @@ def test_any_tokens_are_a_message(formats, ours, family, ids):
     message, calls = formats[family].read(ids)
     json.dumps([message, calls], allow_nan=False)
     if not any(not call.error for call in calls):
-        assert message["content"] == ours[family].decode(ids)
+        assert message["content"] == ours[family].text(ids)
     formats[family].encode_context(answers("5") if family != "gemma3" else [USER], calls[:1])
 
 
@@ -514,15 +706,16 @@ values = st.recursive(
 @given(value=values, name=st.text(max_size=6), family=st.sampled_from(sorted(CALLS)))
 def test_any_json_in_a_call_is_a_call_or_an_error(formats, ours, family, value, name):
     written = json.dumps(value)
-    form = {
-        "qwen3_5": f"<function={name}><parameter=a>{written}</parameter></function>",
-        "gemma4": f"call:{name}{written}",
+    xml = ("<tool_call>", f"<function={name}><parameter=a>{written}</parameter></function>")
+    parts = {
+        "qwen3_5": (*xml, "</tool_call>"),
+        "gemma4": ("<|tool_call>", f"call:{name}{written}", "<tool_call|>"),
+        "llama3_1": ("<|python_tag|>", written, ""),
+        "gpt_oss": (f"<|channel|>commentary to={name} <|message|>", written, "<|call|>"),
+        "mistral": ("[TOOL_CALLS]", written, ""),
+        "mistral_args": ("[TOOL_CALLS]", f"{name}[ARGS]{written}", ""),
     }
-    text = form.get(family, written)
-    opened, closed = {
-        "gemma4": ("<|tool_call>", "<tool_call|>"),
-        "llama3_1": ("<|python_tag|>", ""),
-    }.get(family, ("<tool_call>", "</tool_call>"))
+    opened, text, closed = parts.get(family, ("<tool_call>", written, "</tool_call>"))
     message, calls = formats[family].read(ours[family].encode(f"{opened}{text}{closed}"))
     assert calls and all(bool(call.name) != bool(call.error) for call in calls)
     assert len(message.get("tool_calls", [])) == sum(not call.error for call in calls)
@@ -890,9 +1083,8 @@ def test_words_of_tools_stay_plain_text_where_special_tokens_are_off(ours, famil
                 message = {**USER, "content": content}
             ids = form.encode_context([message])
             if schemas:
-                prompt = form.encode_prompt(
-                    [USER, {"role": "assistant", "content": "So."}, message]
-                ).tolist()
+                call = {"role": "assistant", "content": "", "tool_calls": in_message(("add", {}))}
+                prompt = form.encode_prompt([USER, call, message]).tolist()
             else:
                 prompt = []
             counts[special, content] = [

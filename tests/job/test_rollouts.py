@@ -19,6 +19,7 @@ from turn_runs import BOARD, TurnWorkshop, calling
 
 import shoal
 from shoal import cli
+from shoal.chat.tokenizer import Tokenizer
 from shoal.commands.replay import replay
 from shoal.config.commands import ReplayConfig
 from shoal.records import ShoalError, StopReason
@@ -69,6 +70,25 @@ def test_the_run_has_every_kind_of_turn(here: Path) -> None:
         for one in group["completions"]
     )
     assert max(row["turns/max"] for row in rows) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_5_think", "gemma4", "gpt_oss", "mistral"])
+def test_turns_in_other_chat_forms_train(tmp_path: Path, family: str) -> None:
+    """Whatever a random model says in the form of a family, its rollouts go on, and are learned."""
+    workshop = TurnWorkshop(tmp_path, family=family)
+    folder = workshop.train("run", "steps=2", "environment.history=template")
+    rows = metrics(folder)
+    assert len(rows) == 2
+    for row in rows:
+        assert np.isfinite(row["loss"]) and row["grad_norm"] > 0
+        assert row["turns/max"] > 1
+        # what answers, as context or in the prompt of a branch
+        assert row["tokens/context"] + row["turns/branches"] > 0
+    tokenizer = Tokenizer.load(workshop.model)
+    for group in groups(folder, 2):
+        for one in group["completions"]:
+            assert one["text"] == tokenizer.text(one["token_ids"])
 
 
 @pytest.mark.slow

@@ -56,17 +56,17 @@ def own(completions, environments, **columns):
 
 
 class TurnWorkshop(Workshop):
-    """Runs of at most six turns."""
+    """Runs of at most six turns. `family`: the chat form; the model is the same tiny one."""
 
-    def __init__(self, folder: Path, source: str = BOARD) -> None:
+    def __init__(self, folder: Path, source: str = BOARD, family: str = "qwen3") -> None:
         self.folder, self.model, self.runs = folder, folder / "model", folder / "runs"
         self.model.mkdir()
-        write_chat_tokenizer(self.model, "qwen3")
+        write_chat_tokenizer(self.model, family)
         tokenizer = tokenizers.Tokenizer.from_file(str(self.model / "tokenizer.json"))
         write_model(
             self.model, "qwen3", 0, vocab_size=tokenizer.get_vocab_size(), num_hidden_layers=1
         )
-        ends = [tokenizer.token_to_id(text) for text in CHATS["qwen3"].eos]
+        ends = [tokenizer.token_to_id(text) for text in CHATS[family].eos]
         self.ends = [*ends, *range(100, 256, 4)]
         (self.model / "generation_config.json").write_text(json.dumps({"eos_token_id": self.ends}))
         self.data, self.acts = folder / "rows.jsonl", folder / "acts.py"

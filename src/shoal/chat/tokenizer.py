@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,13 +21,18 @@ import numpy as np
 import tokenizers
 
 from shoal.chat import tokenizer_files
+from shoal.chat.markers import Markers
 from shoal.chat.template import GENERATION, compile_template, plain_data, render_template
+from shoal.chat.thoughts import ThoughtTags, split_thoughts, thoughts_of
 from shoal.findings import Finding, Findings
 from shoal.records import Messages, Prompt, ShoalError
 
 MARK = "\u2402END OF MESSAGE\u2402 "
 """Marks the end of an assistant's message that is to be continued. A template that trims messages
 removes the mark's final space, which shows that it does."""
+
+CALL_ID = re.compile(r"[a-zA-Z0-9]{9}")
+"""The ids of tool calls that Mistral's models write, and that their templates want."""
 
 TOOL_USE = "tool_use"
 """The name of the template for prompts with tools, as in transformers."""
@@ -203,6 +209,39 @@ class Tokenizer:
             return self._template
         return compile_template(tool_use, self.date, f"The chat template {TOOL_USE}")
 
+    @functools.cached_property
+    def _thought_tags(self) -> tuple[Markers, ThoughtTags] | None:
+        """What writes the thoughts that this model marks by special tokens with tags; None if the
+        model has no such tokens."""
+        added = self.added_tokens()
+        thoughts = thoughts_of(added)
+        if not any("tokens" in row for row in thoughts.values()):
+            return None
+        markers = Markers(added, self.decode, thoughts)
+        return markers, ThoughtTags(markers, thoughts)
+
+    @functools.cached_property
+    def _has_place_for_thoughts(self) -> bool:
+        """True if the template writes a message's `reasoning_content`, and otherwise than thoughts
+        with tags in its content (gpt-oss, Gemma 4, Qwen3.8). False if it has no such place, or
+        finds thoughts in the content by itself (Qwen3)."""
+        if self._template is None:
+            return False
+        question = {"role": "user", "content": "What next?"}
+        thought = "Why so?"
+        answer = {"role": "assistant", "content": "So."}
+        apart = {**answer, "reasoning_content": thought, "thinking": thought}
+        inside = {**answer, "content": f"<think>\n{thought}\n</think>\n\n{answer['content']}"}
+        variables = {**self._special, "tools": None, "documents": None}
+        variables["add_generation_prompt"] = False
+        texts = []
+        for message in (apart, inside):
+            try:
+                texts.append(_fill_in(self._template, [question, message], variables))
+            except Exception:  # a template may raise anything, and may refuse this alone
+                return False
+        return thought in texts[0] and texts[0] != texts[1]
+
     @property
     def has_template(self) -> bool:
         return self._template is not None
@@ -332,15 +371,15 @@ class Tokenizer:
 
         variables: dict[str, Any] = dict(self._special)
         variables |= {
-            "messages": [_with_reasoning(message) for message in clean],
             "tools": plain_data(tools or None),
             "documents": None,
             "add_generation_prompt": opens_answer,
         }
         if marked:
             variables |= GENERATION
+        shown = [_with_reasoning(self._with_thoughts_apart(message)) for message in clean]
         try:
-            text = render_template(template, **variables)
+            text = _fill_in(template, shown, variables)
         except Exception as error:  # a template may raise anything
             first_message = f"{messages[0]!r:.200}"
             raise ShoalError(
@@ -359,6 +398,21 @@ class Tokenizer:
         # A template that trims messages has removed the mark's final space: trim the content too.
         return text if rest.startswith(" ") else text.rstrip()
 
+    def _with_thoughts_apart(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Returns a message of the assistant with the thoughts that its content has in tags under
+        `reasoning_content`, if the template has a place of its own for them. A message without such
+        thoughts, with reasoning of its own, or of another role is returned itself, any other as a
+        copy."""
+        content = message.get("content")
+        if message.get("role") != "assistant" or not isinstance(content, str):
+            return message
+        if any(message.get(name) for name in _REASONING):
+            return message
+        thoughts, answer = split_thoughts(content)
+        if not thoughts or not self._has_place_for_thoughts:
+            return message
+        return {**message, "content": answer, "reasoning_content": thoughts}
+
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Returns the token ids of a text. `special`: True: with the tokens that the tokenizer puts
         around a text, such as bos (or eos at the end, for some); False: without. Special tokens
@@ -370,30 +424,53 @@ class Tokenizer:
         return self._backend.encode(text, add_special_tokens=special).ids
 
     def encode_spans(
-        self, text: str, spans: Sequence[tuple[int, int]]
+        self, text: str, spans: Sequence[tuple[int, int]], split: bool = False
     ) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """Returns the token ids of a rendered text, int32[T], and for each span of its characters
         the span (from, to) of its tokens, in the order of `spans`. `to` is not included, in neither
         kind of span; a token of which only a part lies in a span is. No tokens are put around the
-        text."""
+        text. `split`: a token that reaches over the start of a span is replaced by those of its two
+        parts, because a model is asked with the first part and writes the second."""
         encoding = self._backend.encode(text, add_special_tokens=False)
         # A span has the tokens from the first that ends behind its start, which may reach over the
         # start as in transformers, up to the first that begins at its end or behind it. Offsets may
         # lack leading spaces.
+        ids = list(encoding.ids)
         starts, ends = [], []
         for start, end in encoding.offsets:
             starts.append(start)
             ends.append(end)
+        for border, _ in spans:
+            position = bisect_right(ends, border)
+            if not split or position == len(ids) or starts[position] >= border:
+                continue
+            before = self.encode(text[starts[position] : border])
+            after = self.encode(text[border : ends[position]])
+            new_starts = [starts[position]] * len(before) + [border] * len(after)
+            new_ends = [border] * len(before) + [ends[position]] * len(after)
+            ids[position : position + 1] = before + after
+            starts[position : position + 1] = new_starts
+            ends[position : position + 1] = new_ends
         token_spans = []
         for start, stop in spans:
             token_spans.append((bisect_right(ends, start), bisect_left(starts, stop)))
-        return np.asarray(encoding.ids, np.int32), token_spans
+        return np.asarray(ids, np.int32), token_spans
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
         """Returns the text of token ids. `skip_special_tokens`: True to leave out special tokens,
         such as the one that ends a turn."""
         plain_ids = [int(token_id) for token_id in ids]
         return self._backend.decode(plain_ids, skip_special_tokens=skip_special_tokens)
+
+    def text(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Returns the text of a model's tokens as rewards and records have it: without special
+        tokens, but with the thoughts that some of them mark between `<think>` and `</think>` (see
+        `thoughts.py`). For other models it is `decode`."""
+        if self._thought_tags is None:
+            return self.decode(ids)
+        markers, tags = self._thought_tags
+        plain_ids = [int(token_id) for token_id in ids]
+        return markers.decoded(tags.tagged(markers.text(plain_ids)))
 
     def token_text(self, id: int) -> str:
         """Returns one token as text, for tables: special tokens and leading spaces are shown, so
@@ -479,16 +556,70 @@ class Tokenizer:
         return None if token is None else self._backend.token_to_id(token)
 
 
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message that hold its thoughts; the first that is there counts."""
+
+
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Returns a message with its reasoning under both keys that templates read, `thinking` and
     `reasoning_content`; data sets use these or `reasoning`. Of several, `reasoning_content` counts,
     then `thinking`; a `thinking` that the message has stays. A message without reasoning is
     returned itself, any other as a copy."""
-    for name in ("reasoning_content", "thinking", "reasoning"):
+    for name in _REASONING:
         if name in message:
             reasoning = message[name]
             return {"thinking": reasoning, **message, "reasoning_content": reasoning}
     return message
+
+
+def _fill_in(template: jinja2.Template, messages: list[dict[str, Any]], variables: dict) -> str:
+    """Returns what a template writes for messages. If it raises, and calls of tools lack an id as
+    Mistral's templates want them, they are tried with ids. Raises whatever the template raises."""
+    try:
+        return render_template(template, messages=messages, **variables)
+    except Exception:  # a template may raise anything
+        with_ids = _with_call_ids(messages)
+        if with_ids == messages:
+            raise
+        return render_template(template, messages=with_ids, **variables)
+
+
+def _with_call_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages in which every tool call has an id of CALL_ID's form, and every answer of a
+    tool that of its call: by the id that both have, else by their order. Ids of another form are
+    replaced. Messages without calls are returned themselves."""
+    new_ids: dict[str, str] = {}  # id in `messages` -> id in the result
+    unanswered: list[str] = []  # ids of the last calls, without those that have been answered
+    num_calls = 0
+    changed = []
+    for message in messages:
+        calls = message.get("tool_calls") or []
+        if not all(isinstance(call, Mapping) for call in calls):
+            return messages
+        if calls:
+            unanswered = []
+            calls_with_ids = []
+            for call in calls:
+                old_id = str(call.get("id", ""))
+                new_id = old_id if CALL_ID.fullmatch(old_id) else f"call{num_calls:05}"
+                num_calls += 1
+                new_ids[old_id] = new_id
+                unanswered.append(new_id)
+                calls_with_ids.append({**call, "id": new_id})
+            message = {**message, "tool_calls": calls_with_ids}
+        elif message.get("role") == "tool" and new_ids:
+            old_id = str(message.get("tool_call_id", ""))
+            if old_id and old_id in new_ids:
+                new_id = new_ids[old_id]
+            elif unanswered:
+                new_id = unanswered[0]
+            else:
+                new_id = list(new_ids.values())[-1]
+            if new_id in unanswered:
+                unanswered.remove(new_id)
+            message = {**message, "tool_call_id": new_id}
+        changed.append(message)
+    return changed
 
 
 def _plain_text(messages: Messages, opens_answer: bool) -> str:

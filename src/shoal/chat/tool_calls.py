@@ -3,9 +3,8 @@ with an error; reading never raises.
 
 Tables say how calls are marked and written, in the form of `response_template` in
 tokenizer_config.json (https://huggingface.co/docs/transformers/chat_response_parsing); a model's
-own `response_template` can replace them. A marker that is one token is found by its id: the same
-text in other tokens never matches. Since a model wrote the text, no step is quadratic in its
-length.
+own `response_template` can replace them. A marker that is one token is found by its id (see
+`markers.py`). Since a model wrote the text, no step is quadratic in its length.
 """
 
 from __future__ import annotations
@@ -15,7 +14,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shoal.chat.tokenizer import Tokenizer
+from shoal.chat.markers import Markers
+from shoal.chat.thoughts import ThoughtTags, pattern_of, thoughts_of
+from shoal.chat.tokenizer import CALL_ID, Tokenizer
 from shoal.records import ShoalError
 
 LONGEST = 1 << 20
@@ -49,33 +50,55 @@ FORMATS: dict[str, dict[str, Any]] = {
         "transform": _PARTS,
         "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>'] * 2, ["<escape>"] * 2]},
     },
+    # Any message whose header has more than its channel. The recipient stands behind the channel
+    # as models write it, before it as their template does. Built-in tools have no `functions.`.
+    "harmony": {
+        "open_pattern": r"(?:<\|channel\|>(?!\w{1,32}<\|message\|>)\w{0,32}"
+        r"|(?:\A|(?<=assistant))(?= to=)) ?"
+        r"(?:to=(?:functions\.)?(?P<name>[\w.-]{1,64}+))? ?(?:<\|constrain\|>)?.{0,64}?"
+        r"(?:<\|message\|>|(?=<\|call\|>))",
+        "close_pattern": r"<\|call\|>|<\|end\|>|<\|return\|>",
+        "content": "json",
+        "transform": _PARTS,
+    },
+    # A list of calls (7B v0.3, Nemo), or a name before the arguments (Small 3.2, Ministral 3).
+    "mistral": {
+        "open_pattern": r"\[TOOL_CALLS\]\s*(?:(?P<name>[\w.-]{1,64}+)\s*"
+        r"(?:\[CALL_ID\](?P<id>\w{1,64}))?(?:\[ARGS\])?)?",
+        "close_pattern": r"(?=\[TOOL_CALLS\])|\Z",
+        "content": "json",
+        "transform": _PARTS,
+    },
 }
-"""How models write tool calls: hermes is of Qwen2.5, Qwen3 and Hermes; xml of Qwen3.5; llama of
-Llama 3.1 and later; gemma of Gemma 4 and FunctionGemma."""
-# What looks like a call within a thought is not a call.
-_THOUGHTS = {"open_pattern": r"<think>|<\|channel>", "close_pattern": r"</think>|<channel\|>"}
+"""How models write tool calls: hermes is of Qwen2.5, Qwen3 and Hermes; xml of Qwen3.5 and later and
+Qwen3-Coder; llama of Llama 3.1 and later; gemma of Gemma 4 and FunctionGemma; harmony of gpt-oss;
+mistral of Mistral's models. Groups of an opening marker may be the tool's `name`, and the call's
+`id`; where it has no name, JSON content is an object with both name and arguments."""
+
+CALL_FORMATS = f"{', '.join(list(FORMATS)[:-1])} or {list(FORMATS)[-1]}"
+"""The values of environment.call_format that name a form, for messages."""
 
 
 class ToolCall(NamedTuple):
     """A tool call of a turn. `error`, if it could not be read, is the text to answer the model
-    with."""
+    with. `id`: the one that the model gave it, of CALL_ID's form; "" if it gave none."""
 
     name: str
     arguments: dict[str, Any]
     error: str = ""
+    id: str = ""
 
 
 class CallReader:
     """Reads the tool calls of turns.
 
-    call_format  hermes, xml, llama, gemma; or template: as the model's own `response_template` says
+    call_format  a key of FORMATS; or template: as the model's own `response_template` says
     start        ids that the chat template begins a turn with, which may open a thought
     schemas      of the tools; arguments that came as text are converted to the types that these
                  allow
 
-    In the texts and patterns of this class each marker that is one token is replaced by a *private
-    character*, which no other token decodes to. ShoalError for a `response_template` that cannot be
-    used.
+    In the texts and patterns of this class each marker that is one token is a private character
+    (see `Markers`). ShoalError for a `response_template` that cannot be used.
     """
 
     def __init__(
@@ -94,53 +117,36 @@ class CallReader:
         for tool in schemas:
             function = tool["function"]
             self._schemas[function["name"]] = function["parameters"]["properties"]
+        added = tokenizer.added_tokens()
+        thoughts = thoughts_of(added)
+        # What looks like a call within a thought is not a call.
+        fields: dict[str, Any] = {f"thoughts_{name}": row for name, row in thoughts.items()}
+        openings = [pattern_of(row, "open") for row in thoughts.values()]
         table: Any = {
-            "fields": {"thoughts": _THOUGHTS, "tool_calls": FORMATS.get(call_format)},
-            "start_anchor_pattern": f".*(?={_THOUGHTS['open_pattern']})",
+            "fields": {**fields, "tool_calls": FORMATS.get(call_format)},
+            "start_anchor_pattern": f".*(?={'|'.join(openings)})",
         }
         if call_format == "template":
             table = tokenizer.response_template
-        self._set_private_characters(table)
+        self._markers = Markers(added, tokenizer.decode, [table, thoughts])
+        self._tags = ThoughtTags(self._markers, thoughts)
         try:
             self._compile(table)
         except (KeyError, TypeError, AttributeError, ValueError, re.error) as error:
             key = "environment.call_format"
             raise ShoalError(
                 f"The response_template of tokenizer_config.json cannot be used ({error!r}): "
-                f"choose {key}=hermes, xml, llama or gemma.",
+                f"choose {key}={CALL_FORMATS}.",
                 key,
             ) from error
         # Only what follows the last anchor belongs to the turn, such as a tag that opens a thought.
         # Without an anchor in the text, nothing of it does.
-        text = self._text(start)
+        text = self._markers.text(start)
         start_of_turn = len(text)
         anchors = list(self._anchor.finditer(text))
         if anchors:
             start_of_turn = max(match.end() for match in anchors)
         self._start = text[start_of_turn:]
-
-    def _set_private_characters(self, table: Any) -> None:
-        """Assigns a private character to each added token whose text occurs in the table, and fills
-        the mappings between tokens, ids and characters, each longest token first. `table`: of the
-        form of `response_template`; it is not checked here."""
-        # JSON's escapes and those of regular expressions are undone, to find tokens in patterns.
-        used = json.dumps(table, ensure_ascii=False).replace("\\\\", "").replace('\\"', '"')
-        markers = []
-        for token_id, (token, is_special) in self._tokenizer.added_tokens().items():
-            if token in used:
-                markers.append((token, token_id, is_special))
-        # The longest first, since markers are replaced in this order.
-        markers.sort(key=lambda marker: -len(marker[0]))
-        self._char_of_token: dict[str, str] = {}
-        self._token_of_char: dict[str, str] = {}
-        self._char_of_id: dict[int, str] = {}
-        self._decoded: dict[str, str] = {}  # character -> its text where special tokens are skipped
-        for marker_index, (token, token_id, is_special) in enumerate(markers):
-            char = chr(0xF0000 + marker_index)  # of Unicode's plane for private use, see _PRIVATE
-            self._char_of_token[token] = char
-            self._token_of_char[char] = token
-            self._char_of_id[token_id] = char
-            self._decoded[char] = "" if is_special else token
 
     def _compile(self, table: Any) -> None:
         """Compiles the patterns of a table: one that matches any opening marker, whose group says
@@ -150,39 +156,25 @@ class CallReader:
         openings = []
         self._closing: dict[str, re.Pattern[str]] = {}
         for name, field in table["fields"].items():
-            opening = self._pattern(field, "open")
+            opening = self._marker_pattern(field, "open")
             if opening:
-                closing = self._pattern(field, "close") or r"\Z"
+                closing = self._marker_pattern(field, "close") or r"\Z"
                 openings.append(f"(?P<_{name}>{opening})")
                 self._closing[f"_{name}"] = re.compile(closing, re.DOTALL)
         self._opening = re.compile("|".join(openings), re.DOTALL)
-        self._anchor = re.compile(self._pattern(table, "start_anchor") or r"\Z", re.DOTALL)
+        self._anchor = re.compile(self._marker_pattern(table, "start_anchor") or r"\Z", re.DOTALL)
         self._field = table["fields"]["tool_calls"]
         self._args = self._field.get("content_args") or {}
-        tag_pattern = self._with_chars(self._args.get("tag_pattern", ""))
+        tag_pattern = self._markers.in_pattern(self._args.get("tag_pattern", ""))
         self._tag = re.compile(rf"[\s,]*(?:{tag_pattern})", re.DOTALL)
         content = self._field["content"]
         has_tags = content == "xml-inline" and {"key", "value"} <= self._tag.groupindex.keys()
         if content != "json" and not has_tags:
             raise ValueError(f"tool_calls with content {content!r} are not supported")
 
-    def _pattern(self, field: Mapping[str, Any], name: str) -> str:
-        """Returns the regular expression of a marker, `name` being open, close or start_anchor:
-        one that matches the field's literal texts under `name` (a text or a list), else its entry
-        such as `open_pattern`; "" if the field has neither. Markers in it are private
-        characters."""
-        literals = field.get(name, [])
-        if isinstance(literals, str):
-            literals = [literals]
-        longest_first = sorted(literals, key=len, reverse=True)
-        pattern = "|".join(re.escape(literal) for literal in longest_first)
-        return self._with_chars(pattern or field.get(f"{name}_pattern", ""))
-
-    def _with_chars(self, pattern: str) -> str:
-        """Returns a pattern with its markers replaced by private characters."""
-        for token, char in self._char_of_token.items():
-            pattern = pattern.replace(token, char).replace(re.escape(token), char)
-        return pattern
+    def _marker_pattern(self, field: Mapping[str, Any], name: str) -> str:
+        """Returns `pattern_of` a field's marker, with markers as private characters."""
+        return self._markers.in_pattern(pattern_of(field, name))
 
     def read(self, ids: Sequence[int]) -> tuple[str, list[ToolCall]]:
         """Reads the ids of a turn. Returns (its text outside of calls, its calls in order). The
@@ -191,8 +183,8 @@ class CallReader:
         read has an `error`, and its region stays in the text. Calls within a thought do not count.
         A turn of more than LONGEST characters is not searched: its text comes with one call that
         has an error. Never raises for what a model wrote."""
-        whole_text = self._tokenizer.decode(ids)
-        text = self._start + self._text(ids)
+        whole_text = self._tokenizer.text(ids)
+        text = self._start + self._markers.text(ids)
         if len(text) > LONGEST:
             return whole_text, [_unread(f"the turn is longer than {LONGEST:,} characters")]
         calls: list[ToolCall] = []
@@ -222,36 +214,21 @@ class CallReader:
         if all(call.error for call in calls):
             return whole_text, calls
         outside.append(text[position:])
-        content = "".join(outside).removeprefix(self._start)
-        return self._without_chars(content, self._decoded).strip(), calls
+        # What the prompt has of the turn is cut off after tags are written, which it may open.
+        content = self._tags.tagged("".join(outside)).removeprefix(self._tags.tagged(self._start))
+        return self._markers.decoded(content).strip(), calls
 
-    def _text(self, ids: Sequence[int]) -> str:
-        """Returns the text of ids, with markers as private characters and without other special
-        tokens."""
-        parts = []
-        start = 0
-        for position, token_id in enumerate(ids):
-            if token_id in self._char_of_id:
-                parts.append(self._decode(ids[start:position]))
-                parts.append(self._char_of_id[token_id])
-                start = position + 1
-        parts.append(self._decode(ids[start:]))
-        return "".join(parts)
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of ids, in which stray private characters are replaced."""
-        return _PRIVATE.sub("\ufffd", self._tokenizer.decode(ids))
-
-    def _without_chars(self, text: str, texts: Mapping[str, str]) -> str:
-        """Returns a text with private characters replaced by `texts`."""
-        return _PRIVATE.sub(lambda match: texts[match[0]], text)
-
-    def _read_calls(self, body: str, captured: dict[str, str], is_closed: bool) -> list[ToolCall]:
+    def _read_calls(
+        self, body: str, captured: dict[str, str | None], is_closed: bool
+    ) -> list[ToolCall]:
         """Returns the calls in the text between two markers (`body`), at least one; a single call
         with an error if any of them cannot be read, or if the closing marker is missing
         (`is_closed` False). `captured`: the groups of the opening marker's match, such as the
         tool's name. A list of calls counts as these calls."""
         transform = self._field.get("transform", "{content}")
+        is_json = self._field["content"] == "json"
+        if is_json and "name" in captured and captured["name"] is None:
+            transform = "{content}"  # the content has the tool's name, or nothing has
         try:
             if not is_closed:
                 raise ValueError("it does not end")
@@ -263,7 +240,10 @@ class CallReader:
                 values = dict(content) if isinstance(content, dict) else {}
                 values |= captured
                 values["content"] = content
-                calls.append(self._call(_fill_placeholders(transform, values)))
+                call = self._call(_fill_placeholders(transform, values))
+                if CALL_ID.fullmatch(captured.get("id") or ""):
+                    call = call._replace(id=str(captured["id"]))
+                calls.append(call)
             return calls
         except ValueError as error:
             return [_unread(str(error))]
@@ -289,7 +269,8 @@ class CallReader:
         name = name.strip()
         schemas = self._schemas.get(name, {})
         typed = {key: _typed(value, schemas.get(key, {})) for key, value in arguments.items()}
-        return ToolCall(name, typed)
+        call_id = str(value.get("id", ""))
+        return ToolCall(name, typed, id=call_id if CALL_ID.fullmatch(call_id) else "")
 
     def _contents(self, text: str) -> list[Any]:
         """Returns the values in the text between two markers: one or several JSON values, or, if
@@ -304,12 +285,12 @@ class CallReader:
         match = self._tag.match(text)
         while match:
             position = match.end()
-            value = self._without_chars(match["value"] or "", self._token_of_char)
+            value = self._markers.spelled(match["value"] or "")
             pairs.append((match["key"].strip(), value))
             match = self._tag.match(text, position)
         # Behind the last tag only one closing tag may stand, such as `</function>`.
         if not re.fullmatch(r"\s*(?:</\w+>\s*)?", text[position:]):
-            begin = self._without_chars(text[position : position + 40], self._token_of_char)
+            begin = self._markers.spelled(text[position : position + 40])
             raise ValueError(f"{begin.strip()!r} is no argument")
         return [_unique(pairs)]
 
@@ -319,7 +300,8 @@ class CallReader:
         characters become the tokens' texts. Whether the result is valid is not checked."""
         quotes = []
         for begin, end in self._args.get("string_delims", ()):
-            quotes += [re.escape(self._with_chars(begin)), re.escape(self._with_chars(end))]
+            for quote in (begin, end):
+                quotes.append(re.escape(self._markers.in_pattern(quote)))
         parts = re.split("|".join(quotes), text) if quotes else [text]
         for part_index, part in enumerate(parts):
             is_string = part_index % 2 == 1  # between two quotes
@@ -327,7 +309,7 @@ class CallReader:
                 parts[part_index] = json.dumps(part)
             elif self._args.get("unquoted_keys"):
                 parts[part_index] = _BARE_KEY.sub(_quoted_key, part)
-        return self._without_chars("".join(parts), self._token_of_char)
+        return self._markers.spelled("".join(parts))
 
 
 def _quoted_key(match: re.Match[str]) -> str:
@@ -339,7 +321,6 @@ def _quoted_key(match: re.Match[str]) -> str:
     return match[0]
 
 
-_PRIVATE = re.compile("[\U000f0000-\U000f0fff]")
 # A string without an end extends to the end of the text; otherwise each later quote would be tried.
 _STRING = r'"(?:[^"\\]|\\.)*"?'
 _BARE_KEY = re.compile(rf"{_STRING}|([{{,]\s*)([A-Za-z_][\w.-]*)\s*:", re.DOTALL)

@@ -22,7 +22,7 @@ from typing import Any, Literal, Union
 import numpy as np
 
 from shoal.chat.tokenizer import MARK, Tokenizer
-from shoal.chat.tool_calls import CallReader, ToolCall
+from shoal.chat.tool_calls import CALL_FORMATS, CallReader, ToolCall
 from shoal.records import Completion, Messages, Prompt, ShoalError
 
 _CUT = "\ue0f4"
@@ -43,7 +43,7 @@ class TurnFormat:
 
     schemas      of the tools that may be called, as `schema` makes them; empty if an environment
                  answers in words
-    call_format  hermes, xml, llama, gemma, template; auto: as the chat template writes calls
+    call_format  a key of FORMATS, or template; auto: as the chat template writes calls
     special      False: a tool's or environment's text never becomes an added (special) token of the
                  tokenizer, whatever it spells
     notes        what the chat template would change in earlier turns, a line each
@@ -59,13 +59,14 @@ class TurnFormat:
         special: bool = True,
     ):
         """Renders short dialogues to find how the chat template writes turns. The arguments and the
-        errors are described at the class: `schemas` is empty without tools; `call_format` is
-        `hermes`, `xml`, `llama`, `gemma`, `template`, or `auto` for the template's own form; with
-        `special` False, texts of tools are encoded without added tokens. `call_format` is not read
-        without tools."""
+        errors are described at the class: `schemas` is empty without tools; with `special`
+        False, texts of tools are encoded without added tokens. `call_format` is not read without
+        tools."""
         self._tokenizer = tokenizer
         self._schemas = list(schemas)
         self._reader: CallReader | None = None
+        # Does a turn have calls -> the id that ends it.
+        self._ends: dict[bool, int] = {}
         # Finds spelled-out added tokens; None: they may become tokens.
         self._added = None if special else _added_tokens(tokenizer)
         names = [tool["function"]["name"] for tool in schemas]
@@ -90,7 +91,8 @@ class TurnFormat:
         self.notes: list[str] = []
         next_messages = [answer]  # what may follow a turn: an answer of a tool, or of a user
         if names:
-            next_messages.append(_QUESTION)
+            # Not _QUESTION again: Mistral's template looks for the last user's text.
+            next_messages.append({"role": "user", "content": "And then?"})
         for message in next_messages:
             # A template may refuse the turn that this is tried on.
             with contextlib.suppress(ShoalError):
@@ -167,7 +169,7 @@ class TurnFormat:
         if self._reader:
             content, calls = self._reader.read(ids)
         else:
-            content = self._tokenizer.decode(ids)
+            content = self._tokenizer.text(ids)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         without_error = [_in_message(call) for call in calls if not call.error]
         if without_error:
@@ -186,18 +188,17 @@ class TurnFormat:
         last      the turn's last sampled id; if it did not end the turn, the returned ids begin
                   with the token that does. None: the turn was ended
         """
-        called: list[str] = []
+        called: list[ToolCall] = []
         answered = [message.get("name", "") for message in messages if message["role"] == "tool"]
         if answered:  # tools answer; else a user, and the turn is rendered without calls
-            called = [call.name for call in calls] or answered
+            called = list(calls) or [ToolCall(name, {}) for name in answered]
         end, ids = self._end_and_context(messages, called)
         if last is None or last == end:
             return ids
         if last in self._tokenizer.eos_ids:
             # Another end-of-sequence token will do, unless the answers are part of the turn, as in
             # Gemma 4, where the token that ends the calls opens the answers.
-            usual_end, _ = self._end_and_context([_QUESTION])
-            if end == usual_end:
+            if end == self._end_of_turn(has_calls=False):
                 return ids
         ids.insert(0, end)
         return ids
@@ -207,51 +208,99 @@ class TurnFormat:
         return self._tokenizer.render(messages, finished, self._schemas)
 
     def _end_and_context(
-        self, messages: Messages, names: Sequence[str] = ()
+        self, messages: Messages, calls: Sequence[ToolCall] = ()
     ) -> tuple[int, list[int]]:
-        """Renders a turn that calls the tools `names`, and the messages that answer it. Returns
-        (the id that ends the turn, the ids after it: the answers and the next generation prompt).
-        Without `names` the turn is one of text. ShoalError if the template raises or writes no
-        calls, or if no end-of-sequence token ends the turn. A name of other characters than
-        letters, digits, `_`, `.` and `-`, or of more than 64, is rendered as `unknown`."""
-        # The model wrote the names: a text that is no name could contain the end of a turn.
+        """Renders a turn with these tool calls, and the messages that answer it. Returns (the id
+        that ends the turn, the ids after it: the answers and the next generation prompt). Without
+        `calls` the turn is one of text. ShoalError if the template raises or writes no calls, or if
+        no end-of-sequence token ends the turn."""
+        end = self._end_of_turn(bool(calls))
+        ids = self._ids_behind_mark(messages, calls)
+        if end not in ids:
+            raise self._no_end(ids)
+        position = ids.index(end)
+        return end, ids[position + 1 :]
+
+    def _no_end(self, ids: list[int]) -> ShoalError:
+        """Returns the error for a turn that no end-of-sequence token ends. `ids`: what follows the
+        turn."""
+        text = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return ShoalError(
+            "The model has no end-of-turn token: its chat template ends a turn with "
+            f"{text[:40]!r}, without a token of eos_token_id in generation_config.json. Add the "
+            "one that ends turns."
+        )
+
+    def _end_of_turn(self, has_calls: bool) -> int:
+        """Returns the id that ends a turn with calls, or one of text: the first end-of-sequence
+        token behind it. It is found once, with an answer whose text spells no token. ShoalError as
+        in `_end_and_context`."""
+        if has_calls in self._ends:
+            return self._ends[has_calls]
+        answer: dict[str, Any] = dict(_QUESTION)
         calls = []
-        for call_index, name in enumerate(names):
-            if not re.fullmatch(r"[\w.-]{1,64}", name):
-                name = "unknown"
-            calls.append({"id": f"call{call_index:05}", **_in_message(ToolCall(name, {}))})
+        if has_calls:
+            name = self._schemas[0]["function"]["name"] if self._schemas else "unknown"
+            answer |= {"role": "tool", "name": name}
+            calls.append(ToolCall(name, {}))
+        ids = self._ids_behind_mark([answer], calls)
+        ends = [id for id in ids if id in self._tokenizer.eos_ids]
+        last_end = self._tokenizer.turn_end
+        if not ends and not has_calls and last_end is not None and last_end.is_eos:
+            # gpt-oss ends a turn with <|return|>, but its template writes <|end|> in that place
+            # once a message follows. The tokens that were sampled stay.
+            added = self._tokenizer.added_tokens()
+            ends = [id for id in ids if id in added]
+        if not ends:
+            raise self._no_end(ids)
+        self._ends[has_calls] = ends[0]
+        return ends[0]
+
+    def _ids_behind_mark(self, messages: Messages, calls: Sequence[ToolCall]) -> list[int]:
+        """Renders a turn with these tool calls, or one of text without `calls`, and the messages
+        that answer it. Returns the ids of what the template writes behind the last argument of the
+        last call, or behind the text. ShoalError if the template raises or writes no calls. A name
+        of other characters than letters, digits, `_`, `.` and `-`, or of more than 64, is rendered
+        as `unknown`; the calls' arguments are not rendered."""
+        # The model wrote the names: a text that is no name could contain the end of a turn.
+        written = []
+        for call_index, call in enumerate(calls):
+            name = call.name if re.fullmatch(r"[\w.-]{1,64}", call.name) else "unknown"
+            call_id = call.id or f"call{call_index:05}"
+            written.append(_in_message(ToolCall(name, {}, id=call_id)))
         turn: dict[str, Any] = {"role": "assistant", "content": MARK}
-        if calls:
-            calls[-1]["function"]["arguments"] = {"text": MARK}
+        if written:
+            written[-1]["function"]["arguments"] = {"text": MARK}
             turn["content"] = ""
-            turn["tool_calls"] = calls
+            turn["tool_calls"] = written
         conversation = [_QUESTION, turn]
-        for call_index, message in enumerate(messages):
+        for message_index, message in enumerate(messages):
             answer = self.split_special_tokens(message)
-            conversation.append({"tool_call_id": f"call{call_index:05}", **answer})
-        try:
-            text = self._render(conversation)
-        except ShoalError:  # Llama 3.1 takes one call in a message
-            if len(calls) < 2:
-                raise
-            turn["tool_calls"] = calls[-1:]
-            text = self._render(conversation)
+            if message_index < len(written):
+                answer = {**answer, "tool_call_id": written[message_index]["id"]}
+            conversation.append(answer)
+        text = self._render_calls(conversation, turn)
         _, mark, rest = text.partition(MARK.strip())
         if not mark:
             raise ShoalError(_NO_PLACE.format("tool calls"), "model.template")
         if self._added is None:
             # Tokenizers refuse half a character.
-            ids = self._tokenizer.encode(rest.encode(errors="replace").decode())
-        else:
-            ids = self._encode_pieces(rest)
-        for position, id in enumerate(ids):  # what is behind the mark begins with the turn's end
-            if id in self._tokenizer.eos_ids:
-                return id, ids[position + 1 :]
-        raise ShoalError(
-            "The model has no end-of-turn token: its chat template ends a turn with "
-            f"{rest[:40]!r}, without a token of eos_token_id in generation_config.json. Add the "
-            "one that ends turns."
-        )
+            return self._tokenizer.encode(rest.encode(errors="replace").decode())
+        return self._encode_pieces(rest)
+
+    def _render_calls(self, conversation: Messages, turn: dict[str, Any]) -> str:
+        """Returns the text of a conversation whose assistant's message is `turn`, with MARK in its
+        last tool call. A template that takes one call in a message and refuses others (Llama 3.1),
+        or leaves them out (gpt-oss), gets that call alone; this changes `turn`. ShoalError if the
+        template raises for one call too."""
+        calls = turn.get("tool_calls", [])
+        if len(calls) > 1:
+            with contextlib.suppress(ShoalError):
+                text = self._render(conversation)
+                if MARK.strip() in text:
+                    return text
+            turn["tool_calls"] = calls[-1:]
+        return self._render(conversation)
 
     def _history_note(self, answer: dict[str, Any]) -> str:
         """Returns a note for the user if the chat template renders a turn differently once the
@@ -275,9 +324,9 @@ class TurnFormat:
 
 def find_call_format(tokenizer: Tokenizer, schemas: Sequence[dict[str, Any]]) -> str:
     """Returns the form in which the model writes calls of these tools: `template` if the tokenizer
-    has a `response_template`, else the form of a call that the chat template renders: xml, gemma,
-    hermes or llama. ShoalError if it renders none of these, or raises. `schemas`: one or more; a
-    call of the first tool is rendered."""
+    has a `response_template`, else the form of a call that the chat template renders, a key of
+    FORMATS. ShoalError if it renders none of these, or raises. `schemas`: one or more; a call of
+    the first tool is rendered."""
     if tokenizer.response_template:
         return "template"
     name = schemas[0]["function"]["name"]
@@ -293,13 +342,17 @@ def find_call_format(tokenizer: Tokenizer, schemas: Sequence[dict[str, Any]]) ->
         return "xml"
     if before.endswith("call:"):
         return "gemma"
+    if before.endswith("to=functions."):
+        return "harmony"
+    if "[TOOL_CALLS]" in before[-40:]:
+        return "mistral"
     if "<tool_call>" in before[-40:] and '"arguments"' in after:
         return "hermes"
     if '"parameters"' in after:
         return "llama"
     raise ShoalError(
         f"The chat template writes tool calls in a form that is not known, {before[-40:]!r}: "
-        "choose environment.call_format=hermes, xml, llama or gemma.",
+        f"choose environment.call_format={CALL_FORMATS}.",
         "environment.call_format",
     )
 
@@ -318,8 +371,11 @@ def _added_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 
 
 def _in_message(call: ToolCall) -> dict[str, Any]:
-    """Returns a tool call in the form of a message's `tool_calls`, without an id or an error."""
-    return {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    """Returns a tool call in the form of a message's `tool_calls`, without an error; with an `id`
+    if the model gave it one."""
+    own_id = {"id": call.id} if call.id else {}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {**own_id, "type": "function", "function": function}
 
 
 # Schemas
@@ -514,7 +570,7 @@ def completion_record(
     if tools:
         message, _ = turn_format(tokenizer, json.dumps(tools)).read(ids)
     else:
-        message = {"role": "assistant", "content": text}
+        message = {"role": "assistant", "content": tokenizer.text(ids)}
     tokens = []
     if with_token_texts:
         tokens = [tokenizer.decode([id], skip_special_tokens=False) for id in ids]

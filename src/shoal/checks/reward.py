@@ -144,7 +144,7 @@ def as_model_text(tokenizer: Tokenizer, prompt: str, text: str) -> ModelText:
     for token, is_special in tokenizer.added_tokens().values():
         if is_special and token in text:
             skipped.append(token)
-    return ModelText(tokenizer.decode(ids), ids, opened, tuple(skipped))
+    return ModelText(tokenizer.text(ids), ids, opened, tuple(skipped))
 
 
 def model_text_maker(tokenizer: Tokenizer, encode: Callable[[Example], Any]) -> MakeModelText:

@@ -83,7 +83,7 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
                 )
             )
         engine.submit(requests)
-        lines = list(completion_rows(prompts, drain(engine), tokenizer.decode, size))
+        lines = list(completion_rows(prompts, drain(engine), tokenizer.text, size))
         write_text(output, "".join(f"{line}\n" for line in lines))
         console.note(f"wrote {count(len(lines), 'completion')} to {output}")
     return {"completions": len(lines), "output": str(output)}

@@ -182,7 +182,7 @@ class DataSource:
             example=request.example,
             prompt_ids=stream.prompt_ids,
             completions=(completion,),
-            texts=(self.tokenizer.decode(ids),),
+            texts=(self.tokenizer.text(ids),),
             rewards=np.zeros(1),
             reward_components={},
             valid=np.ones(1, bool),

@@ -852,7 +852,7 @@ class Job(StagedJob):
         """Makes the object that scores sampled completions in the `reward_pool` and joins each
         prompt's completions and scores to a `Group`."""
         return GroupRewards(
-            self.task, self.reward_pool, self.tokenizer.decode, section_of(self.requested).on_error
+            self.task, self.reward_pool, self.tokenizer.text, section_of(self.requested).on_error
         )
 
     @stage(

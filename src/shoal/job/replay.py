@@ -209,7 +209,7 @@ def _completion_record(
         "index": index,
         "identical": identical,
         "text": group.texts[index],
-        "sampled_text": tokenizer.decode(sampled.token_ids.tolist()),
+        "sampled_text": tokenizer.text(sampled.token_ids),
         "stop_reason": completion.stop_reason,
         "reward": group.rewards[index],
         "components": {name: values[index] for name, values in group.reward_components.items()},

@@ -222,7 +222,7 @@ def try_step(
         siblings = sampled[request_id]
         of_group = [completion.token_ids.tolist() for completion in siblings]
         token_ids.append(of_group)
-        texts.append([tokenizer.decode(tokens) for tokens in of_group])
+        texts.append([tokenizer.text(tokens) for tokens in of_group])
         for completion in siblings:
             if completion.stop_reason == StopReason.CANCELLED:
                 cancelled += 1

@@ -4,6 +4,7 @@ host."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -413,27 +414,39 @@ class TurnDriver:
         for the host.
 
         With environment.history=template the whole history is rendered anew, which may begin a new
-        branch; else the messages are appended to the tokens so far."""
+        branch; else, or if the template refuses this history, the messages are appended to the
+        tokens so far."""
         assert rollout.completion is not None
-        form = self._format(rollout)
+        history_ids = None
         if self.section.history == "template":
-            prompt = self._prompt_to_encode(rollout)
-            assert not isinstance(prompt, str)
-            # Everything after the prompt was said by the model or its environment.
-            history = list(prompt)
-            for message in rollout.messages + replies:
-                if message["role"] != "assistant":
-                    message = form.split_special_tokens(message)
-                history.append(message)
-            host_messages = self._continue_with_prompt(rollout, form.encode_prompt(history))
+            # The model wrote the history: its template may refuse it, as Llama 3.1's does two calls
+            # in one turn.
+            with contextlib.suppress(ShoalError):
+                history_ids = self._encode_history(rollout, replies)
+        if history_ids is not None:
+            host_messages = self._continue_with_prompt(rollout, history_ids)
         else:
             last_token = int(rollout.completion.token_ids[-1])
-            context = form.encode_context(replies, rollout.calls, last_token)
+            context = self._format(rollout).encode_context(replies, rollout.calls, last_token)
             host_messages = self._extend_with_context(rollout, context)
         if not host_messages:
             return self._end_rollout(rollout, StopReason.LENGTH)
         rollout.messages += replies
         return host_messages
+
+    def _encode_history(self, rollout: Rollout, replies: list[dict[str, Any]]) -> np.ndarray:
+        """Returns the token ids of a rollout's whole history with `replies`, as the chat template
+        renders it, int32[T]. ShoalError if the template refuses it."""
+        form = self._format(rollout)
+        prompt = self._prompt_to_encode(rollout)
+        assert not isinstance(prompt, str)
+        # Everything after the prompt was said by the model or its environment.
+        history = list(prompt)
+        for message in rollout.messages + replies:
+            if message["role"] != "assistant":
+                message = form.split_special_tokens(message)
+            history.append(message)
+        return form.encode_prompt(history)
 
     def _continue_with_prompt(self, rollout: Rollout, ids: np.ndarray) -> list[GroupMessage]:
         """Continues a rollout with a turn after the prompt `ids`, and returns the messages for the
@@ -661,8 +674,8 @@ class TurnDriver:
         if only_adds:
             # Context is encoded for messages of the user, or for one answer to each tool call.
             for call in rollout.agent_messages[-1].get("tool_calls", ()):
-                # only the names count for the context
-                calls.append(ToolCall(call["function"]["name"], {}))
+                # only the names and ids count for the context
+                calls.append(ToolCall(call["function"]["name"], {}, id=call.get("id", "")))
             roles = [message["role"] for message in added]
             only_adds = set(roles) == {"user"} or roles == ["tool"] * len(calls)
         if only_adds:
@@ -837,8 +850,9 @@ def _turn_limit(given: Any, most: int) -> int:
 
 
 def _answer(call: ToolCall, text: str) -> dict[str, Any]:
-    """Returns the message that answers a tool call."""
-    return {"role": "tool", "name": call.name, "content": text}
+    """Returns the message that answers a tool call, with the call's id if it has one."""
+    answer = {"role": "tool", "name": call.name, "content": text}
+    return {**answer, "tool_call_id": call.id} if call.id else answer
 
 
 def _cut(reply: Reply) -> dict[str, int]:

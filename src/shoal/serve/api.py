@@ -423,10 +423,11 @@ def _choice(call: Call, described: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tool_call(tool_call: dict[str, Any]) -> dict[str, Any]:
-    """Returns a tool call in the form of the API."""
+    """Returns a tool call in the form of the API, with a new id if the model gave it none."""
     function = dict(tool_call["function"])
     function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+    call_id = tool_call.get("id") or f"call_{uuid.uuid4().hex}"
+    return {"id": call_id, "type": "function", "function": function}
 
 
 def _version_spans(versions: Sequence[str]) -> list[dict[str, Any]]:

@@ -54,7 +54,9 @@ class EnvironmentSection:
     chat template makes of the messages each time, which may leave out thoughts. Where that differs
     from what is there, the rollout goes on in a branch with a prompt of its own, of at most
     sampling.max_prompt_tokens."""
-    call_format: Literal["auto", "hermes", "xml", "llama", "gemma", "template"] = key(
+    call_format: Literal[
+        "auto", "hermes", "xml", "llama", "gemma", "harmony", "mistral", "template"
+    ] = key(
         "auto",
         stages=("environment", "data", "sampling", "evaluation"),
         decided_from=(

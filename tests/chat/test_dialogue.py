@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from chat_models import write_chat_tokenizer
 
 from shoal.chat.dialogue import Stream, streams_of, text_stream, unwritten
 from shoal.chat.tokenizer import Tokenizer
@@ -124,6 +125,88 @@ def test_a_turn_is_learned_once_and_where_it_is_sampled():
     assert learned(tokenizer, other) == ["<reasoning>again</reasoning>yes<|end|>"]
     for stream, number in ((one, 1), (other, 3)):
         np.testing.assert_array_equal(stream.prompt_ids, tokenizer.encode_prompt(dialogue[:number]))
+
+
+SAYS_BEFORE = {
+    "role": "assistant",
+    "content": "",
+    "reasoning": "I add.",
+    "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}],
+}
+OF_FAMILIES = [
+    {"role": "user", "content": "2 + 3?"},
+    SAYS_BEFORE,
+    {"role": "tool", "content": "5"},
+    {"role": "assistant", "content": "<think>\nIt says 5.\n</think>\n\nIt is 5."},
+    {"role": "user", "content": "Sure?"},
+    {"role": "assistant", "content": "Yes."},
+]
+SCHEMA = {"description": "Adds.", "parameters": {"type": "object", "properties": {}}}
+OF_ADD = [{"type": "function", "function": {"name": "add", **SCHEMA}}]
+XML = "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n</function>\n</tool_call>"
+THINKS = [
+    f"I add.\n</think>\n\n{XML}<|im_end|>",
+    "It says 5.\n</think>\n\nIt is 5.<|im_end|>",
+    # the template has opened the thought, and ends the line
+    "\n</think>\n\nYes.<|im_end|>",
+]
+WITH_TAGS = "<think>\nIt says 5.\n</think>\n\nIt is 5."
+
+
+@pytest.mark.parametrize(("family", "streams", "turns"), [
+    ("qwen3_5_think", 2, THINKS),
+    ("qwen3_8", 1, THINKS),
+    ("gemma4", 2, [
+        "<|channel>thought\nI add.\n<channel|>"
+        "<|tool_call>call:add{a:2}<tool_call|><|tool_response>",
+        "<|channel>thought\nIt says 5.\n<channel|>It is 5.<turn|>", "Yes.<turn|>"]),
+    # Its thoughts before a call stay in the context of the answer that is learned there.
+    ("gpt_oss", 2, [
+        "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant to=functions.add"
+        '<|channel|>commentary json<|message|>{"a": 2}<|call|>',
+        "<|channel|>analysis<|message|>It says 5.<|end|><|start|>assistant<|channel|>final"
+        "<|message|>It is 5.<|return|>", "<|channel|>final<|message|>Yes.<|return|>"]),
+    # The ids of calls, which the rows do not have, are filled in.
+    ("mistral", 3, [
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 2}, "id": "call00000"}]</s>',
+        f" {WITH_TAGS}</s>", " Yes.</s>"]),
+    ("mistral_args", 1, ['[TOOL_CALLS]add[ARGS]{"a": 2}</s>', f"{WITH_TAGS}</s>", "Yes.</s>"]),
+])  # fmt: skip
+def test_turns_of_families_are_learned_in_the_context_in_which_they_are_sampled(
+    tmp_path: Path, family: str, streams: int, turns: list[str]
+):
+    tokenizer = Tokenizer.load(write_chat_tokenizer(tmp_path, family))
+    system = [{"role": "system", "content": "Be brief."}]
+    found = streams_of(tokenizer, system + OF_FAMILIES, OF_ADD)
+    assert len(found) == streams
+    runs = []
+    for stream in found:
+        runs += learned(tokenizer, stream)
+    assert runs == turns
+    ids = []
+    for stream in found:
+        ids.append([*stream.prompt_ids.tolist(), *stream.token_ids.tolist()])
+    # What stands before each learned turn is what a model is asked with for it.
+    asked = 0
+    for index, message in enumerate(OF_FAMILIES):
+        if message["role"] == "assistant":
+            prompt = tokenizer.encode_prompt(system + OF_FAMILIES[:index], OF_ADD).tolist()
+            asked += any(one[: len(prompt)] == prompt for one in ids)
+    assert asked == len(turns)
+    left_out = unwritten(tokenizer, system + OF_FAMILIES, OF_ADD)
+    assert left_out == (["reasoning"] if family.startswith("mistral") else [])
+
+
+def test_a_call_that_the_template_leaves_out_is_found(tmp_path: Path):
+    """gpt-oss's template writes the first call of a message alone."""
+    twice = {**SAYS_BEFORE, "tool_calls": SAYS_BEFORE["tool_calls"] * 2}
+    dialogue = [OF_FAMILIES[0], twice, *OF_FAMILIES[2:]]
+    for family, left_out in (
+        ("gpt_oss", ["tool calls behind the first of a message"]),
+        ("gemma4", []),
+    ):
+        tokenizer = Tokenizer.load(write_chat_tokenizer(tmp_path / family, family))
+        assert unwritten(tokenizer, dialogue, OF_ADD) == left_out
 
 
 def test_prompts_and_completions_of_text():

@@ -30,6 +30,7 @@ from shoal import cli
 from shoal.budget.budget import Budget, Item
 from shoal.budget.memory import AvailableMemory, machine_memory
 from shoal.chat.tokenizer import Tokenizer
+from shoal.checks.inputs import check_template
 from shoal.checks.reward import (
     KINDS,
     ModelText,
@@ -47,6 +48,7 @@ from shoal.commands import doctor as doctor_module
 from shoal.commands.doctor import doctor
 from shoal.config.merge import compose
 from shoal.config.train import Config
+from shoal.findings import Findings
 from shoal.job import memory as memory_module
 from shoal.job.out_of_memory import explain_out_of_memory
 from shoal.job.step_trial import ResidentPeak, array_bytes, children_bytes
@@ -660,6 +662,21 @@ def tokenizer_with(
     backend.add_tokens([AddedToken(tag, special=special, normalized=False) for tag in tags])
     backend.save(str(folder / "tokenizer.json"))
     return Tokenizer.load(folder, CHATML.replace("assistant\\n' }}", f"assistant\\n{opens}' }}}}"))
+
+
+def test_a_thought_that_the_template_opens_is_said(tmp_path: Path) -> None:
+    example = Example(0, [{"role": "user", "content": "2 + 3 = ?"}], {})
+    for number, opens in enumerate(("", "<think>\\n")):
+        tokenizer = tokenizer_with(tmp_path / str(number), opens=opens)
+        findings = Findings()
+
+        def encode(one: Example, tokenizer: Tokenizer = tokenizer) -> np.ndarray:
+            return tokenizer.encode_prompt(one.prompt)
+
+        check_template(tokenizer, encode, [example], findings)
+        (finding,) = findings.found
+        assert finding.level == "ok"
+        assert ("opens a thought with <think>" in finding.text) == bool(opens)
 
 
 def tried_through(tokenizer: Tokenizer, wanted: Callable[..., Any], columns: dict[str, Any]) -> Any:

@@ -83,30 +83,57 @@ def streams_of(
                 f"message {index} is the assistant's, and so is the one before it: join the two"
             )
         prompt_text = tokenizer.render(messages[:index], tools=tools)
-        with_marks = tokenizer.render(
-            messages[: index + 1], finished=True, tools=tools, marked=True
-        )
-        text, marked = _without_marks(with_marks)
-        if not text.startswith(prompt_text):
+        turn = _turn_text(tokenizer, messages[: index + 1], tools, prompt_text)
+        if turn is None:
+            # The template rewrites what is before a turn because of that turn: gpt-oss's leaves out
+            # the thoughts of calls once an answer follows, Mistral's the system's words. The turn
+            # itself looks as it does behind any question.
+            question = {"role": "user", "content": "What next?"}
+            short_prompt = tokenizer.render([question], tools=tools)
+            turn = _turn_text(tokenizer, [question, message], tools, short_prompt)
+        if turn is None:
             raise ShoalError(
                 f"the chat template does not write message {index} where it asks a model for it "
                 f"(behind {prompt_text[-40:]!r}): give another with model.template",
                 "model.template",
             )
+        turn_text, marked = turn
+        text = prompt_text + turn_text
         spans: list[tuple[int, int]] = []
         if texts and prompt_text.startswith(texts[-1].text):
             # The template only added to the last text: one stream holds both turns.
             spans = texts.pop().spans
-        if marked:
-            for start, stop in marked:
-                if stop > len(prompt_text):  # the others are in earlier turns
-                    spans.append((max(start, len(prompt_text)), stop))
-        else:
+        if marked is None:
             spans.append((len(prompt_text), len(text)))
-        texts.append(_Text(text, spans, bool(marked)))
+        else:
+            for start, stop in marked:
+                spans.append((len(prompt_text) + start, len(prompt_text) + stop))
+        texts.append(_Text(text, spans, marked is not None))
     if not texts:
         raise ShoalError("there is no message of the assistant to learn from")
     return [_stream(tokenizer, text) for text in texts]
+
+
+def _turn_text(
+    tokenizer: Tokenizer,
+    messages: Messages,
+    tools: Sequence[dict[str, Any]] | None,
+    prompt_text: str,
+) -> tuple[str, list[tuple[int, int]] | None] | None:
+    """Returns (the text of the last message's turn with its end, the spans of its characters that
+    the template marks, or None if the template marks nothing); None if the template does not write
+    the turn behind `prompt_text`, the text with which a model is asked for it. ShoalError if the
+    template raises."""
+    with_marks = tokenizer.render(messages, finished=True, tools=tools, marked=True)
+    text, marked = _without_marks(with_marks)
+    if not text.startswith(prompt_text):
+        return None
+    begin = len(prompt_text)
+    spans = []
+    for start, stop in marked:
+        if stop > begin:  # the others are in earlier turns
+            spans.append((max(start, begin) - begin, stop - begin))
+    return text[begin:], spans if marked else None
 
 
 def unwritten(
@@ -130,11 +157,14 @@ def unwritten(
         try:
             if _rendering(tokenizer, reduced, reduced_tools) != full_text:
                 return True
-            # A template may write something in the last turns alone, as Qwen3 does reasoning.
-            for number, message in enumerate(messages[:-1]):
-                if message["role"] == ASSISTANT:
-                    text_so_far = _rendering(tokenizer, messages[: number + 1], tools)
-                    if _rendering(tokenizer, reduced[: number + 1], reduced_tools) != text_so_far:
+            # A template may write something in the last turns alone, as Qwen3 does reasoning, or
+            # only while the last message is a user's, as Mistral the system's words.
+            for number, message in enumerate(messages):
+                if message["role"] != ASSISTANT:
+                    continue
+                for size in range(max(1, number), number + 2):  # without that turn, and with it
+                    text_so_far = _rendering(tokenizer, messages[:size], tools)
+                    if _rendering(tokenizer, reduced[:size], reduced_tools) != text_so_far:
                         return True
         except ShoalError:  # the template fails without it, so it reads it
             return True
@@ -157,6 +187,13 @@ def unwritten(
             reduced.append({**message, "content": ""} if message["role"] == role else message)
         if role != ASSISTANT and reduced != list(messages) and not is_written(reduced, tools):
             names.append(f"what role {role} says")
+    # gpt-oss's template writes only the first call of a message.
+    reduced = []
+    for message in messages:
+        calls = message.get("tool_calls") or []
+        reduced.append({**message, "tool_calls": calls[:1]} if len(calls) > 1 else message)
+    if "tool_calls" not in names and reduced != list(messages) and not is_written(reduced, tools):
+        names.append("tool calls behind the first of a message")
     # Llama 3's template writes only the calls of a message with tool calls, not its text.
     reduced = []
     has_text_beside_calls = False
@@ -221,7 +258,7 @@ def _stream(tokenizer: Tokenizer, text: _Text) -> Stream:
     none. Without a chat template an end-of-sequence token is appended, if the model has one; it is
     learned too.
     ShoalError if no token but the first is learned."""
-    ids, token_spans = tokenizer.encode_spans(text.text, text.spans)
+    ids, token_spans = tokenizer.encode_spans(text.text, text.spans, split=not text.is_marked)
     mask = np.zeros(len(ids), bool)
     for start, stop in token_spans:
         if not text.is_marked:

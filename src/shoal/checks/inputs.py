@@ -282,7 +282,10 @@ def check_template(
             "the template"
         )
     if len(findings.found) == before:
-        check.ok(f"the first prompt has {len(first_ids)} tokens")
+        opened = ""
+        if text.rstrip().endswith("<think>"):
+            opened = " and opens a thought with <think>: thoughts count as completion tokens"
+        check.ok(f"the first prompt has {len(first_ids)} tokens{opened}")
 
 
 def check_template_writes(
@@ -323,7 +326,7 @@ def check_template_writes(
                     unended += 1
     for name, num_left_out in left_out.items():
         # `what role tool says` is a phrase; other names are those of fields.
-        noun = name if name.startswith("what ") else f"`{name}`"
+        noun = name if " " in name else f"`{name}`"
         check.warning(
             f"{num_left_out} of {count(checked, 'row')} checked hold {noun}, which the chat "
             "template does not write: the model never reads it; give another template with "

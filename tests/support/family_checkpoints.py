@@ -522,11 +522,12 @@ SUPPORTED = (
     "llama3",
     "qwen2",
     "qwen3-tied",
+    "qwen3_moe",
+    "qwen3_moe-mixed",
     "qwen3_5_text",
-    "qwen3_5",
+    "qwen3_5_moe_text",
     "mistral",
     "gemma3_text",
-    "gemma3",
 )
 """The checkpoints that Shoal reads."""
 

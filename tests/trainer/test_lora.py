@@ -383,16 +383,17 @@ def test_a_large_models_checkpoint_and_publication_are_of_the_adapter_alone():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks transformers by an older name
 @pytest.mark.filterwarnings("ignore:Could not find a config file")
-@pytest.mark.parametrize("family", ["qwen2-tied", "qwen3", "llama-linear"])
+@pytest.mark.parametrize("family", ["qwen2-tied", "qwen3", "llama-linear", "qwen3_moe"])
 @pytest.mark.parametrize("rslora", [False, True])
 def test_peft_reads_what_is_written_and_writes_what_is_read(tmp_path, family, rslora):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     package = pytest.importorskip("peft")
     folder = write_model(tmp_path / "base", family)
     base = resolve_model(ModelSection(path=str(folder))).architecture
-    a = replace(
-        base, adapter=adapters.make_adapter(base, 4, 8.0, ["q_proj", "down_proj", "o_proj"], rslora)
-    )
+    targets = ["q_proj", "down_proj", "o_proj"]
+    if base.experts:
+        targets = ["q_proj", "mlp.experts.gate_up_proj", "experts.down_proj"]
+    a = replace(base, adapter=adapters.make_adapter(base, 4, 8.0, targets, rslora))
     parameters = with_adapter(
         a, huggingface.load(folder, base, ROLE), select(trained_specs(a), random_parameters(a))
     )

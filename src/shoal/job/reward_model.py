@@ -266,7 +266,7 @@ def _program(model: Model) -> Program:
 
 def _head_values(model: Model, parameters: Params, batch: LearnerBatch) -> jax.Array:
     """Returns the head's value at each token, float32[R, T]; compiled."""
-    hidden, _ = hidden_states(model, parameters, batch)
+    hidden, _, _ = hidden_states(model, parameters, batch)
     # [..., 0]: the only label
     return model.role.join_rows(logits(model, parameters, hidden)[..., 0])
 

@@ -46,6 +46,7 @@ TRAINER_RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "mlp": "tensor",
     "vocab": "tensor",
     "layers": None,
+    "experts": None,
 }
 # A token reads every weight once: gathering them over `fsdp` for each of some hundred tokens would
 # move the whole model that often, so a replica of the sampler holds them whole or splits them over

@@ -5,15 +5,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from shoal.mesh import Role
-from shoal.model.architecture import PRODUCTS, Adapter, Architecture
+from shoal.model.architecture import EXPERT_PRODUCTS, PRODUCTS, Adapter, Architecture
 from shoal.model.linear import Adapted
-from shoal.model.parameters import Parameters, ParamSpec, kernel_specs, without_adapter
+from shoal.model.parameters import (
+    ExpertWeights,
+    Parameters,
+    ParamSpec,
+    kernel_specs,
+    target_of,
+    without_adapter,
+)
 from shoal.records import ShoalError
 from shoal.text import did_you_mean
 
@@ -62,7 +70,7 @@ def make_adapter(
     # in the model's order, which is that of `paths`
     chosen = tuple(name for name in paths if name in named_by)
     most_ranks = {}
-    for spec in kernel_specs(a):
+    for spec in _adaptable(a):
         most_ranks[_product_name(spec)] = min(spec.tensor_shape)
     smallest = min(chosen, key=lambda name: (most_ranks[name], name))
     if not 1 <= rank <= most_ranks[smallest]:
@@ -73,21 +81,32 @@ def make_adapter(
     return Adapter(rank, alpha, chosen, rslora)
 
 
+def _adaptable(a: Architecture) -> list[ParamSpec]:
+    """Returns the specs of the kernels that an adapter may be on, each for a stack of layers: of
+    all products but routers and gates of shared experts, whose few columns are no matter."""
+    known = (*PRODUCTS, *EXPERT_PRODUCTS)
+    return [spec for spec in kernel_specs(a) if _product_name(spec) in known]
+
+
 def _product_name(kernel: ParamSpec) -> str:
     """Returns the name of a product, such as "q_proj", from the spec of its kernel."""
-    _, _, name = kernel.name.removesuffix(".weight").rpartition(".")
-    return name
+    return target_of(kernel.name.removesuffix(".weight"))
 
 
 def _paths_by_layer(a: Architecture) -> dict[str, list[list[str]]]:
     """Returns product name -> for each layer, the paths of the product's tensors in that layer:
     {"q_proj": [["model.layers.0.self_attn.q_proj"], ...], ...}."""
     paths: dict[str, list[list[str]]] = {}
-    for spec in kernel_specs(a):
+    for spec in _adaptable(a):
         by_layer: list[list[str]] = [[] for _ in range(a.num_layers)]
-        # Of an index only the layer counts: a product may have several tensors in a layer.
         for (layer, *_), tensor_name in spec.names_by_index.items():
-            by_layer[layer].append(tensor_name.removesuffix(".weight"))
+            path = tensor_name.removesuffix(".weight")
+            if spec.num_experts > 1:
+                # an adapter is on the parameter that holds all experts
+                place, _, _ = path.partition("experts.")
+                path = place + _product_name(spec)
+            if path not in by_layer[layer]:
+                by_layer[layer].append(path)
         paths[_product_name(spec)] = by_layer
     return paths
 
@@ -125,6 +144,16 @@ def merge(a: Architecture, parameters: Parameters, role: Role) -> Parameters:
     def is_adapted(weight: Any) -> bool:
         return isinstance(weight, Adapted)
 
+    def is_experts(node: Any) -> bool:
+        return isinstance(node, ExpertWeights)
+
+    def with_own_adapters(node: Any) -> Any:
+        """Returns experts with an adapter of its own in each kernel; anything else as it is."""
+        if not is_experts(node):
+            return node
+        gate, up, down = node.kernels
+        return replace(node, gate=gate, up=up, down=down)
+
     def merged_weight(weight: Any) -> Any:
         """Returns a kernel with its adapter's change added, in float32; any other weight as it
         is."""
@@ -136,7 +165,8 @@ def merge(a: Architecture, parameters: Parameters, role: Role) -> Parameters:
         return weight.kernel.astype(jnp.float32) + change * weight.scale
 
     def merged_weights(weights: Parameters) -> Any:
-        return jax.tree.map(merged_weight, weights, is_leaf=is_adapted)
+        whole = jax.tree.map(with_own_adapters, weights, is_leaf=is_experts)
+        return jax.tree.map(merged_weight, whole, is_leaf=is_adapted)
 
     merged = role.jit(merged_weights)(parameters)
     base_structure = jax.tree.structure(without_adapter(a, parameters))

@@ -98,6 +98,10 @@ class Experts:
     shared_size: int = 0
     router_bias: bool = False
     bias: bool = False  # on the products of each expert
+    # How files hold the experts' products: a tensor for each; the same from all experts in one
+    # (`fused`); or that with columns of gate and up in turn (`interleaved`). Files of the first two
+    # are read alike.
+    files: Literal["by_expert", "fused", "interleaved"] = "by_expert"
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ class Adapter:
 
     rank: int
     alpha: float
-    targets: tuple[str, ...]  # names from PRODUCTS
+    targets: tuple[str, ...]  # names from PRODUCTS and EXPERT_PRODUCTS
     # True: scale is alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732) in place of alpha /
     # rank
     rslora: bool = False
@@ -130,6 +134,10 @@ class Adapter:
 
 PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The products of a layer, as Hugging Face's files call them."""
+
+EXPERT_PRODUCTS = ("experts.gate_up_proj", "experts.down_proj")
+"""The parameters of a layer's experts, as transformers' classes and PEFT's `target_parameters` call
+them."""
 
 
 @dataclass(frozen=True)

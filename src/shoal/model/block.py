@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from shoal.model.activations import ACTIVATIONS
 from shoal.model.architecture import Layer
 from shoal.model.compiler_habits import Habits, gated, habits_of, split_product
+from shoal.model.experts import experts_product, route
 from shoal.model.linear import Cast, broadcast, linear
-from shoal.model.parameters import Block, LayerInputWeights
+from shoal.model.parameters import Block, ExpertWeights, LayerInputWeights
 from shoal.model.recurrence import delta_net
 from shoal.model.rotary import Ropes, no_rotation, rotate_part
 
@@ -60,6 +62,7 @@ class LayerAux(NamedTuple):
     """What a layer returns next to its output."""
 
     cache: Any  # the new cache; None in training
+    experts: Any = None  # int32[R, T, k]: the experts of each token; None without experts
 
 
 def block(
@@ -91,13 +94,21 @@ def block(
         mixed = norm(mixed, w.post_attention_norm)
     x = kept(x + mixed)
     h = habits.normed(norm(x, w.mlp_norm))
-    out = _feed_forward(model, w, h, habits)
+    out: Any = None
+    experts = None
+    if w.down is not None:
+        out = _feed_forward(model, w, h, habits)
+    if w.experts is not None:
+        of_experts, experts = _of_experts(model, w.experts, h)
+        if w.experts.shared_gate is not None:
+            out = out * jax.nn.sigmoid(linear(w.experts.shared_gate, h))
+        out = of_experts if out is None else out + of_experts
     if w.post_mlp_norm is not None:
         out = norm(out, w.post_mlp_norm)
     x = x + out
     if w.layer_input is not None:
         x = x + _of_layer_input(model, w.layer_input, x, inputs.embedding)
-    return model.role.constrain(x, "rows", None, None), LayerAux(cache)
+    return model.role.constrain(x, "rows", None, None), LayerAux(cache, experts)
 
 
 def _attend(
@@ -196,6 +207,44 @@ def _of_layer_input(
     activation = ACTIVATIONS[model.architecture.activation]
     inner = activation(linear(w.gate, x), embedding)
     return layer_norm(model, linear(w.projection, inner), w.norm)
+
+
+def _of_experts(model: Model, w: ExpertWeights, h: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Computes the sum of each token's experts, without the one that every token has: h[R, T, D] ->
+    (out[R, T, D], the experts int32[R, T, k]). The router's product is summed and kept in float32,
+    as are the weights that it gives the experts."""
+    a = model.architecture
+    sizes = a.experts
+    assert sizes is not None, "a pattern with experts has their sizes"
+    logits = linear(w.router, h, jnp.float32)
+    experts, weights = route(logits, sizes.experts_per_token, sizes.normalise)
+
+    def of_rows(kernels: Any, h: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
+        """Computes the products of the rows that one device has, whose tokens are sorted
+        together."""
+        out = experts_product(
+            jax.lax.collapse(h, 0, 2),
+            jax.lax.collapse(experts, 0, 2),
+            jax.lax.collapse(weights, 0, 2),
+            kernels,
+            ACTIVATIONS[a.activation],
+            # The form of `ragged_dot` on CPU multiplies all tokens by all experts.
+            form="blocks" if model.role.platform == "cpu" else "ragged",
+        )
+        return out.reshape(h.shape)
+
+    role = model.role
+    if role.row_shards > 1:
+        rows = PartitionSpec(role.row_axes)
+        of_rows = jax.shard_map(
+            of_rows,
+            mesh=role.mesh,
+            in_specs=(PartitionSpec(), rows, rows, rows),
+            out_specs=rows,
+            axis_names=set(role.row_axes),
+            check_vma=False,
+        )
+    return of_rows(w.kernels, h, experts, weights), experts
 
 
 def cast_weight(

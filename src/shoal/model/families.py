@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 
 from shoal.files import read_json
-from shoal.model.architecture import Architecture, DeltaNet, Layer, RopeScaling, Rotary
+from shoal.model.architecture import (
+    Architecture,
+    DeltaNet,
+    Experts,
+    Layer,
+    RopeScaling,
+    Rotary,
+)
 from shoal.records import ShoalError
 
 MOST_LAYERS, MOST_HEADS, MOST_OF_A_SIZE = 10_000, 100_000, 2**31 - 1
@@ -509,14 +516,14 @@ def _gemma3_window_rotary(entries: Entries) -> Rotary:
 
 def _gemma3_entries(a: Architecture) -> dict[str, Any]:
     of_windows = [a.rotary_of(layer) for layer in a.kinds if layer.window]
-    # Without the last digits of the two roots; as a whole number, if it is one.
-    scalar = round(a.query_scale**-2, 9) if a.query_scale else float(a.head_dim)
+    scalar = a.query_scale**-2 if a.query_scale else a.head_dim
     return {
         "attention_bias": a.qkv_bias,
         "layer_types": window_types(a),
         "sliding_window": largest_window(a) or 4096,
         "rope_local_base_freq": of_windows[0].theta if of_windows else 10000.0,
-        "query_pre_attn_scalar": int(scalar) if scalar.is_integer() else scalar,
+        # without the last digits of the two roots
+        "query_pre_attn_scalar": round(scalar, 9),
         "final_logit_softcapping": a.logit_cap or None,
         "max_position_embeddings": a.max_positions or 32768,
     }
@@ -555,11 +562,126 @@ GEMMA3 = Family(
 )
 
 
+def experts_of(entries: Entries, normalise: bool) -> Experts | None:
+    """Reads the sizes of experts; None if there are none. transformers 5 calls the number of
+    experts `num_local_experts` in some families' files, others `num_experts`."""
+    name = "num_local_experts" if entries.is_set("num_local_experts") else "num_experts"
+    if not entries.is_set(name):
+        return None
+    num_experts = entries.size(name)
+    per_token = entries.size("num_experts_per_tok")
+    if per_token > num_experts:
+        raise ShoalError(
+            f"{entries.title('num_experts_per_tok')} is {per_token}; expected {name}="
+            f"{num_experts} at most."
+        )
+    return Experts(num_experts, per_token, entries.size("moe_intermediate_size"), normalise)
+
+
+def expert_entries(a: Architecture) -> dict[str, Any]:
+    """Returns the entries that `experts_of` reads."""
+    if a.experts is None:
+        return {"num_experts": 0}
+    return {
+        "num_experts": a.experts.num_experts,
+        "num_experts_per_tok": a.experts.experts_per_token,
+        "moe_intermediate_size": a.experts.intermediate_size,
+    }
+
+
+def _qwen3_moe(entries: Entries, common: Architecture) -> Architecture:
+    """Adds what Qwen3 with experts has beside Qwen3: layers with experts in place of an MLP, all of
+    them unless the file says which not, and a window on all layers or on none."""
+    a = replace(_attention_bias(entries, common), qk_norm=True)
+    window = entries.size("sliding_window") if entries.is_set("use_sliding_window") else 0
+    step = entries.size("decoder_sparse_step")
+    entries.check_type("mlp_only_layers", list, "a list")
+    without_experts = entries.get("mlp_only_layers") or []
+    experts = experts_of(entries, normalise=entries.is_set("norm_topk_prob"))
+    kinds = []
+    for number in range(a.num_layers):
+        has_experts = experts and number not in without_experts and (number + 1) % step == 0
+        kinds.append(Layer(window=window, feed_forward="experts" if has_experts else "mlp"))
+    return replace(a, layers=repeating(kinds), experts=experts)
+
+
+def _qwen3_moe_entries(a: Architecture) -> dict[str, Any]:
+    without_experts = []
+    for number, layer in enumerate(a.layers_in_order):
+        if layer.feed_forward == "mlp":
+            without_experts.append(number)
+    window = largest_window(a)
+    return {
+        "attention_bias": a.qkv_bias,
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": without_experts,
+        "norm_topk_prob": a.experts is not None and a.experts.normalise,
+        **expert_entries(a),
+    }
+
+
+QWEN3_MOE = Family(
+    "Qwen3MoeForCausalLM",
+    _qwen3_moe,
+    _qwen3_moe_entries,
+    defaults={
+        "decoder_sparse_step": 1,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "sliding_window": 4096,
+    },
+)
+
+
+def _qwen3_5_moe(entries: Entries, common: Architecture) -> Architecture:
+    """Adds what Qwen3.5 with experts has beside Qwen3.5: experts in all layers, one of which every
+    token has."""
+    a = _qwen3_5(entries, common)
+    experts = experts_of(entries, normalise=True)
+    if experts is None:
+        raise ShoalError(f"{entries.title('num_experts')} is 0; expected 1 or more.")
+    shared_size = entries.size("shared_expert_intermediate_size")
+    kinds = [replace(layer, feed_forward="experts") for layer in a.layers]
+    return replace(a, layers=tuple(kinds), experts=replace(experts, shared_size=shared_size))
+
+
+def _qwen3_5_moe_entries(a: Architecture) -> dict[str, Any]:
+    return {
+        **_qwen3_5_entries(a),
+        **expert_entries(a),
+        "shared_expert_intermediate_size": a.experts.shared_size if a.experts else 0,
+    }
+
+
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    transformers_class="Qwen3_5MoeForCausalLM",
+    read=_qwen3_5_moe,
+    write=_qwen3_5_moe_entries,
+    defaults={
+        **QWEN3_5.defaults,
+        "moe_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "shared_expert_intermediate_size": 512,
+    },
+    # No layer has a plain MLP.
+    names={"intermediate_size": "moe_intermediate_size"},
+    multimodal="qwen3_5_moe",
+)
+
+
 FAMILIES: Mapping[str, Family] = {
     "llama": LLAMA,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
     "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe_text": QWEN3_5_MOE,
     "mistral": MISTRAL,
     "gemma3_text": GEMMA3,
 }
@@ -586,7 +708,8 @@ COMMON_DEFAULTS: Mapping[str, Any] = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
 }
-"""Entries that all families have -> values where they are absent, unless a family has others."""
+"""Entries that all families have -> values where they are absent or null, unless a family has
+another."""
 
 
 # Files
@@ -598,9 +721,7 @@ def architecture_of(folder: str | Path) -> Architecture:
     type or size, or if the model is not supported. An entry that may be missing gets the default of
     transformers. `max_positions` is 0 if the file does not say it."""
     folder = Path(folder)
-    config = read_config(folder)
-    Entries(folder, config).check_type("quantization_config", dict, "a mapping")
-    a = _architecture(folder, config)
+    a = _architecture(folder, read_config(folder))
     # Called for its error alone: weights quantised in an unknown way.
     weight_block(folder)
     return a
@@ -616,9 +737,12 @@ def _architecture(folder: Path, config: Mapping[str, Any]) -> Architecture:
     """Returns the architecture that the content of a folder's config.json describes."""
     name, entries = _model_entries(folder, config)
     family = FAMILIES[name]
-    described = {**COMMON_DEFAULTS, **family.defaults, **entries.config}
+    described = {**family.defaults, **entries.config}
     for common, own in family.names.items():
         described[common] = described.get(own)
+    for key, value in COMMON_DEFAULTS.items():
+        if described.get(key) is None:
+            described[key] = family.defaults.get(key, value)
     entries = Entries(folder, described, entries.inside)
     rope = rope_entries(entries)
     for entry, values in {**COMPUTED, **family.computed}.items():
@@ -682,7 +806,7 @@ def _common(entries: Entries, rope: Entries) -> Architecture:
         rotary_share=rotary.share,
         norm_eps=float(entries.number("rms_norm_eps")),
         tie_embeddings=entries.is_set("tie_word_embeddings"),
-        activation=ACTIVATIONS[entries.get("hidden_act", "silu")],
+        activation=ACTIVATIONS[entries.get("hidden_act")],
         max_positions=_max_positions(entries.config, rotary.scaling),
     )
 
@@ -813,29 +937,7 @@ def config_to_save(
     saved.pop("quantization_config", None)
     dtype_key = "dtype" if "dtype" in saved else "torch_dtype"
     saved[dtype_key] = dtype.name
-    text = saved.get("text_config")
-    if isinstance(text, dict) and dtype_key in text:
-        saved["text_config"] = {**text, dtype_key: dtype.name}
     return saved
-
-
-def is_multimodal(config: Mapping[str, Any]) -> bool:
-    """True if a config.json is of a model for several kinds of input, whose text model is read."""
-    return config.get("model_type") in MULTIMODAL
-
-
-def text_alone(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config.json of the text model in that of a model for several kinds of input; an
-    equal one for any other model."""
-    if not is_multimodal(config):
-        return dict(config)
-    family_name = MULTIMODAL[config["model_type"]]
-    text = {**config["text_config"], "model_type": family_name}
-    text["architectures"] = [FAMILIES[family_name].transformers_class]
-    for key in ("dtype", "torch_dtype", "tie_word_embeddings", *_TOKEN_IDS):
-        if key in config:
-            text[key] = config[key]
-    return text
 
 
 def make_config(

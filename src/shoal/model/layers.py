@@ -54,8 +54,8 @@ def ffn_chunks(a: Architecture, role: Role, dtype: Any) -> int:
     itemsize = jnp.dtype(dtype).itemsize
     widths = set()
     for block in stacked_blocks(param_specs(a).blocks):
-        # One array [n, F, D]: not quantised, without a bias and without a dimension of experts.
-        is_one_matrix = isinstance(block.down, ParamSpec) and block.down.indices == ("layer",)
+        # One array [n, F, D]: not quantised, without a bias, and without experts beside it.
+        is_one_matrix = isinstance(block.down, ParamSpec) and block.experts is None
         # An adapter may be on other matrices alone.
         if not is_one_matrix or a.adapter or itemsize != 2:
             return 0

@@ -52,6 +52,33 @@ class LayerInputWeights:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class ExpertWeights:
+    """Parameters of a feed-forward part with experts, of one layer or stacked. What every token has
+    beside the chosen experts are the block's own gate, up and down."""
+
+    router: Any  # [D, E]
+    gate: Any  # [E, D, F]
+    # [E, D, F]; an adapter on both has one `a`, which is in the place of gate's
+    up: Any
+    down: Any  # [E, F, D]
+    # [D, 1]: the sigmoid of the product multiplies the output of the expert that every token has
+    shared_gate: Any = None
+
+    @property
+    def kernels(self) -> tuple[Any, Any, Any]:
+        """(gate, up, down) as `experts_product` takes them: up's adapter with the `a` of gate's."""
+        gate = self.gate.kernel if isinstance(self.gate, Biased) else self.gate
+        up = self.up.kernel if isinstance(self.up, Biased) else self.up
+        if not isinstance(up, Adapted):
+            return self.gate, self.up, self.down
+        up = replace(up, a=gate.a)
+        if isinstance(self.up, Biased):
+            up = replace(self.up, kernel=up)
+        return self.gate, up, self.down
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Block:
     """Parameters of one layer, or of n layers of one kind stacked along a first dimension. None is
     what this kind of layer does not have."""
@@ -64,6 +91,7 @@ class Block:
     v: Any  # [D, K*A]
     o: Any  # [H*A, D]
     mlp_norm: Any  # [D]
+    # The gated MLP, or the expert that every token has.
     gate: Any  # [D, F]
     up: Any  # [D, F]
     down: Any  # [F, D]
@@ -74,6 +102,7 @@ class Block:
     post_mlp_norm: Any = None  # [D]
     delta_net: DeltaNetWeights | Any = None  # in place of q, k, v and o
     layer_input: LayerInputWeights | Any = None
+    experts: ExpertWeights | Any = None  # in place of, or beside, gate, up and down
 
 
 @jax.tree_util.register_dataclass
@@ -113,8 +142,8 @@ class Parameters:
 @dataclass(frozen=True)
 class ParamSpec:
     """One parameter: its shape, the logical axes of its dimensions, its initialisation, and how
-    Hugging Face's files hold it. A leaf of JAX's trees. The logical axes are "layers", "embed",
-    "vocab", "heads" and "mlp"; None stands for a dimension that is never split."""
+    Hugging Face's files hold it. A leaf of JAX's trees. The logical axes are "layers", "experts",
+    "embed", "vocab", "heads" and "mlp"; None stands for a dimension that is never split."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
@@ -132,6 +161,9 @@ class ParamSpec:
     is_product: bool = False
     # True if tensors in files have the last two dimensions in the other order: kernels as [out, in]
     transposed: bool = False
+    # True if tensors in files have the last three dimensions in the other order, as PEFT's lora_B
+    # of experts: [out, rank, experts]
+    experts_last: bool = False
     # Name of its tensors in files. Each of `indices` stands in it in braces, like `{layer}`.
     name: str = field(default="", compare=False)
     # False: frozen, in the type of the computation, without gradient and moments
@@ -144,6 +176,13 @@ class ParamSpec:
     def stacked(self) -> bool:
         """True if one array has the parameter of all layers, along its first dimension."""
         return self.indices[:1] == ("layer",)
+
+    @property
+    def num_experts(self) -> int:
+        """How many experts' values a layer has in the parameter; 1 if it is not one of experts."""
+        if "expert" not in self.indices:
+            return 1
+        return self.shape[self.indices.index("expert")]
 
     @property
     def index_shape(self) -> tuple[int, ...]:
@@ -186,17 +225,21 @@ class ParamSpec:
     def in_file_order(self, entries: Sequence[Any]) -> tuple[Any, ...]:
         """Reorders a sequence that has an entry for each dimension of the array (its shape, a
         position in it) like the dimensions of the tensors in files, which have the last two
-        exchanged if the parameter is `transposed`. Called with the result, it restores the
-        array's order."""
+        exchanged if the parameter is `transposed`, the last three reversed if `experts_last`.
+        Called with the result, it restores the array's order."""
         ordered = list(entries)
         if self.transposed:
             ordered[-2:] = [entries[-1], entries[-2]]
+        if self.experts_last:
+            ordered[-3:] = [entries[-1], entries[-2], entries[-3]]
         return tuple(ordered)
 
     def transpose(self, values: Any) -> Any:
         """Converts values between the array's order of dimensions and that of files, in either
         direction (see `in_file_order`). Values may be any part of the parameter with all of its
         dimensions."""
+        if self.experts_last:
+            return values.swapaxes(-1, -3)
         return values.swapaxes(-1, -2) if self.transposed else values
 
     def sharding(self, role: Role) -> NamedSharding:
@@ -304,9 +347,7 @@ def _stack_specs(a: Architecture, stack: Stack) -> Block:
     layer does not have."""
     layer = stack.layer
     hidden = a.hidden_size
-    inner = a.intermediate_size_of(layer)
     norm = partial(_norm_spec, a, stack)
-    to_inner = partial(_product_specs, a, stack, axes=("embed", "mlp"), bias=a.mlp_bias)
     block = Block(
         attention_norm=norm("input_layernorm", hidden, "embed"),
         q=None,
@@ -314,19 +355,18 @@ def _stack_specs(a: Architecture, stack: Stack) -> Block:
         v=None,
         o=None,
         mlp_norm=norm("post_attention_layernorm", hidden, "embed"),
-        gate=to_inner("mlp.gate_proj", hidden, inner),
-        up=to_inner("mlp.up_proj", hidden, inner),
-        down=_product_specs(
-            a,
-            stack,
-            "mlp.down_proj",
-            inner,
-            hidden,
-            axes=("mlp", "embed"),
-            bias=a.mlp_bias,
-            scale=_output_scale(a),
-        ),
+        gate=None,
+        up=None,
+        down=None,
     )
+    if layer.feed_forward != "experts":
+        block = replace(block, **_mlp_specs(a, stack, "mlp", a.intermediate_size_of(layer)))
+    if layer.feed_forward != "mlp":
+        block = replace(block, experts=_expert_specs(a, stack))
+    # The expert that every token has.
+    if layer.feed_forward == "experts" and a.experts and a.experts.shared_size:
+        shared = _mlp_specs(a, stack, "mlp.shared_expert", a.experts.shared_size)
+        block = replace(block, **shared)
     if a.post_norms:
         # With norms before and after, Gemma's files call the one after attention what others call
         # the one before the feed-forward part.
@@ -341,6 +381,70 @@ def _stack_specs(a: Architecture, stack: Stack) -> Block:
     if layer.mixer == "delta_net":
         return replace(block, delta_net=_delta_net_specs(a, stack))
     return replace(block, **_attention_specs(a, stack))
+
+
+def _mlp_specs(a: Architecture, stack: Stack, name: str, inner: int) -> dict[str, Any]:
+    """Returns the specs of a gated MLP of width `inner`, by the names of `Block`'s fields. `name`
+    is its name within a layer in files."""
+    product = partial(_product_specs, a, stack, bias=a.mlp_bias)
+    to_inner = partial(product, rows=a.hidden_size, columns=inner, axes=("embed", "mlp"))
+    return {
+        "gate": to_inner(f"{name}.gate_proj"),
+        "up": to_inner(f"{name}.up_proj"),
+        "down": product(
+            f"{name}.down_proj",
+            inner,
+            a.hidden_size,
+            axes=("mlp", "embed"),
+            scale=_output_scale(a),
+        ),
+    }
+
+
+def _expert_specs(a: Architecture, stack: Stack) -> ExpertWeights:
+    """Returns the specs of a feed-forward part with experts, without the MLP beside them. Each
+    expert's products have names of their own here, also where files hold all experts in one tensor
+    (`shoal.weights.fused`)."""
+    sizes = a.experts
+    assert sizes is not None, "a pattern with experts has their sizes"
+    hidden = a.hidden_size
+    inner = sizes.intermediate_size
+    router_name, experts_name = _expert_names(a, stack)
+    # Neither the router nor the shared expert's gate is quantised or adapted: they are small.
+    of_layer = partial(_layer_spec, a, stack)
+    router: Any = of_layer(f"{router_name}.weight", (hidden, sizes.num_experts), ("embed", None))
+    router = replace(router, is_product=True)
+    if sizes.router_bias:
+        bias = of_layer(f"{router_name}.bias", (sizes.num_experts,), (None,), init="zeros")
+        router = Biased(router, bias)
+    shared_gate = None
+    if sizes.shared_size:
+        shared_gate = of_layer("mlp.shared_expert_gate.weight", (hidden, 1), ("embed", None))
+        shared_gate = replace(shared_gate, is_product=True)
+    product = partial(_product_specs, a, stack, bias=sizes.bias, experts=sizes.num_experts)
+    to_inner = partial(product, rows=hidden, columns=inner, axes=("embed", "mlp"))
+    return ExpertWeights(
+        router=router,
+        gate=to_inner(f"{experts_name}.{{expert}}.gate_proj"),
+        up=to_inner(f"{experts_name}.{{expert}}.up_proj"),
+        down=product(
+            f"{experts_name}.{{expert}}.down_proj",
+            inner,
+            hidden,
+            axes=("mlp", "embed"),
+            scale=_output_scale(a),
+        ),
+        shared_gate=shared_gate,
+    )
+
+
+def _expert_names(a: Architecture, stack: Stack) -> tuple[str, str]:
+    """Returns the names of (router, experts) within a layer in files."""
+    if stack.layer.feed_forward == "mlp+experts":  # Gemma's
+        return "router.proj", "experts"
+    if a.experts and a.experts.router_bias:  # gpt-oss'
+        return "mlp.router", "mlp.experts"
+    return "mlp.gate", "mlp.experts"
 
 
 def _output_scale(a: Architecture) -> float:
@@ -476,21 +580,31 @@ def _layer_spec(
     init: Any = "normal",
     scale: float = 1.0,
     heads: int = 0,
+    experts: int = 0,
 ) -> ParamSpec:
     """Returns the spec of a parameter of a stack of layers. `shape` and `axes` are those of
-    one layer; `name` follows `model.layers.{layer}.` in files, which hold matrices transposed.
-    `init` is "normal", "uniform", "ones" or "zeros". `scale` multiplies the standard deviation of
-    0.02 of its first values. Not trained if the model has an adapter. `heads` is the number of
-    heads that a dimension over the axis `heads` consists of."""
+    one layer, with `experts` above 0 those of each of so many experts; `name` follows
+    `model.layers.{layer}.` in files, which hold matrices transposed. `init` is "normal", "uniform",
+    "ones" or "zeros". `scale` multiplies the standard deviation of 0.02 of its first values. Not
+    trained if the model has an adapter. `heads` is the number of heads that a dimension over the
+    axis `heads` consists of."""
+    indices = ("layer",)
+    transposed = len(shape) == 2
+    if experts:
+        assert a.experts is not None
+        indices = ("layer", "expert")
+        transposed = transposed and a.experts.files != "interleaved"
+        shape = (experts, *shape)
+        axes = ("experts", *axes)
     return ParamSpec(
         shape=(len(stack.numbers), *shape),
         axes=("layers", *axes),
         init=init,
         stddev=INIT_STDDEV * scale,
         heads=heads,
-        indices=("layer",),
+        indices=indices,
         layers=stack.numbers,
-        transposed=len(shape) == 2,
+        transposed=transposed,
         name=f"model.layers.{{layer}}.{name}",
         trained=a.adapter is None,
     )
@@ -516,57 +630,76 @@ def _product_specs(
     bias: bool,
     scale: float = 1.0,
     heads: int = 0,
+    experts: int = 0,
 ) -> Any:
     """Returns the specs of a product of a stack, in the tree that `linear` takes: the spec of its
     kernel[rows, columns], put into a `Quantised` if the architecture is quantised, that into
     an `Adapted` if an adapter targets it, and that into a `Biased` if `bias` is set.
 
-    `name` is the product's name within a layer in files, like `mlp.up_proj`; its last part is what
-    an adapter's targets name. `axes` are the logical axes of rows and columns. `scale` multiplies
-    the standard deviation of the kernel's first values. `heads` is the number of heads that the
-    dimension over the axis `heads` consists of; 0 if there is none.
+    `name` is the product's name within a layer in files, like `mlp.up_proj`. `axes` are the logical
+    axes of rows and columns. `scale` multiplies the standard deviation of the kernel's first
+    values. `heads` is the number of heads that the dimension over the axis `heads` consists of; 0
+    if there is none. With `experts` above 0 the product is that of each of so many experts, whose
+    number stands in the name as `{expert}`.
     """
     row_axis, column_axis = axes
-    kernel: Any = _layer_spec(
-        a, stack, f"{name}.weight", (rows, columns), axes, scale=scale, heads=heads
-    )
+    of_layer = partial(_layer_spec, a, stack, heads=heads, experts=experts)
+    kernel: Any = of_layer(f"{name}.weight", (rows, columns), axes, scale=scale)
     kernel = replace(kernel, is_product=True)
     if a.quantised:
-        scales = _layer_spec(
-            a, stack, f"{name}.weight_scale", (columns,), (column_axis,), init="ones", heads=heads
-        )
+        scales = of_layer(f"{name}.weight_scale", (columns,), (column_axis,), init="ones")
         kernel = Quantised(replace(kernel, dtype=a.quantised), replace(scales, dtype="float32"))
     adapter = a.adapter
-    _, _, target = name.rpartition(".")
-    if adapter is not None and target in adapter.targets:
-        down = _layer_spec(
-            a,
-            stack,
+    if adapter is not None and target_of(name) in adapter.targets:
+        first = of_layer(
             f"{name}.lora_A.weight",
             (rows, adapter.rank),
             (row_axis, None),
             init="uniform",
             scale=1 / INIT_STDDEV * (3 * rows) ** -0.5,  # bound 1 / sqrt(rows), like PEFT's
-            heads=heads,
         )
-        up = _layer_spec(
-            a,
-            stack,
-            f"{name}.lora_B.weight",
-            (adapter.rank, columns),
-            (None, column_axis),
-            init="zeros",
-            heads=heads,
+        second = of_layer(
+            f"{name}.lora_B.weight", (adapter.rank, columns), (None, column_axis), init="zeros"
         )
-        down = replace(down, name=ADAPTER_PREFIX + down.name, trained=True, is_product=True)
-        up = replace(up, name=ADAPTER_PREFIX + up.name, trained=True, is_product=True)
-        kernel = Adapted(kernel, down, up, adapter.scale)
+        first = replace(first, name=ADAPTER_PREFIX + first.name, trained=True, is_product=True)
+        second = replace(second, name=ADAPTER_PREFIX + second.name, trained=True, is_product=True)
+        if experts:
+            kernel = _expert_adapter(kernel, first, second, adapter.scale)
+        else:
+            kernel = Adapted(kernel, first, second, adapter.scale)
     if not bias:
         return kernel
-    bias_spec = _layer_spec(
-        a, stack, f"{name}.bias", (columns,), (column_axis,), init="zeros", heads=heads
+    return Biased(kernel, of_layer(f"{name}.bias", (columns,), (column_axis,), init="zeros"))
+
+
+def _expert_adapter(kernel: Any, first: ParamSpec, second: ParamSpec, scale: float) -> Adapted:
+    """Returns the specs of an adapter on a product of experts, as PEFT has them (its
+    `ParamWrapper`): gate and up have one first matrix, which is in the place of gate's, and files
+    hold the second as [columns, rank, E]."""
+    first = replace(first, name=first.name.replace("gate_proj", "gate_up_proj"), transposed=True)
+    second = replace(
+        second,
+        name=second.name.replace(".{expert}", ""),
+        indices=("layer",),
+        transposed=False,
+        experts_last=True,
     )
-    return Biased(kernel, bias_spec)
+    is_up = second.name.endswith("up_proj.lora_B.weight")
+    return Adapted(kernel, None if is_up else first, second, scale)
+
+
+def target_of(name: str) -> str:
+    """Returns what an adapter's targets call a product with this name in files: its last part, for
+    experts that of the parameter in transformers' class which holds all of them.
+
+    >>> target_of("mlp.up_proj"), target_of("mlp.experts.{expert}.up_proj")
+    ('up_proj', 'experts.gate_up_proj')
+    """
+    place, _, product = name.rpartition(".")
+    _, _, inner = place.rpartition(".")
+    if inner != "{expert}":
+        return product
+    return "experts.down_proj" if product == "down_proj" else "experts.gate_up_proj"
 
 
 def kernel_specs(a: Architecture) -> list[ParamSpec]:

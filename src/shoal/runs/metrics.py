@@ -105,6 +105,10 @@ correction/weight | 1 | mean | importance weight that corrects the gap of sample
 over trained tokens
 correction/zero | share | mean | trained tokens with weight 0, which the policy loss leaves out
 correction/rejected | share | mean | tokens that algorithm.rejection removed from the loss
+experts/load_max | 1 | mean | tokens of an update's most chosen expert over those of a mean \
+expert, over layers; absent without experts
+experts/unused | share | mean | experts that no token of an update chose, over layers; absent \
+without experts
 grad_norm | 1 | mean | global norm of the gradient before clipping, over updates
 lr | 1 | last | learning rate of the last update
 update/count | updates | sum | updates applied

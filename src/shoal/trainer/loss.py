@@ -9,6 +9,7 @@ add up.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,6 +21,8 @@ from shoal.algorithm.loss import Objective, token_losses
 from shoal.config.choices import CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES, REJECTIONS
 from shoal.config.sections.algorithm import AlgorithmSection
 from shoal.mesh import Role
+from shoal.model.block import LayerAux
+from shoal.model.experts import load
 from shoal.model.head import head_projection, head_slices, logits, output_head
 from shoal.model.mixing import row_mixing
 from shoal.model.transformer import Model, forward
@@ -59,17 +62,17 @@ def make_objective(a: AlgorithmSection) -> Objective:
 
 def hidden_states(
     model: Model, parameters: Params, batch: LearnerBatch
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (hidden states [R, T, D], tokens [R, T]) of a batch, both as the parts of rows that
-    devices hold (`Role.split_rows`)."""
+) -> tuple[jax.Array, jax.Array, tuple[LayerAux, ...]]:
+    """Returns (hidden states [R, T, D], tokens [R, T], the aux of each layer) of a batch, all as
+    the parts of rows that devices hold (`Role.split_rows`)."""
     role = model.role
     tokens = role.split_rows(batch.tokens)
     position = role.split_rows(batch.position)
     segment = role.split_rows(batch.segment)
     prompt = role.split_rows(batch.prompt)
     mixing = row_mixing(model, segment, prompt, position)
-    hidden, _ = forward(model, parameters, tokens, position, mixing)
-    return hidden, tokens
+    hidden, aux = forward(model, parameters, tokens, position, mixing)
+    return hidden, tokens, aux
 
 
 def batch_logprobs(
@@ -87,8 +90,22 @@ def batch_logprobs(
     platform's default). Entropies have a gradient only with `entropy_gradient`. If the batch has
     `support_ids`, the distributions are over these tokens alone.
     """
+    logprobs, entropies, _ = _logprobs_and_aux(
+        model, parameters, batch, chunk_elements, entropy_gradient
+    )
+    return logprobs, entropies
+
+
+def _logprobs_and_aux(
+    model: Model,
+    parameters: Params,
+    batch: LearnerBatch,
+    chunk_elements: int,
+    entropy_gradient: bool,
+) -> tuple[jax.Array, jax.Array, tuple[LayerAux, ...]]:
+    """Returns what `batch_logprobs` returns, and the aux of each layer."""
     role = model.role
-    hidden, tokens = hidden_states(model, parameters, batch)
+    hidden, tokens, aux = hidden_states(model, parameters, batch)
     before = role.split_rows(batch.before)
     support = None
     if batch.support_ids is not None:
@@ -138,7 +155,7 @@ def batch_logprobs(
         """Returns values of rows with 0 at prompts' tokens and at padding."""
         return jnp.where(batch.segment != batch.prompt, role.join_rows(values), 0.0)
 
-    return of_completions(logprobs), of_completions(entropies)
+    return of_completions(logprobs), of_completions(entropies), aux
 
 
 def next_token_logits(
@@ -146,7 +163,7 @@ def next_token_logits(
 ) -> jax.Array:
     """Returns the logits float32[K, V] of what follows the tokens at positions[K] in the batch's
     first row. They are not divided by the temperature."""
-    hidden, _ = hidden_states(model, parameters, batch)
+    hidden, _, _ = hidden_states(model, parameters, batch)
     states = model.role.join_rows(hidden)[0, positions]  # [K, D]
     return logits(model, parameters, states)
 
@@ -173,11 +190,41 @@ def _states_at(role: Role, hidden: jax.Array, index: jax.Array) -> jax.Array:
     )(hidden, index)
 
 
+LOAD = "experts/load"
+"""Name of the experts' loads among the sums of a micro-batch."""
+
+
+def load_shapes(model: Model) -> dict[str, Any]:
+    """Returns the shapes of what `expert_load` adds to the sums of a micro-batch, by name; empty
+    without experts."""
+    a = model.architecture
+    if a.experts is None:
+        return {}
+    num_layers = sum(layer.feed_forward != "mlp" for layer in a.layers_in_order)
+    loads = jax.ShapeDtypeStruct((num_layers, a.experts.num_experts), jnp.float32)
+    return {LOAD: (loads, jax.ShapeDtypeStruct((), jnp.float32))}
+
+
+def expert_load(
+    model: Model, batch: LearnerBatch, aux: Sequence[LayerAux]
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (how many tokens each expert has, float32[layers with experts, E]; the number of
+    tokens). Prompts' tokens count once, padding does not."""
+    sizes = model.architecture.experts
+    assert sizes is not None, "a pattern with experts has their sizes"
+    is_token = model.role.split_rows(batch.segment) > 0
+    loads = []
+    for of_layer in aux:
+        if of_layer.experts is not None:
+            loads.append(load(of_layer.experts, is_token, sizes.num_experts))
+    return jnp.stack(loads), is_token.sum(dtype=jnp.float32)
+
+
 def batch_loss(model: Model, objective: Objective, parameters: Params, batch: LearnerBatch) -> Any:
     """Returns (loss, (sums, maxima, log-probs)) of a micro-batch: its part of the update's loss,
     its metrics (name -> (sum, count) and name -> (largest, count)), and its tokens' log-probs
     float32[R, T] without gradient."""
-    lp, entropy = batch_logprobs(
+    lp, entropy, aux = _logprobs_and_aux(
         model, parameters, batch, objective.chunk_elements, objective.entropy_coef > 0
     )
     token_loss, sums, maxima = token_losses(
@@ -192,5 +239,7 @@ def batch_loss(model: Model, objective: Objective, parameters: Params, batch: Le
         sampler_logprobs=batch.sampler_logprobs,
         ref_logprobs=batch.ref_logprobs,
     )
+    if model.architecture.experts:
+        sums[LOAD] = expert_load(model, batch, aux)
     loss = (batch.weight * token_loss).sum()
     return loss, (sums, maxima, jax.lax.stop_gradient(lp))

@@ -25,7 +25,7 @@ from shoal.records import Group, NoiseKey
 from shoal.runs.metrics import MetricSet
 from shoal.stop import StopSignal
 from shoal.trainer.batch import MicroBatch, Shape, TokenValues, pack, row_shapes, unpack
-from shoal.trainer.loss import make_objective
+from shoal.trainer.loss import LOAD, make_objective
 from shoal.trainer.scorers import ParameterScorer
 from shoal.trainer.step import Learner, TrainState, UpdateMetrics
 from shoal.trainer.step_table import StepTable
@@ -399,6 +399,8 @@ class Updater:
         w, count = sums.pop("sampler_gap/w")
         squares, _ = sums.pop("sampler_gap/w2")
         result.correction += [float(w), float(count), float(squares)]
+        if LOAD in sums:
+            _record_loads(result.metrics, *sums.pop(LOAD))
         # The sum alone: the count is no divisor of it.
         result.metrics.add("objective", sums.pop("objective")[0])
         _record_update(result.metrics, sums | maxima, applied)
@@ -418,6 +420,16 @@ def _record_packing(metrics: MetricSet, batches: Sequence[MicroBatch]) -> None:
         flattened = sum(length * completions for length, completions in batch.prompts)
         shared = sum(length for length, _ in batch.prompts)
         metrics.add("tokens/prompt_saved", flattened - shared, flattened)
+
+
+def _record_loads(metrics: MetricSet, loads: np.ndarray, num_tokens: float) -> None:
+    """Adds the metrics of an update's loads[layers with experts, E], the numbers of tokens that the
+    experts had."""
+    if num_tokens == 0:  # all groups were left out
+        return
+    for of_layer in np.asarray(loads, np.float64):
+        metrics.add("experts/load_max", of_layer.max() / of_layer.mean())
+        metrics.add("experts/unused", np.count_nonzero(of_layer == 0), len(of_layer))
 
 
 def _record_update(metrics: MetricSet, values: dict, applied: UpdateMetrics) -> None:

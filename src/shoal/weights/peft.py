@@ -14,11 +14,12 @@ import numpy as np
 from shoal.files import move_folder, read_json, scratch_folder, write_text
 from shoal.mesh import Role
 from shoal.model.adapters import make_adapter
-from shoal.model.architecture import Adapter, Architecture
+from shoal.model.architecture import EXPERT_PRODUCTS, Adapter, Architecture
 from shoal.model.parameters import ADAPTER_PREFIX, Parameters, initialise_specs, trained_specs
 from shoal.records import ShoalError
 from shoal.text import count
 from shoal.weights import huggingface
+from shoal.weights.fused import fused_tensors, with_fused, with_parts
 from shoal.weights.tensor_files import StoredParameter, read_header, write_file
 
 CONFIG = "adapter_config.json"
@@ -34,7 +35,6 @@ REFUSED = (
     "layers_to_transform",
     "layers_pattern",
     "layer_replication",
-    "target_parameters",
     "exclude_modules",
     "fan_in_fan_out",
     "trainable_token_indices",
@@ -95,6 +95,7 @@ def read_adapter(folder: Path, a: Architecture) -> Adapter:
     targets = config.get("target_modules") or ()
     if isinstance(targets, str):
         targets = (targets,)
+    targets = (*targets, *(config.get("target_parameters") or ()))
     try:
         return make_adapter(
             a,
@@ -115,8 +116,9 @@ def open_tensors(folder: Path, a: Architecture) -> dict[str, StoredParameter]:
     the adapter."""
     if not (folder / WEIGHTS).is_file():
         raise ShoalError(f"{folder} holds no {WEIGHTS}: expected an adapter as PEFT saves it")
-    stored = read_header(folder / WEIGHTS)
     specs = trained_specs(a)
+    where = f"{folder} do not fit its {CONFIG} and the model"
+    stored = with_parts(read_header(folder / WEIGHTS), fused_tensors(a, specs), where)
     shapes: dict[str, tuple[int, ...]] = {}
     for spec in jax.tree.leaves(specs):
         for name in spec.names_by_index.values():
@@ -139,7 +141,6 @@ def open_tensors(folder: Path, a: Architecture) -> dict[str, StoredParameter]:
             f"({count(len(misfits), 'tensor')} in all); give the model that it was trained on "
             f"({base!s:.200}) as model.path"
         )
-    where = f"{folder} do not fit its {CONFIG} and the model"
     return huggingface.check_tensors(stored, specs, where)
 
 
@@ -179,7 +180,8 @@ def write_config(folder: Path, adapter: Adapter, base: str) -> None:
         "peft_type": "LORA",
         "r": adapter.rank,
         "rank_pattern": {},
-        "target_modules": list(adapter.targets),
+        "target_modules": [name for name in adapter.targets if name not in EXPERT_PRODUCTS],
+        "target_parameters": [name for name in adapter.targets if name in EXPERT_PRODUCTS] or None,
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": adapter.rslora,
@@ -201,7 +203,9 @@ def save(
     the base, `tokenizer` a folder with its files, `dtype` the type of the written weights. OSError
     if the folder cannot be written; AssertionError if `a` has no adapter."""
     assert a.adapter
-    tensors = list(huggingface.output_tensors(parameters, trained_specs(a)))
+    specs = trained_specs(a)
+    parts = huggingface.output_tensors(parameters, specs)
+    tensors = list(with_fused(parts, fused_tensors(a, specs)))
     with scratch_folder(folder) as scratch:
         write_file(scratch / WEIGHTS, tensors, np.dtype(jnp.dtype(dtype)))
         write_config(scratch, a.adapter, base)

@@ -88,19 +88,6 @@ OWN_DTYPES: Mapping[str, np.dtype] = {
 ones."""
 
 
-NAMED_DTYPES: Mapping[str, np.dtype] = {
-    **OWN_DTYPES,
-    "F64": np.dtype(np.float64),
-    "F8_E5M2": np.dtype(jnp.float8_e5m2),
-    "I64": np.dtype(np.int64),
-    "I32": np.dtype(np.int32),
-    "I16": np.dtype(np.int16),
-    "U8": np.dtype(np.uint8),
-    "BOOL": np.dtype(np.bool_),
-}
-"""Types that tensors are copied in from file to file."""
-
-
 ALIGNMENT = 64
 """Bytes to which the first tensor in a written file is aligned: JAX on CPU uses mapped memory with
 this alignment as it is."""
@@ -327,7 +314,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 @dataclass(frozen=True)
 class OutputTensor:
     """A tensor to be written. `runs(dtype)` yields its rows in that type, in runs: (number of the
-    first row, values)."""
+    first row, values of one or more rows). All runs have rows of one length, which need not be
+    those of `shape`: [2, 3, 4] may be written as 6 rows of 4."""
 
     name: str
     shape: tuple[int, ...]
@@ -339,8 +327,8 @@ def write_file(file: Path, tensors: Sequence[OutputTensor], dtype: np.dtype) -> 
     """Writes tensors to a safetensors file, in their order; an existing file is overwritten. The
     values of each run of rows are asked for only when they are written, and several threads write
     them. OSError if the file cannot be written; a part of it may then stay. `dtype` is for tensors
-    without a type of their own; all types are among NAMED_DTYPES."""
-    dtype_names = {value: name for name, value in NAMED_DTYPES.items()}
+    without a type of their own; all types are among OWN_DTYPES."""
+    dtype_names = {value: name for name, value in OWN_DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts = []
     end = 0
@@ -361,10 +349,10 @@ def write_file(file: Path, tensors: Sequence[OutputTensor], dtype: np.dtype) -> 
         stream.flush()
         for tensor, start in zip(tensors, starts, strict=True):
             tensor_dtype = tensor.dtype or dtype
-            row_bytes = tensor_dtype.itemsize * math.prod(tensor.shape[1:])
             for row, values in tensor.runs(tensor_dtype):
-                data = np.ascontiguousarray(values, tensor_dtype).reshape(-1).view(np.uint8).data
-                position = data_offset + start + row * row_bytes
+                values = np.ascontiguousarray(values, tensor_dtype)
+                data = values.reshape(-1).view(np.uint8).data
+                position = data_offset + start + row * values[0].nbytes
                 write = partial(_write_part, stream.fileno(), position, data)
                 # list() waits for all parts, and raises the error of any.
                 list(pool.map(write, range(0, len(data), PART_BYTES)))

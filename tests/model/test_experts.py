@@ -14,18 +14,18 @@ import pytest
 
 from shoal.model.activations import ACTIVATIONS
 from shoal.model.experts import (
-    MAX_BLOCK,
     Form,
     _in_blocks,
-    block_size,
+    block_sizes,
     experts_product,
     load,
     route,
 )
 from shoal.model.linear import Adapted, Biased, Cast, Quantised, quantise
+from shoal.model.transformer import REMAT
 
 TOKENS, HIDDEN, INNER, EXPERTS, CHOSEN = 13, 6, 10, 5, 2
-FORMS: tuple[Form, ...] = ("blocks", "ragged")
+FORMS: tuple[Form, ...] = ("ragged", "blocks", "mixed_blocks")
 STEP = 1e-30
 
 
@@ -188,12 +188,13 @@ CHOICES = {
     "an expert without tokens": even(TOKENS, 2) % 4,
     "the last experts alone": 3 + even(TOKENS, 2) % 2,
     "every expert": even(TOKENS, EXPERTS),
-    "more than a block for one expert": np.array([[1, 0], [1, 2], [1, 4]] * 11),
+    # Blocks of 16 rows, mixed ones of 16 and 8: expert 1 has 66 pairs, the others 22 or none.
+    "more than a block for one expert": np.array([[1, 0], [1, 2], [1, 4]] * 22),
 }
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_any_choice_of_experts_gives_the_same_in_both_forms_and_in_a_loop(name: str):
+def test_any_choice_of_experts_gives_the_same_in_all_forms_and_in_a_loop(name: str):
     experts = CHOICES[name]
     count, k = experts.shape
     x = random_arrays(0, count, HIDDEN)
@@ -205,16 +206,16 @@ def test_any_choice_of_experts_gives_the_same_in_both_forms_and_in_a_loop(name: 
         function = partial(computed, form, "silu", True, k, experts)
         out, backward = jax.vjp(jax.jit(function), x, logits, kernels)
         results.append((out, backward(of_out)))
-    (blocks, of_blocks), (ragged, of_ragged) = results
     exact = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (x, logits, kernels))
     expected = loop_over_tokens(*exact, experts, True, "silu")
-    np.testing.assert_allclose(blocks, expected, atol=1e-5)
-    np.testing.assert_allclose(ragged, expected, atol=1e-5)
-    for one, other in zip(jax.tree.leaves(of_blocks), jax.tree.leaves(of_ragged), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
-    for unused in set(range(EXPERTS)) - set(experts.flat):
-        for gradient in jax.tree.leaves(of_blocks[2]):
-            assert not gradient[unused].any()
+    _, of_first = results[0]
+    for out, gradients in results:
+        np.testing.assert_allclose(out, expected, atol=1e-5)
+        for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(of_first), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+        for unused in set(range(EXPERTS)) - set(experts.flat):
+            for gradient in jax.tree.leaves(gradients[2]):
+                assert not gradient[unused].any()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -326,42 +327,57 @@ def test_load_counts_the_tokens_of_each_expert_that_are_no_padding():
     assert counts.tolist() == [2, 1, 3, 0, 0]
 
 
+@pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("count, k", [(1, 1), (1, 4), (40, 2), (300, 3)])
-def test_every_pair_is_in_one_row_of_a_block_of_its_expert(count: int, k: int):
+def test_every_pair_is_in_one_row_of_a_block_of_its_expert(count: int, k: int, mixed: bool):
     generator = np.random.default_rng(count)
     num_experts = 6
     candidates = [
         generator.integers(0, num_experts, (count, k)),
         np.full((count, k), num_experts - 1),
-        generator.integers(-2, num_experts + 2, (count, k)),
+        generator.integers(-2, num_experts + 2, (count, k)),  # some are not here
         np.full((count, k), num_experts),
     ]
+    cut = jax.jit(partial(_in_blocks, num_experts=num_experts, mixed=mixed))
     for experts in candidates:
-        blocks = jax.jit(partial(_in_blocks, num_experts=num_experts))(experts)
-        pairs = np.asarray(blocks.rows.pairs)
-        assert pairs.shape[1] == block_size(count * k, num_experts)
-        assert (pairs[int(blocks.count) :] == count * k).all()
+        rows, all_blocks = cut(experts)
+        pairs = np.asarray(rows.pairs)
+        expert_of_row = np.full(pairs.size, -1)
+        sizes = block_sizes(count * k, num_experts, mixed)
+        assert [blocks.size for blocks in all_blocks] == list(sizes)
+        for blocks in all_blocks:
+            for number in range(int(blocks.count)):
+                start = int(blocks.starts[number])
+                assert 0 <= start <= pairs.size - blocks.size
+                of_block = slice(start, start + blocks.size)
+                assert (expert_of_row[of_block] == -1).all()  # no row is in two blocks
+                expert_of_row[of_block] = blocks.experts[number]
         is_here = (experts >= 0) & (experts < num_experts)
-        rows = np.asarray(blocks.rows.places)
-        assert (rows[~is_here] == pairs.size).all()
-        here = rows[is_here]
-        assert len(set(here.tolist())) == is_here.sum()
-        assert pairs.flat[here].tolist() == np.flatnonzero(is_here).tolist()
-        assert (pairs != count * k).sum() == is_here.sum()
-        of_row = np.asarray(blocks.experts)[here // pairs.shape[1]]
-        assert of_row.tolist() == experts[is_here].tolist()
+        places = np.asarray(rows.places)
+        assert (places[~is_here] == pairs.size).all()
+        here = places[is_here]
+        assert pairs[here].tolist() == np.flatnonzero(is_here).tolist()
+        assert (pairs != count * k).sum() == len(here)  # the other rows are empty
+        assert expert_of_row[here].tolist() == experts[is_here].tolist()
+        # An expert has fewer empty rows than its smallest block.
+        used = np.unique(experts[is_here]).size
+        assert (expert_of_row >= 0).sum() - len(here) <= used * (sizes[-1] - 1)
 
 
-def test_blocks_are_of_half_the_pairs_of_an_expert():
-    assert [block_size(pairs, 16) for pairs in (2, 256, 512, 1024, 2048, 8192, 1 << 20)] == [
-        8,
-        8,
-        16,
-        32,
-        64,
-        MAX_BLOCK,
-        MAX_BLOCK,
+def test_blocks_have_about_as_many_rows_as_an_expert_has_pairs():
+    def sizes(*pairs_of_expert: int, mixed: bool) -> list[tuple[int, ...]]:
+        return [block_sizes(16 * pairs, 16, mixed) for pairs in pairs_of_expert]
+
+    assert sizes(0, 16, 32, 64, 512, 9999, mixed=False) == [
+        (8,),
+        (8,),
+        (16,),
+        (32,),
+        (128,),
+        (128,),
     ]
+    assert sizes(0, 15, 16, 64, mixed=True) == [(8,), (8,), (16, 8), (64, 8)]
+    assert sizes(128, 511, 512, 9999, mixed=True) == [(128, 16), (256, 32), (512, 64), (512, 64)]
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -400,8 +416,6 @@ def test_a_tokens_bits_do_not_depend_on_the_other_tokens(dtype: Any, count: int)
 
 def test_what_is_kept_under_dots_spares_the_products_of_gate_and_up():
     """The backward pass of a checkpointed layer runs one loop, which is the gradient's."""
-    from shoal.model.transformer import REMAT
-
     x = jnp.asarray(random_arrays(0, TOKENS, HIDDEN))
     logits = jnp.asarray(random_arrays(1, TOKENS, EXPERTS))
     kernels = random_kernels("cast")

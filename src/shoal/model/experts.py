@@ -5,22 +5,22 @@ with its tokens (Shazeer et al. 2017, arXiv:1701.06538).
 
 No token is dropped: an expert takes all tokens that choose it. A pair is a token and one of its
 experts; pair t * k + j is token t with its j-th expert. Pairs are sorted by expert, so that each
-expert multiplies rows that lie together. There are two forms of the products:
+expert multiplies rows that lie together. The products have three forms:
 
 * `ragged`, for accelerators: all experts at once by `jax.lax.ragged_dot`.
 * `blocks`, for CPUs, where XLA's `ragged_dot` multiplies all pairs by all experts: each expert's
-  pairs are cut into blocks of the same number of rows, and a loop multiplies one block after the
-  other by the matrices of its expert alone.
-
-A token's result has the same bits whatever the other tokens are, in the form of blocks: each block
-is the same compiled product, whose rows do not depend on each other or on their places in it, and
-a token's results are summed in the order of its experts. A program of another number of tokens may
-have blocks of another size, and so other bits.
+  rows are cut into blocks of equally many rows, and a loop multiplies one block after the other by
+  the matrices of its expert alone. Whatever the other tokens are, a token's result has the same
+  bits, as sampling needs it: its row is in a product of the same shape, where it depends on neither
+  the other rows nor its place, and its results are summed in the order of its experts. A program of
+  another number of tokens may have blocks of another size, and so other bits.
+* `mixed_blocks`, for training on CPUs: most rows are in blocks of a larger size, which is faster.
+  Which size a token's row is in depends on the other tokens, and so may its last bits.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from shoal.mesh import Role
 from shoal.model.activations import Activation, silu_gated
 from shoal.model.linear import Weight, linear, trained_part, weighted_linear
 from shoal.model.parameters import joined
@@ -36,8 +37,15 @@ Kernels: TypeAlias = tuple[Weight, Weight, Weight]
 """The weights of all experts, gate[E, D, F], up[E, D, F] and down[E, F, D]: of any kind, each array
 with E in front."""
 
-Form: TypeAlias = Literal["blocks", "ragged"]
+Form: TypeAlias = Literal["ragged", "blocks", "mixed_blocks"]
 """How the products are computed, see the module's head."""
+
+
+def form_of(role: Role) -> Form:
+    """Returns the form of the products on the devices of a role."""
+    if role.platform != "cpu":
+        return "ragged"
+    return "blocks" if role.name == "sampler" else "mixed_blocks"
 
 
 def route(
@@ -104,8 +112,8 @@ def experts_product(
     and the trained parts of the kernels; those of kernels are summed in float32 (of plain ones in
     `ragged` in their own type).
     """
-    if form == "blocks":
-        return _by_blocks(activation, x, experts, weights, kernels)
+    if form != "ragged":
+        return _by_blocks(activation, form == "mixed_blocks", x, experts, weights, kernels)
     return _by_ragged_products(activation, x, experts, weights, kernels)
 
 
@@ -227,57 +235,97 @@ def _by_ragged_products(
 
 # The form for CPUs
 
+
 MIN_BLOCK = 8
 MAX_BLOCK = 128
+MAX_MIXED_BLOCK = 512
 
 
-def block_size(num_pairs: int, num_experts: int) -> int:
-    """Returns the rows of a block: the power of two, from 8 to 128, that is at least half of the
-    pairs that an expert has on average.
+def block_sizes(num_pairs: int, num_experts: int, mixed: bool) -> tuple[int, ...]:
+    """Returns the numbers of rows that blocks have, powers of two from 8 on, in falling order.
 
-    Small blocks read an expert's matrices more often and multiply at a lower rate, large ones
-    multiply more empty rows. On two cores, forward and backward with D = 256, F = 512 and 16
-    experts: at 512 pairs an expert 165 ms with 128 rows, 178 with 64, 204 with 32; at 128 pairs 50
-    with 64, 53 with 128, 54 with 32; at 32 pairs 11.2 with 32, 11.8 with 16, 18 with 128.
+    A block costs a copy of its expert's matrices and their rearrangement for the product, whatever
+    its rows are; and the last rows of an expert's last block are empty. Blocks of one size have at
+    least half of the pairs that an expert has on average, at most 128. If they are `mixed`, the
+    large ones have about as many rows as an expert has pairs, at most 512, the small ones an
+    eighth.
+
+    Forward and backward against a dense feed-forward part of equally many active parameters, on two
+    cores in float32 with D = 256, F = 512, 16 experts and 512 pairs for each: 1.32 times as long
+    with blocks of 128, 1.10 with 512 and 64, 1.11 with 512, 256, 128 and 64. With 128 pairs: 1.97
+    with 64, 1.69 with 128 and 16, 1.73 with 128 and 32.
     """
+    average = num_pairs / num_experts
     size = MIN_BLOCK
-    while size < MAX_BLOCK and 2 * size * num_experts < num_pairs:
+    if not mixed:
+        while size < MAX_BLOCK and size < average / 2:
+            size *= 2
+        return (size,)
+    while size < MAX_MIXED_BLOCK and 2 * size <= average:
         size *= 2
-    return size
+    small = max(MIN_BLOCK, size // 8)
+    return (size, small) if small < size else (size,)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Blocks:
-    """Pairs in N blocks of equally many rows, each of one expert."""
+    """Blocks of equally many rows, each of one expert."""
 
-    rows: Rows  # pairs[N, rows of a block]; empty rows are the last of a block
     experts: jax.Array  # int32[N]: the expert of each block
-    count: jax.Array  # int32: the number of blocks with pairs, which are the first ones
+    starts: jax.Array  # int32[N]: its first row
+    count: jax.Array  # int32: how many blocks are used; they are the first ones
+    size: int = field(metadata={"static": True})  # rows of a block
 
 
-def _in_blocks(experts: jax.Array, num_experts: int) -> Blocks:
-    """Sorts the pairs of experts[T, k] into blocks. N is what any choice of experts can need; how
-    many are used depends on the choice."""
-    size = block_size(experts.size, num_experts)
-    order, sizes = _sorted_by_expert(experts, num_experts)
-    # An expert's last block may be almost empty, and a block has at least one pair.
-    num_blocks = min(experts.size, experts.size // size + num_experts)
-    blocks_of_expert = -(-sizes // size)
-    ends = jnp.cumsum(blocks_of_expert)
-    numbers = jnp.arange(num_blocks)
-    expert = jnp.searchsorted(ends, numbers, side="right").astype(jnp.int32)
-    expert = jnp.minimum(expert, num_experts - 1)  # of blocks that are not used
-    first_block = (ends - blocks_of_expert)[expert]
-    first_pair = (jnp.cumsum(sizes) - sizes)[expert]
-    # Number of each row among the rows of its expert, [N, size].
-    of_expert = (numbers - first_block)[:, None] * size + jnp.arange(size)
+def _in_blocks(
+    experts: jax.Array, num_experts: int, mixed: bool
+) -> tuple[Rows, tuple[Blocks, ...]]:
+    """Sorts the pairs of experts[T, k] into rows and cuts these into blocks of the `block_sizes`.
+
+    The rows of an expert are its pairs, and empty rows up to a multiple of the smallest size. They
+    are cut into as many blocks of the larger size as they fill, and the rest into those of the
+    smaller. There are as many rows and blocks as any choice of experts can need; how many blocks
+    are used depends on the choice.
+    """
+    num_pairs = experts.size
+    sizes = block_sizes(num_pairs, num_experts, mixed)
+    unit = sizes[-1]
+    order, pairs_of = _sorted_by_expert(experts, num_experts)
+    units_of = -(-pairs_of // unit)
+    # Each unit has a pair, and each expert at most one unit that is not full.
+    num_units = min(num_pairs, num_pairs // unit + num_experts)
+    expert, number = _owners(units_of, num_units)
+    of_expert = number[:, None] * unit + jnp.arange(unit)  # [units, rows of one]
+    first_pair = jnp.cumsum(pairs_of) - pairs_of
     pairs = jnp.where(
-        of_expert < sizes[expert][:, None],
-        order.at[first_pair[:, None] + of_expert].get(mode="clip"),
-        experts.size,
+        of_expert < pairs_of[expert][:, None],
+        order.at[first_pair[expert][:, None] + of_expert].get(mode="clip"),
+        num_pairs,
     )
-    return Blocks(Rows(pairs, _places_of(pairs, experts.shape)), expert, ends[-1])
+    pairs = pairs.reshape(-1)
+    start = (jnp.cumsum(units_of) - units_of) * unit
+    left = units_of * unit
+    blocks = []
+    for size in sizes:
+        blocks_of = left // size
+        most = num_units * unit // size
+        expert, number = _owners(blocks_of, most)
+        blocks.append(Blocks(expert, start[expert] + number * size, blocks_of.sum(), size))
+        start = start + blocks_of * size
+        left = left - blocks_of * size
+    return Rows(pairs, _places_of(pairs, experts.shape)), tuple(blocks)
+
+
+def _owners(counts: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
+    """Lays out counts[0] things of owner 0, then counts[1] of owner 1, and so on, and returns
+    (the owner of each of the first `length` things, its number among the owner's). Things past the
+    last one get the last owner, and numbers past its count."""
+    ends = jnp.cumsum(counts)
+    numbers = jnp.arange(length, dtype=jnp.int32)
+    owner = jnp.searchsorted(ends, numbers, side="right").astype(jnp.int32)
+    owner = jnp.minimum(owner, len(counts) - 1)
+    return owner, numbers - (ends - counts)[owner]
 
 
 def _entry(tree: Any, number: jax.Array) -> Any:
@@ -287,113 +335,140 @@ def _entry(tree: Any, number: jax.Array) -> Any:
     )
 
 
-def _with_entry(tree: Any, values: Any, number: jax.Array) -> Any:
-    """Returns a tree of arrays with `values`, a tree of the same form, as entry `number` of their
-    first dimensions."""
+def _rows_at(tree: Any, start: jax.Array, size: int) -> Any:
+    """Returns `size` rows from `start` on of each array of a tree."""
+    return jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, start, size), tree)
+
+
+def _with_rows(tree: Any, rows: Any, start: jax.Array) -> Any:
+    """Returns a tree of arrays with `rows`, a tree of the same form, from row `start` on."""
     return jax.tree.map(
-        lambda array, value: jax.lax.dynamic_update_index_in_dim(array, value, number, 0),
-        tree,
-        values,
+        lambda array, part: jax.lax.dynamic_update_slice_in_dim(array, part, start, 0), tree, rows
     )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _by_blocks(
-    activation: Activation, x: jax.Array, experts: jax.Array, weights: jax.Array, kernels: Kernels
+    activation: Activation,
+    mixed: bool,
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    kernels: Kernels,
 ) -> jax.Array:
-    """Computes `experts_product` block by block."""
-    out, _ = _forward_by_blocks(activation, False, x, experts, weights, kernels)
+    """Computes `experts_product` block by block. `mixed`: blocks of two sizes."""
+    out, _ = _forward_by_blocks(activation, mixed, False, x, experts, weights, kernels)
     return out
 
 
 def _forward_by_blocks(
     activation: Activation,
+    mixed: bool,
     keep: bool,
     x: jax.Array,
     experts: jax.Array,
     weights: jax.Array,
     kernels: Kernels,
-) -> tuple[jax.Array, tuple[Blocks, tuple[jax.Array, ...]]]:
-    """Returns (out[T, D], (the blocks, the products of gate and up, both [N, rows of a block, F]));
-    the products are () if `keep` is false."""
-    blocks = _in_blocks(experts, _num_experts(kernels))
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    """Returns (out[T, D], (rows, blocks, the products of gate and up, both [M, F])); the products
+    are () if `keep` is false."""
+    rows, all_blocks = _in_blocks(experts, _num_experts(kernels), mixed)
 
-    def of_block(number: jax.Array) -> tuple[jax.Array, ...]:
-        """Computes block `number`: its results, and the products of gate and up if `keep`."""
+    def compute(number: jax.Array, blocks: Blocks) -> tuple[jax.Array, ...]:
+        """Computes a block: its results, and the products of gate and up if `keep`."""
         gate, up, down = _entry(kernels, blocks.experts[number])
-        tokens = _at(x, blocks.rows.tokens[number])
-        factors = _at(weights.reshape(-1), blocks.rows.pairs[number])
+        pairs = _rows_at(rows.pairs, blocks.starts[number], blocks.size)
+        tokens = _at(x, pairs // experts.shape[1])
         products = linear(gate, tokens), linear(up, tokens)
+        factors = _at(weights.reshape(-1), pairs)
         results = weighted_linear(down, activation(*products), factors)
         return (results, *products) if keep else (results,)
 
-    def step(number: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return _with_entry(arrays, of_block(number), number)
+    def step(number: jax.Array, arrays: tuple[jax.Array, ...], blocks: Blocks) -> tuple:
+        return _with_rows(arrays, compute(number, blocks), blocks.starts[number])
 
     arrays = []
-    for shape in jax.eval_shape(of_block, jnp.int32(0)):
-        arrays.append(jnp.zeros((len(blocks.experts), *shape.shape), shape.dtype))
-    results, *products = jax.lax.fori_loop(0, blocks.count, step, tuple(arrays))
-    out = _summed_by_token(jax.lax.collapse(results, 0, 2), blocks.rows)
-    return out, (blocks, tuple(products))
+    for of_block in jax.eval_shape(partial(compute, blocks=all_blocks[0]), jnp.int32(0)):
+        arrays.append(jnp.zeros((rows.pairs.size, *of_block.shape[1:]), of_block.dtype))
+    arrays = tuple(arrays)
+    for blocks in all_blocks:
+        arrays = jax.lax.fori_loop(0, blocks.count, partial(step, blocks=blocks), arrays)
+    results, *products = arrays
+    return _summed_by_token(results, rows), (rows, all_blocks, tuple(products))
 
 
 def _by_blocks_forward(
-    activation: Activation, x: jax.Array, experts: jax.Array, weights: jax.Array, kernels: Kernels
+    activation: Activation,
+    mixed: bool,
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    kernels: Kernels,
 ) -> tuple[jax.Array, tuple]:
-    out, kept = _forward_by_blocks(activation, True, x, experts, weights, kernels)
+    out, kept = _forward_by_blocks(activation, mixed, True, x, experts, weights, kernels)
     kept = jax.tree.map(partial(checkpoint_name, name="product"), kept)
     return out, (x, weights, kernels, *kept)
 
 
-def _by_blocks_backward(activation: Activation, kept: tuple, gradient: jax.Array) -> tuple:
+def _by_blocks_backward(
+    activation: Activation, mixed: bool, kept: tuple, gradient: jax.Array
+) -> tuple:
     """Returns the gradients of (x, experts, weights, kernels); None for the experts and for what is
-    not trained of the kernels."""
-    x, weights, kernels, blocks, products = kept
+    not trained of the kernels. `mixed` is not read, because the blocks are kept."""
+    x, weights, kernels, rows, all_blocks, products = kept
     trained = trained_part(kernels[0]), trained_part(kernels[1]), trained_part(kernels[2])
 
-    def of_block(number: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
-        """Computes block `number`: the gradients of its tokens, of their factors, and of the
-        trained parts of its expert."""
-        expert = blocks.experts[number]
-        gate, up, down = _entry(kernels, expert)
-        trained_gate, trained_up, trained_down = _entry(trained, expert)
-        tokens = _at(x, blocks.rows.tokens[number])
-        factors = _at(weights.reshape(-1), blocks.rows.pairs[number])
+    def compute(number: jax.Array, blocks: Blocks) -> tuple[tuple[jax.Array, ...], Any]:
+        """Computes a block's gradients: (those of its tokens and their factors, those of the
+        trained parts of its expert)."""
+        gate, up, down = _entry(kernels, blocks.experts[number])
+        trained_gate, trained_up, trained_down = _entry(trained, blocks.experts[number])
+        start = blocks.starts[number]
+        pairs = _rows_at(rows.pairs, start, blocks.size)
+        of_tokens = pairs // weights.shape[1]
+        tokens = _at(x, of_tokens)
+        factors = _at(weights.reshape(-1), pairs)
 
-        def end(trained_down: Any, products: tuple, factors: jax.Array) -> jax.Array:
+        def results_of(trained_down: Any, products: tuple, factors: jax.Array) -> jax.Array:
             return weighted_linear(joined(trained_down, down), activation(*products), factors)
 
-        def start(trained_gate: Any, trained_up: Any, tokens: jax.Array) -> tuple:
+        def products_of(trained_gate: Any, trained_up: Any, tokens: jax.Array) -> tuple:
             of_gate = linear(joined(trained_gate, gate), tokens)
             return of_gate, linear(joined(trained_up, up), tokens)
 
-        _, backward_of_end = jax.vjp(end, trained_down, _entry(products, number), factors)
-        of_results = _at(gradient, blocks.rows.tokens[number])
-        d_down, d_products, d_factors = backward_of_end(of_results)
-        _, backward_of_start = jax.vjp(start, trained_gate, trained_up, tokens)
-        d_gate, d_up, d_tokens = backward_of_start(d_products)
-        return d_tokens, d_factors, (d_gate, d_up, d_down)
+        of_block = _rows_at(products, start, blocks.size)
+        _, backward = jax.vjp(results_of, trained_down, of_block, factors)
+        d_down, d_products, d_factors = backward(_at(gradient, of_tokens))
+        _, backward = jax.vjp(products_of, trained_gate, trained_up, tokens)
+        d_gate, d_up, d_tokens = backward(d_products)
+        return (d_tokens, d_factors), (d_gate, d_up, d_down)
 
-    def step(number: jax.Array, carry: tuple) -> tuple:
-        d_rows, sums = carry
-        d_tokens, d_factors, of_expert = of_block(number)
+    def step(number: jax.Array, carry: tuple, blocks: Blocks) -> tuple:
+        of_rows, sums = carry
+        of_block, of_expert = compute(number, blocks)
         expert = blocks.experts[number]
-        added = jax.tree.map(
-            lambda total, part: total + part.astype(jnp.float32), _entry(sums, expert), of_expert
+        sums = jax.tree.map(
+            lambda total, part: jax.lax.dynamic_update_index_in_dim(
+                total,
+                jax.lax.dynamic_index_in_dim(total, expert, keepdims=False)
+                + part.astype(total.dtype),
+                expert,
+                0,
+            ),
+            sums,
+            of_expert,
         )
-        d_rows = _with_entry(d_rows, (d_tokens, d_factors), number)
-        return d_rows, _with_entry(sums, added, expert)
+        return _with_rows(of_rows, of_block, blocks.starts[number]), sums
 
-    num_blocks, size = blocks.rows.pairs.shape
-    d_rows = (
-        jnp.zeros((num_blocks, size, x.shape[-1]), x.dtype),
-        jnp.zeros((num_blocks, size), weights.dtype),
-    )
+    num_rows = rows.pairs.size
+    of_rows = jnp.zeros((num_rows, x.shape[-1]), x.dtype), jnp.zeros(num_rows, weights.dtype)
     sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trained)
-    (d_tokens, d_factors), sums = jax.lax.fori_loop(0, blocks.count, step, (d_rows, sums))
-    of_x = _summed_by_token(jax.lax.collapse(d_tokens, 0, 2), blocks.rows)
-    of_weights = _at(d_factors.reshape(-1), blocks.rows.places)
+    carry = of_rows, sums
+    for blocks in all_blocks:
+        carry = jax.lax.fori_loop(0, blocks.count, partial(step, blocks=blocks), carry)
+    (d_tokens, d_factors), sums = carry
+    of_x = _summed_by_token(d_tokens, rows)
+    of_weights = _at(d_factors, rows.places)
     of_kernels = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), sums, trained)
     return of_x, None, of_weights, of_kernels
 

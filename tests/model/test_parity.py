@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ def without(part: str, a: Architecture, p: Parameters) -> tuple[Architecture, Pa
     if part == "rope scaling":
         assert a.rope_scaling is not None
         return replace(a, rope_scaling=None), p
+    if part in CHANGES:
+        return CHANGES[part](a), p
     if part == "attention biases":
         blocks = {
             name: replace(w, bias=w.bias * 0)
@@ -70,6 +73,25 @@ def without(part: str, a: Architecture, p: Parameters) -> tuple[Architecture, Pa
     return a, replace(p, blocks=replace(p.blocks, **blocks))
 
 
+def without_windows(a: Architecture) -> Architecture:
+    return replace(a, layers=tuple(replace(layer, window=0) for layer in a.layers))
+
+
+def without_own_rotary(a: Architecture) -> Architecture:
+    return replace(a, layers=tuple(replace(layer, rotary=None) for layer in a.layers))
+
+
+CHANGES: dict[str, Callable[[Architecture], Architecture]] = {
+    "windows": without_windows,
+    "rotary of layers with windows": without_own_rotary,
+    "query scale": lambda a: replace(a, query_scale=0.0),
+    "embedding scale": lambda a: replace(a, embedding_scale=1.0),
+    "logit cap": lambda a: replace(a, logit_cap=0.0),
+    "tanh": lambda a: replace(a, activation="silu"),
+    "1 of norms": lambda a: replace(a, norm="weight"),
+}
+
+
 PARTS = [
     ("llama3", "rope scaling"),
     ("llama-linear", "rope scaling"),
@@ -79,6 +101,8 @@ PARTS = [
     ("qwen2-tied", "attention biases"),
     ("qwen3", "query and key norm weights"),
     ("qwen3-tied", "query and key norm weights"),
+    ("mistral", "windows"),
+    *(("gemma3", part) for part in CHANGES),
 ]
 
 

@@ -525,9 +525,12 @@ SUPPORTED = (
     "qwen3_moe",
     "qwen3_moe-mixed",
     "qwen3_5_text",
+    "qwen3_5",
     "qwen3_5_moe_text",
+    "qwen3_5_moe",
     "mistral",
     "gemma3_text",
+    "gemma3",
 )
 """The checkpoints that Shoal reads."""
 

@@ -40,7 +40,14 @@ _LLAMA3 = {
 
 
 def _config(family: str, **changes: Any) -> dict[str, Any]:
-    names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
+    names = {
+        "llama": "Llama",
+        "qwen2": "Qwen2",
+        "qwen3": "Qwen3",
+        "qwen3_moe": "Qwen3Moe",
+        "mistral": "Mistral",
+        "gemma3_text": "Gemma3",
+    }
     name = names[family]
     return {"architectures": [f"{name}ForCausalLM"], "model_type": family, **_SIZES, **changes}
 
@@ -72,6 +79,22 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
         decoder_sparse_step=1,
         mlp_only_layers=[],
     ),
+    "mistral": _config("mistral", rope_theta=10000.0, sliding_window=9),
+    # two layers with windows, one without
+    "gemma3": _config(
+        "gemma3_text",
+        num_hidden_layers=3,
+        rope_theta=1000000.0,
+        rope_local_base_freq=10000.0,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        sliding_window=9,
+        sliding_window_pattern=3,
+        hidden_activation="gelu_pytorch_tanh",
+        final_logit_softcapping=8.0,
+        tie_word_embeddings=True,
+    ),
 }
 
 
@@ -90,6 +113,9 @@ def tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
         **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), bool(config.get("mlp_bias"))),
     }
     out: dict[str, np.ndarray] = {}
+    is_gemma = family == "gemma3_text"
+    norm = {"mean": 0.0 if is_gemma else 1.0, "stddev": 0.2}  # Gemma adds 1 itself
+    head_norm = {"mean": 0.3 if is_gemma else 1.3, "stddev": 0.3}
 
     def normal(name: str, *shape: int, mean: float = 0.0, stddev: float) -> None:
         out[name] = (mean + stddev * random.standard_normal(shape)).astype(np.float32)
@@ -102,15 +128,18 @@ def tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     normal("model.embed_tokens.weight", config["vocab_size"], d, stddev=2 * d**-0.5)
     for layer in range(config["num_hidden_layers"]):
         place = f"model.layers.{layer}."
-        normal(f"{place}input_layernorm.weight", d, mean=1.0, stddev=0.2)
+        normal(f"{place}input_layernorm.weight", d, **norm)
         product(f"{place}self_attn.", "q_proj", heads * a, d)
         product(f"{place}self_attn.", "k_proj", keys * a, d)
         product(f"{place}self_attn.", "v_proj", keys * a, d)
         product(f"{place}self_attn.", "o_proj", d, heads * a)
-        if family in ("qwen3", "qwen3_moe"):
-            normal(f"{place}self_attn.q_norm.weight", a, mean=1.3, stddev=0.3)
-            normal(f"{place}self_attn.k_norm.weight", a, mean=1.3, stddev=0.3)
-        normal(f"{place}post_attention_layernorm.weight", d, mean=1.0, stddev=0.2)
+        if family in ("qwen3", "qwen3_moe", "gemma3_text"):
+            normal(f"{place}self_attn.q_norm.weight", a, **head_norm)
+            normal(f"{place}self_attn.k_norm.weight", a, **head_norm)
+        normal(f"{place}post_attention_layernorm.weight", d, **norm)
+        if is_gemma:
+            normal(f"{place}pre_feedforward_layernorm.weight", d, **norm)
+            normal(f"{place}post_feedforward_layernorm.weight", d, **norm)
         parts = [("mlp.", f)]
         if family == "qwen3_moe":
             normal(f"{place}mlp.gate.weight", config["num_experts"], d, stddev=2 * d**-0.5)
@@ -120,7 +149,7 @@ def tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
             product(f"{place}{part}", "gate_proj", width, d)
             product(f"{place}{part}", "up_proj", width, d)
             product(f"{place}{part}", "down_proj", d, width)
-    normal("model.norm.weight", d, mean=1.0, stddev=0.2)
+    normal("model.norm.weight", d, **norm)
     if not config.get("tie_word_embeddings"):
         normal("lm_head.weight", config["vocab_size"], d, stddev=2 * d**-0.5)
     return out

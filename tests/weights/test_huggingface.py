@@ -929,7 +929,7 @@ def test_every_parameter_has_a_name_of_its_own(tmp_path):
     for family in FAMILIES:
         names = []
         for spec in jax.tree.leaves(param_specs(architecture_of(config_folder(tmp_path, family)))):
-            names.append(spec.name)
+            names += spec.names_by_index.values()
         assert all(names) and len(set(names)) == len(names)
 
 

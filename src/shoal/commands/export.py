@@ -19,6 +19,7 @@ from shoal.config.stored import require_given
 from shoal.files import check_new_folder, explain_write_errors, find_input
 from shoal.mesh import make_roles
 from shoal.model import adapters
+from shoal.model.families import is_multimodal, read_config
 from shoal.records import ShoalError
 from shoal.report.console import Console
 from shoal.text import gib
@@ -66,10 +67,23 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
         else:
             num_bytes = parameter_count(architecture.base) * itemsize
             console.note(f"reads {config.source}; writes {gib(num_bytes)} as {config.dtype}")
+            origin = model.origin()
+            described = model.config or read_config(model.folder)
+            if origin is None and is_multimodal(described):
+                console.note(
+                    f"the weights that {config.source} began with are not here, and with them the "
+                    "towers for its other kinds of input: the text model alone is written"
+                )
             params = adapters.merge(architecture, model.load(role, np.float32), role)
             with explain_write_errors(to, "to"):
                 huggingface.save(
-                    to, params, architecture.base, model.folder, config.dtype, config=model.config
+                    to,
+                    params,
+                    architecture.base,
+                    model.folder,
+                    config.dtype,
+                    config=model.config,
+                    origin=origin,
                 )
         console.note(f"wrote {config.to}")
         base = Path(model.base).expanduser()

@@ -40,6 +40,7 @@ def print_head(job: Job) -> None:
     lines = {
         "devices": devices_text(config, roles),
         "model": model_text(config.model, job.model_source, model),
+        "files": "; ".join(note.text for note in job.model_source.notes if note.level == "ok"),
         "reference": reference_note(config, model),
         "attention": attention_kind(model, shape.rows, shape.length),
         **data_lines(job.task),

@@ -450,6 +450,7 @@ def vllm_fleet(
         score=score,
         adapters=sends_adapters(config.vllm, model),
         starts=not config.vllm.urls,
+        origin=spec.origin(),
     )
     # Servers on the trainer's GPU give its memory back while the trainer works.
     sleeps = config.shares_gpu and model.role.platform != "cpu"

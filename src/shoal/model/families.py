@@ -516,14 +516,14 @@ def _gemma3_window_rotary(entries: Entries) -> Rotary:
 
 def _gemma3_entries(a: Architecture) -> dict[str, Any]:
     of_windows = [a.rotary_of(layer) for layer in a.kinds if layer.window]
-    scalar = a.query_scale**-2 if a.query_scale else a.head_dim
+    # Without the last digits of the two roots; as a whole number, if it is one.
+    scalar = round(a.query_scale**-2, 9) if a.query_scale else float(a.head_dim)
     return {
         "attention_bias": a.qkv_bias,
         "layer_types": window_types(a),
         "sliding_window": largest_window(a) or 4096,
         "rope_local_base_freq": of_windows[0].theta if of_windows else 10000.0,
-        # without the last digits of the two roots
-        "query_pre_attn_scalar": round(scalar, 9),
+        "query_pre_attn_scalar": int(scalar) if scalar.is_integer() else scalar,
         "final_logit_softcapping": a.logit_cap or None,
         "max_position_embeddings": a.max_positions or 32768,
     }
@@ -708,8 +708,7 @@ COMMON_DEFAULTS: Mapping[str, Any] = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
 }
-"""Entries that all families have -> values where they are absent or null, unless a family has
-another."""
+"""Entries that all families have -> values where they are absent, unless a family has others."""
 
 
 # Files
@@ -721,7 +720,9 @@ def architecture_of(folder: str | Path) -> Architecture:
     type or size, or if the model is not supported. An entry that may be missing gets the default of
     transformers. `max_positions` is 0 if the file does not say it."""
     folder = Path(folder)
-    a = _architecture(folder, read_config(folder))
+    config = read_config(folder)
+    Entries(folder, config).check_type("quantization_config", dict, "a mapping")
+    a = _architecture(folder, config)
     # Called for its error alone: weights quantised in an unknown way.
     weight_block(folder)
     return a
@@ -737,12 +738,9 @@ def _architecture(folder: Path, config: Mapping[str, Any]) -> Architecture:
     """Returns the architecture that the content of a folder's config.json describes."""
     name, entries = _model_entries(folder, config)
     family = FAMILIES[name]
-    described = {**family.defaults, **entries.config}
+    described = {**COMMON_DEFAULTS, **family.defaults, **entries.config}
     for common, own in family.names.items():
         described[common] = described.get(own)
-    for key, value in COMMON_DEFAULTS.items():
-        if described.get(key) is None:
-            described[key] = family.defaults.get(key, value)
     entries = Entries(folder, described, entries.inside)
     rope = rope_entries(entries)
     for entry, values in {**COMPUTED, **family.computed}.items():
@@ -806,7 +804,7 @@ def _common(entries: Entries, rope: Entries) -> Architecture:
         rotary_share=rotary.share,
         norm_eps=float(entries.number("rms_norm_eps")),
         tie_embeddings=entries.is_set("tie_word_embeddings"),
-        activation=ACTIVATIONS[entries.get("hidden_act")],
+        activation=ACTIVATIONS[entries.get("hidden_act", "silu")],
         max_positions=_max_positions(entries.config, rotary.scaling),
     )
 
@@ -937,7 +935,29 @@ def config_to_save(
     saved.pop("quantization_config", None)
     dtype_key = "dtype" if "dtype" in saved else "torch_dtype"
     saved[dtype_key] = dtype.name
+    text = saved.get("text_config")
+    if isinstance(text, dict) and dtype_key in text:
+        saved["text_config"] = {**text, dtype_key: dtype.name}
     return saved
+
+
+def is_multimodal(config: Mapping[str, Any]) -> bool:
+    """True if a config.json is of a model for several kinds of input, whose text model is read."""
+    return config.get("model_type") in MULTIMODAL
+
+
+def text_alone(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config.json of the text model in that of a model for several kinds of input; an
+    equal one for any other model."""
+    if not is_multimodal(config):
+        return dict(config)
+    family_name = MULTIMODAL[config["model_type"]]
+    text = {**config["text_config"], "model_type": family_name}
+    text["architectures"] = [FAMILIES[family_name].transformers_class]
+    for key in ("dtype", "torch_dtype", "tie_word_embeddings", *_TOKEN_IDS):
+        if key in config:
+            text[key] = config[key]
+    return text
 
 
 def make_config(

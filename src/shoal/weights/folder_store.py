@@ -63,18 +63,20 @@ class FolderStore(FileStore):
         score: Callable[[Params], ProbeScores],
         adapters: bool = False,
         starts: bool = True,
+        origin: Path | None = None,
     ) -> None:
         """Creates the folder, and starts a process that removes it and kills the servers once this
         process has ended. ShoalError if `parent` cannot be written. `source`: a folder with the
         tokenizer, and with config.json unless `config` is given. `score`: the trainer's parameters
         -> `ProbeScores`. `adapters`: versions are PEFT folders with the adapter alone. `starts`:
-        this process starts the servers."""
+        this process starts the servers. `origin`: as in `huggingface.save`."""
         super().__init__(parent, model)
         self.source = source
         self.config = config
         self.score = score
         self.adapters = adapters
         self.starts = starts
+        self.origin = origin
         self.base = self.folder / "base"
         self._base_params: Params | None = None
         # once this process has ended, kills the servers and removes the folder
@@ -127,7 +129,15 @@ class FolderStore(FileStore):
                     break
             config = {**config, "tie_word_embeddings": False}
         with explain_write_errors(self.parent, KEY):
-            huggingface.save(folder, tensors, a.base, self.source, self.model.dtype, config=config)
+            huggingface.save(
+                folder,
+                tensors,
+                a.base,
+                self.source,
+                self.model.dtype,
+                config=config,
+                origin=self.origin,
+            )
 
     def published_shapes(self) -> Params:
         """Returns shapes, types and shardings of a version's trained parameters, as the trainer's

@@ -25,12 +25,13 @@ from shoal.chat.tokenizer_files import NAMED_TEMPLATES
 from shoal.files import move_folder, read_json, scratch_folder
 from shoal.mesh import Role
 from shoal.model.architecture import Architecture
-from shoal.model.families import architecture_of, config_to_save, weight_block
+from shoal.model.families import architecture_of, config_to_save, text_alone, weight_block
 from shoal.model.parameters import Keep, Parameters, ParamSpec, keep_as_read, param_specs
 from shoal.paths import path_within
 from shoal.records import ShoalError
 from shoal.weights.fused import FusedTensor, fused_tensors, with_fused, with_parts
 from shoal.weights.layout import ParamLayout, collect, load_sharded
+from shoal.weights.origin import EMBEDDING, HEAD, Origin
 from shoal.weights.tensor_files import (
     DTYPES,
     OutputTensor,
@@ -53,8 +54,12 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
-"""Files of a model folder that are copied with its tokenizer."""
+"""Files of a model folder that are copied with its tokenizer. The last three are for images, which
+transformers reads with any model that has a tower."""
 
 
 # Weights in
@@ -111,12 +116,23 @@ def stored_architecture(folder: Path) -> Architecture:
     return replace(a, tie_embeddings=not _has_other_head(folder))
 
 
+def describes_files(folder: Path, a: Architecture) -> bool:
+    """True if a folder has weights, and they are a model of this architecture, without its adapter
+    and type of weights."""
+    if not has_weights(folder):
+        return False
+    try:
+        return stored_architecture(folder) == replace(a, adapter=None, quantised="")
+    except ShoalError:  # a model that is not supported
+        return False
+
+
 def _has_other_head(folder: Path) -> bool:
     """True if a model's files hold a head that is not its embedding: its shape differs, or any
     value does. False also if one of the two is not in the files, or has a type that is not read."""
-    stored = _read_headers(folder)
-    head = stored.get("lm_head.weight")
-    embedding = stored.get("model.embed_tokens.weight")
+    stored = read_origin(folder).tensors
+    head = stored.get(HEAD)
+    embedding = stored.get(EMBEDDING)
     if head is None or embedding is None:
         return False
     if head.shape != embedding.shape:
@@ -135,22 +151,17 @@ def _has_other_head(folder: Path) -> bool:
     return False
 
 
-def _read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """Returns the tensors of a folder's safetensors files by name, without reading values.
-    ShoalError if the folder has none, or one is missing or damaged. Rotary frequencies are left
-    out. Tensors of 8 bits with scales become one `BlockScaledTensor` each."""
+def read_origin(folder: Path) -> Origin:
+    """Returns the tensors of a folder's safetensors files, without reading values. ShoalError if
+    the folder has none, or one is missing or damaged. Tensors of 8 bits with scales become one
+    `BlockScaledTensor` each."""
     stored: dict[str, StoredTensor] = {}
     for file in _weight_files(folder):
         stored |= read_header(file)
-    # Old Llama files store the rotary frequencies; they are left out, because `rotary` computes
-    # them.
-    stored = {
-        name: tensor for name, tensor in stored.items() if not name.endswith("rotary_emb.inv_freq")
-    }
     block = weight_block(folder)
-    if block is None:
-        return stored
-    return with_scales(stored, block)
+    if block is not None:
+        stored = with_scales(stored, block)
+    return Origin.of(stored)
 
 
 def open_tensors(
@@ -158,17 +169,30 @@ def open_tensors(
 ) -> dict[str, StoredParameter]:
     """Returns the parameters in a folder's safetensors, by their names in `param_specs`, without
     reading values. ShoalError unless they are exactly those of the architecture, or of `specs` if
-    given."""
+    given, and such as are passed over (`Origin.others`)."""
     folder = Path(folder)
-    stored = _read_headers(folder)
+    stored = dict(read_origin(folder).tensors)
     # A tied head is the embedding: stored a second time, which is dropped, or under this name only.
-    if a.tie_embeddings and "lm_head.weight" in stored:
+    if a.tie_embeddings and HEAD in stored:
         # `pop` always removes the head; `setdefault` keeps an embedding that is there
-        stored.setdefault("model.embed_tokens.weight", stored.pop("lm_head.weight"))
+        stored.setdefault(EMBEDDING, stored.pop(HEAD))
+    for name in _unread_names(a):
+        stored.pop(name, None)
     specs = specs or param_specs(a)
     where = f"{folder} do not fit its config.json"
     stored = with_parts(stored, fused_tensors(a, specs), where)
     return check_tensors(stored, specs, where)
+
+
+def _unread_names(a: Architecture) -> list[str]:
+    """Returns the names of tensors that files may have for layers which read another layer's keys,
+    and that nothing reads."""
+    names = []
+    for number, layer in enumerate(a.layers_in_order):
+        if layer.keys_of is not None:
+            for part in ("k_proj", "v_proj", "k_norm"):
+                names.append(f"model.layers.{number}.self_attn.{part}.weight")
+    return names
 
 
 def check_tensors(
@@ -273,6 +297,7 @@ def save(
     dtype: Any = "float32",
     shard_bytes: int = 4_000_000_000,
     config: dict[str, Any] | None = None,
+    origin: Path | None = None,
 ) -> None:
     """Writes a folder that transformers loads: config.json, safetensors, and the source's tokenizer
     files.
@@ -282,6 +307,11 @@ def save(
     written in their order. `dtype` is the type of the weights, a name or a NumPy type.
     `source_folder` None: no tokenizer. `shard_bytes` is the largest size of a file, unless one
     tensor is larger. Everything is written to a temporary folder, which is renamed at the end.
+
+    `origin` is the folder with the weights that these came from; None: the source, if it has such
+    weights. What is written has the names of its tensors, and its towers (`Origin.restore`). If
+    there is none, a text model is written, also if the config has one in `text_config`.
+
     OSError if it cannot be written. ShoalError if the folder is not empty, or if `dtype` is none of
     float32, bfloat16 and float16."""
     folder = Path(folder).expanduser()
@@ -291,28 +321,32 @@ def save(
     dtype = np.dtype(jnp.dtype(dtype))
     if dtype not in DTYPES.values():
         raise ShoalError(f"dtype={dtype.name!r}: expected float32, bfloat16 or float16.")
+    if origin is None and source is not None and describes_files(source, architecture):
+        origin = source
     config = config_to_save(architecture, source, config, dtype)
+    if origin is None:
+        config = text_alone(config)
     with scratch_folder(folder) as scratch:
         (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if source is not None:
             copy_tokenizer(source, scratch)
         if isinstance(parameters, Parameters):
-            specs = param_specs(architecture)
-            tensors = with_fused(
-                output_tensors(parameters, specs), _fused_in(source, architecture, specs)
-            )
+            tensors = output_tensors(parameters, param_specs(architecture))
         else:
             tensors = parameters
+        tensors = with_fused(tensors, _fused_in(origin, architecture))
+        if origin is not None:
+            tensors = read_origin(origin).restore(tensors, dtype)
         _write_shards(scratch, tensors, dtype, shard_bytes)
         move_folder(scratch, folder)
 
 
-def _fused_in(source: Path | None, a: Architecture, specs: Any) -> list[FusedTensor]:
-    """Returns the tensors to be written in place of those of single experts: those that the source
-    has; without a source, or if it has no weights, those of the family's files."""
-    possible = fused_tensors(a, specs)
-    if source is not None and has_weights(source):
-        stored = _read_headers(source)
+def _fused_in(origin: Path | None, a: Architecture) -> list[FusedTensor]:
+    """Returns the tensors to be written in place of those of single experts: those that the files
+    of `origin` have; without it, those of the family's files."""
+    possible = fused_tensors(a, param_specs(a))
+    if origin is not None:
+        stored = read_origin(origin).tensors
         return [tensor for tensor in possible if tensor.name in stored]
     if a.experts is None or a.experts.files == "by_expert":
         return []
@@ -354,7 +388,7 @@ def _write_shards(
     shards: list[list[OutputTensor]] = [[]]
     sizes = [0]
     for tensor in tensors:
-        size = dtype.itemsize * int(np.prod(tensor.shape))
+        size = (tensor.dtype or dtype).itemsize * int(np.prod(tensor.shape))
         # a shard that is empty takes any tensor
         if shards[-1] and sizes[-1] + size > shard_bytes:
             shards.append([])

@@ -52,6 +52,11 @@ def no_weights(role: Role, dtype: Any, seed: int = 0) -> Params:
     raise RuntimeError("a model of sizes alone has no weights to read")
 
 
+def no_origin() -> Path | None:
+    """Returns None: the `origin` of a source without files in Hugging Face's format."""
+    return None
+
+
 @dataclass(frozen=True)
 class ModelSource:
     """A model that was found, without its weights: what it is, and how to read them.
@@ -85,6 +90,10 @@ class ModelSource:
     """Facts about the inputs of the adapter's training, from its checkpoint (`fingerprint`)."""
     digests: Callable[[], Mapping[str, str]] = dict
     """Returns digests of samples of all weights that are read, by name."""
+    origin: Callable[[], Path | None] = no_origin
+    """Returns the folder whose files the weights without an adapter came from, also if they have
+    been trained since; None if it is not on this machine, or has another format. Exports have the
+    names of its tensors, and its towers."""
 
     def load(self, role: Role, dtype: Any, frozen_dtype: Any = None, seed: int = 0) -> Params:
         """Reads the weights and returns them on a role's devices: trained ones in `dtype`, those
@@ -351,11 +360,31 @@ def _checkpoint_model(folder: Path, run: Path, version: int) -> ModelSource:
         folder=folder,
         architecture=a,
         read=functools.partial(load_parameters, run, version, a),
+        origin=functools.partial(_origin_of_run, run, a),
         # `base` is the checkpoint, not its run, which may train further: an adapter belongs to
         # these weights.
         base=address(run / CHECKPOINTS / str(version)),
         digests=functools.partial(_checkpoint_digests, run, version),
     )
+
+
+def _origin_of_run(run: Path, a: Architecture) -> Path | None:
+    """Returns the folder whose weights a run began with; if it began with those of another run,
+    the folder that this one began with. None if it is not on this machine, or is no model folder of
+    this architecture."""
+    try:
+        path = model_path(read_requested(run).model)
+        local = Path(path).expanduser()
+        checkpoint = find_checkpoint(local) if local.is_dir() else None
+    except ShoalError:  # settings of another version, or a run that is gone
+        return None
+    if checkpoint is not None:
+        earlier, _ = checkpoint
+        return None if earlier == run else _origin_of_run(earlier, a)
+    folder = cached_folder(path)
+    if folder is None or not huggingface.describes_files(folder, a):
+        return None
+    return folder
 
 
 def _folder_model(
@@ -377,6 +406,8 @@ def _folder_model(
         base=address(local.resolve()) if is_folder else path,
         check=functools.partial(_check_tensors, path, folder, a),
         digests=digests,
+        notes=_passed_over(path, folder),
+        origin=lambda: folder,
     )
     if not is_untied:
         return source
@@ -389,7 +420,19 @@ def _folder_model(
     )
     # This config is written into the run and its exports, because there the head is a parameter.
     config = {**families.read_config(folder), "tie_word_embeddings": False}
-    return replace(source, config=config, notes=(note,))
+    return replace(source, config=config, notes=(*source.notes, note))
+
+
+def _passed_over(path: str, folder: Path) -> tuple[Finding, ...]:
+    """Returns a finding about the towers and draft heads in a folder's files, if there are any and
+    the files are here. `path`: what the settings name."""
+    if not huggingface.has_weights(folder):
+        return ()
+    try:
+        note = huggingface.read_origin(folder).note()
+    except ShoalError:  # a damaged file, which `ModelSource.check` reports
+        return ()
+    return (Finding("tokenizer", "ok", f"{path}: {note}"),) if note else ()
 
 
 def _checkpoint_digests(run: Path, version: int) -> dict[str, str]:
@@ -486,6 +529,7 @@ def _adapter_model(
         read_adapter=read_adapter,
         base=base_name,
         facts=facts,
+        origin=lambda: find_base().origin(),
     )
 
 

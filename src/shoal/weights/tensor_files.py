@@ -88,6 +88,19 @@ OWN_DTYPES: Mapping[str, np.dtype] = {
 ones."""
 
 
+NAMED_DTYPES: Mapping[str, np.dtype] = {
+    **OWN_DTYPES,
+    "F64": np.dtype(np.float64),
+    "F8_E5M2": np.dtype(jnp.float8_e5m2),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+"""Types that tensors are copied in from file to file."""
+
+
 ALIGNMENT = 64
 """Bytes to which the first tensor in a written file is aligned: JAX on CPU uses mapped memory with
 this alignment as it is."""
@@ -327,8 +340,8 @@ def write_file(file: Path, tensors: Sequence[OutputTensor], dtype: np.dtype) -> 
     """Writes tensors to a safetensors file, in their order; an existing file is overwritten. The
     values of each run of rows are asked for only when they are written, and several threads write
     them. OSError if the file cannot be written; a part of it may then stay. `dtype` is for tensors
-    without a type of their own; all types are among OWN_DTYPES."""
-    dtype_names = {value: name for name, value in OWN_DTYPES.items()}
+    without a type of their own; all types are among NAMED_DTYPES."""
+    dtype_names = {value: name for name, value in NAMED_DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts = []
     end = 0

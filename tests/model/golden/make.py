@@ -1,8 +1,8 @@
-"""Remakes the golden logits beside it, with transformers: `python tests/golden/make.py`.
+"""Remakes the golden logits beside it, with transformers: `python tests/model/golden/make.py`.
 
-Each file holds, for a model that tests/tiny_models.py makes from a seed, token ids [T] and the
-float32 logits [n, V] that transformers gives at some positions [n]. Tests compare Shoal with them
-where torch is not installed.
+Each file holds, for a model that tests/support/tiny_models.py makes from a seed, token ids [T] and
+the float32 logits [n, V] that transformers gives at some positions [n]. Tests compare Shoal with
+them where torch is not installed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 from tiny_models import FAMILIES, write_model
 
 POSITIONS = np.array([0, 1, 15, 31, 32, 48, 63, 64, 80, 100, 118, 119])

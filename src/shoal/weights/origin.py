@@ -1,0 +1,184 @@
+"""The files that a model came from: what they call its tensors, and what they hold besides them.
+
+    in files                                     names of parameters (`ParamSpec`)
+    model.language_model.layers.0.*              model.layers.0.*
+    language_model.model.layers.0.*              model.layers.0.*
+    language_model.lm_head.weight                lm_head.weight
+    model.visual.*, vision_tower.*, mtp.*, ...   none: passed over
+
+A model for several kinds of input has its text model's tensors under another beginning, beside
+those of towers, which are passed over. Exports have all of them as the files did.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from shoal.records import ShoalError
+from shoal.text import count
+from shoal.weights.tensor_files import (
+    DTYPES,
+    NAMED_DTYPES,
+    BlockScaledTensor,
+    OutputTensor,
+    StoredTensor,
+)
+
+BEGINNINGS: Mapping[str, str] = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+"""Beginning of a tensor's name in the files of a model for several kinds of input -> that of the
+parameter's name."""
+
+PASSED_OVER = (
+    "model.visual.",
+    "visual.",
+    "model.vision_tower.",
+    "vision_tower.",
+    "model.multi_modal_projector.",
+    "multi_modal_projector.",
+    "model.embed_vision.",
+    "model.audio_tower.",
+    "model.embed_audio.",
+    "mtp.",
+)
+"""Beginnings of the names of tensors that a text model does not read: towers for images and sound,
+their projections, and heads that draft further tokens."""
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+WINDOW_BYTES = 2**26
+"""Bytes of a tensor that are copied at once."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The tensors in the files of a model."""
+
+    tensors: Mapping[str, StoredTensor]  # by their parameter's name
+    others: Mapping[str, StoredTensor]  # those that are passed over, by the files' name
+
+    @classmethod
+    def of(cls, stored: Mapping[str, StoredTensor]) -> Origin:
+        """Sorts the tensors of a model's files, given by the files' names. ShoalError if two are
+        for one parameter."""
+        tensors: dict[str, StoredTensor] = {}
+        others: dict[str, StoredTensor] = {}
+        for name, tensor in stored.items():
+            # Old Llama files store the rotary frequencies, which `rotary` computes.
+            if name.startswith(PASSED_OVER) or name.endswith("rotary_emb.inv_freq"):
+                others[name] = tensor
+                continue
+            parameter = parameter_name(name)
+            if parameter in tensors:
+                raise ShoalError(
+                    f"{tensor.file.parent} has two tensors for one parameter: "
+                    f"{tensors[parameter].name} and {name}; expected one of them."
+                )
+            tensors[parameter] = tensor
+        return cls(tensors, others)
+
+    def note(self) -> str:
+        """Returns a line about the towers and draft heads that are passed over; "" if there are
+        none."""
+        numbers: Counter[str] = Counter()
+        for name in sorted(self.others):
+            for beginning in PASSED_OVER:
+                if name.startswith(beginning):
+                    numbers[beginning.removesuffix(".")] += 1
+                    break
+        if not numbers:
+            return ""
+        parts = [f"{count(number, 'tensor')} of {part}" for part, number in numbers.items()]
+        return (
+            f"the text model alone is read and trained; {', '.join(parts)} are passed over, and "
+            "come back unchanged in exports"
+        )
+
+    def restore(self, tensors: Iterable[OutputTensor], dtype: np.dtype) -> Iterator[OutputTensor]:
+        """Yields tensors, which have their parameters' names, under the files' names; and then
+        those that no parameter is, as the files have them. If the files' embedding is of type
+        `dtype`, so that the tensors are to be written in the files' type, each has the type that it
+        has there; else `dtype`.
+
+        A head that the files have beside the embedding, which it is tied to, is the embedding."""
+        embedding = self.tensors.get(EMBEDDING)
+        keeps_types = embedding is not None and DTYPES.get(embedding.dtype) == dtype
+        written = set()
+        last = None
+        for tensor in tensors:
+            written.add(tensor.name)
+            yield self._restored(tensor, keeps_types)
+            if tensor.name == EMBEDDING:
+                last = tensor
+        if last is not None and HEAD in self.tensors and HEAD not in written:
+            written.add(HEAD)
+            yield self._restored(replace(last, name=HEAD), keeps_types)
+        for name, stored in self.tensors.items():
+            if name not in written:
+                yield copied(stored)
+        for stored in self.others.values():
+            yield copied(stored)
+
+    def _restored(self, tensor: OutputTensor, keeps_types: bool) -> OutputTensor:
+        """Returns a tensor under the files' name, with `keeps_types` in the files' type."""
+        stored = self.tensors.get(tensor.name)
+        if stored is None:
+            return replace(tensor, name=self._name_like_others(tensor.name))
+        is_widened = isinstance(stored, BlockScaledTensor)
+        if keeps_types and not is_widened and tensor.dtype is None:
+            return replace(tensor, name=stored.name, dtype=DTYPES[stored.dtype])
+        return replace(tensor, name=stored.name)
+
+    def _name_like_others(self, name: str) -> str:
+        """Returns the name in files of a parameter that these files do not have: with the beginning
+        that they have in place of `model.`."""
+        embedding = self.tensors.get(EMBEDDING)
+        if embedding is None or not name.startswith("model."):
+            return name
+        beginning = embedding.name.removesuffix(EMBEDDING.removeprefix("model."))
+        return beginning + name.removeprefix("model.")
+
+
+def parameter_name(name: str) -> str:
+    """Returns the parameter's name for a tensor's name in files.
+
+    >>> parameter_name("model.language_model.layers.3.mlp.up_proj.weight")
+    'model.layers.3.mlp.up_proj.weight'
+    """
+    for beginning, own in BEGINNINGS.items():
+        if name.startswith(beginning):
+            return own + name.removeprefix(beginning)
+    return name
+
+
+def copied(stored: StoredTensor) -> OutputTensor:
+    """Returns a tensor to be written with the bytes that are stored. ShoalError if its type is
+    unknown."""
+    dtype = NAMED_DTYPES.get(stored.dtype)
+    if dtype is None:
+        raise ShoalError(
+            f"{stored.file}: the tensor {stored.name} has the type {stored.dtype}, which is not "
+            f"copied; expected {', '.join(NAMED_DTYPES)}."
+        )
+    return OutputTensor(stored.name, stored.shape, partial(_runs_of, stored, dtype), dtype)
+
+
+def _runs_of(stored: StoredTensor, dtype: np.dtype, _: Any) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields a stored tensor in runs of rows, as `OutputTensor.runs` does."""
+    rows, *row_shape = stored.shape or (1,)
+    row_bytes = dtype.itemsize * int(np.prod(row_shape))
+    step = max(1, WINDOW_BYTES // max(1, row_bytes))
+    for start in range(0, rows, step):
+        values = np.empty((min(step, rows - start), *row_shape), dtype)
+        stored.read(start, values)
+        yield start, values

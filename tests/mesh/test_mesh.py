@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from small import ON_POLICY, QWEN3, SINKS, batches, learner, random_groups, relative, roles
+from small import GEMMA, ON_POLICY, QWEN3, SINKS, batches, learner, random_groups, relative, roles
 from tiny_runs import forget_programs
 
 from shoal.config.sections.algorithm import AlgorithmSection
@@ -168,12 +168,14 @@ def test_one_update_is_that_of_one_device(alone, spread):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("a", [SINKS, GEMMA], ids=["sinks", "gemma"])
 @pytest.mark.parametrize("mesh", [FEW_HEADS, (2, 2, 2), (1, 2, 2, 2)])
-def test_sinks_and_windows_are_split_too(mesh):
+def test_sinks_and_windows_are_split_too(mesh, a):
     """By heads, also where a key/value head has two devices; and in rows of two parts."""
-    spread = update(roles(*mesh), a=SINKS)
-    assert share(spread.state.trainable.blocks.blocks[0].sinks) == 1 / mesh[2]
-    test_one_update_is_that_of_one_device(update(roles(), a=SINKS), spread)
+    spread = update(roles(*mesh), a=a)
+    if a.sinks:
+        assert share(spread.state.trainable.blocks.blocks[0].sinks) == 1 / mesh[2]
+    test_one_update_is_that_of_one_device(update(roles(), a=a), spread)
 
 
 def test_parameters_and_moments_are_split(spread):
@@ -389,15 +391,14 @@ def test_with_keys_split_by_position_tokens_are_those_of_one_device(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("a", [SINKS, GEMMA], ids=["sinks", "gemma"])
 @pytest.mark.parametrize(("tensor", "piece"), [(2, 1024), (4, 1024), (8, 64)])
-def test_sinks_and_windows_on_several_devices_give_the_tokens_of_one(tensor, piece, monkeypatch):
+def test_sinks_and_windows_on_several_devices_give_the_tokens_of_one(tensor, piece, a, monkeypatch):
     """Windows are rings if each device has whole key/value heads (tensor=2), else all keys are
     kept, in parts by position."""
     monkeypatch.setattr(programs, "PIECE", piece)
-    expected = sampled(engine_of_long_rows(MeshSection(), SINKS), (300, 1, 65))
-    ours = sampled(
-        engine_of_long_rows(MeshSection(fsdp=8, sampler_tensor=tensor), SINKS), (300, 1, 65)
-    )
+    expected = sampled(engine_of_long_rows(MeshSection(), a), (300, 1, 65))
+    ours = sampled(engine_of_long_rows(MeshSection(fsdp=8, sampler_tensor=tensor), a), (300, 1, 65))
     assert max(map(len, ours.values())) > 120 and ours.keys() == expected.keys()
     for key, one in expected.items():
         assert one.token_ids.tolist() == ours[key].token_ids.tolist()

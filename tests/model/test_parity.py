@@ -102,6 +102,7 @@ PARTS = [
     ("qwen3", "query and key norm weights"),
     ("qwen3-tied", "query and key norm weights"),
     ("mistral", "windows"),
+    ("qwen2-window", "windows"),
     *(("gemma3", part) for part in CHANGES),
 ]
 

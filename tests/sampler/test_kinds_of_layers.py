@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import scipy.special
-from small import SINKS
+from small import GEMMA, SINKS
 from small_engine import SMALL, TOLERANCE, full_logits, make, prompt, request, same, text, weights
 
 from shoal.model.architecture import Architecture, DeltaNet, Layer
@@ -164,6 +164,8 @@ OTHERS = {
         layer_embedding_size=6,
     ),
     "sinks": replace(SINKS, num_layers=3),
+    "gemma": GEMMA,
+    "windows alone": replace(SMALL, layers=(Layer(window=9),)),
 }
 """Architectures by what their layers have."""
 

@@ -14,7 +14,7 @@ from shoal.config.sections.algorithm import AlgorithmSection
 from shoal.config.sections.devices import MeshSection
 from shoal.config.sections.optimizer import OptimizerSection
 from shoal.mesh import Program, Roles, make_roles
-from shoal.model.architecture import Architecture, Layer, RopeScaling
+from shoal.model.architecture import Architecture, Layer, RopeScaling, Rotary
 from shoal.model.attention.reference import attend
 from shoal.model.head import logits
 from shoal.model.mixing import row_mixing
@@ -54,6 +54,20 @@ SINKS = replace(
     ),
 )
 """gpt-oss's attention."""
+_OF_GEMMA = Layer(window=9, rotary=Rotary(500.0))
+GEMMA = replace(
+    QWEN3,
+    num_layers=4,
+    layers=(_OF_GEMMA, _OF_GEMMA, Layer()),
+    rope_scaling=RopeScaling("linear", 4.0),
+    activation="gelu_tanh",
+    norm="one_plus_weight",
+    post_norms=True,
+    query_scale=12**-0.5,
+    embedding_scale=QWEN3.hidden_size**0.5,
+    logit_cap=6.0,
+)
+"""Gemma 3, the last of whose layers is the first of a pattern; and a bound of the logits."""
 ON_POLICY = make_objective(AlgorithmSection())
 
 

@@ -66,6 +66,10 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
     "qwen2-tied": _config(
         "qwen2", rope_theta=1000000.0, tie_word_embeddings=True, use_sliding_window=False
     ),
+    # a window from the second layer on
+    "qwen2-window": _config(
+        "qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=1
+    ),
     "qwen3": _config("qwen3", rope_theta=1000000.0, head_dim=16),
     "qwen3-tied": _config("qwen3", rope_theta=1000000.0, head_dim=16, tie_word_embeddings=True),
     "qwen3_moe": _config(

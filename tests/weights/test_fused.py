@@ -99,7 +99,7 @@ def test_fused_tensors_are_read_as_their_parts_and_written_as_they_were(
     for mine, theirs in zip(jax.tree.leaves(loaded), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(mine, theirs)
     config = {"dtype": "float32"}
-    huggingface.save(tmp_path / "out", loaded, a, folder, config=config)
+    huggingface.save(tmp_path / "out", loaded, a, folder, config=config, origin=folder)
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -112,7 +112,7 @@ def test_a_source_with_a_tensor_for_each_expert_is_written_like_that(tmp_path):
     folder = write(tmp_path / "source", tensors)
     loaded = huggingface.load(folder, MOE, roles().trainer)
     config = {"dtype": "float32"}
-    huggingface.save(tmp_path / "out", loaded, MOE, folder, config=config)
+    huggingface.save(tmp_path / "out", loaded, MOE, folder, config=config, origin=folder)
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == tensors.keys()
     # Without a source the family decides.
     huggingface.save(tmp_path / "split", loaded, MOE, config=config)

@@ -1,4 +1,4 @@
-"""The head in each form in which log-probs are computed."""
+"""A bound of the logits, in each form in which log-probs are computed."""
 
 from __future__ import annotations
 

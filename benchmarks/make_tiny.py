@@ -3,6 +3,8 @@
     python benchmarks/make_tiny.py tiny FOLDER        worked solutions of `words`
     python benchmarks/make_tiny.py tiny-tools FOLDER  dialogues of `calculator` and `guess`, good
                                                       and clumsy ones
+    python benchmarks/make_tiny.py tiny-qwen3.5-moe FOLDER  `tiny` with delta nets in three of four
+                                                      layers, and experts; not packaged
                                    [key=value ...]    other keys of `shoal sft`
 
 A tokenizer is trained on the same dialogues first. Clumsy dialogues leave reinforcement learning
@@ -15,7 +17,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -32,7 +34,7 @@ from shoal.config.sections.devices import MeshSection
 from shoal.config.sections.task import TaskSection
 from shoal.files import check_new_folder
 from shoal.mesh import make_roles
-from shoal.model.architecture import Architecture
+from shoal.model.architecture import Architecture, DeltaNet, Experts, Layer
 from shoal.model.parameters import initialise
 from shoal.records import Example, Messages
 from shoal.tasks import calculator, guess, words
@@ -105,6 +107,8 @@ class Recipe:
     hidden_size: int
     heads: int  # of size 32, two for each key/value head
     feed_forward: int
+    # True: layers, norms and experts as Qwen3.5 with experts has them
+    is_hybrid: bool = False
 
 
 # ---- dialogues
@@ -264,6 +268,9 @@ RECIPES = {
 }
 
 
+RECIPES["tiny-qwen3.5-moe"] = replace(RECIPES["tiny"], is_hybrid=True)
+
+
 # ---- the model
 
 
@@ -346,8 +353,9 @@ def write_tokenizer(folder: Path, corpus: Iterable[str], recipe: Recipe) -> None
 
 
 def small_architecture(recipe: Recipe, vocabulary: int) -> Architecture:
-    """A Qwen3-shaped decoder of four layers."""
-    return Architecture(
+    """A Qwen3-shaped decoder of four layers; of a hybrid recipe a Qwen3.5-shaped one, whose active
+    experts are together as wide as the other's feed-forward part."""
+    dense = Architecture(
         vocab_size=vocabulary,
         hidden_size=recipe.hidden_size,
         intermediate_size=recipe.feed_forward,
@@ -358,6 +366,29 @@ def small_architecture(recipe: Recipe, vocabulary: int) -> Architecture:
         rope_theta=10000.0,
         tie_embeddings=True,
         qk_norm=True,
+    )
+    if not recipe.is_hybrid:
+        return dense
+    delta_net = Layer(mixer="delta_net", feed_forward="experts")
+    return replace(
+        dense,
+        layers=(delta_net, delta_net, delta_net, Layer(feed_forward="experts")),
+        delta_net=DeltaNet(
+            num_key_heads=recipe.heads // 2,
+            num_value_heads=recipe.heads,
+            key_dim=32,
+            value_dim=32,
+        ),
+        experts=Experts(
+            num_experts=8,
+            experts_per_token=2,
+            intermediate_size=recipe.feed_forward // 3,
+            shared_size=recipe.feed_forward // 3,
+        ),
+        intermediate_size=recipe.feed_forward // 3,  # no layer has a plain MLP
+        norm="one_plus_weight",
+        output_gate=True,
+        rotary_share=0.25,
     )
 
 

@@ -108,8 +108,11 @@ def kind_of(name: str) -> tuple[str, str]:
 
 
 def name_models(folder: Path, into: dict = published.MODELS) -> None:  # type: ignore[assignment]
-    """MaxText's names mean the stand-ins from now on, in this process."""
+    """MaxText's names mean the stand-ins from now on, in this process; those of families without a
+    stand-in stay."""
     for name, model in [*into.items()]:
+        if not any(part in name.lower() for part in ("llama", "qwen2", "qwen3-")):
+            continue
         a = families.architecture_of(folder / "models" / kind_of(name)[0])
         into[name] = replace(model, architecture=a)
 

@@ -185,7 +185,6 @@ def test_a_long_text_has_the_same_tokens() -> None:
         ("head_dim", "64"),
         ("rope_theta", "x"),
         ("rope_theta", -1),
-        ("rms_norm_eps", None),
         ("rms_norm_eps", float("nan")),
         ("rope_scaling", "x"),
         ("layer_types", 5),

@@ -827,7 +827,9 @@ def weight_block(folder: Path) -> tuple[int, int] | None:
     """Returns (rows, columns) of a block of 8-bit floats with one scale, if a folder's weights are
     stored like that, as DeepSeek's and Qwen3's are; None if they are not quantised. ShoalError if
     they are quantised in another way, or if the folder has no config.json."""
-    quantisation = read_config(folder).get("quantization_config") or {}
+    entries = Entries(folder, read_config(folder))
+    entries.check_type("quantization_config", dict, "a mapping")
+    quantisation = entries.get("quantization_config") or {}
     method = quantisation.get("quant_method")
     is_known = (
         method == "fp8"

@@ -45,6 +45,21 @@ CASES: dict[str, tuple[str, bytes, dict[str, Any], list[str]]] = {
     "empty file": ("a.jsonl", b"", {}, ["a.jsonl is empty"]),
     "blank lines": ("a.jsonl", b"\n \r\n\n", {}, ["a.jsonl is empty"]),
     "an empty list": ("a.json", b"[]", {}, ["a.json is empty"]),
+    "images in messages": (
+        "a.jsonl",
+        lines(
+            GOOD[0],
+            {"prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]},
+        ),
+        {},
+        ["a.jsonl, line 2", "message 0", "content of type image", "text alone"],
+    ),
+    "a column of images": (
+        "a.jsonl",
+        lines(GOOD[0], {**GOOD[1], "images": ["a.png"]}),
+        {},
+        ["a.jsonl, line 2", "column 'images'", "text alone"],
+    ),
     "a csv of a header": ("a.csv", b"prompt,answer\n", {}, ["a.csv is empty"]),
     "one row": (
         "a.jsonl",

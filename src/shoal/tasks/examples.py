@@ -150,14 +150,24 @@ def _without_answer(messages: Any, place: str) -> list[Any]:
     return messages
 
 
+OTHER_INPUTS = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns with which data sets give a model something else than text."""
+
+
 def _check_names(example: Example, place: str) -> None:
     """Raises ShoalError if a column's name is not text, or is an argument that reward functions get
-    from the run."""
+    from the run; also if a column has images, videos or sound for the model."""
     for column in example.columns:
         if not isinstance(column, str) or column in TAKEN:
             raise ShoalError(
                 f"{place}: a column cannot be called {column!r}: expected text, and none of "
                 f"{', '.join(TAKEN)}, which reward functions get from the run; rename it"
+            )
+    for column in OTHER_INPUTS:
+        if example.columns.get(column):
+            raise ShoalError(
+                f"{place}: the column {column!r} has a value, and models are trained on text "
+                "alone: remove the column, or rename it if it is text"
             )
 
 
@@ -226,6 +236,14 @@ def _message(number: int, message: Any, place: str) -> dict[str, Any]:
             )
         if content is None and message.get("tool_calls"):
             content = ""
+    if isinstance(content, list | tuple | np.ndarray):
+        types = sorted({str(part.get("type")) for part in content if isinstance(part, Mapping)})
+        others = ", ".join(kind for kind in types if kind != "text")
+        if others:
+            raise ShoalError(
+                f"{place}: message {number} of `prompt` has content of type {others}, and models "
+                "are trained on text alone: leave such rows out"
+            )
     if not (isinstance(role, str) and isinstance(content, str)):
         raise ShoalError(
             f"{place}: message {number} of `prompt` is {str(message)[:60]!r}: expected a dict with "

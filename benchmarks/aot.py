@@ -5,16 +5,17 @@ that are not here.
                              [--sources 8] [key=value]
 
 Compiles the sampler's and the trainer's programs of each job as `shoal plan` does, of deep models
-with 2 and 4 layers, from which all follow; prints a row of the table for each job's programs as
+with few layers, from which all follow; prints a row of the table for each job's programs as
 they are done. `key=value` is added to every job, such as `model.attention=blocked`. `--sources`
 prints the lines of code that take longest, and the largest arrays. Needs compilers: `pip install
 '.[plan]'`.
 
 Seconds are the compiler's cycles at the clock, on TPU, or the larger of bytes and operations at the
 maker's rates, on GPU; without transfers between devices. Floors, which no program can pass: of a
-token in decoding, the weights and the live keys (whole prompts, once a group, and half of the
-longest completion) read once; of a prefill and an update, the model's operations at the peak rate,
-with neither recomputation nor padding. Nothing here was measured.
+token in decoding, the weights and the live caches (of whole prompts, once a group, and of half of
+the longest completion; of windows as many keys; states) read once; of a prefill and an update, the
+model's operations at the peak rate, with neither recomputation nor padding. Nothing here was
+measured.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from shoal.config.commands import PlanConfig
 from shoal.config.merge import compose
 from shoal.model.architecture import Architecture
 from shoal.model.flops import forward_flops
-from shoal.plan.plan import DEEP, SHALLOW, compilers, cost, describe, extrapolate
+from shoal.plan.plan import compilers, cost, describe, extrapolate, is_deep, shallow_layers
 from shoal.weights.source import planned_architecture
 
 LENGTHS = "batch.group_size=8 sampling.max_prompt_tokens=256 sampling.max_completion_tokens=512"
@@ -111,6 +112,7 @@ JOBS: Mapping[str, tuple[str, str]] = {
 
 GIB = 2**30
 BFLOAT16 = 2  # bytes
+FLOAT32 = 4
 HEAD = (
     "job",
     "program",
@@ -134,25 +136,36 @@ def compiled(config: PlanConfig, programs: Sequence[str], say: Callable[[str], N
     """The budget of a job with the costs of some of its programs; one is compiled at a time."""
     with compilers(1, config.topology) as answers:
         budget = answers([(describe, config, config.topology)])[0]
-        all_layers = budget.model.layers
-        deep = all_layers > DEEP and config.layers != "all"
+        a = planned_architecture(config.model)
+        deep = is_deep(a) and config.layers != "all"
         costs = {}
         for name in programs:
             few = []
-            for layers in SHALLOW if deep else (0,):
+            for layers in shallow_layers(a) if deep else (0,):
                 started = time.perf_counter()
                 few += answers([(cost, config, config.topology, name, layers)])
                 title = f"{name} of {layers} layers" if layers else name
                 say(f"{title}: {time.perf_counter() - started:.0f} s")
-            costs[name] = extrapolate(few[0], few[1], all_layers) if deep else few[0]
+            costs[name] = extrapolate(few[0], few[1], a.num_layers) if deep else few[0]
     return replace(budget, costs=costs)
 
 
 def decode_bytes(a: Architecture, groups: float, size: int, prompt: int, completion: int) -> float:
-    """What one token of all completions reads: the weights and the live keys and values, in
-    bfloat16."""
-    keys = groups * (prompt + size * completion / 2)
-    return BFLOAT16 * (parameter_count(a) + 2 * a.num_layers * a.num_kv_heads * a.head_dim * keys)
+    """What one token of all completions reads: the weights, the live keys and values in bfloat16,
+    and states in float32."""
+    read = BFLOAT16 * parameter_count(a)
+    for layer in a.layers_in_order:
+        if layer.mixer == "delta_net":
+            sizes = a.delta_net
+            assert sizes is not None
+            state = sizes.num_value_heads * sizes.key_dim * sizes.value_dim
+            read += groups * size * FLOAT32 * state
+            continue
+        of_prompt = min(prompt, layer.window or prompt)
+        of_completion = min(completion / 2, layer.window or completion)
+        keys = groups * (of_prompt + size * of_completion)
+        read += BFLOAT16 * 2 * a.kv_heads_of(layer) * a.head_dim_of(layer) * keys
+    return read
 
 
 def floor_seconds(budget: Budget, program: str) -> float:

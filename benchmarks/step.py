@@ -94,7 +94,8 @@ class Trial:
         from shoal.config.train import Config
         from shoal.job.job import Job
         from shoal.mesh import make_roles
-        from shoal.model.architecture import PRODUCTS, Adapter, Architecture
+        from shoal.model.adapters import ALL, make_adapter
+        from shoal.model.architecture import Architecture
         from shoal.report.console import Console
         from shoal.weights.source import ModelSource
 
@@ -109,8 +110,10 @@ class Trial:
             shape.head_dim,
             tie_embeddings=shape.tied,
             qkv_bias=shape.qkv_bias,
-            adapter=Adapter(rank, 32.0, PRODUCTS) if rank else None,
         )
+        if rank:
+            adapter = make_adapter(self.architecture, rank, 32.0, [ALL], rslora=False)
+            self.architecture = replace(self.architecture, adapter=adapter)
         config = Config(
             model=ModelSection(dtype=dtype),
             optimizer=OptimizerSection(warmup_steps=0),

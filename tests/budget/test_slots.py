@@ -5,19 +5,30 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 from pods import tpu
-from small import PLAINEST, roles
+from small import HYBRID, PLAINEST, QWEN3, WINDOWED, roles
 
-from shoal.budget.auto import run_roles
-from shoal.budget.memory import bytes_per_device, key_bytes
+from shoal.budget.auto import free_cache_bytes, run_roles
+from shoal.budget.memory import (
+    CacheBytes,
+    activation_bytes,
+    active_parameter_count,
+    bytes_per_device,
+    cache_bytes,
+    parameter_count,
+    sampler_items,
+    update_bytes,
+)
 from shoal.budget.slots import (
     KVCacheBudget,
     all_slots,
@@ -28,14 +39,16 @@ from shoal.budget.slots import (
 )
 from shoal.config.merge import compose
 from shoal.config.sections.devices import MeshSection, SamplerSection
-from shoal.config.sections.model import ModelSection
+from shoal.config.sections.model import LoraSection, ModelSection
 from shoal.config.sections.optimizer import BatchSection
 from shoal.config.sections.sampling import SamplingSection
 from shoal.config.stored import texts_of
 from shoal.config.train import Config
 from shoal.job.hosts import engine_maker, run_engines, sampling_engine_maker
 from shoal.job.job import Job
-from shoal.mesh import make_roles
+from shoal.mesh import Role, make_roles
+from shoal.model.architecture import Adapter, Experts, Layer
+from shoal.model.layers import published_specs
 from shoal.model.published import model_named
 from shoal.model.transformer import Model
 from shoal.records import Purpose, ShoalError
@@ -44,6 +57,7 @@ from shoal.runs.reader import read_decisions
 from shoal.runs.writer import RunWriter
 
 MODEL = Model(PLAINEST, roles().sampler)
+TOKEN = 2 * 4 * 4 * 8 * 4  # bytes of a token's keys and values: layers, heads, dimensions, float32
 TOKENIZER: Any = SimpleNamespace(eos_ids=(0,), decode=None)
 
 
@@ -74,14 +88,15 @@ def test_places_are_as_many_as_asked(section, slots, completions, places):
     ],
 )
 def test_places_are_as_many_as_the_caches_hold(tokens, places):
-    assert plan_slots(sampling(), MODEL, 64, 8, 64, tokens)[:2] == places
+    assert plan_slots(sampling(), MODEL, 64, 8, 64, tokens * TOKEN)[:2] == places
 
 
 def test_caches_are_divided_by_replica():
     where = make_roles(MeshSection(2, 2, 2)).sampler  # 8 devices, 4 replicas of 2
-    # 576 a row
-    assert plan_slots(sampling(), Model(PLAINEST, where), 64, 8, 512, 4800)[:2] == (8, 1)
-    assert plan_slots(sampling(), Model(PLAINEST, where), 64, 8, 512, 2304)[:2] == (4, 1)
+    # 576 a row, on two devices
+    row = 576 * TOKEN // 2
+    assert plan_slots(sampling(), Model(PLAINEST, where), 64, 8, 512, 2 * row)[:2] == (8, 1)
+    assert plan_slots(sampling(), Model(PLAINEST, where), 64, 8, 512, row)[:2] == (4, 1)
 
 
 def test_one_engine_serves_all_sizes_that_fill_its_rows():
@@ -105,7 +120,7 @@ def test_one_engine_serves_all_sizes_that_fill_its_rows():
 
 def test_every_engine_stays_within_the_caches():
     """Greedy answers have rows of their own, each with a prompt's keys: there is room for fewer."""
-    places = plan_slots(sampling(512, 512), MODEL, 16, 8, 16, 4608 * 2)
+    places = plan_slots(sampling(512, 512), MODEL, 16, 8, 16, 4608 * 2 * TOKEN)
     make = engine_maker(Model(PLAINEST, roles().sampler), TOKENIZER, sampling(512, 512), places, 8)
     training, greedy = make(Purpose.TRAIN, 8), make(Purpose.EVALUATE, 1)
     assert (training.num_rows, training.siblings) == (2, 8) and (
@@ -128,13 +143,14 @@ def test_the_shapes_of_engines_are_known_without_them(num_kv_heads):
         states == {name: engine.state_shapes() for name, engine in engines.items()}
         and len(states) == 3
     )
-    cache, parts = states["training"].caches[0], model.key_parts
+    cache: Any = states["training"].caches[0]
+    parts = model.key_parts
     assert parts == 3 - num_kv_heads
     prompt, own = (x.shape[-2] * parts for x in (cache.prefix_k, cache.own_k))
     rows, siblings = cache.own_k.shape[0] // 4, cache.own_k.shape[1]
-    assert bytes_per_device(states["training"].caches) == rows * (
-        prompt + siblings * own
-    ) * key_bytes(a, made.sampler, model.dtype)
+    # of two devices
+    token = TOKEN * num_kv_heads // PLAINEST.num_kv_heads // 2
+    assert bytes_per_device(states["training"].caches) == rows * (prompt + siblings * own) * token
 
 
 def test_on_an_accelerator_a_step_that_does_not_fit_is_sampled_in_parts():
@@ -185,16 +201,112 @@ def test_places_by_the_mean_length_of_completions_share_a_pool():
     for some, places in ((config, whole), (by_mean, many)):
         caches = dict(engine_states(some, model, made, a))["training"].caches
         keys = places.slots // shards * 1024 + 128 * places.room.pages(places.slots, 1)
-        assert bytes_per_device(caches) == keys * key_bytes(a, made.sampler, jnp.bfloat16)
-        assert keys <= places.room.tokens / shards < 1.4 * keys
+        # layers, heads on two devices, dimensions, bfloat16
+        used = keys * 2 * 32 * (8 // 2) * 128 * 2
+        assert bytes_per_device(caches) == used <= places.room.bytes < 1.4 * used
 
 
 def test_a_row_has_room_for_its_limits_whatever_the_mean():
     """Of 40 pages rows of 8 siblings at 8 each would take 64."""
-    room = KVCacheBudget(128, 128, 1024, 40 * 128, 1, True)
+    by_pages = CacheBytes(row=10, slot=0, page=10)
+    room = KVCacheBudget(128, 128, 1024, by_pages, 400, 1)
     assert room.slots(64, 8) == 0 and room.slots(64, 4) == 32 and room.pages(28, 4) == 33
-    assert room._replace(tokens=0).pages(64, 8) == 64
-    assert room._replace(by_pages=False).pages(28, 4) == 0
+    assert room._replace(bytes=0).pages(64, 8) == 64
+    assert room._replace(of_caches=CacheBytes(10, 80)).pages(28, 4) == 0
+
+
+@pytest.mark.parametrize("a", [HYBRID, WINDOWED, PLAINEST], ids=["hybrid", "windowed", "plain"])
+@pytest.mark.parametrize(("kind", "mean"), [("v6e", 0), ("v6e", 128), ("h200", 0)])
+def test_slots_of_any_kind_of_layers_fill_the_memory_and_no_more(a, kind, mean, monkeypatch):
+    """One more row than there are would not fit. Of windows a slot holds as many keys, of a delta
+    net a state, however long completions are."""
+    devices = tpu(kind, 1, 1) if kind == "v6e" else jax.devices()[:1]
+    memory = 40 << 20
+    monkeypatch.setattr("shoal.budget.auto.device_memory", lambda device: memory)
+    if kind == "h200":
+        monkeypatch.setattr(Role, "platform", "gpu")
+    a = replace(a, head_dim=64)  # heads that a kernel reads by pages
+    config = Config(
+        model=ModelSection(dtype="bfloat16"),
+        mesh=MeshSection(),
+        sampling=sampling(256, 1024, mean_completion_tokens=mean),
+        batch=BatchSection(512, 4),
+    )
+    made = make_roles(MeshSection(), devices)
+    places = training_slots(config, made, a)
+    states = engine_states(config, Model(a, made.trainer, jnp.bfloat16), made, a)
+    caches = bytes_per_device(dict(states)["training"].caches)
+    free = free_cache_bytes(config, made, a)
+    row = places.room.row_bytes(places.siblings)
+    assert 1 < places.slots < 2048
+    assert caches <= free < caches + row + places.room.of_caches.page
+
+
+def test_a_slots_state_is_bounded_whatever_its_length():
+    """Of four layers three have states; of five, windows of 16 keys."""
+    short, long = (cache_bytes(Model(HYBRID, roles().sampler), 256, size) for size in (256, 1024))
+    keys = 2 * 2 * 8 * 4  # keys and values: heads, dimensions, float32
+    assert long.slot - short.slot == 768 * keys
+    state = 4 * (4 * 8 * 8 + 3 * (2 * 16 + 32))
+    assert short == CacheBytes(256 * keys + 3 * state, 256 * keys + 3 * state)
+    windowed = cache_bytes(Model(WINDOWED, roles().sampler), 256, 1024)
+    assert windowed == CacheBytes((256 + 4 * 64) * keys, (1024 + 4 * 192) * keys)
+
+
+def test_what_an_update_stores_is_counted_by_kind_of_layer():
+    """By hand: products' outputs, and the mixer's as wide as the stream; of attention queries,
+    keys, values and its output, of a delta net what follows it alone."""
+    wide, inner, queries, keys = 32, 64, 4 * 8, 2 * 8
+    mlp = 2 * inner + wide
+    attention = 2 * queries + 2 * keys + wide  # queries beside their gates
+    delta_net = (2 * 16 + 32) + 32 + 4 + 4 + wide
+    dots = 4 * (wide + mlp) + attention + 3 * delta_net
+    assert activation_bytes(HYBRID, 10, jnp.float32, "dots") == 10 * 4 * dots
+    kept = (2 * queries + 2 * keys + wide) + 3 * wide
+    assert activation_bytes(HYBRID, 10, jnp.bfloat16, "attention") == 10 * 2 * kept
+    assert activation_bytes(HYBRID, 10, jnp.bfloat16, "full") == 0
+    # Two of six experts, whose outputs are summed; the router, and the expert of every token.
+    moe = replace(
+        QWEN3,
+        layers=(Layer(feed_forward="experts"),),
+        experts=Experts(6, 2, intermediate_size=10, shared_size=12),
+    )
+    experts = 2 * 2 * 10 + 6 + (2 * 12 + wide) + 1
+    dots = 4 * (wide + queries + 2 * keys + wide + experts)
+    assert activation_bytes(moe, 10, jnp.float32, "dots") == 10 * 4 * dots
+    # The largest layer is gathered whole: all experts of it.
+    role = roles().trainer
+    larger = replace(moe, experts=Experts(7, 2, intermediate_size=10, shared_size=12))
+    more = update_bytes(larger, role, jnp.float32, 10)
+    of_expert = 3 * wide * 10 + wide  # with its column of the router
+    grown = 4 * (4 * of_expert) + of_expert * (2 * 4 + 4)
+    assert more - update_bytes(moe, role, jnp.float32, 10) == grown
+
+
+def test_the_parameters_of_a_token_are_those_of_its_experts():
+    moe = replace(
+        QWEN3, layers=(Layer(feed_forward="experts"),), experts=Experts(6, 2, intermediate_size=10)
+    )
+    unused = 4 * (6 - 2) * 3 * 32 * 10
+    assert parameter_count(moe) - active_parameter_count(moe) == unused
+    assert active_parameter_count(HYBRID) == parameter_count(HYBRID)
+
+
+def test_a_sampler_in_8_bits_is_counted_in_8_bits():
+    """It was counted in the trainer's 16."""
+    config = Config(
+        model=ModelSection(dtype="bfloat16", lora=LoraSection(rank=2)),
+        sampler=SamplerSection(quantise="int8"),
+    )
+    a = replace(QWEN3, adapter=Adapter(2, 4.0, ("q_proj",)))
+    made = roles()
+    items = {item.part: item.bytes for item in sampler_items(config, a, made, jnp.bfloat16)}
+    sampled = Model(replace(a, quantised="int8"), made.sampler, jnp.bfloat16)
+    kernels = 0
+    for spec in jax.tree.leaves(published_specs(sampled)):
+        size = math.prod(spec.shape) * jnp.dtype(spec.dtype or jnp.bfloat16).itemsize
+        kernels += size * (spec.trained or bool(spec.dtype))
+    assert items == {"the sampler's copy": kernels}
 
 
 def test_a_mean_length_is_refused_where_caches_are_not_by_pages():

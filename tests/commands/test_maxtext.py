@@ -13,7 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from safetensors.numpy import load_file
-from small import shoal_logits
+from small import HYBRID, shoal_logits
 from tiny_models import save_tensors, write_model, write_model_with_tokenizer
 from tiny_runs import by_path, same_bits
 
@@ -27,7 +27,7 @@ from shoal.config.sections.model import ModelSection
 from shoal.findings import Findings
 from shoal.mesh import make_roles
 from shoal.model import published
-from shoal.model.families import architecture_of
+from shoal.model.families import architecture_of, config_of
 from shoal.model.parameters import ParamSpec, param_specs, shardings
 from shoal.model.published import MODELS, NamedModel, model_named
 from shoal.records import ShoalError
@@ -791,7 +791,10 @@ def test_convert_refuses(place, tmp_path):
     assert "MaxText has no model with these biases" in refused(
         source=tmp_path / "biased", to=tmp_path / "new"
     )
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["biased", "taken"]
+    (tmp_path / "hybrid").mkdir()
+    (tmp_path / "hybrid" / "config.json").write_text(json.dumps(config_of(HYBRID)))
+    assert "this model has other layers" in refused(source=tmp_path / "hybrid", to=tmp_path / "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["biased", "hybrid", "taken"]
 
 
 def test_export_names_the_command_that_reads_a_maxtext_checkpoint(place, tmp_path):

@@ -14,7 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from small import GEMMA, ON_POLICY, QWEN3, SINKS, batches, learner, random_groups, relative, roles
+from small import (
+    DELTA_NET,
+    GEMMA,
+    ON_POLICY,
+    QWEN3,
+    SINKS,
+    batches,
+    learner,
+    random_groups,
+    relative,
+    roles,
+)
 from tiny_runs import forget_programs
 
 from shoal.config.sections.algorithm import AlgorithmSection
@@ -25,7 +36,7 @@ from shoal.job.job import Job
 from shoal.mesh import Roles, devices, make_mesh, make_roles
 from shoal.mesh.accelerators import ACCELERATORS
 from shoal.mesh.devices import as_mesh
-from shoal.model.architecture import Adapter, Architecture
+from shoal.model.architecture import Adapter, Architecture, DeltaNet, Layer
 from shoal.model.layers import ffn_chunks
 from shoal.model.parameters import Parameters, param_specs, shardings
 from shoal.model.transformer import Model
@@ -672,6 +683,33 @@ def test_sizes_that_do_not_divide_the_devices_are_refused(section, message):
             {"num_heads": 12, "num_kv_heads": 6},
             "mesh.tensor=4 neither divides the model's num_key_value_heads=6 nor is a multiple of "
             "it; use 1 or 2",
+        ),
+        # of other kinds of layers
+        (
+            (1, 1, 4),
+            {"layers": (Layer(), Layer(num_kv_heads=3))},
+            "mesh.tensor=4 neither divides the model's num_key_value_heads=3 nor is a multiple of "
+            "it; use 1$",
+        ),
+        (
+            (1, 1, 4),
+            {"layers": (Layer(), Layer(intermediate_size=90))},
+            "mesh.tensor=4 does not divide the model's intermediate_size=90; use 1 or 2",
+        ),
+        (
+            (1, 1, 4),
+            {"layers": (DELTA_NET, Layer()), "delta_net": DeltaNet(2, 4, 8, 8)},
+            "mesh.tensor=4 does not divide the model's linear_num_key_heads=2; use 1 or 2",
+        ),
+        (
+            (1, 1, 4),
+            {"layers": (DELTA_NET, Layer()), "delta_net": DeltaNet(4, 6, 8, 8)},
+            "mesh.tensor=4 does not divide the model's linear_num_value_heads=6; use 1 or 2",
+        ),
+        (
+            (1, 1, 1, 2),
+            {"layers": (DELTA_NET, Layer()), "delta_net": DeltaNet(2, 4, 8, 8)},
+            "mesh.context=2: a row cannot be split over devices in a model with linear attention",
         ),
     ],
 )

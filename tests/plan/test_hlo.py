@@ -256,7 +256,7 @@ api_version=API_VERSION_TYPED_FFI, metadata={op_name="jit(f)/decode_kernel/palla
 def test_a_gpu_reads_what_a_gather_needs_and_a_share_of_what_a_kernel_writes_into():
     """8 numbers, their places and what is gathered of two arrays; and of the kernel's 8 KB a
     quarter, and not twice."""
-    costs = Module(OF_A_GPU).costs([0.25])
+    costs = Module(OF_A_GPU).costs(kernel_share=0.25)
     assert [size for _, size, _ in costs.operations] == [(32 + 8000 + 32) / 4, 32 + 32 + 32 + 32]
     assert costs.in_kernels == (32 + 8000 + 32) / 4
 
@@ -302,7 +302,7 @@ ENTRY %main (q: f32[8], cache: bf16[4000]) -> f32[8] {
   ROOT %k = f32[8]{0} custom-call(%q, %cache), target="tpu_custom_call", \
 metadata={op_name="/decode_kernel/"}
 }
-""").costs([0.25], 2.0)
+""").costs(memory_rate=2.0, kernel_share=0.25)
     assert list(costs.cycles.values()) == [1008] and costs.in_kernels == costs.memory == 2016
 
 
@@ -602,8 +602,8 @@ def test_a_kernel_is_counted_by_the_share_that_is_read(platform, width):
 
     jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(q, k).jaxpr
     found = []
-    for trips in ((), (0.25,)):
-        found.append(jaxpr_flops(jaxpr, trips, of_kernels=True))
+    for share in (0.5, 0.25):
+        found.append(jaxpr_flops(jaxpr, of_kernels=True, kernel_share=share))
     assert found == [share * (2 + 3 + 4) * 2 * 512 * 512 * 4 * width for share in (0.5, 0.25)]
 
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import QWEN3, random_parameters
+from small import HYBRID, QWEN3, WINDOWED, random_parameters
 
 from shoal import cli
 from shoal.budget import advice as advice_module
@@ -41,6 +41,7 @@ from shoal.budget.budget import (
     ProgramCost,
     RolePlacement,
     StepProgram,
+    phase_of,
     verdict,
 )
 from shoal.budget.memory import AvailableMemory, parameter_count
@@ -57,13 +58,22 @@ from shoal.config.train import Config
 from shoal.job.memory import job_budget
 from shoal.mesh import make_mesh
 from shoal.mesh.accelerators import ACCELERATORS, calibrated, read_calibration
+from shoal.model.architecture import Architecture, Layer
 from shoal.model.families import config_of
 from shoal.model.flops import forward_flops
 from shoal.model.transformer import Model
 from shoal.plan.analysis import _compute_seconds, analyse, traced_costs
 from shoal.plan.hlo import Costs, Operation
 from shoal.plan.job import Planned, PlannedJob, planned_job
-from shoal.plan.plan import compilers, cost, describe, extrapolate, make_plan
+from shoal.plan.plan import (
+    compilers,
+    cost,
+    describe,
+    extrapolate,
+    is_deep,
+    make_plan,
+    shallow_layers,
+)
 from shoal.records import Completion, Example, Group, Purpose, ShoalError, StopReason
 from shoal.sampler.programs import CHUNK
 from shoal.trainer.batch import pack
@@ -301,6 +311,86 @@ def test_where_layers_are_apart_a_prefill_is_a_call_for_each(model, planned, mon
     assert whole[0] > 2 * 64 * sum(
         leaf.size for leaf in jax.tree.leaves(found["prefill"].args) if leaf.ndim == 2
     )
+
+
+@pytest.fixture
+def planned_of(planned, monkeypatch) -> Callable[..., PlannedJob]:
+    """Opens planned jobs of a model of this architecture, on one device."""
+
+    def make(a: Architecture, layers: int = 0, **changes: Any) -> PlannedJob:
+        monkeypatch.setattr("shoal.plan.job.planned_architecture", lambda section: a)
+        return planned(Config(batch=BATCH, mesh=MeshSection(trainer="1"), **changes), layers=layers)
+
+    return make
+
+
+def test_of_a_deep_model_whole_patterns_are_compiled():
+    deep = replace(SMALL, num_layers=32)
+    assert shallow_layers(deep) == (2, 4) and deep.shortened(4) == replace(deep, num_layers=4)
+    hybrid = replace(HYBRID, num_layers=32)
+    assert shallow_layers(hybrid) == (4, 8) and is_deep(hybrid)
+    assert hybrid.shortened(8) == replace(hybrid, num_layers=8)
+    assert not is_deep(replace(HYBRID, num_layers=8))
+    # The layers after the patterns stay.
+    windowed = replace(WINDOWED, num_layers=17)
+    assert shallow_layers(windowed) == (5, 8)
+    assert windowed.shortened(8) == replace(windowed, num_layers=8)
+    with pytest.raises(ValueError, match="no whole patterns make 7 of 17 layers"):
+        windowed.shortened(7)
+    # Layers that read another's keys read those of the same one, with its new number.
+    local, whole = Layer(window=16), Layer()
+    shared = replace(local, keys_of=10)
+    kinds = (*(local, local, whole) * 4, shared, shared, replace(whole, keys_of=11))
+    sharing = replace(SMALL, num_layers=15, layers=kinds)
+    few = sharing.shortened(6)
+    assert few.layers_in_order[:3] == kinds[:3] and few.num_layers == 6
+    assert [layer.keys_of for layer in few.layers_in_order[3:]] == [1, 1, 2]
+
+
+def test_a_token_reads_live_keys_windows_and_states(planned_of):
+    """By hand, of 8 prompts of 200 tokens and 16 completions of half of 300 on average, in float32:
+    of two heads of 8, keys and values; and of states all."""
+    lengths = SamplingSection(max_prompt_tokens=200, max_completion_tokens=300)
+    keys = 2 * 2 * 8 * 4
+    full = (8 * 200 + 16 * 150) * keys
+    hybrid = planned_of(HYBRID, sampling=lengths)
+    state = 4 * (4 * 8 * 8 + 3 * (2 * 16 + 32))
+    engine = hybrid.engines["training"]
+    assert hybrid._live_bytes(engine, range(4)) == pytest.approx(full + 3 * 16 * state)
+    windowed = planned_of(WINDOWED, sampling=lengths)
+    # rings of whole blocks of 64 keys, the completion's with room for a turn's end
+    ring = (8 * 64 + 16 * 150) * keys
+    engine = windowed.engines["training"]
+    assert windowed._live_bytes(engine, range(5)) == pytest.approx(full + 4 * ring)
+    # Loops over the full layer's 4 blocks of a prompt and 1 to 3 of a completion, and over 1 to 3
+    # of each completion's ring; a prompt's ring is one block.
+    blocks = windowed.programs()["decode"].assumed_trips[1]
+    assert blocks == pytest.approx((4 + 2 + 4 * 2) / 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("a", [HYBRID, WINDOWED], ids=["hybrid", "windowed"])
+def test_decoding_of_whole_patterns_gives_that_of_more(planned_of, a):
+    deep = replace(a, num_layers=a.num_layers + 2 * len(a.layers))
+    few = shallow_layers(deep)
+    first, second, whole = (analyse(planned_of(deep, n), "decode") for n in (*few, 0))
+    assert (first.layers, second.layers) == few
+    found = extrapolate(first, second, deep.num_layers)
+    assert found.flops == pytest.approx(whole.flops, rel=0.01)
+    assert found.floor_seconds == pytest.approx(whole.floor_seconds, rel=0.01)
+    assert found.extra_bytes == pytest.approx(whole.extra_bytes, rel=0.1)
+
+
+@pytest.mark.slow
+def test_where_layers_are_apart_each_kind_has_a_program(planned_of, monkeypatch):
+    monkeypatch.setattr(Model, "ffn_chunks", 1)
+    sampling = replace(SAMPLING, max_prompt_tokens=320)  # else programs of another test are taken
+    job = planned_of(replace(WINDOWED, num_layers=8), sampling=sampling)
+    found = job.programs()
+    runs = found["embed"].runs
+    assert found["prefill"].runs == 6 * runs and found["prefill 1"].runs == 2 * runs
+    budget = replace(job.budget(), costs={"prefill 1": ProgramCost(extra_bytes=7)})
+    assert phase_of("prefill 1") == "sampling" and budget.needed("prefill 1")["temporaries"] == 7
 
 
 @pytest.mark.slow
@@ -811,7 +901,7 @@ def test_decodings_kernel_reads_whole_blocks_of_live_keys(
         Config(model=model, sampling=SAMPLING, batch=BATCH, mesh=MeshSection(trainer="1"))
     )
 
-    def decodes_by_kernel(_):
+    def decodes_by_kernel(_, layer):
         return True
 
     monkeypatch.setattr("shoal.plan.job.decodes_by_kernel", decodes_by_kernel)
@@ -821,7 +911,7 @@ def test_decodings_kernel_reads_whole_blocks_of_live_keys(
 
     monkeypatch.setattr("shoal.plan.job.by_pages", by_pages)
     share = (8 * block + 16 * (64 + block - 1) / 2) / (8 * 64 + 16 * 64)
-    assert job.programs()["decode"].assumed_trips[1] == pytest.approx(share)
+    assert job.programs()["decode"].kernel_share == pytest.approx(share)
 
 
 @pytest.mark.parametrize(
@@ -1000,6 +1090,38 @@ def test_a_plan_for_devices_that_are_not_here(model, tmp_path, topology, needed,
         row.kind == "all-gather" and row.axis == "fsdp"
         for row in found.costs["accumulate"].collectives
     )
+    floor, hidden, none = found.step_seconds
+    assert 0 < floor <= hidden <= none
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("name", ["hybrid", "windowed"])
+@pytest.mark.parametrize(
+    ("topology", "needed"), [("v6e-4", "libtpu"), ("h200:4", "jax_cuda13_plugin")]
+)
+def test_models_of_several_kinds_of_layers_are_planned(
+    tmp_path, monkeypatch, topology, needed, name
+):
+    """Heads as wide as the kernels for keys want them."""
+    if find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    if name == "hybrid":
+        a = replace(HYBRID, hidden_size=128, head_dim=128)
+    else:
+        a = replace(MODELS["gemma3-270m"].architecture, num_layers=7, vocab_size=512)
+    found = make_plan(
+        PlanConfig(
+            topology=topology,
+            model=write_model(tmp_path, a),
+            sampling=SAMPLING,
+            batch=BATCH,
+            mesh=MeshSection(fsdp=4),
+        ),
+        lambda text: None,
+    )
+    assert found.fits() and found.is_timed
+    assert {"decode", "accumulate", "apply"} <= set(found.costs)
     floor, hidden, none = found.step_seconds
     assert 0 < floor <= hidden <= none
 

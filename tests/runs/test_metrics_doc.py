@@ -4,6 +4,7 @@ clocks, MFU."""
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -13,9 +14,9 @@ from scripts import load
 
 from shoal.commands.evaluate import read_in_any_form
 from shoal.mesh import peak_flops
-from shoal.model.architecture import Architecture
+from shoal.model.architecture import Architecture, DeltaNet, Experts, Layer
 from shoal.model.flops import Utilisation, forward_flops, model_flops
-from shoal.model.parameters import param_specs
+from shoal.model.parameters import ParamSpec, active_size, param_specs
 from shoal.records import Completion, Example, Group, Purpose, SamplingParams, StopReason
 from shoal.runs.metrics import (
     METRICS,
@@ -231,6 +232,54 @@ def counted(a: Architecture, prompt: int, completions: list[int]) -> int:
 def test_operations_equal_those_counted_token_by_token():
     for prompt, completions in ((1, []), (5, [1]), (7, [3, 0, 11]), (0, [4])):
         assert forward_flops(SMALL, prompt, completions) == counted(SMALL, prompt, completions)
+
+
+KINDS = replace(
+    SMALL,
+    num_layers=7,
+    layers=(Layer(mixer="delta_net"), Layer(window=4, head_dim=10), Layer()),
+    delta_net=DeltaNet(num_key_heads=2, num_value_heads=4, key_dim=3, value_dim=5, conv_size=4),
+)
+
+
+def counted_by_kind(a: Architecture, prompt: int, completions: list[int]) -> float:
+    """Token by token and layer by layer: of windows the keys in them; of a delta net the taps of
+    its convolution, and for each head its state's product with the key, its change, and its
+    product with the query, two operations an element each."""
+    weights = 0
+    for spec in jax.tree.leaves(param_specs(a).blocks):
+        if spec.is_product:
+            weights += int(np.prod(spec.shape))
+
+    def of_token(num_keys: int) -> float:
+        total = 2.0 * weights
+        for layer in a.layers_in_order:
+            if layer.mixer == "delta_net":
+                channels = 2 * (2 * 3) + 4 * 5
+                total += 2 * channels * 4 + 3 * 2 * (4 * 3 * 5)
+            else:
+                keys = min(num_keys, layer.window or num_keys)
+                total += 2 * 2 * a.num_heads * a.head_dim_of(layer) * keys
+        return total
+
+    total = sum(of_token(i + 1) for i in range(prompt))
+    for length in completions:
+        for i in range(length):
+            total += of_token(prompt + i + 1) + 2 * a.hidden_size * a.vocab_size
+    return total
+
+
+def test_operations_of_several_kinds_of_layers_equal_those_counted_token_by_token():
+    for prompt, completions in ((1, []), (3, [1, 2]), (7, [3, 0, 11]), (0, [6])):
+        counted = counted_by_kind(KINDS, prompt, completions)
+        assert forward_flops(KINDS, prompt, completions) == counted
+
+
+def test_of_experts_those_of_a_token_count():
+    a = replace(SMALL, experts=Experts(num_experts=8, experts_per_token=2, intermediate_size=5))
+    of_experts = ParamSpec((3, 8, 8, 5), (None,) * 4, indices=("layer", "expert"))
+    assert active_size(a, of_experts) == 3 * 2 * 8 * 5
+    assert active_size(a, replace(of_experts, indices=("layer",))) == 3 * 8 * 8 * 5
 
 
 def test_a_group_pays_for_its_prompt_once():

@@ -14,7 +14,7 @@ from shoal.config.sections.algorithm import AlgorithmSection
 from shoal.config.sections.devices import MeshSection
 from shoal.config.sections.optimizer import OptimizerSection
 from shoal.mesh import Program, Roles, make_roles
-from shoal.model.architecture import Architecture, Layer, RopeScaling, Rotary
+from shoal.model.architecture import Architecture, DeltaNet, Layer, RopeScaling, Rotary
 from shoal.model.attention.reference import attend
 from shoal.model.head import logits
 from shoal.model.mixing import row_mixing
@@ -38,6 +38,18 @@ LLAMA3 = Architecture(
 )
 LLAMA2 = replace(LLAMA3, rope_scaling=None, num_kv_heads=4)
 QWEN3 = replace(LLAMA3, rope_scaling=None, qk_norm=True, tie_embeddings=True)
+DELTA_NET = Layer(mixer="delta_net")
+HYBRID = replace(
+    QWEN3,
+    layers=(DELTA_NET, DELTA_NET, DELTA_NET, Layer()),
+    delta_net=DeltaNet(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=8),
+    output_gate=True,
+    norm="one_plus_weight",
+)
+"""Three gated delta nets to one layer with attention, as Qwen3.5 has them."""
+WINDOWED = replace(QWEN3, num_layers=5, layers=(Layer(window=16), Layer(window=16), Layer()))
+"""Two layers with a window to one without, as Gemma has them; the last layers are no whole
+pattern."""
 PLAINEST, FULLEST = LLAMA2, replace(LLAMA3, qkv_bias=True, qk_norm=True, tie_embeddings=True)
 """The families' parts: none of them, and all. (Each family as it is: test_parity.py and
 test_huggingface.py.)"""

@@ -17,6 +17,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from small import (
     FULLEST,
+    HYBRID,
     LLAMA2,
     PLAINEST,
     QWEN3,
@@ -39,9 +40,10 @@ from shoal.config.sections.model import LoraSection, ModelSection
 from shoal.config.train import Config
 from shoal.mesh import Role
 from shoal.model import adapters
-from shoal.model.architecture import PRODUCTS, Adapter, Architecture
+from shoal.model.architecture import Adapter, Architecture, Layer
 from shoal.model.attention import selector
-from shoal.model.compiler_habits import gated_product, products_joined
+from shoal.model.block import _heads
+from shoal.model.compiler_habits import PLAIN, gated_product, products_joined
 from shoal.model.families import architecture_of
 from shoal.model.flops import model_flops
 from shoal.model.layers import by_layer
@@ -80,6 +82,7 @@ from shoal.weights.source import resolve_model
 from shoal.weights.store import FileStore, MemoryStore
 
 ROLE = roles().trainer
+PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANK3 = Adapter(3, 6.0, PRODUCTS)
 
 
@@ -101,6 +104,25 @@ def kernels(weights: Any) -> dict[str, Adapted]:
             getattr(weight, "kernel", weight) if not isinstance(weight, Adapted) else weight
         )
     return result
+
+
+@pytest.mark.parametrize(
+    ("a", "number"),
+    [(QWEN3, 0), (HYBRID, 3), (replace(QWEN3, layers=(Layer(head_dim=4, num_kv_heads=1),)), 0)],
+    ids=["plain", "with an output gate", "with other heads"],
+)
+def test_joined_products_are_the_three(a, number):
+    model, parameters = Model(a, ROLE), random_parameters(a)
+    layer, weights = a.layer(number), by_layer(model, parameters.blocks)[number]
+    h = jax.random.normal(jax.random.key(0), (2, 3, a.hidden_size))
+    together = products_joined(weights)
+    assert together.k is None
+    for found, expected in zip(
+        _heads(model, layer, together, h, PLAIN),
+        _heads(model, layer, weights, h, PLAIN),
+        strict=True,
+    ):
+        assert found.shape == expected.shape and relative(found, expected) < 1e-6
 
 
 @pytest.mark.slow
@@ -441,7 +463,7 @@ def base(tmp_path_factory) -> Path:
         ({"rank": 33}, "model.lora.rank=33: expected 1 to 32, the smaller dimension of down_proj"),
         (
             {"rank": 4, "targets": (r".*layers\.0\.self_attn\.q_proj",)},
-            "is a product in some layers alone",
+            "is a product in only some of the layers",
         ),
         (
             {"rank": 40, "targets": ("gate_proj",)},
@@ -468,6 +490,76 @@ def test_targets_have_pefts_names_and_patterns(base, targets, names):
     assert adapters.make_adapter(architecture_of(base), 2, 4.0, targets, False).targets == names
 
 
+DELTA_NET_PRODUCTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+
+
+@pytest.mark.parametrize(
+    ("targets", "names"),
+    [
+        (["all-linear"], {*PRODUCTS, *DELTA_NET_PRODUCTS}),
+        (["in_proj_qkv", "q_proj"], {"in_proj_qkv", "q_proj"}),
+        (["linear_attn.out_proj"], {"out_proj"}),
+        ([r".*(self|linear)_attn\..*"], {*PRODUCTS[:4], *DELTA_NET_PRODUCTS}),
+        ([f"model.layers.{layer}.linear_attn.out_proj" for layer in (0, 1, 2)], {"out_proj"}),
+        (["model.layers.3.self_attn.v_proj"], {"v_proj"}),
+    ],
+)
+def test_a_target_covers_the_layers_that_have_the_product(targets, names):
+    assert set(adapters.make_adapter(HYBRID, 2, 4.0, targets, False).targets) == names
+
+
+def test_of_layers_that_have_a_product_none_is_left_out():
+    for target in ("model.layers.0.linear_attn.out_proj", r".*\.[13]\..*"):
+        with pytest.raises(ShoalError, match="in only some of the layers that have it"):
+            adapters.make_adapter(HYBRID, 2, 4.0, [target], False)
+    with pytest.raises(ShoalError, match="no product of the model is called so; it has gate_proj"):
+        adapters.make_adapter(HYBRID, 2, 4.0, ["conv1d"], False)
+
+
+def test_products_of_one_number_a_head_do_not_bound_the_rank():
+    """PEFT takes any rank: that of all products was at most the number of heads."""
+    adapter = adapters.make_adapter(HYBRID, 16, 4.0, ["all-linear"], False)
+    assert {"in_proj_a", "in_proj_b"} < set(adapter.targets)
+    with pytest.raises(ShoalError, match="expected 1 to 16, the smaller dimension of k_proj"):
+        adapters.make_adapter(HYBRID, 17, 4.0, ["all-linear"], False)
+    with pytest.raises(ShoalError, match=r"model\.lora\.rank=0: expected at least 1"):
+        adapters.make_adapter(HYBRID, 0, 4.0, ["in_proj_a"], False)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize("name", ["qwen3_5_text", "gemma3_text"])
+def test_an_adapter_on_several_kinds_of_layers_is_pefts(name, tmp_path):
+    """PEFT's choice of all linear products, its names, and its files in both directions: logits are
+    those of its model."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("peft")
+    from family_checkpoints import load_theirs, write_checkpoint
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    folder = write_checkpoint(tmp_path / "base", name)
+    base = architecture_of(folder)
+    theirs = get_peft_model(
+        load_theirs(folder, name),
+        LoraConfig(r=2, lora_alpha=6, target_modules="all-linear", init_lora_weights=False),
+    )
+    theirs.save_pretrained(str(tmp_path / "theirs"))
+    ours = adapters.make_adapter(base, 2, 6.0, ["all-linear"], False)
+    a = replace(base, adapter=ours)
+    assert peft.read_adapter(tmp_path / "theirs", base) == ours
+    loaded = joined(
+        peft.load(tmp_path / "theirs", a, ROLE, jnp.float32),
+        as_frozen(a, huggingface.load(folder, base, ROLE, jnp.float32)),
+    )
+    tokens = np.arange(1, 40, dtype=np.int32)
+    expected = theirs(torch.tensor(tokens)[None]).logits[0].detach().numpy()
+    assert relative(shoal_logits(a, loaded, tokens), expected) < 1e-5
+    peft.save(tmp_path / "ours", select(trained_specs(a), loaded), a, str(folder), folder)
+    again = PeftModel.from_pretrained(load_theirs(folder, name), str(tmp_path / "ours"))
+    found = again(torch.tensor(tokens)[None]).logits[0].detach().numpy()
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
 def test_targets_may_name_the_product_of_each_layer_in_full(base):
     """PEFT writes them so below 20 products."""
     a = architecture_of(base)
@@ -479,7 +571,7 @@ def test_targets_may_name_the_product_of_each_layer_in_full(base):
     mixed = [*full[::2], "mlp.up_proj"]
     assert adapters.make_adapter(a, 2, 4.0, mixed, False).targets == ("q_proj", "up_proj")
     for missing in (full[:-1], full[2:]):
-        with pytest.raises(ShoalError, match="is a product in some layers alone"):
+        with pytest.raises(ShoalError, match="is a product in only some of the layers"):
             adapters.make_adapter(a, 2, 4.0, missing, False)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from small import FULLEST, QWEN3, roles
+from small import FULLEST, HYBRID, QWEN3, SINKS, roles
 
 from shoal.config.sections.optimizer import OptimizerSection
 from shoal.model.parameters import param_specs, shardings
@@ -119,6 +119,25 @@ def test_clipping_acts():
         for c in (0.0, 1.0)
     )
     assert np.abs(np.asarray(free) - np.asarray(clipped)).min() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("a", "exempt"),
+    [
+        (HYBRID, {"A_log", "dt_bias", "norm", "input_layernorm", "post_attention_layernorm"}),
+        (SINKS, {"sinks", "input_layernorm", "post_attention_layernorm"}),
+    ],
+    ids=["delta nets", "sinks"],
+)
+def test_numbers_of_heads_and_channels_have_no_weight_decay(a, exempt):
+    """The convolution of a delta net is a matrix: a row for each channel."""
+    found = {True: set(), False: set()}
+    for spec in jax.tree.leaves(param_specs(a).blocks):
+        *_, last = spec.name.removesuffix(".weight").split(".")
+        found[spec.weight_decay].add("bias" if last == "bias" else last)
+    assert exempt <= found[False] and not exempt & found[True]
+    assert found[False] <= exempt | {"bias", "q_norm", "k_norm"}
+    assert ("conv1d" in found[True]) is (a is HYBRID)
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
 """Decides from the devices' memory what the settings leave open: over how many devices a replica of
-the sampler is split, how many tokens its caches hold, the tokens of a micro-batch, and what the
+the sampler is split, how many bytes its caches may take, the tokens of a micro-batch, and what the
 backward pass computes again (`model.remat`)."""
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from shoal.budget.memory import (
     activation_bytes,
     device_memory,
     held_versions,
-    key_bytes,
     sampled_architecture,
     update_bytes,
     weight_budget,
@@ -140,21 +139,18 @@ def with_update(
     return replace(weights, programs=update, activations=activations).estimated()
 
 
-def free_cache_tokens(config: Config, roles: Roles, a: Architecture) -> int:
-    """Returns for how many tokens one host of the sampler has memory for keys and values:
-    `sampling.memory_share` of its devices' memory, less what they hold. It counts all replicas of
-    the host, at least one token for each. 0 if the devices' memory is not known, like that of a
-    CPU."""
+def free_cache_bytes(config: Config, roles: Roles, a: Architecture) -> int:
+    """Returns the bytes of each of the sampler's devices that caches may take:
+    `sampling.memory_share` of its memory, less what the device holds; at least one. 0 if the
+    devices' memory is not known, like that of a CPU."""
     role = roles.sampler
     memory = device_memory(role.mesh.devices.flat[0])
     if not memory:
         return 0
     held = open_budget(config, roles, a).held("sampler", "sampling")
     free = config.sampling.memory_share * memory - sum(held.values())
-    dtype = compute_dtype(config.model.dtype, role.platform)
     # at least 1, because 0 means that the memory is not known
-    tokens_of_a_replica = max(1, int(free / key_bytes(a, role, dtype)))
-    return tokens_of_a_replica * roles.hosts[0].row_shards
+    return max(1, int(free))
 
 
 def teacher_architecture(config: Config) -> Architecture | None:

@@ -17,7 +17,7 @@ from shoal.config.train import Config
 from shoal.text import gib, seconds_text
 from shoal.trainer.schedule import schedule_of, step_seconds
 
-PROGRAM_PHASES: Mapping[str, str] = {
+_PHASES: Mapping[str, str] = {
     "embed": "sampling",
     "prefill": "sampling",
     "enter": "sampling",
@@ -30,7 +30,7 @@ PROGRAM_PHASES: Mapping[str, str] = {
     "apply": "update",
     "publish": "publication",
 }
-"""Program -> the phase of a step in which it runs."""
+"""Program -> the phase of a step in which it runs, see `phase_of`."""
 
 TRAINER_PHASES = ("scoring", "update", "publication")
 """The phases of a step that run on the trainer's devices, or wait for these."""
@@ -90,6 +90,22 @@ class ModelSize:
     layers: int = 0
     dtype: str = ""
     remat: str = ""
+    active: int = 0  # parameters that take part in one token's computation
+
+    def text(self) -> str:
+        """Returns a text like `7.62e9 parameters`, with experts `30.53e9 parameters (3.35e9 for a
+        token)`."""
+        text = f"{_short_number(self.parameters)} parameters"
+        if self.active < self.parameters:
+            text += f" ({_short_number(self.active)} for a token)"
+        return text
+
+
+def _short_number(parameters: int) -> str:
+    """Returns a number of parameters as text, above 1e8 like `7.62e9`."""
+    if parameters > 1e8:
+        return f"{parameters / 1e9:.2f}e9"
+    return f"{parameters:,}"
 
 
 @dataclass(frozen=True)
@@ -363,7 +379,7 @@ class Budget:
         if program == "accumulate":
             # at least 1, because the result is a divisor
             return max(1, self.activations)
-        if PROGRAM_PHASES[program] == "sampling":
+        if phase_of(program) == "sampling":
             # the only items that the sampler holds just while it samples are its caches
             return max(1, sum(item.bytes for item in self.items_of("sampler", "sampling")))
         return 1
@@ -415,7 +431,7 @@ class Budget:
         scores_on_sampler = self.samples_apart and "reference" in self.colocated_roles("sampler")
         for program in self.costs:
             seconds = self.seconds(program)
-            phase = PROGRAM_PHASES[program]
+            phase = phase_of(program)
             if phase == "sampling":
                 sampler.append(seconds)
             if phase in TRAINER_PHASES:
@@ -450,7 +466,7 @@ class Budget:
         none is hidden). Only phases with a program that has a cost."""
         phases: dict[str, tuple[float, float, float]] = {}
         for program in self.costs:
-            phase = PROGRAM_PHASES[program]
+            phase = phase_of(program)
             floor, hidden, none_hidden = phases.get(phase, (0.0, 0.0, 0.0))
             more = self.seconds(program)
             phases[phase] = (floor + more[0], hidden + more[1], none_hidden + more[2])
@@ -481,11 +497,22 @@ class Budget:
         return sorted(rows, key=lambda row: -row[0])
 
 
+def step_of(program: str) -> str:
+    """Returns the step of sampling or training that a program computes, such as "prefill": the
+    program's name without the number of a kind of layers, which "prefill 1" has."""
+    return program.partition(" ")[0]
+
+
+def phase_of(program: str) -> str:
+    """Returns the phase of a step in which a program runs, such as "sampling"."""
+    return _PHASES[step_of(program)]
+
+
 def held_phase(program: str) -> str:
     """Returns the phase to pass to `Budget.held` for what is held while a program runs: "sampling"
     or "update" if the program runs in that phase, else "always", because nothing is held for other
     phases alone."""
-    phase = PROGRAM_PHASES[program]
+    phase = phase_of(program)
     if phase in ("sampling", "update"):
         return phase
     return "always"
@@ -528,7 +555,7 @@ def verdict(budget: Budget) -> str:
         text = "fits, but is tight"
     text += (
         f": {gib(budget.peak())} of {gib(budget.memory)} a device in "
-        f"{PROGRAM_PHASES[budget.fullest]} ({budget.fullest})"
+        f"{phase_of(budget.fullest)} ({budget.fullest})"
     )
     if not budget.costs:
         text += f", before anything is compiled ({parts_text(budget)})"

@@ -23,10 +23,13 @@ from shoal.algorithm.logprobs import CHUNK_ELEMENTS
 from shoal.budget.budget import Budget, Item, RolePlacement
 from shoal.config.train import Config
 from shoal.mesh import PINNED_HOST, Role, Roles, accelerator_of, memory_stats
-from shoal.model.architecture import Architecture
-from shoal.model.layers import ffn_chunks
+from shoal.model.architecture import Architecture, Layer
+from shoal.model.attention.caches import PAGE, is_paged
+from shoal.model.layers import ffn_chunks, stacked_blocks
 from shoal.model.linear import QUANTISED, Quantised
 from shoal.model.parameters import (
+    Block,
+    active_size,
     frozen_specs,
     kernel_specs,
     param_shapes,
@@ -34,6 +37,9 @@ from shoal.model.parameters import (
     quantised_specs,
     trained_specs,
 )
+from shoal.model.recurrence import StateCache
+from shoal.model.transformer import Model
+from shoal.sampler.programs import StateSizes, state_shapes
 from shoal.trainer.schedule import schedule_of
 from shoal.weights.source import reward_architectures
 
@@ -188,6 +194,12 @@ def parameter_count(a: Architecture) -> int:
     return sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(a)))
 
 
+def active_parameter_count(a: Architecture) -> int:
+    """Returns the number of a model's parameters that take part in one token's computation: all but
+    those of the experts that it does not have."""
+    return sum(active_size(a, spec) for spec in jax.tree.leaves(param_specs(a)))
+
+
 def held_versions(config: Config) -> Iterator[tuple[int, int]]:
     """Yields, for each step between two publications of a run that is under way, (number of
     published versions whose weights are in memory during the step, how many of these are older than
@@ -230,7 +242,7 @@ def copied_shapes(
     for mine, spec in zip(jax.tree.leaves(parameters), jax.tree.leaves(specs), strict=True):
         role_spec = spec
         if not spec.dtype:
-            role_spec = quantised.get(spec.name, spec)
+            role_spec = quantised.get(spec.key, spec)
         own = param_shapes(role_spec, role, dtype)
         is_shared = (
             not isinstance(own, Quantised)
@@ -245,11 +257,41 @@ def copied_shapes(
 # ---- what programs need
 
 
-def key_bytes(a: Architecture, role: Role, dtype: Any) -> int:
-    """Returns the bytes of one token's keys and values on each device of a replica of the sampler.
-    This is a mean if devices share a head, because each of them then holds other tokens."""
-    # 2: keys and values
-    return 2 * a.num_layers * a.num_kv_heads * a.head_dim * jnp.dtype(dtype).itemsize // role.tensor
+class CacheBytes(NamedTuple):
+    """Bytes of a sampler's caches on each device of a replica, of all layers together: keys and
+    values, rings of windows, states."""
+
+    row: int  # of a row's prompt
+    slot: int  # of a slot's completion, without its pages
+    page: int = 0  # of a page, of the layers that have pages
+
+    def of_slot(self, tokens: int) -> int:
+        """Returns the bytes of a slot whose completion has so many tokens, a multiple of PAGE."""
+        return self.slot + tokens // PAGE * self.page
+
+
+def cache_bytes(model: Model, prompt: int, own: int) -> CacheBytes:
+    """Returns the bytes of caches with room for `prompt` keys of a prompt and `own` keys of a
+    completion. `model` is on a role of a sampler."""
+    shards = model.role.row_shards  # each has a row with one slot
+    caches = state_shapes(model, StateSizes(shards, 1, prompt, own)).caches
+    row = 0
+    slot = 0
+    page = 0
+    for cache in caches:
+        if isinstance(cache, StateCache):
+            row += bytes_per_device((cache.prefix_state, cache.prefix_tail))
+            slot += bytes_per_device((cache.own_state, cache.own_tail))
+            continue
+        if cache is None:  # a layer that reads another's keys
+            continue
+        row += bytes_per_device((cache.prefix_k, cache.prefix_v))
+        of_completion = bytes_per_device((cache.own_k, cache.own_v))
+        if is_paged(cache):
+            page += of_completion // (own // PAGE)
+        else:
+            slot += of_completion
+    return CacheBytes(row, slot, page)
 
 
 def activation_bytes(a: Architecture, tokens: float, dtype: Any, remat: str = "dots") -> int:
@@ -258,21 +300,29 @@ def activation_bytes(a: Architecture, tokens: float, dtype: Any, remat: str = "d
     for one of several devices that split it, callers divide `tokens`. `remat`: a value of
     `model.remat`, except `auto` and `none`. With `offload` these bytes are in the host's memory;
     they are counted too."""
-    if remat == "full":
-        elements_of_a_token = 0
-    elif remat == "dots":
-        # The outputs of all products of a layer, and attention's output, which is counted as wide
+    elements_of_a_token = 0
+    if remat == "dots":
+        # The outputs of all products of a layer, and its mixer's output, which is counted as wide
         # as the hidden states.
-        elements_of_a_token = a.hidden_size
+        elements_of_a_token = a.num_layers * a.hidden_size
         for kernel in kernel_specs(a):  # [layers, ..., in, out]: `out` values of a token
-            elements_of_a_token += math.prod(kernel.shape) // (a.num_layers * kernel.shape[-2])
-    else:
-        # `attention` and `offload`: queries, keys and values, attention's output, and the hidden
-        # states after it.
-        queries = a.num_heads * a.head_dim
-        keys_and_values = 2 * a.num_kv_heads * a.head_dim
-        elements_of_a_token = 2 * queries + keys_and_values + a.hidden_size
-    return int(elements_of_a_token * a.num_layers * tokens * jnp.dtype(dtype).itemsize)
+            # What experts add to the stream is summed by token, and not kept for each expert.
+            if kernel.num_experts == 1 or kernel.axes[-1] != "embed":
+                elements_of_a_token += active_size(a, kernel) // kernel.shape[-2]
+    elif remat != "full":
+        # `attention` and `offload`
+        elements_of_a_token = sum(_mixer_elements(a, layer) for layer in a.layers_in_order)
+    return int(elements_of_a_token * tokens * jnp.dtype(dtype).itemsize)
+
+
+def _mixer_elements(a: Architecture, layer: Layer) -> int:
+    """Returns the values of a token that a kind of layer saves with `model.remat` `attention`: the
+    hidden states after its mixer, and of attention queries, keys and values, and its output."""
+    if layer.mixer != "attention":
+        return a.hidden_size
+    queries = a.num_heads * a.head_dim_of(layer)
+    keys_and_values = 2 * a.kv_heads_of(layer) * a.head_dim_of(layer)
+    return 2 * queries + keys_and_values + a.hidden_size
 
 
 def input_bytes(a: Architecture, tokens: float, dtype: Any) -> int:
@@ -284,24 +334,63 @@ def input_bytes(a: Architecture, tokens: float, dtype: Any) -> int:
 def update_bytes(a: Architecture, role: Role, dtype: Any, tokens: int) -> int:
     """Returns the estimated bytes that an update of `tokens` tokens on a device needs there, in
     addition to what roles hold and to `activation_bytes`: weights in the type of the computation,
-    one gathered layer with its gradient, inputs of layers, and logits."""
+    one gathered layer with its gradient, inputs of layers, logits, and what a layer of experts or a
+    delta net computes at a time."""
     itemsize = jnp.dtype(dtype).itemsize
     # The weights in the computation's type, and one layer, gathered whole, with its gradient.
     weights = bytes_per_device(param_shapes(trained_specs(a), role, dtype))
-    # two layers less one: embedding, head and last norm cancel out
-    of_layer = parameter_count(replace(a, num_layers=2)) - parameter_count(replace(a, num_layers=1))
-    trained_of_layer = sum(
-        math.prod(spec.shape[1:]) for spec in jax.tree.leaves(trained_specs(a)) if spec.stacked
-    )
-    # Twice the layer in the computation's type, and the gradient of its trained part in float32.
-    whole_layer = of_layer // role.tensor * 2 * itemsize + trained_of_layer // role.tensor * 4
+    of_layers = [
+        _layer_bytes(block, role, itemsize) for block in stacked_blocks(param_specs(a).blocks)
+    ]
     # Three arrays of logits in float32.
     logits = 3 * 4 * min(CHUNK_ELEMENTS[role.platform], tokens * a.vocab_size)
-    total = weights + whole_layer + input_bytes(a, tokens, dtype) + logits
+    total = weights + max(of_layers) + input_bytes(a, tokens, dtype) + logits
+    total += round(tokens * _passing_bytes(a, role, itemsize))
     if role.context > 1:  # keys, values and hidden states are gathered for whole rows
-        width = a.hidden_size + 2 * a.num_kv_heads * a.head_dim
+        of_keys = [2 * a.kv_heads_of(layer) * a.head_dim_of(layer) for layer in a.kinds]
+        width = a.hidden_size + max(of_keys)
         total += tokens * role.context * 2 * width * itemsize
     return total
+
+
+DELTA_NET_ARRAYS = 45
+"""So many float32 arrays as wide as its values are on a device while a delta net is computed
+backward by chunks of 64 tokens: by the compiler's account of an H200 33 if layers of one kind are
+scanned, 52 if a pattern with three of them is (Qwen3.5's 4B, heads of 128)."""
+
+
+def _passing_bytes(a: Architecture, role: Role, itemsize: int) -> float:
+    """Returns the bytes of a token on a device that the backward pass of one layer needs while it
+    computes, without what layers save: of experts the rows of each, with their gradients; of a
+    delta net its chunks. The layer that needs most counts; attention counts nothing. `itemsize`: of
+    the computation's type."""
+    most = 0.0
+    for layer in a.kinds:
+        of_layer = 0.0
+        if layer.feed_forward != "mlp":
+            assert a.experts is not None, "a pattern with experts has their sizes"
+            # Tokens by expert and what the experts return, and their gradients; gate, up and what
+            # is between them and down, and their gradients.
+            width = 4 * a.hidden_size + 6 * a.experts.intermediate_size / role.tensor
+            of_layer += a.experts.experts_per_token * width * itemsize
+        if layer.mixer == "delta_net":
+            assert a.delta_net is not None, "a pattern with delta nets has their sizes"
+            of_layer += DELTA_NET_ARRAYS * a.delta_net.value_width / role.tensor * 4
+        most = max(most, of_layer)
+    return most
+
+
+def _layer_bytes(stack: Block, role: Role, itemsize: int) -> int:
+    """Returns the bytes on a device of one layer of a stack, given by its specs, gathered whole
+    but for `tensor`: twice in the computation's type, of `itemsize` bytes, and the gradient of its
+    trained part in float32."""
+    num_elements = 0
+    num_trained = 0
+    for spec in jax.tree.leaves(stack):
+        size = math.prod(spec.shape[1:])
+        num_elements += size
+        num_trained += spec.trained * size
+    return num_elements // role.tensor * 2 * itemsize + num_trained // role.tensor * 4
 
 
 # ---- what a device has

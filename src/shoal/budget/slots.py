@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import jax
 
-from shoal.budget.auto import free_cache_tokens
+from shoal.budget.auto import free_cache_bytes
+from shoal.budget.memory import CacheBytes, cache_bytes
 from shoal.config.derived import max_support
 from shoal.config.sections.sampling import SamplingSection
 from shoal.config.train import Config, Turns
@@ -33,44 +34,56 @@ long-tailed and the sampler is slower than the trainer, with four times up to 8%
 
 
 class KVCacheBudget(NamedTuple):
-    """The memory of a sampler's KV caches, in tokens: `prompt` for a prompt, `own` for a completion
-    of the mean length, `longest` for the longest; `tokens` in all `replicas` together, 0 for no
-    limit. `by_pages`: completions take pages of a common pool."""
+    """The memory of a sampler's caches: room for tokens of a prompt (`prompt`), of a completion of
+    the mean length (`own`), and of the longest (`longest`), the bytes that these take
+    (`of_caches`), and the `bytes` that each device may use for caches, 0 for no limit. Each of the
+    `replicas` has caches of its own. Of layers with pages, completions take pages of a common
+    pool; of others each slot has room for the longest, for the last tokens of a window, or for a
+    state."""
 
     prompt: int
     own: int
     longest: int
-    tokens: int
+    of_caches: CacheBytes
+    bytes: int
     replicas: int
-    by_pages: bool
 
     def slots(self, most: int, siblings: int) -> int:
         """Returns the number of completions that the caches of all replicas have memory for at the
         same time, at most `most`, if a row has `siblings` of them; 0 if there is no memory for one
-        row of the longest completions; `most` if memory has no limit (`tokens` is 0)."""
-        if not self.tokens:
+        row of the longest completions; `most` if memory has no limit (`bytes` is 0)."""
+        if not self.bytes:
             return most
-        tokens = self.tokens // self.replicas
-        # a row holds its prompt once, and the keys of each sibling
-        rows_of_completions = tokens // (self.prompt + siblings * self.own)
-        # All prompts must fit besides one row of the longest completions.
-        rows_beside_the_longest = (tokens - siblings * self.longest) // self.prompt
+        of_caches = self.of_caches
+        # a row holds its prompt once, and the caches of each sibling
+        rows_of_completions = self.bytes // self.row_bytes(siblings)
+        # All prompts, and all slots without their pages, must fit besides the pages of one row of
+        # the longest completions.
+        pages_of_longest = siblings * (self.longest // PAGE * of_caches.page)
+        without_pages = of_caches.row + siblings * of_caches.slot
+        rows_beside_the_longest = (self.bytes - pages_of_longest) // without_pages
         rows = max(0, min(rows_of_completions, rows_beside_the_longest))
         return min(most, rows * self.replicas * siblings)
+
+    def row_bytes(self, siblings: int) -> int:
+        """Returns the bytes of a row with `siblings` completions of the mean length."""
+        return self.of_caches.row + siblings * self.of_caches.of_slot(self.own)
 
     def pages(self, slots: int, siblings: int) -> int:
         """Returns the pages of one replica's pool, if all replicas together have `slots` slots and
         a row has `siblings` of them: as many as there is memory for, at most what all rows need for
         the longest completions, at least what one row needs for them. 0 if caches have no pages."""
-        if not self.by_pages:
+        of_caches = self.of_caches
+        if not of_caches.page:
             return 0
         rows = num_rows(slots, siblings, self.replicas) // self.replicas
-        keys = rows * siblings * self.own
-        if self.tokens:
-            # prompts are not in pages: they take their part of the memory first
-            keys = self.tokens // self.replicas - rows * self.prompt
-        most = rows * siblings * self.longest
-        return max(siblings * self.longest, min(keys, most)) // PAGE
+        pages = rows * siblings * self.own // PAGE
+        if self.bytes:
+            # The other caches take their part of the memory first.
+            others = rows * (of_caches.row + siblings * of_caches.slot)
+            pages = (self.bytes - others) // of_caches.page
+        of_longest = siblings * self.longest // PAGE
+        return max(of_longest, min(pages, rows * of_longest))
 
 
 class SlotPlan(NamedTuple):
@@ -108,20 +121,20 @@ def plan_slots(
     slots: int,
     group_size: int,
     completions: float,
-    free_tokens: int = 0,
+    free_bytes: int = 0,
     turns: Turns = "",
 ) -> SlotPlan:
     """Returns how many completions an engine samples at once, and how many siblings share a row: at
     most `slots`, as far as there is memory, of `completions` that are requested at the same time.
 
-    `free_tokens`: tokens whose keys and values there is memory for; 0: no limit. `turns`: "tools"
+    `free_bytes`: the bytes of each device that caches may take; 0: no limit. `turns`: "tools"
     or "environments" if rollouts have them, else "". ShoalError if a mean length of completions is
     set although caches have no pages.
 
     At least one row is planned, also if there is no memory for it. All siblings of a group share a
     row if every completion gets a slot at once, because then no slot that becomes free early could
-    be used. Otherwise a row holds only so many siblings that their keys take more memory than the
-    prompt's.
+    be used. Otherwise a row holds only so many siblings that their caches take more memory than
+    the prompt's.
     """
     role = model.role
     mean = sampling.mean_completion_tokens
@@ -140,12 +153,13 @@ def plan_slots(
     prompt = cached(sampling.slot_prompt)
     longest = cached(sampling.max_completion_tokens)
     own = cached(mean) if mean else longest
-    room = KVCacheBudget(prompt, own, longest, free_tokens, role.row_shards, paged)
+    of_caches = cache_bytes(model, prompt, longest)
+    room = KVCacheBudget(prompt, own, longest, of_caches, free_bytes, role.row_shards)
     all_at_once = room.slots(slots, group_size) >= completions
     if all_at_once:
         siblings = group_size
     else:
-        siblings = _fewest_siblings(group_size, prompt, own)
+        siblings = _fewest_siblings(group_size, of_caches.row, of_caches.of_slot(own))
         if not room.slots(slots, siblings):  # no memory for one row of so many
             siblings = 1
     if turns == "environments" or (turns and not all_at_once):
@@ -156,9 +170,9 @@ def plan_slots(
 
 
 def _fewest_siblings(group_size: int, prompt: int, own: int) -> int:
-    """Returns the smallest divisor of the group's size with which the keys of a row's siblings take
-    at least as much memory as those of their prompt; the whole group's size if that is not enough
-    either. `prompt`, `own`: tokens of a prompt, and of one completion."""
+    """Returns the smallest divisor of the group's size with which the caches of a row's siblings
+    take at least as much memory as those of their prompt; the whole group's size if that is not
+    enough either. `prompt`, `own`: bytes of a prompt, and of one completion."""
     for size in range(1, group_size + 1):
         if group_size % size == 0 and prompt <= size * own:
             return size
@@ -179,7 +193,7 @@ def training_slots(config: Config, roles: Roles, a: Architecture) -> SlotPlan:
         slots=slots,
         group_size=group_size,
         completions=completions,
-        free_tokens=free_cache_tokens(config, roles, a),
+        free_bytes=free_cache_bytes(config, roles, a),
         turns=config.turns,
     )
     return plan._replace(evaluated=config.sampling.evaluation_slots)

@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 from shoal.budget.budget import (
-    PROGRAM_PHASES,
     Budget,
     PlannedStep,
     ProgramCost,
     host_text,
+    phase_of,
     verdict,
 )
 from shoal.budget.memory import ROLES
@@ -125,11 +125,8 @@ def _head(budget: Budget) -> list[str]:
     config = budget.config
     step = _planned(budget)
     model = budget.model
-    parameters = f"{model.parameters:,}"
-    if model.parameters > 1e8:  # such as 7.62e9
-        parameters = f"{model.parameters / 1e9:.2f}e9"
     lines = [
-        f"{step.devices}; {parameters} parameters in {model.layers} layers, {model.dtype}, "
+        f"{step.devices}; {model.text()} in {model.layers} layers, {model.dtype}, "
         f"model.remat={model.remat}",
         _meshes_text(budget),
     ]
@@ -275,7 +272,7 @@ def _program_table(budget: Budget) -> Table:
         # One array's publication is scaled up to all arrays by bytes, so `runs` is no count.
         runs_text = "" if name == "publish" else f"{runs:.3g}"
         cells = [
-            f"{PROGRAM_PHASES[name]}: {name}",
+            f"{phase_of(name)}: {name}",
             runs_text,
             f"{runs * cost.flops / 1e12:,.1f}",
             gib(moved),
@@ -349,11 +346,14 @@ def _limits_of_figures(budget: Budget) -> list[str]:
             f"publication copies {gib(step.published_bytes)} to each of the sampler's devices, "
             "counted at the rate of one link"
         )
-    shallow = [name for name, cost in budget.costs.items() if cost.extrapolated]
-    if shallow:
+    shallow: dict[tuple[int, ...], list[str]] = {}  # numbers of layers -> programs
+    for name, cost in budget.costs.items():
+        if cost.extrapolated:
+            shallow.setdefault(tuple(cost.extrapolated), []).append(name)
+    for (first, second), names in shallow.items():
         lines.append(
-            f"extrapolated from 2 and 4 layers: {', '.join(shallow)}; layers=all compiles every "
-            "layer"
+            f"extrapolated from {first} and {second} layers: {', '.join(names)}; layers=all "
+            "compiles every layer"
         )
     is_measured = False
     if step.rates is not None:

@@ -194,8 +194,8 @@ class PlanConfig(Config):
     """Devices to plan for: v5p-256, v5p:4x4x8, v6e:4x8@2 (two slices), h100:8, h200:8x8 (eight
     machines); empty for the devices here."""
     layers: Literal["auto", "shallow", "all"] = "auto"
-    """Layers to compile: auto takes 2 and 4 for a deep model's decoding and extrapolates, shallow
-    does so for every program, all compiles every layer."""
+    """Layers to compile: auto takes few for a deep model's decoding and extrapolates, shallow does
+    so for every program, all compiles every layer. Few are 2 and 4, or whole patterns of layers."""
     calibration: str = ""
     """File with what `benchmarks/accelerator.py --calibration` measured on such a device, in place
     of what its maker says of bandwidths, products and links."""

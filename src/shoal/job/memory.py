@@ -10,7 +10,6 @@ from shoal.budget.advice import Describe, suggest_fit
 from shoal.budget.auto import teacher_architecture
 from shoal.budget.budget import (
     LARGEST,
-    PROGRAM_PHASES,
     TIGHT,
     BatchSize,
     Budget,
@@ -18,10 +17,12 @@ from shoal.budget.budget import (
     ModelSize,
     StepProgram,
     parts_text,
+    phase_of,
 )
 from shoal.budget.memory import (
     AvailableMemory,
     activation_bytes,
+    active_parameter_count,
     available_memory,
     cache_items,
     input_bytes,
@@ -70,7 +71,13 @@ def job_budget(job: Job) -> Budget:
         memory=memory,
         items=list(weights.items) + caches + stored,
         num_devices=len(job.devices),
-        model=ModelSize(parameter_count(a), a.num_layers, model.dtype.name, model.remat),
+        model=ModelSize(
+            parameters=parameter_count(a),
+            layers=a.num_layers,
+            dtype=model.dtype.name,
+            remat=model.remat,
+            active=active_parameter_count(a),
+        ),
         batch=BatchSize(shape.rows, shape.length, shape.tokens),
         slots=rows * plan.siblings * num_hosts(roles),
         prompts_per_step=config.batch.prompts_per_step,
@@ -127,7 +134,7 @@ def judge_memory(
     if available.sharing > 1:
         shared = f" on each of {available.sharing} devices that share it"
     text = (
-        f"{bound} {gib(budget.peak())}{shared}, in the {PROGRAM_PHASES[budget.fullest]} phase "
+        f"{bound} {gib(budget.peak())}{shared}, in the {phase_of(budget.fullest)} phase "
         f"({parts_text(budget)})"
     )
     if not available.free:

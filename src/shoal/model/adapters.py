@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from shoal.mesh import Role
-from shoal.model.architecture import EXPERT_PRODUCTS, PRODUCTS, Adapter, Architecture
+from shoal.model.architecture import Adapter, Architecture
+from shoal.model.layers import stacked_blocks
 from shoal.model.linear import Adapted
 from shoal.model.parameters import (
     ExpertWeights,
     Parameters,
     ParamSpec,
-    kernel_specs,
+    param_specs,
     target_of,
     without_adapter,
 )
@@ -33,7 +34,8 @@ def make_adapter(
     a: Architecture, rank: int, alpha: float, targets: Sequence[str], rslora: bool
 ) -> Adapter:
     """Returns the adapter that these settings mean for an architecture. ShoalError if a target
-    matches no product, or a product in some layers alone, or if the rank is too high.
+    matches no product, or a product in only some of the layers that have it, or if the rank is too
+    high.
 
     `targets`, of which there is at least one, are names of products (q_proj, ...), ends of their
     paths (self_attn.q_proj), one regular expression over whole paths (`.*_attn\\.(q|v)_proj`), or
@@ -41,51 +43,42 @@ def make_adapter(
     `alpha` and `rslora` are its fields as they are.
     """
     paths = _paths_by_layer(a)
-    covered: list[set[str]] = []  # by layer: the products that have an adapter
-    for _ in range(a.num_layers):
-        covered.append(set())
+    covered: dict[str, set[int]] = {}  # product -> layers in which it has an adapter
     named_by: dict[str, str] = {}  # product -> a target that names it
     for target in targets:
         is_known = False
-        for layer in range(a.num_layers):
-            names = _products_of(target, paths, layer)
-            if names:
+        for name, by_layer in paths.items():
+            layers = _layers_of(target, name, by_layer)
+            if layers:
                 is_known = True
-            covered[layer] |= names
-            for name in names:
+                covered[name] = covered.get(name, set()) | layers
                 named_by[name] = target
         if not is_known:
             raise ShoalError(
                 f"model.lora.targets={target}: no product of the model is called so; it has "
-                f"{', '.join(PRODUCTS)}, and {ALL} for all of them{did_you_mean(target, PRODUCTS)}"
+                f"{', '.join(paths)}, and {ALL} for all of them{did_you_mean(target, list(paths))}"
             )
     # PEFT lists the product of each layer in full if an adapter has fewer than 20: together these
     # may be all layers.
     for name, target in named_by.items():
-        if any(name not in products for products in covered):
+        if covered[name] != paths[name].keys():
             raise ShoalError(
-                f"model.lora.targets={target} is a product in some layers alone: give one of all "
-                "layers"
+                f"model.lora.targets={target} is a product in only some of the layers that have "
+                "it: give one of all of them"
             )
     # in the model's order, which is that of `paths`
     chosen = tuple(name for name in paths if name in named_by)
-    most_ranks = {}
-    for spec in _adaptable(a):
-        most_ranks[_product_name(spec)] = min(spec.tensor_shape)
-    smallest = min(chosen, key=lambda name: (most_ranks[name], name))
-    if not 1 <= rank <= most_ranks[smallest]:
-        raise ShoalError(
-            f"model.lora.rank={rank}: expected 1 to {most_ranks[smallest]}, the smaller dimension "
-            f"of {smallest}"
-        )
+    limits = _rank_limits(a)
+    limited = [name for name in chosen if name in limits]
+    expected = "at least 1"
+    is_too_high = False
+    if limited:
+        smallest = min(limited, key=lambda name: (limits[name], name))
+        expected = f"1 to {limits[smallest]}, the smaller dimension of {smallest}"
+        is_too_high = rank > limits[smallest]
+    if rank < 1 or is_too_high:
+        raise ShoalError(f"model.lora.rank={rank}: expected {expected}")
     return Adapter(rank, alpha, chosen, rslora)
-
-
-def _adaptable(a: Architecture) -> list[ParamSpec]:
-    """Returns the specs of the kernels that an adapter may be on, each for a stack of layers: of
-    all products but routers and gates of shared experts, whose few columns are no matter."""
-    known = (*PRODUCTS, *EXPERT_PRODUCTS)
-    return [spec for spec in kernel_specs(a) if _product_name(spec) in known]
 
 
 def _product_name(kernel: ParamSpec) -> str:
@@ -93,33 +86,58 @@ def _product_name(kernel: ParamSpec) -> str:
     return target_of(kernel.name.removesuffix(".weight"))
 
 
-def _paths_by_layer(a: Architecture) -> dict[str, list[list[str]]]:
-    """Returns product name -> for each layer, the paths of the product's tensors in that layer:
-    {"q_proj": [["model.layers.0.self_attn.q_proj"], ...], ...}."""
-    paths: dict[str, list[list[str]]] = {}
+def _adaptable(a: Architecture) -> list[ParamSpec]:
+    """Returns the specs of the kernels that an adapter may be on, each for a stack of layers: of
+    all products but routers and gates of shared experts, whose few columns are no matter."""
+    kernels = []
+    for block in stacked_blocks(param_specs(a.base).blocks):
+        if block.experts is not None:
+            experts = replace(block.experts, router=None, shared_gate=None)
+            block = replace(block, experts=experts)
+        kernels += [spec for spec in jax.tree.leaves(block) if spec.is_product]
+    return kernels
+
+
+def _rank_limits(a: Architecture) -> dict[str, int]:
+    """Returns product name -> the highest rank of an adapter on it, the smaller dimension of its
+    kernel. Products that give one number for each head, or for each token, have no limit."""
+    limits: dict[str, int] = {}
     for spec in _adaptable(a):
-        by_layer: list[list[str]] = [[] for _ in range(a.num_layers)]
-        for (layer, *_), tensor_name in spec.names_by_index.items():
+        columns = spec.shape[-1]
+        if columns not in (1, spec.heads):
+            name = _product_name(spec)
+            smaller = min(spec.tensor_shape)
+            limits[name] = min(limits.get(name, smaller), smaller)
+    return limits
+
+
+def _paths_by_layer(a: Architecture) -> dict[str, dict[int, list[str]]]:
+    """Returns product name -> number of each layer that has the product -> paths of its tensors
+    there: {"q_proj": {0: ["model.layers.0.self_attn.q_proj"], ...}, ...}."""
+    paths: dict[str, dict[int, list[str]]] = {}
+    for spec in _adaptable(a):
+        by_layer = paths.setdefault(_product_name(spec), {})
+        for (place, *_), tensor_name in spec.names_by_index.items():
             path = tensor_name.removesuffix(".weight")
             if spec.num_experts > 1:
                 # an adapter is on the parameter that holds all experts
-                place, _, _ = path.partition("experts.")
-                path = place + _product_name(spec)
-            if path not in by_layer[layer]:
-                by_layer[layer].append(path)
-        paths[_product_name(spec)] = by_layer
+                before, _, _ = path.partition("experts.")
+                path = before + _product_name(spec)
+            of_layer = by_layer.setdefault(spec.layers[place], [])
+            if path not in of_layer:
+                of_layer.append(path)
     return paths
 
 
-def _products_of(target: str, paths: Mapping[str, list[list[str]]], layer: int) -> set[str]:
-    """Returns the names of a layer's products that a target means: by their name, the end of their
-    path, a regular expression, or `all-linear`. A product counts only if the target matches each of
-    its tensors. `paths` is what `_paths_by_layer` returned."""
-    names = set()
-    for name, by_layer in paths.items():
-        if all(_matches(target, name, path) for path in by_layer[layer]):
-            names.add(name)
-    return names
+def _layers_of(target: str, name: str, by_layer: Mapping[int, Sequence[str]]) -> set[int]:
+    """Returns the numbers of the layers in which a target means the product `name`: by its name,
+    the end of its path, a regular expression, or `all-linear`. A layer counts only if the target
+    matches each of the product's tensors there. `by_layer` is an entry of `_paths_by_layer`."""
+    layers = set()
+    for layer, paths in by_layer.items():
+        if all(_matches(target, name, path) for path in paths):
+            layers.add(layer)
+    return layers
 
 
 def _matches(target: str, name: str, path: str) -> bool:

@@ -122,7 +122,7 @@ class Adapter:
 
     rank: int
     alpha: float
-    targets: tuple[str, ...]  # names from PRODUCTS and EXPERT_PRODUCTS
+    targets: tuple[str, ...]  # names of products, such as q_proj, and EXPERT_PRODUCTS
     # True: scale is alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732) in place of alpha /
     # rank
     rslora: bool = False
@@ -131,9 +131,6 @@ class Adapter:
     def scale(self) -> float:
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
-
-PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The products of a layer, as Hugging Face's files call them."""
 
 EXPERT_PRODUCTS = ("experts.gate_up_proj", "experts.down_proj")
 """The parameters of a layer's experts, as transformers' classes and PEFT's `target_parameters` call
@@ -273,6 +270,38 @@ class Architecture:
     def stacks(self) -> tuple[Stack, ...]:
         """The stacks of all runs, one after the other."""
         return tuple(stack for run in self.runs for stack in run)
+
+    @property
+    def longest_run(self) -> tuple[Stack, ...]:
+        """The run with most layers, of several the first."""
+
+        def num_layers(run: tuple[Stack, ...]) -> int:
+            return sum(len(stack.numbers) for stack in run)
+
+        return max(self.runs, key=num_layers)
+
+    def shortened(self, num_layers: int) -> Architecture:
+        """Returns the architecture with fewer layers: the longest run repeats its pattern less
+        often, and its last repetitions stay; all other layers stay too. ValueError if that cannot
+        give `num_layers` layers."""
+        run = self.longest_run
+        repeats = len(run[0].numbers)
+        fewer, rest = divmod(self.num_layers - num_layers, len(run))
+        if rest or not 0 <= fewer < repeats:
+            raise ValueError(f"no whole patterns make {num_layers} of {self.num_layers} layers")
+        first = run[0].numbers.start
+        left_out = range(first, first + fewer * len(run))
+        kept = [number for number in range(self.num_layers) if number not in left_out]
+        kinds = []
+        for number in kept:
+            layer = self.layer(number)
+            if layer.keys_of is not None:
+                layer = replace(layer, keys_of=kept.index(layer.keys_of))
+            kinds.append(layer)
+        shorter = replace(self, num_layers=num_layers)
+        if shorter.layers_in_order == tuple(kinds):
+            return shorter
+        return replace(shorter, layers=tuple(kinds))
 
     @property
     def base(self) -> Architecture:

@@ -168,7 +168,7 @@ def _heads(
     positions and norms of q and k. With an output gate q is [R, T, H, 2 A]: each head's gate stands
     after its query."""
     if w.k is None:  # the three weights are joined in one (`products_joined`)
-        return split_product(model, linear(w.q, h))
+        return split_product(model, layer, linear(w.q, h))
 
     rows, size, _ = h.shape
 

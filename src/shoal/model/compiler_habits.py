@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from shoal.model.activations import ACTIVATIONS
+from shoal.model.architecture import Layer
 from shoal.model.linear import Adapted, Biased, Weight, linear
 from shoal.model.parameters import Block
 from shoal.model.rotary import rotate, rotate_by_product
@@ -153,11 +154,18 @@ def products_joined(block: Block) -> Block:
     return replace(block, q=joined, k=None, v=None)
 
 
-def split_product(model: Model, heads: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Splits heads[R, T, (H + 2 K) A], the product with the joined weight of `products_joined`,
-    into q[R, T, H, A], k[R, T, K, A] and v[R, T, K, A]."""
+def split_product(
+    model: Model, layer: Layer, heads: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Splits heads[R, T, (H + 2 K) A], the product with the joined weight of `products_joined` in a
+    kind of layer, into q[R, T, H, A], k[R, T, K, A] and v[R, T, K, A]. With an output gate, whose
+    columns stand beside each query's, heads are [R, T, (2 H + 2 K) A] and q [R, T, H, 2 A]."""
     a = model.architecture
     rows, size, _ = heads.shape
-    by_head = heads.reshape(rows, size, -1, a.head_dim)
-    q, k, v = jnp.split(by_head, (a.num_heads, a.num_heads + a.num_kv_heads), axis=-2)
+    head_dim = a.head_dim_of(layer)
+    num_queries = 2 * a.num_heads if a.output_gate else a.num_heads
+    by_head = heads.reshape(rows, size, -1, head_dim)
+    q, k, v = jnp.split(by_head, (num_queries, num_queries + a.kv_heads_of(layer)), axis=-2)
+    if a.output_gate:
+        q = q.reshape(rows, size, a.num_heads, 2 * head_dim)
     return q, k, v

@@ -3,14 +3,17 @@ utilisation).
 
 A product of a matrix with n elements and a vector counts 2n. Counted are the products with weights
 and the two products of attention, as in the PaLM paper (Chowdhery et al. 2022, arXiv:2204.02311,
-appendix B), but with the number of keys that each token really has. Norms, activations and sampling
-are left out, and so is what a program recomputes or computes on padding. A backward pass costs two
-forward passes, but for products with frozen weights one.
+appendix B), but with the number of keys that each token really has, of a window those in it. Of
+experts the chosen ones count. Of a gated delta net count its convolution and, for each token and
+head, the three products with the state: what the key reads of it, what it changes, what the query
+reads (Yang et al. 2024, arXiv:2412.06464, equation 10); not what computing by chunks adds. Norms,
+activations and sampling are left out, and so is what a program recomputes or computes on padding. A
+backward pass costs two forward passes, but for products with frozen weights one.
 """
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +21,7 @@ from typing import Any
 
 from shoal.mesh import peak_flops
 from shoal.model.architecture import Architecture
-from shoal.model.parameters import kernel_specs
+from shoal.model.parameters import active_size, kernel_specs
 from shoal.records import Group
 
 GroupLengths = tuple[int, Sequence[int]]
@@ -27,19 +30,51 @@ GroupLengths = tuple[int, Sequence[int]]
 
 def forward_flops(a: Architecture, prompt: int, completions: Sequence[int]) -> float:
     """Returns the operations of one forward pass over a prompt, computed once, and its completions.
-    With N the weights of the blocks' products:
+    With N the weights of the blocks' products, of experts those of k for each token, and layers of
+    attention alone:
 
         prompt        2 N Tp            + 4 L H A Tp (Tp + 1) / 2
         completion    2 (N + D V) T     + 4 L H A (T Tp + T (T + 1) / 2)
 
-    because a prompt's tokens need no logits, and a completion's tokens attend to the prompt too. An
+    because a prompt's tokens need no logits, and a completion's tokens attend to the prompt too. A
+    delta net has in place of the second term, for each token, 2 C conv_size + 6 Hv dk dv. An
     adapter's products are left out.
     """
-    pairs = prompt * (prompt + 1) / 2
-    for length in completions:
-        pairs += length * prompt + length * (length + 1) / 2
-    attention = 4.0 * a.num_layers * a.num_heads * a.head_dim * pairs
-    return _product_flops(a, prompt, completions) + attention
+    return _product_flops(a, prompt, completions) + _mixer_flops(a, prompt, completions)
+
+
+def _mixer_flops(a: Architecture, prompt: int, completions: Sequence[int]) -> float:
+    """Returns the operations of attention's two products, and of delta nets without their products
+    with matrices, in one forward pass."""
+    tokens = prompt + sum(completions)
+    flops = 0.0
+    for layer, num_layers in Counter(a.layers_in_order).items():
+        if layer.mixer == "delta_net":
+            flops += num_layers * _recurrence_flops(a) * tokens
+            continue
+        pairs = _pairs(0, prompt, layer.window)
+        for length in completions:
+            pairs += _pairs(prompt, length, layer.window)
+        flops += 4.0 * num_layers * a.num_heads * a.head_dim_of(layer) * pairs
+    return flops
+
+
+def _pairs(before: int, tokens: int, window: int) -> float:
+    """Returns how many pairs of a query and a key that it reads there are, for `tokens` tokens
+    after `before` others; with a window each reads at most `window` keys, 0: all before it."""
+    # The tokens that read all before them: with a window the first ones, if any.
+    whole = tokens
+    if window:
+        whole = min(tokens, max(0, window - before))
+    return whole * before + whole * (whole + 1) / 2 + (tokens - whole) * window
+
+
+def _recurrence_flops(a: Architecture) -> float:
+    """Returns the operations of one token in one delta net's convolution and state."""
+    sizes = a.delta_net
+    assert sizes is not None, "a pattern with delta nets has their sizes"
+    state = sizes.num_value_heads * sizes.key_dim * sizes.value_dim
+    return 2.0 * sizes.conv_size * sizes.conv_width + 6.0 * state
 
 
 def _product_flops(a: Architecture, prompt: int, completions: Sequence[int]) -> float:
@@ -52,8 +87,8 @@ def _product_flops(a: Architecture, prompt: int, completions: Sequence[int]) -> 
 
 @lru_cache
 def _block_weights(a: Architecture) -> int:
-    """Returns the number of elements of all kernels of all layers."""
-    return sum(math.prod(spec.shape) for spec in kernel_specs(a))
+    """Returns the number of elements of all layers' kernels that a token is multiplied by."""
+    return sum(active_size(a, spec) for spec in kernel_specs(a))
 
 
 def model_flops(

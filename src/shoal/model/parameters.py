@@ -3,6 +3,7 @@ files."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -708,6 +709,16 @@ def kernel_specs(a: Architecture) -> list[ParamSpec]:
     return [spec for spec in jax.tree.leaves(param_specs(a.base).blocks) if spec.is_product]
 
 
+def active_size(a: Architecture, spec: ParamSpec) -> int:
+    """Returns the elements of a parameter that take part in one token's computation: of experts
+    those of the `experts_per_token` that each token has, of any other parameter all."""
+    size = math.prod(spec.shape)
+    if spec.num_experts == 1:
+        return size
+    assert a.experts is not None, "a pattern with experts has their sizes"
+    return size // spec.num_experts * a.experts.experts_per_token
+
+
 def classifier_specs(a: Architecture) -> Parameters:
     """Returns the `param_specs` of a sequence classifier with one label, whose head [D, 1] takes
     the place of the head for logits, as `lm_head`, even if the embedding is tied."""
@@ -857,7 +868,9 @@ def quantiser(a: Architecture, role: Role) -> Keep:
 
 def check_mesh(a: Architecture, role: Role) -> None:
     """Raises ShoalError unless the mesh divides the model's heads, feed-forward size and hidden
-    size. The first two are divided by `tensor`, the hidden size by `fsdp` times `context`.
+    size, in all kinds of layers. The first two are divided by `tensor`, the hidden size by `fsdp`
+    times `context`. Also if `context` would split rows of a model with delta nets, whose states
+    follow a row from its beginning to its end.
 
     Key/value heads may be fewer than `tensor` if `tensor` is a multiple of their number: they are
     then repeated in groups. A vocabulary that `tensor` does not divide is whole on each device (a
@@ -869,18 +882,23 @@ def check_mesh(a: Architecture, role: Role) -> None:
     on = "mesh.reference: " if role.name == "reference" else "mesh."
     key = "mesh.sampler_tensor (or mesh.tensor)" if role.name == "sampler" else f"{on}tensor"
     use = f"use {listed(tensor_sizes(a, role.mesh.size))}"
-    sizes = {"num_attention_heads": a.num_heads, "intermediate_size": a.intermediate_size}
-    for name, size in sizes.items():
+    for name, size in _sizes_by_tensor(a):
         if size % tensor:
             raise ShoalError(
                 f"{key}={tensor} does not divide the model's {name}={size}; {use}", "mesh.tensor"
             )
-    # Heads and feed-forward size are divided, so only the key/value heads can be the reason.
-    if tensor not in tensor_sizes(a, tensor):
+    for num_heads in _key_heads(a):
+        if not _key_heads_fit(num_heads, tensor):
+            raise ShoalError(
+                f"{key}={tensor} neither divides the model's num_key_value_heads={num_heads} nor "
+                f"is a multiple of it; {use}",
+                "mesh.tensor",
+            )
+    if context > 1 and a.delta_net:
         raise ShoalError(
-            f"{key}={tensor} neither divides the model's num_key_value_heads={a.num_kv_heads} nor "
-            f"is a multiple of it; {use}",
-            "mesh.tensor",
+            f"{on}context={context}: a row cannot be split over devices in a model with linear "
+            "attention, whose states are computed token after token; use mesh.context=1",
+            "mesh.context",
         )
     split_sizes = {"hidden_size": a.hidden_size}
     if a.layer_embedding_size:
@@ -902,11 +920,37 @@ def tensor_sizes(a: Architecture, count: int) -> list[int]:
     by. In rising order; 1 is always among them."""
     sizes = []
     for size in range(1, count + 1):
-        divides_all = not (count % size or a.num_heads % size or a.intermediate_size % size)
-        key_heads_fit = a.num_kv_heads % size == 0 or size % a.num_kv_heads == 0
-        if divides_all and key_heads_fit:
+        divides_all = count % size == 0
+        divides_all &= all(of_model % size == 0 for _, of_model in _sizes_by_tensor(a))
+        if divides_all and all(_key_heads_fit(num_heads, size) for num_heads in _key_heads(a)):
             sizes.append(size)
     return sizes
+
+
+def _sizes_by_tensor(a: Architecture) -> list[tuple[str, int]]:
+    """Returns (its name in config.json, the size) of all sizes that `tensor` must divide, without
+    those of key/value heads."""
+    sizes = [("num_attention_heads", a.num_heads)]
+    for layer in a.kinds:
+        if layer.feed_forward != "experts":
+            sizes.append(("intermediate_size", a.intermediate_size_of(layer)))
+    if a.experts:
+        sizes.append(("moe_intermediate_size", a.experts.intermediate_size))
+        sizes.append(("shared_expert_intermediate_size", a.experts.shared_size))
+    if a.delta_net:
+        sizes.append(("linear_num_key_heads", a.delta_net.num_key_heads))
+        sizes.append(("linear_num_value_heads", a.delta_net.num_value_heads))
+    return sizes
+
+
+def _key_heads(a: Architecture) -> set[int]:
+    """Returns the numbers of key/value heads of the model's kinds of layers."""
+    return {a.kv_heads_of(layer) for layer in a.kinds if layer.mixer == "attention"}
+
+
+def _key_heads_fit(num_heads: int, tensor: int) -> bool:
+    """True if so many key/value heads can be split over `tensor` devices, or repeated on them."""
+    return num_heads % tensor == 0 or tensor % num_heads == 0
 
 
 def initialise(a: Architecture, seed: int, role: Role) -> Parameters:

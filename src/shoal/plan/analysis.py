@@ -17,6 +17,7 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,9 @@ def analyse(job: PlannedJob, name: str) -> ProgramCost:
     memory_rate = 0.0
     if accelerator and accelerator.is_tpu:
         memory_rate = accelerator.hbm / accelerator.clock  # bytes a cycle
-    costs = Module(compiled.text).costs(planned.assumed_trips, memory_rate)
+    costs = Module(compiled.text).costs(
+        planned.assumed_trips, memory_rate, planned.kernel_share or 1.0
+    )
     collectives = transfer_rows(costs.collectives, job.topology, accelerator, planned.role.mesh)
     memory = compiled.memory
     results = max(0, memory["output"] - memory["alias"])  # those not written over arguments
@@ -117,8 +120,12 @@ def traced_costs(job: PlannedJob, planned: Planned, traced: Any) -> tuple[float,
         full_jaxpr, [True] * len(full_jaxpr.outvars), instantiate=True
     )
     devices = planned.role.mesh.size
-    flops = jaxpr_flops(jaxpr, planned.assumed_trips) / devices
-    kernel_flops = jaxpr_flops(jaxpr, planned.assumed_trips, of_kernels=True) / devices
+    # A kernel of unknown share reads half of all pairs of blocks, as one token reads those before.
+    count = partial(
+        jaxpr_flops, jaxpr, planned.assumed_trips, kernel_share=planned.kernel_share or 0.5
+    )
+    flops = count() / devices
+    kernel_flops = count(of_kernels=True) / devices
     accelerator = job.accelerator
     if accelerator is None:
         return flops, kernel_flops, 0.0
@@ -274,13 +281,17 @@ def _key(job: PlannedJob, planned: Planned, text: str) -> str:
 # ---- operations
 
 
-def jaxpr_flops(jaxpr: Any, assumed_trips: Sequence[float] = (), of_kernels: bool = False) -> float:
+def jaxpr_flops(
+    jaxpr: Any,
+    assumed_trips: Sequence[float] = (),
+    of_kernels: bool = False,
+    kernel_share: float = 0.5,
+) -> float:
     """Returns the FLOPs of a jaxpr's matrix products, two for each multiplication, for all devices
     together. They include those that kernels declare; with `of_kernels`, they are only those.
     `assumed_trips`: rounds of `while` loops, whose number a jaxpr does not say, the outermost
-    first; for a kernel the first is the share of its declared cost that it computes. Without
-    `assumed_trips`, a `while` loop counts as one round, and half of a kernel's declared cost. Of a
-    condition the branch with most FLOPs counts."""
+    first; without it a loop counts as one round. `kernel_share`: the share of its declared cost
+    that a kernel computes. Of a condition the branch with most FLOPs counts."""
     total = 0.0
     for equation in jaxpr.eqns:
         primitive = equation.primitive.name
@@ -290,8 +301,7 @@ def jaxpr_flops(jaxpr: Any, assumed_trips: Sequence[float] = (), of_kernels: boo
             continue
         if primitive == "pallas_call":
             # A kernel declares the cost of all blocks of keys, but reads only a share of them.
-            share = assumed_trips[0] if assumed_trips else 0.5
-            total += equation.params["cost_estimate"].flops * share
+            total += equation.params["cost_estimate"].flops * kernel_share
             continue
         times = 1.0
         trips = assumed_trips
@@ -305,7 +315,7 @@ def jaxpr_flops(jaxpr: Any, assumed_trips: Sequence[float] = (), of_kernels: boo
             times = float(math.prod(mesh[axis] for axis in equation.params["newly_manual_axes"]))
         inside = []
         for inner in inner_jaxprs(equation.params):
-            inside.append(jaxpr_flops(inner, trips, of_kernels))
+            inside.append(jaxpr_flops(inner, trips, of_kernels, kernel_share))
         if primitive == "cond":  # only one of its branches runs
             total += times * max(inside, default=0.0)
         else:

@@ -264,13 +264,19 @@ class Module:
                 # `}}` does not end a computation: it belongs to the description of a kernel.
                 current = ""
 
-    def costs(self, assumed_trips: Sequence[float] = (), memory_rate: float = 0.0) -> Costs:
+    def costs(
+        self,
+        assumed_trips: Sequence[float] = (),
+        memory_rate: float = 0.0,
+        kernel_share: float = 1.0,
+    ) -> Costs:
         """Returns the costs of one run of the program. `assumed_trips`: rounds of loops whose trip
         count the compiler does not know, the outermost first; too few: 1. `memory_rate`: bytes a
         cycle of a TPU's memory, for which `cycles` then include the waits for copies, and `memory`
-        is counted; 0: neither. `largest` of the result has each array (shape and source) once, at
-        most 20, the largest first."""
-        visit = _Visit(self, memory_rate)
+        is counted; 0: neither. `kernel_share`: the share of its caches that the kernel of decoding
+        reads. `largest` of the result has each array (shape and source) once, at most 20, the
+        largest first."""
+        visit = _Visit(self, memory_rate, kernel_share)
         visit.computation(self.entry, 1.0, tuple(assumed_trips))
         costs = visit.costs
         bytes_by_array: dict[tuple[str, str], int] = {}
@@ -512,14 +518,15 @@ class Module:
 
 
 class _Visit:
-    """Visits the instructions of a program and adds up their costs. `memory_rate`: like in
-    `Module.costs`."""
+    """Visits the instructions of a program and adds up their costs. `memory_rate` and
+    `kernel_share`: like in `Module.costs`."""
 
-    def __init__(self, module: Module, memory_rate: float) -> None:
+    def __init__(self, module: Module, memory_rate: float, kernel_share: float) -> None:
         """Begins with empty `costs`. `memory_rate`: bytes a cycle of a TPU's memory, with which
         waits for copies are counted; 0: they are not."""
         self.module = module
         self.memory_rate = memory_rate
+        self.kernel_share = kernel_share
         self.costs = Costs()
         self.channels: set[str] = set()  # channels of the collectives that were counted
 
@@ -587,7 +594,7 @@ class _Visit:
                 self.collective(inner, instruction, fused, times)
         if instruction.is_free:
             return
-        operation = self.operation(instruction, shapes, times, trips)
+        operation = self.operation(instruction, shapes, times)
         if not instruction.collective:
             self.costs.operations.append(operation)
             if lacks_cycles:
@@ -657,18 +664,16 @@ class _Visit:
         instruction: Instruction,
         shapes: Mapping[str, str],
         times: float,
-        trips: tuple[float, ...],
     ) -> Operation:
         """Adds the bytes and the memory traffic of one operation to the costs, and returns what it
-        does each time it runs: an `Operation`, which is not stored here. For the kernel of
-        decoding, the first of `trips` is the share of its caches that it reads, from 0 to 1. Its
-        largest result goes into `costs.largest`, the bytes of kernels into `costs.in_kernels`.
-        Memory traffic, without what stays on the chip, is counted for TPUs alone."""
+        does each time it runs: an `Operation`, which is not stored here. Its largest result goes
+        into `costs.largest`, the bytes of kernels into `costs.in_kernels`. Memory traffic, without
+        what stays on the chip, is counted for TPUs alone."""
         costs = self.costs
         source = self.module.source(instruction)
         share = 1.0
-        if instruction.is_decoding_kernel and trips:
-            share = trips[0]
+        if instruction.is_decoding_kernel:
+            share = self.kernel_share
         size = share * self.module.moved_bytes(instruction, shapes)
         flops = self.module.product_flops(instruction, shapes)
         if instruction.is_gpu_kernel:

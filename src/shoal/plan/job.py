@@ -7,7 +7,8 @@ The learner and the engines are made as in a run; nothing is loaded or allocated
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from shoal.algorithm.loss import Objective
-from shoal.budget.budget import Budget, DeviceRates, PlannedStep, StepProgram
+from shoal.budget.budget import Budget, DeviceRates, PlannedStep, StepProgram, step_of
 from shoal.budget.memory import bytes_per_device, copied_shapes, reference_architecture
 from shoal.budget.shapes import micro_batch_shapes, packed_tokens
 from shoal.budget.slots import num_hosts
@@ -35,10 +36,19 @@ from shoal.mesh.accelerators import Accelerator, accelerator_of, calibrated, rea
 from shoal.mesh.reshard import in_order_of
 from shoal.mesh.roles import process_refusal
 from shoal.mesh.topology import Topology, parse_topology, placeholder_devices, topology_devices
+from shoal.model.architecture import Layer
 from shoal.model.attention.blocked import block_size
-from shoal.model.attention.caches import KEY_BLOCK, PAGE, is_ring, keys_at_once
+from shoal.model.attention.caches import (
+    KEY_BLOCK,
+    PAGE,
+    RING_SLACK,
+    is_ring,
+    keys_at_once,
+    ring_size,
+)
 from shoal.model.attention.selector import attention_kind, by_pages, decodes_by_kernel
 from shoal.model.flops import model_flops
+from shoal.model.layers import stacked_blocks
 from shoal.model.linear import Quantised
 from shoal.model.parameters import Parameters, param_shapes, param_specs, trained_specs
 from shoal.model.recurrence import StateCache
@@ -66,6 +76,7 @@ class Planned:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     runs: float = 1.0  # in a step
     assumed_trips: tuple[float, ...] = ()  # rounds of loops for which the compiler knows no number
+    kernel_share: float | None = None  # of what a kernel declares, what it computes; None: unknown
     batch_bytes: int = 0  # on a device, of arguments that no role's items contain
     weights_read: float = 1.0  # how often one run of the program reads the weights
     looked_up: int = 0  # on a device, bytes of weights of which it reads only single rows
@@ -77,7 +88,8 @@ def planned_job(
     config: Config, topology: str, layers: int = 0, compiles: bool = True
 ) -> Iterator[PlannedJob]:
     """Yields a training job on the devices of a topology such as `v5p-8`; on the devices here if it
-    is empty. Nothing of it is allocated. `layers`: fewer layers than the model has; 0: all.
+    is empty. Nothing of it is allocated. `layers`: fewer layers than the model has, of its longest
+    run whole patterns less (`Architecture.shortened`); 0: all.
     `compiles`: False: placeholders stand for the devices, so that no compiler for them need be
     installed, and `programs()` can be asked for, but not compiled; without effect for the devices
     here. ShoalError if such a job is impossible, also for `optimizer.offload` if a topology is
@@ -131,7 +143,7 @@ class PlannedJob:
         if layers:
             # Made from the job's model, because with fewer layers model.remat=auto might choose
             # another program.
-            shallow = replace(self.architecture, num_layers=layers)
+            shallow = self.architecture.shortened(layers)
             # `job.model` from now on
             job.opened["model"] = replace(job.model, architecture=shallow)
         self.model = job.model
@@ -227,9 +239,9 @@ class PlannedJob:
             "join": prompts * (rows_of_a_group - 1) / scheduler.join_rows,
             "decode": waves * dispatches,
         }
-        trips = {
-            "prefill": self._prefill_trips(engine),
-            "decode": self._decode_trips(engine, chunk),
+        loops: dict[str, dict[str, Any]] = {
+            "prefill": {"assumed_trips": self._prefill_trips(engine)},
+            "decode": self._decode_loops(engine, chunk),
         }
         parameters = published_shapes(engine.model)
         # Only single rows are read of the layers' own embeddings, and of the model's if it is not
@@ -254,40 +266,67 @@ class PlannedJob:
                     args,
                     arrays,
                     runs=calls * times,
-                    assumed_trips=trips.get(program_name, ()),
                     looked_up=looked_up.get(program_name, 0),
+                    **loops.get(step_of(program_name), {}),
                 )
+        all_layers = range(engine.model.architecture.num_layers)
         planned["decode"] = replace(
-            planned["decode"], weights_read=chunk, keys_read=chunk * self._live_keys(engine)
+            planned["decode"],
+            weights_read=chunk,
+            keys_read=chunk * self._live_bytes(engine, all_layers),
         )
         return planned
 
-    def _decode_trips(self, engine: Engine, chunk: float) -> tuple[float, float]:
-        """Returns how often the two nested loops of decoding run: (over the tokens of a dispatch,
-        over blocks of keys). `chunk`: the tokens of a dispatch. The second number is the mean of
-        the loops over a prompt's and over a completion's keys, 0 if neither needs one; if a kernel
-        decodes, it is instead the share of all keys that it reads (0 to 1), because the kernel
-        declares the cost of all. Assumes the longest prompts and completions, of which the
-        kernel's share counts half of a completion (`_live_keys`)."""
+    def _decode_loops(self, engine: Engine, chunk: float) -> dict[str, Any]:
+        """Returns what is assumed of decoding's loops and kernel, as fields of `Planned`: how often
+        its two nested loops run, over the tokens of a dispatch (`chunk`) and over blocks of keys,
+        and the share of all keys that the kernel reads. The second loop's number is the mean of the
+        loops over a prompt's and over a completion's keys in all layers without the kernel, 0 if
+        none needs one. Assumes the longest prompts and completions, of which the kernel's share
+        counts half of a completion (`_live_bytes`)."""
+        model = engine.model
+        by_kernel = []  # numbers of the layers that decode by the kernel
+        num_loops = 0
+        num_blocks = 0.0
+        for number, layer in enumerate(model.architecture.layers_in_order):
+            if layer.mixer != "attention":
+                continue
+            if decodes_by_kernel(model, layer):
+                by_kernel.append(number)
+                continue
+            blocks = self._decode_blocks(model, layer)
+            num_loops += len(blocks)
+            num_blocks += sum(blocks)
+        found: dict[str, Any] = {"assumed_trips": (chunk, num_blocks / max(1, num_loops))}
+        if by_kernel:
+            block = PAGE if by_pages(model) else KEY_BLOCK
+            caches = engine.state_shapes().caches
+            all_keys = bytes_per_device([caches[number] for number in by_kernel])
+            found["kernel_share"] = self._live_bytes(engine, by_kernel, block) / all_keys
+        return found
+
+    def _decode_blocks(self, model: Model, layer: Layer) -> list[float]:
+        """Returns the rounds of the loops over blocks of keys in which a kind of layer decodes
+        without a kernel: over the longest prompt's and, in the mean, over the longest completion's.
+        Keys in a single block need no loop."""
         sampling = self.config.sampling
-        if decodes_by_kernel(engine.model):  # the share of keys that lie in live blocks
-            block = PAGE if by_pages(engine.model) else KEY_BLOCK
-            all_keys = bytes_per_device(engine.state_shapes().caches)
-            return chunk, self._live_keys(engine, block) / all_keys
-        platform = self.roles.sampler.platform
+        platform = model.role.platform
+        parts = model.key_parts
         # -(-a // b) rounds up. A device holds one part of the keys of each head.
-        parts = engine.model.key_parts
         prompt_keys = -(-sampling.max_prompt_tokens // parts)
         completion_keys = -(-sampling.max_completion_tokens // parts)
+        if is_ring(model, layer):
+            prompt_keys = ring_size(layer.window, 0, prompt_keys)
+            completion_keys = ring_size(layer.window, RING_SLACK, completion_keys)
         prompt_blocks = -(-prompt_keys // keys_at_once(platform, prompt_keys))
         completion_blocks = -(-completion_keys // keys_at_once(platform, completion_keys))
-        # Keys in a single block need no loop. A completion's own keys grow from one block to all.
-        loops = []
+        loops: list[float] = []
         if prompt_blocks > 1:
             loops.append(prompt_blocks)
+        # A completion's own keys grow from one block to all.
         if completion_blocks > 1:
             loops.append((completion_blocks + 1) / 2)
-        return chunk, sum(loops) / max(1, len(loops))
+        return loops
 
     def _prefill_trips(self, engine: Engine) -> tuple[float, ...]:
         """Returns how often the two nested loops of prefilling run: (over the pieces of a long
@@ -301,19 +340,24 @@ class PlannedJob:
         # Each block of queries reads the blocks of keys before it.
         return pieces, (blocks + 1) / 2
 
-    def _live_keys(self, engine: Engine, block: int = 1) -> float:
-        """Returns the bytes of keys, values and states that a device reads to sample one token in
-        every slot, keys rounded up to whole blocks of `block` tokens. Assumes the longest prompts,
-        and that completions are half done; their length is the mean one, if it is set, else the
-        greatest."""
+    def _live_bytes(self, engine: Engine, layers: Iterable[int], block: int = 1) -> float:
+        """Returns the bytes of keys, values and states of some layers, given by their numbers, that
+        a device reads to sample one token in every slot, keys rounded up to whole blocks of `block`
+        tokens. Assumes the longest prompts, and that completions are half done; their length is the
+        mean one, if it is set, else the greatest."""
         sampling = self.config.sampling
         model = engine.model
         prompt = block * -(-sampling.max_prompt_tokens // block)
         mean = sampling.mean_completion_tokens or sampling.max_completion_tokens  # 0: not set
         completion = (mean + block - 1) / 2
         num_bytes = 0.0
-        layers = model.architecture.layers_in_order
-        for layer, cache in zip(layers, engine.state_shapes().caches, strict=True):
+        caches = engine.state_shapes().caches
+        for number in layers:
+            cache = caches[number]
+            layer = model.architecture.layer(number)
+            if cache is None:  # its keys are another layer's, which it reads once more
+                assert layer.keys_of is not None, "only such a layer has no cache"
+                cache = caches[layer.keys_of]
             if isinstance(cache, StateCache):
                 num_bytes += bytes_per_device((cache.own_state, cache.own_tail))
                 continue
@@ -354,8 +398,8 @@ class PlannedJob:
                 role,
                 (state.parameters, batch),
                 runs=scored,
-                assumed_trips=self._blocks_read(self.model),
                 batch_bytes=batch_bytes,
+                **self._row_loops(self.model),
             )
         for name, model in self._scorers().items():
             scorer_batch = self._batch(model.role)
@@ -365,8 +409,8 @@ class PlannedJob:
                 model.role,
                 (weights, scorer_batch),
                 runs=scored,
-                assumed_trips=self._blocks_read(model),
                 batch_bytes=bytes_per_device(scorer_batch),
+                **self._row_loops(model),
             )
         total = programs["zero"].eval_shape()  # shapes of the sums that `accumulate` adds to
         # Mini-batches differ by at most one prompt.
@@ -381,8 +425,8 @@ class PlannedJob:
             role,
             (total, state.trainable, state.frozen, batch, state.loss_scale),
             runs=algorithm.num_epochs * runs_of_epoch,
-            assumed_trips=self._blocks_read(self.model),
             batch_bytes=batch_bytes,
+            **self._row_loops(self.model),
         )
         moments_in_flight = 0
         if role.platform == "gpu":
@@ -399,14 +443,17 @@ class PlannedJob:
 
     def _moments_in_flight(self, trainable: Parameters) -> int:
         """Returns the bytes of Adam's moments that are on a device at a time during an update with
-        `optimizer.offload`; 0 without it. These are the moments of one layer and of all weights
-        outside of the layers. Needed for a GPU that is only described: JAX knows no host memory
-        there, and compiles the update as if all moments stayed on the device."""
+        `optimizer.offload`; 0 without it. These are the moments of one layer, the largest, and of
+        all weights outside of the layers. Needed for a GPU that is only described: JAX knows no
+        host memory there, and compiles the update as if all moments stayed on the device."""
         section = self.config.optimizer
         if not section.offload:
             return 0
-        layer = bytes_per_device(trainable.blocks) // self.model.architecture.num_layers
-        masters = bytes_per_device(replace(trainable, blocks=None)) + layer
+        stacks = self.model.architecture.stacks
+        of_layers = []
+        for stack, block in zip(stacks, stacked_blocks(trainable.blocks), strict=True):
+            of_layers.append(bytes_per_device(block) // len(stack.numbers))
+        masters = bytes_per_device(replace(trainable, blocks=None)) + max(of_layers)
         of_a_moment = masters
         if section.moments == "bfloat16":  # master weights are float32
             of_a_moment = masters // 2
@@ -418,36 +465,51 @@ class PlannedJob:
         one counts as a part of a run."""
         return packed_tokens(self.config, self.shapes, prompts) / self.shape.tokens
 
-    def _blocks_read(self, model: Model) -> tuple[float, ...]:
-        """Returns the assumed rounds of attention's loop in the trainer's programs, as a tuple of
-        one: how many blocks of keys are read for each block of queries, with the longest prompt and
-        completion. For kernels, which declare the cost of all blocks, it is the share that they
-        read, at most 1. Empty if attention computes all scores at once. `model`: the trainer's or
-        a scorer's, on its own role."""
+    def _row_loops(self, model: Model) -> dict[str, Any]:
+        """Returns what is assumed of attention in the trainer's programs, as fields of `Planned`,
+        with the longest prompt and completion: the rounds of its loop, how many blocks of keys are
+        read for each block of queries; and of kernels, which declare the cost of all blocks, the
+        share that they read, at most 1. Both are means over the layers; a field is left out if no
+        layer has such a loop or kernel. `model`: the trainer's or a scorer's, on its own role."""
         size = self.shape.length
         context = model.role.context
         platform = model.role.platform
         prompt = self.config.sampling.max_prompt_tokens
         completion = self.config.sampling.max_completion_tokens
-        kind = attention_kind(model, self.shape.rows, size)
-        if kind == "reference":
-            return ()
-        if kind == "pallas":  # each block of queries reads as many as it needs
-            if platform == "tpu":
-                from shoal.model.attention.tpu import block_size as tpu_block_size
-
-                block = tpu_block_size(size)
-            else:
-                from shoal.model.attention.gpu import block_size as gpu_block_size
-
-                block = gpu_block_size(model.architecture.head_dim, model.dtype)
+        shares = []
+        rounds = []
+        for layer in model.architecture.layers_in_order:
+            if layer.mixer != "attention":
+                continue
             # The last part of a row reads most, and the devices with the others wait for it.
-            share = 1 - 0.5 / context
-            return (min(1.0, (prompt + completion * share + block) / size),)
-        # Each block of queries reads as many blocks as the one that needs most. The prompt's keys
-        # and the completion's may each begin and end within a block: one block more for each.
-        block = block_size(size // context, platform)
-        return (min(size / block, (prompt + completion) / block + 2),)
+            of_last_part = 1 - 0.5 / context
+            reach = min(layer.window or size, prompt + completion * of_last_part)
+            kind = attention_kind(model, self.shape.rows, size, layer)
+            if kind == "pallas":  # each block of queries reads as many as it needs
+                shares.append(min(1.0, (reach + self._kernel_block(model, layer)) / size))
+            elif kind == "blocked":
+                # Each block of queries reads as many blocks as the one that needs most. The
+                # prompt's keys and the completion's may each begin and end within a block: one
+                # block more for each.
+                block = block_size(size // context, platform)
+                most = min(layer.window or size, prompt + completion)
+                rounds.append(min(size / block, most / block + 2))
+        found: dict[str, Any] = {}
+        if shares:
+            found["kernel_share"] = statistics.mean(shares)
+        if rounds:
+            found["assumed_trips"] = (statistics.mean(rounds),)
+        return found
+
+    def _kernel_block(self, model: Model, layer: Layer) -> int:
+        """Returns the tokens of a block in the kernels that compute a kind of layer for rows."""
+        if model.role.platform == "tpu":
+            from shoal.model.attention.tpu import block_size as tpu_block_size
+
+            return tpu_block_size(self.shape.length)
+        from shoal.model.attention.gpu import block_size as gpu_block_size
+
+        return gpu_block_size(model.architecture.head_dim_of(layer), model.dtype)
 
     def _publishing(self) -> dict[str, Planned]:
         """Returns the program `publish`, which copies the largest array from the trainer to the

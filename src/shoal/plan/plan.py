@@ -2,7 +2,7 @@
 costs.
 
 config, topology -> PlannedJob.budget (a process) -> prints what is held, and what is impossible
-                 -> each program compiled, a deep model's decoding with 2 and 4 layers -> Budget
+                 -> each program compiled, a deep model's decoding with few layers -> Budget
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.budget.advice import advise
-from shoal.budget.budget import Advice, Budget, ProgramCost
+from shoal.budget.budget import Advice, Budget, ProgramCost, step_of
 from shoal.budget.memory import machine_memory, parameter_count
 from shoal.config.commands import PlanConfig
 from shoal.config.train import Config
 from shoal.mesh.topology import ENVIRONMENT
+from shoal.model.architecture import Architecture
 from shoal.plan.analysis import analyse
 from shoal.plan.job import planned_job
 from shoal.records import ShoalError
@@ -37,9 +38,10 @@ Answers = Callable[..., list[Any]]
 Done = Callable[[Call, Any], None]
 """A function that gets a call and what it returned, as soon as that is there."""
 
-SHALLOW = (2, 4)
-"""Numbers of layers with which a deep model's decoding is compiled. It is unrolled over layers, and
-each further layer costs as much as the one before."""
+SHALLOW = 2
+"""The least number of layers, of the run with most of them, with which a deep model's decoding is
+compiled (`shallow_layers`). It is unrolled over layers, and each further one costs as much as the
+one of its kind before."""
 
 DEEP = 8
 """A model with more layers counts as deep."""
@@ -82,7 +84,8 @@ def make_plan(
     If what the roles hold does not fit the devices, nothing is compiled and there are no costs; the
     budget's `fits()` is then False, which is no error. ShoalError if the job is impossible on these
     devices, or if a compiler's process ends without an answer. Ctrl-C raises KeyboardInterrupt."""
-    size = parameter_count(planned_architecture(config.model))
+    a = planned_architecture(config.model)
+    size = parameter_count(a)
     bytes_of_a_compiler = COMPILER_BYTES + LARGE_BYTES * size / 70e9
     _, available = machine_memory()
     # How many processes compile at a time.
@@ -98,7 +101,7 @@ def make_plan(
             say(f"{budget.step.devices}: compiling its programs, {count} at once")
             costs: dict[str, ProgramCost] = {}
             try:
-                _compile(config, budget, answers, say, costs)
+                _compile(config, a, budget, answers, say, costs)
             except KeyboardInterrupt:
                 if costs and show_compiled:
                     compiled = {name: budget.programs[name] for name in costs}
@@ -112,6 +115,7 @@ def make_plan(
 
 def _compile(
     config: PlanConfig,
+    a: Architecture,
     budget: Budget,
     answers: Answers,
     say: Callable[[str], None],
@@ -121,12 +125,12 @@ def _compile(
     and writes the cost of each program into `costs` (name -> cost) as soon as it is known. A
     program that is compiled with few layers twice gets the cost that is extrapolated to all layers,
     when both are there. An error of a compilation is raised; `costs` keeps what it has then."""
-    layers = budget.model.layers
+    first, second = shallow_layers(a)
     calls: dict[tuple[str, int], Call] = {}  # (program, layers: 0 for all)
-    for name in sorted(budget.programs, key=_LONGEST_FIRST.index):
+    for name in sorted(budget.programs, key=lambda name: _LONGEST_FIRST.index(step_of(name))):
         depths = (0,)
-        if _is_shallow(config, name, layers):
-            depths = tuple(reversed(SHALLOW))
+        if _is_shallow(config, a, name):
+            depths = (second, first)
         for depth in depths:
             calls[name, depth] = (cost, config, config.topology, name, depth)
     done: dict[tuple[str, int], ProgramCost] = {}
@@ -144,9 +148,8 @@ def _compile(
         done[name, depth] = answer
         if not depth:
             costs[name] = answer
-        elif all((name, each) in done for each in SHALLOW):
-            first, second = SHALLOW
-            costs[name] = extrapolate(done[name, first], done[name, second], layers)
+        elif (name, first) in done and (name, second) in done:
+            costs[name] = extrapolate(done[name, first], done[name, second], a.num_layers)
         titles_left = []
         for other, other_depth in calls:
             if (other, other_depth) not in done:
@@ -160,11 +163,26 @@ def _compile(
     answers(list(calls.values()), take)
 
 
-def _is_shallow(config: PlanConfig, program: str, layers: int) -> bool:
+def shallow_layers(a: Architecture) -> tuple[int, int]:
+    """Returns the two numbers of layers with which a deep model's programs are compiled, instead of
+    all: whole patterns of the run with most layers, and all other layers."""
+    pattern = len(a.longest_run)
+    others = a.num_layers - pattern * len(a.longest_run[0].numbers)
+    few = pattern * -(-SHALLOW // pattern)  # rounded up to whole patterns
+    return others + few, others + 2 * few
+
+
+def is_deep(a: Architecture) -> bool:
+    """True if a model has so many layers that few of them may be compiled instead."""
+    _, most = shallow_layers(a)
+    return a.num_layers > max(DEEP, most)
+
+
+def _is_shallow(config: PlanConfig, a: Architecture, program: str) -> bool:
     """True if a program is compiled with few layers, and its cost extrapolated. Never for a model
-    with at most DEEP layers (`layers` is their number), and never `publish`. Else by the key
-    `layers`: `auto`: decoding alone; `shallow`: all programs; `all`: none."""
-    if layers <= DEEP or program == "publish":
+    that is not deep, and never `publish`. Else by the key `layers`: `auto`: decoding alone;
+    `shallow`: all programs; `all`: none."""
+    if not is_deep(a) or program == "publish":
         # Publication copies array by array, and which array is the largest depends on the layers.
         return False
     if config.layers == "auto":

@@ -217,7 +217,13 @@ def arrays_of(a: Architecture, scan_layers: bool, pairs: bool) -> list[MaxTextAr
     """Returns all arrays that MaxText has for an architecture: one for each parameter if
     `scan_layers`, else one for each layer of it; in the order of Shoal's parameters. `pairs`: True
     if rotary dimensions that belong together are adjacent. ShoalError if MaxText has no model with
-    these biases."""
+    these biases, or if the model is of a family whose MaxText checkpoints are not read."""
+    if not _is_plain(a):
+        raise ShoalError(
+            "MaxText's checkpoints are read and written for Llama, Qwen2 and dense Qwen3 alone; "
+            "this model has other layers (windows, linear attention, experts, other norms, ...): "
+            "keep it in Hugging Face's format"
+        )
     if a.output_bias or a.mlp_bias or (a.qkv_bias and a.qk_norm):
         raise ShoalError(
             "MaxText has no model with these biases (on the attention's output, the feed-forward "
@@ -250,6 +256,30 @@ def arrays_of(a: Architecture, scan_layers: bool, pairs: bool) -> list[MaxTextAr
             )
             arrays.append(array)
     return arrays
+
+
+def _is_plain(a: Architecture) -> bool:
+    """True if an architecture has nothing but the sizes and switches of Llama, Qwen2 and Qwen3."""
+    plain = Architecture(
+        vocab_size=a.vocab_size,
+        hidden_size=a.hidden_size,
+        intermediate_size=a.intermediate_size,
+        num_layers=a.num_layers,
+        num_heads=a.num_heads,
+        num_kv_heads=a.num_kv_heads,
+        head_dim=a.head_dim,
+        rope_theta=a.rope_theta,
+        rope_scaling=a.rope_scaling,
+        norm_eps=a.norm_eps,
+        tie_embeddings=a.tie_embeddings,
+        qkv_bias=a.qkv_bias,
+        output_bias=a.output_bias,
+        mlp_bias=a.mlp_bias,
+        qk_norm=a.qk_norm,
+        adapter=a.adapter,
+        quantised=a.quantised,
+    )
+    return a == plain
 
 
 def rope_is_in_pairs(name: str, a: Architecture) -> bool:

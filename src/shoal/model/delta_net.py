@@ -20,7 +20,7 @@ the latest prompt.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -299,32 +299,55 @@ def _by_chunks(
     return out, states[0].reshape(rows, key_heads * share, key_dim, value_dim)
 
 
+@jax.custom_jvp
 def _unit_lower_inverse(lower: jax.Array) -> jax.Array:
     """Returns the inverse of I + lower, for strictly lower triangular lower[..., c, c] with c a
-    power of two. Inverses of blocks on the diagonal are joined to those of twice the size, all by
-    products of matrices:
+    power of two. Inverses X of blocks on the diagonal are joined to those of twice the size:
 
         [X11  0 ]        X21 = -X22 A21 X11
         [X21 X22]
+
+    All pairs of blocks are joined by two products of whole matrices, in which all but the blocks
+    A21 are 0, in a loop over the sizes of blocks. By the compiler's account of a v6e, products of
+    the small blocks alone take twice as long; and XLA takes seconds for each product that it
+    compiles.
     """
     size = lower.shape[-1]
-    inverse = jnp.ones((*lower.shape[:-2], size, 1, 1), lower.dtype)
-    width = 1
+    index = jnp.arange(size)
+    widths = []
+    width = 2
     while width < size:
-        pairs = size // (2 * width)
-        blocks = lower.reshape(*lower.shape[:-2], pairs, 2, width, pairs, 2, width)
-        below = jnp.diagonal(blocks[..., :, 1, :, :, 0, :], axis1=-4, axis2=-2)
-        below = jnp.moveaxis(below, -1, -3)  # [..., pairs, width, width]
-        upper = inverse[..., 0::2, :, :]
-        lowest = inverse[..., 1::2, :, :]
-        corner = -_product(
-            "...ij,...jk->...ik", lowest, _product("...ij,...jk->...ik", below, upper)
-        )
-        top = jnp.concatenate([upper, jnp.zeros_like(upper)], axis=-1)
-        bottom = jnp.concatenate([corner, lowest], axis=-1)
-        inverse = jnp.concatenate([top, bottom], axis=-2)
+        widths.append(width)
         width *= 2
-    return inverse[..., 0, :, :]
+
+    def below(width: Any) -> jax.Array:
+        """Returns the blocks A21 of all pairs of blocks of this size, and zeros."""
+        block = index // width
+        is_second = block % 2 == 1
+        of_pairs = is_second[:, None] & (block[:, None] == block + 1)
+        return jnp.where(of_pairs, lower, 0.0)
+
+    def joined(inverse: jax.Array, width: jax.Array) -> tuple[jax.Array, None]:
+        corners = _product("...ij,...jk->...ik", below(width), inverse)
+        return inverse - _product("...ij,...jk->...ik", inverse, corners), None
+
+    # Blocks of one element are 1.
+    inverse = jnp.eye(size, dtype=lower.dtype) - below(1)
+    inverse, _ = jax.lax.scan(joined, inverse, jnp.array(widths, jnp.int32))
+    return inverse
+
+
+@_unit_lower_inverse.defjvp
+def _unit_lower_inverse_jvp(
+    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the inverse X, and its change -X dA X with the change dA of the matrix."""
+    (lower,) = primals
+    (change,) = tangents
+    inverse = _unit_lower_inverse(lower)
+    strictly = jnp.tril(change, -1)
+    changed = _product("...ij,...jk->...ik", strictly, inverse)
+    return inverse, -_product("...ij,...jk->...ik", inverse, changed)
 
 
 def _product(form: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -61,6 +61,7 @@ from shoal.mesh.accelerators import ACCELERATORS, calibrated, read_calibration
 from shoal.model.architecture import Architecture, Layer
 from shoal.model.families import config_of
 from shoal.model.flops import forward_flops
+from shoal.model.published import model_named
 from shoal.model.transformer import Model
 from shoal.plan.analysis import _compute_seconds, analyse, traced_costs
 from shoal.plan.hlo import Costs, Operation
@@ -1109,7 +1110,7 @@ def test_models_of_several_kinds_of_layers_are_planned(
     if name == "hybrid":
         a = replace(HYBRID, hidden_size=128, head_dim=128)
     else:
-        a = replace(MODELS["gemma3-270m"].architecture, num_layers=7, vocab_size=512)
+        a = replace(model_named("gemma3-270m").architecture, num_layers=7, vocab_size=512)
     found = make_plan(
         PlanConfig(
             topology=topology,

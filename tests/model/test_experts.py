@@ -21,7 +21,14 @@ from shoal.model.experts import (
     load,
     route,
 )
-from shoal.model.linear import Adapted, Biased, Cast, Quantised, quantise
+from shoal.model.linear import (
+    Adapted,
+    Biased,
+    Cast,
+    Quantised,
+    outer_by_group_on_tpu,
+    quantise,
+)
 from shoal.model.transformer import REMAT
 
 TOKENS, HIDDEN, INNER, EXPERTS, CHOSEN = 13, 6, 10, 5, 2
@@ -240,6 +247,26 @@ def test_experts_that_are_not_here_add_nothing_and_get_no_gradient(form: Form):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
     _, of_weights, _ = of_first(of_out)
     assert not np.asarray(of_weights)[np.asarray(experts) >= 2].any()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_kernel_of_tpus_sums_outer_products_by_group(dtype: Any):
+    """Interpreted: groups without rows, and rows after the last group that are NaN."""
+    sizes = [0, 3, 600, 0, 1]
+    count = sum(sizes)
+    x = random_arrays(0, count + 5, HIDDEN)
+    y = random_arrays(1, count + 5, INNER)
+    x[count:] = np.nan
+    y[count:] = np.nan
+    arrays = jnp.asarray(x, dtype), jnp.asarray(y, dtype), jnp.asarray(sizes, jnp.int32)
+    sums = outer_by_group_on_tpu(*arrays, jnp.float32, interpret=True)
+    assert sums.dtype == jnp.float32
+    wide_x, wide_y, _ = (np.asarray(array, np.float64) for array in arrays)
+    start = 0
+    for group, size in enumerate(sizes):
+        rows = slice(start, start + size)
+        np.testing.assert_allclose(sums[group], wide_x[rows].T @ wide_y[rows], atol=1e-4)
+        start += size
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from typing import Any, TypeAlias
 
 import jax
@@ -102,8 +103,8 @@ def linear(
         product = cast_product(
             flat, weight.kernel, weight.master, out_dtype, weight.reduce_dtype, group_sizes
         )
-    elif out_dtype in (None, x.dtype):
-        product = _matmul(flat, weight.astype(x.dtype), None, group_sizes)
+    elif group_sizes is None and out_dtype in (None, x.dtype):
+        product = jnp.matmul(flat, weight.astype(x.dtype))
     else:
         product = cast_product(flat, weight.astype(x.dtype), None, out_dtype, None, group_sizes)
     return product.reshape((*x.shape[:-1], -1))
@@ -179,12 +180,50 @@ def _cast_product_forward(
     return _matmul(x, kernel, out_dtype, group_sizes), (x, kernel, group_sizes)
 
 
-_SUM_OVER_GROUPS = jax.lax.RaggedDotDimensionNumbers(
+_OUTER_BY_GROUP = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([0], [0]), ([], [])),
     lhs_ragged_dimensions=[0],
     rhs_group_dimensions=[],
 )
-"""x[M, in] and y[M, out] -> [E, in, out]: for each group the sum of its rows' outer products."""
+
+
+def _outer_by_group(
+    x: jax.Array, y: jax.Array, group_sizes: jax.Array, out_dtype: Any
+) -> jax.Array:
+    """Computes for each group the sum of its rows' outer products: x[M, in] and y[M, out] -> [E,
+    in, out], of x's type if `out_dtype` is None."""
+
+    def of_xla(x: jax.Array, y: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        return jax.lax.ragged_dot_general(
+            x, y, group_sizes, _OUTER_BY_GROUP, preferred_element_type=out_dtype
+        )
+
+    def of_kernel(x: jax.Array, y: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        return outer_by_group_on_tpu(x, y, group_sizes, out_dtype or x.dtype)
+
+    # XLA for TPU has a kernel for products with the matrices of groups, but none for these: it
+    # would multiply all rows once for each group.
+    return jax.lax.platform_dependent(x, y, group_sizes, tpu=of_kernel, default=of_xla)
+
+
+TILE = (512, 1024, 1024)
+"""Rows, inputs and outputs of one step of the kernel for TPUs: 4 MB of sums in float32."""
+
+
+def outer_by_group_on_tpu(
+    x: jax.Array, y: jax.Array, group_sizes: jax.Array, out_dtype: Any, interpret: bool = False
+) -> jax.Array:
+    """Computes `_outer_by_group` by JAX's kernel for TPUs. `interpret`: on any device, without the
+    compiler for TPUs."""
+    # Pallas takes a second to import. The package's own `gmm` hides the module of that name.
+    module = import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
+    rows, inputs, outputs = TILE
+    # The kernel wants whole tiles of rows; those beyond the last group are in no sum.
+    padding = ((0, -len(x) % rows), (0, 0))
+    x = jnp.pad(x, padding)
+    y = jnp.pad(y, padding)
+    tile = (rows, min(inputs, x.shape[-1]), min(outputs, y.shape[-1]))
+    return module.tgmm(x.mT, y, group_sizes, out_dtype, tile, interpret=interpret)
 
 
 def _cast_product_backward(
@@ -204,9 +243,7 @@ def _cast_product_backward(
     if group_sizes is None:
         of_kernel = jnp.matmul(x.mT, gradient, preferred_element_type=reduce_dtype)
     else:
-        of_kernel = jax.lax.ragged_dot_general(
-            x, gradient, group_sizes, _SUM_OVER_GROUPS, preferred_element_type=reduce_dtype
-        )
+        of_kernel = _outer_by_group(x, gradient, group_sizes, reduce_dtype)
     of_x = _matmul(gradient, kernel.mT, None, group_sizes)
     if reduce_dtype is None:  # without a master
         return of_x, of_kernel, None, None

@@ -26,6 +26,7 @@ from shoal.model.linear import (
     Biased,
     Cast,
     Quantised,
+    matmul_transposed_on_tpu,
     outer_by_group_on_tpu,
     quantise,
 )
@@ -250,7 +251,7 @@ def test_experts_that_are_not_here_add_nothing_and_get_no_gradient(form: Form):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_kernel_of_tpus_sums_outer_products_by_group(dtype: Any):
+def test_the_kernels_of_tpus_multiply_by_group(dtype: Any):
     """Interpreted: groups without rows, and rows after the last group that are NaN."""
     sizes = [0, 3, 600, 0, 1]
     count = sum(sizes)
@@ -261,11 +262,19 @@ def test_the_kernel_of_tpus_sums_outer_products_by_group(dtype: Any):
     arrays = jnp.asarray(x, dtype), jnp.asarray(y, dtype), jnp.asarray(sizes, jnp.int32)
     sums = outer_by_group_on_tpu(*arrays, jnp.float32, interpret=True)
     assert sums.dtype == jnp.float32
+    matrices = jnp.asarray(random_arrays(2, len(sizes), INNER, HIDDEN), dtype)
+    of_rows, _, group_sizes = arrays
+    products = matmul_transposed_on_tpu(of_rows, matrices, group_sizes, interpret=True)
+    assert products.dtype == dtype and products.shape == (count + 5, INNER)
     wide_x, wide_y, _ = (np.asarray(array, np.float64) for array in arrays)
+    wide_matrices = np.asarray(matrices, np.float64)
     start = 0
     for group, size in enumerate(sizes):
         rows = slice(start, start + size)
         np.testing.assert_allclose(sums[group], wide_x[rows].T @ wide_y[rows], atol=1e-4)
+        expected = wide_x[rows] @ wide_matrices[group].T
+        rounding = 1e-5 if dtype == jnp.float32 else 2**-8
+        np.testing.assert_allclose(products[rows], expected, atol=1e-5, rtol=rounding)
         start += size
 
 

@@ -162,8 +162,8 @@ def _places_of(pairs: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _at(values: jax.Array, numbers: jax.Array) -> jax.Array:
-    """Returns values[numbers], with zeros for numbers past the end: of empty rows, and of pairs
-    that have no row."""
+    """Returns values[numbers], with zeros for numbers past the end, which stand for empty rows and
+    for pairs without a row."""
     return values.at[numbers].get(mode="fill", fill_value=0)
 
 
@@ -182,9 +182,11 @@ def _summed_by_token(results: jax.Array, rows: Rows) -> jax.Array:
 
 @jax.custom_vjp
 def _to_rows(x: jax.Array, rows: Rows) -> jax.Array:
-    """Returns the token of each row, of x[T, ...] -> [M, ...]. Its gradient reads the rows of each
-    token, because accelerators are slow at adding rows to given places."""
-    return _at(x, rows.tokens)
+    """Returns the token of each row, of x[T, ...] -> [M, ...]; any token for an empty row. Its
+    gradient reads the rows of each token, because accelerators are slow at adding rows to given
+    places."""
+    # Without zeros in empty rows, which would take a pass over all rows.
+    return x.at[rows.tokens].get(mode="clip")
 
 
 def _to_rows_forward(x: jax.Array, rows: Rows) -> tuple[jax.Array, Rows]:
@@ -209,7 +211,7 @@ def _to_tokens_forward(results: jax.Array, rows: Rows) -> tuple[jax.Array, Rows]
 
 
 def _to_tokens_backward(rows: Rows, gradient: jax.Array) -> tuple[jax.Array, None]:
-    return _at(gradient, rows.tokens), None
+    return _to_rows(gradient, rows), None
 
 
 _to_tokens.defvjp(_to_tokens_forward, _to_tokens_backward)
@@ -224,10 +226,11 @@ def _by_ragged_products(
     is_here = jnp.arange(order.size) < sizes.sum()
     pairs = jnp.where(is_here, order, order.size)
     rows = Rows(pairs, _places_of(pairs, experts.shape))
-    tokens = _to_rows(x, rows)
     kept = partial(checkpoint_name, name="product")
-    of_gate = kept(linear(gate, tokens, group_sizes=sizes))
-    of_up = kept(linear(up, tokens, group_sizes=sizes))
+    # The tokens' rows twice: compilers compute them once, and the gradients of both products are
+    # summed by token, not once more before that as rows.
+    of_gate = kept(linear(gate, _to_rows(x, rows), group_sizes=sizes))
+    of_up = kept(linear(up, _to_rows(x, rows), group_sizes=sizes))
     factors = _to_rows(weights.reshape(-1), rows.of_pairs)
     results = weighted_linear(down, activation(of_gate, of_up), factors, sizes)
     return _to_tokens(results, rows)

@@ -206,8 +206,24 @@ def _outer_by_group(
     return jax.lax.platform_dependent(x, y, group_sizes, tpu=of_kernel, default=of_xla)
 
 
-TILE = (512, 1024, 1024)
-"""Rows, inputs and outputs of one step of the kernel for TPUs: 4 MB of sums in float32."""
+def _matmul_transposed(x: jax.Array, kernel: jax.Array, group_sizes: jax.Array | None) -> jax.Array:
+    """Computes `_matmul` with the transposes of the matrices: x[..., M, out] and kernel[..., in,
+    out] -> [..., M, in]."""
+    if group_sizes is None:
+        return jnp.matmul(x, kernel.mT)
+
+    def of_xla(x: jax.Array, kernel: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        return jax.lax.ragged_dot(x, kernel.mT, group_sizes)
+
+    # XLA for TPU would write all matrices to memory once more, transposed.
+    return jax.lax.platform_dependent(
+        x, kernel, group_sizes, tpu=matmul_transposed_on_tpu, default=of_xla
+    )
+
+
+ROWS, SIDE = 512, 1024
+"""Rows of one step of the kernels for TPUs, and the longest side of its part of a matrix: 4 MB of
+sums in float32."""
 
 
 def outer_by_group_on_tpu(
@@ -215,15 +231,39 @@ def outer_by_group_on_tpu(
 ) -> jax.Array:
     """Computes `_outer_by_group` by JAX's kernel for TPUs. `interpret`: on any device, without the
     compiler for TPUs."""
-    # Pallas takes a second to import. The package's own `gmm` hides the module of that name.
-    module = import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
-    rows, inputs, outputs = TILE
-    # The kernel wants whole tiles of rows; those beyond the last group are in no sum.
-    padding = ((0, -len(x) % rows), (0, 0))
-    x = jnp.pad(x, padding)
-    y = jnp.pad(y, padding)
-    tile = (rows, min(inputs, x.shape[-1]), min(outputs, y.shape[-1]))
-    return module.tgmm(x.mT, y, group_sizes, out_dtype, tile, interpret=interpret)
+    tile = (ROWS, min(SIDE, x.shape[-1]), min(SIDE, y.shape[-1]))
+    rows = _whole_tiles(x).mT
+    kernel = _kernels_of_tpu().tgmm
+    return kernel(rows, _whole_tiles(y), group_sizes, out_dtype, tile, interpret=interpret)
+
+
+def matmul_transposed_on_tpu(
+    x: jax.Array, kernel: jax.Array, group_sizes: jax.Array, interpret: bool = False
+) -> jax.Array:
+    """Computes `_matmul_transposed` by JAX's kernel for TPUs; `interpret` as above."""
+    _, inputs, outputs = kernel.shape
+    tile = (ROWS, min(SIDE, outputs), min(SIDE, inputs))
+    product = _kernels_of_tpu().gmm(
+        _whole_tiles(x),
+        kernel,
+        group_sizes,
+        x.dtype,
+        tile,
+        transpose_rhs=True,
+        interpret=interpret,
+    )
+    return product[: len(x)]
+
+
+def _whole_tiles(x: jax.Array) -> jax.Array:
+    """Appends rows to x[M, ...] up to a multiple of ROWS; they are in no group."""
+    return jnp.pad(x, ((0, -len(x) % ROWS), (0, 0)))
+
+
+def _kernels_of_tpu() -> Any:
+    """Returns the module of JAX's kernels for TPUs. Pallas takes a second to import."""
+    # By name, because the package has a function that hides the module.
+    return import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
 
 
 def _cast_product_backward(
@@ -244,7 +284,7 @@ def _cast_product_backward(
         of_kernel = jnp.matmul(x.mT, gradient, preferred_element_type=reduce_dtype)
     else:
         of_kernel = _outer_by_group(x, gradient, group_sizes, reduce_dtype)
-    of_x = _matmul(gradient, kernel.mT, None, group_sizes)
+    of_x = _matmul_transposed(gradient, kernel, group_sizes)
     if reduce_dtype is None:  # without a master
         return of_x, of_kernel, None, None
     return of_x, None, of_kernel.astype(jnp.float32), None

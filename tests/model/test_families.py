@@ -215,6 +215,9 @@ def write_their_gradient(loaded: Loaded, folder: Path) -> None:
         logprobs = torch.log_softmax(logits, dim=1).gather(1, chosen)[:, 0]
         (torch.from_numpy(loaded.token_weights[key]) * logprobs).sum().backward()
     written = copy.deepcopy(theirs)
+    if "quantization_config" in CHECKPOINTS[loaded.name].config:
+        # widened weights would be written under the names of packed ones
+        written._weight_conversions = []
     with torch.no_grad():
         for name, buffer in written.named_buffers():
             if name.endswith("layer_scalar"):

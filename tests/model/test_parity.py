@@ -21,7 +21,8 @@ from shoal.config.sections.devices import MeshSection
 from shoal.mesh import make_roles
 from shoal.model.architecture import Architecture
 from shoal.model.families import architecture_of
-from shoal.model.parameters import Parameters
+from shoal.model.layers import stacked_blocks
+from shoal.model.parameters import Parameters, Stacks
 from shoal.weights import huggingface
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -52,6 +53,22 @@ def without(part: str, a: Architecture, p: Parameters) -> tuple[Architecture, Pa
         return replace(a, rope_scaling=None), p
     if part in CHANGES:
         return CHANGES[part](a), p
+    if part == "factor of YaRN":
+        assert a.rope_scaling is not None
+        scaling = replace(a.rope_scaling, attention_factor=1.0)
+        return replace(a, rope_scaling=scaling), p
+    if part == "sinks":
+        stacks = tuple(replace(block, sinks=None) for block in stacked_blocks(p.blocks))
+        return replace(a, sinks=False), replace(p, blocks=Stacks(stacks))
+    if part == "attention biases" and isinstance(p.blocks, Stacks):
+        plain = []
+        for block in p.blocks.blocks:
+            products = {}
+            for name in "qkvo":
+                weight = getattr(block, name)
+                products[name] = replace(weight, bias=weight.bias * 0)
+            plain.append(replace(block, **products))
+        return a, replace(p, blocks=Stacks(tuple(plain)))
     if part == "attention biases":
         blocks = {
             name: replace(w, bias=w.bias * 0)
@@ -87,7 +104,7 @@ CHANGES: dict[str, Callable[[Architecture], Architecture]] = {
     "query scale": lambda a: replace(a, query_scale=0.0),
     "embedding scale": lambda a: replace(a, embedding_scale=1.0),
     "logit cap": lambda a: replace(a, logit_cap=0.0),
-    "tanh": lambda a: replace(a, activation="silu"),
+    "activation": lambda a: replace(a, activation="silu"),
     "1 of norms": lambda a: replace(a, norm="weight"),
 }
 
@@ -104,6 +121,12 @@ PARTS = [
     ("mistral", "windows"),
     ("qwen2-window", "windows"),
     *(("gemma3", part) for part in CHANGES),
+    ("gpt_oss", "windows"),
+    ("gpt_oss", "rope scaling"),
+    ("gpt_oss", "factor of YaRN"),
+    ("gpt_oss", "sinks"),
+    ("gpt_oss", "attention biases"),
+    ("gpt_oss", "activation"),
 ]
 
 

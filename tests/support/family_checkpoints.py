@@ -127,9 +127,11 @@ def with_packed_experts(tensors: Tensors) -> Tensors:
         packed[f"{name}_blocks"] = torch.randint(
             0, 256, shape, generator=generator, dtype=torch.uint8
         )
-        # 2^-4 to 2^-2: the products of 32 such numbers are about 1
+        # 2^-4 to 2^-2: the products of 32 such numbers are about 1. Those that add to the stream
+        # are an eighth of that, as in `_spread`.
+        lowest = 120 if name.endswith("down_proj") else 123
         packed[f"{name}_scales"] = torch.randint(
-            123, 126, shape[:-1], generator=generator, dtype=torch.uint8
+            lowest, lowest + 3, shape[:-1], generator=generator, dtype=torch.uint8
         )
     return packed
 
@@ -531,6 +533,8 @@ SUPPORTED = (
     "mistral",
     "gemma3_text",
     "gemma3",
+    "gpt_oss",
+    "gpt_oss-mxfp4",
 )
 """The checkpoints that Shoal reads."""
 

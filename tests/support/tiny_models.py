@@ -37,6 +37,14 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 32,
+    "truncate": False,
+}
 
 
 def _config(family: str, **changes: Any) -> dict[str, Any]:
@@ -47,6 +55,7 @@ def _config(family: str, **changes: Any) -> dict[str, Any]:
         "qwen3_moe": "Qwen3Moe",
         "mistral": "Mistral",
         "gemma3_text": "Gemma3",
+        "gpt_oss": "GptOss",
     }
     name = names[family]
     return {"architectures": [f"{name}ForCausalLM"], "model_type": family, **_SIZES, **changes}
@@ -99,6 +108,18 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
         final_logit_softcapping=8.0,
         tie_word_embeddings=True,
     ),
+    # a layer with a window, one without
+    "gpt_oss": _config(
+        "gpt_oss",
+        attention_bias=True,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_theta=150000.0,
+        rope_scaling=_YARN,
+        max_position_embeddings=256,
+        sliding_window=9,
+    ),
 }
 
 
@@ -145,6 +166,17 @@ def tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
             normal(f"{place}pre_feedforward_layernorm.weight", d, **norm)
             normal(f"{place}post_feedforward_layernorm.weight", d, **norm)
         parts = [("mlp.", f)]
+        if family == "gpt_oss":  # matrices are [in, out], all experts in one tensor
+            experts = config["num_local_experts"]
+            of_experts = f"{place}mlp.experts."
+            normal(f"{place}self_attn.sinks", heads, stddev=1.0)
+            normal(f"{place}mlp.router.weight", experts, d, stddev=2 * d**-0.5)
+            normal(f"{place}mlp.router.bias", experts, stddev=0.5)
+            normal(f"{of_experts}gate_up_proj", experts, d, 2 * f, stddev=1.2 * d**-0.5)
+            normal(f"{of_experts}gate_up_proj_bias", experts, 2 * f, stddev=0.5)
+            normal(f"{of_experts}down_proj", experts, f, d, stddev=1.2 * f**-0.5)
+            normal(f"{of_experts}down_proj_bias", experts, d, stddev=0.5)
+            parts = []
         if family == "qwen3_moe":
             normal(f"{place}mlp.gate.weight", config["num_experts"], d, stddev=2 * d**-0.5)
             width = config["moe_intermediate_size"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -183,6 +184,52 @@ def test_entries_of_yarn_and_their_way_back(tmp_path, entries, expected, positio
     (tmp_path / "config.json").write_text(json.dumps(config_of(a)))
     again = architecture_of(tmp_path)
     assert again == a and again.max_positions == positions
+
+
+def test_gpt_oss_has_defaults_of_its_own(tmp_path):
+    """Those of transformers' class: YaRN, and a window on every other layer from the first on."""
+    left_out = ("attention_bias", "head_dim", "rope_theta", "rope_scaling", "sliding_window")
+    a = architecture_of(
+        config_folder(tmp_path, "gpt_oss", (*left_out, "rms_norm_eps"), num_hidden_layers=3)
+    )
+    layers = [(layer.window, layer.feed_forward) for layer in a.layers_in_order]
+    assert layers == [(128, "experts"), (0, "experts"), (128, "experts")]
+    assert (a.head_dim, a.rope_theta, a.norm_eps) == (64, 150000.0, 1e-5)
+    assert a.qkv_bias and a.output_bias and a.sinks
+    assert a.rope_scaling == RopeScaling(
+        "yarn",
+        32.0,
+        original_max_position=4096,
+        attention_factor=0.1 * math.log(32) + 1,
+        truncate=False,
+    )
+    assert a.max_positions == 131072
+    # transformers' config calls the number of experts so, too
+    other = config_folder(tmp_path, "gpt_oss", ("num_local_experts",), num_experts=6)
+    experts = architecture_of(other).experts
+    assert experts is not None and experts.num_experts == 6
+
+
+def test_gpt_oss_without_yarn_is_written_so(tmp_path):
+    a = architecture_of(config_folder(tmp_path, "gpt_oss", rope_scaling={"rope_type": "default"}))
+    assert a.rope_scaling is None
+    (tmp_path / "config.json").write_text(json.dumps(config_of(a)))
+    assert architecture_of(tmp_path) == a
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"swiglu_limit": 5.0}, "swiglu_limit is 5.0, which is not supported; expected 7.0"),
+        ({"swiglu_alpha": 1.5}, "swiglu_alpha is 1.5"),
+        ({"num_local_experts": None}, "num_local_experts is missing"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5; expected num_local_experts=4"),
+        ({"layer_types": ["chunked_attention"] * 2}, "layer_types has chunked_attention"),
+    ],
+)
+def test_what_is_not_computed_of_gpt_oss_is_refused(tmp_path, changes, said):
+    with pytest.raises(ShoalError, match=re.escape(said)):
+        architecture_of(config_folder(tmp_path, "gpt_oss", **changes))
 
 
 LAYERS = ["full_attention", "sliding_attention"]
@@ -827,7 +874,9 @@ def test_load_after_save_is_bitwise_the_same(tmp_path, family):
     assert architecture_of(tmp_path / "saved") == a
     assert same(load(tmp_path / "saved"), parameters)
     theirs = load_file(tmp_path / "saved" / "model.safetensors")  # the library's own reader
-    if a.experts:
+    if a.experts and a.experts.files == "interleaved":
+        assert theirs["model.layers.1.mlp.experts.gate_up_proj"].shape == (4, 32, 96)
+    elif a.experts:
         assert theirs["model.layers.1.mlp.experts.3.gate_proj.weight"].shape == (24, 32)
     else:
         assert theirs["model.layers.1.mlp.gate_proj.weight"].shape == (48, 32)

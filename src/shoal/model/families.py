@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from shoal.files import read_json
+from shoal.model.activations import SWIGLU_ALPHA, SWIGLU_LIMIT
 from shoal.model.architecture import (
     Architecture,
     DeltaNet,
@@ -562,9 +563,12 @@ GEMMA3 = Family(
 )
 
 
-def experts_of(entries: Entries, normalise: bool) -> Experts | None:
+def experts_of(
+    entries: Entries, normalise: bool, width: str = "moe_intermediate_size"
+) -> Experts | None:
     """Reads the sizes of experts; None if there are none. transformers 5 calls the number of
-    experts `num_local_experts` in some families' files, others `num_experts`."""
+    experts `num_local_experts` in some families' files, others `num_experts`. `width` is the entry
+    with the inner size of an expert."""
     name = "num_local_experts" if entries.is_set("num_local_experts") else "num_experts"
     if not entries.is_set(name):
         return None
@@ -575,7 +579,7 @@ def experts_of(entries: Entries, normalise: bool) -> Experts | None:
             f"{entries.title('num_experts_per_tok')} is {per_token}; expected {name}="
             f"{num_experts} at most."
         )
-    return Experts(num_experts, per_token, entries.size("moe_intermediate_size"), normalise)
+    return Experts(num_experts, per_token, entries.size(width), normalise)
 
 
 def expert_entries(a: Architecture) -> dict[str, Any]:
@@ -675,6 +679,71 @@ QWEN3_5_MOE = replace(
 )
 
 
+def _gpt_oss(entries: Entries, common: Architecture) -> Architecture:
+    """Adds what gpt-oss has: experts in all layers, with biases; sinks; and a window on every other
+    layer, the first one included."""
+    experts = experts_of(entries, normalise=True, width="intermediate_size")
+    if experts is None:
+        raise ShoalError(f"{entries.title('num_local_experts')} is missing; expected 1 or more.")
+    types = entries.get("layer_types")
+    if not types:
+        types = []
+        for number in range(common.num_layers):
+            types.append("full_attention" if number % 2 else "sliding_attention")
+    full = Layer(feed_forward="experts")
+    window = replace(full, window=entries.size("sliding_window"))
+    return replace(
+        _attention_bias(entries, common),
+        layers=window_layers(types, window, full),
+        experts=replace(experts, router_bias=True, bias=True, files="interleaved"),
+        activation="clamped_swiglu",
+        norm="weight_float32",
+        sinks=True,
+    )
+
+
+def _gpt_oss_entries(a: Architecture) -> dict[str, Any]:
+    if a.experts is None:
+        return {}
+    entries = {
+        "attention_bias": a.qkv_bias,
+        "hidden_act": "silu",  # not read by transformers' class
+        "intermediate_size": a.experts.intermediate_size,
+        "layer_types": window_types(a),
+        "num_experts_per_tok": a.experts.experts_per_token,
+        "num_local_experts": a.experts.num_experts,
+        "sliding_window": largest_window(a) or 128,
+    }
+    if a.rope_scaling is None:  # without an entry it is YaRN's
+        entries["rope_parameters"] = {"rope_type": "default", "rope_theta": a.rope_theta}
+    return entries
+
+
+GPT_OSS = Family(
+    "GptOssForCausalLM",
+    _gpt_oss,
+    _gpt_oss_entries,
+    defaults={
+        "attention_bias": True,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "num_experts_per_tok": 4,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "rope_theta": 150000.0,
+        "sliding_window": 128,
+    },
+    computed={"swiglu_alpha": (SWIGLU_ALPHA,), "swiglu_limit": (SWIGLU_LIMIT,)},
+    layer_types=_WINDOWS,
+)
+
+
 FAMILIES: Mapping[str, Family] = {
     "llama": LLAMA,
     "qwen2": QWEN2,
@@ -684,6 +753,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_5_moe_text": QWEN3_5_MOE,
     "mistral": MISTRAL,
     "gemma3_text": GEMMA3,
+    "gpt_oss": GPT_OSS,
 }
 """`model_type` in config.json -> its family. `config_of` takes the first that has an
 architecture."""
@@ -724,7 +794,7 @@ def architecture_of(folder: str | Path) -> Architecture:
     Entries(folder, config).check_type("quantization_config", dict, "a mapping")
     a = _architecture(folder, config)
     # Called for its error alone: weights quantised in an unknown way.
-    weight_block(folder)
+    quantisation_of(folder)
     return a
 
 
@@ -823,14 +893,26 @@ def _max_positions(config: Mapping[str, Any], scaling: RopeScaling | None) -> in
     return positions
 
 
-def weight_block(folder: Path) -> tuple[int, int] | None:
-    """Returns (rows, columns) of a block of 8-bit floats with one scale, if a folder's weights are
-    stored like that, as DeepSeek's and Qwen3's are; None if they are not quantised. ShoalError if
-    they are quantised in another way, or if the folder has no config.json."""
+@dataclass(frozen=True)
+class FileQuantisation:
+    """How the weights in a model's files are quantised: `fp8`, matrices of 8-bit floats with a
+    scale for each block, as DeepSeek's and Qwen3's files have them; or `mxfp4`, experts in 4 bits,
+    as gpt-oss' have them."""
+
+    method: Literal["fp8", "mxfp4"]
+    block: tuple[int, int] = (0, 0)  # of fp8: rows and columns with one scale
+
+
+def quantisation_of(folder: Path) -> FileQuantisation | None:
+    """Returns how a folder's weights are quantised; None if they are not. ShoalError if they are
+    quantised in another way than those of `FileQuantisation`, or if the folder has no
+    config.json."""
     entries = Entries(folder, read_config(folder))
     entries.check_type("quantization_config", dict, "a mapping")
     quantisation = entries.get("quantization_config") or {}
     method = quantisation.get("quant_method")
+    if method == "mxfp4":
+        return FileQuantisation("mxfp4")
     is_known = (
         method == "fp8"
         and quantisation.get("fmt", "e4m3") == "e4m3"
@@ -838,7 +920,7 @@ def weight_block(folder: Path) -> tuple[int, int] | None:
     )
     match quantisation.get("weight_block_size"):
         case [int(rows), int(columns)] if is_known and min(rows, columns) > 0:
-            return rows, columns
+            return FileQuantisation("fp8", (rows, columns))
     if not quantisation:
         return None
     entries = []
@@ -848,7 +930,7 @@ def weight_block(folder: Path) -> tuple[int, int] | None:
     in_brackets = f" ({', '.join(entries)})" if entries else ""
     raise ShoalError(
         f"{folder}/config.json: the weights are quantised by quant_method "
-        f"{method}{in_brackets}; expected fp8 (e4m3) with a weight_block_size, "
+        f"{method}{in_brackets}; expected mxfp4, fp8 (e4m3) with a weight_block_size, "
         "or none: give the model's folder with weights in bfloat16; model.quantise=int8 makes "
         "frozen ones small"
     )

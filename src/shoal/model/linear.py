@@ -369,17 +369,23 @@ adapted_product.defvjp(_adapted_product_forward, _adapted_product_backward)
 def quantise(kernel: jax.Array, dtype: Any) -> Quantised:
     """Quantises kernel[..., in, out] to `dtype`, int8 or a float of 8 bits: the nearest values,
     with one scale for each output channel, by which its largest value becomes at most the type's
-    largest. The first dimensions, such as layers, stay; a channel of zeros gets scale 1."""
+    largest. The first dimensions, such as layers, stay; a channel of zeros gets scale 1.
+
+    Scales of floats are powers of two. A value with fewer significant bits than the type is then
+    kept exactly, if it is not far smaller than its channel's largest: so are those that files have
+    in 4 bits (mxfp4)."""
     wide = kernel.astype(jnp.float32)
     dtype = jnp.dtype(dtype)
     is_integer = dtype.kind == "i"
     limits = jnp.iinfo(dtype) if is_integer else jnp.finfo(dtype)
     largest_of_type = float(limits.max)
     scale = jnp.abs(wide).max(axis=-2) / largest_of_type  # [..., out]
-    # The scale is rounded to bfloat16, the upper 16 bits of a float32, because a computation in
-    # bfloat16 would round it anyway; and up, because no value may pass the type's largest.
-    bits = jax.lax.bitcast_convert_type(scale, jnp.uint32) + jnp.uint32(0xFFFF)
-    bits = bits & jnp.uint32(0xFFFF0000)
+    # The scale is rounded up, because no value may pass the type's largest: to a bfloat16, the
+    # upper 16 bits of a float32, because a computation in bfloat16 would round it anyway; or to a
+    # power of two, which is a float32 without a bit of mantissa, of which there are 23.
+    dropped = 0xFFFF if is_integer else (1 << 23) - 1
+    bits = jax.lax.bitcast_convert_type(scale, jnp.uint32) + jnp.uint32(dropped)
+    bits = bits & ~jnp.uint32(dropped)
     scale = jnp.where(scale > 0, jax.lax.bitcast_convert_type(bits, jnp.float32), 1.0)
     values = wide / scale[..., None, :]
     if is_integer:

@@ -37,7 +37,8 @@ from shoal.model.architecture import EXPERT_PRODUCTS, Architecture
 from shoal.model.linear import Adapted, Biased, Quantised
 from shoal.model.parameters import ExpertWeights, ParamSpec
 from shoal.records import ShoalError
-from shoal.weights.tensor_files import OWN_DTYPES, OutputTensor, StoredTensor
+from shoal.weights.mxfp4 import Mxfp4Tensor
+from shoal.weights.tensor_files import OutputTensor, StoredTensor
 
 Run = tuple[int, np.ndarray]
 """(number of the first row, values of rows)."""
@@ -56,19 +57,22 @@ class FusedTensor:
 
     def opened(self, stored: StoredTensor) -> dict[str, StoredTensor]:
         """Returns the parts of a stored tensor of this shape, by name."""
-        size = math.prod(self.part_shape) * OWN_DTYPES[stored.dtype].itemsize
+        of_both = (*self.part_shape[:-1], 2 * self.part_shape[-1])
         opened: dict[str, StoredTensor] = {}
         for number, name in enumerate(self.parts):
-            part = replace(stored, shape=self.part_shape)
             if self.block:
                 pair, place = divmod(number, 2)
-                offset = stored.offset + 2 * pair * size
-                opened[name] = AlternatingTensor(
-                    **vars(replace(part, offset=offset)), place=place, block=self.block
-                )
+                opened[name] = self._one_of_two(stored.part(pair, of_both), place)
             else:
-                opened[name] = replace(part, offset=stored.offset + number * size)
+                opened[name] = stored.part(number, self.part_shape)
         return opened
+
+    def _one_of_two(self, both: StoredTensor, place: int) -> StoredTensor:
+        """Returns one of two parts that are stored as one tensor; `place` is 0 or 1."""
+        if isinstance(both, Mxfp4Tensor):
+            return both.every_second_column(place)
+        part = replace(both, shape=self.part_shape)
+        return AlternatingTensor(**vars(part), place=place, block=self.block)
 
     def joined(self, parts: Mapping[str, OutputTensor]) -> OutputTensor:
         """Returns the tensor to be written that consists of these parts, given by name."""

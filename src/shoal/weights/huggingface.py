@@ -25,12 +25,19 @@ from shoal.chat.tokenizer_files import NAMED_TEMPLATES
 from shoal.files import move_folder, read_json, scratch_folder
 from shoal.mesh import Role
 from shoal.model.architecture import Architecture
-from shoal.model.families import architecture_of, config_to_save, text_alone, weight_block
+from shoal.model.families import (
+    architecture_of,
+    config_to_save,
+    quantisation_of,
+    read_config,
+    text_alone,
+)
 from shoal.model.parameters import Keep, Parameters, ParamSpec, keep_as_read, param_specs
 from shoal.paths import path_within
 from shoal.records import ShoalError
 from shoal.weights.fused import FusedTensor, fused_tensors, with_fused, with_parts
 from shoal.weights.layout import ParamLayout, collect, load_sharded
+from shoal.weights.mxfp4 import with_widened
 from shoal.weights.origin import EMBEDDING, HEAD, Origin
 from shoal.weights.tensor_files import (
     DTYPES,
@@ -154,14 +161,16 @@ def _has_other_head(folder: Path) -> bool:
 def read_origin(folder: Path) -> Origin:
     """Returns the tensors of a folder's safetensors files, without reading values. ShoalError if
     the folder has none, or one is missing or damaged. Tensors of 8 bits with scales become one
-    `BlockScaledTensor` each."""
+    `BlockScaledTensor` each, those of 4 bits one `Mxfp4Tensor`."""
     stored: dict[str, StoredTensor] = {}
     for file in _weight_files(folder):
         stored |= read_header(file)
-    block = weight_block(folder)
-    if block is not None:
-        stored = with_scales(stored, block)
-    return Origin.of(stored)
+    quantisation = quantisation_of(folder)
+    if quantisation is None:
+        return Origin.of(stored)
+    if quantisation.method == "mxfp4":
+        return Origin.of(with_widened(stored))
+    return Origin.of(with_scales(stored, quantisation.block))
 
 
 def open_tensors(
@@ -310,7 +319,9 @@ def save(
 
     `origin` is the folder with the weights that these came from; None: the source, if it has such
     weights. What is written has the names of its tensors, and its towers (`Origin.restore`). If
-    there is none, a text model is written, also if the config has one in `text_config`.
+    there is none, a text model is written, also if the config has one in `text_config`. Weights
+    that it has in 4 bits are written like that if `parameters` have the values of all of them, else
+    as `dtype`; tensors in their order are always written as `dtype`.
 
     OSError if it cannot be written. ShoalError if the folder is not empty, or if `dtype` is none of
     float32, bfloat16 and float16."""
@@ -326,17 +337,25 @@ def save(
     config = config_to_save(architecture, source, config, dtype)
     if origin is None:
         config = text_alone(config)
+    tensors: Iterable[OutputTensor]
+    if isinstance(parameters, Parameters):
+        tensors = output_tensors(parameters, param_specs(architecture))
+    else:
+        tensors = parameters
+    tensors = with_fused(tensors, _fused_in(origin, architecture))
+    if origin is not None:
+        stored = read_origin(origin)
+        packed = False
+        if isinstance(parameters, Parameters):
+            tensors = list(tensors)  # without values
+            packed = stored.keeps_packed(tensors, dtype)
+        if packed:
+            config["quantization_config"] = read_config(origin)["quantization_config"]
+        tensors = stored.restore(tensors, dtype, packed)
     with scratch_folder(folder) as scratch:
         (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if source is not None:
             copy_tokenizer(source, scratch)
-        if isinstance(parameters, Parameters):
-            tensors = output_tensors(parameters, param_specs(architecture))
-        else:
-            tensors = parameters
-        tensors = with_fused(tensors, _fused_in(origin, architecture))
-        if origin is not None:
-            tensors = read_origin(origin).restore(tensors, dtype)
         _write_shards(scratch, tensors, dtype, shard_bytes)
         move_folder(scratch, folder)
 

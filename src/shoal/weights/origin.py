@@ -22,6 +22,7 @@ import numpy as np
 
 from shoal.records import ShoalError
 from shoal.text import count
+from shoal.weights.mxfp4 import Mxfp4Tensor
 from shoal.weights.tensor_files import (
     DTYPES,
     NAMED_DTYPES,
@@ -87,28 +88,57 @@ class Origin:
             tensors[parameter] = tensor
         return cls(tensors, others)
 
-    def note(self) -> str:
-        """Returns a line about the towers and draft heads that are passed over; "" if there are
-        none."""
+    def notes(self) -> list[str]:
+        """Returns what a user should know of the files: that towers and draft heads are passed
+        over, and that weights in 4 bits are widened."""
+        notes = []
         numbers: Counter[str] = Counter()
         for name in sorted(self.others):
             for beginning in PASSED_OVER:
                 if name.startswith(beginning):
                     numbers[beginning.removesuffix(".")] += 1
                     break
-        if not numbers:
-            return ""
-        parts = [f"{count(number, 'tensor')} of {part}" for part, number in numbers.items()]
-        return (
-            f"the text model alone is read and trained; {', '.join(parts)} are passed over, and "
-            "come back unchanged in exports"
-        )
+        if numbers:
+            parts = [f"{count(number, 'tensor')} of {part}" for part, number in numbers.items()]
+            notes.append(
+                f"the text model alone is read and trained; {', '.join(parts)} are passed over, "
+                "and come back unchanged in exports"
+            )
+        if self.packed:
+            notes.append(
+                f"{count(len(self.packed), 'tensor')} of experts, in 4 bits (mxfp4), are widened "
+                "when they are read; model.quantise=fp8 holds frozen ones in 8 bits, without "
+                "rounding them"
+            )
+        return notes
 
-    def restore(self, tensors: Iterable[OutputTensor], dtype: np.dtype) -> Iterator[OutputTensor]:
+    @property
+    def packed(self) -> dict[str, Mxfp4Tensor]:
+        """The tensors that the files have in 4 bits, by their parameter's name."""
+        return {
+            name: stored for name, stored in self.tensors.items() if isinstance(stored, Mxfp4Tensor)
+        }
+
+    def keeps_packed(self, tensors: Iterable[OutputTensor], dtype: np.dtype) -> bool:
+        """True if the files have tensors in 4 bits, and `tensors`, written as `dtype`, would have
+        the values of all of them: then they can stay in 4 bits."""
+        missing = self.packed
+        if not missing:
+            return False
+        for tensor in tensors:
+            stored = missing.pop(tensor.name, None)
+            if stored is not None and not stored.holds(tensor, dtype):
+                return False
+        return not missing
+
+    def restore(
+        self, tensors: Iterable[OutputTensor], dtype: np.dtype, packed: bool = False
+    ) -> Iterator[OutputTensor]:
         """Yields tensors, which have their parameters' names, under the files' names; and then
         those that no parameter is, as the files have them. If the files' embedding is of type
         `dtype`, so that the tensors are to be written in the files' type, each has the type that it
-        has there; else `dtype`.
+        has there; else `dtype`. With `packed`, those that the files have in 4 bits are taken from
+        there.
 
         A head that the files have beside the embedding, which it is tied to, is the embedding."""
         embedding = self.tensors.get(EMBEDDING)
@@ -117,6 +147,11 @@ class Origin:
         last = None
         for tensor in tensors:
             written.add(tensor.name)
+            stored = self.tensors.get(tensor.name)
+            if packed and isinstance(stored, Mxfp4Tensor):
+                yield copied(stored.blocks)
+                yield copied(stored.scales)
+                continue
             yield self._restored(tensor, keeps_types)
             if tensor.name == EMBEDDING:
                 last = tensor
@@ -134,7 +169,7 @@ class Origin:
         stored = self.tensors.get(tensor.name)
         if stored is None:
             return replace(tensor, name=self._name_like_others(tensor.name))
-        is_widened = isinstance(stored, BlockScaledTensor)
+        is_widened = isinstance(stored, (BlockScaledTensor, Mxfp4Tensor))
         if keeps_types and not is_widened and tensor.dtype is None:
             return replace(tensor, name=stored.name, dtype=DTYPES[stored.dtype])
         return replace(tensor, name=stored.name)

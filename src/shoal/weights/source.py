@@ -406,7 +406,7 @@ def _folder_model(
         base=address(local.resolve()) if is_folder else path,
         check=functools.partial(_check_tensors, path, folder, a),
         digests=digests,
-        notes=_passed_over(path, folder),
+        notes=_notes_of_files(path, folder),
         origin=lambda: folder,
     )
     if not is_untied:
@@ -423,16 +423,16 @@ def _folder_model(
     return replace(source, config=config, notes=(*source.notes, note))
 
 
-def _passed_over(path: str, folder: Path) -> tuple[Finding, ...]:
-    """Returns a finding about the towers and draft heads in a folder's files, if there are any and
-    the files are here. `path`: what the settings name."""
+def _notes_of_files(path: str, folder: Path) -> tuple[Finding, ...]:
+    """Returns findings about what is passed over and what is widened of a folder's files, if the
+    files are here. `path`: what the settings name."""
     if not huggingface.has_weights(folder):
         return ()
     try:
-        note = huggingface.read_origin(folder).note()
+        notes = huggingface.read_origin(folder).notes()
     except ShoalError:  # a damaged file, which `ModelSource.check` reports
         return ()
-    return (Finding("tokenizer", "ok", f"{path}: {note}"),) if note else ()
+    return tuple(Finding("tokenizer", "ok", f"{path}: {note}") for note in notes)
 
 
 def _checkpoint_digests(run: Path, version: int) -> dict[str, str]:

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,7 @@ class StoredTensor:
 
     file: Path
     name: str
-    dtype: str  # the format's name of the type, as in OWN_DTYPES
+    dtype: str  # the format's name of the type, as in NAMED_DTYPES
     shape: tuple[int, ...]
     offset: int  # byte in the file at which the tensor begins
 
@@ -155,10 +155,16 @@ class StoredTensor:
                 f"({error.strerror}): check the disk, then repeat the command."
             ) from error
 
+    def part(self, number: int, shape: tuple[int, ...]) -> StoredTensor:
+        """Returns part `number` of a tensor that consists of parts of this shape, one after the
+        other."""
+        size = NAMED_DTYPES[self.dtype].itemsize * math.prod(shape)
+        return replace(self, shape=shape, offset=self.offset + number * size)
+
     def sample(self) -> bytes:
         """Returns the tensor's type and shape, and bytes from all over the tensor: enough to tell
         it from another model's. OSError if the file cannot be read."""
-        size = OWN_DTYPES[self.dtype].itemsize * math.prod(self.shape)
+        size = NAMED_DTYPES[self.dtype].itemsize * math.prod(self.shape)
         return f"{self.dtype} {self.shape} ".encode() + sample_bytes(self.file, self.offset, size)
 
 

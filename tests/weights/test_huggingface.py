@@ -223,6 +223,10 @@ def test_gpt_oss_without_yarn_is_written_so(tmp_path):
         ({"swiglu_limit": 5.0}, "swiglu_limit is 5.0, which is not supported; expected 7.0"),
         ({"swiglu_alpha": 1.5}, "swiglu_alpha is 1.5"),
         ({"num_local_experts": None}, "num_local_experts is missing"),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            "quant_method gptq; expected mxfp4, fp8 (e4m3)",
+        ),
         ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5; expected num_local_experts=4"),
         ({"layer_types": ["chunked_attention"] * 2}, "layer_types has chunked_attention"),
     ],

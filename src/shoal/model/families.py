@@ -295,6 +295,8 @@ class Family:
     computed: Mapping[str, Sequence[Any] | None] = field(default_factory=dict)
     # Values of `layer_types` that are computed.
     layer_types: Sequence[str] = ("full_attention",)
+    # True if files may have experts in 4 bits, each matrix [out, in / 32] blocks.
+    reads_mxfp4: bool = False
     # `model_type` of files for several kinds of input that have the entries of this family in
     # `text_config`; "": none.
     multimodal: str = ""
@@ -741,6 +743,7 @@ GPT_OSS = Family(
     },
     computed={"swiglu_alpha": (SWIGLU_ALPHA,), "swiglu_limit": (SWIGLU_LIMIT,)},
     layer_types=_WINDOWS,
+    reads_mxfp4=True,
 )
 
 
@@ -907,11 +910,13 @@ def quantisation_of(folder: Path) -> FileQuantisation | None:
     """Returns how a folder's weights are quantised; None if they are not. ShoalError if they are
     quantised in another way than those of `FileQuantisation`, or if the folder has no
     config.json."""
-    entries = Entries(folder, read_config(folder))
-    entries.check_type("quantization_config", dict, "a mapping")
-    quantisation = entries.get("quantization_config") or {}
+    config = Entries(folder, read_config(folder))
+    config.check_type("quantization_config", dict, "a mapping")
+    quantisation = config.get("quantization_config") or {}
     method = quantisation.get("quant_method")
-    if method == "mxfp4":
+    family = FAMILIES.get(str(config.get("model_type")))
+    reads_mxfp4 = family is not None and family.reads_mxfp4
+    if method == "mxfp4" and reads_mxfp4:
         return FileQuantisation("mxfp4")
     is_known = (
         method == "fp8"
@@ -930,7 +935,8 @@ def quantisation_of(folder: Path) -> FileQuantisation | None:
     in_brackets = f" ({', '.join(entries)})" if entries else ""
     raise ShoalError(
         f"{folder}/config.json: the weights are quantised by quant_method "
-        f"{method}{in_brackets}; expected mxfp4, fp8 (e4m3) with a weight_block_size, "
+        f"{method}{in_brackets}; expected {'mxfp4, ' * reads_mxfp4}fp8 (e4m3) with a "
+        "weight_block_size, "
         "or none: give the model's folder with weights in bfloat16; model.quantise=int8 makes "
         "frozen ones small"
     )

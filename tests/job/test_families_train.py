@@ -61,7 +61,10 @@ def test_twenty_steps_are_finite_and_a_resumed_run_has_the_same_bits(workshop):
     whole = workshop.train("whole", *SETTINGS)
     steps = metrics(whole)
     assert len(steps) == 20
-    assert steps[0]["kl"] == 0.0
+    a = architecture_of(workshop.model)
+    # With experts the programs of scoring and of the update are compiled, here with little effort,
+    # to sums in another order: a few log-probs differ by their last bit.
+    assert steps[0]["kl"] == 0.0 or (a.experts and 0 < steps[0]["kl"] < 1e-13)
     for step in steps:
         for name in ("loss", "grad_norm", "kl", "sampler_gap/logprob_mean"):
             assert np.isfinite(step[name])
@@ -73,7 +76,6 @@ def test_twenty_steps_are_finite_and_a_resumed_run_has_the_same_bits(workshop):
         for name in theirs:
             if not is_clock(name):
                 assert ours[name] == theirs[name], name
-    a = architecture_of(workshop.model)
     ours = by_path(load_parameters(cut, 20, a, trainer()))
     assert same_bits(ours, by_path(load_parameters(whole, 20, a, trainer())))
     assert groups(cut, 19) == groups(whole, 19)

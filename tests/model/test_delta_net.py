@@ -8,17 +8,19 @@ import numpy as np
 import pytest
 from small import relative
 
+from shoal.model import delta_net
 from shoal.model.delta_net import (
+    CHUNK,
     _unit_lower_inverse,
     chain_before,
     convolve,
     convolve_after,
-    delta_rows,
-    delta_sequence,
-    delta_step,
 )
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 4, 8, 6
+delta_rows = partial(delta_net.delta_rows, platform="cpu")
+delta_sequence = partial(delta_net.delta_sequence, platform="cpu")
+delta_step = partial(delta_net.delta_step, platform="cpu")
 
 
 def inputs(rows: int, size: int, seed: int = 0, decay: float = 1.0) -> tuple:
@@ -86,29 +88,39 @@ PACKINGS = {
 }
 
 
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
 @pytest.mark.parametrize("name", PACKINGS)
-def test_packed_rows_equal_the_recurrence(name):
+def test_packed_rows_equal_the_recurrence(name, platform):
     groups, size = PACKINGS[name]
     segment, prompt = packed(groups, size)
     arrays = inputs(1, size)
     exact = [np.asarray(x[0], np.float64) for x in arrays]
     expected = recurrence(*exact, segment[0], prompt[0])
-    out = jax.jit(delta_rows)(*arrays, segment, prompt)
-    assert relative(out[0], expected) < 2e-6
+    out = jax.jit(partial(delta_rows, platform=platform))(*arrays, segment, prompt)
+    assert relative(out[0], expected) < 1e-6
     assert not np.asarray(out)[segment == 0].any()
 
 
 @pytest.mark.parametrize(
-    "name", ["one chunk", pytest.param("several groups", marks=pytest.mark.slow)]
+    ("name", "platform"),
+    [
+        ("one chunk", "cpu"),
+        pytest.param("prompt longer than chunks", "cpu", marks=pytest.mark.slow),
+        pytest.param("prompts of one token", "cpu", marks=pytest.mark.slow),
+        pytest.param("prompt ends with a chunk", "cpu", marks=pytest.mark.slow),
+        pytest.param("several groups", "cpu", marks=pytest.mark.slow),
+        pytest.param("several groups", "tpu", marks=pytest.mark.slow),
+    ],
 )
-def test_gradients_equal_those_of_the_recurrence(name):
+def test_gradients_equal_those_of_the_recurrence(name, platform):
     groups, size = PACKINGS[name]
     segment, prompt = packed(groups, size)
     arrays = inputs(1, size, seed=1)
     weights = np.random.default_rng(2).normal(size=(size, VALUE_HEADS, VALUE_DIM))
 
     def loss(*arrays):
-        return (delta_rows(*arrays, segment, prompt)[0] * jnp.asarray(weights, jnp.float32)).sum()
+        out = delta_rows(*arrays, segment, prompt, platform=platform)
+        return (out[0] * jnp.asarray(weights, jnp.float32)).sum()
 
     found = jax.jit(jax.grad(loss, argnums=range(5)))(*arrays)
     with jax.enable_x64(True):
@@ -198,12 +210,64 @@ def test_no_decay_and_strong_decay_are_finite(decay):
         assert np.isfinite(array).all()
 
 
-def test_equal_keys_are_solved_without_cancellation():
+@pytest.mark.parametrize("at_once", [8, 64])
+def test_equal_keys_are_solved_without_cancellation(at_once):
     """All keys equal and all rates 1: the system's powers have binomial coefficients, the inverse
     has 1 and -1."""
-    lower = jnp.tril(jnp.ones((64, 64)), -1)
+    lower = jnp.tril(jnp.ones((1, 64, 64)), -1)
     expected = np.eye(64) - np.eye(64, k=-1)
-    np.testing.assert_array_equal(_unit_lower_inverse(lower), expected)
+    np.testing.assert_array_equal(_unit_lower_inverse(lower, at_once)[0], expected)
+
+
+@pytest.mark.parametrize("at_once", [4, 16, 64])
+def test_triangular_inverses_are_exact(at_once):
+    lower = np.tril(np.random.default_rng(0).normal(size=(2, 3, 64, 64)) / 8, -1)
+    found = _unit_lower_inverse(jnp.asarray(lower, jnp.float32), at_once)
+    assert relative(found, np.linalg.inv(np.eye(64) + lower)) < 1e-6
+
+
+def test_small_decays_are_exact_after_strong_ones():
+    """Every fourth token forgets nearly all, the others nearly nothing. A decay that is a
+    difference of sums over hundreds would have no more than four digits."""
+    size = 128
+    segment = np.ones((1, size), np.int32)
+    q, k, v, log_decay, beta = inputs(1, size, seed=7)
+    strong = (jnp.arange(size) % 4 == 0)[:, None]
+    arrays = (q, k, v, jnp.where(strong, -50.0, log_decay / 10), beta)
+    exact = [np.asarray(x[0], np.float64) for x in arrays]
+    expected = recurrence(*exact, segment[0], segment[0])
+    assert relative(delta_rows(*arrays, segment, segment)[0], expected) < 5e-7
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_bfloat16_rounds_no_more_than_a_few_products(platform):
+    """Each of the rule's products rounds its arrays; the state is not rounded from chunk to chunk,
+    so that the error does not grow along the row."""
+    groups, size = [(100, [300, 200])], 600
+    segment, prompt = packed(groups, size)
+    arrays = inputs(1, size, seed=8, decay=0.05)
+    q, k, v = (x.astype(jnp.bfloat16) for x in arrays[:3])
+    found = delta_rows(q, k, v, *arrays[3:], segment, prompt, platform=platform)
+    assert found.dtype == jnp.bfloat16
+    wide = [x.astype(jnp.float32) for x in (q, k, v)]
+    exact = [np.asarray(x[0], np.float64) for x in (*wide, *arrays[3:])]
+    expected = recurrence(*exact, segment[0], prompt[0])
+    own_rounding = relative(expected.astype(jnp.bfloat16).astype(np.float64), expected)
+    assert relative(np.asarray(found[0], np.float64), expected) < 4 * own_rounding
+    late = slice(500, 600)
+    assert relative(np.asarray(found[0, late], np.float64), expected[late]) < 4 * own_rounding
+
+
+def test_a_step_is_the_same_on_each_platform():
+    rng = np.random.default_rng(9)
+    tokens = [x.reshape(3, 2, *x.shape[2:]) for x in inputs(3, 2, seed=9)]
+    state = jnp.asarray(rng.normal(size=(3, 2, VALUE_HEADS, KEY_DIM, VALUE_DIM)), jnp.float32)
+    expected = delta_step(*tokens, state)
+    for platform in CHUNK:
+        for found, same in zip(
+            delta_step(*tokens, state, platform=platform), expected, strict=True
+        ):
+            assert relative(found, same) < 1e-6
 
 
 def test_the_chain_goes_through_the_prompts_end():
@@ -240,6 +304,38 @@ def test_the_convolution_of_rows_equals_that_of_sequences():
     # Fewer tokens than the tail has: a part of the old tail stays.
     _, short = convolve_after(x[:, 9:14], tail, weight, jnp.array([1]))
     np.testing.assert_array_equal(short[0], jnp.stack([x[0, 4], x[0, 5], x[0, 9]]))
+
+
+def test_gradients_of_the_convolution_go_through_the_prompts_end():
+    """Also where a prompt is shorter than the convolution and several completions add to one
+    token."""
+    rng = np.random.default_rng(1)
+    size = 24
+    segment, prompt = packed([(2, [1, 4, 3]), (6, [5])], size)
+    before = chain_before(segment, prompt, 3)
+    weight = rng.normal(size=(5, 4))
+    x = rng.normal(size=(1, size, 5))
+    factors = rng.normal(size=(1, size, 5))
+
+    def loss(x, weight):
+        return (convolve(x, weight, before) * jnp.asarray(factors, x.dtype)).sum()
+
+    arrays = [jnp.asarray(array, jnp.float32) for array in (x, weight)]
+    found = jax.grad(loss, argnums=(0, 1))(*arrays)
+
+    def exact_loss(x, weight):
+        """Each token's sum over itself and what `before` says, T being zeros."""
+        filled = jnp.pad(x, ((0, 0), (0, 1), (0, 0)))
+        total = x * weight[:, 3]
+        for step in range(3):
+            total = total + filled[:, before[0, :, step]] * weight[:, 2 - step]
+        return (jax.nn.silu(total) * factors).sum()
+
+    with jax.enable_x64(True):
+        exact = jax.grad(exact_loss, argnums=(0, 1))(jnp.asarray(x), jnp.asarray(weight))
+        exact = [np.asarray(gradient) for gradient in exact]
+    for gradient, expected in zip(found, exact, strict=True):
+        assert relative(gradient, expected) < 1e-6
 
 
 def test_the_rule_equals_that_of_transformers():

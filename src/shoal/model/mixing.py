@@ -58,7 +58,7 @@ def row_mixing(model: Model, segment: jax.Array, prompt: jax.Array, position: ja
         return selector.row_attention(model, layer, segment.shape, reads)
 
     def recurrence(sizes: DeltaNet) -> RecurrenceFn:
-        return RowRecurrence(sizes, segment, prompt, before)
+        return RowRecurrence(sizes, model.role.platform, segment, prompt, before)
 
     return _ByKind(model, attention, recurrence)
 
@@ -75,7 +75,7 @@ def prompt_mixing(model: Model, length: jax.Array, size: int, reads: Any = ()) -
         return selector.row_attention(model, layer, (len(length), size), reads, is_prefill=True)
 
     def recurrence(sizes: DeltaNet) -> RecurrenceFn:
-        return SequenceRecurrence(sizes, length)
+        return SequenceRecurrence(sizes, model.role.platform, length)
 
     return _ByKind(model, attention, recurrence)
 
@@ -93,7 +93,7 @@ def piece_mixing(
 
     def recurrence(sizes: DeltaNet) -> RecurrenceFn:
         count = jnp.clip(length - start, 0, piece)
-        return SequenceRecurrence(sizes, count)
+        return SequenceRecurrence(sizes, model.role.platform, count)
 
     return _ByKind(model, attention, recurrence)
 
@@ -116,7 +116,7 @@ def slot_mixing(
         )
 
     def recurrence(sizes: DeltaNet) -> RecurrenceFn:
-        return SlotRecurrence(sizes, live)
+        return SlotRecurrence(sizes, model.role.platform, live)
 
     return _ByKind(model, attention, recurrence)
 
@@ -132,6 +132,6 @@ def context_mixing(
         return decode.context_attention(model, layer, prefix_len, start, count)
 
     def recurrence(sizes: DeltaNet) -> RecurrenceFn:
-        return SequenceRecurrence(sizes, count)
+        return SequenceRecurrence(sizes, model.role.platform, count)
 
     return _ByKind(model, attention, recurrence)

@@ -102,6 +102,7 @@ class RowRecurrence:
     first state of each of its completions."""
 
     sizes: DeltaNet
+    platform: str
     segment: jax.Array  # [R, T]
     prompt: jax.Array  # [R, T]
     before: Any  # [R, T, conv_size - 1]: see `chain_before`
@@ -112,7 +113,8 @@ class RowRecurrence:
         mixed, log_decay, beta = inputs
         convolved = convolve(mixed, convolution[:, 0], self.before)
         q, k, v = _by_head(self.sizes, convolved)
-        return delta_rows(q, k, v, log_decay, beta, self.segment, self.prompt), cache
+        tokens = q, k, v, log_decay, beta
+        return delta_rows(*tokens, self.segment, self.prompt, self.platform), cache
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,7 @@ class SequenceRecurrence:
     1, C]) before the first token, and afterwards after the last real one; None: zeros."""
 
     sizes: DeltaNet
+    platform: str
     count: jax.Array
 
     def __call__(
@@ -133,7 +136,8 @@ class SequenceRecurrence:
         state, tail = cache
         convolved, tail = convolve_after(mixed, tail, convolution[:, 0], self.count)
         q, k, v = _by_head(self.sizes, convolved)
-        out, state = delta_sequence(q, k, v, log_decay, beta, state, self.count)
+        tokens = q, k, v, log_decay, beta
+        out, state = delta_sequence(*tokens, state, self.count, self.platform)
         return out, (state, tail)
 
 
@@ -143,6 +147,7 @@ class SlotRecurrence:
     are not live[N, W] stay as they are."""
 
     sizes: DeltaNet
+    platform: str
     live: jax.Array
 
     def __call__(
@@ -157,7 +162,7 @@ class SlotRecurrence:
         # Nothing decays and nothing is replaced: the state stays.
         log_decay = jnp.where(live, log_decay, 0.0)
         beta = jnp.where(live, beta, 0.0)
-        out, state = delta_step(q, k, v, log_decay, beta, cache.own_state)
+        out, state = delta_step(q, k, v, log_decay, beta, cache.own_state, self.platform)
         tail = jnp.where(live[..., None], tokens[:, :, 1:], cache.own_tail)
         return out, replace(cache, own_state=state, own_tail=tail)
 

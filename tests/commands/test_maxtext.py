@@ -942,6 +942,8 @@ def test_a_name_alone_is_the_hubs_model(tmp_path, monkeypatch):
 
 def test_the_models_have_the_sizes_that_their_names_say():
     for name, model in MODELS.items():
+        if not maxtext._is_plain(model.architecture):
+            continue  # of families whose MaxText checkpoints are not read
         declared = jax.tree.leaves(param_specs(model.architecture))
         billions = sum(float(np.prod(d.shape)) for d in declared) / 1e9
         said = float(name.split("-")[1].removesuffix("b"))

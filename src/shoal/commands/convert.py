@@ -191,6 +191,8 @@ def open_source(source: str) -> tuple[Architecture, maxtext.ReadPart]:
         architecture = families.architecture_of(folder)
         return architecture, _read_from_checkpoint(checkpoint, architecture)
     architecture = huggingface.stored_architecture(folder)
+    # Called for its error alone, before weights: a model that MaxText's layout has no names for.
+    maxtext.arrays_of(architecture, scan_layers=True, pairs=False)
     tensors = huggingface.open_tensors(folder, architecture)
 
     def read(spec: ParamSpec, index: tuple[slice, ...]) -> np.ndarray:

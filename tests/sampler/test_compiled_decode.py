@@ -148,7 +148,7 @@ def share_of_floor(found: dict[int, Module], a: Architecture, name: str, chips: 
     chip = ACCELERATORS[name]
     held, live = (SLOTS // GROUP_SIZE * 256 + SLOTS * own for own in (512, 256))
     (few, first), (more, second) = (
-        (layers, sum(hlo.costs([CHUNK, live / held], chip.hbm / chip.clock).cycles.values()))
+        (layers, sum(hlo.costs([CHUNK], chip.hbm / chip.clock, live / held).cycles.values()))
         for layers, hlo in found.items()
     )
     cycles = second + (second - first) / (more - few) * (a.num_layers - more)

@@ -176,8 +176,12 @@ def table_logprobs(
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in ("loss", "step"):
-        monkeypatch.setattr(f"shoal.trainer.{module}.batch_logprobs", table_logprobs)
+    monkeypatch.setattr("shoal.trainer.step.batch_logprobs", table_logprobs)
+
+    def with_aux(*args: Any) -> tuple:
+        return (*table_logprobs(*args), ())
+
+    monkeypatch.setattr("shoal.trainer.loss._logprobs_and_aux", with_aux)
     forget_programs()
     yield
     forget_programs()

@@ -15,7 +15,8 @@ from shoal.model.activations import ACTIVATIONS
 from shoal.model.architecture import Layer
 from shoal.model.compiler_habits import Habits, gated, habits_of, split_product
 from shoal.model.experts import experts_product, route
-from shoal.model.linear import Cast, broadcast, linear
+from shoal.model.linear import Cast, linear
+from shoal.model.norms import layer_norm
 from shoal.model.parameters import Block, ExpertWeights, LayerInputWeights
 from shoal.model.recurrence import delta_net
 from shoal.model.rotary import Ropes, no_rotation, rotate_part
@@ -123,7 +124,7 @@ def _attend(
 ) -> tuple[jax.Array, Any]:
     """Computes the attention of a layer with its products: h[R, T, D] -> (out[R, T, D], new cache).
     `rope` are the (cos, sin) of this kind of layer. If the layer has fewer key/value heads than
-    `model.key_heads`, k and v are repeated before `attention` gets them."""
+    `model.key_heads_of` says, k and v are repeated before `attention` gets them."""
     a = model.architecture
     kept = partial(checkpoint_name, name="attention")
     q, k, v = _heads(model, layer, w, h, habits)
@@ -171,7 +172,6 @@ def _heads(
         return split_product(model, layer, linear(w.q, h))
 
     rows, size, _ = h.shape
-
     head_dim = model.architecture.head_dim_of(layer)
 
     def by_head(product: jax.Array) -> jax.Array:
@@ -271,27 +271,3 @@ def cast_weight(
         return weight
     kernel = gathered(jax.lax.stop_gradient(weight).astype(model.dtype))
     return Cast(kernel, weight, model.reduce_dtype)
-
-
-def layer_norm(model: Model, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Computes a norm of the model's kind (`Architecture.norm`) over the last dimension of x, in
-    x's type."""
-    a = model.architecture
-    if a.norm == "weight":
-        return rms_norm(x, weight, a.norm_eps)
-    offset = 1.0 if a.norm == "one_plus_weight" else 0.0
-    # Multiplied in float32, as the RMS norms of transformers' Gemma and Qwen3.5 do.
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + a.norm_eps)
-    return (wide * (broadcast(weight.astype(jnp.float32), wide) + offset)).astype(x.dtype)
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Computes x / sqrt(mean(x^2) + eps) * weight over the last dimension; mean and division are in
-    float32. The quotient is rounded to x's type, which the result has, before the weight multiplies
-    it."""
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    # Rounded before the weight, as transformers' LlamaRMSNorm does: parity in bfloat16 needs the
-    # same order.
-    return broadcast(weight, x) * wide.astype(x.dtype)

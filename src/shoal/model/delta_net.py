@@ -21,6 +21,7 @@ the latest prompt.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -77,7 +78,7 @@ def convolve(x: jax.Array, weight: jax.Array, before: jax.Array) -> jax.Array:
     """Computes silu of the causal convolution of each channel of x[R, T, C] with weight[C, size],
     in x's type. `before` is what `chain_before` returned for size - 1 tokens; the last column of
     `weight` is for the token itself."""
-    return jax.nn.silu(_weighed(_taps(x, before), weight)).astype(x.dtype)
+    return convolve_taps(_taps(x, before), weight)
 
 
 def _convolve_forward(
@@ -129,7 +130,14 @@ def convolve_after(
         taps.append(inputs[:, first : first + size])
     last = count[:, None] + jnp.arange(steps)
     new_tail = jnp.take_along_axis(inputs, last[..., None], axis=1)
-    return jax.nn.silu(_weighed(taps, weight)).astype(x.dtype), new_tail
+    return convolve_taps(taps, weight), new_tail
+
+
+def convolve_taps(taps: Sequence[jax.Array], weight: jax.Array) -> jax.Array:
+    """Computes the convolution of tokens whose inputs stand side by side: silu of the sum of
+    taps[..., C] times their columns of weight[C, size], in the taps' type. The first tap is the
+    token itself, the next one the token before it, and so on."""
+    return jax.nn.silu(_weighed(taps, weight)).astype(taps[0].dtype)
 
 
 def _taps(x: jax.Array, before: jax.Array) -> list[jax.Array]:
@@ -146,8 +154,8 @@ def _tokens_at(x: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x, index[..., None], axis=1, mode="fill", fill_value=0)
 
 
-def _weighed(taps: list[jax.Array], weight: jax.Array) -> jax.Array:
-    """Returns the sum of taps[R, T, C] times their columns of weight[C, size], in float32. The
+def _weighed(taps: Sequence[jax.Array], weight: jax.Array) -> jax.Array:
+    """Returns the sum of taps[..., C] times their columns of weight[C, size], in float32. The
     first tap is the token itself."""
     total = taps[0].astype(jnp.float32) * _column(weight, 0)
     for step in range(1, len(taps)):

@@ -17,11 +17,13 @@ from shoal.model.architecture import DeltaNet
 from shoal.model.delta_net import (
     convolve,
     convolve_after,
+    convolve_taps,
     delta_rows,
     delta_sequence,
     delta_step,
 )
-from shoal.model.linear import broadcast, linear
+from shoal.model.linear import linear
+from shoal.model.norms import rms_norm
 from shoal.model.parameters import DeltaNetWeights
 
 if TYPE_CHECKING:
@@ -77,11 +79,8 @@ def delta_net(
 
 def _gated_norm(out: jax.Array, z: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Computes the norm of each head of out[R, T, Hv, dv], times silu of its gate z."""
-    wide = out.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    # Rounded before the weight, and multiplied by the gate in float32, as transformers'
-    # Qwen3_5RMSNormGated does.
-    normed = broadcast(weight, out) * wide.astype(out.dtype)
+    normed = rms_norm(out, weight, eps)
+    # Multiplied by the gate in float32, as transformers' Qwen3_5RMSNormGated does.
     return (normed * jax.nn.silu(z.astype(jnp.float32))).astype(out.dtype)
 
 
@@ -156,9 +155,9 @@ class SlotRecurrence:
         mixed, log_decay, beta = inputs
         live = self.live[..., None]
         tokens = jnp.concatenate([cache.own_tail, mixed[:, :, None]], axis=2)
-        kernel = convolution[:, 0].T.astype(jnp.float32)  # [conv_size, C]
-        convolved = (tokens.astype(jnp.float32) * kernel).sum(2)
-        q, k, v = _by_head(self.sizes, jax.nn.silu(convolved).astype(mixed.dtype))
+        newest_first = jnp.unstack(tokens, axis=2)[::-1]
+        convolved = convolve_taps(newest_first, convolution[:, 0])
+        q, k, v = _by_head(self.sizes, convolved)
         # Nothing decays and nothing is replaced: the state stays.
         log_decay = jnp.where(live, log_decay, 0.0)
         beta = jnp.where(live, beta, 0.0)

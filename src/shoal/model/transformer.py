@@ -25,11 +25,11 @@ from shoal.model.block import (
     Mixing,
     block,
     cast_weight,
-    layer_norm,
 )
 from shoal.model.compiler_habits import computed_once
 from shoal.model.layers import by_layer, ffn_chunks, in_order, stacked_blocks, unstacked
 from shoal.model.linear import linear
+from shoal.model.norms import layer_norm
 from shoal.model.parameters import (
     Block,
     LayerEmbedding,

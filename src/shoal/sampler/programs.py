@@ -28,11 +28,12 @@ from shoal.model.attention import selector
 from shoal.model.attention.blocked import block_size
 from shoal.model.attention.caches import Cache, LayerCache
 from shoal.model.attention.selector import attention_kind, prompt_reads
-from shoal.model.block import LayerAux, LayerInputs, block, layer_norm
+from shoal.model.block import LayerAux, LayerInputs, block
 from shoal.model.compiler_habits import products_joined
 from shoal.model.head import logits
 from shoal.model.layers import by_layer
 from shoal.model.mixing import context_mixing, piece_mixing, prompt_mixing, slot_mixing
+from shoal.model.norms import layer_norm
 from shoal.model.parameters import Block
 from shoal.model.recurrence import StateCache, empty_state
 from shoal.model.rotary import Ropes, rotary

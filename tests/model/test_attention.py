@@ -435,7 +435,7 @@ def test_no_block_that_is_needed_is_left_out_and_few_others_are_computed(block):
 def test_log_probs_and_gradients_of_a_model_are_those_of_the_reference(
     mesh, kind, platform, monkeypatch
 ):
-    def row_kernel_refusal(model, size):
+    def row_kernel_refusal(model, layer, size):
         return ""
 
     monkeypatch.setattr(selector, "_row_kernel_refusal", row_kernel_refusal)

@@ -177,7 +177,13 @@ def open_run_model(section: ModelSection, run: Path | None, console: Printer | N
     def digest_first() -> Mapping[str, str]:
         return open_first().digests()
 
-    resumed = replace(stored, check=dict, read_adapter=read_first_adapter)
+    resumed = replace(
+        stored,
+        check=dict,
+        read_adapter=read_first_adapter,
+        # the run's own folder has no weights
+        origin=functools.partial(_origin_of_run, run, stored.architecture),
+    )
     # The base of an adapter is the one that the adapter's file names: if `model.path` is a run,
     # that run may have trained further since.
     if not stored.architecture.adapter:

@@ -657,9 +657,9 @@ them the packaged presets of the same names stand in. In a checkout of their rep
 overwritten: write the scripts elsewhere and type the path to one, `python3 ../doors/grpo.py
 env.dataset=ifeval`; `config/grpo_gsm8k.yaml` is then read from the checkout.
 
-A test runs every line with small models in place of those that it names, and compares the step
-below. Lines marked with a bucket run with folders in its place. *needs*: the line ends with one
-sentence that names it.
+A test makes a dry run of every line, with small models in place of those that it names, and
+compares the step below; some lines of each system it runs to their end. Lines marked with a bucket
+have folders in its place. *needs*: the line ends with one sentence that names it.
 """
 
 

@@ -27,6 +27,7 @@ from shoal.config.key import keys_of, sections_of
 from shoal.config.merge import compose
 from shoal.config.names import names_of
 from shoal.config.train import Config
+from shoal.runs.diagnosis import ROWS, SYMPTOMS
 from shoal.runs.metrics import METRICS
 from test_architecture import LAYERS
 from test_readme import path_of_the_page, resolve
@@ -264,6 +265,17 @@ def test_messages_that_troubleshooting_quotes_are_in_the_code():
     for message in quoted:
         for part in re.split(r"\.\.\.|\b[A-Z]+\b", message):
             assert any(part.strip() in string for string in messages), f"no message has {part!r}"
+
+
+def test_the_symptoms_of_warnings_are_headings_of_their_page():
+    text = (DOCS / SYMPTOMS).read_text(encoding="utf-8")
+    headings = {
+        heading.lower().replace(" ", "-") for heading in re.findall("^## (.+)$", text, re.MULTILINE)
+    }
+    named = {row.symptom for row in ROWS if row.symptom}
+    assert named and named <= headings, named - headings
+    linked = set(re.findall(r"\]\(#([^)]+)\)", text))
+    assert linked == headings
 
 
 def test_extras_are_installed_from_the_clone_by_one_name():

@@ -87,6 +87,11 @@ def test_a_warning_on_a_metric_of_a_step_is_one_row(monkeypatch):
     assert not any(steps(Watch(), 4, kl=None)) and not any(steps(Watch(), 4, kl=9.0))
 
 
+def test_a_warning_names_the_section_of_the_documentation_on_its_symptom():
+    (finding,) = steps(Watch(), 5, groups__nonzero_std=0)[-1]
+    assert finding.text.endswith("(docs/reward-does-not-move.md#the-reward-is-constant)")
+
+
 def test_a_good_run_is_not_warned_of():
     watch = Watch()
     # float16 finds its scale

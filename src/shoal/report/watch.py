@@ -15,7 +15,7 @@ import numpy as np
 
 from shoal.findings import Finding, Level
 from shoal.records import Failure, Group
-from shoal.runs.diagnosis import ROWS, SKIPPED_UPDATES, Figure, Row, diagnose
+from shoal.runs.diagnosis import ROWS, SKIPPED_UPDATES, SYMPTOMS, Figure, Row, diagnose
 from shoal.runs.metrics import ENVIRONMENT
 
 
@@ -193,7 +193,10 @@ class Watch:
         if row.level != "wrong":  # not noted, so that a resumed run ends again
             self.given.add(name)
         level: Level = "wrong" if row.level == "wrong" else "warning"
-        return [Finding("training", level, row.sentence(figure), row.key)]
+        text = row.sentence(figure)
+        if row.symptom:
+            text += f" (docs/{SYMPTOMS}#{row.symptom})"
+        return [Finding("training", level, text, row.key)]
 
     def state(self) -> dict[str, Any]:
         """Returns what was seen and given so far, which a checkpoint stores for `restore`, as

@@ -59,7 +59,8 @@ class Row:
 
     `figure`, `comparison` and `bound` are the condition; `steps`, `groups` and `completions` the
     least evidence. `key` is the configuration key that helps, "" if none does; `card` says how the
-    page shows the row, None: not at all. `text` says what is wrong and `cure` what helps; both are
+    page shows the row, None: not at all. `symptom` is a heading of SYMPTOMS, written as in a link;
+    "" if that page says nothing of it. `text` says what is wrong and `cure` what helps; both are
     templates over the figure's `words`, and over `value`, `subject`, `steps`, `least_steps`,
     `groups`, `completions`."""
 
@@ -75,6 +76,7 @@ class Row:
     groups: int = 0
     completions: int = 0
     card: Card | None = None
+    symptom: str = ""
 
     def is_beyond_bound(self, value: float) -> bool:
         """True if `value comparison bound` holds, such as `value > 0.5`: then the finding applies,
@@ -147,6 +149,9 @@ MOST = 0.5
 
 _OF_FUNCTION = "check it (shoal rescore), or leave it out of reward.functions"
 
+SYMPTOMS = "reward-does-not-move.md"
+"""The page of the documentation that says what is behind each symptom."""
+
 SKIPPED_UPDATES = "skipped"
 """Name of the row on updates that are skipped one after another."""
 
@@ -163,6 +168,7 @@ ROWS = (
         "sampling.temperature, or a reward with more levels",
         "batch.group_size",
         steps=5,
+        symptom="the-reward-is-constant",
     ),
     Row(
         "truncated",
@@ -174,6 +180,7 @@ ROWS = (
         "raise it, or ask for shorter answers",
         "sampling.max_completion_tokens",
         steps=3,
+        symptom="completions-are-cut-off",
     ),
     Row(  # here each update counts as a step
         SKIPPED_UPDATES,
@@ -185,6 +192,7 @@ ROWS = (
         "optimizer.lr",
         "wrong",
         steps=3,
+        symptom="updates-are-skipped",
     ),
     Row(
         "old weights",
@@ -203,6 +211,7 @@ ROWS = (
         0,
         "an update was skipped: its gradient was not finite (metric update/skipped)",
         key="optimizer.lr",
+        symptom="updates-are-skipped",
     ),
     Row(
         "unscorable",
@@ -222,6 +231,7 @@ ROWS = (
         "({low:.1%} or more)",
         "the reward rose, so it is for something else: read completions, change reward.functions",
         "reward.functions",
+        symptom="the-reward-rises-without-right-answers",
     ),
     Row(
         "worse",
@@ -232,6 +242,7 @@ ROWS = (
         "({low:.1%} or more)",
         "lower optimizer.lr, or set algorithm.kl_coef",
         "optimizer.lr",
+        symptom="the-reward-falls-after-some-steps",
     ),
     # ---- of a reward function, over all steps so far
     Row(
@@ -246,6 +257,7 @@ ROWS = (
         steps=10,
         completions=64,
         card=Card("unvarying", "{subject} never varies", filter="set=train"),
+        symptom="the-reward-is-constant",
     ),
     Row(
         "constant",
@@ -258,6 +270,7 @@ ROWS = (
         "reward.functions",
         steps=10,
         completions=1000,
+        symptom="the-reward-is-constant",
     ),
     Row(  # a curve does not say how many completions it rests on
         "unrewarded",
@@ -266,6 +279,7 @@ ROWS = (
         RARE,
         "`{subject}` is 0 on nearly all completions",
         steps=5,
+        symptom="the-reward-is-constant",
     ),
     # ---- of all groups of a run
     Row(
@@ -275,6 +289,7 @@ ROWS = (
         1,
         "every completion has the same reward: it gives no training signal",
         key="reward.functions",
+        symptom="the-reward-is-constant",
     ),
     Row(
         "constant groups",
@@ -291,6 +306,7 @@ ROWS = (
             "Most groups have rewards that differ.",
             "set=train spread=0",
         ),
+        symptom="the-reward-is-constant",
     ),
     Row(
         "mostly truncated",
@@ -305,6 +321,7 @@ ROWS = (
             filter="set=train truncated>0",
             sort="truncated",
         ),
+        symptom="completions-are-cut-off",
     ),
     Row(
         "partly truncated",
@@ -320,6 +337,7 @@ ROWS = (
             filter="set=train truncated>0",
             sort="truncated",
         ),
+        symptom="completions-are-cut-off",
     ),
     Row(  # within groups, because an update acts on differences there
         "length within groups",
@@ -337,6 +355,7 @@ ROWS = (
             "set=train {length_filter}",
             "length_effect",
         ),
+        symptom="the-length-runs-off",
     ),
     Row(  # over all completions; harder questions may have longer answers, too
         "length",
@@ -346,6 +365,7 @@ ROWS = (
         "it correlates with length (rank correlation {correlation:+.2f})",
         "training may yield {longer} completions, and little else",
         "reward.functions",
+        symptom="the-length-runs-off",
     ),
     Row(
         "hacking",
@@ -362,6 +382,7 @@ ROWS = (
             "set=train pass=0",
             "{sort}",
         ),
+        symptom="the-reward-rises-without-right-answers",
     ),
     Row(
         "slow",

@@ -531,6 +531,7 @@ SUPPORTED = (
     "qwen3_5_moe_text",
     "qwen3_5_moe",
     "mistral",
+    "mixtral",
     "gemma3_text",
     "gemma3",
     "gpt_oss",

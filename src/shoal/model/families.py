@@ -747,6 +747,43 @@ GPT_OSS = Family(
 )
 
 
+def _mixtral(entries: Entries, common: Architecture) -> Architecture:
+    """Adds what Mixtral has: experts in all layers, and Mistral's window."""
+    a = _mistral(entries, common)
+    experts = experts_of(entries, normalise=True, width="intermediate_size")
+    if experts is None:
+        raise ShoalError(f"{entries.title('num_local_experts')} is 0; expected 1 or more.")
+    kinds = [replace(layer, feed_forward="experts") for layer in a.layers]
+    # Without files to be like, all experts are written in one tensor, which transformers reads
+    # under the names that the parameters have.
+    return replace(a, layers=tuple(kinds), experts=replace(experts, files="fused"))
+
+
+def _mixtral_entries(a: Architecture) -> dict[str, Any]:
+    if a.experts is None:
+        return {}
+    return {
+        **_mistral_entries(a),
+        "intermediate_size": a.experts.intermediate_size,
+        "num_experts_per_tok": a.experts.experts_per_token,
+        "num_local_experts": a.experts.num_experts,
+    }
+
+
+MIXTRAL = Family(
+    "MixtralForCausalLM",
+    _mixtral,
+    _mixtral_entries,
+    defaults={
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+    },
+)
+
+
 FAMILIES: Mapping[str, Family] = {
     "llama": LLAMA,
     "qwen2": QWEN2,
@@ -757,6 +794,7 @@ FAMILIES: Mapping[str, Family] = {
     "mistral": MISTRAL,
     "gemma3_text": GEMMA3,
     "gpt_oss": GPT_OSS,
+    "mixtral": MIXTRAL,
 }
 """`model_type` in config.json -> its family. `config_of` takes the first that has an
 architecture."""

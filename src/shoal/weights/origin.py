@@ -4,6 +4,7 @@
     model.language_model.layers.0.*              model.layers.0.*
     language_model.model.layers.0.*              model.layers.0.*
     language_model.lm_head.weight                lm_head.weight
+    *.block_sparse_moe.experts.3.w1.weight       *.mlp.experts.3.gate_proj.weight
     model.visual.*, vision_tower.*, mtp.*, ...   none: passed over
 
 A model for several kinds of input has its text model's tensors under another beginning, beside
@@ -12,6 +13,7 @@ those of towers, which are passed over. Exports have all of them as the files di
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -38,6 +40,15 @@ BEGINNINGS: Mapping[str, str] = {
 }
 """Beginning of a tensor's name in the files of a model for several kinds of input -> that of the
 parameter's name."""
+
+RENAMED: tuple[tuple[str, str], ...] = (
+    # Mixtral's experts
+    (r"\.block_sparse_moe\.experts\.(\d+)\.w1\.", r".mlp.experts.\1.gate_proj."),
+    (r"\.block_sparse_moe\.experts\.(\d+)\.w2\.", r".mlp.experts.\1.down_proj."),
+    (r"\.block_sparse_moe\.experts\.(\d+)\.w3\.", r".mlp.experts.\1.up_proj."),
+    (r"\.block_sparse_moe\.gate\.", ".mlp.gate."),
+)
+"""(pattern of a part of a tensor's name in files, what the parameter's name has in its place)."""
 
 PASSED_OVER = (
     "model.visual.",
@@ -189,10 +200,15 @@ def parameter_name(name: str) -> str:
 
     >>> parameter_name("model.language_model.layers.3.mlp.up_proj.weight")
     'model.layers.3.mlp.up_proj.weight'
+    >>> parameter_name("model.layers.3.block_sparse_moe.experts.1.w3.weight")
+    'model.layers.3.mlp.experts.1.up_proj.weight'
     """
     for beginning, own in BEGINNINGS.items():
         if name.startswith(beginning):
-            return own + name.removeprefix(beginning)
+            name = own + name.removeprefix(beginning)
+            break
+    for pattern, own in RENAMED:
+        name = re.sub(pattern, own, name)
     return name
 
 

@@ -1,7 +1,7 @@
 """Seconds of a training step on random weights, without early stop: sampling, update, whole;
 compile time; memory.
 
-    python benchmarks/step.py [shape ...] [--repeats 5] [--dtype float32] [--lora 0 16]
+    python benchmarks/step.py [shape ...] [--repeats 5] [--turns 1] [--dtype float32] [--lora 0 16]
 
 Each shape runs in a process of its own, so that peak memory is its own. A step publishes the
 weights, draws P x G completions, computes advantages from random rewards (so that no group drops
@@ -10,7 +10,12 @@ out), and makes one update of AdamW. Completions are all as long as they may be;
 512. `computed`: tokens that the update computes, over those that are real (prompts once a group,
      and completions).
 `--lora`: ranks of an adapter that is trained in place of all weights (0: none), one after the
-other.
+other. `--turns`: the shapes are measured so often in turns, and then compared with the first one:
+on a busy machine the ratios say more than the seconds.
+
+`keys-1k` and `states-1k` decode alone: four layers of attention over 1,024 own keys, and four delta
+nets, both with a quarter of the widths of Qwen3.5-9B. The seconds are those of a token in each of
+eight slots.
 """
 
 from __future__ import annotations
@@ -39,7 +44,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Shape:
     """A model, and what a step draws with it. `median`: of lognormal lengths with sigma 1; 0: all
-    are `completion`."""
+    are `completion`. `experts`: each has `intermediate_size / chosen` features, so that a token's
+    are as many as those of a dense model. `decodes`: nothing but decoding is measured, after
+    `completion` own keys."""
 
     hidden_size: int
     layers: int
@@ -56,6 +63,10 @@ class Shape:
     micro_tokens: int = 2048
     tied: bool = True
     qkv_bias: bool = False
+    experts: int = 0  # of each layer; 0: a dense feed-forward part
+    chosen: int = 0  # experts of a token
+    delta_nets: bool = False  # in place of attention
+    decodes: bool = False
 
     def lengths(self, step: int) -> np.ndarray:
         """Tokens of each completion of a step, [P, G]."""
@@ -69,6 +80,7 @@ class Shape:
 
 
 _8M = Shape(256, 6, 1024, 8, 4, 32, 4096, 4, 8, 64, 128)
+_DECODED = Shape(1024, 4, 3072, 4, 1, 256, 1024, 1, 8, 64, 1024, decodes=True)
 
 SHAPES: Mapping[str, Shape] = {
     "1M": Shape(128, 4, 384, 4, 2, 32, 1024, 8, 8, 16, 16),
@@ -77,6 +89,9 @@ SHAPES: Mapping[str, Shape] = {
     "8M-lognormal": replace(_8M, completion=512, median=150.0),
     "8M-prompts-2k": replace(_8M, prompt=2048, micro_tokens=8192),
     "8M-G16": replace(_8M, siblings=16),
+    "8M-experts": replace(_8M, experts=16, chosen=2),
+    "keys-1k": _DECODED,
+    "states-1k": replace(_DECODED, delta_nets=True),
 }
 DEFAULT = ("1M", "8M", "50M")
 
@@ -95,7 +110,7 @@ class Trial:
         from shoal.job.job import Job
         from shoal.mesh import make_roles
         from shoal.model.adapters import ALL, make_adapter
-        from shoal.model.architecture import Architecture
+        from shoal.model.architecture import Architecture, DeltaNet, Experts, Layer
         from shoal.report.console import Console
         from shoal.weights.source import ModelSource
 
@@ -111,6 +126,19 @@ class Trial:
             tie_embeddings=shape.tied,
             qkv_bias=shape.qkv_bias,
         )
+        if shape.experts:
+            each = shape.intermediate_size // shape.chosen
+            self.architecture = replace(
+                self.architecture,
+                layers=(Layer(feed_forward="experts"),),
+                experts=Experts(shape.experts, shape.chosen, each),
+            )
+        if shape.delta_nets:
+            self.architecture = replace(
+                self.architecture,
+                layers=(Layer(mixer="delta_net"),),
+                delta_net=DeltaNet(4, 8, 128, 128, 4),
+            )
         if rank:
             adapter = make_adapter(self.architecture, rank, 32.0, [ALL], rslora=False)
             self.architecture = replace(self.architecture, adapter=adapter)
@@ -229,10 +257,73 @@ def limited_engine(model: Any, **sizes: Any) -> Any:
     return Limited(model, **sizes)
 
 
-def measure(name: str, repeats: int, dtype: str, rank: int = 0) -> dict[str, float]:
-    """One shape's figures, in this process."""
+def measure_decoding(name: str, repeats: int, dtype: str) -> dict[str, float]:
+    """The seconds in which a shape that only decodes samples a token in each slot after
+    `completion` tokens of its own, in this process."""
+    import jax
+    import jax.numpy as jnp
+
+    from shoal.sampler.programs import CHUNK, StateSizes, make_programs, no_context, run_program
+    from shoal.weights.sampler_copy import publish_to
+
+    trial = Trial(SHAPES[name], dtype)
+    shape = trial.shape
+    model = trial.model.on(trial.roles.sampler)
+    weights = publish_to(model, trial.parameters)
+    slots = (shape.prompts, shape.siblings)
+    sizes = StateSizes(*slots, shape.prompt, shape.completion + CHUNK)
+    programs = make_programs(model, sizes, (), False, 0, shape.prompt)
+    state = programs["make_state"]()
+    arrays = {
+        "stopped": jnp.zeros(slots, bool),
+        "enough": jnp.array([[shape.prompts, shape.prompts * shape.siblings]], jnp.int32),
+        **no_context(*slots),
+    }
+    times = []
+    for _ in range(1 + repeats):
+        # Each decode begins anew after `completion` tokens, of zeros.
+        state = replace(
+            state,
+            prefix_len=jnp.full(shape.prompts, shape.prompt),
+            length=jnp.full(slots, shape.completion),
+            limit=jnp.full(slots, shape.completion + CHUNK),
+            done=jnp.zeros(slots, bool),
+        )
+        jax.block_until_ready(state)
+        start = time.perf_counter()
+        state, sampled = run_program(model, programs, "decode", weights, state, arrays)
+        assert sampled is not None
+        assert int(jax.device_get(sampled.count).min()) == CHUNK
+        times.append((time.perf_counter() - start) / CHUNK)
+    return figures(trial, times[0] * CHUNK, times[1:], times[1:], [0.0])
+
+
+def figures(
+    trial: Trial, compiled: float, steps: Sequence[float], sampling: Any, update: Any
+) -> dict[str, float]:
+    """One shape's row of the table: medians, and what this process has taken at most."""
     import resource
 
+    import jax
+    import numpy as np
+
+    return {
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(trial.parameters)),
+        "step": float(np.median(steps)),
+        "fastest": float(np.min(steps)),
+        "slowest": float(np.max(steps)),
+        "sampling": float(np.median(sampling)),
+        "update": float(np.median(update)),
+        "compile": compiled,
+        "computed": 1.0,
+        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    }
+
+
+def measure(name: str, repeats: int, dtype: str, rank: int = 0) -> dict[str, float]:
+    """One shape's figures, in this process."""
+    if SHAPES[name].decodes:
+        return measure_decoding(name, repeats, dtype)
     import jax
     import numpy as np
 
@@ -255,17 +346,9 @@ def measure(name: str, repeats: int, dtype: str, rank: int = 0) -> dict[str, flo
         real += lengths.sum() + len(lengths) * trial.shape.prompt if step >= warm else 0
     first, rest = np.array(times[:warm]), np.array(times[warm:])
     total = rest.sum(1)
-    return {
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(trial.parameters)),
-        "step": float(np.median(total)),
-        "fastest": float(total.min()),
-        "slowest": float(total.max()),
-        "sampling": float(np.median(rest[:, 0])),
-        "update": float(np.median(rest[:, 1])),
-        "compile": float(first.sum() - warm * np.median(total)),
-        "computed": trial.computed / float(real),
-        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-    }
+    compiled = float(first.sum() - warm * np.median(total))
+    row = figures(trial, compiled, total, rest[:, 0], rest[:, 1])
+    return row | {"computed": trial.computed / float(real)}
 
 
 def main() -> None:
@@ -274,6 +357,7 @@ def main() -> None:
         "shapes", nargs="*", default=DEFAULT, help=f"of {', '.join(SHAPES)}; default: three"
     )
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--lora", type=int, nargs="+", default=[0])
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
@@ -292,31 +376,53 @@ def main() -> None:
         f"{'shape':>13} {'params':>8} {'step':>8} {'min-max':>15} {'sampling':>9} {'update':>8}",
         f"{'compile':>8} {'computed':>9} {'peak GiB':>9}",
     )
-    for name, rank in itertools.product(options.shapes, options.lora):
-        command = [
-            sys.executable,
-            __file__,
-            name,
-            "--one",
-            "--repeats",
-            str(options.repeats),
-            "--dtype",
-            options.dtype,
-            "--lora",
-            str(rank),
-        ]
-        # as `shoal train` sets it (decision 0003)
-        env = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", **os.environ}
-        out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env).stdout
-        row = json.loads(out.splitlines()[-1])
-        spread = f"{row['fastest']:.2f}-{row['slowest']:.2f}"
-        label = f"{name} r{rank}" if rank else name
-        print(
-            f"{label:>13} {row['parameters'] / 1e6:7.1f}M {row['step']:8.3f} {spread:>15} "
-            f"{row['sampling']:9.3f} {row['update']:8.3f} {row['compile']:8.2f} "
-            f"{row['computed']:8.2f}x {row['peak_gib']:9.2f}",
-            flush=True,
-        )
+    shapes = list(itertools.product(options.shapes, options.lora))
+    ratios: dict[tuple[str, int], list[float]] = {shape: [] for shape in shapes}
+    for _ in range(options.turns):
+        first = None
+        for name, rank in shapes:
+            row = measured_apart(name, rank, options)
+            first = first or row
+            ratios[name, rank].append(row["step"] / first["step"])
+            spread = f"{row['fastest']:.2f}-{row['slowest']:.2f}"
+            print(
+                f"{label(name, rank):>13} {row['parameters'] / 1e6:7.1f}M {row['step']:8.3f} "
+                f"{spread:>15} {row['sampling']:9.3f} {row['update']:8.3f} {row['compile']:8.2f} "
+                f"{row['computed']:8.2f}x {row['peak_gib']:9.2f}",
+                flush=True,
+            )
+    if options.turns > 1:
+        for name, rank in shapes[1:]:
+            of_turns = sorted(ratios[name, rank])
+            median = of_turns[len(of_turns) // 2]
+            print(
+                f"{label(name, rank)}: a step takes {median:.2f} times that of {label(*shapes[0])} "
+                f"({of_turns[0]:.2f}-{of_turns[-1]:.2f} in {options.turns} turns)"
+            )
+
+
+def label(name: str, rank: int) -> str:
+    return f"{name} r{rank}" if rank else name
+
+
+def measured_apart(name: str, rank: int, options: argparse.Namespace) -> dict[str, float]:
+    """One shape's figures, measured in a process of its own."""
+    command = [
+        sys.executable,
+        __file__,
+        name,
+        "--one",
+        "--repeats",
+        str(options.repeats),
+        "--dtype",
+        options.dtype,
+        "--lora",
+        str(rank),
+    ]
+    # as `shoal train` sets it (decision 0003)
+    env = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", **os.environ}
+    out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env).stdout
+    return json.loads(out.splitlines()[-1])
 
 
 if __name__ == "__main__":

@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from small import LLAMA2, ON_POLICY, batches, learner, random_groups, random_parameters, roles
 
+from shoal.mesh import Role
 from shoal.model.architecture import Experts, Layer
+from shoal.model.mixing import row_mixing
 from shoal.model.parameters import shardings
-from shoal.model.transformer import Model
+from shoal.model.transformer import Model, forward
 from shoal.runs.metrics import MetricSet
 from shoal.trainer.loss import LOAD, batch_loss
 from shoal.trainer.step import put_batch
@@ -62,6 +65,26 @@ def test_an_update_sums_the_loads_of_its_micro_batches():
     assert total is not None
     loads, _ = jax.device_get(total.sums[LOAD])
     np.testing.assert_array_equal(loads, expected)
+
+
+def test_training_has_blocks_of_two_sizes_and_sampling_of_one():
+    """Scoring and update have one form, so that their log-probs are equal."""
+    where = roles()
+    numbers = jnp.arange(64)[None]
+    parameters = random_parameters(MOE)
+
+    def num_loops(role: Role) -> int:
+        model = Model(MOE, role)
+
+        def hidden(tokens: jax.Array) -> jax.Array:
+            mixing = row_mixing(model, tokens * 0 + 1, tokens * 0, numbers)
+            out, _ = forward(model, parameters, tokens, numbers, mixing)
+            return out
+
+        return str(jax.make_jaxpr(hidden)(numbers)).count(" while[")
+
+    assert num_loops(where.sampler) == 2  # one in each layer with experts
+    assert num_loops(where.trainer) == num_loops(replace(where.trainer, name="reference")) == 4
 
 
 def test_figures_of_loads_are_means_over_layers():

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from shoal.model.activations import ACTIVATIONS
 from shoal.model.architecture import Layer
 from shoal.model.compiler_habits import Habits, gated, habits_of, split_product
-from shoal.model.experts import experts_product, route
+from shoal.model.experts import experts_product, form_of, route
 from shoal.model.linear import Cast, linear
 from shoal.model.norms import layer_norm
 from shoal.model.parameters import Block, ExpertWeights, LayerInputWeights
@@ -228,8 +228,7 @@ def _of_experts(model: Model, w: ExpertWeights, h: jax.Array) -> tuple[jax.Array
             jax.lax.collapse(weights, 0, 2),
             kernels,
             ACTIVATIONS[a.activation],
-            # The form of `ragged_dot` on CPU multiplies all tokens by all experts.
-            form="blocks" if model.role.platform == "cpu" else "ragged",
+            form_of(model.role),
         )
         return out.reshape(h.shape)
 

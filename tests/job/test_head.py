@@ -7,25 +7,30 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from tiny_models import write_model
 from tiny_runs import Workshop
 
 from shoal import cli
 from shoal.budget import auto
 from shoal.budget.auto import run_roles
-from shoal.budget.memory import AvailableMemory
+from shoal.budget.memory import AvailableMemory, parameter_count
 from shoal.commands import doctor as doctor_module
 from shoal.config.derived import for_devices, staleness_text
 from shoal.config.merge import compose
+from shoal.config.sections.devices import MeshSection
+from shoal.config.sections.model import LoraSection, ModelSection
 from shoal.job import memory as memory_module
-from shoal.job.head import data_lines, print_head
+from shoal.job.head import data_lines, model_text, print_head
 from shoal.job.job import Job
-from shoal.mesh import available_devices
+from shoal.mesh import available_devices, make_roles
+from shoal.model.transformer import Model
 from shoal.records import ShoalError
 from shoal.report.console import Console
 from shoal.tasks.task import DataReport, Task
 from shoal.trainer.loss import make_objective
-from shoal.weights.source import open_run_model
+from shoal.weights.source import open_run_model, resolve_model
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +163,31 @@ def test_the_head_says_where_the_reference_is(workshop, words, text):
     lines = head_of(workshop, *words.replace("{model}", str(workshop.model)).split())
     [line] = [line for line in lines if line.startswith("devices: ")]
     assert line.endswith(f"; {text}")
+
+
+@pytest.mark.parametrize(
+    ("targets", "text"),
+    [
+        (["all-linear"], "(experts have none: name experts.gate_up_proj, experts.down_proj in "),
+        (["q_proj", "experts.down_proj"], ""),
+    ],
+)
+def test_the_head_says_what_of_a_model_with_experts_a_token_has(tmp_path, targets, text):
+    folder = write_model(tmp_path, "qwen3_moe")
+    section = ModelSection(path=str(folder), lora=LoraSection(rank=2, targets=tuple(targets)))
+    source = resolve_model(section)
+    role = make_roles(MeshSection()).trainer
+    model = Model(source.architecture, role, np.dtype(np.float32))
+    line = model_text(section, source, model)
+    # two of four experts are idle, in two layers
+    idle = 2 * 2 * 3 * 24 * source.architecture.hidden_size
+    size = parameter_count(source.architecture.base)
+    assert f"(qwen3_moe), {size:,} parameters, of which a token has {size - idle:,}, fl" in line
+    assert ("experts have none" in line) == bool(text) and text in line
+    other = ModelSection(path=str(write_model(tmp_path / "other", "qwen3")))
+    source = resolve_model(other)
+    line = model_text(other, source, replace(model, architecture=source.architecture))
+    assert "a token has" not in line and "experts" not in line
 
 
 @pytest.mark.parametrize(

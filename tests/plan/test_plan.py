@@ -58,7 +58,7 @@ from shoal.config.train import Config
 from shoal.job.memory import job_budget
 from shoal.mesh import make_mesh
 from shoal.mesh.accelerators import ACCELERATORS, calibrated, read_calibration
-from shoal.model.architecture import Architecture, Layer
+from shoal.model.architecture import Architecture, Experts, Layer
 from shoal.model.families import config_of
 from shoal.model.flops import forward_flops
 from shoal.model.published import model_named
@@ -890,6 +890,34 @@ def test_the_floor_of_decoding_reads_weights_and_live_keys_for_each_token(
     keys = heads * (8 * 64 + 16 * 32)
     assert decode.floor_seconds == pytest.approx(tokens * (weights + keys) / 4.8e12)
     assert 0.0 < update.floor_seconds < decode.floor_seconds
+
+
+def test_the_floor_of_decoding_leaves_out_experts_that_no_token_has(tmp_path, planned):
+    """Four tokens with 2 of 8 experts each have 8 (1 - (3/4)^4) of them in the mean; with 256 slots
+    hardly one is idle."""
+    a = replace(
+        QWEN3,
+        num_layers=2,
+        layers=(Layer(feed_forward="experts"),),
+        experts=Experts(num_experts=8, experts_per_token=2, intermediate_size=24),
+    )
+    model = replace(write_model(tmp_path, a), dtype="bfloat16")
+    unread = []
+    for slots in (4, 256):
+        job = planned(
+            Config(
+                model=model,
+                sampling=replace(SAMPLING, slots_per_device=slots),
+                batch=replace(BATCH, prompts_per_step=slots // BATCH.group_size),
+                mesh=MeshSection(trainer="1"),
+                train=TrainSection(pass_k=0),
+            )
+        )
+        assert job.engines["training"].num_rows == slots // BATCH.group_size
+        unread.append(job.programs()["decode"].unread)
+    of_experts = 2 * a.num_layers * 8 * 3 * a.hidden_size * 24
+    assert unread[0] == pytest.approx(of_experts * 0.75**4)
+    assert unread[1] < 1e-9 * of_experts
 
 
 @pytest.mark.parametrize(("pages", "block"), [(True, 128), (False, 64)])

@@ -16,7 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from shoal.budget.budget import Budget, held_phase
-from shoal.budget.memory import AvailableMemory, available_memory, parameter_count
+from shoal.budget.memory import (
+    AvailableMemory,
+    active_parameter_count,
+    available_memory,
+    parameter_count,
+)
 from shoal.checks.inputs import set_sizes
 from shoal.checks.reward import ModelText, model_text_maker, probe, reward_findings, score_text
 from shoal.checks.settings import check_lr_for_size
@@ -235,7 +240,11 @@ def check_weights(job: Job, parameters: Params) -> bool:
         )
         return False
     size = sum(leaf.size for leaf in jax.tree.leaves(parameters))
-    check.ok(f"{size / 1e6:.1f}M parameters, all finite")
+    active = active_parameter_count(job.model.architecture)
+    of_a_token = ""
+    if active < size:
+        of_a_token = f", of which a token has {active / 1e6:.1f}M"
+    check.ok(f"{size / 1e6:.1f}M parameters{of_a_token}, all finite")
     return True
 
 

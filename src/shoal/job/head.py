@@ -5,7 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shoal.budget.memory import parameter_count, reference_architecture
+from shoal.budget.memory import (
+    active_parameter_count,
+    parameter_count,
+    reference_architecture,
+)
 from shoal.budget.shapes import micro_batch_shapes
 from shoal.budget.slots import slots_text
 from shoal.checks.inputs import devices_text
@@ -15,6 +19,7 @@ from shoal.config.sections.model import ModelSection
 from shoal.config.train import Config
 from shoal.findings import Findings
 from shoal.job.job import Job
+from shoal.model.architecture import EXPERT_PRODUCTS
 from shoal.model.attention.selector import attention_kind
 from shoal.model.families import read_config
 from shoal.model.transformer import Model
@@ -68,10 +73,14 @@ def print_head(job: Job) -> None:
 
 def model_text(section: ModelSection, loaded: ModelSource, model: Model) -> str:
     """Returns a text like `tiny (llama), 859,392 parameters, float32, from .../assets/tiny`, and
-    how many parameters an adapter trains."""
+    how many parameters an adapter trains. With experts also how many parameters a token has."""
     family = (loaded.config or read_config(loaded.folder)).get("model_type")
     base = parameter_count(model.architecture.base)
-    text = f"{section.path} ({family}), {base:,} parameters, {model.dtype.name}"
+    active = active_parameter_count(model.architecture.base)
+    parameters = f"{base:,} parameters"
+    if active < base:
+        parameters += f", of which a token has {active:,}"
+    text = f"{section.path} ({family}), {parameters}, {model.dtype.name}"
     if str(loaded.folder) != section.path:
         text += f", from {loaded.folder}"
     adapter = model.architecture.adapter
@@ -81,6 +90,9 @@ def model_text(section: ModelSection, loaded: ModelSource, model: Model) -> str:
             f"; LoRA of rank {adapter.rank} trains {trained:,} more, and wants 5 to 10 times the "
             "learning rate of full training"
         )
+        adapts_experts = not set(adapter.targets).isdisjoint(EXPERT_PRODUCTS)
+        if model.architecture.experts and not adapts_experts:
+            text += f" (experts have none: name {', '.join(EXPERT_PRODUCTS)} in model.lora.targets)"
     return text
 
 

@@ -110,7 +110,7 @@ def traced_costs(job: PlannedJob, planned: Planned, traced: Any) -> tuple[float,
     """Returns what is known of a program before it is compiled, for one device: (FLOPs of its
     matrix products, how many of these are in kernels, the least seconds that one run could take).
     The seconds are those of the products at the peak rate or of reading the arguments from memory
-    (weights as often as `weights_read` says, rows that are looked up not at all), whichever take
+    (weights as often as `weights_read` says, without those that are `unread`), whichever take
     longer; 0 if the device is unknown. `traced`: the program as JAX traced it with its
     arguments."""
     # Removes dead code, as a compiler does: our own rule for recomputation (`gated_product`)
@@ -129,7 +129,7 @@ def traced_costs(job: PlannedJob, planned: Planned, traced: Any) -> tuple[float,
     accelerator = job.accelerator
     if accelerator is None:
         return flops, kernel_flops, 0.0
-    weights = planned.weights_read * (bytes_per_device(planned.args) - planned.looked_up)
+    weights = planned.weights_read * (bytes_per_device(planned.args) - planned.unread)
     # 0: unknown; then the arguments by name are read once
     keys = planned.keys_read or bytes_per_device(dict(planned.kwargs))
     peak = accelerator.peaks.get(job.model.dtype.name, math.inf)

@@ -50,7 +50,13 @@ from shoal.model.attention.selector import attention_kind, by_pages, decodes_by_
 from shoal.model.flops import model_flops
 from shoal.model.layers import stacked_blocks
 from shoal.model.linear import Quantised
-from shoal.model.parameters import Parameters, param_shapes, param_specs, trained_specs
+from shoal.model.parameters import (
+    ExpertWeights,
+    Parameters,
+    param_shapes,
+    param_specs,
+    trained_specs,
+)
 from shoal.model.recurrence import StateCache
 from shoal.model.transformer import Model
 from shoal.records import ShoalError
@@ -79,7 +85,8 @@ class Planned:
     kernel_share: float | None = None  # of what a kernel declares, what it computes; None: unknown
     batch_bytes: int = 0  # on a device, of arguments that no role's items contain
     weights_read: float = 1.0  # how often one run of the program reads the weights
-    looked_up: int = 0  # on a device, bytes of weights of which it reads only single rows
+    # on a device, bytes of weights that it does not read, like embeddings but for single rows
+    unread: float = 0.0
     keys_read: float = 0.0  # on a device, bytes of keys and values that it reads
 
 
@@ -250,10 +257,15 @@ class PlannedJob:
         of_layers = 0
         if parameters.layer_embedding is not None:
             of_layers = bytes_per_device(parameters.layer_embedding.tokens)
-        looked_up = {"embed": embedding + of_layers, "decode": of_layers, "enter": of_layers}
+        unread: dict[str, float] = {
+            "embed": embedding + of_layers,
+            "decode": of_layers,
+            "enter": of_layers,
+        }
         if parameters.lm_head is not None:
-            looked_up["decode"] += embedding
-            looked_up["enter"] += embedding
+            unread["decode"] += embedding
+            unread["enter"] += embedding
+        unread["decode"] += _idle_expert_bytes(engine, parameters)
         planned = {}
         for name, calls in runs.items():
             if not calls:
@@ -266,7 +278,7 @@ class PlannedJob:
                     args,
                     arrays,
                     runs=calls * times,
-                    looked_up=looked_up.get(program_name, 0),
+                    unread=unread.get(program_name, 0.0),
                     **loops.get(step_of(program_name), {}),
                 )
         all_layers = range(engine.model.architecture.num_layers)
@@ -663,3 +675,23 @@ class PlannedJob:
 
 _NO_TOKENIZER: Any = SimpleNamespace(eos_ids=(0,), decode=None)
 """Stands in for a tokenizer, because costs do not depend on which tokens end a completion."""
+
+
+def _idle_expert_bytes(engine: Engine, parameters: Parameters) -> float:
+    """Returns the bytes, on a device, of the experts that no token of a step of decoding has. Of E
+    experts, of which each token has k, n tokens in all slots of a replica have E (1 - (1 - k/E)^n)
+    different ones in the mean, if each expert is chosen as often as the others."""
+    experts = engine.model.architecture.experts
+    if experts is None:
+        return 0.0
+
+    def is_experts(node: Any) -> bool:
+        return isinstance(node, ExpertWeights)
+
+    num_bytes = 0
+    for node in jax.tree.leaves(parameters.blocks, is_leaf=is_experts):
+        if is_experts(node):
+            num_bytes += bytes_per_device((node.gate, node.up, node.down))
+    tokens = engine.replica_rows * engine.siblings
+    idle_share = (1 - experts.experts_per_token / experts.num_experts) ** tokens
+    return num_bytes * idle_share

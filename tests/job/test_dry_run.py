@@ -4,15 +4,21 @@ same error."""
 from __future__ import annotations
 
 import json
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
-from tiny_models import write_model_with_tokenizer
+from tiny_models import FAMILIES, write_model_with_tokenizer
 from tiny_runs import Workshop
 
 from shoal import cli
 from shoal.job.job import Job
+from shoal.weights import hub as hub_files
 
 
 def error_of(capsys: pytest.CaptureFixture[str], words: list[str], code: int = 2) -> str:
@@ -255,6 +261,72 @@ def test_a_dry_run_reads_the_cached_config_of_a_hub_id_and_downloads_nothing(
             == code
         )
         assert part in capsys.readouterr().err
+
+
+@pytest.fixture
+def remote_config(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, bytes]]:
+    """The files of a stand-in for the hub on this machine, by path; with each that was asked for
+    comes a token."""
+    files: dict[str, bytes] = {}
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            content = files.get(self.path)
+            allowed = self.headers["Authorization"] == "Bearer secret"
+            self.send_response(200 if content is not None and allowed else 404)
+            self.end_headers()
+            self.wfile.write(content or b"")
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("HF_TOKEN", "secret")
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        yield files
+        server.shutdown()
+        thread.join()
+
+
+GEMMA = {"model_type": "gemma9", "text_config": {"model_type": "gemma9_text"}}
+PACKED = {**FAMILIES["llama3"], "quantization_config": {"quant_method": "gptq"}}
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "part"),
+    [
+        (GEMMA, 2, "org/model: model_type is 'gemma9'; supported are llama"),
+        (PACKED, 2, "org/model/config.json: the weights are quantised by quant_method gptq"),
+        (FAMILIES["llama3"], 0, "org/model is not on this machine, and so not checked"),
+        ("no mapping", 0, "org/model is not on this machine, and so not checked"),
+        (None, 0, "org/model is not on this machine, and so not checked"),
+    ],
+)
+def test_a_dry_run_reads_the_config_of_a_model_on_the_hub(
+    tmp_path: Path, capsys, monkeypatch, remote_config, content, code: int, part: str
+):
+    """And refuses its family before weights are downloaded; the cache gets nothing."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    if content is not None:
+        remote_config["/org/model/resolve/main/config.json"] = json.dumps(content).encode()
+    runs = f"base_output_directory={tmp_path / 'runs'}"
+    assert cli.main(["train", "model=org/model", runs, "--dry-run"]) == code
+    printed = capsys.readouterr()
+    assert part in (printed.err if code else printed.out)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_hub_that_cannot_be_reached_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub_files, "CONFIG_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # accepts connections, and never writes
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        assert hub_files.config_on_hub("org/model") is None
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert hub_files.config_on_hub("org/model") is None
 
 
 def cached(hub: Path, name: str, make) -> Path:

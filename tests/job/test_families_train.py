@@ -18,6 +18,7 @@ from tiny_runs import Workshop, by_path, checkpoints, groups, metrics, same_bits
 from turn_runs import TurnWorkshop, calling
 
 from shoal import cli
+from shoal.model.architecture import EXPERT_PRODUCTS
 from shoal.model.families import architecture_of
 from shoal.model.parameters import initialise
 from shoal.runs.metrics import is_clock
@@ -83,7 +84,10 @@ def test_twenty_steps_are_finite_and_a_resumed_run_has_the_same_bits(workshop):
 
 @pytest.mark.slow
 def test_an_adapter_is_trained_and_exported(workshop, tmp_path):
-    run = workshop.train("adapter", "steps=3", "model.lora.rank=2")
+    words = ["model.lora.rank=2"]
+    if architecture_of(workshop.model).experts:
+        words.append(f"model.lora.targets=[all-linear,{','.join(EXPERT_PRODUCTS)}]")
+    run = workshop.train("adapter", "steps=3", *words)
     steps = metrics(run)
     assert all(step["grad_norm"] > 0 for step in steps)
     out = tmp_path / "adapter"

@@ -877,6 +877,35 @@ def test_a_probe_has_the_log_probs_of_the_tokens_that_a_server_would_sample(para
     np.testing.assert_allclose(probe.logprobs, whole[np.arange(7), ids[1:]], atol=2e-6)
 
 
+@pytest.mark.parametrize("starts", [False, True])
+def test_an_adapter_has_the_names_of_the_class_that_servers_load(tmp_path: Path, starts: bool):
+    """That of a base for several kinds of input; one that is written here without its files is a
+    text model."""
+    a = replace(QWEN3, adapter=Adapter(2, 4.0, ("q_proj", "down_proj")))
+    model = Model(a, roles().trainer, dtype=np.dtype(np.float32))
+    trained = select(trained_specs(a), random_parameters(a))
+    (tmp_path / "source").mkdir()
+    config = {"model_type": "gemma3"}
+    with closing(
+        FolderStore(
+            tmp_path,
+            model,
+            tmp_path / "source",
+            config,
+            lambda whole: np.zeros(3),
+            adapters=True,
+            starts=starts,
+        )
+    ) as made:
+        version = made.put(3, trained)
+        assert isinstance(version, FolderVersion)
+        names = read_header(version.folder / peft.WEIGHTS)
+        place = "model.layers." if starts else "model.language_model.layers."
+        assert names and all(name.startswith(f"base_model.model.{place}") for name in names)
+        assert peft.read_adapter(version.folder, QWEN3) == a.adapter
+        assert same(peft.load(version.folder, a, model.role, np.float32), trained)
+
+
 def test_an_adapter_alone_is_a_folder_of_pefts_on_a_base_that_is_written_once(tmp_path: Path):
     a = replace(QWEN3, adapter=Adapter(2, 4.0, ("q_proj", "down_proj")))
     model, params = Model(a, roles().trainer, dtype=np.dtype(np.float32)), random_parameters(a)

@@ -40,11 +40,11 @@ from shoal.config.sections.model import LoraSection, ModelSection
 from shoal.config.train import Config
 from shoal.mesh import Role
 from shoal.model import adapters
-from shoal.model.architecture import Adapter, Architecture, Layer
+from shoal.model.architecture import EXPERT_PRODUCTS, Adapter, Architecture, Layer
 from shoal.model.attention import selector
 from shoal.model.block import _heads
 from shoal.model.compiler_habits import PLAIN, gated_product, products_joined
-from shoal.model.families import architecture_of
+from shoal.model.families import MULTIMODAL, architecture_of
 from shoal.model.flops import model_flops
 from shoal.model.layers import by_layer
 from shoal.model.linear import Adapted, Biased, Quantised, linear, quantise
@@ -508,6 +508,29 @@ def test_a_target_covers_the_layers_that_have_the_product(targets, names):
     assert set(adapters.make_adapter(HYBRID, 2, 4.0, targets, False).targets) == names
 
 
+@pytest.mark.parametrize(
+    "targets",
+    [
+        [r"model\.language_model\..*\.(q|v)_proj"],
+        [r"(.*?)language_model.*self_attn.*(q_proj|v_proj)"],
+        [
+            "language_model.model.layers.3.self_attn.q_proj",
+            "model.language_model.layers.3.self_attn.v_proj",
+        ],
+    ],
+)
+def test_targets_may_have_the_names_of_a_class_for_several_kinds_of_input(targets):
+    assert adapters.make_adapter(HYBRID, 2, 4.0, targets, False).targets == ("q_proj", "v_proj")
+
+
+def test_a_target_of_towers_alone_is_left_out():
+    towers = ["model.vision_tower.encoder.layers.0.self_attn.out_proj", "model.visual.blocks.0.qkv"]
+    one = adapters.make_adapter(HYBRID, 2, 4.0, ["q_proj", "qkv"], False, towers)
+    assert one.targets == ("q_proj",)
+    with pytest.raises(ShoalError, match=r"targets=qkv: none of these is a product of the text"):
+        adapters.make_adapter(HYBRID, 2, 4.0, ["qkv"], False, towers)
+
+
 def test_of_layers_that_have_a_product_none_is_left_out():
     for target in ("model.layers.0.linear_attn.out_proj", r".*\.[13]\..*"):
         with pytest.raises(ShoalError, match="in only some of the layers that have it"):
@@ -526,25 +549,57 @@ def test_products_of_one_number_a_head_do_not_bound_the_rank():
         adapters.make_adapter(HYBRID, 0, 4.0, ["in_proj_a"], False)
 
 
+EXPERTS = list(EXPERT_PRODUCTS)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-@pytest.mark.parametrize("name", ["qwen3_5_text", "gemma3_text"])
-def test_an_adapter_on_several_kinds_of_layers_is_pefts(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("qwen3_5_text", []),
+        ("gemma3_text", []),
+        ("qwen3_5", []),
+        ("gemma3", []),
+        ("qwen3_5_moe", []),
+        ("qwen3_5_moe", EXPERTS),
+        ("gpt_oss", []),
+        ("gpt_oss", EXPERTS),
+        ("qwen3_moe", []),
+        ("qwen3_moe", EXPERTS),
+        ("mixtral", EXPERTS),
+    ],
+)
+def test_an_adapter_on_several_kinds_of_layers_is_pefts(name, parameters, tmp_path):
     """PEFT's choice of all linear products, its names, and its files in both directions: logits are
-    those of its model."""
+    those of its model, in each class that transformers has for these files. That of a class for
+    several kinds of input has an adapter on its tower, too."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("peft")
     from family_checkpoints import load_theirs, write_checkpoint
     from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM
 
     folder = write_checkpoint(tmp_path / "base", name)
     base = architecture_of(folder)
+    torch.manual_seed(3)
+    modules: str | list[str] = "all-linear"
+    if name in ("qwen3_moe", "mixtral"):
+        # PEFT 0.21 takes their routers and experts, too, these at another rank.
+        modules = ["q_proj", "k_proj", "v_proj", "o_proj"]
     theirs = get_peft_model(
         load_theirs(folder, name),
-        LoraConfig(r=2, lora_alpha=6, target_modules="all-linear", init_lora_weights=False),
+        LoraConfig(
+            r=2,
+            lora_alpha=2,
+            target_modules=modules,
+            target_parameters=parameters or None,
+            init_lora_weights=False,
+        ),
     )
     theirs.save_pretrained(str(tmp_path / "theirs"))
-    ours = adapters.make_adapter(base, 2, 6.0, ["all-linear"], False)
+    ours = adapters.make_adapter(base, 2, 2.0, ["all-linear", *parameters], False)
+    assert set(parameters) == set(ours.targets) & set(EXPERT_PRODUCTS)
     a = replace(base, adapter=ours)
     assert peft.read_adapter(tmp_path / "theirs", base) == ours
     loaded = joined(
@@ -552,12 +607,38 @@ def test_an_adapter_on_several_kinds_of_layers_is_pefts(name, tmp_path):
         as_frozen(a, huggingface.load(folder, base, ROLE, jnp.float32)),
     )
     tokens = np.arange(1, 40, dtype=np.int32)
-    expected = theirs(torch.tensor(tokens)[None]).logits[0].detach().numpy()
+
+    def logits_of(model: Any) -> np.ndarray:
+        with torch.no_grad():
+            return model(torch.tensor(tokens)[None]).logits[0].numpy()
+
+    expected = logits_of(theirs)
     assert relative(shoal_logits(a, loaded, tokens), expected) < 1e-5
-    peft.save(tmp_path / "ours", select(trained_specs(a), loaded), a, str(folder), folder)
-    again = PeftModel.from_pretrained(load_theirs(folder, name), str(tmp_path / "ours"))
-    found = again(torch.tensor(tokens)[None]).logits[0].detach().numpy()
-    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert relative(logits_of(load_theirs(folder, name)), expected) > 0.05
+    is_multimodal = name in MULTIMODAL
+    assert bool(peft.notes(tmp_path / "theirs")) == is_multimodal
+    peft.save(
+        tmp_path / "ours",
+        select(trained_specs(a), loaded),
+        a,
+        str(folder),
+        folder,
+        is_multimodal=is_multimodal,
+    )
+    assert peft.read_adapter(tmp_path / "ours", base) == ours
+    again = peft.load(tmp_path / "ours", a, ROLE, jnp.float32)
+    assert same_bits(by_path(again), by_path(select(trained_specs(a), loaded)))
+    causal = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
+    for model in (load_theirs(folder, name), causal):
+        renamed = {}
+        if is_multimodal and type(model).__name__.endswith("ForCausalLM"):
+            renamed = {"model.language_model": "model"}  # as docs/lora.md says
+        adapted_model = PeftModel.from_pretrained(
+            model, str(tmp_path / "ours"), key_mapping=renamed or None
+        )
+        assert relative(logits_of(adapted_model), expected) < 1e-5
 
 
 def test_targets_may_name_the_product_of_each_layer_in_full(base):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from small import LLAMA2, random_parameters, roles, shoal_logits
 
-from shoal.model.adapters import merge
+from shoal.model.adapters import make_adapter, merge
 from shoal.model.architecture import EXPERT_PRODUCTS, Adapter, Architecture, Experts, Layer
 from shoal.model.linear import Quantised
 from shoal.model.parameters import (
@@ -174,6 +175,70 @@ def test_an_adapter_on_experts_has_the_tensors_of_pefts_param_wrapper(tmp_path, 
     again = peft.load(tmp_path / "adapter", a, roles().trainer, np.float32)
     for mine, theirs in zip(jax.tree.leaves(again), jax.tree.leaves(adapter), strict=True):
         np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("targets", "chosen"),
+    [
+        (["all-linear"], {"q_proj", "k_proj", "v_proj", "o_proj", GATE, UP, DOWN}),
+        # of the layer without experts
+        ([DOWN], {DOWN}),
+        ([r".*mlp\..*"], {GATE, UP, DOWN}),
+        (["experts.down_proj"], {EXPERT_PRODUCTS[1]}),
+        ([r".*\.experts\..*", "q_proj"], {"q_proj", *EXPERT_PRODUCTS}),
+    ],
+)
+def test_experts_have_an_adapter_where_a_target_says_so(targets, chosen):
+    """For PEFT they are parameters, and its all-linear means modules."""
+    assert set(make_adapter(MOE, 2, 4.0, targets, False).targets) == chosen
+
+
+def test_a_shared_experts_gate_is_a_linear_module():
+    a = replace(MOE, layers=MOE.layers[:1], experts=replace(EXPERTS, shared_size=8))
+    adapter = make_adapter(a, 2, 4.0, ["all-linear"], False)
+    assert "shared_expert_gate" in adapter.targets
+    adapted_gate = param_specs(replace(a, adapter=adapter, quantised="int8"))
+    gate = jax.tree.leaves(adapted_gate.blocks.experts.shared_gate)
+    assert [spec.trained for spec in gate] == [False, True, True]
+    assert not any(spec.dtype for spec in gate)  # not in 8 bits
+
+
+@pytest.mark.parametrize("name", ["down_proj", "experts.down_proj", "mlp.experts.down_proj"])
+def test_target_parameters_of_peft_are_the_ends_of_names(tmp_path, name):
+    peft.write_config(tmp_path, Adapter(3, 6.0, ("q_proj", "experts.down_proj")), "base")
+    config = json.loads((tmp_path / peft.CONFIG).read_text())
+    assert config["target_modules"] == ["q_proj"]
+    config["target_parameters"] = [name]
+    (tmp_path / peft.CONFIG).write_text(json.dumps(config))
+    assert peft.read_adapter(tmp_path, MOE).targets == ("q_proj", "experts.down_proj")
+
+
+@pytest.mark.parametrize("beginning", ["model.language_model.", "language_model.model."])
+def test_an_adapter_of_a_class_for_several_kinds_of_input_is_read(tmp_path, beginning):
+    """Its names begin otherwise, and it may have tensors on towers, whose names end alike."""
+    a = adapted(MOE, "q_proj", *EXPERT_PRODUCTS)
+    adapter = select(trained_specs(a), random_parameters(a))
+    (tmp_path / "tokenizer").mkdir()
+    folder = tmp_path / "adapter"
+    peft.save(folder, adapter, a, "base", tmp_path / "tokenizer", is_multimodal=True)
+    assert peft.read_adapter(folder, MOE) == a.adapter and peft.notes(folder) == []
+    tensors = {}
+    for name, tensor in load_file(folder / peft.WEIGHTS).items():
+        assert name.startswith("base_model.model.model.language_model.layers.")
+        tensors[name.replace("model.language_model.", beginning)] = tensor
+    for matrix in "AB":
+        name = f"base_model.model.model.visual.blocks.0.attn.qkv.lora_{matrix}.weight"
+        tensors[name] = np.ones((3, 3), np.float32)
+    save_file(tensors, folder / peft.WEIGHTS)
+    config = json.loads((folder / peft.CONFIG).read_text())
+    config["target_modules"] = ["q_proj", "qkv"]
+    (folder / peft.CONFIG).write_text(json.dumps(config))
+    assert peft.read_adapter(folder, MOE) == a.adapter
+    again = peft.load(folder, a, roles().trainer, np.float32)
+    for mine, theirs in zip(jax.tree.leaves(again), jax.tree.leaves(adapter), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    (note,) = peft.notes(folder)
+    assert "has 2 tensors on towers, as model.visual.blocks.0.attn.qkv.lora_A.weight" in note
 
 
 def test_an_adapter_on_experts_computes_as_the_merged_weights():

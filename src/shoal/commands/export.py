@@ -52,6 +52,7 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
         if config.merge and not architecture.adapter:
             raise ShoalError(f"merge=true: {config.source} has no adapter; leave merge out")
         adapter_alone = architecture.adapter is not None and not config.merge
+        described = model.config or read_config(model.folder)
         itemsize = np.dtype(jnp.dtype(config.dtype)).itemsize  # bytes of a weight in the files
         if adapter_alone:
             num_bytes = (
@@ -63,12 +64,19 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
             )
             adapter = model.read_adapter(role, np.float32, 0)  # 0: the seed, not used
             with explain_write_errors(to, "to"):
-                peft.save(to, adapter, architecture, model.base, model.folder, config.dtype)
+                peft.save(
+                    to,
+                    adapter,
+                    architecture,
+                    model.base,
+                    model.folder,
+                    config.dtype,
+                    is_multimodal(described),
+                )
         else:
             num_bytes = parameter_count(architecture.base) * itemsize
             console.note(f"reads {config.source}; writes {gib(num_bytes)} as {config.dtype}")
             origin = model.origin()
-            described = model.config or read_config(model.folder)
             if origin is None and is_multimodal(described):
                 console.note(
                     f"the weights that {config.source} began with are not here, and with them the "

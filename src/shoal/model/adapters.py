@@ -4,7 +4,7 @@ weights."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from shoal.mesh import Role
-from shoal.model.architecture import Adapter, Architecture
+from shoal.model.architecture import EXPERT_PRODUCTS, Adapter, Architecture
 from shoal.model.layers import stacked_blocks
 from shoal.model.linear import Adapted
 from shoal.model.parameters import (
+    TEXT_MODEL,
+    TEXT_MODELS_WITHIN,
     ExpertWeights,
     Parameters,
     ParamSpec,
@@ -27,11 +29,17 @@ from shoal.records import ShoalError
 from shoal.text import did_you_mean
 
 ALL = "all-linear"
-"""PEFT's name for all matrices of a layer."""
+"""PEFT's name for all linear modules of a layer. The parameters that hold all experts of a layer
+are none."""
 
 
 def make_adapter(
-    a: Architecture, rank: int, alpha: float, targets: Sequence[str], rslora: bool
+    a: Architecture,
+    rank: int,
+    alpha: float,
+    targets: Sequence[str],
+    rslora: bool,
+    passed_over: Sequence[str] = (),
 ) -> Adapter:
     """Returns the adapter that these settings mean for an architecture. ShoalError if a target
     matches no product, or a product in only some of the layers that have it, or if the rank is too
@@ -39,8 +47,12 @@ def make_adapter(
 
     `targets`, of which there is at least one, are names of products (q_proj, ...), ends of their
     paths (self_attn.q_proj), one regular expression over whole paths (`.*_attn\\.(q|v)_proj`), or
-    `all-linear`. The adapter's own targets are names of products, in the model's order; `rank`,
-    `alpha` and `rslora` are its fields as they are.
+    `all-linear`. Only a target with `experts` in it means experts (EXPERT_PRODUCTS). A path may
+    begin as in a class for several kinds of input. Targets that mean nothing but modules in
+    `passed_over`, paths of what is not read of such a class, are left out.
+
+    The adapter's own targets are names of products, in the model's order; `rank`, `alpha` and
+    `rslora` are its fields as they are.
     """
     paths = _paths_by_layer(a)
     covered: dict[str, set[int]] = {}  # product -> layers in which it has an adapter
@@ -53,10 +65,10 @@ def make_adapter(
                 is_known = True
                 covered[name] = covered.get(name, set()) | layers
                 named_by[name] = target
-        if not is_known:
+        if not is_known and not any(_is_meant(target, path) for path in passed_over):
             raise ShoalError(
                 f"model.lora.targets={target}: no product of the model is called so; it has "
-                f"{', '.join(paths)}, and {ALL} for all of them{did_you_mean(target, list(paths))}"
+                f"{', '.join(paths)}, and {_all_text(paths)}{did_you_mean(target, list(paths))}"
             )
     # PEFT lists the product of each layer in full if an adapter has fewer than 20: together these
     # may be all layers.
@@ -66,6 +78,11 @@ def make_adapter(
                 f"model.lora.targets={target} is a product in only some of the layers that have "
                 "it: give one of all of them"
             )
+    if not named_by:
+        raise ShoalError(
+            f"model.lora.targets={','.join(targets)}: none of these is a product of the text "
+            f"model, which has {', '.join(paths)}"
+        )
     # in the model's order, which is that of `paths`
     chosen = tuple(name for name in paths if name in named_by)
     limits = _rank_limits(a)
@@ -81,6 +98,13 @@ def make_adapter(
     return Adapter(rank, alpha, chosen, rslora)
 
 
+def _all_text(names: Iterable[str]) -> str:
+    """Returns what `all-linear` means of products with these names, for an error."""
+    if set(names).isdisjoint(EXPERT_PRODUCTS):
+        return f"{ALL} for all of them"
+    return f"{ALL} for all of them but experts"
+
+
 def _product_name(kernel: ParamSpec) -> str:
     """Returns the name of a product, such as "q_proj", from the spec of its kernel."""
     return target_of(kernel.name.removesuffix(".weight"))
@@ -88,12 +112,11 @@ def _product_name(kernel: ParamSpec) -> str:
 
 def _adaptable(a: Architecture) -> list[ParamSpec]:
     """Returns the specs of the kernels that an adapter may be on, each for a stack of layers: of
-    all products but routers and gates of shared experts, whose few columns are no matter."""
+    all products but routers, which are no linear modules."""
     kernels = []
     for block in stacked_blocks(param_specs(a.base).blocks):
         if block.experts is not None:
-            experts = replace(block.experts, router=None, shared_gate=None)
-            block = replace(block, experts=experts)
+            block = replace(block, experts=replace(block.experts, router=None))
         kernels += [spec for spec in jax.tree.leaves(block) if spec.is_product]
     return kernels
 
@@ -141,10 +164,22 @@ def _layers_of(target: str, name: str, by_layer: Mapping[int, Sequence[str]]) ->
 
 
 def _matches(target: str, name: str, path: str) -> bool:
-    """True if a target is `all-linear`, the product's name, the end of its path, or a regular
-    expression that matches its whole path. A target that is no regular expression matches nothing
-    else."""
-    if target in (ALL, name) or path.endswith(f".{target}"):
+    """True if a target means the product `name` with this path. Experts are meant only by a target
+    that says so: PEFT's `target_modules`, with `all-linear` among them, are modules, and in
+    transformers' classes experts are parameters."""
+    if name in EXPERT_PRODUCTS and "experts" not in target:
+        return False
+    if target in (ALL, name):
+        return True
+    within = path.removeprefix(TEXT_MODEL)
+    paths = [path, *(beginning + within for beginning in TEXT_MODELS_WITHIN)]
+    return any(_is_meant(target, one) for one in paths)
+
+
+def _is_meant(target: str, path: str) -> bool:
+    """True if a target is a path, its end, or a regular expression that matches the whole path. One
+    that is no regular expression matches nothing else."""
+    if path == target or path.endswith(f".{target}"):
         return True
     try:
         return re.fullmatch(target, path) is not None

@@ -830,19 +830,18 @@ def architecture_of(folder: str | Path) -> Architecture:
     if there is no such file, if an entry that must be there is missing, if an entry has a wrong
     type or size, or if the model is not supported. An entry that may be missing gets the default of
     transformers. `max_positions` is 0 if the file does not say it."""
-    folder = Path(folder)
-    config = read_config(folder)
-    Entries(folder, config).check_type("quantization_config", dict, "a mapping")
-    a = _architecture(folder, config)
-    # Called for its error alone: weights quantised in an unknown way.
-    quantisation_of(folder)
-    return a
+    return architecture_in(read_config(Path(folder)), str(folder))
 
 
 def architecture_in(config: Mapping[str, Any], where: str) -> Architecture:
     """Returns the architecture that the content of a config.json describes; `where` says in
     messages whose it is. ShoalError like `architecture_of`."""
-    return _architecture(Path(where), config)
+    folder = Path(where)
+    Entries(folder, config).check_type("quantization_config", dict, "a mapping")
+    a = _architecture(folder, config)
+    # Called for its error alone: weights quantised in an unknown way.
+    _quantisation_in(config, folder)
+    return a
 
 
 def _architecture(folder: Path, config: Mapping[str, Any]) -> Architecture:
@@ -948,7 +947,13 @@ def quantisation_of(folder: Path) -> FileQuantisation | None:
     """Returns how a folder's weights are quantised; None if they are not. ShoalError if they are
     quantised in another way than those of `FileQuantisation`, or if the folder has no
     config.json."""
-    config = Entries(folder, read_config(folder))
+    return _quantisation_in(read_config(folder), folder)
+
+
+def _quantisation_in(content: Mapping[str, Any], folder: Path) -> FileQuantisation | None:
+    """Returns how weights are quantised by the content of a config.json; `folder` says in messages
+    whose it is."""
+    config = Entries(folder, content)
     config.check_type("quantization_config", dict, "a mapping")
     quantisation = config.get("quantization_config") or {}
     method = quantisation.get("quant_method")

@@ -269,6 +269,13 @@ class ParamSpec:
 ADAPTER_PREFIX = "base_model.model."
 """Prefix of the names of an adapter's tensors in PEFT's files."""
 
+TEXT_MODEL = "model."
+"""Beginning of the names of a text model's parameters, but for its head."""
+
+TEXT_MODELS_WITHIN = ("model.language_model.", "language_model.model.")
+"""What transformers' classes for several kinds of input have in place of TEXT_MODEL: today, and
+before its version 4.52, with which Gemma 3 was published."""
+
 
 def param_specs(a: Architecture) -> Parameters:
     """Returns every parameter of an architecture: `Parameters` with `ParamSpec` leaves. This is the
@@ -411,7 +418,8 @@ def _expert_specs(a: Architecture, stack: Stack) -> ExpertWeights:
     hidden = a.hidden_size
     inner = sizes.intermediate_size
     router_name, experts_name = _expert_names(a, stack)
-    # Neither the router nor the shared expert's gate is quantised or adapted: they are small.
+    # Neither the router nor the shared expert's gate is quantised: they are small. Nor has the
+    # router an adapter: in transformers' classes it is no linear module.
     of_layer = partial(_layer_spec, a, stack)
     router: Any = of_layer(f"{router_name}.weight", (hidden, sizes.num_experts), ("embed", None))
     router = replace(router, is_product=True)
@@ -420,8 +428,15 @@ def _expert_specs(a: Architecture, stack: Stack) -> ExpertWeights:
         router = Biased(router, bias)
     shared_gate = None
     if sizes.shared_size:
-        shared_gate = of_layer("mlp.shared_expert_gate.weight", (hidden, 1), ("embed", None))
-        shared_gate = replace(shared_gate, is_product=True)
+        shared_gate = _product_specs(
+            replace(a, quantised=""),
+            stack,
+            "mlp.shared_expert_gate",
+            hidden,
+            1,
+            axes=("embed", None),
+            bias=False,
+        )
     product = partial(_product_specs, a, stack, bias=sizes.bias, experts=sizes.num_experts)
     to_inner = partial(product, rows=hidden, columns=inner, axes=("embed", "mlp"))
     return ExpertWeights(

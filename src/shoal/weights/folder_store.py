@@ -13,6 +13,7 @@ import numpy as np
 
 from shoal.files import explain_write_errors, read_json
 from shoal.model import adapters
+from shoal.model.families import is_multimodal
 from shoal.model.parameters import (
     joined,
     param_shapes,
@@ -98,8 +99,19 @@ class FolderStore(FileStore):
         a = self.model.architecture
         whole = joined(params, self._base_params)
         if self.adapters:
+            # A base that is written here without its origin is a text model (`huggingface.save`).
+            is_text = self.starts and self.origin is None
+            config = self.config or read_json(self.source / "config.json")
             with explain_write_errors(self.parent, KEY):
-                peft.save(folder, params, a, str(self.base), self.source, self.model.dtype)
+                peft.save(
+                    folder,
+                    params,
+                    a,
+                    str(self.base),
+                    self.source,
+                    self.model.dtype,
+                    not is_text and is_multimodal(config),
+                )
         else:
             self._save(folder, adapters.merge(a, whole, self.model.role))
         self.num_bytes = sum(file.stat().st_size for file in folder.iterdir())

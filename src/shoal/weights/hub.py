@@ -3,10 +3,15 @@ downloaded."""
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import re
+import threading
+import urllib.request
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from shoal.buckets import is_bucket
 from shoal.chat.tokenizer_files import NAMED_TEMPLATES
@@ -15,6 +20,11 @@ from shoal.records import ShoalError
 from shoal.stop import NotHere
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+
+CONFIG_SECONDS, CONFIG_BYTES = 5.0, 1 << 20
+"""How long a dry run waits for a model's config.json, and how much of it is read; published ones
+have a few kB, and come in a tenth of a second."""
 
 
 PACKAGED = ("tiny", "tiny-tools")
@@ -79,6 +89,35 @@ def cached_folder(path: str) -> Path | None:
         return None
     folder = model / "snapshots" / revision.read_text().strip()
     return folder if (folder / "config.json").is_file() else None
+
+
+def config_on_hub(repository: str) -> dict[str, Any] | None:
+    """Returns the content of a model's config.json on the hub, which is kept nowhere. None if the
+    hub has not answered after CONFIG_SECONDS, or gives none: there may be no such model, or one
+    that HF_TOKEN may not read."""
+    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    address = f"{endpoint.rstrip('/')}/{repository}/resolve/main/config.json"
+    token = os.environ.get("HF_TOKEN")
+    found: list[Any] = []
+
+    def ask() -> None:
+        try:
+            request = urllib.request.Request(address)
+            if token:
+                # not sent on to another address that the hub names
+                request.add_unredirected_header("Authorization", f"Bearer {token}")
+            with urllib.request.urlopen(request, timeout=CONFIG_SECONDS) as answer:
+                found.append(json.loads(answer.read(CONFIG_BYTES)))
+        except (OSError, ValueError, http.client.HTTPException):
+            pass  # whatever the network, the hub or its file has: the run itself will say it
+
+    # A look-up of the hub's name has no limit of its own.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(CONFIG_SECONDS)
+    if found and isinstance(found[0], dict):
+        return found[0]
+    return None
 
 
 def _other_folders() -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal.model.parameters import TEXT_MODEL, TEXT_MODELS_WITHIN
 from shoal.records import ShoalError
 from shoal.text import count
 from shoal.weights.mxfp4 import Mxfp4Tensor
@@ -34,8 +35,7 @@ from shoal.weights.tensor_files import (
 )
 
 BEGINNINGS: Mapping[str, str] = {
-    "model.language_model.": "model.",
-    "language_model.model.": "model.",
+    **dict.fromkeys(TEXT_MODELS_WITHIN, TEXT_MODEL),
     "language_model.lm_head.": "lm_head.",
 }
 """Beginning of a tensor's name in the files of a model for several kinds of input -> that of the
@@ -189,10 +189,10 @@ class Origin:
         """Returns the name in files of a parameter that these files do not have: with the beginning
         that they have in place of `model.`."""
         embedding = self.tensors.get(EMBEDDING)
-        if embedding is None or not name.startswith("model."):
+        if embedding is None or not name.startswith(TEXT_MODEL):
             return name
-        beginning = embedding.name.removesuffix(EMBEDDING.removeprefix("model."))
-        return beginning + name.removeprefix("model.")
+        beginning = embedding.name.removesuffix(EMBEDDING.removeprefix(TEXT_MODEL))
+        return beginning + name.removeprefix(TEXT_MODEL)
 
 
 def parameter_name(name: str) -> str:

@@ -1,9 +1,21 @@
 """Reads and writes adapters (LoRA) in PEFT's format: adapter_config.json,
-adapter_model.safetensors."""
+adapter_model.safetensors.
+
+PEFT names tensors and targets by the modules of the class that holds the base model:
+
+    base                            names in an adapter
+    a text model                    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
+    a text model within a class     base_model.model.model.language_model.layers.0...
+    for several kinds of input      base_model.model.language_model.model.layers.0... (old)
+
+All are read; what is written fits the class that the base's config.json names. Its towers may have
+products of the same names (q_proj), so there the targets are a regular expression.
+"""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +27,20 @@ from shoal.files import move_folder, read_json, scratch_folder, write_text
 from shoal.mesh import Role
 from shoal.model.adapters import make_adapter
 from shoal.model.architecture import EXPERT_PRODUCTS, Adapter, Architecture
-from shoal.model.parameters import ADAPTER_PREFIX, Parameters, initialise_specs, trained_specs
+from shoal.model.parameters import (
+    ADAPTER_PREFIX,
+    TEXT_MODEL,
+    TEXT_MODELS_WITHIN,
+    Parameters,
+    initialise_specs,
+    trained_specs,
+)
 from shoal.records import ShoalError
 from shoal.text import count
 from shoal.weights import huggingface
 from shoal.weights.fused import fused_tensors, with_fused, with_parts
-from shoal.weights.tensor_files import StoredParameter, read_header, write_file
+from shoal.weights.origin import PASSED_OVER, parameter_name
+from shoal.weights.tensor_files import StoredParameter, StoredTensor, read_header, write_file
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -76,8 +96,8 @@ def read_base(folder: Path) -> str:
 
 def read_adapter(folder: Path, a: Architecture) -> Adapter:
     """Reads adapter_config.json, and returns the adapter (rank, alpha, targets; no weights) for a
-    model of architecture `a`. ShoalError if the adapter is not plain LoRA, or does not fit the
-    model."""
+    model of architecture `a`. Targets in the base's towers are left out. ShoalError if the adapter
+    is not plain LoRA, or does not fit the model."""
     config = read_json(folder / CONFIG)
     unsupported = [name for name in REFUSED if config.get(name)]
     # other values change the base's weights when the adapter begins
@@ -95,19 +115,54 @@ def read_adapter(folder: Path, a: Architecture) -> Adapter:
     targets = config.get("target_modules") or ()
     if isinstance(targets, str):
         targets = (targets,)
-    targets = (*targets, *(config.get("target_parameters") or ()))
+    # PEFT takes the end of a parameter's path, so that `down_proj` is one too.
+    parameters = []
+    for name in config.get("target_parameters") or ():
+        parameters.append(name if "experts" in name else f"experts.{name}")
+    passed_over = []
+    if (folder / WEIGHTS).is_file():
+        _, others = _sorted_tensors(folder)
+        passed_over = [name.partition(".lora_")[0] for name in others]
     try:
         return make_adapter(
             a,
             int(config["r"]),
             float(config["lora_alpha"]),
-            tuple(targets),
+            (*targets, *parameters),
             bool(config.get("use_rslora")),
+            passed_over,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ShoalError(
             f"{folder / CONFIG} is no adapter's: r, lora_alpha or target_modules is wrong ({error})"
         ) from error
+
+
+def _sorted_tensors(folder: Path) -> tuple[dict[str, StoredTensor], list[str]]:
+    """Returns (the tensors of an adapter's file by the names that a text model's adapter has, names
+    of those on parts that a text model does not have, without PEFT's prefix)."""
+    tensors: dict[str, StoredTensor] = {}
+    others: list[str] = []
+    for stored_name, tensor in read_header(folder / WEIGHTS).items():
+        name = stored_name.removeprefix(ADAPTER_PREFIX)
+        if name.startswith(PASSED_OVER):
+            others.append(name)
+        else:
+            tensors[ADAPTER_PREFIX + parameter_name(name)] = tensor
+    return tensors, others
+
+
+def notes(folder: Path) -> list[str]:
+    """Returns what a user should know of an adapter's file: that parts of it are passed over."""
+    if not (folder / WEIGHTS).is_file():
+        return []
+    _, others = _sorted_tensors(folder)
+    if not others:
+        return []
+    return [
+        f"the adapter in {folder} has {count(len(others), 'tensor')} on towers, as "
+        f"{others[0]}, which a text does not reach: they are passed over, also in exports"
+    ]
 
 
 def open_tensors(folder: Path, a: Architecture) -> dict[str, StoredParameter]:
@@ -118,7 +173,8 @@ def open_tensors(folder: Path, a: Architecture) -> dict[str, StoredParameter]:
         raise ShoalError(f"{folder} holds no {WEIGHTS}: expected an adapter as PEFT saves it")
     specs = trained_specs(a)
     where = f"{folder} do not fit its {CONFIG} and the model"
-    stored = with_parts(read_header(folder / WEIGHTS), fused_tensors(a, specs), where)
+    tensors, _ = _sorted_tensors(folder)
+    stored = with_parts(tensors, fused_tensors(a, specs), where)
     shapes: dict[str, tuple[int, ...]] = {}
     for spec in jax.tree.leaves(specs):
         for name in spec.names_by_index.values():
@@ -164,9 +220,16 @@ def begin(a: Architecture, role: Role, dtype: Any, seed: int) -> Parameters:
 # Out
 
 
-def write_config(folder: Path, adapter: Adapter, base: str) -> None:
+def write_config(folder: Path, adapter: Adapter, base: str, is_multimodal: bool = False) -> None:
     """Writes `folder`/adapter_config.json with the entries that PEFT writes, in place of one that
-    exists; `base` is the folder or hub id of the frozen model."""
+    exists; `base` is the folder or hub id of the frozen model, `is_multimodal` as in `save`."""
+    modules = [name for name in adapter.targets if name not in EXPERT_PRODUCTS]
+    parameters = [name for name in adapter.targets if name in EXPERT_PRODUCTS]
+    target_modules: list[str] | str = modules
+    if is_multimodal and modules:
+        # The text model's layers alone, also where transformers loads it without its towers.
+        any_of = "|".join(modules)
+        target_modules = rf"model\.(language_model\.)?layers\..*\.({any_of})"
     config = {
         "alpha_pattern": {},
         "base_model_name_or_path": base,
@@ -180,8 +243,8 @@ def write_config(folder: Path, adapter: Adapter, base: str) -> None:
         "peft_type": "LORA",
         "r": adapter.rank,
         "rank_pattern": {},
-        "target_modules": [name for name in adapter.targets if name not in EXPERT_PRODUCTS],
-        "target_parameters": [name for name in adapter.targets if name in EXPERT_PRODUCTS] or None,
+        "target_modules": target_modules,
+        "target_parameters": parameters or None,
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": adapter.rslora,
@@ -196,18 +259,26 @@ def save(
     base: str,
     tokenizer: Path,
     dtype: Any = "float32",
+    is_multimodal: bool = False,
 ) -> None:
     """Writes a folder that `peft.PeftModel.from_pretrained` loads onto the base model, with the
     tokenizer's files. It appears whole at the end; `folder` must be missing or empty. `parameters`
     has the adapter's parameters, and None in place of the base's; `base` is the folder or hub id of
-    the base, `tokenizer` a folder with its files, `dtype` the type of the written weights. OSError
-    if the folder cannot be written; AssertionError if `a` has no adapter."""
+    the base, `tokenizer` a folder with its files, `dtype` the type of the written weights.
+    `is_multimodal`: True if the base's config.json is of a model for several kinds of input.
+    OSError if the folder cannot be written; AssertionError if `a` has no adapter."""
     assert a.adapter
     specs = trained_specs(a)
     parts = huggingface.output_tensors(parameters, specs)
-    tensors = list(with_fused(parts, fused_tensors(a, specs)))
+    tensors = []
+    for tensor in with_fused(parts, fused_tensors(a, specs)):
+        name = tensor.name
+        if is_multimodal:
+            own_name = name.removeprefix(ADAPTER_PREFIX + TEXT_MODEL)
+            name = ADAPTER_PREFIX + TEXT_MODELS_WITHIN[0] + own_name
+        tensors.append(replace(tensor, name=name))
     with scratch_folder(folder) as scratch:
         write_file(scratch / WEIGHTS, tensors, np.dtype(jnp.dtype(dtype)))
-        write_config(scratch, a.adapter, base)
+        write_config(scratch, a.adapter, base, is_multimodal)
         huggingface.copy_tokenizer(tokenizer, scratch)
         move_folder(scratch, folder)

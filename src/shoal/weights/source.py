@@ -41,7 +41,7 @@ from shoal.weights import huggingface, maxtext, peft
 from shoal.weights.checkpoints import FOLDER as CHECKPOINTS
 from shoal.weights.checkpoints import find_checkpoint, load_parameters, read_extra
 from shoal.weights.checksum import types_text, weights_text
-from shoal.weights.hub import HUB_ID, PACKAGED, cached_folder, locate
+from shoal.weights.hub import HUB_ID, PACKAGED, cached_folder, config_on_hub, locate
 from shoal.weights.tensor_files import digests as tensor_digests
 
 MATMUL_PRECISION = "jax_default_matmul_precision"
@@ -270,6 +270,7 @@ def _with_lora(lora: LoraSection, source: ModelSource) -> ModelSource:
         source,
         architecture=with_adapter.architecture,
         read_adapter=with_adapter.read_adapter,
+        notes=(*source.notes, *with_adapter.notes),
         digests=with_adapter.digests,
     )
 
@@ -305,7 +306,8 @@ def check_quantised(section: ModelSection, a: Architecture) -> None:
 def _find_files(path: str, local: Path) -> tuple[Path, tuple[Path, int] | None]:
     """Returns (folder with the model's config and tokenizer files, checkpoint): for a run its model
     folder and (run folder, version); for another model the folder that also has the weights, and
-    None. A model on the hub is downloaded. `local`: where a local folder called `path` would be.
+    None. A model on the hub is downloaded; in a dry run its config.json alone is read, if the hub
+    can be reached, before NotHere is raised. `local`: where a local folder called `path` would be.
     ShoalError if there is no such model, or its family is not supported."""
     if local.is_dir():
         checkpoint = find_checkpoint(local)
@@ -314,7 +316,14 @@ def _find_files(path: str, local: Path) -> tuple[Path, tuple[Path, int] | None]:
             return run / MODEL_FOLDER, checkpoint
     # Looks at config.json first, so that a model that is not supported is refused before its
     # weights are downloaded.
-    without_weights = locate(path, weights=False)
+    try:
+        without_weights = locate(path, weights=False)
+    except NotHere:
+        config = config_on_hub(path) if HUB_ID.fullmatch(path) else None
+        if config is not None:
+            # called for its error alone
+            families.architecture_in(config, path)
+        raise
     if (without_weights / "config.json").is_file():
         families.architecture_of(without_weights)
     return locate(path), None
@@ -533,6 +542,7 @@ def _adapter_model(
         config=config,
         digests=digests,
         read_adapter=read_adapter,
+        notes=tuple(Finding("tokenizer", "ok", note) for note in peft.notes(folder)),
         base=base_name,
         facts=facts,
         origin=lambda: find_base().origin(),
@@ -694,7 +704,10 @@ def copy_model_files(model: ModelSource, target: Path) -> None:
     if model.tokenizer.date is not None and model.tokenizer.writes_date:
         write_date(model.tokenizer.date, target)
     if model.architecture.adapter:
-        peft.write_config(target, model.architecture.adapter, model.base)
+        described = model.config or families.read_config(model.folder)
+        peft.write_config(
+            target, model.architecture.adapter, model.base, families.is_multimodal(described)
+        )
     names = [name for name in huggingface.TOKENIZER_FILES if name != "chat_template.jinja"]
     # config.json is copied last, or written below if the source has a config of its own
     if not model.config:

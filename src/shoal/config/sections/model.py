@@ -22,7 +22,8 @@ class LoraSection:
         ("all-linear",), stages=("update", "sampling", "evaluation"), on_resume="fixed"
     )
     """Products that have an adapter, by PEFT's names: all-linear, or [q_proj,v_proj], or a regular
-    expression."""
+    expression. Experts, which are parameters to PEFT, are named: experts.gate_up_proj,
+    experts.down_proj."""
     rslora: bool = key(False, stages=("update", "sampling", "evaluation"), on_resume="fixed")
     """Multiply by alpha / sqrt(rank) in place of alpha / rank."""
     path: str = key("", stages=("update", "sampling", "evaluation"), on_resume="fixed")
